@@ -1,0 +1,109 @@
+"""The contract of a stage: its network, its frozen encoders, its latents, and how to decode them.
+
+A stage knows nothing about what trains (tasks/) or when (engine/). Another model family is one more
+subclass and its YAML.
+
+Shape legend: B batch, C channels, H W image or latent size, L text tokens, D width.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+Conditions = dict[str, Tensor]
+"""Keyword arguments of the network beside the noised latent and the timestep ratio."""
+
+Tokens = dict[str, Tensor]
+"""What the tokenizer makes of captions: `input_ids` and `attention_mask`, (B, L) int64."""
+
+
+class Stage(abc.ABC):
+    """One stage of the cascade. The constructor is cheap; `build` makes and loads the modules.
+
+    Attributes:
+        name: "stage_a", "stage_b" or "stage_c"; tasks say which names they fit.
+        image_size: side in pixels of the square images that the stage trains on.
+        image_multiple: both sides of an image must be multiples of this many pixels.
+        network: the module that denoises; exists after `build`.
+    """
+
+    name: ClassVar[str]
+    image_size: int
+    image_multiple: int
+    network: nn.Module
+
+    @abc.abstractmethod
+    def build(self, *, device: torch.device, network_dtype: torch.dtype, frozen_dtype: torch.dtype) -> None:
+        """Make every module on the meta device, then load or initialise it on `device`.
+
+        Args:
+            device: where the modules go.
+            network_dtype: fp32 where the network itself trains (master weights), else the frozen dtype.
+            frozen_dtype: dtype of frozen text and image towers.
+
+        Raises:
+            ConfigError: weights that do not exist or belong to another model.
+        """
+
+    @abc.abstractmethod
+    def frozen_modules(self) -> dict[str, nn.Module]:
+        """Return the modules that never train, by name, in eval mode and without gradients."""
+
+    @abc.abstractmethod
+    def tokenize(self, captions: Sequence[str]) -> Tokens:
+        """Turn captions into token ids and attention mask, (B, L) int64 on the host. May sync."""
+
+    @abc.abstractmethod
+    def encode(self, image_BCHW: Tensor) -> Tensor:
+        """Encode images (B, 3, H, W) float in [0, 1] to clean latents x0, fp32. Without gradient. Must not sync."""
+
+    @abc.abstractmethod
+    def conditions(
+        self, tokens: Tokens, image_BCHW: Tensor | None = None, keep_image_B: Tensor | None = None
+    ) -> Conditions:
+        """Encode what the network is conditioned on. Must not sync.
+
+        Args:
+            tokens: from `tokenize`, on the device; a dropped caption is the empty string's tokens.
+            image_BCHW: (B, 3, H, W) float in [0, 1]; None = no image condition (zeros).
+            keep_image_B: (B,) bool, which samples keep their image condition; None = all.
+        """
+
+    @abc.abstractmethod
+    def latent_shape(self, height: int, width: int) -> tuple[int, int, int]:
+        """Return (C, H, W) of the latent of an image of `height` x `width` pixels."""
+
+    @abc.abstractmethod
+    def decode(self, latent_BCHW: Tensor) -> Tensor:
+        """Decode latents to images for people, (B, 3, H', W') fp32 in [0, 1]. Without gradient."""
+
+    @abc.abstractmethod
+    def units(self) -> list[list[nn.Module]]:
+        """Return the groups of modules that shard, recompute and compile together, in execution order."""
+
+    @abc.abstractmethod
+    def set_attention(self, name: str) -> None:
+        """Choose the attention kernel of the network: "sdpa", "xformers" or "math".
+
+        Raises:
+            ConfigError: the kernel's library is missing.
+        """
+
+    @abc.abstractmethod
+    def set_activation_checkpointing(self, enabled: bool) -> None:
+        """Recompute the activations of each unit in backward instead of keeping them."""
+
+    def predict(
+        self,
+        noised_BCHW: Tensor,
+        timestep_ratio_B: Tensor,
+        cond: Conditions,
+        control: dict[int, Tensor] | None = None,
+    ) -> Tensor:
+        """Run the network on noised latents (B, C, H, W) at (B,) fp32 timestep ratios; same shape out."""
+        return self.network(noised_BCHW, timestep_ratio_B, **cond, control=control, return_dict=False)[0]

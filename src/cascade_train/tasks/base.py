@@ -1,0 +1,99 @@
+"""The contract of a task: which parameters train, what is added to the stage, and the per-sample loss.
+
+A task sees no rank, no optimizer and no cadence; the one loop (engine/loop.py) owns those.
+
+Shape legend: B batch, C channels, H W size.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from cascade_train.batch import Batch
+from cascade_train.diffusion.objective import Objective
+from cascade_train.models.stage import Stage
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOutput:
+    """What a phase's loss returns for one micro-batch.
+
+    Attributes:
+        loss_B: (B,) fp32, weighted, differentiated.
+        report: named (B,) fp32 tensors without gradient, shown and handed to `after_step`;
+            always holds `loss_raw`, the unweighted loss.
+    """
+
+    loss_B: Tensor
+    report: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """One optimizer's share of a step.
+
+    Attributes:
+        name: prefix of its metrics when a task has several phases.
+        modules: the roots that are sharded, by name; their trainable parameters belong to the phase.
+        units: per root, the groups of its modules that shard together (see `Stage.units`).
+        loss: maps a prepared micro-batch to its output; must not sync with the host.
+        optimizer: a component that replaces the run's optimizer for this phase; None = the run's.
+    """
+
+    name: str
+    modules: Mapping[str, nn.Module]
+    units: Mapping[str, list[list[nn.Module]]]
+    loss: Callable[[Any], StepOutput]
+    optimizer: Any = field(default=None)
+
+
+class Task(abc.ABC):
+    """What trains, and how a batch becomes a loss. The constructor is cheap and checks its arguments.
+
+    Attributes:
+        fits: names of the stages that the task can train.
+        trains_network: whether the stage's own network gets gradients (fp32 masters) or stays frozen.
+    """
+
+    fits: ClassVar[tuple[str, ...]]
+    trains_network: ClassVar[bool]
+
+    @abc.abstractmethod
+    def attach(self, stage: Stage, objective: Objective, device: torch.device) -> None:
+        """Take the built stage: freeze what stays, add what trains. Called once, before sharding.
+
+        Raises:
+            ConfigError: the task's options do not fit the stage's modules.
+        """
+
+    @abc.abstractmethod
+    def phases(self) -> list[Phase]:
+        """Return the phases in the order in which they run within a step."""
+
+    @abc.abstractmethod
+    def prepare_batch(self, batch: Batch) -> Any:
+        """Draw the batch's random choices, tokenize and move to the device. May sync with the host."""
+
+    @abc.abstractmethod
+    def exports(self) -> Mapping[str, nn.Module]:
+        """Return the modules whose trained weights a run leaves behind, by name."""
+
+    def after_step(self, report: Mapping[str, Tensor]) -> None:
+        """Update the task's own state after an optimizer step. Collective: all ranks call it with equal values.
+
+        Args:
+            report: each phase's `StepOutput.report` over the whole global batch, in its order, (G,) fp32.
+        """
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the task's own state, equal on all ranks; empty by default."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restore what `state_dict` returned."""
