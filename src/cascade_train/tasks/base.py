@@ -8,7 +8,7 @@ Shape legend: B batch, C channels, H W size.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -18,6 +18,9 @@ from torch import Tensor, nn
 from cascade_train.batch import Batch
 from cascade_train.diffusion.objective import Objective
 from cascade_train.models.stage import Stage
+
+Predictor = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Maps noised latents (B, C, H, W) and timestep ratios (B,) to conditional and unconditional predictions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +82,24 @@ class Task(abc.ABC):
     @abc.abstractmethod
     def prepare_batch(self, batch: Batch) -> Any:
         """Draw the batch's random choices, tokenize and move to the device. May sync with the host."""
+
+    @abc.abstractmethod
+    def evaluate(self, prepared: Any, logsnr: float) -> Tensor:
+        """Return the unweighted loss (B,) fp32 of a prepared micro-batch at one noise level.
+
+        The noise is the batch's own draw for this purpose and no condition is dropped, so that the same
+        samples give the same number at every step. Without gradient. Must not sync.
+        """
+
+    @abc.abstractmethod
+    def predictor(self, captions: Sequence[str], image_BCHW: Tensor | None) -> Predictor:
+        """Return what a sampler denoises with for these captions, with everything the task added.
+
+        Args:
+            captions: B prompts; the unconditional branch is the empty caption.
+            image_BCHW: (B, 3, H, W) float in [0, 1] on the device, for tasks that are controlled by an
+                image; None = no control.
+        """
 
     @abc.abstractmethod
     def exports(self) -> Mapping[str, nn.Module]:

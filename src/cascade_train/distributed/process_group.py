@@ -1,0 +1,128 @@
+"""The process group and the (replicate, shard) mesh. There is always one, of size 1x1 when alone.
+
+Nothing here knows a model, a task or a step.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from cascade_train.errors import ConfigError
+
+ParallelMode = Literal["auto", "single", "ddp", "fsdp"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """This process among its peers.
+
+    Attributes:
+        rank: number of this process, 0 to ranks - 1.
+        ranks: number of processes.
+        device: where this process computes.
+    """
+
+    rank: int
+    ranks: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes files and talks to people."""
+        return self.rank == 0
+
+
+@contextmanager
+def process_group() -> Iterator[World]:
+    """Join the process group that torchrun describes, or make one of a single rank; leave it in order.
+
+    Collective. On CUDA, tensors on the host go through gloo and tensors on the device through nccl.
+    After an error the group is left without the final barrier: the peers may never reach it.
+    """
+    world = _join()
+    try:
+        yield world
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def _join() -> World:
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend, device_id=device if cuda else None)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return World(rank=dist.get_rank(), ranks=dist.get_world_size(), device=device)
+
+
+def mesh_shape(mode: ParallelMode, ranks: int, *, shard_size: int | None, fits: bool) -> tuple[int, int]:
+    """Return (replicate, shard) sizes for a parallel mode.
+
+    Args:
+        mode: auto chooses single alone, ddp where the training state fits a device, else fsdp.
+        ranks: number of processes.
+        shard_size: ranks that share one copy of the weights; null = all of them. fsdp only.
+        fits: whether weights, gradients and optimizer state fit every device unsharded.
+
+    Raises:
+        ConfigError: a mode or shard size that these ranks cannot form.
+    """
+    if mode == "single" and ranks > 1:
+        raise ConfigError(
+            f"parallel=single runs on one rank, but {ranks} were started: unsynchronised copies would train apart. "
+            "Use parallel=auto, ddp or fsdp, or start one process."
+        )
+    if mode == "auto":
+        mode = "ddp" if fits else "fsdp"
+    if mode != "fsdp":
+        return ranks, 1
+    shard = ranks if shard_size is None else shard_size
+    if ranks % shard:
+        raise ConfigError(f"parallel.shard_size={shard} does not divide the {ranks} ranks.")
+    return ranks // shard, shard
+
+
+def build_mesh(world: World, shape: tuple[int, int]) -> DeviceMesh:
+    """Return the (replicate, shard) mesh of the given sizes. Collective."""
+    return init_device_mesh(world.device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def gather_objects(value: object) -> list[object]:
+    """Return every rank's picklable `value`, in rank order. Collective."""
+    values: list[object] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+@contextmanager
+def agree() -> Iterator[None]:
+    """Make all ranks fail together: an error of one rank inside the block reaches every rank.
+
+    Collective at the block's end. The rank that failed re-raises its own error; the others raise a copy of
+    the first one's type and text. The block must hold no collective of its own that a failing rank would miss.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    errors = [e for e in gather_objects(error and (type(error), str(error))) if e is not None]
+    if error is not None:
+        raise error
+    if errors:
+        kind, text = errors[0]  # type: ignore[misc]
+        raise kind(text)

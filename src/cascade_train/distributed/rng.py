@@ -1,0 +1,21 @@
+"""Random numbers that are not about one sample (network dropout), as a function of the step.
+
+Choices about a sample come from `cascade_train.batch.Batch`; nothing else draws from the global generators.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from cascade_train.batch import sample_seed
+
+
+def seed_micro_batch(seed: int, *, step: int, micro: int, rank: int) -> None:
+    """Seed torch's global generators for one micro-batch, so that resuming needs no generator state."""
+    torch.manual_seed(sample_seed(seed, step, micro, f"network/{rank}"))
+
+
+def set_deterministic(enabled: bool) -> None:
+    """Ask torch for deterministic kernels (slower on CUDA; the CPU path is deterministic either way)."""
+    torch.use_deterministic_algorithms(enabled)
+    torch.backends.cudnn.benchmark = not enabled

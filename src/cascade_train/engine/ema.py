@@ -1,0 +1,100 @@
+"""The exponential moving average of trainable weights, on their shards, by optimizer step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from cascade_train.distributed.parallelize import local, reshard
+
+
+class Ema:
+    """A running average in fp32 of named parameters.
+
+    ema <- decay * ema + (1 - decay) * weights, every `every_steps` optimizer steps; before `start_step` the
+    average is a plain copy (Stable Cascade, train/base.py, which counts micro-batches instead).
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        decay: float,
+        start_step: int,
+        every_steps: int,
+        device: torch.device | None,
+    ) -> None:
+        """Copy the parameters' local shards.
+
+        Args:
+            parameters: the trainable parameters, by name, already sharded.
+            decay: in [0, 1).
+            start_step: first optimizer step at which the average is more than a copy.
+            every_steps: optimizer steps between updates.
+            device: where the average lives; None = beside the weights.
+        """
+        self.decay = decay
+        self.start_step = start_step
+        self.every_steps = every_steps
+        self._parameters = dict(parameters)
+        self._average = {
+            name: local(p.detach()).to(device=device or p.device, dtype=torch.float32, copy=True)
+            for name, p in parameters.items()
+        }
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Take the weights after optimizer step `step` into the average."""
+        if step % self.every_steps:
+            return
+        averages = list(self._average.values())
+        weights = [
+            local(p.detach()).to(device=a.device, dtype=torch.float32)
+            for a, p in zip(averages, self._parameters.values(), strict=True)
+        ]
+        weight = 1.0 if step < self.start_step else 1.0 - self.decay
+        torch._foreach_lerp_(averages, weights, weight)
+
+    @contextmanager
+    def swapped(self, roots: Sequence[nn.Module]) -> Iterator[None]:
+        """Run the block with the average in the weights' place; both are back, bit for bit, afterwards."""
+        self._swap(roots)
+        try:
+            yield
+        finally:
+            self._swap(roots)
+
+    @torch.no_grad()
+    def _swap(self, roots: Sequence[nn.Module]) -> None:
+        reshard(roots)
+        for name, parameter in self._parameters.items():
+            shard, average = local(parameter.detach()), self._average[name]
+            kept = shard.to(device=average.device, dtype=average.dtype, copy=True)
+            shard.copy_(average)
+            average.copy_(kept)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the average by parameter name, sharded like the parameters."""
+        return {name: _like(self._parameters[name], average) for name, average in self._average.items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restore what `state_dict` returned."""
+        for name, average in self._average.items():
+            average.copy_(local(state[name]))
+
+
+def _like(parameter: nn.Parameter, average: Tensor) -> Tensor:
+    if not isinstance(parameter, DTensor):
+        return average
+    return DTensor.from_local(
+        average.to(parameter.device),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )

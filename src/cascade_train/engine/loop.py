@@ -1,0 +1,266 @@
+"""The one loop. It knows neither stage nor objective nor data; what differs between runs is handed to it.
+
+A step is an optimizer step. Whatever is about a step or a sample is a function of its number and identity,
+so that a resumed run repeats an uninterrupted one.
+
+Shape legend: B samples of a micro-batch, G samples of the global batch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cascade_train.batch import Batch
+from cascade_train.distributed.parallelize import set_gradient_sync
+from cascade_train.distributed.process_group import World, gather_objects
+from cascade_train.distributed.rng import seed_micro_batch
+from cascade_train.engine.checkpoint import CheckpointStore
+from cascade_train.engine.metrics import MetricsLog
+from cascade_train.engine.phase import BoundPhase
+from cascade_train.engine.profiler import Profiler
+from cascade_train.engine.progress import Progress
+from cascade_train.engine.sampling import SampleGrid
+from cascade_train.engine.tracking import Tracker
+from cascade_train.engine.validation import Validation
+from cascade_train.errors import RunError
+from cascade_train.tasks.base import StepOutput, Task
+
+log = logging.getLogger(__name__)
+
+
+class Feed(Protocol):
+    """Where micro-batches come from; its position counts the steps handed out, never those prefetched."""
+
+    def __iter__(self) -> Iterator[list[Batch]]:
+        """Yield, per optimizer step, this rank's micro-batches, all of one shape."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, equal on all ranks."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue at a position."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cadence:
+    """Optimizer steps between actions; None = never."""
+
+    log: int | None
+    validate: int | None
+    sample: int | None
+    checkpoint: int | None
+
+
+@dataclass(frozen=True)
+class _Trace:
+    """One phase's losses of one step, kept until the next flush so that a failure can be named."""
+
+    step: int
+    phase: str
+    keys: tuple[str, ...]
+    loss_G: Tensor
+    grad_norm: Tensor
+
+
+class Trainer:
+    """Runs a task's phases over a feed, and saves, measures and shows what comes of it."""
+
+    def __init__(
+        self,
+        *,
+        world: World,
+        task: Task,
+        phases: Sequence[BoundPhase],
+        feed: Feed,
+        seed: int,
+        max_steps: int,
+        global_batch_size: int,
+        cadence: Cadence,
+        metrics: MetricsLog,
+        store: CheckpointStore,
+        tracker: Tracker,
+        progress: Progress,
+        profiler: Profiler,
+        validation: Validation | None,
+        sampling: SampleGrid | None,
+    ) -> None:
+        """Take the built parts of a run; `restore` and `run` do the work."""
+        self.world = world
+        self.task = task
+        self.phases = phases
+        self.feed = feed
+        self.seed = seed
+        self.max_steps = max_steps
+        self.global_batch_size = global_batch_size
+        self.cadence = cadence
+        self.metrics = metrics
+        self.store = store
+        self.tracker = tracker
+        self.progress = progress
+        self.profiler = profiler
+        self.validation = validation
+        self.sampling = sampling
+        self.step = 0
+        self.samples_seen = 0
+        self._withheld = torch.zeros((), device=world.device)
+        self._traces: list[_Trace] = []
+
+    def run(self) -> None:
+        """Train to `max_steps`, with one visible line for each thing that happens beside training. Collective."""
+        saved = self.step
+        if self.step < self.max_steps:
+            for micro_batches in self.feed:
+                values = self.train_step(micro_batches)
+                if self.validation is not None and self._due(self.cadence.validate):
+                    values |= self.validation.run()
+                self.metrics.record(self.step, self.samples_seen, values)
+                if self._due(self.cadence.log):
+                    self.flush()
+                if self.sampling is not None and self._due(self.cadence.sample):
+                    self.show(self.sampling)
+                if self._due(self.cadence.checkpoint) or self.step == self.max_steps:
+                    saved = self.save()
+                self.profiler.step()
+                if self.step == self.max_steps:
+                    break
+        if saved != self.max_steps:
+            raise RunError(f"The data ended at step {self.step} of {self.max_steps}: the feed must repeat its epochs.")
+
+    def train_step(self, micro_batches: Sequence[Batch]) -> dict[str, Tensor | float]:
+        """Run every phase on one global batch and return what it measured, still on the device. Collective."""
+        self.step += 1
+        self.samples_seen += self.global_batch_size
+        prepared = [self.task.prepare_batch(batch) for batch in micro_batches]
+        keys = tuple(key for batch in micro_batches for key in batch.keys)
+        values: dict[str, Tensor | float] = {}
+        report: dict[str, Tensor] = {}
+        for phase in self.phases:
+            gathered = gather_samples([out for out in self._backward(phase, prepared)])
+            norm = phase.clip()
+            self._trace(_Trace(self.step, phase.phase.name, keys, gathered["loss"], norm), phase.can_withhold)
+            lr = phase.update(self.step, self.max_steps, self._withheld)
+            prefix = "" if len(self.phases) == 1 else f"{phase.phase.name}/"
+            means = {name: value.mean() for name, value in gathered.items() if name != "logsnr"}
+            values |= {f"{prefix}{name}": value for name, value in {**means, "grad_norm": norm, "lr": lr}.items()}
+            report |= gathered
+        self.task.after_step(report)
+        return values
+
+    def _backward(self, phase: BoundPhase, prepared: Sequence[Any]) -> Iterator[StepOutput]:
+        """Accumulate gradients of the mean loss over the global batch, reducing them once; yield the outputs.
+
+        FSDP averages over the ranks, hence the factor ranks / global batch on the sum of the samples' losses.
+        """
+        scale = self.world.ranks / self.global_batch_size
+        for micro, batch in enumerate(prepared):
+            set_gradient_sync(phase.roots, micro == len(prepared) - 1)
+            seed_micro_batch(self.seed, step=self.step, micro=micro, rank=self.world.rank)
+            output = phase.phase.loss(batch)
+            (output.loss_B.sum() * scale).backward()
+            yield output
+
+    def _trace(self, trace: _Trace, can_withhold: bool) -> None:
+        """Withhold this and all later updates once a loss or norm is not finite.
+
+        The flag stays on the device; the host reads it at the next flush, or at once where the optimizer
+        cannot be told by a flag, or where reading costs nothing.
+        """
+        finite = trace.loss_G.isfinite().all() & trace.grad_norm.isfinite()
+        self._withheld = torch.maximum(self._withheld, (~finite).to(self._withheld.dtype))
+        self._traces.append(trace)
+        if not can_withhold or self.world.device.type == "cpu":
+            self.stop_if_not_finite()
+
+    def stop_if_not_finite(self) -> None:
+        """Raise when an update was withheld. Collective when it was.
+
+        Raises:
+            RunError: names the step, the phase, and rank and key of each sample whose loss is not finite.
+        """
+        if not bool(self._withheld):
+            return
+        for trace in self._traces:
+            if not (bool(trace.loss_G.isfinite().all()) and bool(trace.grad_norm.isfinite())):
+                raise RunError(name_failure(trace, self.world.ranks))
+
+    def flush(self) -> None:
+        """Bring the steps since the last flush to the host: metrics file, tracker, progress. The one host sync."""
+        self.stop_if_not_finite()
+        self._traces.clear()
+        for row in self.metrics.flush():
+            self.tracker.log(row, row["step"])
+            self.progress.update(row)
+
+    def show(self, sampling: SampleGrid) -> None:
+        """Draw the fixed samples and send them to the tracker. Collective."""
+        with self.metrics.paused():
+            for path in sampling.draw(self.step):
+                self.tracker.log_image(path.stem, path, self.step)
+
+    def save(self) -> int:
+        """Write a checkpoint of this step, after everything before it is on disk; return the step. Collective."""
+        self.flush()
+        with self.metrics.paused():
+            self.store.save(self.step, self._state(), self._facts())
+        return self.step
+
+    def restore(self, path: Path) -> None:
+        """Continue from a checkpoint. Collective."""
+        state = self._state()
+        facts = self.store.load(path, state)
+        for phase in self.phases:
+            phase.load_state_dict(state["phases"][phase.phase.name])
+        self.task.load_state_dict(state["task"])
+        self.feed.load_state_dict(facts["data"])
+        self.step, self.samples_seen = facts["step"], facts["samples_seen"]
+        log.info("Continuing at step %d from %s.", self.step, path)
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "phases": {phase.phase.name: phase.state_dict() for phase in self.phases},
+            "task": self.task.state_dict(),
+        }
+
+    def _facts(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "samples_seen": self.samples_seen,
+            "finished": self.step == self.max_steps,
+            "max_steps": self.max_steps,
+            "data": self.feed.state_dict(),
+            "tracker_run_id": self.tracker.run_id,
+        }
+
+    def _due(self, every_steps: int | None) -> bool:
+        return every_steps is not None and (self.step % every_steps == 0 or self.step == self.max_steps)
+
+
+def gather_samples(outputs: Sequence[StepOutput]) -> dict[str, Tensor]:
+    """Return `loss` and every reported value of the whole global batch, (G,) each, in its order. Collective."""
+    names = ["loss", *sorted(outputs[0].report)]
+    rows = [[out.loss_B.detach() if n == "loss" else out.report[n] for out in outputs] for n in names]
+    mine = torch.stack([torch.cat(row).float() for row in rows])
+    every = mine.new_empty(dist.get_world_size(), *mine.shape)
+    dist.all_gather_into_tensor(every, mine.contiguous())
+    return dict(zip(names, every.transpose(0, 1).flatten(1).unbind(), strict=True))
+
+
+def name_failure(trace: _Trace, ranks: int) -> str:
+    """Return what was not finite, where. Collective."""
+    keys = [key for rank in gather_objects(trace.keys) for key in rank]  # type: ignore[attr-defined]
+    bad = (~trace.loss_G.isfinite()).nonzero().flatten().tolist()
+    per_rank = len(keys) // ranks
+    where = ", ".join(f"rank {index // per_rank}: {keys[index]}" for index in bad[:8])
+    head = f"Step {trace.step}, phase {trace.phase}: "
+    tail = f" No update was made; the weights are those of step {trace.step - 1}."
+    if not bad:
+        return f"{head}every loss is finite but the gradient norm is {float(trace.grad_norm)}.{tail}"
+    return f"{head}the loss of {len(bad)} of {len(keys)} samples is not finite ({where}).{tail}"

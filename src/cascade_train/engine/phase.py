@@ -1,0 +1,124 @@
+"""A task's phase bound to its sharded parameters, optimizer, schedule and average.
+
+This is the only place that updates weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from cascade_train.engine.ema import Ema
+from cascade_train.engine.lr_schedule import LrSchedule
+from cascade_train.engine.optimizer import can_withhold
+from cascade_train.tasks.base import Phase
+
+_SHARDED = StateDictOptions(ignore_frozen_params=True)
+
+
+def trainable_parameters(phase: Phase) -> dict[str, nn.Parameter]:
+    """Return a phase's trainable parameters by name, prefixed with their root's name."""
+    return {n: p for n, p in nn.ModuleDict(phase.modules).named_parameters() if p.requires_grad}
+
+
+class BoundPhase:
+    """One phase of the run: its loss, and the update that follows from it."""
+
+    def __init__(
+        self,
+        phase: Phase,
+        *,
+        optimizer: Optimizer,
+        base_lr: float,
+        lr_schedule: LrSchedule,
+        ema: Ema | None,
+        max_grad_norm: float | None,
+    ) -> None:
+        """Bind.
+
+        Args:
+            phase: the task's phase; its modules are sharded already.
+            optimizer: over the phase's trainable parameters.
+            base_lr: learning rate before the schedule.
+            lr_schedule: factor by optimizer step.
+            ema: average of the phase's weights, or None.
+            max_grad_norm: global gradient norm above which gradients are scaled down; None = off.
+        """
+        self.phase = phase
+        self.roots = list(phase.modules.values())
+        self.parameters = trainable_parameters(phase)
+        self.optimizer = optimizer
+        self.base_lr = base_lr
+        self.lr_schedule = lr_schedule
+        self.ema = ema
+        self.max_grad_norm = max_grad_norm
+        self.can_withhold = can_withhold(optimizer)
+        self._container = nn.ModuleDict(phase.modules)
+
+    def clip(self) -> Tensor:
+        """Scale the gradients to at most `max_grad_norm`; return their true global norm, () fp32. Collective."""
+        limit = float("inf") if self.max_grad_norm is None else self.max_grad_norm
+        if self.max_grad_norm is None:
+            gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+            norm = torch.nn.utils.get_total_norm(gradients)
+        else:
+            norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), limit)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def update(self, step: int, max_steps: int, withheld: Tensor) -> float:
+        """Take optimizer step `step` unless withheld, clear the gradients, and return the learning rate.
+
+        Args:
+            step: optimizer step, from 1.
+            max_steps: of the run.
+            withheld: () fp32 on the device; 1 = leave weights and optimizer state as they are.
+        """
+        lr = self.base_lr * self.lr_schedule.factor(step, max_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        if self.can_withhold:
+            self.optimizer.found_inf = withheld  # type: ignore[attr-defined]
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.ema is not None:
+            self.ema.update(step)
+        return lr
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return weights, optimizer state and average, sharded, for a checkpoint. Collective."""
+        state: dict[str, Any] = {
+            "weights": get_model_state_dict(self._container, options=_SHARDED),
+            "optimizer": get_optimizer_state_dict(self._container, self.optimizer, options=_SHARDED),
+        }
+        return state if self.ema is None else {**state, "ema": self.ema.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned. Collective."""
+        not_frozen = StateDictOptions(ignore_frozen_params=True, strict=False)
+        set_model_state_dict(self._container, state["weights"], options=not_frozen)
+        set_optimizer_state_dict(self._container, self.optimizer, state["optimizer"], options=_SHARDED)
+        if self.ema is not None:
+            self.ema.load_state_dict(state["ema"])
+
+
+@contextmanager
+def averaged(phases: Sequence[BoundPhase]) -> Iterator[None]:
+    """Run the block with every phase's average in its weights' place."""
+    with ExitStack() as stack:
+        for phase in phases:
+            if phase.ema is not None:
+                stack.enter_context(phase.ema.swapped(phase.roots))
+        yield

@@ -1,0 +1,156 @@
+"""Grids of fixed prompts, drawn with a fixed seed as training goes on, for people to look at.
+
+Shape legend: B samples, C channels, H W size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+
+from cascade_train.batch import sample_seed
+from cascade_train.distributed.parallelize import evaluating
+from cascade_train.distributed.process_group import World
+from cascade_train.engine.phase import BoundPhase, averaged
+from cascade_train.tasks.base import Predictor, Task
+
+CELL_PX = 192
+LABEL_PX = 220
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleSpec:
+    """What every grid shows.
+
+    Attributes:
+        captions: one row each.
+        image_BCHW: (B, 3, H, W) float in [0, 1], the captions' own images, on the host; None for free prompts.
+        seed: of the starting noise, mixed with the row's number.
+    """
+
+    captions: tuple[str, ...]
+    image_BCHW: Tensor | None
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Painter:
+    """How latents are made and shown, bound to a stage and an objective by the composition root.
+
+    Attributes:
+        encode: images (B, 3, H, W) in [0, 1] to latents.
+        decode: latents to images (B, 3, H', W') in [0, 1].
+        one_step: (predictor, latents, noise) to the denoised latents after one prediction at medium noise.
+        sample: (predictor, one CPU generator per image) to latents.
+    """
+
+    encode: Callable[[Tensor], Tensor]
+    decode: Callable[[Tensor], Tensor]
+    one_step: Callable[[Predictor, Tensor, Tensor], Tensor]
+    sample: Callable[[Predictor, Sequence[torch.Generator]], Tensor]
+
+
+class SampleGrid:
+    """Draws the same prompts from the same noise each time, with the weights and with their average."""
+
+    def __init__(
+        self,
+        *,
+        task: Task,
+        phases: Sequence[BoundPhase],
+        painter: Painter,
+        spec: SampleSpec,
+        world: World,
+        directory: Path,
+    ) -> None:
+        """Store; `directory` is where `step_<n>/` folders go."""
+        self.task = task
+        self.phases = phases
+        self.painter = painter
+        self.spec = spec
+        self.world = world
+        self.directory = directory
+
+    def draw(self, step: int) -> list[Path]:
+        """Paint the grid of `step` and return the files written (none but on rank 0). Collective."""
+        columns = self._columns()
+        if not self.world.is_main:
+            return []
+        folder = self.directory / f"step_{step}"
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in ("sample", "ema_sample"):
+            for row, image in enumerate(columns.get(name, [])):
+                image.save(folder / f"{row:02d}_{name}.png")
+        compose_grid(self.spec.captions, columns).save(folder / "grid.png")
+        return [folder / "grid.png"]
+
+    def _columns(self) -> dict[str, list[Image.Image]]:
+        roots = [root for phase in self.phases for root in phase.roots]
+        columns: dict[str, list[Image.Image]] = {}
+        with evaluating(roots):
+            image_BCHW = None if self.spec.image_BCHW is None else self.spec.image_BCHW.to(self.world.device)
+            predictor = self.task.predictor(self.spec.captions, image_BCHW)
+            if image_BCHW is not None:
+                columns["original"] = to_images(image_BCHW)
+                columns["one-step prediction"] = self._one_step(predictor, image_BCHW)
+            columns["sample"] = self._sample(predictor)
+        if any(phase.ema is not None for phase in self.phases):
+            with averaged(self.phases), evaluating(roots):
+                columns["ema_sample"] = self._sample(self.task.predictor(self.spec.captions, image_BCHW))
+        return columns
+
+    def _generators(self, purpose: str) -> list[torch.Generator]:
+        rows = range(len(self.spec.captions))
+        return [torch.Generator().manual_seed(sample_seed(self.spec.seed, 0, row, purpose)) for row in rows]
+
+    def _one_step(self, predictor: Predictor, image_BCHW: Tensor) -> list[Image.Image]:
+        x0 = self.painter.encode(image_BCHW)
+        noise = torch.stack([torch.randn(x0.shape[1:], generator=g) for g in self._generators("one_step")])
+        return to_images(self.painter.decode(self.painter.one_step(predictor, x0, noise.to(x0.device))))
+
+    def _sample(self, predictor: Predictor) -> list[Image.Image]:
+        return to_images(self.painter.decode(self.painter.sample(predictor, self._generators("sample"))))
+
+
+def to_images(image_BCHW: Tensor) -> list[Image.Image]:
+    """Return PIL images of (B, 3, H, W) float in [0, 1]."""
+    pixels = image_BCHW.mul(255).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()
+    return [Image.fromarray(picture) for picture in pixels]
+
+
+def compose_grid(captions: Sequence[str], columns: dict[str, list[Image.Image]]) -> Image.Image:
+    """Return one picture: a row per caption, a titled column per kind of image, captions at the left."""
+    title_px = 24
+    width = LABEL_PX + CELL_PX * len(columns)
+    grid = Image.new("RGB", (width, title_px + CELL_PX * len(captions)), "white")
+    draw = ImageDraw.Draw(grid)
+    font = ImageFont.load_default(size=14)
+    for column, (title, images) in enumerate(columns.items()):
+        left = LABEL_PX + CELL_PX * column
+        draw.text((left + 4, 4), title.replace("_", " "), fill="black", font=font)
+        for row, image in enumerate(images):
+            grid.paste(_fit(image), (left, title_px + CELL_PX * row))
+    for row, caption in enumerate(captions):
+        draw.multiline_text((6, title_px + CELL_PX * row + 6), _wrapped(caption, font), fill="black", font=font)
+    return grid
+
+
+def _fit(image: Image.Image) -> Image.Image:
+    scale = (CELL_PX - 4) / max(image.size)
+    return image.resize((max(1, round(image.width * scale)), max(1, round(image.height * scale))))
+
+
+def _wrapped(caption: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> str:
+    lines, line = [], ""
+    for word in caption.split():
+        longer = f"{line} {word}".strip()
+        if font.getlength(longer) > LABEL_PX - 12 and line:
+            lines, line = [*lines, line], word
+        else:
+            line = longer
+    return "\n".join([*lines, line][:10])
