@@ -1,11 +1,41 @@
+# The verbs of this project. CI calls the same ones: .ci/run is `make test`.
 SHELL := /bin/bash
-PYTHON ?= python3
-VENV := .venv
-UV := $(VENV)/bin/uv
-STAMP := $(VENV)/.installed
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help setup test demo lint format clean
 
-$(STAMP): pyproject.toml constraints.txt
-	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	test -x $(UV) || $(VENV)/bin/python -m pip install --quiet uv
-	$(UV) pip install --python $(VENV)/bin/python --constraint constraints.txt --editable '.[dev]'
-	touch $@
+# The first Python >= 3.11 found; PYTHON=/path/to/python chooses another.
+ifndef PYTHON
+PYTHON := $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+endif
+BIN := .venv/bin
+# Tests run on this many processes of one thread each: `make test WORKERS=8 PYTEST_ARGS="-k lora"`.
+WORKERS ?= 2
+PYTEST_ARGS ?=
+
+help:  ## show the verbs
+	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+
+setup:  ## make .venv with everything in it (about a minute where packages are cached; at once when it is there)
+	@test -n "$(PYTHON)" || { echo "setup: no Python 3.11 or newer found; install one, or make setup PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) scripts/setup_venv.py
+
+test: setup  ## set up and run all tests that this machine can run
+	$(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+
+demo: setup  ## set up and train a tiny model, then a LoRA on it, on the CPU
+	@scripts/demo.sh
+
+lint: setup  ## check style, formatting and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup  ## mend what lint can mend by itself
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+
+clean:  ## remove caches and build products; .venv and runs/ stay
+	rm -rf build dist .pytest_cache .ruff_cache .mypy_cache
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
