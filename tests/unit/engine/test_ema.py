@@ -1,0 +1,81 @@
+"""The average: its formula, its start, its cadence, its swap and its state."""
+
+import pytest
+import torch
+from torch import nn
+
+from cascade_train.distributed.parallelize import local, parallelize
+from cascade_train.distributed.process_group import build_mesh
+from cascade_train.engine.ema import Ema
+
+
+def build(world, **changes):
+    network = nn.Linear(3, 2)
+    mesh = build_mesh(world, (1, 1))
+    parallelize(
+        network, [], mesh=mesh, compute_dtype=torch.float32, reshard_after_forward=True, compile_units=False
+    )
+    options = {"decay": 0.9, "start_step": 0, "every_steps": 1, "device": None}
+    return network, Ema(dict(network.named_parameters()), **{**options, **changes})
+
+
+def add_one(network):
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(1.0)
+
+
+def weight(network):
+    return local(network.weight.detach()).clone()
+
+
+def test_average_follows_its_formula(world):
+    network, ema = build(world)
+    expected = weight(network)
+    for step in range(1, 6):
+        add_one(network)
+        ema.update(step)
+        expected = 0.9 * expected + 0.1 * weight(network)
+    torch.testing.assert_close(local(ema.state_dict()["weight"]), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_average_is_a_copy_before_its_start_and_moves_only_at_its_cadence(world):
+    network, ema = build(world, start_step=4, every_steps=2)
+    add_one(network)
+    before = local(ema.state_dict()["weight"]).clone()
+    ema.update(1)
+    assert torch.equal(local(ema.state_dict()["weight"]), before)
+    ema.update(2)
+    assert torch.equal(local(ema.state_dict()["weight"]), weight(network))
+
+
+def test_swap_shows_the_average_to_the_forward_and_gives_the_weights_back_bit_for_bit(world):
+    network, ema = build(world)
+    x = torch.randn(4, 3)
+    averaged_before = network(x).detach()
+    add_one(network)
+    current, now = weight(network), network(x).detach()
+    with ema.swapped([network]), torch.no_grad():
+        torch.testing.assert_close(network(x), averaged_before)
+    assert torch.equal(weight(network), current)
+    with torch.no_grad():
+        assert torch.equal(network(x), now)
+    assert not torch.allclose(now, averaged_before)
+
+
+def test_state_returns_exactly(world):
+    network, ema = build(world)
+    add_one(network)
+    ema.update(1)
+    state = {name: value.clone() for name, value in ema.state_dict().items()}
+    add_one(network)
+    ema.update(2)
+    ema.load_state_dict(state)
+    assert all(torch.equal(local(a), local(state[name])) for name, a in ema.state_dict().items())
+    assert len(state) == 2
+
+
+@pytest.mark.parametrize("device", [None, torch.device("cpu")])
+def test_average_can_live_on_the_host(world, device):
+    _, ema = build(world, device=device)
+    assert local(ema.state_dict()["bias"]).device.type == "cpu"

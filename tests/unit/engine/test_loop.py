@@ -1,0 +1,157 @@
+"""The loop: accumulation, withholding, naming of failures, cadence, exact continuation."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from toy import ToyFeed, ToyTask
+
+from cascade_train.distributed.parallelize import local, parallelize
+from cascade_train.distributed.process_group import build_mesh
+from cascade_train.engine.checkpoint import CheckpointStore
+from cascade_train.engine.ema import Ema
+from cascade_train.engine.loop import Cadence, Trainer
+from cascade_train.engine.lr_schedule import ConstantSchedule
+from cascade_train.engine.metrics import MetricsLog
+from cascade_train.engine.optimizer import OptimizerSpec
+from cascade_train.engine.phase import BoundPhase, trainable_parameters
+from cascade_train.engine.profiler import Profiler
+from cascade_train.engine.progress import Progress
+from cascade_train.engine.tracking import build_tracker
+from cascade_train.errors import RunError
+
+
+def build_trainer(world, directory: Path, *, task=None, micro=4, max_steps=6, lr=0.05, algorithm=None, **cadence):
+    task = task or ToyTask()
+    phase = task.phases()[0]
+    parallelize(
+        task.network,
+        phase.units["network"],
+        mesh=build_mesh(world, (world.ranks, 1)),
+        compute_dtype=torch.float32,
+        reshard_after_forward=True,
+        compile_units=False,
+    )
+    parameters = trainable_parameters(phase)
+    algorithm = algorithm or partial(torch.optim.AdamW, fused=True)
+    spec = OptimizerSpec(lr=lr, scale_lr=False, weight_decay=0.01, algorithm=algorithm)
+    bound = BoundPhase(
+        phase,
+        optimizer=spec.build(parameters, 4),
+        base_lr=lr,
+        lr_schedule=ConstantSchedule(warmup_steps=2),
+        ema=Ema(parameters, decay=0.5, start_step=2, every_steps=1, device=None),
+        max_grad_norm=1.0,
+    )
+    return Trainer(
+        world=world,
+        task=task,
+        phases=[bound],
+        feed=ToyFeed(global_batch_size=4, micro_batch_size=micro),
+        seed=0,
+        max_steps=max_steps,
+        global_batch_size=4,
+        cadence=Cadence(**{"log": 2, "validate": None, "sample": None, "checkpoint": None, **cadence}),
+        metrics=MetricsLog(directory / "metrics.jsonl", is_main=True),
+        store=CheckpointStore(directory / "checkpoints", keep_last=None, keep_every_steps=None),
+        tracker=build_tracker(
+            "none", project=None, entity=None, mode="offline", run_name="toy", directory=directory, run_id=None,
+            config={},
+        ),
+        progress=Progress(max_steps=max_steps, is_main=False),
+        profiler=Profiler(directory=directory, start_step=0, steps=None),
+        validation=None,
+        sampling=None,
+    )
+
+
+def weights(trainer):
+    return torch.cat([local(p.detach()).flatten() for p in trainer.phases[0].parameters.values()])
+
+
+def run_steps(trainer, steps):
+    feed = iter(trainer.feed)
+    return [trainer.train_step(next(feed)) for _ in range(steps)]
+
+
+def test_accumulating_four_micro_batches_equals_one_batch_of_four(world, tmp_path):
+    one = build_trainer(world, tmp_path / "one", micro=4)
+    four = build_trainer(world, tmp_path / "four", micro=1)
+    values = run_steps(one, 5), run_steps(four, 5)
+    torch.testing.assert_close(weights(one), weights(four), rtol=1e-5, atol=1e-6)
+    for a, b in zip(*values, strict=True):
+        torch.testing.assert_close(a["grad_norm"], b["grad_norm"], rtol=1e-5, atol=1e-6)
+
+
+def test_loss_falls_and_every_step_is_measured(world, tmp_path):
+    import json
+
+    trainer = build_trainer(world, tmp_path, max_steps=60)
+    trainer.run()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, 61))
+    assert rows[-1]["loss"] < 0.5 * rows[0]["loss"]
+    assert {"samples_seen", "loss", "loss_raw", "grad_norm", "lr", "images_per_second"} <= rows[0].keys()
+    assert rows[0]["lr"] == pytest.approx(0.025)
+    assert rows[5]["samples_seen"] == 24
+    assert rows[0]["loss_raw"] == pytest.approx(2 * rows[0]["loss"])
+
+
+def test_task_sees_the_whole_global_batch_in_its_order(world, tmp_path):
+    trainer = build_trainer(world, tmp_path, micro=2)
+    run_steps(trainer, 1)
+    expected = ToyTask()
+    prepared = expected.prepare_batch(next(iter(ToyFeed(global_batch_size=4, micro_batch_size=4)))[0])
+    torch.testing.assert_close(trainer.task.reports[0]["loss"], expected.loss(prepared).loss_B.detach())
+
+
+def test_a_loss_that_is_not_finite_stops_before_the_update_and_names_the_sample(world, tmp_path):
+    trainer = build_trainer(world, tmp_path, task=ToyTask(poison=("toy:9",)), micro=2)
+    run_steps(trainer, 2)
+    before = weights(trainer)
+    with pytest.raises(RunError, match=r"Step 3, phase main: the loss of 1 of 4 samples is not finite \(rank 0: toy:9\)"):
+        run_steps_from(trainer, 2, 1)
+    assert torch.equal(weights(trainer), before)
+
+
+def test_an_optimizer_without_a_flag_is_stopped_before_its_update_too(world, tmp_path):
+    trainer = build_trainer(world, tmp_path, task=ToyTask(poison=("toy:1",)), algorithm=torch.optim.Adagrad)
+    before = weights(trainer)
+    with pytest.raises(RunError, match="Step 1, phase main"):
+        run_steps(trainer, 1)
+    assert torch.equal(weights(trainer), before)
+
+
+def run_steps_from(trainer, position, steps):
+    trainer.feed.position = position
+    return run_steps(trainer, steps)
+
+
+def test_stopping_and_restoring_continues_bit_for_bit(world, tmp_path):
+    whole = build_trainer(world, tmp_path / "whole", checkpoint=3)
+    whole.run()
+    first = build_trainer(world, tmp_path / "parts", max_steps=3, checkpoint=3)
+    first.run()
+    second = build_trainer(world, tmp_path / "parts", checkpoint=3)
+    second.restore(second.store.newest())
+    assert second.step == 3
+    second.run()
+    assert torch.equal(weights(second), weights(whole))
+    for name, average in second.phases[0].ema.state_dict().items():
+        assert torch.equal(local(average), local(whole.phases[0].ema.state_dict()[name]))
+
+
+def test_a_feed_that_ends_early_is_an_error(world, tmp_path):
+    trainer = build_trainer(world, tmp_path)
+    trainer.feed = EndingFeed(global_batch_size=4, micro_batch_size=4)
+    with pytest.raises(RunError, match="The data ended at step 2 of 6"):
+        trainer.run()
+
+
+class EndingFeed(ToyFeed):
+    """A feed of two steps."""
+
+    def __iter__(self):
+        for _, batches in zip(range(2), super().__iter__(), strict=False):
+            yield batches

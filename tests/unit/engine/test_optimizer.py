@@ -1,0 +1,72 @@
+"""What decays, how the rate scales, and that an update can be withheld."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from cascade_train.engine.optimizer import OptimizerSpec, can_withhold
+
+
+def spec(**changes):
+    options = {"lr": 1e-3, "scale_lr": False, "weight_decay": 0.1, "algorithm": partial(torch.optim.AdamW, fused=True)}
+    return OptimizerSpec(**{**options, **changes})
+
+
+def parameters():
+    shapes = {
+        "depthwise.weight": (8, 1, 3, 3),
+        "channelwise.0.weight": (32, 8),
+        "channelwise.0.bias": (32,),
+        "channelwise.2.gamma": (1, 1, 1, 32),
+        "channelwise.2.beta": (1, 1, 1, 32),
+        "token_rows": (2, 8),
+    }
+    return {name: nn.Parameter(torch.ones(shape)) for name, shape in shapes.items()}
+
+
+def test_only_matrices_and_kernels_decay():
+    named = parameters()
+    optimizer = spec().build(named, global_batch_size=4)
+    decayed, kept = optimizer.param_groups
+    assert decayed["weight_decay"] == 0.1
+    assert {id(p) for p in decayed["params"]} == {id(named["depthwise.weight"]), id(named["channelwise.0.weight"])}
+    assert kept["weight_decay"] == 0.0
+    assert len(kept["params"]) == 4
+
+
+def test_scale_lr_multiplies_by_the_global_batch():
+    assert spec(scale_lr=True).base_lr(32) == pytest.approx(0.032)
+    assert spec().base_lr(32) == pytest.approx(0.001)
+
+
+def test_groups_without_parameters_are_left_out():
+    optimizer = spec(algorithm=torch.optim.SGD).build({"a.bias": nn.Parameter(torch.ones(3))}, 1)
+    assert len(optimizer.param_groups) == 1
+
+
+def test_fused_adamw_leaves_weights_and_moments_when_withheld():
+    weight = nn.Parameter(torch.ones(4, 4))
+    optimizer = spec().build({"a.weight": weight}, 1)
+    assert can_withhold(optimizer)
+    for withheld, moves in ((0.0, True), (1.0, False)):
+        before = weight.detach().clone()
+        weight.grad = torch.full_like(weight, float("nan") if withheld else 1.0)
+        optimizer.found_inf = torch.tensor(withheld)
+        optimizer.step()
+        assert torch.equal(weight, before) is not moves
+    assert optimizer.state[weight]["exp_avg"].isfinite().all()
+
+
+def test_unfused_optimizers_cannot_withhold():
+    assert not can_withhold(torch.optim.Adagrad([nn.Parameter(torch.ones(1))]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"lr": 0.0}, "optimizer.lr=0.0 must be positive"), ({"weight_decay": -1.0}, "weight_decay=-1.0 must be 0 or")],
+)
+def test_values_out_of_range_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        spec(**changes)
