@@ -1,0 +1,81 @@
+"""What every test stands on: one thread per process, no network, fixed seeds, one multi-process test at a time."""
+
+from __future__ import annotations
+
+import os
+
+# Before torch, tokenizers or the hub client are imported, here and in every process that a test starts.
+os.environ.update(
+    {
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "WANDB_MODE": "offline",
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    }
+)
+
+import random
+import shutil
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep a file's tests, and all distributed tests, on one worker; skip what this machine cannot run."""
+    for item in items:
+        distributed = item.get_closest_marker("distributed") is not None
+        name = "distributed" if distributed else item.path.relative_to(ROOT).as_posix()
+        item.add_marker(pytest.mark.xdist_group(name))
+        if item.get_closest_marker("gpu") and not has_gpu():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if item.get_closest_marker("slurm") and shutil.which("sbatch") is None:
+            item.add_marker(pytest.mark.skip(reason="needs SLURM (no sbatch on the PATH)"))
+
+
+def has_gpu() -> bool:
+    """Return whether torch sees a CUDA device; imports torch, so only tests that ask pay for it."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seeds() -> None:
+    random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_network() -> Any:
+    """Refuse connections that leave this machine, at once and by name, instead of hanging on them."""
+    original = socket.socket.connect
+    here = {"localhost", "127.0.0.1", "::1", "0.0.0.0", socket.gethostname()}
+
+    def connect(self: socket.socket, address: Any) -> None:
+        remote = self.family in (socket.AF_INET, socket.AF_INET6) and str(address[0]) not in here
+        if remote and not str(address[0]).startswith("127."):
+            raise RuntimeError(f"A test tried to reach {address[0]}: tests run without a network.")
+        original(self, address)
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(socket.socket, "connect", connect)
+    yield
+    patch.undo()
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """Return the root of the checkout under test."""
+    return ROOT
