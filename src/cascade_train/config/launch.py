@@ -1,0 +1,150 @@
+"""From the command line to a checked configuration: finds `conf/`, runs Hydra, and hands the result to build.
+
+No rule about values lives here (schema.py, preflight.py), and nothing is built here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from hashlib import blake2b
+from pathlib import Path
+
+import hydra
+from hydra._internal.utils import get_args_parser
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+import cascade_train
+from cascade_train.config.explain import exit_code
+from cascade_train.config.preflight import preflight
+from cascade_train.config.schema import Root
+
+LONGEST_NAME = 120
+"""Characters of a sweep job's suffix before it is cut and hashed; folder names end at 255 bytes."""
+
+
+def launch(argv: Sequence[str]) -> int:
+    """Run one command line and return the exit code.
+
+    Args:
+        argv: overrides and Hydra's flags, without the program's name.
+
+    Returns:
+        0 done, 1 stopped by the world, 2 refused.
+    """
+    register_schema()
+    with _own_error_handling(), _arguments(with_implied_choices(argv)):
+        decorated = hydra.main(config_path=str(conf_dir()), config_name="config", version_base="1.3")(run_job)
+        return exit_code(decorated)
+
+
+def run_job(cfg: DictConfig) -> None:
+    """Check and train one composed configuration; a failure leaves by SystemExit with its code."""
+    code = exit_code(lambda: _train(cfg))
+    if code:
+        raise SystemExit(code)
+
+
+def _train(cfg: DictConfig) -> int:
+    separate_sweep_job(cfg, HydraConfig.get())
+    checked = preflight(cfg)
+    from cascade_train.build import train  # heavy: torch and everything above it
+
+    return train(checked)
+
+
+def register_schema() -> None:
+    """Make the typed root known to Hydra under the name `schema`."""
+    ConfigStore.instance().store(name="schema", node=Root)
+
+
+def conf_dir() -> Path:
+    """Return the absolute path of `conf/`: inside an installed wheel, or beside `src/` in a checkout.
+
+    Raises:
+        FileNotFoundError: neither place has it.
+    """
+    package = Path(cascade_train.__file__).resolve().parent
+    places = (package / "conf", package.parents[1] / "conf")
+    for place in places:
+        if (place / "config.yaml").is_file():
+            return place
+    raise FileNotFoundError(f"The configuration files are missing from the installation: no config.yaml in {places}.")
+
+
+def with_implied_choices(argv: Sequence[str]) -> list[str]:
+    """Return `argv` with the group choices that it implies.
+
+    `data.urls=` alone means `data=webdataset`; `--help` alone shows the smallest model and task.
+    """
+    given = {argument.partition("=")[0].lstrip("+") for argument in argv if not argument.startswith("-")}
+    implied = []
+    if "data.urls" in given and not given & {"data", "experiment"}:
+        implied.append("data=webdataset")
+        _say("data.urls is given and no data= is chosen: data=webdataset.")
+    if not {"--help", "-h"}.isdisjoint(argv):
+        implied += [f"{group}={option}" for group, option in EXAMPLE.items() if group not in given]
+    return [*implied, *argv]
+
+
+EXAMPLE = {"model": "c_tiny", "task": "finetune"}
+"""What `--help` shows where nothing is chosen."""
+
+
+def separate_sweep_job(cfg: DictConfig, hydra_cfg: DictConfig) -> None:
+    """Give a job of a sweep its own run directory, named by its overrides."""
+    suffix = folder_name(hydra_cfg.hydra.job.override_dirname) if hydra_cfg.hydra.mode == RunMode.MULTIRUN else ""
+    if not suffix:
+        return
+    follows_name = "${run.name}" in str(cfg.run._get_node("dir")._value())
+    if not follows_name:
+        cfg.run.dir = str(Path(cfg.run.dir) / suffix)
+    cfg.run.name = f"{cfg.run.name}-{suffix}"
+
+
+def folder_name(text: str) -> str:
+    """Return `text` with only characters that are safe in a folder's name, cut to a length that is too."""
+    safe = re.sub(r"[^A-Za-z0-9._=,+-]+", "_", text)
+    if safe == text and len(text) <= LONGEST_NAME:
+        return text
+    return f"{safe[:LONGEST_NAME]}-{blake2b(text.encode(), digest_size=4).hexdigest()}"
+
+
+@contextlib.contextmanager
+def _arguments(argv: Sequence[str]) -> Iterator[None]:
+    """Show `argv` to Hydra, which reads it from sys; a wrong flag is told on rank 0 alone."""
+    before = sys.argv
+    quiet = contextlib.redirect_stderr(io.StringIO()) if os.environ.get("RANK", "0") != "0" else contextlib.nullcontext()
+    with quiet:
+        overrides = get_args_parser().parse_intermixed_args(argv).overrides
+    flags = [argument for argument in argv if argument not in overrides]
+    sys.argv = [before[0], *overrides, *flags]  # Hydra's parser refuses flags between overrides
+    try:
+        yield
+    finally:
+        sys.argv = before
+
+
+@contextlib.contextmanager
+def _own_error_handling() -> Iterator[None]:
+    """Let Hydra's exceptions reach us instead of being printed, on every rank, by Hydra."""
+    if "HYDRA_FULL_ERROR" in os.environ:
+        yield
+        return
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        yield
+    finally:
+        del os.environ["HYDRA_FULL_ERROR"]
+
+
+def _say(line: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        sys.stderr.write(f"{line}\n")

@@ -1,0 +1,336 @@
+"""The typed nodes of the configuration: everything the one loop owns.
+
+Types, ranges and units live here; the values live in `conf/`. Components (`_target_` nodes) do not belong here:
+their constructor is their schema. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from cascade_train.errors import ConfigError
+
+
+class Precision(StrEnum):
+    """Number format of the compute; trainable weights are fp32 masters in every one of them."""
+
+    auto = "auto"
+    bf16 = "bf16"
+    fp32 = "fp32"
+
+
+class ParallelMode(StrEnum):
+    """How the ranks share the work; hsdp is not offered yet."""
+
+    auto = "auto"
+    single = "single"
+    ddp = "ddp"
+    fsdp = "fsdp"
+
+
+class Compile(StrEnum):
+    """What torch.compile sees: nothing, or one unit of the network at a time."""
+
+    off = "off"
+    regional = "regional"
+
+
+class Attention(StrEnum):
+    """Attention kernel of the network."""
+
+    sdpa = "sdpa"
+    xformers = "xformers"
+    math = "math"
+
+
+class EmaDevice(StrEnum):
+    """Where the average of the weights is kept; null = beside the weights."""
+
+    cpu = "cpu"
+
+
+class SamplerName(StrEnum):
+    """Reverse process of the sample grids."""
+
+    ddpm = "ddpm"
+    ddim = "ddim"
+    lcm = "lcm"
+
+
+class TrackerName(StrEnum):
+    """Where metrics and samples are shown, beside `metrics.jsonl`."""
+
+    none = "none"
+    tensorboard = "tensorboard"
+    wandb = "wandb"
+
+
+class TrackerMode(StrEnum):
+    """Whether the tracker talks to its server."""
+
+    online = "online"
+    offline = "offline"
+
+
+@dataclass(kw_only=True)
+class RunConfig:
+    """Identity of a run, where it lives, and what it may load."""
+
+    name: str
+    """Name of the run, one folder name; default `<task>-<model>`."""
+    dir: str
+    """Folder of everything that the run leaves behind."""
+    seed: int
+    """Seed of every random choice of the run."""
+    resume: str
+    """auto = the newest whole checkpoint in `run.dir`, never, or the path of a checkpoint."""
+    allowed_packages: list[str]
+    """Top-level packages that a `_target_` may name."""
+    allow_any_target: bool
+    """Let a `_target_` name any package; runs code that the YAML names."""
+    deterministic: bool
+    """Choose deterministic kernels, slower."""
+
+    def __post_init__(self) -> None:
+        if not self.name or "/" in self.name or self.name in {".", ".."}:
+            raise ConfigError(f"run.name={self.name!r} must be one folder name. Set the folder itself by run.dir.")
+        if not self.dir:
+            raise ConfigError("run.dir='' must name a folder, e.g. run.dir=runs/mine.")
+        at_least("run.seed", self.seed, 0)
+
+
+@dataclass(kw_only=True)
+class TrainConfig:
+    """Length, batch and number format of the training. A step is an optimizer step."""
+
+    max_steps: int
+    """Optimizer steps in all."""
+    max_epochs: int | None
+    """Passes over the data, whichever of the two ends first; null = no limit."""
+    global_batch_size: int
+    """Samples of one optimizer step, over all ranks."""
+    micro_batch_size: int | None
+    """Samples that one rank holds at once; null = global_batch_size / ranks, without accumulation."""
+    max_grad_norm: float | None
+    """Global gradient norm above which gradients are scaled down; null = off."""
+    precision: Precision
+    """auto = what the model asks for by `model.precision`, else bf16."""
+
+    def __post_init__(self) -> None:
+        at_least("train.max_steps", self.max_steps, 1)
+        at_least("train.max_epochs", self.max_epochs, 1)
+        at_least("train.global_batch_size", self.global_batch_size, 1)
+        at_least("train.micro_batch_size", self.micro_batch_size, 1)
+        above("train.max_grad_norm", self.max_grad_norm, 0.0)
+
+
+@dataclass(kw_only=True)
+class EmaConfig:
+    """Exponential moving average of the trained weights, in fp32."""
+
+    decay: float | None
+    """Weight of the old average in each update, in (0, 1); null = no average."""
+    start_step: int
+    """First optimizer step that is averaged."""
+    every_steps: int
+    """Optimizer steps between updates."""
+    device: EmaDevice | None
+    """cpu = in host memory; null = beside the weights."""
+
+    def __post_init__(self) -> None:
+        if self.decay is not None and not 0.0 < self.decay < 1.0:
+            raise ConfigError(f"ema.decay={self.decay} must lie between 0 and 1, e.g. 0.999; null switches it off.")
+        at_least("ema.start_step", self.start_step, 0)
+        at_least("ema.every_steps", self.every_steps, 1)
+
+
+@dataclass(kw_only=True)
+class ParallelConfig:
+    """How the ranks share weights and work."""
+
+    mode: ParallelMode
+    """auto = single alone, ddp where the training state fits a device, else fsdp."""
+    shard_size: int | None
+    """Ranks that share one copy of the weights; null = all of them. fsdp only."""
+    reshard_after_forward: bool
+    """Free gathered weights between forward and backward: less memory, more traffic."""
+
+    def __post_init__(self) -> None:
+        at_least("parallel.shard_size", self.shard_size, 1)
+
+
+@dataclass(kw_only=True)
+class LogConfig:
+    """The progress line and the flush of `metrics.jsonl`."""
+
+    every_steps: int | None
+    """Optimizer steps between lines; null = none, and metrics are written at checkpoints and at the end."""
+
+    def __post_init__(self) -> None:
+        at_least("log.every_steps", self.every_steps, 1)
+
+
+@dataclass(kw_only=True)
+class CheckpointConfig:
+    """When the state of the run is saved, and which saves stay."""
+
+    every_steps: int | None
+    """Optimizer steps between checkpoints; null = only the final one."""
+    keep_last: int | None
+    """Newest checkpoints that stay; null = all."""
+    keep_every_steps: int | None
+    """Checkpoints at multiples of this step stay for good; null = none."""
+
+    def __post_init__(self) -> None:
+        at_least("checkpoint.every_steps", self.every_steps, 1)
+        at_least("checkpoint.keep_last", self.keep_last, 1)
+        at_least("checkpoint.keep_every_steps", self.keep_every_steps, 1)
+
+
+@dataclass(kw_only=True)
+class SampleConfig:
+    """The grid of sampled images."""
+
+    every_steps: int | None
+    """Optimizer steps between grids; null = none."""
+    prompts: list[str] | None
+    """What to draw; null = captions of held-out samples, or of the first."""
+    count: int
+    """Images of a grid where `prompts` is null."""
+    seed: int
+    """Seed of the sampling noise."""
+    sampler: SamplerName
+    """Reverse process."""
+    steps: int
+    """Network evaluations per image, without counting guidance twice."""
+    guidance_scale: float
+    """Classifier-free guidance; 1 = none."""
+    shift: float
+    """logSNR shift of the sampling schedule, -2 ln(shift); 1 = none."""
+
+    def __post_init__(self) -> None:
+        at_least("sample.every_steps", self.every_steps, 1)
+        at_least("sample.count", self.count, 1)
+        at_least("sample.seed", self.seed, 0)
+        at_least("sample.steps", self.steps, 1)
+        at_least("sample.guidance_scale", self.guidance_scale, 0.0)
+        above("sample.shift", self.shift, 0.0)
+        if self.prompts is not None and not self.prompts:
+            raise ConfigError("sample.prompts=[] names nothing to draw. Use null for captions of the data.")
+
+
+@dataclass(kw_only=True)
+class ValidateConfig:
+    """Loss on held-out samples at fixed noise levels, with fixed noise."""
+
+    every_steps: int | None
+    """Optimizer steps between validations; null = none."""
+    share: float | None
+    """Share of the samples that is held out, chosen by a hash of their keys, in (0, 1); null = none."""
+    urls: list[str] | None
+    """Held-out set of its own, in place of `share`."""
+    samples: int
+    """Held-out samples of one validation."""
+    logsnr: list[float]
+    """Noise levels, natural logarithm of the signal-to-noise ratio."""
+
+    def __post_init__(self) -> None:
+        at_least("validate.every_steps", self.every_steps, 1)
+        at_least("validate.samples", self.samples, 1)
+        if self.share is not None and not 0.0 < self.share < 1.0:
+            raise ConfigError(f"validate.share={self.share} must lie between 0 and 1, e.g. 0.01; null holds nothing out.")
+        if self.share is not None and self.urls is not None:
+            raise ConfigError("validate.share and validate.urls exclude each other. Set one of them to null.")
+        if self.every_steps is not None and self.share is None and self.urls is None:
+            raise ConfigError(
+                f"validate.every_steps={self.every_steps} needs held-out samples. "
+                "Set validate.share, e.g. 0.01, or validate.urls."
+            )
+        if self.every_steps is not None and not self.logsnr:
+            raise ConfigError("validate.logsnr=[] names no noise level, e.g. validate.logsnr=[-4,0,4].")
+
+
+@dataclass(kw_only=True)
+class ProfileConfig:
+    """The profiler's window."""
+
+    start_step: int
+    """First optimizer step that is profiled."""
+    steps: int | None
+    """Optimizer steps that are profiled; null = off."""
+
+    def __post_init__(self) -> None:
+        at_least("profile.start_step", self.start_step, 1)
+        at_least("profile.steps", self.steps, 1)
+
+
+@dataclass(kw_only=True)
+class TrackerConfig:
+    """Where metrics and samples are shown."""
+
+    name: TrackerName
+    """none, tensorboard or wandb."""
+    project: str | None
+    """Project that the run belongs to; wandb needs one."""
+    entity: str | None
+    """Account or team that owns the project; null = the tracker's default."""
+    mode: TrackerMode
+    """online, or offline to sync by hand later."""
+
+    def __post_init__(self) -> None:
+        if self.name is TrackerName.wandb and not self.project:
+            raise ConfigError("tracker=wandb needs tracker.project, e.g. tracker.project=cascade.")
+
+
+@dataclass(kw_only=True)
+class Root:
+    """The whole configuration; fields typed Any are components, chosen by the group of the same name."""
+
+    model: Any
+    task: Any
+    objective: Any
+    data: Any
+    optimizer: Any
+    lr_scheduler: Any
+    run: RunConfig
+    train: TrainConfig
+    ema: EmaConfig
+    parallel: ParallelConfig
+    activation_checkpointing: bool
+    """Recompute activations in backward: less memory, about a third more compute."""
+    compile: Compile
+    """What torch.compile sees."""
+    attention: Attention
+    """Attention kernel of the network."""
+    log: LogConfig
+    checkpoint: CheckpointConfig
+    sample: SampleConfig
+    validate: ValidateConfig
+    profile: ProfileConfig
+    tracker: TrackerConfig
+
+
+COMPONENTS = ("model", "task", "objective", "data", "optimizer", "lr_scheduler")
+"""Root keys that hold a component and are chosen by the group of the same name."""
+
+
+def at_least(key: str, value: int | float | None, minimum: int | float) -> None:
+    """Check that `value` is null or at least `minimum`.
+
+    Raises:
+        ConfigError: it is smaller.
+    """
+    if value is not None and value < minimum:
+        raise ConfigError(f"{key}={value} must be {minimum} or more.")
+
+
+def above(key: str, value: float | None, minimum: float) -> None:
+    """Check that `value` is null or greater than `minimum`.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if value is not None and value <= minimum:
+        raise ConfigError(f"{key}={value} must be greater than {minimum:g}.")
