@@ -1,0 +1,167 @@
+"""Initial weights as a pure function of (seed, parameter name), drawn on the host.
+
+Lives here: what a fill is, the original's rule for the denoising networks, a rule for frozen towers, and giving memory
+to a module that was made on the meta device. Must not live here: loading of stored weights (weights.py).
+
+Every parameter has its own generator, so order of creation, rank and device do not change a value. Numbers are drawn
+in fp32 in chunks of fixed size and rounded to the parameter's dtype.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+CHUNK = 1 << 22
+"""Elements drawn at once (16 MiB of fp32); part of the definition of every draw."""
+
+FROZEN_SEED = 0
+"""Seed of frozen towers without stored weights: they are part of the model, not of the run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fill:
+    """How one parameter is filled.
+
+    Attributes:
+        kind: "constant" (every element is `scale`), "uniform" on [-scale, scale), or "normal" with std `scale`.
+        scale: see `kind`.
+    """
+
+    kind: Literal["constant", "uniform", "normal"]
+    scale: float
+
+
+ZEROS = Fill(kind="constant", scale=0.0)
+ONES = Fill(kind="constant", scale=1.0)
+
+Rule = Callable[[str, nn.Parameter], Fill]
+"""Maps a parameter's name and the (possibly meta) parameter to its fill."""
+
+
+def name_seed(seed: int, name: str) -> int:
+    """Return the 63-bit generator seed of one parameter: a frozen function of the run's seed and its name."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little") >> 1
+
+
+@torch.no_grad()
+def fill_(parameter: Tensor, fill: Fill, seed: int, name: str) -> None:
+    """Fill `parameter` (any shape, dtype and device) in place; at most `CHUNK` fp32 numbers exist beside it."""
+    if fill.kind == "constant" or fill.scale == 0.0:
+        parameter.fill_(fill.scale)
+        return
+    generator = torch.Generator().manual_seed(name_seed(seed, name))
+    flat = parameter.view(-1)
+    buffer = torch.empty(min(CHUNK, flat.numel()))
+    for start in range(0, flat.numel(), CHUNK):
+        part = buffer[: min(CHUNK, flat.numel() - start)]
+        if fill.kind == "uniform":
+            part.uniform_(-fill.scale, fill.scale, generator=generator)
+        else:
+            part.normal_(0.0, fill.scale, generator=generator)
+        flat[start : start + part.numel()].copy_(part)
+
+
+def materialise(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Give a module on the meta device memory on `device`; parameters are undefined, buffers hold their start values.
+
+    Raises:
+        AssertionError: a buffer whose start value is not known here.
+    """
+    nn.Module.to(module, dtype)  # diffusers' own `to` warns about modules to keep in fp32, even when there are none
+    module.to_empty(device=device)
+    for name, buffer in module.named_buffers():
+        kind = name.rpartition(".")[2]
+        if kind == "position_ids":
+            buffer.copy_(torch.arange(buffer.shape[-1]).expand_as(buffer))
+        elif kind in ("running_mean", "num_batches_tracked"):
+            buffer.zero_()
+        elif kind == "running_var":
+            buffer.fill_(1)
+        else:
+            raise AssertionError(f"buffer {name}: no start value is known for it")
+
+
+def initialise(module: nn.Module, rule: Rule, *, device: torch.device, dtype: torch.dtype, seed: int) -> None:
+    """Give a module on the meta device memory on `device` and fill every parameter by `rule`."""
+    materialise(module, device, dtype)
+    for name, parameter in module.named_parameters():
+        fill_(parameter, rule(name, parameter), seed, name)
+
+
+def xavier(parameter: Tensor, gain: float = 1.0) -> Fill:
+    """Return the Xavier uniform fill of a linear or convolution weight (out, in, *kernel); Glorot and Bengio, eq. 16."""
+    receptive = math.prod(parameter.shape[2:])
+    fan_out, fan_in = parameter.shape[0] * receptive, parameter.shape[1] * receptive
+    return Fill(kind="uniform", scale=gain * math.sqrt(6.0 / (fan_in + fan_out)))
+
+
+def unet_rule(residual_blocks: int) -> Rule:
+    """Return the original's initialisation of Stage B and C (Stable Cascade, modules/stage_c.py and stage_b.py).
+
+    Differs by layer: condition mappers N(0, 0.02); input embedding Xavier with gain 0.02; output, time mappers and
+    response norms zero; the last linear of a residual block scaled by sqrt(1 / residual_blocks); query, key and value
+    with the bound of one fused (3C, C) matrix; strided transposed convolutions as torch does; all else Xavier, biases
+    zero.
+
+    Args:
+        residual_blocks: number of residual blocks on the way down, without repeats.
+    """
+    residual_gain = math.sqrt(1.0 / residual_blocks)
+    fills: tuple[tuple[str, Callable[[Tensor], Fill]], ...] = (
+        (r"up_upscalers\.\d+\.1\.weight", lambda p: _transposed(p.shape[1] * p[0, 0].numel())),
+        (r".*\.(gamma|beta)", lambda _: ZEROS),
+        (r".*\.mapper(_\w+)?\.weight", lambda _: ZEROS),
+        (r"clf\.1\.weight", lambda _: ZEROS),
+        (r".*bias", lambda _: ZEROS),
+        (r"clip_\w+_mapper\.weight", lambda _: Fill(kind="normal", scale=0.02)),
+        (r"(effnet|pixels)_mapper\.[02]\.weight", lambda _: Fill(kind="normal", scale=0.02)),
+        (r"embedding\.1\.weight", lambda p: xavier(p, 0.02)),
+        (r".*\.channelwise\.4\.weight", lambda p: xavier(p, residual_gain)),
+        (r".*\.attention\.to_[qkv]\.weight", lambda p: Fill(kind="uniform", scale=math.sqrt(6 / (4 * p.shape[0])))),
+        (r".*\.weight", xavier),
+    )
+
+    def rule(name: str, parameter: nn.Parameter) -> Fill:
+        for pattern, fill in fills:
+            if re.fullmatch(pattern, name):
+                return fill(parameter)
+        raise AssertionError(f"parameter {name}: no initialisation is known for it")
+
+    return rule
+
+
+def _transposed(fan_in: int) -> Fill:
+    return Fill(kind="uniform", scale=1.0 / math.sqrt(fan_in))
+
+
+def tower_rule(name: str, parameter: nn.Parameter) -> Fill:
+    """Return the fill of a frozen tower without stored weights: every layer keeps the scale of its input.
+
+    Embeddings are N(0, 1) (positions N(0, 0.1)) so that different tokens stay far apart through random layers.
+    """
+    if name.endswith("token_embedding.weight"):
+        return Fill(kind="normal", scale=1.0)
+    if name.endswith(("position_embedding.weight", "class_embedding")):
+        return Fill(kind="normal", scale=0.1)
+    if parameter.dim() >= 2:
+        return Fill(kind="normal", scale=1.0 / math.sqrt(math.prod(parameter.shape[1:])))
+    return ONES if name.endswith("weight") else ZEROS
+
+
+def convolution_rule(gain: float) -> Rule:
+    """Return the fill of a frozen convolutional network: N(0, gain^2 / fan_in), norms one, biases zero."""
+
+    def rule(name: str, parameter: nn.Parameter) -> Fill:
+        if parameter.dim() >= 2:
+            return Fill(kind="normal", scale=gain / math.sqrt(math.prod(parameter.shape[1:])))
+        return ONES if name.endswith("weight") else ZEROS
+
+    return rule

@@ -1,0 +1,109 @@
+"""The previewer: semantic latents to small images for people.
+
+Lives here: the contract of a previewer and the original's convolutional one. Must not live here: the way to latents
+(semantic_compressor.py); full-size decoding is the work of Stage B and A.
+
+Shape legend: B batch, C channels, H W latent size.
+"""
+
+from __future__ import annotations
+
+import abc
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from cascade_train.models.initialize import FROZEN_SEED, convolution_rule, initialise
+from cascade_train.models.weights import load_module
+
+
+class Previewer(abc.ABC):
+    """A frozen map from semantic latents to images, in fp32. The constructor is cheap; `build` makes the module.
+
+    Attributes:
+        scale: pixels of the preview for each latent position.
+        weights: where its values come from; None = a fixed seed, or a module without any.
+        module: the frozen module; exists after `build`.
+    """
+
+    scale: ClassVar[int]
+    weights: str | None = None
+    module: nn.Module
+
+    def forget_weights(self) -> None:
+        """Take values from a fixed seed, whatever was named."""
+        self.weights = None
+
+    @abc.abstractmethod
+    def build(self, *, device: torch.device) -> None:
+        """Make the module on `device`.
+
+        Raises:
+            ConfigError: weights that do not exist or belong to another module.
+        """
+
+    @abc.abstractmethod
+    def decode(self, latent_BCHW: Tensor) -> Tensor:
+        """Decode latents (B, C, H, W) to (B, 3, scale H, scale W) fp32, not clamped. Without gradient."""
+
+
+class PreviewNetwork(nn.Module):
+    """Convolutions, GELU and batch norm with three doublings of the resolution (key names of the original).
+
+    From Stable Cascade, modules/previewer.py.
+    """
+
+    def __init__(self, in_channels: int = 16, hidden_channels: int = 512, out_channels: int = 3) -> None:
+        super().__init__()
+        half, quarter = hidden_channels // 2, hidden_channels // 4
+        layers = [
+            nn.Conv2d(in_channels, hidden_channels, kernel_size=1),
+            nn.Conv2d(hidden_channels, hidden_channels, kernel_size=3, padding=1),
+            nn.ConvTranspose2d(hidden_channels, half, kernel_size=2, stride=2),
+            nn.Conv2d(half, half, kernel_size=3, padding=1),
+            nn.ConvTranspose2d(half, quarter, kernel_size=2, stride=2),
+            nn.Conv2d(quarter, quarter, kernel_size=3, padding=1),
+            nn.ConvTranspose2d(quarter, quarter, kernel_size=2, stride=2),
+            nn.Conv2d(quarter, quarter, kernel_size=3, padding=1),
+        ]
+        blocks: list[nn.Module] = []
+        for layer in layers:
+            blocks += [layer, nn.GELU(), nn.BatchNorm2d(layer.out_channels)]
+        self.blocks = nn.Sequential(*blocks, nn.Conv2d(quarter, out_channels, kernel_size=1))
+
+    def forward(self, latent_BCHW: Tensor) -> Tensor:
+        """Map latents (B, C, H, W) to images (B, 3, 8 H, 8 W), not clamped."""
+        return self.blocks(latent_BCHW)
+
+
+class ConvolutionPreviewer(Previewer):
+    """The original's previewer: eight pixels for each latent position.
+
+    Args:
+        weights: local safetensors file, or `owner/name:file` on the hub; null = values from a fixed seed.
+    """
+
+    scale = 8
+
+    def __init__(self, *, weights: str | None) -> None:
+        self.weights = weights
+
+    def build(self, *, device: torch.device) -> None:
+        """Make the module on `device` in fp32.
+
+        Raises:
+            ConfigError: weights that do not exist or belong to another module.
+        """
+        with torch.device("meta"):
+            module = PreviewNetwork()
+        if self.weights is None:
+            initialise(module, convolution_rule(1.0), device=device, dtype=torch.float32, seed=FROZEN_SEED)
+        else:
+            load_module(module, self.weights, dtype=torch.float32, device=device, key="model.previewer.weights")
+        self.module = module.eval().requires_grad_(False)
+
+    @torch.no_grad()
+    def decode(self, latent_BCHW: Tensor) -> Tensor:
+        """Decode (B, 16, H, W) to (B, 3, 8 H, 8 W) fp32, not clamped."""
+        return self.module(latent_BCHW.float())

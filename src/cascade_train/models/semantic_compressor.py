@@ -1,0 +1,112 @@
+"""The semantic compressor: images to the 16-channel latents that Stage C models.
+
+Lives here: the contract of a compressor and the original's EfficientNet. Must not live here: the way back
+(previewer.py).
+
+Shape legend: B batch, C channels, H W image or latent size.
+"""
+
+from __future__ import annotations
+
+import abc
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from cascade_train.models.initialize import FROZEN_SEED, convolution_rule, initialise
+from cascade_train.models.weights import load_module
+
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+
+
+class SemanticCompressor(abc.ABC):
+    """A frozen map from images to latents, in fp32. The constructor is cheap; `build` makes the module.
+
+    Attributes:
+        latent_channels: channels of the latent.
+        stride: image pixels for each latent position.
+        weights: where its values come from; None = a fixed seed, or a module without any.
+        module: the frozen module; exists after `build`.
+    """
+
+    latent_channels: ClassVar[int]
+    stride: ClassVar[int]
+    weights: str | None = None
+    module: nn.Module
+
+    def forget_weights(self) -> None:
+        """Take values from a fixed seed, whatever was named."""
+        self.weights = None
+
+    @abc.abstractmethod
+    def build(self, *, device: torch.device) -> None:
+        """Make the module on `device`.
+
+        Raises:
+            ConfigError: weights that do not exist or belong to another module.
+        """
+
+    @abc.abstractmethod
+    def encode(self, image_BCHW: Tensor) -> Tensor:
+        """Encode (B, 3, H, W) float in [0, 1] to latents (B, C, ...) fp32. Without gradient. Must not sync."""
+
+
+class EfficientNetEncoder(nn.Module):
+    """EfficientNet-V2-S features, a 1x1 convolution and a batch norm without affine part (key names of the original).
+
+    From Stable Cascade, modules/effnet.py. Makes no download.
+    """
+
+    def __init__(self, latent_channels: int = 16) -> None:
+        super().__init__()
+        from torchvision.models import efficientnet_v2_s  # seconds to import, and only this class needs it
+
+        self.backbone = efficientnet_v2_s(weights=None).features
+        self.mapper = nn.Sequential(
+            nn.Conv2d(1280, latent_channels, kernel_size=1, bias=False),
+            nn.BatchNorm2d(latent_channels, affine=False),
+        )
+
+    def forward(self, normalised_BCHW: Tensor) -> Tensor:
+        """Map ImageNet-normalised images (B, 3, H, W) to latents (B, C, ceil(H / 32), ceil(W / 32))."""
+        return self.mapper(self.backbone(normalised_BCHW))
+
+
+class EfficientNetCompressor(SemanticCompressor):
+    """The original's compressor: stride 32, no scaling of the latent.
+
+    Args:
+        weights: local safetensors file, or `owner/name:file` on the hub; null = values from a fixed seed.
+    """
+
+    latent_channels = 16
+    stride = 32
+
+    def __init__(self, *, weights: str | None) -> None:
+        self.weights = weights
+
+    def build(self, *, device: torch.device) -> None:
+        """Make the module on `device` in fp32.
+
+        Raises:
+            ConfigError: weights that do not exist or belong to another module.
+        """
+        with torch.device("meta"):
+            module = EfficientNetEncoder(self.latent_channels)
+        if self.weights is None:
+            # The gain keeps the scale of activations through the backbone's gates, so that seeded latents are usable.
+            initialise(module, convolution_rule(1.4), device=device, dtype=torch.float32, seed=FROZEN_SEED)
+        else:
+            load_module(
+                module, self.weights, dtype=torch.float32, device=device, key="model.semantic_compressor.weights"
+            )
+        self.module = module.eval().requires_grad_(False)
+        self._mean = torch.tensor(IMAGENET_MEAN, device=device).view(3, 1, 1)
+        self._std = torch.tensor(IMAGENET_STD, device=device).view(3, 1, 1)
+
+    @torch.no_grad()
+    def encode(self, image_BCHW: Tensor) -> Tensor:
+        """Encode (B, 3, H, W) float in [0, 1] to (B, 16, ceil(H / 32), ceil(W / 32)) fp32."""
+        return self.module((image_BCHW.float() - self._mean) / self._std)

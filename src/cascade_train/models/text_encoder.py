@@ -1,0 +1,177 @@
+"""The frozen CLIP text tower and its tokenizer.
+
+Lives here: captions to token ids, token ids to text conditions, and building both from stored or seeded weights. Must
+not live here: dropping of captions (tasks) and the packaged vocabulary (tiny_vocabulary.py).
+
+Shape legend: B batch, L text tokens, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer
+
+from cascade_train.errors import ConfigError
+from cascade_train.models.initialize import FROZEN_SEED, initialise, tower_rule
+from cascade_train.models.stage import Tokens
+from cascade_train.models.tiny_vocabulary import FOLDER
+
+
+class TextEncoder:
+    """CLIP's text tower with projection, frozen (Stable Cascade, core: 77 tokens, padded, mask passed).
+
+    Args:
+        weights: hub id or local folder of transformers; null = values from a fixed seed.
+        subfolder: folder within `weights`; null = its root.
+        tokenizer: hub id or local folder; null = the packaged one.
+        tokenizer_subfolder: folder within `tokenizer`; null = its root.
+        max_tokens: length to which captions are cut and padded, start and end included.
+        vocab_size: rows of the embedding table.
+        hidden_size: width of the text tokens.
+        intermediate_size: width inside the feed-forward layers.
+        num_hidden_layers: number of layers.
+        num_attention_heads: heads of each layer.
+        projection_dim: width of the pooled embedding.
+        hidden_act: activation by its transformers name.
+
+    Raises:
+        ValueError: a size below one, or heads that do not divide the width.
+    """
+
+    def __init__(
+        self,
+        *,
+        weights: str | None,
+        subfolder: str | None,
+        tokenizer: str | None,
+        tokenizer_subfolder: str | None,
+        max_tokens: int,
+        vocab_size: int,
+        hidden_size: int,
+        intermediate_size: int,
+        num_hidden_layers: int,
+        num_attention_heads: int,
+        projection_dim: int,
+        hidden_act: str,
+    ) -> None:
+        if max_tokens < 3:
+            raise ValueError(f"text_encoder.max_tokens={max_tokens}: must be at least 3 (start, one token, end)")
+        if num_attention_heads < 1 or hidden_size % num_attention_heads:
+            raise ValueError(
+                f"text_encoder.num_attention_heads={num_attention_heads}: must divide "
+                f"text_encoder.hidden_size={hidden_size}"
+            )
+        self.weights = weights
+        self.subfolder = subfolder
+        self.tokenizer_source = tokenizer
+        self.tokenizer_subfolder = tokenizer_subfolder
+        self.max_tokens = max_tokens
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        self.intermediate_size = intermediate_size
+        self.num_hidden_layers = num_hidden_layers
+        self.num_attention_heads = num_attention_heads
+        self.projection_dim = projection_dim
+        self.hidden_act = hidden_act
+        self.tokenizer: CLIPTokenizer
+        self.module: CLIPTextModelWithProjection
+
+    def forget_weights(self) -> None:
+        """Take values from a fixed seed and the packaged tokenizer, whatever was named."""
+        self.weights = self.tokenizer_source = None
+        self.subfolder = self.tokenizer_subfolder = None
+
+    def build(self, *, device: torch.device, dtype: torch.dtype) -> None:
+        """Load the tokenizer and make the frozen tower on `device`.
+
+        Raises:
+            ConfigError: sources that do not exist, or that do not fit the sizes given here or each other.
+        """
+        self.tokenizer = self._load_tokenizer()
+        module = self._from_config(device, dtype) if self.weights is None else self._from_weights(device, dtype)
+        # The pooled token is the first end of text. The legacy id 2 would mean "the highest id", which an added token has.
+        module.text_model.eos_token_id = module.config.eos_token_id = self.tokenizer.eos_token_id
+        self.module = module.eval().requires_grad_(False)
+
+    def _load_tokenizer(self) -> CLIPTokenizer:
+        source = str(FOLDER) if self.tokenizer_source is None else self.tokenizer_source
+        try:
+            tokenizer = CLIPTokenizer.from_pretrained(source, subfolder=self.tokenizer_subfolder or "")
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"text_encoder.tokenizer={source}: is neither a local folder nor a hub id that can be reached; "
+                f"null takes the packaged tokenizer ({error})"
+            ) from error
+        packaged = self.tokenizer_source is None and self.weights is not None
+        if len(tokenizer) > self.vocab_size or (packaged and len(tokenizer) != self.vocab_size):
+            raise ConfigError(
+                f"text_encoder.vocab_size={self.vocab_size}: does not fit the {len(tokenizer)} tokens of {source}; "
+                "set text_encoder.tokenizer to the one that belongs to text_encoder.weights"
+            )
+        return tokenizer
+
+    def _from_config(self, device: torch.device, dtype: torch.dtype) -> CLIPTextModelWithProjection:
+        config = CLIPTextConfig(
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_hidden_layers=self.num_hidden_layers,
+            num_attention_heads=self.num_attention_heads,
+            projection_dim=self.projection_dim,
+            max_position_embeddings=self.max_tokens,
+            hidden_act=self.hidden_act,
+            bos_token_id=self.tokenizer.bos_token_id,
+            eos_token_id=self.tokenizer.eos_token_id,
+            pad_token_id=self.tokenizer.pad_token_id,
+        )
+        with torch.device("meta"):
+            module = CLIPTextModelWithProjection(config)
+        initialise(module, tower_rule, device=device, dtype=dtype, seed=FROZEN_SEED)
+        return module
+
+    def _from_weights(self, device: torch.device, dtype: torch.dtype) -> CLIPTextModelWithProjection:
+        try:
+            module = CLIPTextModelWithProjection.from_pretrained(
+                self.weights, subfolder=self.subfolder or "", dtype=dtype
+            )
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"text_encoder.weights={self.weights}: is neither a local folder nor a hub id that can be reached; "
+                f"null takes seeded values ({error})"
+            ) from error
+        for key in ("vocab_size", "hidden_size", "projection_dim"):
+            if getattr(module.config, key) != getattr(self, key):
+                raise ConfigError(
+                    f"text_encoder.{key}={getattr(self, key)}: {self.weights} has {getattr(module.config, key)}; "
+                    "set the sizes of the tower that the weights belong to"
+                )
+        return module.to(device)
+
+    def tokenize(self, captions: Sequence[str]) -> Tokens:
+        """Turn captions into `input_ids` and `attention_mask`, (B, L) int64 on the host, cut and padded to `max_tokens`."""
+        tokens = self.tokenizer(
+            list(captions), padding="max_length", truncation=True, max_length=self.max_tokens, return_tensors="pt"
+        )
+        return {"input_ids": tokens["input_ids"], "attention_mask": tokens["attention_mask"]}
+
+    def encode(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        """Encode (B, L) tokens to text (B, L, D) before the final layer norm and pooled text (B, 1, D').
+
+        Never syncs: the mask is made here, since transformers would ask the device whether anything is padded.
+        """
+        output = self.module(
+            input_ids=tokens["input_ids"],
+            attention_mask=causal_mask(tokens["attention_mask"]),
+            output_hidden_states=True,
+        )
+        return output.hidden_states[-1], output.text_embeds.unsqueeze(1)
+
+
+def causal_mask(keep_BL: Tensor) -> Tensor:
+    """Return (B, 1, L, L) bool, true where a query (row) may see a key: not later than itself and not padding."""
+    length = keep_BL.shape[1]
+    causal_LL = torch.ones(length, length, dtype=torch.bool, device=keep_BL.device).tril()
+    return causal_LL & keep_BL.bool()[:, None, None, :]
