@@ -1,0 +1,116 @@
+"""Imports point down: verbs -> build -> engine -> tasks.base; tasks -> diffusion, models, filters -> torch."""
+
+from __future__ import annotations
+
+import ast
+import sys
+
+import pytest
+
+from tests.style.source import PACKAGE, in_rooms, library
+
+# What each room may import of the library. `batch` and `errors` are open to all.
+INSIDE = {
+    "config": {"config"},
+    "engine": {"engine", "distributed", "tasks.base"},
+    "distributed": {"distributed"},
+    "tasks": {"tasks", "diffusion", "models", "filters"},
+    "filters": {"filters"},
+    "models": {"models"},
+    "data": {"data"},
+    "diffusion": {"diffusion"},
+    "batch": set(),
+    "errors": set(),
+}
+GROUND = {"batch", "errors"}
+
+# What each room may import from elsewhere, beside the standard library.
+OUTSIDE = {
+    "diffusion": {"torch"},
+    "tasks": {"torch"},
+    "distributed": {"torch"},
+    "batch": {"torch"},
+    "errors": set(),
+    "config": {"hydra", "omegaconf", "yaml"},
+}
+
+# Libraries that live in few rooms.
+HOME = {
+    "diffusers": {"models"},
+    "transformers": {"models"},
+    "peft": {"models"},
+    "hydra": {"verbs", "build", "config"},
+    "omegaconf": {"verbs", "build", "config"},
+    "webdataset": {"data"},
+}
+
+
+def inside_name(module: str) -> str | None:
+    """Return what follows `cascade_train.` in a module's name; None for other libraries."""
+    head, _, rest = module.partition(".")
+    return rest if head == "cascade_train" else None
+
+
+def may_import(room: str, name: str) -> bool:
+    allowed = INSIDE[room] | GROUND | {""}  # "" is the package itself, which imports nothing
+    return any(name == entry or (entry and name.startswith(f"{entry}.")) for entry in allowed)
+
+
+def test_every_room_of_the_library_has_a_rule() -> None:
+    rooms = {file.room for file in library()} - {"verbs", "build", "__init__"}
+    assert rooms <= set(INSIDE)
+    assert len(library()) >= 20, f"found only {len(library())} files under {PACKAGE}"
+
+
+@pytest.mark.parametrize("room", sorted(INSIDE))
+def test_room_imports_only_what_lies_below_it(room: str) -> None:
+    broken = [
+        f"{file.name}:{line} imports {module}"
+        for file in in_rooms(room)
+        for module, line in file.imports()
+        if (name := inside_name(module)) is not None and not may_import(room, name)
+    ]
+    assert not broken, "\n".join(broken)
+
+
+@pytest.mark.parametrize("room", sorted(OUTSIDE))
+def test_room_uses_only_its_own_libraries(room: str) -> None:
+    allowed = OUTSIDE[room] | set(sys.stdlib_module_names) | {"cascade_train"}
+    broken = [
+        f"{file.name}:{line} imports {module}"
+        for file in in_rooms(room)
+        for module, line in file.imports()
+        if module.partition(".")[0] not in allowed
+    ]
+    assert not broken, "\n".join(broken)
+
+
+@pytest.mark.parametrize("package", sorted(HOME))
+def test_library_is_imported_only_at_its_home(package: str) -> None:
+    broken = [
+        f"{file.name}:{line} imports {module}"
+        for file in library()
+        for module, line in file.imports()
+        if module.partition(".")[0] == package and file.room not in HOME[package]
+    ]
+    assert not broken, "\n".join(broken)
+
+
+def test_only_verbs_and_build_import_build() -> None:
+    broken = [
+        f"{file.name}:{line}"
+        for file in library()
+        for module, line in file.imports()
+        if inside_name(module) == "build" and file.room != "verbs"
+    ]
+    assert not broken, "\n".join(broken)
+
+
+def test_no_relative_imports() -> None:
+    broken = [
+        f"{file.name}:{node.lineno}"
+        for file in library()
+        for node in ast.walk(file.tree)
+        if isinstance(node, ast.ImportFrom) and node.level
+    ]
+    assert not broken, "\n".join(broken)
