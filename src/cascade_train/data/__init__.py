@@ -1,0 +1,1 @@
+"""Where samples come from: an index of the data, a plan of the order, and a loader of batches."""

@@ -1,0 +1,77 @@
+"""The index: one row per usable sample, in the order of the data, and the split by key.
+
+The index holds what planning needs and where a sample lies; never pixels or captions.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+
+from cascade_train.errors import ConfigError
+
+ROW_FIELDS = [("shard", "<i4"), ("width", "<i4"), ("height", "<i4")]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Index:
+    """A table of samples.
+
+    Attributes:
+        shards: names of the shards, in the order of the data.
+        table: (N,) structured array with at least the fields of `ROW_FIELDS`, sorted by shard; width and
+            height in pixels as the picture is seen, 0 where the header cannot be read. A source adds its own.
+        keys: (N,) bytes, each sample's key within its shard.
+    """
+
+    shards: tuple[str, ...]
+    table: np.ndarray
+    keys: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def name(self, row: int) -> str:
+        """Return shard and key of a row, for messages."""
+        return f"{self.shards[self.table['shard'][row]]}:{self.keys[row].decode()}"
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """16 hex digits that change when a sample is added, removed, moved or resized."""
+        state = hashlib.sha256("\n".join(self.shards).encode())
+        state.update(repr(self.table.dtype.descr).encode())
+        state.update(np.ascontiguousarray(self.table).view(np.uint8).data)
+        state.update(b"\n".join(self.keys.tolist()))
+        return state.hexdigest()[:16]
+
+
+def split(index: Index, share: float) -> tuple[np.ndarray, np.ndarray]:
+    """Divide the rows into training and held-out rows by a hash of the key.
+
+    A key falls on the same side whatever else the data holds, so that adding shards moves no sample.
+
+    Args:
+        index: the samples.
+        share: share of keys held out, 0 <= share < 1.
+
+    Returns:
+        Two sorted int64 arrays of rows.
+
+    Raises:
+        ConfigError: the share is out of range, or leaves one of the two sides empty.
+    """
+    if not 0 <= share < 1:
+        raise ConfigError(f"validate.share={share} must be at least 0 and below 1: 0.01 holds out one key in a hundred")
+    hashes = (hashlib.blake2b(key, digest_size=8).digest() for key in index.keys.tolist())
+    words = np.frombuffer(b"".join(hashes), dtype="<u8")
+    held_out = words < np.uint64(share * 2**64)
+    train, held = np.flatnonzero(~held_out), np.flatnonzero(held_out)
+    if len(train) == 0 or (share > 0 and len(held) == 0):
+        raise ConfigError(
+            f"validate.share={share} of {len(index)} samples leaves {len(train)} to train on and {len(held)} held out;"
+            " both must be at least 1: change the share, add data, or give validate.urls"
+        )
+    return train, held

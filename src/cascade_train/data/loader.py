@@ -1,0 +1,238 @@
+"""Batches of one rank, in the plan's order, with the position to resume from.
+
+Rank and worker decide only who reads what. The state is equal on all ranks and counts global batches handed
+out, never those prefetched, so that any number of ranks and workers may continue it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Sampler
+
+from cascade_train.batch import Batch
+from cascade_train.data.index import Index
+from cascade_train.data.plan import ORDER_VERSION, Plan, Step
+from cascade_train.data.source import Source
+from cascade_train.data.worker import Failure, MicroBatches
+from cascade_train.errors import ConfigError, RunError
+
+MAX_UNREADABLE_SHARE = 0.01
+_REMEDIES = {
+    "index": "the files behind data changed; put them back",
+    "rows": "the held-out share changed; set validate.share back",
+    "seed": "set run.seed back",
+    "window": "set data.shuffle_window_shards back",
+    "order": "this version of the library orders samples in another way; use the version that wrote the checkpoint",
+}
+_log = logging.getLogger(__name__)
+
+
+class Loader:
+    """An endless iterator over optimizer steps, each a list of this rank's micro-batches.
+
+    Of each global batch, rank r takes the r-th contiguous slice, and micro-batches are contiguous in it:
+    concatenated over ranks and micro-batches, they are the global batch in the plan's order.
+
+    Args:
+        source: the opened source.
+        index: what `source.open` returned.
+        rows: sorted rows of the index that take part, from `split`.
+        seed: the run's seed.
+        global_batch_size: samples of one optimizer step over all ranks.
+        micro_batch_size: samples of one forward pass on one rank.
+        rank: this process, from 0.
+        ranks: how many processes share the global batch.
+        position: global batches already handed out.
+
+    Attributes:
+        position: global batches handed out.
+        skipped: names of the unreadable samples that this rank met, each once.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        index: Index,
+        rows: np.ndarray,
+        seed: int,
+        global_batch_size: int,
+        micro_batch_size: int,
+        rank: int,
+        ranks: int,
+        position: int = 0,
+    ) -> None:
+        if len(rows) == 0:
+            raise ConfigError("data: no sample is left to read; check data and validate.share")
+        _check_batch_sizes(global_batch_size, micro_batch_size, ranks)
+        window = source.shuffle_window_shards
+        plan = Plan(
+            shards=index.table["shard"][rows],
+            rows=rows,
+            seed=seed,
+            global_batch_size=global_batch_size,
+            window_shards=window,
+            image_size=source.image_size,
+        )
+        self.position = position
+        self.skipped: list[str] = []
+        self._rows, self._seen, self._global_batch_size = rows, 0, global_batch_size
+        self._micro_batches = global_batch_size // ranks // micro_batch_size
+        rows_digest = hashlib.sha256(rows.astype("<i8").tobytes()).hexdigest()[:16]
+        self._identity = f"order={ORDER_VERSION} index={index.digest} rows={rows_digest} seed={seed} window={window}"
+        references = _References(self, plan, micro_batch_size, rank * global_batch_size // ranks)
+        self._micros: Iterator[Batch | Failure] | None = None
+        self._data_loader = _data_loader(source, MicroBatches(source, index, rows, seed, source.crop), references)
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """How many samples take part."""
+        return len(self._rows)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps until every sample was drawn once, rounded up: the last step may open the next epoch."""
+        return -(-len(self._rows) // self._global_batch_size)
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of one step on one rank."""
+        return self._micro_batches
+
+    def __iter__(self) -> Iterator[list[Batch]]:
+        return self
+
+    def __next__(self) -> list[Batch]:
+        if self._micros is None:
+            self._micros = iter(self._data_loader)
+        step = [self._next_micro(self._micros) for _ in range(self._micro_batches)]
+        self.position += 1
+        return step
+
+    def seek(self, position: int) -> None:
+        """Continue at another position; what was prefetched is dropped."""
+        self.position = position
+        self._micros = None
+
+    def close(self) -> None:
+        """End the worker processes. The loader cannot be used afterwards."""
+        self._micros = None
+        self._data_loader = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position and what it is a position in, equal on all ranks."""
+        return {
+            "position": self.position,
+            "identity": self._identity,
+            "global_batch_size": self._global_batch_size,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where the state was taken.
+
+        Raises:
+            ConfigError: the state counts batches of another order or size.
+        """
+        saved, own = _fields(state["identity"]), _fields(self._identity)
+        for name, remedy in _REMEDIES.items():
+            if saved.get(name) != own[name]:
+                raise ConfigError(
+                    f"the checkpoint's data position does not fit this run's data: {name} was {saved.get(name)}, is"
+                    f" {own[name]}: {remedy}, or start another run with a new run.name"
+                )
+        if state["global_batch_size"] != self._global_batch_size:
+            raise ConfigError(
+                f"the checkpoint's data position counts global batches of {state['global_batch_size']} samples, but"
+                f" train.global_batch_size={self._global_batch_size}: set it back (ranks and micro-batches may change),"
+                " or start another run with a new run.name"
+            )
+        self.seek(state["position"])
+
+    def _next_micro(self, micros: Iterator[Batch | Failure]) -> Batch:
+        try:
+            batch = next(micros)
+        except RuntimeError as error:
+            raise RunError(
+                f"a data worker process ended unexpectedly ({error}); it may have run out of memory or shared memory:"
+                " lower data.num_workers, or set it to 0 to see the cause"
+            ) from error
+        if isinstance(batch, Failure):
+            failure = RunError(batch.text)
+            failure.add_note(batch.trace)
+            raise failure
+        self._count(batch)
+        return batch
+
+    def _count(self, batch: Batch) -> None:
+        """Note unreadable samples, and stop when they are more than 1 %.
+
+        Before every sample may have been seen once, three more are allowed, since few samples say little.
+        """
+        self._seen += len(batch)
+        for name in batch.skipped:
+            if name not in self.skipped:
+                self.skipped.append(name)
+                _log.warning("unreadable sample, another stands in: %s", name)
+        share = MAX_UNREADABLE_SHARE * min(self._seen, len(self._rows))
+        limit = max(1.0, share) if self._seen >= len(self._rows) else share + 3
+        if len(self.skipped) > limit:
+            listed = "; ".join(self.skipped[:20]) + ("; ..." if len(self.skipped) > 20 else "")
+            raise RunError(
+                f"{len(self.skipped)} unreadable samples among {self._seen} read, more than {MAX_UNREADABLE_SHARE:.0%}:"
+                f" {listed}; remove or replace them"
+            )
+
+
+class _References(Sampler[Step]):
+    """This rank's micro-batches as references, from the loader's position on, without end."""
+
+    def __init__(self, loader: Loader, plan: Plan, micro_batch_size: int, first: int) -> None:
+        self._loader, self._plan = loader, plan
+        self._micro_batch_size, self._first = micro_batch_size, first
+
+    def __iter__(self) -> Iterator[Step]:
+        position = self._loader.position
+        while True:
+            step = self._plan.step(position)
+            for micro in range(self._loader.micro_batches):
+                start = self._first + micro * self._micro_batch_size
+                yield step.part(start, start + self._micro_batch_size)
+            position += 1
+
+
+def _data_loader(source: Source, micro_batches: MicroBatches, references: _References) -> DataLoader[Batch | Failure]:
+    workers = source.num_workers
+    return DataLoader(
+        micro_batches,
+        batch_size=None,
+        sampler=references,
+        collate_fn=_unchanged,
+        num_workers=workers,
+        persistent_workers=workers > 0,
+        multiprocessing_context=source.worker_start if workers > 0 else None,
+        pin_memory=torch.cuda.is_available(),
+    )
+
+
+def _unchanged(batch: Batch | Failure) -> Batch | Failure:
+    return batch
+
+
+def _fields(identity: str) -> dict[str, str]:
+    return dict(item.split("=", 1) for item in identity.split())
+
+
+def _check_batch_sizes(global_batch_size: int, micro_batch_size: int, ranks: int) -> None:
+    if global_batch_size < 1 or micro_batch_size < 1 or global_batch_size % (ranks * micro_batch_size) != 0:
+        below = global_batch_size // (ranks * micro_batch_size) * ranks * micro_batch_size
+        fits = [str(size) for size in (below, below + ranks * micro_batch_size) if size > 0]
+        raise ConfigError(
+            f"train.global_batch_size={global_batch_size} is not a multiple of {ranks} ranks x"
+            f" train.micro_batch_size={micro_batch_size}: {' or '.join(fits)} would fit"
+        )

@@ -1,0 +1,31 @@
+"""One sample on its way from a source to a batch, and the error of one that cannot be used.
+
+No reading and no decoding here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from cascade_train.errors import RunError
+
+
+class UnreadableSample(RunError):  # noqa: N818 - a verdict on one sample, counted rather than raised to the user
+    """The content of one sample is damaged; a neighbour stands in for it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RawSample:
+    """What a source returns for one row of its index.
+
+    Attributes:
+        image: an encoded picture (jpg, png, webp), or (H, W, 3) uint8 RGB.
+        caption: the text, without dropout.
+        key: where the sample came from, for messages.
+    """
+
+    image: bytes | np.ndarray
+    caption: str
+    key: str

@@ -1,0 +1,200 @@
+"""Procedural captioned pictures: one object on a plain background, the embedded default data.
+
+Every picture and caption is a function of (seed, row, image size) alone. The captions use only words that are
+one token each in the tokenizer that ships with the package.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image, ImageDraw
+
+from cascade_train.data.index import ROW_FIELDS, Index
+from cascade_train.data.sample import RawSample
+from cascade_train.data.source import Source
+
+COLOURS = {
+    "red": (214, 40, 40),
+    "green": (44, 160, 60),
+    "blue": (38, 84, 214),
+    "yellow": (244, 216, 50),
+    "purple": (128, 50, 168),
+    "orange": (244, 134, 30),
+    "cyan": (60, 206, 220),
+    "pink": (244, 142, 186),
+    "white": (244, 244, 244),
+    "black": (18, 18, 18),
+    "gray": (128, 128, 128),
+    "brown": (112, 68, 36),
+}
+SHAPES = ("circle", "square", "triangle", "cross", "star", "diamond", "ring")
+RADII = {"small": 0.1, "large": 0.16}  # of the picture's side
+POSITIONS = {
+    "top left": (0, 0),
+    "top": (1, 0),
+    "top right": (2, 0),
+    "left": (0, 1),
+    "center": (1, 1),
+    "right": (2, 1),
+    "bottom left": (0, 2),
+    "bottom": (1, 2),
+    "bottom right": (2, 2),
+}
+_GRID = (0.22, 0.5, 0.78)
+_OVERSAMPLING = 4
+_DRAWS = 16
+_DROP_PROB = 0.08  # for each of size, position and shape: about a quarter of the captions leave one out
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scene:
+    """What one picture shows, by the words of its caption.
+
+    Attributes:
+        colour: of the object.
+        shape: of the object.
+        size: small or large.
+        position: cell of a 3 x 3 grid.
+        background: colour behind it, another than the object's.
+    """
+
+    colour: str
+    shape: str
+    size: str
+    position: str
+    background: str
+
+
+@dataclass(kw_only=True)
+class Shapes(Source):
+    """Procedural captioned pictures, drawn when they are read.
+
+    Attributes:
+        samples: how many.
+        seed: which ones; another seed draws other pictures.
+    """
+
+    samples: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.samples < 1:
+            raise ValueError(f"data.samples={self.samples} must be at least 1")
+        if self.image_size < 16:
+            raise ValueError(f"data.image_size={self.image_size} must be at least 16 px for shapes")
+
+    def open(self) -> Index:
+        """Return the index of one virtual shard."""
+        table = np.zeros(self.samples, dtype=ROW_FIELDS)
+        table["width"] = table["height"] = self.image_size
+        keys = np.array([f"{row:07d}".encode() for row in range(self.samples)])
+        return Index(shards=(f"shapes-seed{self.seed}",), table=table, keys=keys)
+
+    def read(self, row: int) -> RawSample:
+        """Draw one picture."""
+        scene, caption, picture = self.draw(row)
+        del scene
+        return RawSample(image=np.asarray(picture), caption=caption, key=f"shapes-seed{self.seed}:{row:07d}")
+
+    def draw(self, row: int) -> tuple[Scene, str, Image.Image]:
+        """Return what is shown, its caption, and the picture, image_size square in RGB."""
+        draws = _uniform(self.seed, row)
+        scene = _scene(draws)
+        return scene, _caption(scene, draws[5:10]), _picture(scene, draws[10:], self.image_size)
+
+
+def _uniform(seed: int, row: int) -> list[float]:
+    """Draw the numbers in [0, 1) that decide one picture: words of Philox, which NumPy keeps frozen."""
+    digest = hashlib.blake2b(f"shapes/{seed}/{row}".encode(), digest_size=16).digest()
+    words = np.random.Philox(key=np.frombuffer(digest, dtype="<u8")).random_raw(_DRAWS)
+    return [int(word) / 2**64 for word in words >> np.uint64(11) << np.uint64(11)]
+
+
+def _choose(options: Sequence[str], draw: float) -> str:
+    return options[int(draw * len(options))]
+
+
+def _scene(draws: list[float]) -> Scene:
+    colour = _choose(list(COLOURS), draws[0])
+    return Scene(
+        colour=colour,
+        shape=_choose(SHAPES, draws[1]),
+        size=_choose(list(RADII), draws[2]),
+        position=_choose(list(POSITIONS), draws[3]),
+        background=_choose([name for name in COLOURS if name != colour], draws[4]),
+    )
+
+
+def _caption(scene: Scene, draws: list[float]) -> str:
+    """Say what the scene shows in one of several ways, now and then without size, position or shape."""
+    keep_size, keep_position, keep_shape = (draw >= _DROP_PROB for draw in draws[:3])
+    words = ([scene.size] if keep_size else []) + [scene.colour, scene.shape if keep_shape else "shape"]
+    thing = " ".join(words)
+    article = "an" if thing[0] in "aeiou" else "a"
+    preposition = "on" if scene.position in ("left", "right") else "in" if scene.position == "center" else "at"
+    place = f" {preposition} the {scene.position}" if keep_position else ""
+    ground = ("an " if scene.background[0] in "aeiou" else "a ") + f"{scene.background} background"
+    forms = (
+        f"{article} {thing}{place} on {ground}",
+        f"{article} {thing}{place} with {ground}",
+        f"a photo of {article} {thing}{place} on {ground}",
+        f"{thing}{place} on {ground}",
+        f"{ground} and {article} {thing}{place}",
+        f"on {ground} {article} {thing}{place}",
+    )
+    return _choose(forms, draws[3])
+
+
+def _picture(scene: Scene, draws: list[float], image_size: int) -> Image.Image:
+    """Draw the object's outline at a multiple of the size, reduce it to a soft mask, and blend two colours by it."""
+    side = image_size * _OVERSAMPLING
+    column, line = POSITIONS[scene.position]
+    x = (_GRID[column] + 0.04 * (draws[0] - 0.5)) * side
+    y = (_GRID[line] + 0.04 * (draws[1] - 0.5)) * side
+    radius = RADII[scene.size] * (0.9 + 0.2 * draws[2]) * side
+    mask = Image.new("L", (side, side))
+    _outline(ImageDraw.Draw(mask), scene.shape, x, y, radius, math.radians(16 * (draws[3] - 0.5)))
+    front = Image.new("RGB", (image_size, image_size), _tinted(scene.colour, draws[4]))
+    back = Image.new("RGB", (image_size, image_size), _tinted(scene.background, draws[5]))
+    return Image.composite(front, back, mask.reduce(_OVERSAMPLING))
+
+
+def _tinted(colour: str, draw: float) -> tuple[int, int, int]:
+    """Make a colour up to 10 of 255 brighter or darker."""
+    shift = round(20 * (draw - 0.5))
+    red, green, blue = (min(255, max(0, channel + shift)) for channel in COLOURS[colour])
+    return red, green, blue
+
+
+def _outline(canvas: ImageDraw.ImageDraw, shape: str, x: float, y: float, radius: float, turn: float) -> None:
+    if shape in ("circle", "ring"):
+        canvas.ellipse((x - radius, y - radius, x + radius, y + radius), fill=255)
+        if shape == "ring":
+            hole = 0.55 * radius
+            canvas.ellipse((x - hole, y - hole, x + hole, y + hole), fill=0)
+        return
+    points = [(radius * r, math.radians(degrees) + turn) for r, degrees in _POLYGONS[shape]]
+    canvas.polygon([(x + r * math.sin(angle), y - r * math.cos(angle)) for r, angle in points], fill=255)
+
+
+def _cross() -> list[tuple[float, float]]:
+    """Return a plus sign: three corners per quarter turn."""
+    arm, inner = math.degrees(math.atan2(0.3, 1.0)), math.hypot(0.3, 0.3)
+    quarter = [(math.hypot(1.0, 0.3), -arm), (math.hypot(1.0, 0.3), arm), (inner, 45.0)]
+    return [(r, degrees + 90 * turn) for turn in range(4) for r, degrees in quarter]
+
+
+# Corners as (radius, degrees clockwise from the top).
+_POLYGONS = {
+    "square": [(1.15, 45 + 90 * i) for i in range(4)],
+    "diamond": [(1.2 if i % 2 == 0 else 0.75, 90 * i) for i in range(4)],
+    "triangle": [(1.15, 120 * i) for i in range(3)],
+    "star": [(1.2 if i % 2 == 0 else 0.5, 36 * i) for i in range(10)],
+    "cross": _cross(),
+}

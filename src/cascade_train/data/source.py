@@ -1,0 +1,70 @@
+"""The base of every source of samples, with the options that the loader owns.
+
+A new source is one file here, one YAML in `conf/data` and one test. Reading belongs in the source; order,
+batches and workers belong to `plan.py` and `loader.py`.
+"""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass
+from typing import Literal
+
+from cascade_train.data.index import Index
+from cascade_train.data.sample import RawSample
+
+START_METHODS = ("fork", "forkserver", "spawn")
+
+
+@dataclass(kw_only=True)
+class Source(abc.ABC):
+    """Where samples come from. The constructor checks ranges and touches no file.
+
+    Attributes:
+        image_size: side of the square training picture in pixels.
+        crop: which square of a picture that is not square; random draws anew each epoch.
+        shuffle_window_shards: shards whose samples are mixed with each other; larger mixes better, smaller
+            keeps reads close together.
+        num_workers: processes that read and decode; 0 reads in the training process.
+        worker_start: how a worker process starts.
+    """
+
+    image_size: int
+    crop: Literal["center", "random"]
+    shuffle_window_shards: int
+    num_workers: int
+    worker_start: Literal["fork", "forkserver", "spawn"]
+
+    def __post_init__(self) -> None:
+        if self.image_size < 1:
+            raise ValueError(f"data.image_size={self.image_size} must be at least 1 px")
+        if self.crop not in ("center", "random"):
+            raise ValueError(f"data.crop={self.crop} is unknown: choose center or random")
+        if self.shuffle_window_shards < 1:
+            raise ValueError(
+                f"data.shuffle_window_shards={self.shuffle_window_shards} must be at least 1 (1 mixes within a shard)"
+            )
+        if self.num_workers < 0:
+            raise ValueError(
+                f"data.num_workers={self.num_workers} must be at least 0 (0 reads in the training process)"
+            )
+        if self.worker_start not in START_METHODS:
+            raise ValueError(f"data.worker_start={self.worker_start} is unknown: choose {', '.join(START_METHODS)}")
+
+    @abc.abstractmethod
+    def open(self) -> Index:
+        """Read or make the index. Called once, before `read`.
+
+        Raises:
+            ConfigError: the data is missing or not of the form that the source reads.
+            RunError: too much of the data is damaged.
+        """
+
+    @abc.abstractmethod
+    def read(self, row: int) -> RawSample:
+        """Read one row of the index, without decoding the picture. Runs in a worker process.
+
+        Raises:
+            UnreadableSample: the sample's content is damaged.
+            OSError: the data cannot be reached.
+        """
