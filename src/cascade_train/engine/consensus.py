@@ -1,0 +1,77 @@
+"""One rank's result or failure, told to every rank, so that none waits for a rank that already failed.
+
+Nothing about checkpoints, runs or training may live here; only the exchange of outcomes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, NoReturn, TypeVar, cast
+
+import torch.distributed as dist
+
+from cascade_train.errors import ConfigError, RunError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Outcome(Generic[T]):
+    """What travels between ranks: a value, or the words of an error (exceptions may not pickle)."""
+
+    rank: int
+    value: T | None = None
+    error: str | None = None
+    user_can_fix: bool = False
+
+
+def from_rank_zero(work: Callable[[], T]) -> T:
+    """Run `work` on rank 0 alone and return its value, which must pickle, on every rank. Collective.
+
+    Raises:
+        ConfigError: `work` raised one.
+        RunError: `work` raised one, or an OSError; for any other exception, on the ranks that did not raise it.
+    """
+    outcome, cause = _attempt(work) if dist.get_rank() == 0 else (None, None)
+    box = [outcome]
+    dist.broadcast_object_list(box, src=0)
+    told = cast("_Outcome[T]", box[0])
+    if told.error is not None:
+        _fail(told, cause)
+    return cast(T, told.value)
+
+
+def from_every_rank(work: Callable[[], T]) -> list[T]:
+    """Run `work` on every rank and return all values, which must pickle, in rank order. Collective.
+
+    Raises:
+        ConfigError: `work` raised one on some rank; the lowest such rank speaks for all.
+        RunError: the same, or an OSError; for any other exception, on the ranks that did not raise it.
+    """
+    outcome, cause = _attempt(work)
+    outcomes: list[_Outcome[T] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(outcomes, outcome)
+    told = cast("list[_Outcome[T]]", outcomes)
+    for each in told:
+        if each.error is not None:
+            _fail(each, cause)
+    return [cast(T, each.value) for each in told]
+
+
+def _attempt(work: Callable[[], T]) -> tuple[_Outcome[T], Exception | None]:
+    rank = dist.get_rank()
+    try:
+        return _Outcome(rank, value=work()), None
+    except (ConfigError, RunError) as error:
+        return _Outcome(rank, error=str(error), user_can_fix=isinstance(error, ConfigError)), error
+    except Exception as error:  # every failure must reach the ranks that wait for this one
+        return _Outcome(rank, error=f"rank {rank}: {type(error).__name__}: {error}"), error
+
+
+def _fail(told: _Outcome[T], cause: Exception | None) -> NoReturn:
+    is_defect = cause is not None and not isinstance(cause, ConfigError | RunError | OSError)
+    if is_defect and cause is not None:
+        raise cause
+    kind = ConfigError if told.user_can_fix else RunError
+    raise kind(told.error) from cause

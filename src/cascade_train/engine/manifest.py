@@ -1,0 +1,122 @@
+"""The manifest of a checkpoint: its format version, step, facts, and the size and hash of each of its files.
+
+Only JSON and hashing live here, no tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from cascade_train.engine.durable_files import write_durably
+from cascade_train.errors import RunError
+
+FORMAT_VERSION = 1
+MANIFEST_NAME = "manifest.json"
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What a file must look like.
+
+    Attributes:
+        size: in bytes.
+        sha256: hex digest of its bytes.
+    """
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a checkpoint says about itself.
+
+    Attributes:
+        step: the optimizer step that it belongs to.
+        files: every file beside the manifest, by name.
+        facts: what the loop wants to know without loading tensors.
+    """
+
+    step: int
+    files: dict[str, FileRecord]
+    facts: dict[str, Any]
+
+
+def hash_file(path: Path) -> FileRecord:
+    """Read the file once and return its size and hash.
+
+    Raises:
+        OSError: it is missing or unreadable.
+    """
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return FileRecord(size=file.tell(), sha256=digest)
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    """Write `<directory>/manifest.json` durably.
+
+    Raises:
+        OSError: the disk is full or failed.
+    """
+    body = {"format_version": FORMAT_VERSION, **asdict(manifest)}
+    write_durably(directory / MANIFEST_NAME, json.dumps({**body, "sha256": _digest(body)}, indent=2) + "\n")
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Read `<directory>/manifest.json`.
+
+    Raises:
+        RunError: it is missing, damaged, or of another format version.
+    """
+    path = directory / MANIFEST_NAME
+    try:
+        body = json.loads(path.read_text(encoding="utf-8"))
+        digest = body.pop("sha256")
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise RunError(f"{path} is missing or unreadable: {error!r}") from error
+    if digest != _digest(body):
+        raise RunError(f"{path} does not match its own hash")
+    version = body.pop("format_version", None)
+    if version != FORMAT_VERSION:
+        raise RunError(f"{path} has format version {version}, this program reads {FORMAT_VERSION}")
+    files = {name: FileRecord(**record) for name, record in body["files"].items()}
+    return Manifest(step=body["step"], files=files, facts=body["facts"])
+
+
+def find_fault(directory: Path, *, hashes: bool = True) -> str | None:
+    """Return what is wrong with a checkpoint, naming the file, or None when it verifies.
+
+    Args:
+        directory: the checkpoint.
+        hashes: read and hash every byte; without, only names and sizes are compared.
+    """
+    try:
+        manifest = read_manifest(directory)
+    except RunError as error:
+        return str(error)
+    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+        faults = pool.map(lambda item: _file_fault(directory / item[0], item[1], hashes=hashes), manifest.files.items())
+        return next((fault for fault in faults if fault is not None), None)
+
+
+def _file_fault(path: Path, record: FileRecord, *, hashes: bool) -> str | None:
+    try:
+        size = path.stat().st_size
+        if size != record.size:
+            return f"{path.name} has {size} bytes, its manifest says {record.size}"
+        if hashes and hash_file(path).sha256 != record.sha256:
+            return f"{path.name} does not match the hash in its manifest"
+    except OSError as error:
+        return f"{path.name} cannot be read: {error.strerror}"
+    return None
+
+
+def _digest(body: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()

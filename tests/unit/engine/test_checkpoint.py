@@ -1,0 +1,302 @@
+"""Checkpoints on one rank: whole, verified, exact, kept and dropped by rule."""
+
+import json
+import logging
+import shutil
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+from cascade_train.engine import checkpoint as module
+from cascade_train.engine.checkpoint import CheckpointStore
+from cascade_train.engine.manifest import find_fault, read_manifest, write_manifest
+from cascade_train.errors import ConfigError, RunError
+
+
+def state(seed=0, width=3):
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "model": {
+            "weight": torch.randn(4, width, generator=generator),
+            "half": torch.randn(5, generator=generator).bfloat16(),
+        },
+        "optimizer": {"step": torch.tensor(7.0), "param_groups": {"lr": 0.1 + 0.2, "betas": [0.9, 0.999]}},
+        "empty": {},
+    }
+
+
+FACTS = {"step": 3, "samples_seen": 24, "loss": 0.1 + 0.2, "finished": False, "data": {"position": 5}, "id": None}
+
+
+@pytest.fixture
+def store(world, tmp_path):
+    return CheckpointStore(tmp_path / "run" / "checkpoints", keep_last=None, keep_every_steps=None)
+
+
+def damage(path):
+    file = max(path.glob("*.distcp"), key=lambda each: each.stat().st_size)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(bytes(data))
+    return file.name
+
+
+def names(store):
+    return sorted(path.name for path in store.directory.iterdir())
+
+
+def test_a_saved_state_loads_exactly(store):
+    path = store.save(3, state(), FACTS)
+    assert path == store.directory / "step_3"
+    loaded = state(seed=1)
+    loaded["optimizer"]["param_groups"]["lr"] = 0.0
+    assert store.load(path, loaded) == FACTS
+    assert torch.equal(loaded["model"]["weight"], state()["model"]["weight"])
+    assert torch.equal(loaded["model"]["half"], state()["model"]["half"])
+    assert loaded["optimizer"]["param_groups"] == {"lr": 0.1 + 0.2, "betas": [0.9, 0.999]}
+
+
+def test_loading_fills_the_tensors_that_were_given(store):
+    path = store.save(3, state(), FACTS)
+    loaded = state(seed=1)
+    weight = loaded["model"]["weight"]
+    store.load(path, loaded)
+    assert torch.equal(weight, state()["model"]["weight"])
+
+
+def test_the_manifest_names_every_file(store):
+    path = store.save(3, state(), FACTS)
+    manifest = read_manifest(path)
+    assert manifest.step == 3
+    assert manifest.facts == FACTS
+    others = {each.name for each in path.iterdir()} - {"manifest.json"}
+    assert set(manifest.files) == others
+    assert ".metadata" in others
+    assert len(others) >= 2
+
+
+def test_newest_is_the_highest_step_that_verifies(store, caplog):
+    assert store.newest() is None
+    for step in (9, 10):
+        store.save(step, state(), FACTS)
+    assert store.newest() == store.directory / "step_10"
+    name = damage(store.directory / "step_10")
+    with caplog.at_level(logging.WARNING):
+        assert store.newest() == store.directory / "step_9"
+    assert f"step_10 is damaged and skipped: {name} does not match the hash in its manifest" in caplog.text
+    assert store.steps() == [9, 10]
+
+
+@pytest.mark.parametrize(
+    "what", ["truncated", "missing", "no_manifest", "changed_manifest", "torn_manifest", "version"]
+)
+def test_every_kind_of_damage_is_named(store, what):
+    path = store.save(3, state(), FACTS)
+    file = next(path.glob("*.distcp"))
+    manifest = path / "manifest.json"
+    if what == "truncated":
+        file.write_bytes(file.read_bytes()[:-1])
+        expected = f"{file.name} has "
+    elif what == "missing":
+        file.unlink()
+        expected = f"{file.name} cannot be read: No such file"
+    elif what == "no_manifest":
+        manifest.unlink()
+        expected = "manifest.json is missing or unreadable"
+    elif what == "changed_manifest":
+        manifest.write_text(manifest.read_text().replace('"samples_seen": 24', '"samples_seen": 25'))
+        expected = "manifest.json does not match its own hash"
+    elif what == "torn_manifest":
+        manifest.write_text(manifest.read_text()[:-20])
+        expected = "manifest.json is missing or unreadable"
+    else:
+        patch = pytest.MonkeyPatch()
+        with patch.context() as inside:
+            inside.setattr("cascade_train.engine.manifest.FORMAT_VERSION", 99)
+            write_manifest(path, read_manifest_of_any_version(path))
+        expected = "manifest.json has format version 99, this program reads 1"
+    assert expected in find_fault(path)
+
+
+def read_manifest_of_any_version(path):
+    from cascade_train.engine.manifest import FileRecord, Manifest
+
+    body = json.loads((path / "manifest.json").read_text())
+    files = {name: FileRecord(**record) for name, record in body["files"].items()}
+    return Manifest(step=body["step"], files=files, facts=body["facts"])
+
+
+def test_loading_a_checkpoint_without_manifest_is_a_run_error(store):
+    path = store.save(3, state(), FACTS)
+    (path / "manifest.json").unlink()
+    with pytest.raises(RunError, match=r"manifest\.json is missing or unreadable"):
+        store.load(path, state())
+
+
+def test_loading_a_damaged_file_is_a_run_error(store):
+    path = store.save(3, state(), FACTS)
+    next(path.glob("*.distcp")).unlink()
+    with pytest.raises(RunError, match="step_3 could not be loaded: FileNotFoundError"):
+        store.load(path, state())
+
+
+def test_another_shape_is_refused_with_both_shapes(store):
+    path = store.save(3, state(), FACTS)
+    with pytest.raises(
+        ConfigError,
+        match=r"another model: model\.weight is torch\.float32 \(4, 3\) there and torch\.float32 \(4, 2\) .*1 keys differ",
+    ):
+        store.load(path, state(width=2))
+
+
+def test_another_key_or_kind_or_dtype_is_refused_and_nothing_is_loaded(store):
+    path = store.save(3, state(), FACTS)
+    more = state(seed=1)
+    more["model"]["added"] = torch.zeros(2)
+    with pytest.raises(ConfigError, match=r"model\.added is absent there and torch\.float32 \(2,\) in this run"):
+        store.load(path, more)
+    assert torch.equal(more["model"]["weight"], state(seed=1)["model"]["weight"])
+    fewer = state()
+    del fewer["model"]["half"]
+    with pytest.raises(ConfigError, match=r"model\.half is torch\.bfloat16 \(5,\) there and absent in this run"):
+        store.load(path, fewer)
+    kind = state()
+    kind["optimizer"]["step"] = 7.0
+    with pytest.raises(ConfigError, match=r"optimizer\.step is torch\.float32 \(\) there and a plain value"):
+        store.load(path, kind)
+    dtype = state()
+    dtype["model"]["half"] = dtype["model"]["half"].float()
+    with pytest.raises(ConfigError, match=r"model\.half is torch\.bfloat16 \(5,\) there and torch\.float32 \(5,\)"):
+        store.load(path, dtype)
+
+
+@pytest.mark.parametrize(
+    ("keep_last", "keep_every_steps", "kept"),
+    [
+        (None, None, [2, 4, 6, 8, 10]),
+        (1, None, [10]),
+        (2, None, [8, 10]),
+        (1, 4, [4, 8, 10]),
+        (None, 4, [2, 4, 6, 8, 10]),
+    ],
+)
+def test_retention_keeps_the_last_and_every_so_many(world, tmp_path, keep_last, keep_every_steps, kept):
+    store = CheckpointStore(tmp_path, keep_last=keep_last, keep_every_steps=keep_every_steps)
+    for step in (2, 4, 6, 8, 10):
+        store.save(step, {"a": torch.zeros(1)}, {})
+    assert store.steps() == kept
+    assert names(store) == sorted(f"step_{step}" for step in kept)
+
+
+def test_retention_never_deletes_the_newest_that_verifies(world, tmp_path):
+    keep_all = CheckpointStore(tmp_path, keep_last=None, keep_every_steps=None)
+    for step in (4, 8, 12):
+        keep_all.save(step, state(), {})
+    (tmp_path / "step_8" / "manifest.json").unlink()
+    (tmp_path / "step_12" / "manifest.json").unlink()
+    CheckpointStore(tmp_path, keep_last=1, keep_every_steps=None).save(6, state(), {})
+    assert keep_all.steps() == [6, 8, 12]
+    assert keep_all.newest() == tmp_path / "step_6"
+
+
+def test_what_cannot_be_deleted_does_not_fail_the_save(world, tmp_path, monkeypatch, caplog):
+    store = CheckpointStore(tmp_path, keep_last=1, keep_every_steps=None)
+    store.save(1, state(), {})
+    monkeypatch.setattr(module.shutil, "rmtree", raise_for_deleting(shutil.rmtree))
+    assert store.save(2, state(), {}).name == "step_2"
+    assert "the old checkpoint of step 1 could not be deleted: busy" in caplog.text
+
+
+def raise_for_deleting(rmtree):
+    def broken(path, *args, **kwargs):
+        if path.name.endswith(".deleting"):
+            raise OSError("busy")
+        rmtree(path, *args, **kwargs)
+
+    return broken
+
+
+@pytest.mark.parametrize("key", ["keep_last", "keep_every_steps"])
+def test_a_retention_rule_below_one_is_refused(key, tmp_path):
+    rule = {"keep_last": None, "keep_every_steps": None, key: 0}
+    with pytest.raises(ConfigError, match=rf"checkpoint\.{key}=0 must be at least 1"):
+        CheckpointStore(tmp_path, **rule)
+
+
+def test_a_full_disk_while_writing_tensors_leaves_the_older_checkpoints(store, monkeypatch):
+    store.save(1, state(), FACTS)
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(FileSystemWriter, "write_data", full)
+    with pytest.raises(RunError, match="could not be written .*No space left on device"):
+        store.save(2, state(), FACTS)
+    assert names(store) == ["step_1"]
+
+
+def test_a_failing_rename_is_a_run_error_and_leaves_nothing(store, monkeypatch):
+    store.save(1, state(), FACTS)
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "write_manifest", full)
+    with pytest.raises(RunError, match="rank 0: OSError: .*No space left on device"):
+        store.save(2, state(), FACTS)
+    assert names(store) == ["step_1"]
+
+
+def test_a_file_that_rank_zero_cannot_see_is_a_run_error(store, monkeypatch):
+    record = module.FileRecord(size=1, sha256="0")
+    monkeypatch.setattr(module, "_own_records", lambda hidden: {"__1_0.distcp": record})
+    with pytest.raises(RunError, match=r"__1_0\.distcp of another rank is not visible to rank 0: all ranks must share"):
+        store.save(2, state(), FACTS)
+
+
+def test_facts_that_differ_between_ranks_are_a_defect(store, monkeypatch):
+    monkeypatch.setattr(module, "from_every_rank", lambda work: [work(), (work()[0], {"step": 4})])
+    with pytest.raises(AssertionError, match="facts of step 2 differ between ranks"):
+        store.save(2, state(), FACTS)
+    assert names(store) == []
+
+
+def test_a_table_of_contents_is_required(tmp_path):
+    planner = module._ExactLoadPlanner(tmp_path)
+    planner.metadata = None
+    with pytest.raises(RunError, match="has no table of contents"):
+        planner.create_local_plan()
+
+
+def test_leftovers_of_a_crashed_save_are_invisible_and_removed_at_the_next(store):
+    store.save(1, state(), FACTS)
+    for name in (".step_2.saving", ".step_0.deleting", ".step_1.replaced"):
+        shutil.copytree(store.directory / "step_1", store.directory / name)
+    assert store.newest() == store.directory / "step_1"
+    store.save(3, state(), FACTS)
+    assert names(store) == ["step_1", "step_3"]
+
+
+def test_saving_a_step_again_replaces_it(store):
+    store.save(1, state(), {**FACTS, "finished": False})
+    path = store.save(1, state(seed=1), {**FACTS, "finished": True})
+    assert names(store) == ["step_1"]
+    assert find_fault(path) is None
+    assert read_manifest(path).facts["finished"] is True
+
+
+def test_a_crash_while_replacing_a_step_loses_nothing(store):
+    path = store.save(1, state(), FACTS)
+    path.rename(store.directory / ".step_1.replaced")
+    assert store.newest() == path
+    assert names(store) == ["step_1"]
+
+
+def test_foreign_names_are_left_alone(store):
+    store.save(1, state(), FACTS)
+    (store.directory / "step_best").mkdir()
+    (store.directory / "notes.txt").write_text("mine")
+    store.save(2, state(), FACTS)
+    assert store.steps() == [1, 2]
+    assert names(store) == ["notes.txt", "step_1", "step_2", "step_best"]

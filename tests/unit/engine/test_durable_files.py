@@ -1,0 +1,49 @@
+"""Files that survive a crash."""
+
+import errno
+import os
+
+import pytest
+
+from cascade_train.engine.durable_files import append_durably, sync_directory, write_durably
+
+
+def test_a_text_is_replaced_whole(tmp_path):
+    path = tmp_path / "a.json"
+    write_durably(path, "old")
+    write_durably(path, "new ü")
+    assert path.read_text(encoding="utf-8") == "new ü"
+    assert os.listdir(tmp_path) == ["a.json"]
+
+
+def test_a_failed_write_leaves_the_old_text_and_no_other_file(tmp_path, monkeypatch):
+    path = tmp_path / "a.json"
+    write_durably(path, "old")
+
+    def full(handle):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_durably(path, "new")
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["a.json"]
+
+
+def test_appending_keeps_what_is_there(tmp_path):
+    append_durably(tmp_path / "a", "one\n")
+    append_durably(tmp_path / "a", "two\n")
+    assert (tmp_path / "a").read_text() == "one\ntwo\n"
+
+
+@pytest.mark.parametrize(("code", "fails"), [(errno.EINVAL, False), (errno.EIO, True)])
+def test_a_file_system_that_cannot_sync_directories_is_no_error(tmp_path, monkeypatch, code, fails):
+    def refuse(handle):
+        raise OSError(code, "refused")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    if fails:
+        with pytest.raises(OSError, match="refused"):
+            sync_directory(tmp_path)
+    else:
+        sync_directory(tmp_path)
