@@ -1,0 +1,101 @@
+"""Which settings differ between two configs, and which of them a continued run may change.
+
+Works on plain dicts; what is done about a difference is decided by `run_directory`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_FREE_NODES = (
+    "run",
+    "log",
+    "sample",
+    "checkpoint",
+    "tracker",
+    "profile",
+    "validate",
+    "optimizer",
+    "lr_scheduler",
+    "parallel",
+)
+"""Nodes below which everything may change when a run continues."""
+
+_FREE_KEYS = (
+    "train.max_steps",
+    "train.max_epochs",
+    "train.micro_batch_size",
+    "data.num_workers",
+    "compile",
+    "activation_checkpointing",
+    "attention",
+    "ema.device",
+)
+
+_BOUND_KEYS = ("run.seed",)
+"""Below a free node, but part of which sample comes when: a position in the data means nothing under another seed."""
+
+ABSENT = "(absent)"
+"""Stands for the value of a key that one of two configs lacks."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One setting that differs.
+
+    Attributes:
+        key: dotted, as on the command line.
+        old: the value in the run's saved config.
+        new: the value asked for.
+    """
+
+    key: str
+    old: Any
+    new: Any
+
+    @property
+    def is_free(self) -> bool:
+        """Whether a run may continue with the new value."""
+        node = self.key.split(".", 1)[0]
+        return self.key not in _BOUND_KEYS and (node in _FREE_NODES or self.key in _FREE_KEYS)
+
+
+def find_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Difference]:
+    """Compare two nested configs, key by key in alphabetical order; lists are compared as a whole."""
+    before, after = _flatten(old), _flatten(new)
+    return [
+        Difference(key, before.get(key, ABSENT), after.get(key, ABSENT))
+        for key in sorted(before.keys() | after.keys())
+        if key not in before or key not in after or before[key] != after[key]
+    ]
+
+
+def refused(differences: Sequence[Difference]) -> list[Difference]:
+    """Return the differences that make it another run."""
+    return [each for each in differences if not each.is_free]
+
+
+def describe(differences: Sequence[Difference]) -> str:
+    """Return one line `key: old -> new` for each."""
+    return "\n".join(f"  {each.key}: {each.old} -> {each.new}" for each in differences)
+
+
+def is_limit_raised(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    """Whether the new config trains longer: a higher `train.max_steps` or `train.max_epochs`, or one lifted."""
+    for key in ("max_steps", "max_epochs"):
+        before, after = old.get("train", {}).get(key), new.get("train", {}).get(key)
+        if before is not None and (after is None or after > before):
+            return True
+    return False
+
+
+def _flatten(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in node.items():
+        if isinstance(value, Mapping) and value:
+            flat |= _flatten(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat

@@ -1,0 +1,76 @@
+"""What a run ran on: versions, code, command line, devices. For `environment.json`; nothing acts on it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_PACKAGES = (
+    "accelerate",
+    "cascade-train",
+    "diffusers",
+    "hydra-core",
+    "numpy",
+    "omegaconf",
+    "peft",
+    "pillow",
+    "safetensors",
+    "torch",
+    "torchvision",
+    "transformers",
+    "webdataset",
+)
+_GIT_SECONDS = 10
+
+
+def describe_environment() -> dict[str, Any]:
+    """Return what JSON can hold: time, python, platform, packages, git commit of the code, command line, ranks, device.
+
+    A package that is not installed, and a commit where the code is not a checkout, are None.
+    """
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "git_commit": _git_commit(Path(__file__).resolve()),
+        "command_line": list(sys.orig_argv),
+        "ranks": dist.get_world_size(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "cuda": torch.version.cuda,
+        "cpu_threads": os.environ.get("OMP_NUM_THREADS"),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _git_commit(file: Path) -> str | None:
+    """Return the commit of the checkout that tracks `file`, with `+changes` where the checkout is not clean."""
+    if _git(file.parent, "ls-files", "--error-unmatch", file.name) is None:
+        return None
+    commit = _git(file.parent, "rev-parse", "HEAD")
+    changes = _git(file.parent, "status", "--porcelain", "--untracked-files=no")
+    return f"{commit}+changes" if commit and changes else commit
+
+
+def _git(directory: Path, *arguments: str) -> str | None:
+    command = ["git", "-C", str(directory), *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_GIT_SECONDS)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

@@ -1,0 +1,149 @@
+"""What a run measured: one JSON object per optimizer step in `metrics.jsonl`.
+
+Values stay on the device until `flush`, the one host sync. Where rows go beside the file (tracker,
+progress) and when to flush are the loop's business.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cascade_train.engine.durable_files import append_durably
+from cascade_train.errors import RunError
+
+Row = dict[str, Any]
+"""One line of the file: an int `step` and `samples_seen`, then numbers; None (null in the file) stands for
+a number that is not finite, or not known yet."""
+
+
+@dataclass(frozen=True)
+class _Record:
+    step: int
+    samples_seen: int
+    values: dict[str, Tensor | float]
+
+
+class MetricsLog:
+    """Collects the measurements of a run and appends them to a file on rank 0.
+
+    `images_per_second` is the same for all steps of one flush: images over seconds since the flush before. The
+    clock starts with `start`, else at the first record, so that set-up is never counted.
+    """
+
+    def __init__(self, path: Path, *, is_main: bool) -> None:
+        """Store; touches no file.
+
+        Args:
+            path: the file, made at the first flush that has rows.
+            is_main: whether this rank keeps and writes; the others forget what they record.
+        """
+        self._path = path
+        self._is_main = is_main
+        self._pending: list[_Record] = []
+        self._seconds: float | None = None
+        self._samples: int | None = None
+
+    def start(self, samples_seen: int) -> None:
+        """Start the clock, right before a step.
+
+        Args:
+            samples_seen: samples trained on so far, from checkpoints too.
+        """
+        self._seconds = time.perf_counter()
+        self._samples = samples_seen
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the time spent inside out of `images_per_second`: checkpoints, sample images."""
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            if self._seconds is not None:
+                self._seconds += time.perf_counter() - begun
+
+    def record(self, step: int, samples_seen: int, values: Mapping[str, Tensor | float]) -> None:
+        """Keep what one optimizer step measured. Does not sync with the host.
+
+        Args:
+            step: the optimizer step.
+            samples_seen: samples trained on, this step included.
+            values: numbers or () tensors on any device; equal on all ranks.
+
+        Raises:
+            AssertionError: a value is not a scalar, or a tensor spread over ranks.
+        """
+        for name, value in values.items():
+            if isinstance(value, Tensor) and (type(value) is not Tensor or value.ndim != 0):
+                raise AssertionError(f"metric {name} must be a plain () tensor, not {type(value)} {tuple(value.shape)}")
+        if self._samples is None:
+            self.start(samples_seen)
+        if self._is_main:
+            # Copies: the next step may write into the same memory.
+            kept = {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in values.items()}
+            self._pending.append(_Record(step, samples_seen, kept))
+
+    def flush(self) -> list[Row]:
+        """Bring the records since the last flush to the host, append them to the file, and return them.
+
+        Returns:
+            One row per step in order; on other ranks than 0 always none.
+
+        Raises:
+            RunError: the disk is full or failed.
+        """
+        if not self._pending:
+            return []
+        values = _to_host([record.values for record in self._pending])
+        speed = self._images_per_second(self._pending[-1].samples_seen)
+        rows = [
+            _row(record, {**numbers, "images_per_second": speed})
+            for record, numbers in zip(self._pending, values, strict=True)
+        ]
+        self._pending.clear()
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            append_durably(self._path, "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
+        except OSError as error:
+            raise RunError(f"{self._path} could not be written: {error}") from error
+        return rows
+
+    def _images_per_second(self, samples_seen: int) -> float:
+        """Return the speed since the last flush and start the next interval; NaN when no whole step was timed."""
+        if self._seconds is None or self._samples is None:
+            raise AssertionError("the clock starts with the first record")
+        images, seconds = samples_seen - self._samples, time.perf_counter() - self._seconds
+        self.start(samples_seen)
+        return images / seconds if images > 0 and seconds > 0 else math.nan
+
+
+def _row(record: _Record, values: Mapping[str, float]) -> Row:
+    finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+    return {"step": record.step, "samples_seen": record.samples_seen, **finite}
+
+
+def _to_host(records: list[dict[str, Tensor | float]]) -> list[dict[str, float]]:
+    """Turn tensors into numbers with one transfer per device and dtype, keeping each record's order of names."""
+    groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, str, Tensor]]] = {}
+    for row, record in enumerate(records):
+        for name, value in record.items():
+            if isinstance(value, Tensor):
+                groups.setdefault((value.device, value.dtype), []).append((row, name, value))
+    numbers: list[dict[str, float]] = [
+        {name: math.nan if isinstance(value, Tensor) else value for name, value in record.items()} for record in records
+    ]
+    for members in groups.values():
+        on_host = torch.stack([tensor for _, _, tensor in members]).tolist()
+        for (row, name, _), number in zip(members, on_host, strict=True):
+            numbers[row][name] = number
+    return numbers

@@ -1,0 +1,86 @@
+"""A switch that profiles a window of optimizer steps and writes a Chrome trace per rank.
+
+Nothing else about speed lives here; the metrics hold images per second.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+from cascade_train.errors import ConfigError, RunError
+
+
+class Profiler:
+    """Profiles the steps [start_step, start_step + steps); off when `steps` is None.
+
+    The trace goes to `<directory>/profile/steps_<first>_to_<last>_rank_<r>.json`, for chrome://tracing or Perfetto.
+    """
+
+    def __init__(self, *, directory: Path, start_step: int, steps: int | None) -> None:
+        """Check the window; measures nothing yet.
+
+        Args:
+            directory: the run's directory.
+            start_step: the first optimizer step of the window, counted from 1.
+            steps: how many to profile; None = off.
+
+        Raises:
+            ConfigError: an empty window, or one with the first step.
+        """
+        if steps is not None and steps < 1:
+            raise ConfigError(f"profile.steps={steps} must be at least 1, or null to switch the profiler off")
+        if steps is not None and start_step < 2:
+            raise ConfigError(
+                f"profile.start_step={start_step} must be at least 2: the first step sets things up and would "
+                "hide the rest. Remedy: profile.start_step=2 or later"
+            )
+        self._directory = directory / "profile"
+        self._start_step = start_step
+        self._end_step = start_step if steps is None else start_step + steps
+        self._step = 0
+        self._first = 0
+        self._running: profile | None = None
+
+    def step(self, ended: int | None = None) -> None:
+        """Tell that an optimizer step ended; begins or ends the window where it is time.
+
+        Args:
+            ended: the number of that step; None = one more than before. A resumed run must give it.
+
+        Raises:
+            RunError: the trace could not be written.
+        """
+        self._step = self._step + 1 if ended is None else ended
+        upcoming = self._step + 1
+        if self._running is None and self._start_step <= upcoming < self._end_step:
+            self._first = upcoming
+            self._running = profile(activities=_activities())
+            self._running.start()
+        elif self._running is not None and upcoming >= self._end_step:
+            self.close()
+
+    def close(self) -> None:
+        """End a window that is still open, writing what it has.
+
+        Raises:
+            RunError: the trace could not be written.
+        """
+        if self._running is None:
+            return
+        running, self._running = self._running, None
+        running.stop()
+        path = self._directory / f"steps_{self._first}_to_{self._step}_rank_{dist.get_rank()}.json"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            running.export_chrome_trace(str(path))
+        except (OSError, RuntimeError) as error:
+            raise RunError(f"the profile {path} could not be written: {error}") from error
+
+
+def _activities() -> list[ProfilerActivity]:
+    on_device = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+    return [ProfilerActivity.CPU, *on_device]

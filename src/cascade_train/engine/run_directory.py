@@ -1,0 +1,262 @@
+"""A run's directory: claiming it, continuing in it, and refusing what would lose or mix up results.
+
+Where its files lie is decided here; what is in checkpoints and metrics by `checkpoint` and `metrics`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cascade_train.engine.checkpoint import CheckpointStore
+from cascade_train.engine.config_difference import Difference, describe, find_differences, is_limit_raised, refused
+from cascade_train.engine.consensus import from_rank_zero
+from cascade_train.engine.durable_files import append_durably, write_durably
+from cascade_train.engine.environment import describe_environment
+from cascade_train.engine.manifest import find_fault, read_manifest
+from cascade_train.errors import ConfigError, RunError
+
+log = logging.getLogger(__name__)
+
+_CONFIG = "config.yaml"
+_ENVIRONMENT = "environment.json"
+_HISTORY = "config_history.jsonl"
+_METRICS = "metrics.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunDirectory:
+    """A claimed run directory.
+
+    Attributes:
+        path: the directory, absolute.
+        resume_from: a verified checkpoint to continue from; None = from the start.
+        finished: the run has reached its end already; there is nothing to do.
+        created: this claim made the directory.
+    """
+
+    path: Path
+    resume_from: Path | None
+    finished: bool
+    created: bool
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where checkpoints lie."""
+        return self.path / "checkpoints"
+
+    @property
+    def samples(self) -> Path:
+        """Where sample images lie."""
+        return self.path / "samples"
+
+    @property
+    def export(self) -> Path:
+        """Where the result lies in formats for others."""
+        return self.path / "export"
+
+    @property
+    def metrics_path(self) -> Path:
+        """One JSON object per optimizer step."""
+        return self.path / _METRICS
+
+    def cut_metrics(self, step: int) -> None:
+        """Drop the lines of `metrics.jsonl` after `step`, and any torn line. Collective.
+
+        Raises:
+            RunError: the file could not be rewritten; it is as it was.
+        """
+        from_rank_zero(lambda: _cut_lines(self.metrics_path, step))
+
+    def withdraw(self) -> None:
+        """Remove a directory that this claim made and that holds nothing but its config. Collective.
+
+        For a start that fails after the claim, so that it leaves nothing.
+        """
+        from_rank_zero(self._remove_if_untouched)
+
+    def _remove_if_untouched(self) -> None:
+        if self.created and {path.name for path in self.path.iterdir()} <= {_CONFIG, _ENVIRONMENT}:
+            shutil.rmtree(self.path)
+
+
+def claim(directory: Path, *, config: Mapping[str, Any], resume: str) -> RunDirectory:
+    """Make a run directory, or continue the run in it. Collective; rank 0 decides.
+
+    To be called once preflight passed and the data opened: what is refused here leaves nothing behind.
+    A run is continued from its newest checkpoint that verifies. Settings that do not change what is
+    learned from which sample may differ from the run's; they are applied and recorded in
+    `config_history.jsonl`.
+
+    Args:
+        directory: `run.dir`.
+        config: the resolved config, plain values.
+        resume: "auto" (continue where there is a run, else start), "never" (refuse where there is a run), or
+            a checkpoint or run directory that a new run starts from.
+
+    Raises:
+        ConfigError: the directory is not writable, belongs to something else or to a run of another config,
+            holds a run that may not be continued as asked, or `resume` names no checkpoint that verifies.
+        RunError: none of the run's checkpoints verifies.
+    """
+    plain: dict[str, Any] = yaml.safe_load(yaml.safe_dump(dict(config)))
+    return from_rank_zero(lambda: _decide(directory.absolute(), plain, resume))
+
+
+def _decide(directory: Path, config: dict[str, Any], resume: str) -> RunDirectory:
+    if (directory / _CONFIG).is_file():
+        return _continue_run(directory, config, resume)
+    if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
+        raise ConfigError(
+            f"run.dir={directory} exists, is not empty and is not a run (it has no {_CONFIG}). "
+            "Remedy: another run.name or run.dir, or move it away"
+        )
+    origin = None if resume in ("auto", "never") else _find_origin(resume)
+    _create(directory, config)
+    return RunDirectory(path=directory, resume_from=origin, finished=False, created=True)
+
+
+def _continue_run(directory: Path, config: dict[str, Any], resume: str) -> RunDirectory:
+    other_name = "another run.name (or run.dir)"
+    if resume == "never":
+        raise ConfigError(
+            f"run.dir={directory} already holds a run and run.resume=never. Remedy: run.resume=auto to continue it, "
+            f"or {other_name}"
+        )
+    saved = _read_config(directory / _CONFIG)
+    differences = find_differences(saved, config)
+    if blocking := refused(differences):
+        raise ConfigError(
+            f"run.dir={directory} holds a run of another config:\n{describe(blocking)}\n"
+            f"Remedy: {other_name} for a new run, or the old values to continue this one"
+        )
+    checkpoint = _newest(directory)
+    if resume != "auto":
+        checkpoint = _reconcile(directory, checkpoint, resume, started_from=saved.get("run", {}).get("resume"))
+    facts = read_manifest(checkpoint).facts if checkpoint else {}
+    finished = bool(facts.get("finished")) and not is_limit_raised(saved, config)
+    if not finished:
+        _record_continuation(directory, config, differences, checkpoint)
+    return RunDirectory(path=directory, resume_from=checkpoint, finished=finished, created=False)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        saved = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (ValueError, yaml.YAMLError):
+        saved = None
+    if not isinstance(saved, dict):
+        raise RunError(f"{path} is damaged: it holds no config. Remedy: restore it from a backup, or a new run.name")
+    return saved
+
+
+def _newest(directory: Path) -> Path | None:
+    store = CheckpointStore(directory / "checkpoints", keep_last=None, keep_every_steps=None)
+    newest = store.newest()
+    if newest is None and store.steps():
+        raise RunError(
+            f"none of the checkpoints in {store.directory} verifies (steps {store.steps()}), so the run cannot "
+            "continue. Remedy: restore them from a backup, or move them away to start this run over"
+        )
+    return newest
+
+
+def _reconcile(directory: Path, own: Path | None, resume: str, *, started_from: str | None) -> Path:
+    """Return where to continue a run that is there when `run.resume` names a checkpoint."""
+    origin = _find_origin(resume)
+    if own is None or origin.resolve() == own.resolve():
+        return origin
+    if started_from == resume and directory.resolve() not in origin.resolve().parents:
+        log.info("run.resume=%s is where this run began; it continues from its own %s", resume, own)
+        return own
+    raise ConfigError(
+        f"run.resume={resume}, but the run in {directory} has its own newer {own.name}, which would be lost. Remedy: "
+        "run.resume=auto to continue from that, or another run.name to start a new run from the checkpoint"
+    )
+
+
+def _find_origin(resume: str) -> Path:
+    path = Path(resume).absolute()
+    if not path.is_dir():
+        raise ConfigError(f"run.resume={resume} is neither auto, never, nor a directory that exists")
+    if (path / _CONFIG).is_file():
+        newest = _newest(path)
+        if newest is None:
+            raise ConfigError(f"run.resume={resume} is a run without checkpoints")
+        return newest
+    fault = find_fault(path)
+    if fault is not None:
+        raise ConfigError(f"run.resume={resume} is not a checkpoint that verifies: {fault}")
+    return path
+
+
+def _create(directory: Path, config: dict[str, Any]) -> None:
+    """Make the directory appear with its config in it, or leave nothing."""
+    missing_parents = [path for path in directory.parents if not path.exists()]
+    beside = directory.with_name(f".{directory.name}.{os.getpid()}.claim")
+    try:
+        beside.mkdir(parents=True)
+        write_durably(beside / _CONFIG, yaml.safe_dump(config, sort_keys=False))
+        write_durably(beside / _ENVIRONMENT, json.dumps(describe_environment(), indent=2) + "\n")
+        beside.rename(directory)
+    except OSError as error:
+        shutil.rmtree(beside, ignore_errors=True)
+        for parent in missing_parents:
+            if parent.is_dir() and not any(parent.iterdir()):
+                parent.rmdir()
+        raise ConfigError(
+            f"run.dir={directory} cannot be made: {error.strerror or error}. Remedy: a writable run.dir"
+        ) from error
+
+
+def _record_continuation(
+    directory: Path, config: dict[str, Any], differences: list[Difference], checkpoint: Path | None
+) -> None:
+    line = {
+        "step": read_manifest(checkpoint).step if checkpoint else 0,
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "resume_from": str(checkpoint) if checkpoint else None,
+        "changes": {each.key: [each.old, each.new] for each in differences},
+        "environment": describe_environment(),
+    }
+    try:
+        append_durably(directory / _HISTORY, json.dumps(line) + "\n")
+        if differences:
+            write_durably(directory / _CONFIG, yaml.safe_dump(config, sort_keys=False))
+    except OSError as error:
+        raise ConfigError(f"run.dir={directory} is not writable: {error}. Remedy: make it so, or a new run") from error
+    if differences:
+        log.info("continuing %s with changed settings:\n%s", directory, describe(differences))
+
+
+def _cut_lines(path: Path, step: int) -> None:
+    if not path.exists():
+        return
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    kept = []
+    for number, line in enumerate(lines, start=1):
+        line_step = _step_of(line)
+        if line_step is None:
+            log.warning("line %d of %s is torn and dropped", number, path)
+        elif line_step <= step:
+            kept.append(line)
+    if kept != lines:
+        write_durably(path, "".join(kept))
+
+
+def _step_of(line: str) -> int | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    is_whole = line.endswith("\n") and isinstance(row, dict) and isinstance(row.get("step"), int)
+    return row["step"] if is_whole else None
