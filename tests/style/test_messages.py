@@ -1,7 +1,7 @@
 """Every error a user may meet has been seen by a test.
 
-A raise counts as seen when some `match=` of the suite contains words of its message that no other raise of the
-library uses; so a pattern that fits any message proves nothing about one of them.
+A raise counts as seen when a `match=` of the suite, or an `assert "..." in output`, contains words of its message
+that no other raise of the library uses; so a pattern that fits any message proves nothing about one of them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from functools import cache
 
-from tests.style.source import ROOT, library, text_of
+from tests.style.source import ROOT, Function, library, text_of
 
 ERRORS = {"ConfigError", "RunError", "ValueError"}
 LENGTH = 10
@@ -42,21 +42,43 @@ def messages() -> dict[str, frozenset[str]]:
     return found
 
 
+def expectations(test: ast.Module) -> list[str]:
+    """Return what a test file expects to read: each `match=`, each `assert "..." in`, and the parameters behind them.
+
+    Where a `match=` is a name, the strings of the function's decorators count, and of the module's constants that the
+    decorators name.
+    """
+    found: list[ast.AST] = []
+    constants = {t.id: n.value for n in test.body if isinstance(n, ast.Assign) for t in n.targets if is_name(t)}
+    for function in (node for node in ast.walk(test) if isinstance(node, Function)):
+        expected = [node.value for node in ast.walk(function) if isinstance(node, ast.keyword) and node.arg == "match"]
+        found += expected
+        found += [node.left for node in ast.walk(function) if is_membership(node)]
+        if any(not text_of(value) for value in expected):
+            found += function.decorator_list
+            names = [node.id for d in function.decorator_list for node in ast.walk(d) if isinstance(node, ast.Name)]
+            found += [constants[name] for name in names if name in constants]
+    return [text for root in found for node in ast.walk(root) if isinstance(node, ast.expr) for text in text_of(node)]
+
+
+def is_name(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name)
+
+
+def is_membership(node: ast.AST) -> bool:
+    """Return whether a node is `left in right`, as in an assert about printed output."""
+    return isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In)
+
+
 @cache
 def patterns() -> frozenset[str]:
-    """Return the pieces of every `match=` in the suite, its escapes taken away and its wildcards cut out."""
+    """Return the pieces of everything the suite expects, escapes taken away and wildcards cut out."""
     found: set[str] = set()
-    for path in sorted((ROOT / "tests").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.keyword) and node.arg == "match":
-                for text in (text for expression in ast.walk(node.value) for text in literal(expression)):
-                    for run in re.split(r"(?<!\\)[.\[\](){}*+?|^$]+", text):
-                        found |= pieces(re.sub(r"\\(.)", r"\1", run))
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        for text in expectations(ast.parse(path.read_text())):
+            for run in re.split(r"(?<!\\)[.\[\](){}*+?|^$]+", text):
+                found |= pieces(re.sub(r"\\(.)", r"\1", run)) | pieces(run)
     return frozenset(found)
-
-
-def literal(expression: ast.AST) -> list[str]:
-    return text_of(expression) if isinstance(expression, ast.expr) else []
 
 
 def distinctive() -> dict[str, frozenset[str]]:

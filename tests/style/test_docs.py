@@ -1,0 +1,97 @@
+"""What the documentation says is true: its commands run, its overrides compose, its paths and links exist."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.style.commands import blocks_of, pages, table_overrides, training_overrides
+from tests.style.source import ROOT
+
+PAGES = pages()
+RUNNING = [page for page in PAGES if any(block.runs for block in blocks_of(page))]
+READ_ONLY = [block for page in PAGES for block in blocks_of(page) if not block.runs]
+SECONDS_OF_A_PAGE = 300
+LEFT_ALONE = ("git ", "cd ", "python3 -m venv", "pip install", ".venv/bin/", "wandb ")
+"""Beginnings of commands in read-only blocks that this test does not look into."""
+
+
+def environment() -> dict[str, str]:
+    """Return this environment with the programs of the set-up first on the PATH."""
+    return {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+
+
+def compose(overrides: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Compose a configuration, with the tiny LoRA as default, and show it instead of running it."""
+    chosen = {word.split("=")[0] for word in overrides}
+    if not chosen & {"experiment", "+experiment"}:
+        overrides = [word for word in ("task=lora", "model=c_tiny") if word.split("=")[0] not in chosen] + overrides
+    command = [sys.executable, "-m", "cascade_train", "--cfg", "job", *overrides]
+    return subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=60)
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def test_enough_documentation_is_checked() -> None:
+    assert len(PAGES) >= 4
+    assert sum(block.runs for page in PAGES for block in blocks_of(page)) >= 4
+    assert sum(training_overrides(c) is not None for block in READ_ONLY for c in block.commands) >= 5
+    assert sum(len(table_overrides(page)) for page in PAGES) >= 15
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", RUNNING, ids=name_of)
+def test_commands_of_a_page_run_in_their_order(page: Path, tmp_path: Path) -> None:
+    for block in blocks_of(page):
+        if not block.runs:
+            continue
+        command = ["bash", "-euo", "pipefail", "-c", block.text]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=SECONDS_OF_A_PAGE
+        )
+        assert done.returncode == 0, f"{page.name}:{block.line}\n{block.text}\n{done.stdout}\n{done.stderr}"
+
+
+@pytest.mark.parametrize("block", READ_ONLY, ids=lambda block: f"{name_of(block.page)}:{block.line}")
+def test_read_only_commands_are_at_least_valid(block, tmp_path: Path) -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for command in block.commands:
+        overrides = training_overrides(command)
+        if overrides is not None:
+            done = compose(overrides, tmp_path)
+            assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+        elif command.startswith("make "):
+            assert command.split()[1] in targets, f"{command}: the Makefile has no such verb"
+        else:
+            assert command.startswith(LEFT_ALONE), f"{command}: this test cannot judge it; make the block run"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if table_overrides(page)], ids=name_of)
+def test_overrides_in_tables_compose(page: Path, tmp_path: Path) -> None:
+    failed = []
+    for overrides in table_overrides(page):
+        done = compose(overrides, tmp_path)
+        if done.returncode:
+            failed.append(f"{' '.join(overrides)}\n{done.stdout}{done.stderr}")
+    assert not failed, "\n".join(failed)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_between_pages_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())
+    broken = [link for link in links if not (page.parent / link).exists()]
+    assert not broken
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_files_named_in_the_text_exist(page: Path) -> None:
+    named = re.findall(r"`((?:src|tests|conf|docs|scripts|\.ci)/[\w./-]+)`", page.read_text())
+    missing = [name for name in named if not (ROOT / name).exists()]
+    assert not missing
