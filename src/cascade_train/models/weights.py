@@ -1,0 +1,109 @@
+"""Weights in: from files, in whatever of the known formats, into modules that lie on the meta device.
+
+Must not live here: weights out (export.py), adapters (lora.py), values of an untrained network (initialize.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from cascade_train.errors import ConfigError
+from cascade_train.models.weights_keys import SIZES, Shape, Stored, compare_keys, map_keys, recognise_size
+from cascade_train.models.weights_source import find_weight_files
+from cascade_train.models.weights_tensors import StoredTensors
+
+
+def load_network(
+    network: nn.Module, source: str, *, dtype: torch.dtype, device: torch.device, key: str = "model.weights"
+) -> None:
+    """Load a denoising network of Stage B or C in place, tensor by tensor.
+
+    Args:
+        network: a `StableCascadeUNet`, on the meta device or not; its tensors are replaced.
+        source: see `weights_source.find_weight_files`; keys of diffusers or of the original.
+        dtype: of the loaded floating-point tensors.
+        device: of the loaded tensors.
+        key: the config key that named the source.
+
+    Raises:
+        ConfigError: no such weights, or weights of another model, saying which.
+    """
+    with StoredTensors(find_weight_files(source, key=key), key=key) as tensors:
+        stored = map_keys(tensors.shapes())
+        shapes = {name: tensors.shape(where) for name, where in stored.items()}
+        check_size(network, shapes, f"{key}={source}")
+        _assign(network, tensors, stored, f"{key}={source}", dtype, device)
+
+
+def load_module(module: nn.Module, source: str, *, dtype: torch.dtype, device: torch.device, key: str) -> None:
+    """Load any other module (compressor, previewer) in place, whose own names are the stored ones.
+
+    Args:
+        module: on the meta device or not; its tensors are replaced.
+        source: see `weights_source.find_weight_files`.
+        dtype: of the loaded floating-point tensors.
+        device: of the loaded tensors.
+        key: the config key that named the source.
+
+    Raises:
+        ConfigError: no such weights, or weights of another module.
+    """
+    with StoredTensors(find_weight_files(source, key=key, part=None), key=key) as tensors:
+        stored = {name: Stored(name) for name in tensors.shapes()}
+        _assign(module, tensors, stored, f"{key}={source}", dtype, device)
+
+
+def check_size(network: nn.Module, shapes: Mapping[str, Shape], origin: str) -> None:
+    """Refuse weights of another published size than the network's.
+
+    Raises:
+        ConfigError: names the size of both, and the `model=` that fits the weights.
+    """
+    stored = recognise_size(shapes)
+    wanted = recognise_size({name: tuple(value.shape) for name, value in network.state_dict().items()})
+    if stored != wanted and stored is not None:
+        is_now = SIZES[wanted] if wanted is not None else "of another size"
+        raise ConfigError(
+            f"{origin}: these are weights of {SIZES[stored]}, but the network is {is_now}; use model={stored}"
+        )
+
+
+def _assign(
+    module: nn.Module,
+    tensors: StoredTensors,
+    stored: Mapping[str, Stored],
+    origin: str,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    wanted = {name: tuple(value.shape) for name, value in module.state_dict().items()}
+    difference = compare_keys(wanted, stored)
+    if difference is not None:
+        raise ConfigError(f"{origin}: not the weights of this model ({difference}); choose the model= they belong to")
+    for name, shape in wanted.items():
+        if tensors.shape(stored[name]) != shape:
+            raise ConfigError(
+                f"{origin}: {name} has shape {tensors.shape(stored[name])}, this model needs {shape}; "
+                "choose the model= they belong to"
+            )
+    for name, where in stored.items():
+        set_tensor(module, name, copy_to(tensors.read(where), dtype, device))
+
+
+def copy_to(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a copy with memory of its own (never a file's); whole numbers keep their dtype."""
+    wanted = dtype if tensor.is_floating_point() else tensor.dtype
+    return tensor.to(device=device, dtype=wanted, copy=True, memory_format=torch.contiguous_format)
+
+
+def set_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
+    """Put `tensor` in the place of a parameter or buffer; a parameter stays one, and keeps `requires_grad`."""
+    path, _, leaf = name.rpartition(".")
+    owner = module.get_submodule(path)
+    if leaf in owner._parameters:
+        owner._parameters[leaf] = nn.Parameter(tensor, requires_grad=owner._parameters[leaf].requires_grad)
+    else:
+        owner._buffers[leaf] = tensor

@@ -1,0 +1,160 @@
+"""Where weights lie: from what a user writes to files on this machine.
+
+Lives here: hub ids, diffusers folders, single files, and our own runs. Must not live here: reading tensors
+(weights_tensors.py) and what their names mean (weights_keys.py).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from cascade_train.errors import ConfigError
+
+SINGLE_FILE_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
+STEMS = ("diffusion_pytorch_model", "model", "pytorch_model")
+"""Stems of weight files in folders of diffusers and transformers."""
+
+_HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(:(?P<inside>[\w./-]+))?")
+_ENDINGS = (
+    ".safetensors",
+    ".safetensors.index.json",
+    ".bf16.safetensors",
+    ".safetensors.index.bf16.json",
+    ".bin",
+    ".bin.index.json",
+)
+_PREFERRED = tuple(stem + ending for ending in _ENDINGS for stem in STEMS)
+
+
+def find_weight_files(source: str, *, key: str = "model.weights", part: str | None = "prior") -> list[Path]:
+    """Return the files that hold the weights named by `source`, downloading from the hub if needed.
+
+    Args:
+        source: a single file; a folder of diffusers or transformers (one file or shards with an index); a pipeline's
+            folder; a run of ours (its `export/`); or a hub id, `owner/name[:subfolder]` or `owner/name:file`.
+        key: the config key that named the source, for messages.
+        part: the folder of a pipeline or an export that is meant; None = the source itself.
+
+    Raises:
+        ConfigError: nothing there, no weights in it, or a hub id that cannot be had.
+    """
+    path = Path(source).expanduser()
+    if path.is_file():
+        return _one_file(path, key)
+    if path.is_dir():
+        return _folder_files(path if part is None else find_part(path, part, key), key)
+    return _hub_files(source, key, part)
+
+
+def find_part(folder: Path, part: str, key: str) -> Path:
+    """Return the folder of `part` ("prior", "lora") inside a run, an export or a pipeline; else `folder` itself.
+
+    Raises:
+        ConfigError: a run that left no such part, or one of its checkpoints.
+    """
+    for candidate in (folder / "export" / part, folder / part):
+        if candidate.is_dir():
+            return find_part(candidate, part, key)
+    if (folder / "manifest.json").is_file():
+        raise ConfigError(
+            f"{key}={folder}: is a checkpoint for resuming, whose weights are stored in shards; "
+            f"name its run instead, {folder.parent.parent}, whose export/{part} is read"
+        )
+    if (folder / "export").is_dir() or (folder / "metrics.jsonl").is_file() or (folder / "lora").is_dir():
+        raise ConfigError(f"{key}={folder}: this run left no {_parts_wanted(folder, part)}")
+    return folder
+
+
+def _parts_wanted(folder: Path, part: str) -> str:
+    export = folder / "export" if (folder / "export").is_dir() else folder
+    left = sorted(child.name for child in export.iterdir() if child.is_dir()) if export.is_dir() else []
+    if not left or export == folder and left == ["checkpoints"]:
+        return f"export/{part}; it is written when the run ends: let it finish, or name another run"
+    hint = "; merge the adapter into its base and export that" if left == ["lora"] and part == "prior" else ""
+    return f"export/{part}, only {', '.join(left)}{hint}"
+
+
+def _one_file(path: Path, key: str) -> list[Path]:
+    if path.name.endswith(".json"):
+        return _shards(path, key)
+    if path.suffix not in SINGLE_FILE_SUFFIXES:
+        raise ConfigError(f"{key}={path}: must end in one of {', '.join(SINGLE_FILE_SUFFIXES)}")
+    return [path]
+
+
+def _folder_files(folder: Path, key: str) -> list[Path]:
+    for name in _PREFERRED:
+        if (folder / name).is_file():
+            return _one_file(folder / name, key)
+    inside = ", ".join(sorted(child.name for child in folder.iterdir())[:6]) or "nothing"
+    raise ConfigError(
+        f"{key}={folder}: no weights in this folder, looked for {_PREFERRED[0]} and the like, found {inside}"
+    )
+
+
+def _shards(index: Path, key: str) -> list[Path]:
+    names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    missing = [name for name in names if not (index.parent / name).is_file()]
+    if missing:
+        raise ConfigError(f"{key}={index.parent}: {index.name} names {missing[0]}, which is not there; copy it again")
+    return [index.parent / name for name in names]
+
+
+def _hub_files(source: str, key: str, part: str | None) -> list[Path]:
+    match = _HUB_ID.fullmatch(source)
+    if match is None or (match["inside"] is None and source.endswith(SINGLE_FILE_SUFFIXES)):
+        raise ConfigError(
+            f"{key}={source}: no such file or folder; give a path that exists, or a hub id such as owner/name:subfolder"
+        )
+    inside = match["inside"] or part or ""
+    if inside.endswith(SINGLE_FILE_SUFFIXES):
+        return [_download(match["repo"], inside, source, key)]
+    return _download_folder(match["repo"], inside, source, key)
+
+
+def _download_folder(repo: str, subfolder: str, source: str, key: str) -> list[Path]:
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    offline: Exception | None = None
+    for name in _PREFERRED:
+        try:
+            path = _fetch(repo, f"{subfolder}/{name}".lstrip("/"), cached_only=offline is not None)
+        except LocalEntryNotFoundError as error:
+            offline = error
+        except EntryNotFoundError:
+            continue
+        except Exception as error:
+            raise _unavailable(source, key, error) from error
+        else:
+            return [path] if path.suffix != ".json" else _download_shards(repo, subfolder, path, source, key)
+    if offline is not None:
+        raise _unavailable(source, key, offline) from offline
+    raise ConfigError(f"{key}={source}: {repo} holds no weights in {subfolder!r}; name the subfolder after a colon")
+
+
+def _download_shards(repo: str, subfolder: str, index: Path, source: str, key: str) -> list[Path]:
+    names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    return [_download(repo, f"{subfolder}/{name}".lstrip("/"), source, key) for name in names]
+
+
+def _download(repo: str, name: str, source: str, key: str) -> Path:
+    try:
+        return _fetch(repo, name, cached_only=False)
+    except Exception as error:
+        raise _unavailable(source, key, error) from error
+
+
+def _fetch(repo: str, name: str, *, cached_only: bool) -> Path:
+    from huggingface_hub import hf_hub_download
+
+    return Path(hf_hub_download(repo, name, local_files_only=cached_only))
+
+
+def _unavailable(source: str, key: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"{key}={source}: neither a path that exists here nor a hub id that could be had "
+        f"({type(error).__name__}: {str(error).splitlines()[0]}); check the name, download it where there is a "
+        "network, or give a local folder or file"
+    )

@@ -1,0 +1,99 @@
+"""Small denoising networks with published and other widths, filled so that every weight matters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cascade_train.models.cascade_unet import CascadeUNet
+
+SMALL: dict[str, Any] = {
+    "in_channels": 16,
+    "out_channels": 16,
+    "timestep_ratio_embedding_dim": 16,
+    "patch_size": 1,
+    "conditioning_dim": 32,
+    "block_out_channels": [32, 32],
+    "num_attention_heads": [2, 2],
+    "down_num_layers_per_block": [1, 2],
+    "up_num_layers_per_block": [2, 1],
+    "down_blocks_repeat_mappers": [1, 1],
+    "up_blocks_repeat_mappers": [1, 1],
+    "block_types_per_layer": [["SDCascadeResBlock", "SDCascadeTimestepBlock", "SDCascadeAttnBlock"]] * 2,
+    "clip_text_in_channels": 24,
+    "clip_text_pooled_in_channels": 24,
+    "clip_image_in_channels": 16,
+    "clip_seq": 2,
+    "effnet_in_channels": None,
+    "pixel_mapper_in_channels": None,
+    "kernel_size": 3,
+    "dropout": [0.0, 0.0],
+    "self_attn": True,
+    "timestep_conditioning_type": ["sca", "crp"],
+    "switch_level": [False],
+}
+
+SMALL_B: dict[str, Any] = SMALL | {
+    "in_channels": 4,
+    "out_channels": 4,
+    "patch_size": 2,
+    "clip_text_in_channels": None,
+    "clip_image_in_channels": None,
+    "effnet_in_channels": 16,
+    "pixel_mapper_in_channels": 3,
+    "timestep_conditioning_type": ["sca"],
+    "switch_level": None,
+}
+
+
+def small_network(seed: int = 0, **changes: Any) -> CascadeUNet:
+    """Return an eval network on the host whose every tensor is drawn from N(0, 0.1)."""
+    network = empty_network(**changes).to_empty(device="cpu")
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return network
+
+
+def empty_network(**changes: Any) -> CascadeUNet:
+    """Return the same network on the meta device."""
+    with torch.device("meta"):
+        return CascadeUNet(**(SMALL | changes)).eval()
+
+
+def predict(network: torch.nn.Module, batch: int = 2, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the prediction of a small Stage C network on fixed inputs."""
+    generator = torch.Generator().manual_seed(7)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    return network(
+        draw(batch, 16, 3, 3),
+        torch.linspace(0.2, 0.8, batch),
+        clip_text_pooled=draw(batch, 1, 24),
+        clip_text=draw(batch, 5, 24),
+        clip_img=draw(batch, 1, 16),
+        return_dict=False,
+    )[0]
+
+
+def original_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return a diffusers state dict under the original's names (fused q, k, v; Stage B's `clip_mapper`)."""
+    renamed: dict[str, Tensor] = {}
+    is_stage_b = "clip_txt_mapper.weight" not in state
+    for name, value in state.items():
+        if ".attention.to_q." in name:
+            stem, leaf = name.split("to_q.")
+            fused = [state[f"{stem}to_{p}.{leaf}"] for p in "qkv"]
+            renamed[f"{stem}attn.in_proj_{leaf}"] = torch.cat(fused)
+        elif ".attention.to_k." in name or ".attention.to_v." in name:
+            continue
+        elif is_stage_b and name.startswith("clip_txt_pooled_mapper"):
+            renamed[name.replace("clip_txt_pooled_mapper", "clip_mapper")] = value
+        else:
+            renamed[name.replace("to_out.0", "attn.out_proj")] = value
+    return renamed

@@ -1,0 +1,164 @@
+"""Weights from every known format land in the network unchanged, and wrong ones are refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from cascade_train.errors import ConfigError
+from cascade_train.models.cascade_unet import CascadeUNet
+from cascade_train.models.weights import load_module, load_network
+from cascade_train.models.weights_keys import recognise_size
+from tests.unit.models.networks import SMALL_B, empty_network, original_state, small_network
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def network() -> CascadeUNet:
+    return small_network()
+
+
+def load(source: Path | str, **changes: object) -> CascadeUNet:
+    fresh = empty_network(**changes)
+    load_network(fresh, str(source), dtype=torch.float32, device=CPU)
+    return fresh
+
+
+def assert_same(found: nn.Module, expected: dict[str, Tensor]) -> None:
+    state = found.state_dict()
+    assert list(state) == list(expected)
+    assert all(torch.equal(state[name], expected[name]) for name in state)
+
+
+def test_a_diffusers_folder_loads(network: CascadeUNet, tmp_path: Path) -> None:
+    network.save_pretrained(tmp_path)
+    assert_same(load(tmp_path), network.state_dict())
+
+
+def test_a_sharded_diffusers_folder_loads(network: CascadeUNet, tmp_path: Path) -> None:
+    network.save_pretrained(tmp_path, max_shard_size="100KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    assert_same(load(tmp_path), network.state_dict())
+    assert_same(load(tmp_path / "diffusion_pytorch_model.safetensors.index.json"), network.state_dict())
+
+
+def test_an_index_that_names_an_absent_shard_is_refused(network: CascadeUNet, tmp_path: Path) -> None:
+    network.save_pretrained(tmp_path, max_shard_size="100KB")
+    next(tmp_path.glob("*.safetensors")).unlink()
+    with pytest.raises(ConfigError, match="which is not there; copy it again"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["c.safetensors", "c.pt", "c.bin"])
+@pytest.mark.parametrize("rename", [dict, original_state])
+def test_a_single_file_loads_under_diffusers_and_original_names(
+    network: CascadeUNet, tmp_path: Path, name: str, rename: object
+) -> None:
+    state = rename(network.state_dict())
+    if name.endswith(".safetensors"):
+        save_file(state, tmp_path / name)
+    else:
+        torch.save({"state_dict": state}, tmp_path / name)
+    assert_same(load(tmp_path / name), network.state_dict())
+
+
+def test_stage_b_under_the_originals_names_loads(tmp_path: Path) -> None:
+    network = small_network(**SMALL_B)
+    renamed = original_state(network.state_dict())
+    assert "clip_mapper.weight" in renamed
+    save_file(renamed, tmp_path / "b.safetensors")
+    assert_same(load(tmp_path / "b.safetensors", **SMALL_B), network.state_dict())
+
+
+def test_loading_casts_and_keeps_no_hold_on_the_file(network: CascadeUNet, tmp_path: Path) -> None:
+    save_file(network.state_dict(), tmp_path / "c.safetensors")
+    fresh = empty_network().requires_grad_(requires_grad=False)
+    load_network(fresh, str(tmp_path / "c.safetensors"), dtype=torch.bfloat16, device=CPU)
+    (tmp_path / "c.safetensors").write_bytes(bytes((tmp_path / "c.safetensors").stat().st_size))
+    weight = fresh.clip_txt_mapper.weight
+    assert weight.dtype == torch.bfloat16
+    assert isinstance(weight, nn.Parameter)
+    assert not weight.requires_grad
+    assert torch.equal(weight, network.clip_txt_mapper.weight.bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "size"),
+    [
+        ("clip_txt_mapper.weight", (2048, 1280), "c_3b"),
+        ("clip_txt_mapper.weight", (1536, 1280), "c_1b"),
+        ("clip_txt_mapper.weight", (128, 128), None),
+        ("down_blocks.1.0.channelwise.0.weight", (2560, 640), "b_3b"),
+        ("down_blocks.1.0.channelwise.0.weight", (2304, 576), "b_700m"),
+        ("down_blocks.1.0.channelwise.0.weight", (512, 128), None),
+        ("elsewhere.weight", (2048, 1280), None),
+    ],
+)
+def test_the_published_sizes_are_recognised_from_shapes(name: str, shape: tuple[int, ...], size: str | None) -> None:
+    assert recognise_size({name: shape}) == size
+
+
+@pytest.mark.parametrize(("width", "model"), [(2048, "c_3b"), (1536, "c_1b")])
+def test_weights_of_another_size_are_refused_naming_the_model_that_fits(tmp_path: Path, width: int, model: str) -> None:
+    save_file({"clip_txt_mapper.weight": torch.zeros(width, 1)}, tmp_path / "c.safetensors")
+    with pytest.raises(ConfigError, match=f"model.weights=.*the network is of another size; use model={model}"):
+        load(tmp_path / "c.safetensors")
+
+
+def test_two_published_sizes_are_both_named(tmp_path: Path) -> None:
+    save_file({"clip_txt_mapper.weight": torch.zeros(1536, 1)}, tmp_path / "c.safetensors")
+    with pytest.raises(ConfigError, match="Stage C 1B, but the network is Stage C 3.6B; use model=c_1b"):
+        load(tmp_path / "c.safetensors", conditioning_dim=2048)
+
+
+def test_missing_and_unexpected_keys_are_named(network: CascadeUNet, tmp_path: Path) -> None:
+    state = dict(network.state_dict()) | {"alien.weight": torch.zeros(1)}
+    del state["clf.1.weight"]
+    save_file(state, tmp_path / "c.safetensors")
+    with pytest.raises(ConfigError, match=r"1 missing: clf.1.weight; 1 unexpected: alien.weight"):
+        load(tmp_path / "c.safetensors")
+
+
+def test_another_shape_is_named(network: CascadeUNet, tmp_path: Path) -> None:
+    save_file(network.state_dict(), tmp_path / "c.safetensors")
+    with pytest.raises(ConfigError, match=r"has shape \(.*\), this model needs \(.*\); choose the model="):
+        load(tmp_path / "c.safetensors", clip_seq=3)
+
+
+def test_a_broken_safetensors_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "c.safetensors").write_bytes(b"not tensors at all")
+    with pytest.raises(ConfigError, match="cannot be read as safetensors"):
+        load(tmp_path / "c.safetensors")
+
+
+def test_a_pickle_with_code_is_refused_and_not_run(tmp_path: Path) -> None:
+    torch.save({"path": tmp_path}, tmp_path / "c.pt")
+    with pytest.raises(ConfigError, match="cannot be read as weights alone"):
+        load(tmp_path / "c.pt")
+
+
+def test_a_pickle_without_tensors_is_refused(tmp_path: Path) -> None:
+    torch.save({"step": 3}, tmp_path / "c.pt")
+    with pytest.raises(ConfigError, match="something else than tensors"):
+        load(tmp_path / "c.pt")
+
+
+def test_a_module_loads_by_its_own_names_with_its_buffers(tmp_path: Path) -> None:
+    source = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2))
+    source[1].num_batches_tracked.fill_(5)
+    torch.save({"state_dict": source.state_dict()}, tmp_path / "effnet.pt")
+    with torch.device("meta"):
+        fresh = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2))
+    load_module(fresh, str(tmp_path / "effnet.pt"), dtype=torch.bfloat16, device=CPU, key="model.previewer.weights")
+    assert fresh[0].weight.dtype == torch.bfloat16
+    assert fresh[1].num_batches_tracked == 5
+    assert fresh[1].num_batches_tracked.dtype == torch.int64
+    with pytest.raises(ConfigError, match="model.previewer.weights=.*: not the weights of this model"):
+        load_module(
+            fresh[0], str(tmp_path / "effnet.pt"), dtype=torch.float32, device=CPU, key="model.previewer.weights"
+        )

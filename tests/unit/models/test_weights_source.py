@@ -1,0 +1,150 @@
+"""What a user writes for weights is found on disk, in a run or in the hub's cache, or refused with a remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from huggingface_hub.errors import EntryNotFoundError
+
+from cascade_train.errors import ConfigError
+from cascade_train.models import weights_source
+from cascade_train.models.weights_source import find_part, find_weight_files
+
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+
+
+def touch(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    return path
+
+
+@pytest.fixture
+def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An offline hub whose cache lies in an empty folder."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    return tmp_path / "hub"
+
+
+def cache(hub_cache: Path, repo: str, name: str) -> Path:
+    folder = hub_cache / f"models--{repo.replace('/', '--')}"
+    touch(folder / "refs" / "main").write_text("a" * 40)
+    return touch(folder / "snapshots" / ("a" * 40) / name)
+
+
+@pytest.mark.parametrize("inside", ["export/prior", "export/prior/prior", "prior", "."])
+def test_weights_of_a_run_an_export_and_a_pipeline_are_found(tmp_path: Path, inside: str) -> None:
+    file = touch(tmp_path / inside / WEIGHTS)
+    touch(tmp_path / "metrics.jsonl") if "export" in inside else None
+    assert find_weight_files(str(tmp_path)) == [file]
+
+
+def test_a_folder_that_is_itself_the_module_is_not_searched_for_parts(tmp_path: Path) -> None:
+    file = touch(tmp_path / "model.safetensors")
+    touch(tmp_path / "prior" / WEIGHTS)
+    assert find_weight_files(str(tmp_path), part=None) == [file]
+
+
+def test_full_precision_is_preferred_to_a_variant(tmp_path: Path) -> None:
+    touch(tmp_path / "diffusion_pytorch_model.bf16.safetensors")
+    assert find_weight_files(str(tmp_path))[0].name == "diffusion_pytorch_model.bf16.safetensors"
+    touch(tmp_path / WEIGHTS)
+    assert find_weight_files(str(tmp_path))[0].name == WEIGHTS
+
+
+def test_a_checkpoint_is_refused_naming_its_run(tmp_path: Path) -> None:
+    touch(tmp_path / "run" / "checkpoints" / "step_8" / "manifest.json")
+    with pytest.raises(
+        ConfigError, match="is a checkpoint for resuming.*name its run instead, .*/run, whose export/prior"
+    ):
+        find_weight_files(str(tmp_path / "run" / "checkpoints" / "step_8"))
+
+
+def test_a_run_that_has_not_finished_is_refused(tmp_path: Path) -> None:
+    touch(tmp_path / "metrics.jsonl")
+    with pytest.raises(ConfigError, match="left no export/prior; it is written when the run ends"):
+        find_weight_files(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["", "export"])
+def test_a_run_that_left_only_an_adapter_is_refused_as_weights(tmp_path: Path, name: str) -> None:
+    touch(tmp_path / "export" / "lora" / "lora.safetensors")
+    with pytest.raises(ConfigError, match="left no export/prior, only lora; merge the adapter into its base"):
+        find_weight_files(str(tmp_path / name))
+
+
+def test_the_adapter_of_a_run_is_found(tmp_path: Path) -> None:
+    file = touch(tmp_path / "export" / "lora" / "lora.safetensors")
+    assert find_part(tmp_path, "lora", "from") == file.parent
+
+
+def test_a_folder_without_weights_is_refused_saying_what_is_in_it(tmp_path: Path) -> None:
+    touch(tmp_path / "holiday.jpg")
+    with pytest.raises(ConfigError, match=f"no weights in this folder, looked for {WEIGHTS}.*found holiday.jpg"):
+        find_weight_files(str(tmp_path))
+
+
+def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="must end in one of .safetensors"):
+        find_weight_files(str(touch(tmp_path / "weights.zip")))
+
+
+@pytest.mark.parametrize("source", ["/nowhere/c.safetensors", "models/c.safetensors", "c_3b"])
+def test_a_path_that_does_not_exist_is_refused(source: str) -> None:
+    with pytest.raises(ConfigError, match=f"model.weights={source}: no such file or folder; give a path that exists"):
+        find_weight_files(source)
+
+
+def test_a_cached_hub_id_is_found_offline(hub_cache: Path) -> None:
+    file = cache(hub_cache, "owner/name", f"prior_lite/{WEIGHTS}")
+    assert find_weight_files("owner/name:prior_lite") == [file]
+
+
+def test_a_cached_hub_id_in_shards_is_found_offline(hub_cache: Path) -> None:
+    index = cache(hub_cache, "owner/name", f"prior/{WEIGHTS}.index.json")
+    index.write_text('{"weight_map": {"a": "one.safetensors", "b": "two.safetensors", "c": "one.safetensors"}}')
+    shards = [cache(hub_cache, "owner/name", f"prior/{name}.safetensors") for name in ("one", "two")]
+    assert find_weight_files("owner/name") == shards
+
+
+def test_a_single_file_of_a_hub_id_is_found_offline(hub_cache: Path) -> None:
+    file = cache(hub_cache, "owner/name", "previewer.safetensors")
+    assert find_weight_files("owner/name:previewer.safetensors", part=None) == [file]
+    root = cache(hub_cache, "owner/name", "model.safetensors")
+    assert find_weight_files("owner/name", part=None) == [root]
+
+
+@pytest.mark.parametrize("source", ["owner/absent", "owner/absent:prior", "owner/absent:one.safetensors"])
+@pytest.mark.usefixtures("hub_cache")
+def test_a_hub_id_that_cannot_be_had_is_refused_with_the_key_and_the_remedy(source: str) -> None:
+    message = (
+        f"model.weights={source}: neither a path that exists here nor a hub id.*download it where there is a network"
+    )
+    with pytest.raises(ConfigError, match=message):
+        find_weight_files(source)
+
+
+def test_a_hub_repository_without_weights_in_the_subfolder_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def answer(repo: str, name: str, *, cached_only: bool) -> Path:
+        asked.append(name)
+        raise EntryNotFoundError(f"{repo} has no {name}, cached only: {cached_only}")
+
+    monkeypatch.setattr(weights_source, "_fetch", answer)
+    with pytest.raises(ConfigError, match="owner/name holds no weights in 'decoder'; name the subfolder after a colon"):
+        find_weight_files("owner/name:decoder")
+    assert asked[0] == f"decoder/{WEIGHTS}"
+    assert len(asked) == len(set(asked)) > 10
+
+
+def test_a_hub_that_answers_with_an_error_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(repo: str, name: str, *, cached_only: bool) -> Path:
+        raise OSError(f"no route to {repo} for {name}, cached only: {cached_only}")
+
+    monkeypatch.setattr(weights_source, "_fetch", answer)
+    with pytest.raises(ConfigError, match=r"model.weights=owner/name: .*OSError: no route to owner/name"):
+        find_weight_files("owner/name")
