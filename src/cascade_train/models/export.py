@@ -1,0 +1,227 @@
+"""Weights out: folders and files that other programs load, each read back and compared before it counts.
+
+Lives here: what a run leaves in `export/`. Takes plain state dicts, gathered from their shards by the caller, on one
+process. Must not live here: checkpoints for resuming (engine/), formats of adapters (lora_files.py).
+"""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import DDPMWuerstchenScheduler, StableCascadePriorPipeline, StableCascadeUNet
+from torch import Tensor, nn
+from transformers import CLIPImageProcessor
+
+from cascade_train.errors import RunError
+from cascade_train.models.lora import ADAPTER, LoraSpec, adapted_layers
+from cascade_train.models.lora_files import SINGLE_FILE, load_lora, write_peft_folder, write_single_file
+
+ROUNDINGS = 32
+"""Largest allowed difference of outputs relative to the largest, in machine epsilons of the written dtype.
+
+The tensors themselves must come back bit for bit; kernels may round otherwise where memory is aligned otherwise.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PriorParts:
+    """What a prior pipeline consists of, beside the weights of its network.
+
+    Attributes:
+        network_config: the network's diffusers config.
+        text_encoder: the frozen `CLIPTextModelWithProjection`.
+        tokenizer: its `CLIPTokenizer`.
+        max_tokens: length to which captions are cut and padded.
+        resolution_multiple: pixels of the finished picture per latent position: 42.67 for the published models,
+            whose decoder enlarges by 4/3; image size / latent size for others.
+        image_encoder: the frozen `CLIPVisionModelWithProjection`; None = no image prompts.
+    """
+
+    network_config: Mapping[str, Any]
+    text_encoder: nn.Module
+    tokenizer: Any
+    max_tokens: int
+    resolution_multiple: float
+    image_encoder: nn.Module | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """A finished export.
+
+    Attributes:
+        path: the folder.
+        max_error: largest difference on the fixed input between the weights given and the weights read back,
+            relative to the largest output.
+    """
+
+    path: Path
+    max_error: float
+
+
+def save_prior(state: Mapping[str, Tensor], parts: PriorParts, directory: Path) -> Exported:
+    """Write a folder that `StableCascadePriorPipeline.from_pretrained` loads, replacing `directory` at once.
+
+    The pipeline's scheduler is the cosine schedule with epsilon prediction; a network trained for another objective
+    loads, but that scheduler does not fit it.
+
+    Args:
+        state: the network's whole state dict with diffusers' keys, on the host, in the dtype to be written.
+        parts: the rest of the pipeline.
+        directory: appears when all is written and verified.
+
+    Raises:
+        RunError: what was read back differs; `directory` is as it was.
+    """
+    network = build_plain_network(parts.network_config, state)
+    with replaced_directory(directory) as partial:
+        pipeline = StableCascadePriorPipeline(
+            tokenizer=_tokenizer_of_length(parts.tokenizer, parts.max_tokens),
+            text_encoder=parts.text_encoder,
+            prior=network,
+            scheduler=DDPMWuerstchenScheduler(),
+            resolution_multiple=parts.resolution_multiple,
+            image_encoder=parts.image_encoder,
+            feature_extractor=_image_processor(parts.image_encoder),
+        )
+        pipeline.save_pretrained(partial)
+        loaded = StableCascadeUNet.from_pretrained(partial / "prior", torch_dtype=network.dtype)
+        _check_equal_tensors(network.state_dict(), loaded.state_dict(), directory)
+        expected, found = (fixed_prediction(each) for each in (network, loaded))
+        error = _checked_error(expected, found, network.dtype, directory)
+    return Exported(path=directory, max_error=error)
+
+
+def save_lora(
+    state: Mapping[str, Tensor],
+    spec: LoraSpec,
+    network_config: Mapping[str, Any],
+    directory: Path,
+    metadata: Mapping[str, str],
+) -> Exported:
+    """Write adapters as peft's folder and as one file with metadata, replacing `directory` at once.
+
+    Both are read back onto a network without weights, and each adapted layer's contribution is compared.
+
+    Args:
+        state: the adapters by plain names on the host, see `lora.adapter_state`.
+        spec: what they are.
+        network_config: the base network's diffusers config.
+        directory: appears when all is written and verified.
+        metadata: further facts for the single file's header.
+
+    Raises:
+        RunError: what was read back differs; `directory` is as it was.
+    """
+    expected = torch.cat([fixed_contribution(state, name, spec) for name in spec.targets])
+    error = 0.0
+    with replaced_directory(directory) as partial:
+        write_peft_folder(partial, state, spec)
+        write_single_file(partial / SINGLE_FILE, state, spec, metadata)
+        for source in (partial, partial / SINGLE_FILE):
+            network = build_plain_network(network_config, None)
+            load_lora(network, str(source), key="export")
+            found = torch.cat([_layer_contribution(layer) for layer in _in_order(network, spec)])
+            error = max(error, _checked_error(expected, found, torch.float32, directory))
+    return Exported(path=directory, max_error=error)
+
+
+def build_plain_network(config: Mapping[str, Any], state: Mapping[str, Tensor] | None) -> StableCascadeUNet:
+    """Return diffusers' own class around `state` (sharing its memory); None = on the meta device."""
+    with torch.device("meta"):
+        network = StableCascadeUNet.from_config({k: v for k, v in config.items() if not k.startswith("_")})
+    if state is not None:
+        network.load_state_dict(state, strict=True, assign=True)
+    return network.eval()
+
+
+@torch.no_grad()
+def fixed_prediction(network: nn.Module) -> Tensor:
+    """Return the prediction (1, C, 4, 4) of a Stage C network on a fixed latent and fixed conditions, as fp32."""
+    config, dtype, generator = network.config, network.dtype, torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    return network(
+        draw(1, config.in_channels, 4, 4),
+        torch.full((1,), 0.5, dtype=dtype),
+        clip_text_pooled=draw(1, 1, config.clip_text_pooled_in_channels),
+        clip_text=draw(1, 5, config.clip_text_in_channels),
+        clip_img=draw(1, 1, config.clip_image_in_channels),
+        return_dict=False,
+    )[0].float()
+
+
+def fixed_contribution(state: Mapping[str, Tensor], name: str, spec: LoraSpec) -> Tensor:
+    """Return (alpha / rank) B A x of one adapted module for a fixed x, flat, from plain tensors."""
+    down, up = (state[f"{name}.lora_{half}.weight"].float().flatten(1) for half in ("A", "B"))
+    return spec.alpha / spec.rank * (up @ (down @ _fixed_input(down.shape[1])))
+
+
+def _layer_contribution(layer: Any) -> Tensor:
+    down, up = (half[ADAPTER].weight.detach().flatten(1) for half in (layer.lora_A, layer.lora_B))
+    return layer.scaling[ADAPTER] * (up @ (down @ _fixed_input(down.shape[1])))
+
+
+def _fixed_input(width: int) -> Tensor:
+    return torch.randn(width, generator=torch.Generator().manual_seed(0))
+
+
+def _in_order(network: nn.Module, spec: LoraSpec) -> list[Any]:
+    layers = dict(adapted_layers(network))
+    return [layers[name] for name in spec.targets]
+
+
+def _checked_error(expected: Tensor, found: Tensor, dtype: torch.dtype, directory: Path) -> float:
+    scale = max(float(expected.abs().max()), torch.finfo(torch.float32).tiny)
+    error = float((expected - found).abs().max()) / scale
+    if not error <= ROUNDINGS * torch.finfo(dtype).eps:
+        raise RunError(
+            f"{directory}: what was written reads back with a relative error of {error:.3g}; nothing was kept"
+        )
+    return error
+
+
+def _check_equal_tensors(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], directory: Path) -> None:
+    for name in expected.keys() | found.keys():
+        if name not in expected or name not in found or not torch.equal(expected[name], found[name]):
+            raise RunError(f"{directory}: {name} reads back differently from what was written; nothing was kept")
+
+
+def _tokenizer_of_length(tokenizer: Any, max_tokens: int) -> Any:
+    """Return a copy that pads to `max_tokens`: the pipeline knows no other place for that length."""
+    copied = copy.deepcopy(tokenizer)
+    copied.model_max_length = max_tokens
+    return copied
+
+
+def _image_processor(image_encoder: nn.Module | None) -> CLIPImageProcessor | None:
+    if image_encoder is None:
+        return None
+    side = image_encoder.config.image_size
+    return CLIPImageProcessor(size={"shortest_edge": side}, crop_size={"height": side, "width": side})
+
+
+@contextmanager
+def replaced_directory(directory: Path) -> Iterator[Path]:
+    """Yield an empty folder beside `directory` that takes its place when the block succeeds, else vanishes."""
+    partial, old = (directory.with_name(f".{directory.name}.{suffix}") for suffix in ("partial", "old"))
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        shutil.rmtree(old, ignore_errors=True)
+        if directory.exists():
+            directory.rename(old)
+        partial.rename(directory)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,224 @@
+"""Low-rank adapters by peft: which modules get them, their first values, loading and merging.
+
+Lives here: everything about adapters on a network in memory. Must not live here: writing files (export.py), and what
+trains or when (tasks/).
+
+An adapted layer computes W x + (alpha / rank) B A x (Hu et al. 2021, equation 3), A drawn, B zero. The original draws
+B and zeroes A, and adapts q, k and v jointly (Stable Cascade, modules/lora.py).
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+
+from cascade_train.errors import ConfigError
+from cascade_train.models.initialize import ZEROS, Fill, fill_
+from cascade_train.models.weights_keys import recognise_size
+
+ADAPTER = "default"
+"""peft's name of the one adapter that a network carries."""
+
+_PROJECTIONS = {
+    ".attention.to_q": ".attention.attn.in_proj",
+    ".attention.to_k": ".attention.attn.in_proj",
+    ".attention.to_v": ".attention.attn.in_proj",
+    ".attention.to_out.0": ".attention.attn.out_proj",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraSpec:
+    """What makes the adapters of a network, apart from their values.
+
+    Attributes:
+        rank: columns of B and rows of A, >= 1.
+        alpha: the adapters' output is scaled by alpha / rank.
+        targets: names of the adapted modules, diffusers' names.
+        base_size: the `model=` name of the network they belong to; None = no published size.
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    base_size: str | None
+
+
+def inject_lora(
+    network: nn.Module, *, rank: int, alpha: float, dropout: float, module_filters: Sequence[str] | None, seed: int
+) -> list[str]:
+    """Freeze `network`, give the selected modules fp32 adapters in place, and return their names.
+
+    The base keeps its dtype; layers cast to fp32 for the adapter and back. The first values are a function of
+    (seed, module name) alone.
+
+    Args:
+        network: whole (not sharded), not adapted yet.
+        rank: >= 1.
+        alpha: the adapters' output is scaled by alpha / rank.
+        dropout: on the adapters' input, in [0, 1).
+        module_filters: see `select_modules`.
+        seed: the run's seed.
+
+    Raises:
+        ConfigError: a filter that selects nothing.
+    """
+    targets = select_modules(network, module_filters)
+    attach_adapters(network, rank=rank, alpha=alpha, dropout=dropout, targets=targets)
+    for name, layer in adapted_layers(network):
+        down, up = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
+        fan_in = math.prod(down.shape[1:])
+        fill_(down, Fill(kind="uniform", scale=1.0 / math.sqrt(fan_in)), seed, f"{name}.lora_A")
+        fill_(up, ZEROS, seed, f"{name}.lora_B")
+    assert_only_adapters_train(network)
+    return targets
+
+
+def select_modules(network: nn.Module, module_filters: Sequence[str] | None) -> list[str]:
+    """Return the names of the modules that the filters select, in the network's order.
+
+    A filter is a substring of a module's name; one that is a substring of none is tried as a regular expression.
+    Names are diffusers' and also the original's, where `.attn` means the attention's four projections. Linear and
+    ungrouped convolution layers can be adapted, depthwise ones cannot.
+
+    Args:
+        network: whose modules are meant.
+        module_filters: a module is selected when any of them matches; None = all that can be adapted.
+
+    Raises:
+        ConfigError: a filter that selects nothing, with names that come near.
+    """
+    names = [name for name, module in network.named_modules() if _can_adapt(module)]
+    if module_filters is None:
+        return names
+    chosen: set[str] = set()
+    for module_filter in module_filters:
+        matched = _matches(module_filter, names)
+        if not matched:
+            raise ConfigError(_no_match(module_filter, names))
+        chosen.update(matched)
+    if not chosen:
+        raise ConfigError("task.module_filters=[]: selects no module; name some, or null for every linear layer")
+    return [name for name in names if name in chosen]
+
+
+def _can_adapt(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or (isinstance(module, nn.Conv2d) and module.groups == 1)
+
+
+def original_name(name: str) -> str:
+    """Return the original's name of a module, as far as filters need it: fused projections become one."""
+    for ours, theirs in _PROJECTIONS.items():
+        if name.endswith(ours):
+            return name.removesuffix(ours) + theirs
+    return name
+
+
+def _matches(module_filter: str, names: Sequence[str]) -> list[str]:
+    both = [(name, f"{name}\n{original_name(name)}") for name in names]
+    found = [name for name, text in both if module_filter in text]
+    if found:
+        return found
+    try:
+        pattern = re.compile(module_filter)
+    except re.error:
+        return []
+    return [name for name, text in both if any(pattern.search(line) for line in text.split("\n"))]
+
+
+def _no_match(module_filter: str, names: Sequence[str]) -> str:
+    parts = {part for name in names for part in f"{name}.{original_name(name)}".split(".") if not part.isdigit()}
+    near = difflib.get_close_matches(module_filter.strip("."), sorted(parts), n=3, cutoff=0.5)
+    hint = f"near: {', '.join(near)}" if near else f"modules are named like {names[len(names) // 2]}"
+    return f"task.module_filters: {module_filter!r} selects no linear or ungrouped convolution layer; {hint}"
+
+
+def attach_adapters(network: nn.Module, *, rank: int, alpha: float, dropout: float, targets: Sequence[str]) -> None:
+    """Freeze `network` and add fp32 adapters without values to exactly `targets`, in place.
+
+    No random number is drawn. Adapters are in the mode and on the device of their layer (on the host where that is
+    meta).
+    """
+    network.requires_grad_(requires_grad=False)
+    config = LoraConfig(
+        r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=list(targets), init_lora_weights=False
+    )
+    inject_adapter_in_model(config, network, adapter_name=ADAPTER, low_cpu_mem_usage=True)
+    layers = dict(adapted_layers(network))
+    if set(layers) != set(targets):
+        raise AssertionError(f"peft adapted other modules than asked: {sorted(set(layers) ^ set(targets))[:3]}")
+    for layer in layers.values():
+        device = layer.get_base_layer().weight.device
+        for half in (layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]):
+            memory = torch.empty(half.weight.shape, device="cpu" if device.type == "meta" else device)
+            half.weight = nn.Parameter(memory)
+        layer.train(layer.get_base_layer().training)
+
+
+def adapted_layers(network: nn.Module) -> Iterator[tuple[str, LoraLayer]]:
+    """Yield (name, layer) of the adapted modules, in the network's order."""
+    for name, module in network.named_modules():
+        if isinstance(module, LoraLayer):
+            yield name, module
+
+
+def assert_only_adapters_train(network: nn.Module) -> None:
+    """Check that the adapters, all of them and nothing else, get gradients, and that they are fp32.
+
+    Raises:
+        AssertionError: peft made it otherwise; bf16 masters would not learn.
+    """
+    for name, parameter in network.named_parameters():
+        is_adapter = ".lora_" in name
+        if parameter.requires_grad != is_adapter:
+            raise AssertionError(f"{name}: requires_grad={parameter.requires_grad} on a network with adapters")
+        if is_adapter and parameter.dtype != torch.float32:
+            raise AssertionError(f"{name}: adapters must be fp32 masters, this one is {parameter.dtype}")
+
+
+def adapter_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the adapters of a whole network's state dict by plain names, `<module>.lora_A.weight`."""
+    return {name.replace(f".{ADAPTER}.", "."): value for name, value in state.items() if ".lora_" in name}
+
+
+def lora_spec(network: nn.Module) -> LoraSpec:
+    """Return what the adapters of `network` are.
+
+    Raises:
+        AssertionError: it has none.
+    """
+    layers = dict(adapted_layers(network))
+    if not layers:
+        raise AssertionError("the network carries no adapters")
+    first = next(iter(layers.values()))
+    shapes = {name.replace(".base_layer.", "."): tuple(value.shape) for name, value in network.state_dict().items()}
+    return LoraSpec(
+        rank=first.r[ADAPTER],
+        alpha=float(first.lora_alpha[ADAPTER]),
+        targets=tuple(layers),
+        base_size=recognise_size(shapes),
+    )
+
+
+@torch.no_grad()
+def merge_lora(network: nn.Module) -> None:
+    """Add the adapters to the weights of their layers and take them off, in place.
+
+    Sums in fp32, rounded once to the layer's dtype. The network has diffusers' own keys afterwards; it must be whole
+    (not sharded).
+    """
+    for name, layer in list(adapted_layers(network)):
+        base = layer.get_base_layer()
+        merged = base.weight.float() + layer.get_delta_weight(ADAPTER).float()
+        base.weight.copy_(merged)
+        network.set_submodule(name, base)
+    if hasattr(network, "peft_config"):
+        del network.peft_config

@@ -1,0 +1,188 @@
+"""An exported prior loads and samples in diffusers, predicts what ours does, and a bad one never appears."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import StableCascadePriorPipeline
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModelWithProjection,
+    CLIPTokenizer,
+    CLIPVisionConfig,
+    CLIPVisionModelWithProjection,
+)
+
+from cascade_train.errors import RunError
+from cascade_train.models import export
+from cascade_train.models.cascade_unet import CascadeUNet
+from cascade_train.models.export import PriorParts, build_plain_network, replaced_directory, save_lora, save_prior
+from cascade_train.models.lora import adapter_state, inject_lora, lora_spec
+from cascade_train.models.tiny_vocabulary import FOLDER
+from cascade_train.models.weights import load_network
+from tests.unit.models.networks import empty_network, predict, small_network
+
+MAX_TOKENS = 12
+
+
+def build_text_encoder(tokenizer: CLIPTokenizer) -> CLIPTextModelWithProjection:
+    config = CLIPTextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=24,
+        intermediate_size=24,
+        projection_dim=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=MAX_TOKENS,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    return CLIPTextModelWithProjection(config).eval()
+
+
+@pytest.fixture(scope="module")
+def network() -> CascadeUNet:
+    return small_network()
+
+
+@pytest.fixture(scope="module")
+def parts(network: CascadeUNet) -> PriorParts:
+    tokenizer = CLIPTokenizer.from_pretrained(FOLDER)
+    return PriorParts(
+        network_config=network.config,
+        text_encoder=build_text_encoder(tokenizer),
+        tokenizer=tokenizer,
+        max_tokens=MAX_TOKENS,
+        resolution_multiple=32.0,
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(network: CascadeUNet, parts: PriorParts, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("run") / "export" / "prior"
+    exported = save_prior(network.state_dict(), parts, directory)
+    assert exported.path == directory
+    assert 0.0 <= exported.max_error < 1e-6
+    return directory
+
+
+def test_the_pipeline_of_diffusers_loads_the_export_and_samples(folder: Path) -> None:
+    pipeline = StableCascadePriorPipeline.from_pretrained(folder)
+    pipeline.set_progress_bar_config(disable=True)
+    assert pipeline.tokenizer.model_max_length == MAX_TOKENS
+    assert pipeline.config.resolution_multiple == 32.0
+
+    def sample() -> torch.Tensor:
+        generator = torch.Generator().manual_seed(0)
+        output = pipeline(
+            "a red circle", height=96, width=64, num_inference_steps=2, guidance_scale=2.0, generator=generator
+        )
+        return output.image_embeddings
+
+    latent = sample()
+    assert latent.shape == (1, 16, 3, 2)
+    assert latent.isfinite().all()
+    assert latent.std() > 0.1
+    assert torch.equal(sample(), latent)
+
+
+def test_the_exported_network_predicts_what_ours_does(folder: Path, network: CascadeUNet) -> None:
+    loaded = StableCascadePriorPipeline.from_pretrained(folder).prior
+    assert type(loaded) is not type(network)
+    torch.testing.assert_close(predict(loaded), predict(network), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("up", [0, 1, 2])
+def test_a_run_with_an_export_is_weights_again(folder: Path, network: CascadeUNet, up: int) -> None:
+    fresh = empty_network()
+    load_network(fresh, str([folder, *folder.parents][up]), dtype=torch.float32, device=torch.device("cpu"))
+    assert torch.equal(predict(fresh), predict(network))
+
+
+def test_an_image_tower_goes_along_with_its_processor(network: CascadeUNet, parts: PriorParts, tmp_path: Path) -> None:
+    config = CLIPVisionConfig(
+        hidden_size=16,
+        intermediate_size=16,
+        projection_dim=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        image_size=28,
+        patch_size=14,
+    )
+    tower = CLIPVisionModelWithProjection(config).eval()
+    save_prior(
+        {name: value.bfloat16() for name, value in network.state_dict().items()},
+        PriorParts(**(vars(parts) | {"image_encoder": tower})),
+        tmp_path / "prior",
+    )
+    pipeline = StableCascadePriorPipeline.from_pretrained(tmp_path / "prior")
+    assert pipeline.feature_extractor.crop_size == {"height": 28, "width": 28}
+    assert pipeline.image_encoder.config.image_size == 28
+
+
+def test_a_new_export_replaces_the_old_one_whole(network: CascadeUNet, parts: PriorParts, tmp_path: Path) -> None:
+    (tmp_path / "prior").mkdir()
+    (tmp_path / "prior" / "stale.txt").touch()
+    save_prior(network.state_dict(), parts, tmp_path / "prior")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["prior"]
+    assert not (tmp_path / "prior" / "stale.txt").exists()
+
+
+def test_a_prior_that_reads_back_differently_never_appears(
+    network: CascadeUNet, parts: PriorParts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = export.StableCascadeUNet.from_pretrained
+
+    def damaged(path: Path, torch_dtype: torch.dtype) -> torch.nn.Module:
+        loaded = read(path, torch_dtype=torch_dtype)
+        loaded.embedding[1].bias.data[3] += 1e-3
+        return loaded
+
+    monkeypatch.setattr(export.StableCascadeUNet, "from_pretrained", damaged)
+    (tmp_path / "prior").mkdir()
+    with pytest.raises(RunError, match="embedding.1.bias reads back differently from what was written"):
+        save_prior(network.state_dict(), parts, tmp_path / "prior")
+    assert [path.name for path in tmp_path.rglob("*")] == ["prior"]
+
+
+def test_an_adapter_that_reads_back_differently_never_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    network = small_network()
+    inject_lora(network, rank=2, alpha=2.0, dropout=0.0, module_filters=["to_q"], seed=0)
+    state = {name: value + 0.1 for name, value in adapter_state(network.state_dict()).items()}
+    write = export.write_single_file
+    monkeypatch.setattr(
+        export,
+        "write_single_file",
+        lambda path, tensors, *rest: write(path, {name: value + 1e-3 for name, value in tensors.items()}, *rest),
+    )
+    with pytest.raises(RunError, match="reads back with a relative error of"):
+        save_lora(state, lora_spec(network), network.config, tmp_path / "lora", {})
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_state_that_does_not_fit_the_config_is_not_written(parts: PriorParts, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="Missing key"):
+        save_prior({}, parts, tmp_path / "prior")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_plain_network_shares_the_memory_of_its_state(network: CascadeUNet) -> None:
+    state = network.state_dict()
+    plain = build_plain_network(network.config, state)
+    assert plain.clip_txt_mapper.weight.data_ptr() == state["clip_txt_mapper.weight"].data_ptr()
+    assert build_plain_network(network.config, None).clip_txt_mapper.weight.is_meta
+
+
+def test_a_failure_leaves_the_old_directory(tmp_path: Path) -> None:
+    (tmp_path / "export").mkdir()
+    (tmp_path / "export" / "kept.txt").touch()
+
+    def fail() -> None:
+        with replaced_directory(tmp_path / "export") as partial:
+            (partial / "new.txt").touch()
+            raise OSError("the disk is full")
+
+    with pytest.raises(OSError, match="the disk is full"):
+        fail()
+    assert [path.name for path in sorted(tmp_path.rglob("*"))] == ["export", "kept.txt"]

@@ -1,0 +1,177 @@
+"""Adapters go where the filters say, start as the base, train in fp32 alone, and merge into the base."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from cascade_train.errors import ConfigError
+from cascade_train.models.cascade_unet import CascadeUNet
+from cascade_train.models.lora import (
+    ADAPTER,
+    adapted_layers,
+    adapter_state,
+    assert_only_adapters_train,
+    inject_lora,
+    lora_spec,
+    merge_lora,
+    select_modules,
+)
+from tests.unit.models.networks import empty_network, predict, small_network
+
+
+def inject(network: nn.Module, module_filters: list[str] | None = None, **changes: float) -> list[str]:
+    arguments = {"rank": 2, "alpha": 4.0, "dropout": 0.0, "seed": 0} | changes
+    return inject_lora(network, module_filters=[".attn"] if module_filters is None else module_filters, **arguments)
+
+
+@pytest.fixture
+def network() -> CascadeUNet:
+    return small_network()
+
+
+@pytest.mark.parametrize(
+    ("module_filters", "endings", "count"),
+    [
+        ([".attn"], {"to_q", "to_k", "to_v", "to_out.0"}, 6 * 4),
+        (["attention.attn.out_proj"], {"to_out.0"}, 6),
+        (["in_proj"], {"to_q", "to_k", "to_v"}, 6 * 3),
+        (["to_q"], {"to_q"}, 6),
+        ([".channelwise"], {"channelwise.0", "channelwise.4"}, 6 * 2),
+        ([".kv_mapper"], {"kv_mapper.1"}, 6),
+        ([".attn", ".kv_mapper"], {"to_q", "to_k", "to_v", "to_out.0", "kv_mapper.1"}, 6 * 5),
+        ([r"^up_blocks\.1\..*to_(q|v)$"], {"to_q", "to_v"}, 2),
+        (["down_blocks.0", "embedding"], {"embedding.1", "mapper", "mapper_sca"}, 11),
+        (None, {"clf.1", "embedding.1", "clip_txt_mapper", "up_upscalers.0.1.blocks.1"}, 67),
+    ],
+)
+def test_filters_select_by_diffusers_and_original_names(
+    module_filters: list[str] | None, endings: set[str], count: int
+) -> None:
+    chosen = select_modules(empty_network(), module_filters)
+    assert len(chosen) == count
+    assert all(any(name.endswith(ending) for name in chosen) for ending in endings)
+    assert not any("depthwise" in name for name in chosen)
+    assert chosen == [name for name, _ in empty_network().named_modules() if name in set(chosen)]
+
+
+def test_the_original_filter_selects_every_attention_of_the_published_sizes() -> None:
+    attention = {"down_num_layers_per_block": [8, 24], "up_num_layers_per_block": [24, 8]}
+    network = empty_network(**attention)
+    assert len(select_modules(network, [".attn"])) == 64 * 4
+    assert len(select_modules(network, [".channelwise"])) == 128
+
+
+@pytest.mark.parametrize(
+    ("module_filters", "message"),
+    [
+        ([".attn", ".atention"], "'.atention' selects no linear or ungrouped convolution layer; near: attention"),
+        ([".depthwise"], "'.depthwise' selects no linear or ungrouped convolution"),
+        (["(unclosed"], "unclosed' selects no"),
+        (["zzzz"], "modules are named like"),
+        ([], r"module_filters=\[\]: selects no module"),
+    ],
+)
+def test_a_filter_that_selects_nothing_is_refused_with_near_names(module_filters: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        select_modules(empty_network(), module_filters)
+
+
+def test_only_fp32_adapters_train_on_a_frozen_bf16_base(network: CascadeUNet) -> None:
+    targets = inject(network.bfloat16())
+    trainable = {name for name, parameter in network.named_parameters() if parameter.requires_grad}
+    assert trainable == {f"{name}.lora_{half}.{ADAPTER}.weight" for name in targets for half in "AB"}
+    assert all(network.get_parameter(name).dtype == torch.float32 for name in trainable)
+    assert network.get_parameter("clf.1.weight").dtype == torch.bfloat16
+
+
+def test_a_new_adapter_leaves_the_prediction_bit_for_bit(network: CascadeUNet) -> None:
+    before = predict(network)
+    inject(network, [".attn", ".channelwise", "embedding", "clf"])
+    assert torch.equal(predict(network), before)
+
+
+@pytest.mark.parametrize("module_filters", [[".attn"], ["embedding", "clf", "mapper", "channelwise"]])
+def test_gradients_reach_fp32_adapters_through_a_bf16_base(network: CascadeUNet, module_filters: list[str]) -> None:
+    inject(network.bfloat16(), module_filters)
+    pred = predict(network, dtype=torch.bfloat16)
+    assert pred.dtype == torch.bfloat16
+    pred.float().square().mean().backward()
+    for name, parameter in network.named_parameters():
+        assert (parameter.grad is not None) == (".lora_" in name)
+        if ".lora_B" in name:
+            assert parameter.grad.dtype == torch.float32
+            assert parameter.grad.abs().sum() > 0
+
+
+def test_first_values_depend_on_seed_and_name_alone(network: CascadeUNet) -> None:
+    other, third = small_network(seed=5), small_network()
+    torch.manual_seed(1)
+    inject(network, [".attn"])
+    torch.manual_seed(2)
+    inject(other, [".channelwise", ".attn"])
+    inject(third, [".attn"], seed=1)
+    ours, theirs, reseeded = (adapter_state(each.state_dict()) for each in (network, other, third))
+    assert all(torch.equal(theirs[name], value) for name, value in ours.items())
+    downs = [name for name in ours if "lora_A" in name]
+    assert not any(torch.equal(ours[name], reseeded[name]) for name in downs)
+    assert not torch.equal(ours[downs[0]], ours[downs[1]])
+    assert all(value.eq(0).all() == ("lora_B" in name) for name, value in ours.items())
+    spread = torch.cat([ours[name].flatten() for name in downs])
+    assert spread.abs().max() <= 32**-0.5
+    assert spread.std() == pytest.approx(32**-0.5 / 3**0.5, rel=0.1)
+
+
+def test_injection_draws_no_global_random_number(network: CascadeUNet) -> None:
+    state = torch.get_rng_state()
+    inject(network)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_scale_is_alpha_over_rank(network: CascadeUNet) -> None:
+    inject(network, ["clip_txt_mapper"], rank=2, alpha=6.0)
+    layer = network.clip_txt_mapper
+    x, up = torch.randn(3, 24), torch.randn(32, 2)
+    layer.lora_B[ADAPTER].weight.data.copy_(up)
+    expected = layer.base_layer(x) + 3.0 * (x @ layer.lora_A[ADAPTER].weight.T) @ up.T
+    torch.testing.assert_close(layer(x), expected)
+    spec = lora_spec(network)
+    assert (spec.rank, spec.alpha, spec.targets, spec.base_size) == (2, 6.0, ("clip_txt_mapper",), None)
+
+
+def test_adapter_dropout_acts_in_train_mode_alone(network: CascadeUNet) -> None:
+    inject(network, ["clip_txt_mapper"], dropout=0.5)
+    layer, x = network.clip_txt_mapper, torch.ones(1, 24)
+    layer.lora_B[ADAPTER].weight.data.fill_(1.0)
+    assert torch.equal(layer(x), layer(x))
+    layer.train()
+    assert not torch.equal(layer(x), layer(x))
+
+
+def test_merging_equals_the_adapters_and_restores_diffusers_keys(network: CascadeUNet) -> None:
+    keys = list(network.state_dict())
+    inject(network, [".attn", ".channelwise", "embedding", "clf", "upscalers"])
+    for index, (_, layer) in enumerate(adapted_layers(network)):
+        torch.nn.init.normal_(layer.lora_B[ADAPTER].weight, std=0.1, generator=torch.Generator().manual_seed(index))
+    adapted, base = predict(network), predict(small_network())
+    assert not torch.allclose(adapted, base, atol=1e-3)
+    merge_lora(network)
+    assert list(network.state_dict()) == keys
+    assert not list(adapted_layers(network))
+    torch.testing.assert_close(predict(network), adapted, atol=1e-5, rtol=1e-4)
+
+
+def test_a_network_without_adapters_has_no_spec(network: CascadeUNet) -> None:
+    with pytest.raises(AssertionError, match="carries no adapters"):
+        lora_spec(network)
+
+
+def test_bf16_adapters_and_unfrozen_weights_are_caught(network: CascadeUNet) -> None:
+    inject(network)
+    network.clf[1].weight.requires_grad_(requires_grad=True)
+    with pytest.raises(AssertionError, match="clf.1.weight: requires_grad=True on a network with adapters"):
+        assert_only_adapters_train(network)
+    network.clf[1].weight.requires_grad_(requires_grad=False)
+    with pytest.raises(AssertionError, match="adapters must be fp32 masters, this one is torch.bfloat16"):
+        assert_only_adapters_train(network.bfloat16())
