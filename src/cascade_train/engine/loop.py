@@ -115,24 +115,20 @@ class Trainer:
 
     def run(self) -> None:
         """Train to `max_steps`, with one visible line for each thing that happens beside training. Collective."""
-        saved = self.step
-        if self.step < self.max_steps:
-            for micro_batches in self.feed:
-                values = self.train_step(micro_batches)
-                if self.validation is not None and self._due(self.cadence.validate):
-                    values |= self.validation.run()
-                self.metrics.record(self.step, self.samples_seen, values)
-                if self._due(self.cadence.log):
-                    self.flush()
-                if self.sampling is not None and self._due(self.cadence.sample):
-                    self.show(self.sampling)
-                if self._due(self.cadence.checkpoint) or self.step == self.max_steps:
-                    saved = self.save()
-                self.profiler.step()
-                if self.step == self.max_steps:
-                    break
-        if saved != self.max_steps:
-            raise RunError(f"The data ended at step {self.step} of {self.max_steps}: the feed must repeat its epochs.")
+        feed = iter(self.feed)
+        self.metrics.start(self.samples_seen)
+        while self.step < self.max_steps:
+            values = self.train_step(self._next(feed))
+            if self.validation is not None and self._due(self.cadence.validate):
+                values |= self.measure(self.validation)
+            self.metrics.record(self.step, self.samples_seen, values)
+            if self._due(self.cadence.log):
+                self.flush()
+            if self.sampling is not None and self._due(self.cadence.sample):
+                self.show(self.sampling)
+            if self._due(self.cadence.checkpoint) or self.step == self.max_steps:
+                self.save()
+            self.profiler.step(self.step)
 
     def train_step(self, micro_batches: Sequence[Batch]) -> dict[str, Tensor | float]:
         """Run every phase on one global batch and return what it measured, still on the device. Collective."""
@@ -143,7 +139,7 @@ class Trainer:
         values: dict[str, Tensor | float] = {}
         report: dict[str, Tensor] = {}
         for phase in self.phases:
-            gathered = gather_samples([out for out in self._backward(phase, prepared)])
+            gathered = gather_samples(list(self._backward(phase, prepared)))
             norm = phase.clip()
             self._trace(_Trace(self.step, phase.phase.name, keys, gathered["loss"], norm), phase.can_withhold)
             lr = phase.update(self.step, self.max_steps, self._withheld)
@@ -153,6 +149,13 @@ class Trainer:
             report |= gathered
         self.task.after_step(report)
         return values
+
+    def _next(self, feed: Iterator[list[Batch]]) -> list[Batch]:
+        try:
+            return next(feed)
+        except StopIteration:
+            message = f"The data ended at step {self.step} of {self.max_steps}: a feed must repeat its epochs."
+            raise RunError(message) from None
 
     def _backward(self, phase: BoundPhase, prepared: Sequence[Any]) -> Iterator[StepOutput]:
         """Accumulate gradients of the mean loss over the global batch, reducing them once; yield the outputs.
@@ -199,18 +202,28 @@ class Trainer:
             self.tracker.log(row, row["step"])
             self.progress.update(row)
 
+    def measure(self, validation: Validation) -> dict[str, Tensor | float]:
+        """Return the losses on held-out samples. Collective."""
+        with self.metrics.paused():
+            return validation.run()
+
     def show(self, sampling: SampleGrid) -> None:
         """Draw the fixed samples and send them to the tracker. Collective."""
         with self.metrics.paused():
             for path in sampling.draw(self.step):
                 self.tracker.log_image(path.stem, path, self.step)
 
-    def save(self) -> int:
-        """Write a checkpoint of this step, after everything before it is on disk; return the step. Collective."""
+    def save(self) -> None:
+        """Write a checkpoint of this step, after everything before it is on disk. Collective."""
         self.flush()
         with self.metrics.paused():
             self.store.save(self.step, self._state(), self._facts())
-        return self.step
+
+    def close(self) -> None:
+        """End the progress line, the profiler's window and the tracker."""
+        self.progress.close()
+        self.profiler.close()
+        self.tracker.finish()
 
     def restore(self, path: Path) -> None:
         """Continue from a checkpoint. Collective."""
@@ -248,9 +261,9 @@ def gather_samples(outputs: Sequence[StepOutput]) -> dict[str, Tensor]:
     names = ["loss", *sorted(outputs[0].report)]
     rows = [[out.loss_B.detach() if n == "loss" else out.report[n] for out in outputs] for n in names]
     mine = torch.stack([torch.cat(row).float() for row in rows])
-    every = mine.new_empty(dist.get_world_size(), *mine.shape)
-    dist.all_gather_into_tensor(every, mine.contiguous())
-    return dict(zip(names, every.transpose(0, 1).flatten(1).unbind(), strict=True))
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, mine)
+    return dict(zip(names, torch.cat(every, dim=1).unbind(), strict=True))
 
 
 def name_failure(trace: _Trace, ranks: int) -> str:

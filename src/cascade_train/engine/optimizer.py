@@ -15,9 +15,7 @@ NO_DECAY_SUFFIXES = (".gamma", ".beta", ".lora_magnitude_vector.weight")
 class OptimizerSpec:
     """A learning rate, a weight decay and a torch algorithm, not yet bound to parameters."""
 
-    def __init__(
-        self, *, lr: float, scale_lr: bool, weight_decay: float, algorithm: Callable[..., Optimizer]
-    ) -> None:
+    def __init__(self, *, lr: float, scale_lr: bool, weight_decay: float, algorithm: Callable[..., Optimizer]) -> None:
         """Check and store.
 
         Args:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from toy import ToyFeed, ToyTask
+from tests.unit.engine.toy import ToyFeed, ToyTask
 
 from cascade_train.distributed.parallelize import local, parallelize
 from cascade_train.distributed.process_group import build_mesh
@@ -56,7 +56,13 @@ def build_trainer(world, directory: Path, *, task=None, micro=4, max_steps=6, lr
         metrics=MetricsLog(directory / "metrics.jsonl", is_main=True),
         store=CheckpointStore(directory / "checkpoints", keep_last=None, keep_every_steps=None),
         tracker=build_tracker(
-            "none", project=None, entity=None, mode="offline", run_name="toy", directory=directory, run_id=None,
+            "none",
+            project=None,
+            entity=None,
+            mode="offline",
+            run_name="toy",
+            directory=directory,
+            run_id=None,
             config={},
         ),
         progress=Progress(max_steps=max_steps, is_main=False),
@@ -110,7 +116,9 @@ def test_a_loss_that_is_not_finite_stops_before_the_update_and_names_the_sample(
     trainer = build_trainer(world, tmp_path, task=ToyTask(poison=("toy:9",)), micro=2)
     run_steps(trainer, 2)
     before = weights(trainer)
-    with pytest.raises(RunError, match=r"Step 3, phase main: the loss of 1 of 4 samples is not finite \(rank 0: toy:9\)"):
+    with pytest.raises(
+        RunError, match=r"Step 3, phase main: the loss of 1 of 4 samples is not finite \(rank 0: toy:9\)"
+    ):
         run_steps_from(trainer, 2, 1)
     assert torch.equal(weights(trainer), before)
 

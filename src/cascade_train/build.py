@@ -1,0 +1,383 @@
+"""The composition root: the only file that turns configuration into objects and joins them into a run.
+
+What the objects do lives in their own files; nothing below this one sees a config node.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+from cascade_train.data.data_set import DataSet, open_data_set
+from cascade_train.data.source import Source
+from cascade_train.diffusion.objective import Objective
+from cascade_train.diffusion.sampler import ImageNoise, sample
+from cascade_train.distributed.parallelize import parallelize
+from cascade_train.distributed.process_group import World, build_mesh, mesh_shape, process_group
+from cascade_train.distributed.rng import set_deterministic
+from cascade_train.engine.checkpoint import CheckpointStore
+from cascade_train.engine.consensus import from_every_rank
+from cascade_train.engine.ema import Ema
+from cascade_train.engine.loop import Cadence, Trainer
+from cascade_train.engine.lr_schedule import LrSchedule
+from cascade_train.engine.metrics import MetricsLog
+from cascade_train.engine.optimizer import OptimizerSpec
+from cascade_train.engine.phase import BoundPhase, averaged, trainable_parameters
+from cascade_train.engine.profiler import Profiler
+from cascade_train.engine.progress import Progress
+from cascade_train.engine.run_directory import RunDirectory, claim
+from cascade_train.engine.sampling import Painter, SampleGrid, SampleSpec
+from cascade_train.engine.tracking import build_tracker
+from cascade_train.engine.validation import Validation
+from cascade_train.errors import ConfigError
+from cascade_train.models.stage import Stage
+from cascade_train.tasks.base import Phase, Predictor, Task
+
+log = logging.getLogger(__name__)
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+BYTES_PER_TRAINABLE = 18
+"""fp32 master, gradient and two Adam moments, and the bf16 copy that computes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """The components of a run, constructed but not built."""
+
+    stage: Stage
+    task: Task
+    objective: Objective
+    optimizer: OptimizerSpec
+    lr_schedule: LrSchedule
+
+
+def train(cfg: DictConfig) -> int:
+    """Run what `cfg` describes, to its end; return the exit code. Collective.
+
+    Raises:
+        ConfigError: something the user can fix; a refused start leaves no run directory.
+        RunError: something the world did.
+    """
+    with process_group() as world:
+        set_deterministic(cfg.run.deterministic)
+        parts = build_parts(cfg)
+        data = open_data(cfg, world)
+        run = claim(Path(cfg.run.dir), config=to_plain(cfg), resume=cfg.run.resume)
+        if run.finished:
+            log.info("%s is finished. Raise train.max_steps to train on, or choose another run.name.", run.path)
+            return 0
+        with withdrawn_on_failure(run):
+            phases = build_phases(cfg, parts, world)
+            trainer = build_trainer(cfg, parts, phases, data, run, world)
+            if run.resume_from is not None:
+                trainer.restore(run.resume_from)
+                run.cut_metrics(trainer.step)
+        try:
+            trainer.run()
+            write_exports(cfg, parts.task, phases, run.export)
+        finally:
+            trainer.close()
+            data.close()
+        log.info("Finished at step %d. Everything lies in %s.", trainer.step, run.path)
+    return 0
+
+
+def build_parts(cfg: DictConfig) -> Parts:
+    """Construct the components of a run; cheap, and where their arguments are checked.
+
+    Raises:
+        ConfigError: an argument that a component refuses, with the name of its node.
+    """
+    return Parts(
+        stage=build_component(cfg, "model"),
+        task=build_component(cfg, "task"),
+        objective=build_component(cfg, "objective"),
+        optimizer=build_component(cfg, "optimizer"),
+        lr_schedule=build_component(cfg, "lr_scheduler"),
+    )
+
+
+def build_component(cfg: DictConfig, node: str) -> Any:
+    """Construct one component node.
+
+    Raises:
+        ConfigError: the component refuses an argument.
+    """
+    try:
+        return instantiate(cfg[node])
+    except InstantiationException as error:
+        cause = error.__cause__
+        if isinstance(cause, ConfigError):
+            raise cause from error
+        if isinstance(cause, ValueError):
+            raise ConfigError(f"{node}: {cause}") from error
+        raise
+
+
+def open_data(cfg: DictConfig, world: World) -> DataSet:
+    """Open the training and held-out samples; each rank reads or makes the same index. Collective.
+
+    Raises:
+        ConfigError: the data is missing or not of its source's form.
+    """
+    source: Source = build_component(cfg, "data")
+    held_out: Source | None = None
+    if cfg.validate.urls is not None:
+        held_out = instantiate(cfg.data, urls=cfg.validate.urls)
+    opened: list[DataSet] = []
+    from_every_rank(lambda: opened.append(open_data_set(source, share=cfg.validate.share, held_out=held_out)))
+    return opened[0]
+
+
+@contextmanager
+def withdrawn_on_failure(run: RunDirectory) -> Iterator[None]:
+    """Take a new run directory back when the block fails, so that a refused start leaves nothing. Collective then."""
+    try:
+        yield
+    except Exception:
+        run.withdraw()
+        raise
+
+
+def precision(cfg: DictConfig, stage: Stage) -> torch.dtype:
+    """Return the dtype of compute and of frozen weights: as configured, or what the stage is meant for."""
+    name = cfg.train.precision.value
+    return DTYPES[stage.precision if name == "auto" else name]
+
+
+def build_model(cfg: DictConfig, parts: Parts, world: World) -> None:
+    """Build the stage and let the task take it. Collective.
+
+    Raises:
+        ConfigError: weights that do not exist or fit, or a task that does not fit the stage.
+    """
+    compute_dtype = precision(cfg, parts.stage)
+    network_dtype = torch.float32 if parts.task.trains_network else compute_dtype
+
+    def build() -> None:
+        parts.stage.build(device=world.device, network_dtype=network_dtype, frozen_dtype=compute_dtype)
+        parts.task.attach(parts.stage, parts.objective, world.device)
+        parts.stage.set_attention(cfg.attention.value)
+        parts.stage.set_activation_checkpointing(cfg.activation_checkpointing)
+
+    from_every_rank(build)
+
+
+def build_phases(cfg: DictConfig, parts: Parts, world: World) -> list[BoundPhase]:
+    """Build the model, shard what trains, and bind each phase to its optimizer. Collective."""
+    build_model(cfg, parts, world)
+    phases = parts.task.phases()
+    mesh = build_mesh(
+        world,
+        mesh_shape(
+            cfg.parallel.mode.value,
+            world.ranks,
+            shard_size=cfg.parallel.shard_size,
+            fits=fits_one_device(phases, world.device),
+        ),
+    )
+    for phase in phases:
+        for name, root in phase.modules.items():
+            parallelize(
+                root,
+                phase.units[name],
+                mesh=mesh,
+                compute_dtype=precision(cfg, parts.stage),
+                reshard_after_forward=cfg.parallel.reshard_after_forward,
+                compile_units=cfg.compile.value == "regional",
+            )
+    return [bind(cfg, phase, parts) for phase in phases]
+
+
+def bind(cfg: DictConfig, phase: Phase, parts: Parts) -> BoundPhase:
+    """Give a sharded phase its optimizer, schedule and average."""
+    parameters = trainable_parameters(phase)
+    spec: OptimizerSpec = phase.optimizer or parts.optimizer
+    ema = None
+    if cfg.ema.decay is not None:
+        ema = Ema(
+            parameters,
+            decay=cfg.ema.decay,
+            start_step=cfg.ema.start_step,
+            every_steps=cfg.ema.every_steps,
+            device=None if cfg.ema.device is None else torch.device(cfg.ema.device.value),
+        )
+    return BoundPhase(
+        phase,
+        optimizer=spec.build(parameters, cfg.train.global_batch_size),
+        base_lr=spec.base_lr(cfg.train.global_batch_size),
+        lr_schedule=parts.lr_schedule,
+        ema=ema,
+        max_grad_norm=cfg.train.max_grad_norm,
+    )
+
+
+def fits_one_device(phases: list[Phase], device: torch.device) -> bool:
+    """Return whether weights, gradients and optimizer state take at most 70 % of the device unsharded.
+
+    The rest is for activations and encoders. On a CPU the answer is yes.
+    """
+    if device.type != "cuda":
+        return True
+    parameters = [p for phase in phases for root in phase.modules.values() for p in root.parameters()]
+    need = sum(p.numel() * (BYTES_PER_TRAINABLE if p.requires_grad else p.element_size()) for p in parameters)
+    return need <= 0.7 * torch.cuda.get_device_properties(device).total_memory
+
+
+def build_trainer(
+    cfg: DictConfig, parts: Parts, phases: list[BoundPhase], data: DataSet, run: RunDirectory, world: World
+) -> Trainer:
+    """Join the built parts of a run. Collective."""
+    feed = data.training_feed(
+        seed=cfg.run.seed,
+        global_batch_size=cfg.train.global_batch_size,
+        micro_batch_size=micro_batch_size(cfg, world),
+        rank=world.rank,
+        ranks=world.ranks,
+    )
+    max_steps = cfg.train.max_steps
+    if cfg.train.max_epochs is not None:
+        max_steps = min(max_steps, cfg.train.max_epochs * feed.steps_per_epoch)
+    tracker = build_tracker(
+        cfg.tracker.name.value,
+        project=cfg.tracker.project,
+        entity=cfg.tracker.entity,
+        mode=cfg.tracker.mode.value,
+        run_name=cfg.run.name,
+        directory=run.path,
+        run_id=run.tracker_run_id,
+        config=to_plain(cfg),
+    )
+    return Trainer(
+        world=world,
+        task=parts.task,
+        phases=phases,
+        feed=feed,
+        seed=cfg.run.seed,
+        max_steps=max_steps,
+        global_batch_size=cfg.train.global_batch_size,
+        cadence=Cadence(
+            log=cfg.log.every_steps,
+            validate=cfg.validate.every_steps,
+            sample=cfg.sample.every_steps,
+            checkpoint=cfg.checkpoint.every_steps,
+        ),
+        metrics=MetricsLog(run.metrics_path, is_main=world.is_main),
+        store=CheckpointStore(
+            run.checkpoints, keep_last=cfg.checkpoint.keep_last, keep_every_steps=cfg.checkpoint.keep_every_steps
+        ),
+        tracker=tracker,
+        progress=Progress(max_steps=max_steps, is_main=world.is_main, every_steps=cfg.log.every_steps),
+        profiler=Profiler(directory=run.path, start_step=cfg.profile.start_step, steps=cfg.profile.steps),
+        validation=build_validation(cfg, parts, phases, data, world),
+        sampling=build_sampling(cfg, parts, phases, data, run, world),
+    )
+
+
+def micro_batch_size(cfg: DictConfig, world: World) -> int:
+    """Return the samples of one forward on one rank; without accumulation where it is not given."""
+    return cfg.train.micro_batch_size or cfg.train.global_batch_size // world.ranks
+
+
+def build_validation(
+    cfg: DictConfig, parts: Parts, phases: list[BoundPhase], data: DataSet, world: World
+) -> Validation | None:
+    """Return the measure on held-out samples, or None where none are due."""
+    if cfg.validate.every_steps is None:
+        return None
+    feed = data.held_out_feed(
+        seed=cfg.run.seed,
+        samples=cfg.validate.samples,
+        micro_batch_size=micro_batch_size(cfg, world),
+        rank=world.rank,
+        ranks=world.ranks,
+    )
+    return Validation(
+        task=parts.task,
+        phases=phases,
+        open_feed=feed.from_start,
+        steps=feed.steps,
+        logsnr=list(cfg.validate.logsnr),
+        device=world.device,
+    )
+
+
+def build_sampling(
+    cfg: DictConfig, parts: Parts, phases: list[BoundPhase], data: DataSet, run: RunDirectory, world: World
+) -> SampleGrid | None:
+    """Return what draws the grids, or None where none are due."""
+    if cfg.sample.every_steps is None:
+        return None
+    prompts, images = cfg.sample.prompts, None
+    if prompts is None:
+        batch = data.shown_batch(cfg.sample.count, seed=cfg.run.seed)
+        prompts, images = batch.captions, batch.image_BCHW.float() / 255
+    return SampleGrid(
+        task=parts.task,
+        phases=phases,
+        painter=build_painter(cfg, parts, world.device),
+        spec=SampleSpec(captions=tuple(prompts), image_BCHW=images, seed=cfg.sample.seed),
+        world=world,
+        directory=run.samples,
+    )
+
+
+def build_painter(cfg: DictConfig, parts: Parts, device: torch.device) -> Painter:
+    """Bind a stage and an objective to the sampler's settings in `cfg.sample`."""
+    stage, objective = parts.stage, parts.objective
+    shape = stage.latent_shape(stage.image_size, stage.image_size)
+
+    def one_step(predictor: Predictor, x0_BCHW: torch.Tensor, noise_BCHW: torch.Tensor) -> torch.Tensor:
+        diffused = objective.diffuse_at(x0_BCHW, noise_BCHW, x0_BCHW.new_zeros(len(x0_BCHW)))
+        pred, _ = predictor(diffused.noised, diffused.timestep_ratio_B)
+        return objective.x0(pred, diffused.noised, diffused.logsnr_B)
+
+    def paint(predictor: Predictor, generators: Any) -> torch.Tensor:
+        return sample(
+            predictor,
+            objective=objective,
+            noise=ImageNoise(generators=generators, shape=shape, device=device),
+            steps=cfg.sample.steps,
+            shift=cfg.sample.shift,
+            guidance_scale=cfg.sample.guidance_scale,
+            sampler=cfg.sample.sampler.value,
+        )
+
+    return Painter(encode=stage.encode, decode=stage.decode, one_step=one_step, sample=paint)
+
+
+def write_exports(cfg: DictConfig, task: Task, phases: list[BoundPhase], directory: Path) -> None:
+    """Write what the task leaves behind, the average where there is one, each read back and compared. Collective."""
+    with averaged(phases):
+        for name, export in task.exports().items():
+            state = whole_state(export.module)
+            exported = from_every_rank(partial(write_export, export.write, state, directory / name))[0]
+            if exported is not None:
+                log.info("Exported %s; read back with a relative error of %.1e.", *exported)
+    OmegaConf.save(OmegaConf.create(to_plain(cfg)), directory / "config.yaml")
+
+
+def whole_state(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return a module's weights gathered from their shards, on the host of rank 0; empty elsewhere. Collective."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    return get_model_state_dict(module, options=options)
+
+
+def to_plain(cfg: DictConfig) -> dict[str, Any]:
+    """Return a config as plain values, interpolations resolved, enums by their names."""
+    plain = OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)
+    if not isinstance(plain, dict):
+        raise AssertionError("the root config is a mapping")
+    return {str(key): value for key, value in plain.items()}

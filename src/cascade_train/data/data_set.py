@@ -1,0 +1,151 @@
+"""One run's data: an opened source, split into training and held-out samples, and the feeds over them.
+
+Order lives in `plan.py`, batches in `loader.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from cascade_train.batch import Batch
+from cascade_train.data.index import Index, split
+from cascade_train.data.loader import Loader
+from cascade_train.data.source import Source
+from cascade_train.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Samples that belong together: an opened source, its index, and which rows of it."""
+
+    source: Source
+    index: Index
+    rows: np.ndarray
+
+
+class HeldOutFeed:
+    """The same held-out global batches each time it is started over."""
+
+    def __init__(self, loader: Loader, steps: int) -> None:
+        """Store; `steps` is how many global batches make one measurement."""
+        self.steps = steps
+        self._loader = loader
+
+    def from_start(self) -> Iterator[list[Batch]]:
+        """Start over and yield this rank's micro-batches of `steps` global batches."""
+        self._loader.seek(0)
+        for _ in range(self.steps):
+            yield next(self._loader)
+
+    def close(self) -> None:
+        """End the worker processes."""
+        self._loader.close()
+
+
+class DataSet:
+    """Training and held-out samples, and the open feeds over them."""
+
+    def __init__(self, training: Rows, held_out: Rows | None) -> None:
+        """Store; `held_out` is None where nothing is held out."""
+        self.training = training
+        self.held_out = held_out
+        self._open: list[Loader | HeldOutFeed] = []
+
+    def training_feed(
+        self, *, seed: int, global_batch_size: int, micro_batch_size: int, rank: int, ranks: int
+    ) -> Loader:
+        """Return the endless feed of training batches for one rank."""
+        part = self.training
+        loader = Loader(
+            part.source,
+            index=part.index,
+            rows=part.rows,
+            seed=seed,
+            global_batch_size=global_batch_size,
+            micro_batch_size=micro_batch_size,
+            rank=rank,
+            ranks=ranks,
+        )
+        self._open.append(loader)
+        return loader
+
+    def held_out_feed(self, *, seed: int, samples: int, micro_batch_size: int, rank: int, ranks: int) -> HeldOutFeed:
+        """Return the feed of the first `samples` held-out samples in their fixed order, as many on every rank.
+
+        Rounded down to whole global batches of at most `micro_batch_size` per rank; at least one.
+
+        Raises:
+            ConfigError: fewer held-out samples than ranks.
+        """
+        part = self.held_out
+        if part is None or len(part.rows) < ranks:
+            held_out = 0 if part is None else len(part.rows)
+            raise ConfigError(f"validate: {held_out} held-out samples for {ranks} ranks; raise validate.share.")
+        samples = min(samples, len(part.rows))
+        micro_batch_size = max(1, min(micro_batch_size, samples // ranks))
+        global_batch_size = micro_batch_size * ranks
+        loader = Loader(
+            part.source,
+            index=part.index,
+            rows=part.rows,
+            seed=seed,
+            global_batch_size=global_batch_size,
+            micro_batch_size=micro_batch_size,
+            rank=rank,
+            ranks=ranks,
+        )
+        feed = HeldOutFeed(loader, max(1, samples // global_batch_size))
+        self._open.append(feed)
+        return feed
+
+    def shown_batch(self, count: int, *, seed: int) -> Batch:
+        """Return `count` fixed samples to show, held-out ones where there are any, equal on all ranks."""
+        part = self.held_out or self.training
+        count = min(count, len(part.rows))
+        loader = Loader(
+            part.source,
+            index=part.index,
+            rows=part.rows,
+            seed=seed,
+            global_batch_size=count,
+            micro_batch_size=count,
+            rank=0,
+            ranks=1,
+        )
+        try:
+            return next(loader)[0]
+        finally:
+            loader.close()
+
+    def close(self) -> None:
+        """End every feed's worker processes."""
+        for feed in self._open:
+            feed.close()
+
+
+def open_data_set(source: Source, *, share: float | None, held_out: Source | None) -> DataSet:
+    """Open `source` and hold samples out of it, or take them from a source of their own.
+
+    Args:
+        source: constructed, not opened.
+        share: share of the samples held out by a hash of their keys; None = none.
+        held_out: another source for held-out samples; None = `share` decides.
+
+    Raises:
+        ConfigError: the data is missing or not of its source's form.
+        RunError: too much of the data is damaged.
+    """
+    index = source.open()
+    if held_out is not None:
+        other = held_out.open()
+        return DataSet(
+            Rows(source=source, index=index, rows=np.arange(len(index))),
+            Rows(source=held_out, index=other, rows=np.arange(len(other))),
+        )
+    if share is None:
+        return DataSet(Rows(source=source, index=index, rows=np.arange(len(index))), None)
+    training, kept = split(index, share)
+    return DataSet(Rows(source=source, index=index, rows=training), Rows(source=source, index=index, rows=kept))
