@@ -1,0 +1,84 @@
+"""The noise schedule that learns from the losses where to train.
+
+Shape legend: B batch, G samples of the global batch, N buckets.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from cascade_train.diffusion.bucket import BucketAverage
+from cascade_train.diffusion.checks import check_choice, check_increasing, check_within
+from cascade_train.diffusion.schedule import Schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptiveTrainSchedule(Schedule):
+    """Noise levels drawn where the loss is high: buckets of logSNR, probability by running loss.
+
+    As a function of t it is the quantile function of that distribution (t = 1 is the lowest logSNR).
+
+    Attributes:
+        logsnr_range: lowest and highest logSNR.
+        buckets: number of buckets of equal width.
+        min_probs: added to every bucket's loss before normalising, >= 0.
+        beta: share of the old loss that an update keeps.
+        duplicates: "mean" of the samples of one bucket, or "last" as in the original.
+        outside: bucket of a logSNR outside the range: "nearest", or "first" as in the original.
+    """
+
+    force_limits: bool = False
+    logsnr_range: list[float]
+    buckets: int
+    min_probs: float
+    beta: float = 0.99
+    duplicates: Literal["mean", "last"] = "mean"
+    outside: Literal["nearest", "first"] = "nearest"
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError where an option is out of range."""
+        check_increasing("logsnr_range", self.logsnr_range)
+        check_within("min_probs", self.min_probs, 0.0, math.inf)
+        check_choice("outside", self.outside, ("nearest", "first"))
+        self.average.on(torch.device("cpu"))  # made now, so that its options are refused now
+        super().__post_init__()
+
+    @cached_property
+    def average(self) -> BucketAverage:
+        """Running loss of each bucket."""
+        return BucketAverage(buckets=self.buckets, beta=self.beta, duplicates=self.duplicates)
+
+    def curve(self, t_B: Tensor) -> Tensor:
+        """See `Schedule.curve`."""
+        low, high = self.logsnr_range
+        mass_N = self.average.on(t_B.device) + self.min_probs
+        probability_N = mass_N / mass_N.sum()
+        below_N = probability_N.cumsum(0)
+        bucket_B = torch.searchsorted(below_N, 1 - t_B).clamp(max=self.buckets - 1)
+        above_B = below_N[bucket_B] - (1 - t_B)
+        place_B = bucket_B + 1 - (above_B / probability_N[bucket_B]).clamp(0, 1)
+        return low + place_B * ((high - low) / self.buckets)
+
+    def after_step(self, logsnr_G: Tensor, loss_raw_G: Tensor) -> None:
+        """Fold a global batch, (G,) logSNR and unweighted loss, into the buckets."""
+        low, high = self.logsnr_range
+        edge_N = torch.linspace(low, high, self.buckets + 1, dtype=torch.float32, device=logsnr_G.device)
+        bucket_G = torch.searchsorted(edge_N, logsnr_G.contiguous(), right=True) - 1
+        if self.outside == "first":
+            bucket_G = torch.where(logsnr_G < high, bucket_G, 0)
+        self.average.update(bucket_G.clamp(0, self.buckets - 1), loss_raw_G)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the buckets' running loss."""
+        return self.average.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restore what `state_dict` returned."""
+        self.average.load_state_dict(state)

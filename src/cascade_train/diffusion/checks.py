@@ -1,0 +1,47 @@
+"""Range checks that the constructors of the diffusion components share. No maths lives here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cascade_train.errors import ConfigError
+
+
+def check_above(key: str, value: float, low: float) -> None:
+    """Refuse a value that is not greater than `low`.
+
+    Raises:
+        ConfigError: names key, value and rule.
+    """
+    if not value > low:
+        raise ConfigError(f"{key}={value} must be greater than {low}; give a larger {key}")
+
+
+def check_within(key: str, value: float, low: float, high: float) -> None:
+    """Refuse a value outside [low, high].
+
+    Raises:
+        ConfigError: names key, value and rule.
+    """
+    if not low <= value <= high:
+        raise ConfigError(f"{key}={value} must lie in [{low}, {high}]; change {key}")
+
+
+def check_choice(key: str, value: str, choices: Sequence[str]) -> None:
+    """Refuse a value that is not one of `choices`.
+
+    Raises:
+        ConfigError: names key, value and the choices.
+    """
+    if value not in choices:
+        raise ConfigError(f"{key}={value} is unknown; choose one of {', '.join(choices)}")
+
+
+def check_increasing(key: str, pair: Sequence[float]) -> None:
+    """Refuse what is not two numbers [low, high] with low < high.
+
+    Raises:
+        ConfigError: names key, value and rule.
+    """
+    if len(pair) != 2 or not pair[0] < pair[1]:
+        raise ConfigError(f"{key}={list(pair)} must be two numbers [low, high] with low < high; swap or change them")

@@ -1,0 +1,308 @@
+"""The weight of a sample's loss, as a function of its logSNR; one of them learns from the losses.
+
+Shape legend: B batch, G samples of the global batch, N buckets.
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from cascade_train.diffusion.bucket import BucketAverage
+from cascade_train.diffusion.checks import check_above, check_increasing
+from cascade_train.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossWeight(abc.ABC):
+    """A loss weight (Stable Cascade, gdf/loss_weights).
+
+    Attributes:
+        shift: the weight is that of logSNR + 2 ln(shift).
+        clamp_range: lowest and highest weight; None = [-1e9, 1e9].
+    """
+
+    shift: float = 1.0
+    clamp_range: list[float] | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError where an option is out of range."""
+        check_above("shift", self.shift, 0.0)
+        if self.clamp_range is not None:
+            check_increasing("clamp_range", self.clamp_range)
+
+    @abc.abstractmethod
+    def weight(self, logsnr_B: Tensor) -> Tensor:
+        """Return the weight without shift and clamp; (B,) fp32 in and out."""
+
+    def __call__(self, logsnr_B: Tensor) -> Tensor:
+        """Return the weight, (B,) fp32, of (B,) logSNR."""
+        low, high = (-1e9, 1e9) if self.clamp_range is None else self.clamp_range
+        return self.weight(logsnr_B.float() + 2 * math.log(self.shift)).clamp(low, high)
+
+    def after_step(self, logsnr_G: Tensor, loss_raw_G: Tensor) -> None:
+        """Learn from a global batch: (G,) logSNR and unweighted loss. Nothing, unless a weight adapts."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the weight's state; empty unless it adapts."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restore what `state_dict` returned."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConstantLossWeight(LossWeight):
+    """The same weight everywhere.
+
+    Attributes:
+        v: the weight.
+    """
+
+    v: float
+
+    def weight(self, logsnr_B: Tensor) -> Tensor:
+        """See `LossWeight.weight`."""
+        return torch.full_like(logsnr_B, self.v)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SNRLossWeight(LossWeight):
+    """SNR: with an epsilon target's inverse, the plain loss in x0 (Salimans & Ho 2022, section 4)."""
+
+    def weight(self, logsnr_B: Tensor) -> Tensor:
+        """See `LossWeight.weight`."""
+        return logsnr_B.exp()
+
+
+@dataclass(frozen=True, kw_only=True)
+class P2LossWeight(LossWeight):
+    """(k + SNR^s)^-gamma (Choi et al. 2022, eq. 8, with an exponent); Stable Cascade trains with 1, 1, 1.
+
+    Attributes:
+        k: keeps the weight finite at low SNR, > 0.
+        gamma: strength.
+        s: exponent of the SNR.
+    """
+
+    k: float
+    gamma: float
+    s: float
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError where an option is out of range."""
+        check_above("k", self.k, 0.0)
+        super().__post_init__()
+
+    def weight(self, logsnr_B: Tensor) -> Tensor:
+        """See `LossWeight.weight`."""
+        return (self.k + (logsnr_B * self.s).exp()) ** -self.gamma
+
+
+@dataclass(frozen=True, kw_only=True)
+class SNRPlusOneLossWeight(LossWeight):
+    """SNR + 1 (Salimans & Ho 2022, section 4)."""
+
+    def weight(self, logsnr_B: Tensor) -> Tensor:
+        """See `LossWeight.weight`."""
+        return logsnr_B.exp() + 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class MinSNRLossWeight(LossWeight):
+    """min(SNR, gamma), the weight in x0 of Hang et al. 2023, eq. 7; divide by SNR for an epsilon target.
+
+    Attributes:
+        max_snr: the paper's gamma, > 0.
+    """
+
+    max_snr: float
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError where an option is out of range."""
+        check_above("max_snr", self.max_snr, 0.0)
+        super().__post_init__()
+
+    def weight(self, logsnr_B: Tensor) -> Tensor:
+        """See `LossWeight.weight`."""
+        return logsnr_B.exp().clamp(max=self.max_snr)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MinSNRPlusOneLossWeight(MinSNRLossWeight):
+    """min(SNR + 1, gamma)."""
+
+    def weight(self, logsnr_B: Tensor) -> Tensor:
+        """See `LossWeight.weight`."""
+        return (logsnr_B.exp() + 1).clamp(max=self.max_snr)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TruncatedSNRLossWeight(LossWeight):
+    """max(SNR, floor) (Salimans & Ho 2022, section 4).
+
+    Attributes:
+        min_snr: the floor, 1 in the paper.
+    """
+
+    min_snr: float
+
+    def weight(self, logsnr_B: Tensor) -> Tensor:
+        """See `LossWeight.weight`."""
+        return logsnr_B.exp().clamp(min=self.min_snr)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SechLossWeight(LossWeight):
+    """1 / cosh(logSNR / div) (Kingma & Gao 2023, table 1).
+
+    Attributes:
+        div: width, > 0.
+    """
+
+    div: float
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError where an option is out of range."""
+        check_above("div", self.div, 0.0)
+        super().__post_init__()
+
+    def weight(self, logsnr_B: Tensor) -> Tensor:
+        """See `LossWeight.weight`."""
+        return 1 / torch.cosh(logsnr_B / self.div)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DebiasedLossWeight(LossWeight):
+    """1 / sqrt(SNR) (Yu et al. 2023, eq. 9)."""
+
+    def weight(self, logsnr_B: Tensor) -> Tensor:
+        """See `LossWeight.weight`."""
+        return (-logsnr_B / 2).exp()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SigmoidLossWeight(LossWeight):
+    """sigmoid(s * logSNR); s = 1 weighs data, s = -1 noise.
+
+    Attributes:
+        s: slope.
+    """
+
+    s: float
+
+    def weight(self, logsnr_B: Tensor) -> Tensor:
+        """See `LossWeight.weight`."""
+        return (logsnr_B * self.s).sigmoid()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComposedLossWeight(LossWeight):
+    """A product of weights over a product of weights.
+
+    Attributes:
+        mul: the factors; their own shift and clamp apply.
+        div: the divisors; their own shift and clamp apply.
+    """
+
+    mul: list[LossWeight]
+    div: list[LossWeight]
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError where an option is out of range."""
+        if not self.mul and not self.div:
+            raise ConfigError("mul=[] and div=[] leave nothing to compose; name at least one loss weight")
+        super().__post_init__()
+
+    def weight(self, logsnr_B: Tensor) -> Tensor:
+        """See `LossWeight.weight`."""
+        weight_B = torch.ones_like(logsnr_B)
+        for factor in self.mul:
+            weight_B = weight_B * factor(logsnr_B)
+        for divisor in self.div:
+            weight_B = weight_B / divisor(logsnr_B)
+        return weight_B
+
+    def after_step(self, logsnr_G: Tensor, loss_raw_G: Tensor) -> None:
+        """Let every part learn from a global batch."""
+        for part in self._parts().values():
+            part.after_step(logsnr_G, loss_raw_G)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the state of every part, by `mul.<i>.` and `div.<i>.`."""
+        return {f"{name}.{key}": v for name, part in self._parts().items() for key, v in part.state_dict().items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restore what `state_dict` returned."""
+        for name, part in self._parts().items():
+            part.load_state_dict({k.removeprefix(f"{name}."): v for k, v in state.items() if k.startswith(f"{name}.")})
+
+    def _parts(self) -> dict[str, LossWeight]:
+        sides = {"mul": self.mul, "div": self.div}
+        return {f"{side}.{i}": part for side, parts in sides.items() for i, part in enumerate(parts)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptiveLossWeight(LossWeight):
+    """One over the running loss at this logSNR: every noise level counts alike (Stable Cascade).
+
+    Buckets: one below, one above, the rest of equal width between the ends of the range. A step
+    is weighed before it is learned from, and learned from once, as a whole global batch.
+
+    Attributes:
+        logsnr_range: where the inner buckets begin and end.
+        buckets: number of buckets, at least 3.
+        weight_range: lowest and highest weight.
+        beta: share of the old loss that an update keeps.
+        duplicates: what several samples of one bucket do: "mean" takes their mean; "last" lets the
+            last one win, as the original does.
+    """
+
+    logsnr_range: list[float]
+    buckets: int
+    weight_range: list[float]
+    beta: float = 0.99
+    duplicates: Literal["mean", "last"] = "mean"
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError where an option is out of range."""
+        check_increasing("logsnr_range", self.logsnr_range)
+        check_increasing("weight_range", self.weight_range)
+        check_above("buckets", self.buckets, 2)
+        self.average.on(torch.device("cpu"))  # made now, so that its options are refused now
+        super().__post_init__()
+
+    @cached_property
+    def average(self) -> BucketAverage:
+        """Running loss of each bucket."""
+        return BucketAverage(buckets=self.buckets, beta=self.beta, duplicates=self.duplicates)
+
+    def weight(self, logsnr_B: Tensor) -> Tensor:
+        """See `LossWeight.weight`."""
+        low, high = self.weight_range
+        return (1 / self.average.on(logsnr_B.device)[self.bucket(logsnr_B)]).clamp(low, high)
+
+    def bucket(self, logsnr_B: Tensor) -> Tensor:
+        """Return the bucket, (B,) int64, of (B,) logSNR."""
+        low, high = self.logsnr_range
+        edge_N = torch.linspace(low, high, self.buckets - 1, dtype=torch.float32, device=logsnr_B.device)
+        return torch.searchsorted(edge_N, logsnr_B.detach().float().contiguous())
+
+    def after_step(self, logsnr_G: Tensor, loss_raw_G: Tensor) -> None:
+        """Fold a global batch, (G,) logSNR and unweighted loss, into the buckets."""
+        self.average.update(self.bucket(logsnr_G), loss_raw_G)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the buckets' running loss."""
+        return self.average.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restore what `state_dict` returned."""
+        self.average.load_state_dict(state)

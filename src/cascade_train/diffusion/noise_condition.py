@@ -1,0 +1,180 @@
+"""What the network is told about the noise level: logSNR to a scalar, its `timestep_ratio`.
+
+The network's embedding multiplies the scalar by 10000, so everything here stays fp32.
+
+Shape legend: B batch, N knots.
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cascade_train.diffusion.checks import check_above, check_increasing, check_within
+from cascade_train.diffusion.schedule import stable_diffusion_variances
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoiseCondition(abc.ABC):
+    """A noise condition (Stable Cascade, gdf/noise_conditions).
+
+    Attributes:
+        shift: the condition is that of logSNR + 2 ln(shift): the inverse of a schedule's shift.
+        clamp_range: lowest and highest value; None = unlimited.
+    """
+
+    shift: float = 1.0
+    clamp_range: list[float] | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError where an option is out of range."""
+        check_above("shift", self.shift, 0.0)
+        if self.clamp_range is not None:
+            check_increasing("clamp_range", self.clamp_range)
+
+    @abc.abstractmethod
+    def value(self, logsnr_B: Tensor) -> Tensor:
+        """Return the condition without shift and clamp; (B,) fp32 in and out."""
+
+    def __call__(self, logsnr_B: Tensor) -> Tensor:
+        """Return the condition, (B,) fp32, of (B,) logSNR."""
+        value_B = self.value(logsnr_B.float() + 2 * math.log(self.shift))
+        return value_B if self.clamp_range is None else value_B.clamp(*self.clamp_range)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CosineTimeCondition(NoiseCondition):
+    """The time at which the cosine schedule has this logSNR; what Stable Cascade's networks know.
+
+    Attributes:
+        s: the schedule's offset.
+        clamp_range: lowest and highest value, of a^2 as well as of the time.
+    """
+
+    s: float
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError where an option is out of range."""
+        check_within("s", self.s, 0.0, 1.0)
+        super().__post_init__()
+
+    def value(self, logsnr_B: Tensor) -> Tensor:
+        """See `NoiseCondition.value`."""
+        low, high = (0.0, 1.0) if self.clamp_range is None else self.clamp_range
+        start = math.cos(self.s / (1 + self.s) * math.pi / 2) ** 2
+        angle_B = (logsnr_B.sigmoid().clamp(low, high) * start).sqrt().acos()
+        return (angle_B / (math.pi / 2) * (1 + self.s) - self.s).clamp(low, high)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EDMCondition(NoiseCondition):
+    """A quarter of ln(sigma), which is -logSNR / 8 (Karras et al. 2022, table 1)."""
+
+    def value(self, logsnr_B: Tensor) -> Tensor:
+        """See `NoiseCondition.value`."""
+        return -logsnr_B / 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class EDMSigmaCondition(NoiseCondition):
+    """The noise level sigma itself.
+
+    Attributes:
+        sigma_data: standard deviation of the data, by which the level is multiplied.
+    """
+
+    sigma_data: float
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError where an option is out of range."""
+        check_above("sigma_data", self.sigma_data, 0.0)
+        super().__post_init__()
+
+    def value(self, logsnr_B: Tensor) -> Tensor:
+        """See `NoiseCondition.value`."""
+        return (-logsnr_B / 2).exp() * self.sigma_data
+
+
+@dataclass(frozen=True, kw_only=True)
+class SigmoidCondition(NoiseCondition):
+    """The noise's share of the variance, sigmoid(-logSNR)."""
+
+    def value(self, logsnr_B: Tensor) -> Tensor:
+        """See `NoiseCondition.value`."""
+        return (-logsnr_B).sigmoid()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogSNRCondition(NoiseCondition):
+    """The logSNR itself."""
+
+    def value(self, logsnr_B: Tensor) -> Tensor:
+        """See `NoiseCondition.value`."""
+        return logsnr_B
+
+
+@dataclass(frozen=True, kw_only=True)
+class RectifiedFlowCondition(NoiseCondition):
+    """Place on the straight line from noise (0) to data (1): the signal scale of `LerpScaling`."""
+
+    def value(self, logsnr_B: Tensor) -> Tensor:
+        """See `NoiseCondition.value`."""
+        return (logsnr_B / 2).sigmoid()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StableDiffusionCondition(NoiseCondition):
+    """The time at which Stable Diffusion's schedule has this logSNR.
+
+    Attributes:
+        linear_range: the schedule's first and last beta.
+        total_steps: the schedule's number of intervals.
+    """
+
+    linear_range: list[float]
+    total_steps: int
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError where an option is out of range."""
+        check_increasing("linear_range", self.linear_range)
+        check_above("total_steps", self.total_steps, 1)
+        super().__post_init__()
+
+    def value(self, logsnr_B: Tensor) -> Tensor:
+        """See `NoiseCondition.value`."""
+        rising_N = stable_diffusion_variances(self.linear_range, self.total_steps, logsnr_B.device).flip(0)
+        var_B = logsnr_B.sigmoid()
+        upper_B = torch.searchsorted(rising_N, var_B).clamp(1, self.total_steps)
+        low_B, high_B = rising_N[upper_B - 1], rising_N[upper_B]
+        place_B = upper_B - (high_B - var_B) / (high_B - low_B)
+        return 1 - place_B.clamp(0, self.total_steps) / self.total_steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiscreteCondition(NoiseCondition):
+    """Another condition as a whole number of steps, cut towards zero and kept as fp32.
+
+    Attributes:
+        condition: the continuous condition.
+        steps: number of steps into which its range is cut.
+        continuous_range: the values that become 0 and `steps`.
+    """
+
+    condition: NoiseCondition
+    steps: int
+    continuous_range: list[float]
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError where an option is out of range."""
+        check_above("steps", self.steps, 0)
+        check_increasing("continuous_range", self.continuous_range)
+        super().__post_init__()
+
+    def value(self, logsnr_B: Tensor) -> Tensor:
+        """See `NoiseCondition.value`."""
+        low, high = self.continuous_range
+        return ((self.condition(logsnr_B) - low) / (high - low) * self.steps).trunc()

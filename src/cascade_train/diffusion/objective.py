@@ -1,0 +1,169 @@
+"""The diffusion objective: five small objects over logSNR, put together.
+
+Lives here: adding noise, the per-sample loss, the one-step prediction. Nothing here draws random
+numbers: the caller gives them, one sample at a time (see `Batch.uniform` and `Batch.normal`).
+
+Shape legend: B batch, G samples of the global batch, C channels, H W latent size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from cascade_train.diffusion.checks import check_above, check_within
+from cascade_train.diffusion.loss_weight import LossWeight
+from cascade_train.diffusion.noise_condition import NoiseCondition
+from cascade_train.diffusion.scaling import Scaling, per_sample
+from cascade_train.diffusion.schedule import Schedule
+from cascade_train.diffusion.target import Target
+from cascade_train.errors import RunError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diffused:
+    """Noised latents and everything that belongs to them; all fp32, on the device of the latents.
+
+    Attributes:
+        noised: (B, C, H, W), what the network sees.
+        target: (B, C, H, W), what it shall predict.
+        noise: (B, C, H, W), offset noise included.
+        logsnr_B: (B,) noise level.
+        timestep_ratio_B: (B,) noise condition, what the network is told.
+        loss_weight_B: (B,) weight of each sample's loss.
+    """
+
+    noised: Tensor
+    target: Tensor
+    noise: Tensor
+    logsnr_B: Tensor
+    timestep_ratio_B: Tensor
+    loss_weight_B: Tensor
+
+
+class Objective:
+    """How latents are noised and a prediction is scored (Stable Cascade, gdf)."""
+
+    def __init__(
+        self,
+        *,
+        schedule: Schedule,
+        scaling: Scaling,
+        target: Target,
+        noise_condition: NoiseCondition,
+        loss_weight: LossWeight,
+        offset_noise: float,
+        shift: float,
+    ) -> None:
+        """Store the five parts.
+
+        Args:
+            schedule: time to logSNR.
+            scaling: logSNR to signal and noise scale.
+            target: what the network predicts.
+            noise_condition: logSNR to what the network is told.
+            loss_weight: logSNR to the weight of the loss.
+            offset_noise: scale of the noise that is constant over a channel; 0 = off.
+            shift: shift of the training noise level, 1 = none (see `Schedule`).
+
+        Raises:
+            ConfigError: an option is out of range.
+        """
+        check_within("offset_noise", offset_noise, 0.0, 10.0)
+        check_above("shift", shift, 0.0)
+        self.schedule = schedule
+        self.scaling = scaling
+        self.target = target
+        self.noise_condition = noise_condition
+        self.loss_weight = loss_weight
+        self.offset_noise = offset_noise
+        self.shift = shift
+
+    def diffuse(self, x0_BCHW: Tensor, noise_BCHW: Tensor, u_B: Tensor, offset_BC11: Tensor | None = None) -> Diffused:
+        """Add training noise.
+
+        Args:
+            x0_BCHW: (B, C, H, W) clean latents.
+            noise_BCHW: (B, C, H, W) standard normal.
+            u_B: (B,) uniform in [0, 1); chooses the noise level.
+            offset_BC11: (B, C, 1, 1) standard normal; needed where `offset_noise` is not 0.
+
+        Raises:
+            RunError: `offset_noise` is not 0 and its normals are missing.
+        """
+        return self.diffuse_at(x0_BCHW, noise_BCHW, self.schedule.sample(u_B, shift=self.shift), offset_BC11)
+
+    def diffuse_at(
+        self, x0_BCHW: Tensor, noise_BCHW: Tensor, logsnr_B: Tensor, offset_BC11: Tensor | None = None
+    ) -> Diffused:
+        """Add noise at given levels, (B,) logSNR; the rest as in `diffuse`.
+
+        Raises:
+            RunError: `offset_noise` is not 0 and its normals are missing.
+        """
+        x0_BCHW, noise_BCHW, logsnr_B = x0_BCHW.float(), noise_BCHW.float(), logsnr_B.float()
+        if self.offset_noise:
+            if offset_BC11 is None:
+                raise RunError(f"offset_noise={self.offset_noise} needs normals of shape (B, C, 1, 1); pass them")
+            noise_BCHW = noise_BCHW + self.offset_noise * offset_BC11.float()
+        a_B111, b_B111 = self._scales(logsnr_B)
+        return Diffused(
+            noised=a_B111 * x0_BCHW + b_B111 * noise_BCHW,
+            target=self.target(x0_BCHW, noise_BCHW, a_B111, b_B111),
+            noise=noise_BCHW,
+            logsnr_B=logsnr_B,
+            timestep_ratio_B=self.noise_condition(logsnr_B),
+            loss_weight_B=self.loss_weight(logsnr_B),
+        )
+
+    def x0(self, pred_BCHW: Tensor, noised_BCHW: Tensor, logsnr_B: Tensor) -> Tensor:
+        """Return the clean latents, (B, C, H, W) fp32, that a prediction implies: one step, no sampling."""
+        return self.target.x0(pred_BCHW.float(), noised_BCHW.float(), *self._scales(logsnr_B))
+
+    def noise(self, pred_BCHW: Tensor, noised_BCHW: Tensor, logsnr_B: Tensor) -> Tensor:
+        """Return the noise, (B, C, H, W) fp32, that a prediction implies."""
+        return self.target.noise(pred_BCHW.float(), noised_BCHW.float(), *self._scales(logsnr_B))
+
+    def loss(self, pred_BCHW: Tensor, diffused: Diffused) -> tuple[Tensor, Tensor]:
+        """Score a prediction (B, C, H, W) by its mean squared error.
+
+        Returns:
+            The weighted and the unweighted loss, each (B,) fp32; the mean is over C, H and W.
+        """
+        loss_raw_B = (pred_BCHW.float() - diffused.target).square().mean(dim=(1, 2, 3))
+        return loss_raw_B * diffused.loss_weight_B, loss_raw_B
+
+    def after_step(self, logsnr_G: Tensor, loss_raw_G: Tensor) -> None:
+        """Let what adapts learn from one optimizer step.
+
+        Args:
+            logsnr_G: (G,) noise levels of the whole global batch, in its order.
+            loss_raw_G: (G,) unweighted losses of the same samples.
+        """
+        for part in (self.schedule, self.loss_weight):
+            part.after_step(logsnr_G.detach(), loss_raw_G.detach())
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the state of what adapts, by `schedule.` and `loss_weight.`; mostly empty."""
+        state = {f"schedule.{key}": value for key, value in self.schedule.state_dict().items()}
+        return state | {f"loss_weight.{key}": value for key, value in self.loss_weight.state_dict().items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restore what `state_dict` returned.
+
+        Raises:
+            RunError: the state belongs to another objective.
+        """
+        if state.keys() != self.state_dict().keys():
+            raise RunError(
+                f"the saved objective has state {sorted(state)}, this one {sorted(self.state_dict())}; "
+                "resume with the objective that the run was started with"
+            )
+        for name, part in (("schedule", self.schedule), ("loss_weight", self.loss_weight)):
+            part.load_state_dict({k.removeprefix(f"{name}."): v for k, v in state.items() if k.startswith(f"{name}.")})
+
+    def _scales(self, logsnr_B: Tensor) -> tuple[Tensor, Tensor]:
+        a_B, b_B = self.scaling(logsnr_B.float())
+        return per_sample(a_B), per_sample(b_B)

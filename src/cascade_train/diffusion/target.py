@@ -1,0 +1,97 @@
+"""What the network predicts, and how a prediction becomes x0 and noise.
+
+All formulas are exact for any a and b, from noised = a * x0 + b * noise. Scales come from scaling.py.
+
+Shape legend: B batch, C channels, H W latent size; a and b are (B, 1, 1, 1).
+"""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+class Target(abc.ABC):
+    """A prediction target and its two inverses (Stable Cascade, gdf/targets); all tensors fp32."""
+
+    @abc.abstractmethod
+    def __call__(self, x0_BCHW: Tensor, noise_BCHW: Tensor, a_B111: Tensor, b_B111: Tensor) -> Tensor:
+        """Return the target (B, C, H, W) of clean latents and noise."""
+
+    @abc.abstractmethod
+    def x0(self, pred_BCHW: Tensor, noised_BCHW: Tensor, a_B111: Tensor, b_B111: Tensor) -> Tensor:
+        """Return the clean latents (B, C, H, W) that a prediction implies."""
+
+    @abc.abstractmethod
+    def noise(self, pred_BCHW: Tensor, noised_BCHW: Tensor, a_B111: Tensor, b_B111: Tensor) -> Tensor:
+        """Return the noise (B, C, H, W) that a prediction implies."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpsilonTarget(Target):
+    """The noise itself (Ho et al. 2020, eq. 12)."""
+
+    def __call__(self, x0_BCHW: Tensor, noise_BCHW: Tensor, a_B111: Tensor, b_B111: Tensor) -> Tensor:
+        """See `Target`."""
+        return noise_BCHW
+
+    def x0(self, pred_BCHW: Tensor, noised_BCHW: Tensor, a_B111: Tensor, b_B111: Tensor) -> Tensor:
+        """See `Target.x0`. Divides by a."""
+        return (noised_BCHW - b_B111 * pred_BCHW) / a_B111
+
+    def noise(self, pred_BCHW: Tensor, noised_BCHW: Tensor, a_B111: Tensor, b_B111: Tensor) -> Tensor:
+        """See `Target.noise`."""
+        return pred_BCHW
+
+
+@dataclass(frozen=True, kw_only=True)
+class X0Target(Target):
+    """The clean latents."""
+
+    def __call__(self, x0_BCHW: Tensor, noise_BCHW: Tensor, a_B111: Tensor, b_B111: Tensor) -> Tensor:
+        """See `Target`."""
+        return x0_BCHW
+
+    def x0(self, pred_BCHW: Tensor, noised_BCHW: Tensor, a_B111: Tensor, b_B111: Tensor) -> Tensor:
+        """See `Target.x0`."""
+        return pred_BCHW
+
+    def noise(self, pred_BCHW: Tensor, noised_BCHW: Tensor, a_B111: Tensor, b_B111: Tensor) -> Tensor:
+        """See `Target.noise`. Divides by b."""
+        return (noised_BCHW - a_B111 * pred_BCHW) / b_B111
+
+
+@dataclass(frozen=True, kw_only=True)
+class VTarget(Target):
+    """Velocity, v = a * noise - b * x0 (Salimans & Ho 2022, section 4)."""
+
+    def __call__(self, x0_BCHW: Tensor, noise_BCHW: Tensor, a_B111: Tensor, b_B111: Tensor) -> Tensor:
+        """See `Target`."""
+        return a_B111 * noise_BCHW - b_B111 * x0_BCHW
+
+    def x0(self, pred_BCHW: Tensor, noised_BCHW: Tensor, a_B111: Tensor, b_B111: Tensor) -> Tensor:
+        """See `Target.x0`."""
+        return (a_B111 * noised_BCHW - b_B111 * pred_BCHW) / (a_B111**2 + b_B111**2)
+
+    def noise(self, pred_BCHW: Tensor, noised_BCHW: Tensor, a_B111: Tensor, b_B111: Tensor) -> Tensor:
+        """See `Target.noise`."""
+        return (b_B111 * noised_BCHW + a_B111 * pred_BCHW) / (a_B111**2 + b_B111**2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RectifiedFlowTarget(Target):
+    """Direction from data to noise, noise - x0 (Liu et al. 2022, eq. 1)."""
+
+    def __call__(self, x0_BCHW: Tensor, noise_BCHW: Tensor, a_B111: Tensor, b_B111: Tensor) -> Tensor:
+        """See `Target`."""
+        return noise_BCHW - x0_BCHW
+
+    def x0(self, pred_BCHW: Tensor, noised_BCHW: Tensor, a_B111: Tensor, b_B111: Tensor) -> Tensor:
+        """See `Target.x0`."""
+        return (noised_BCHW - b_B111 * pred_BCHW) / (a_B111 + b_B111)
+
+    def noise(self, pred_BCHW: Tensor, noised_BCHW: Tensor, a_B111: Tensor, b_B111: Tensor) -> Tensor:
+        """See `Target.noise`."""
+        return (noised_BCHW + a_B111 * pred_BCHW) / (a_B111 + b_B111)
