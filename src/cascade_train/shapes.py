@@ -12,11 +12,13 @@ import io
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from cascade_train.data.shapes import Shapes
+from cascade_train.data.tar_writer import write_tar
 from cascade_train.errors import ConfigError
 
 USAGE = "python -m cascade_train.shapes out=DIR samples=2000 samples_per_shard=500 image_size=96 seed=0"
@@ -66,21 +68,21 @@ def write_shapes(arguments: Arguments) -> list[Path]:
     if any(out.glob("shapes-*.tar")):
         raise ConfigError(f"out={out} holds shapes-*.tar already: remove them or choose another folder")
     firsts = range(0, arguments.samples, arguments.samples_per_shard)
-    return [_write_shard(shapes, out / f"shapes-{i:06d}.tar", first, arguments) for i, first in enumerate(firsts)]
+    return [
+        write_tar(
+            out / f"shapes-{i:06d}.tar",
+            (encoded(shapes, row) for row in range(first, min(first + arguments.samples_per_shard, arguments.samples))),
+        )
+        for i, first in enumerate(firsts)
+    ]
 
 
-def _write_shard(shapes: Shapes, path: Path, first: int, arguments: Arguments) -> Path:
-    """Write one tar under another name and move it into place."""
-    from webdataset import TarWriter  # imports torch
-
-    part = path.with_suffix(".part")
-    with TarWriter(str(part), mtime=0) as writer:
-        for row in range(first, min(first + arguments.samples_per_shard, arguments.samples)):
-            scene, caption, picture = shapes.draw(row)
-            encoded = io.BytesIO()
-            picture.save(encoded, format="png")
-            writer.write({"__key__": f"{row:07d}", "png": encoded.getvalue(), "txt": caption, "json": asdict(scene)})
-    return part.rename(path)
+def encoded(shapes: Shapes, row: int) -> dict[str, Any]:
+    """Return one sample by extension, its key as `__key__`."""
+    scene, caption, picture = shapes.draw(row)
+    file = io.BytesIO()
+    picture.save(file, format="png")
+    return {"__key__": f"{row:07d}", "png": file.getvalue(), "txt": caption, "json": asdict(scene)}
 
 
 def parse(words: list[str]) -> Arguments:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import numpy as np
 from PIL import Image
 
-from cascade_train.data.sample import UnreadableSample
+from cascade_train.data.sample import UnreadableSampleError
 
 _ORIENTATION_TAG = 0x0112
 _UPRIGHT = {
@@ -34,7 +34,7 @@ def upright_size(encoded: bytes) -> tuple[int, int]:
         encoded: the file, or enough of its beginning to hold the header.
 
     Raises:
-        UnreadableSample: there is no readable header.
+        UnreadableSampleError: there is no readable header.
     """
     with _damage_reported():
         image = Image.open(io.BytesIO(encoded))
@@ -55,7 +55,7 @@ def decode(picture: bytes | np.ndarray, height: int, width: int, *, offset: tupl
         (3, height, width) uint8 RGB.
 
     Raises:
-        UnreadableSample: the file is damaged, or larger than PIL's limit for a picture.
+        UnreadableSampleError: the file is damaged, or larger than PIL's limit for a picture.
     """
     with _damage_reported():
         image = Image.fromarray(picture) if isinstance(picture, np.ndarray) else _open_upright(picture)
@@ -104,7 +104,7 @@ def _crop_box(
 
 @contextmanager
 def _damage_reported() -> Iterator[None]:
-    """Turn whatever a damaged file makes PIL raise into `UnreadableSample`.
+    """Turn whatever a damaged file makes PIL raise into `UnreadableSampleError`.
 
     PIL answers damage with OSError, SyntaxError, ValueError, struct.error, IndexError and others, so every
     Exception counts; memory exhaustion does not.
@@ -117,4 +117,4 @@ def _damage_reported() -> Iterator[None]:
     except MemoryError:
         raise
     except Exception as error:
-        raise UnreadableSample(f"{type(error).__name__}: {error}") from error
+        raise UnreadableSampleError(f"{type(error).__name__}: {error}") from error

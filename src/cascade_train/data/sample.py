@@ -12,8 +12,8 @@ import numpy as np
 from cascade_train.errors import RunError
 
 
-class UnreadableSample(RunError):  # noqa: N818 - a verdict on one sample, counted rather than raised to the user
-    """The content of one sample is damaged; a neighbour stands in for it."""
+class UnreadableSampleError(RunError):
+    """The content of one sample is damaged; a neighbour stands in for it, and it is counted."""
 
 
 @dataclass(frozen=True, kw_only=True)

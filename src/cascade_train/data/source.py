@@ -65,6 +65,6 @@ class Source(abc.ABC):
         """Read one row of the index, without decoding the picture. Runs in a worker process.
 
         Raises:
-            UnreadableSample: the sample's content is damaged.
+            UnreadableSampleError: the sample's content is damaged.
             OSError: the data cannot be reached.
         """

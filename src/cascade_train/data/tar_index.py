@@ -21,7 +21,7 @@ import numpy as np
 
 from cascade_train.data.decode import upright_size
 from cascade_train.data.index import ROW_FIELDS
-from cascade_train.data.sample import UnreadableSample
+from cascade_train.data.sample import UnreadableSampleError
 from cascade_train.errors import ConfigError
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
@@ -171,7 +171,7 @@ def _picture_size(file: BinaryIO, image: _Span) -> tuple[int, int]:
         file.seek(image.start)
         try:
             return upright_size(file.read(min(limit, image.size)))
-        except UnreadableSample:
+        except UnreadableSampleError:
             continue
     return 0, 0
 
@@ -211,10 +211,10 @@ def _read_cache(cached: Path) -> ShardIndex | None:
     if not cached.is_file():
         return None
     try:
-        with np.load(cached, allow_pickle=False) as parts:
+        with cached.open("rb") as file, np.load(file, allow_pickle=False) as parts:
             dropped = Dropped(**json.loads(str(parts["dropped"])))
             shard = ShardIndex(table=parts["table"], keys=parts["keys"], dropped=dropped)
-    except Exception as error:  # noqa: BLE001 - numpy and zipfile answer damage in many ways
+    except Exception as error:  # numpy and zipfile answer damage in many ways
         _log.warning("cached index %s is damaged (%s); reading the tar again", cached, error)
         return None
     return shard

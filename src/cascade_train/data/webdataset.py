@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from cascade_train.data.index import Index
-from cascade_train.data.sample import RawSample, UnreadableSample
+from cascade_train.data.sample import RawSample, UnreadableSampleError
 from cascade_train.data.source import Source
 from cascade_train.data.tar_index import load_shard
 from cascade_train.data.urls import expand_urls
@@ -74,7 +74,7 @@ class WebDataset(Source):
         try:
             return RawSample(image=image, caption=caption.decode().strip(), key=key)
         except UnicodeDecodeError as error:
-            raise UnreadableSample(f"the caption is not UTF-8: {error}") from error
+            raise UnreadableSampleError(f"the caption is not UTF-8: {error}") from error
 
 
 def _refuse_unreadable(index: Index) -> None:

@@ -17,7 +17,7 @@ from cascade_train.batch import Batch, sample_seed
 from cascade_train.data.decode import decode
 from cascade_train.data.index import Index
 from cascade_train.data.plan import Step
-from cascade_train.data.sample import UnreadableSample
+from cascade_train.data.sample import UnreadableSampleError
 from cascade_train.data.source import Source
 from cascade_train.errors import RunError
 
@@ -69,7 +69,7 @@ class MicroBatches(Dataset[Batch | Failure]):
         for row, epoch in zip(step.rows.tolist(), step.epochs.tolist(), strict=True):
             try:
                 samples.append(self._sample(row, epoch, step))
-            except Exception as error:  # noqa: BLE001 - crosses a process border as text, raised again there
+            except Exception as error:  # crosses a process border as text, raised again there
                 cause = str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
                 return Failure(text=f"sample {self._index.name(row)}: {cause}", trace=traceback.format_exc())
         return Batch(
@@ -90,7 +90,7 @@ class MicroBatches(Dataset[Batch | Failure]):
             try:
                 raw = self._source.read(candidate)
                 image = decode(raw.image, step.height, step.width, offset=self._crop_offset(candidate, epoch))
-            except UnreadableSample as error:
+            except UnreadableSampleError as error:
                 skipped.append(f"{self._index.name(candidate)} ({error})")
                 continue
             return _Sample(image=image, caption=raw.caption, key=raw.key, row=candidate, skipped=tuple(skipped))

@@ -1,0 +1,232 @@
+"""What every source of samples must keep, through the loader. A test class per source inherits from this."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+from cascade_train.batch import Batch
+from cascade_train.data.index import split
+from cascade_train.data.loader import Loader
+from cascade_train.data.source import Source
+from cascade_train.errors import ConfigError
+
+GLOBAL_BATCH_SIZE = 8
+KILLED_RUN = """
+import json, os, pickle, signal, sys
+from pathlib import Path
+from tests.unit.data.dataset_contract import content, loading
+source = pickle.loads(Path(sys.argv[1]).read_bytes())
+with loading(source) as loader:
+    contents = [content(next(loader)) for _ in range(3)]
+    Path(sys.argv[2]).write_text(json.dumps({"state": loader.state_dict(), "contents": contents}))
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@contextmanager
+def loading(source: Source, **options: Any) -> Iterator[Loader]:
+    """Open a source and load all of it."""
+    index = source.open()
+    defaults = {
+        "rows": np.arange(len(index)),
+        "seed": 3,
+        "global_batch_size": GLOBAL_BATCH_SIZE,
+        "micro_batch_size": 2,
+        "rank": 0,
+        "ranks": 1,
+    }
+    loader = Loader(source, index=index, **{**defaults, **options})
+    try:
+        yield loader
+    finally:
+        loader.close()
+
+
+def content(step: list[Batch]) -> str:
+    """Return a digest of everything that a step holds, micro-batch borders aside."""
+    state = hashlib.sha256()
+    for field in ("image_BCHW", "epoch_B", "index_B"):
+        state.update(torch.cat([getattr(micro, field) for micro in step]).numpy().tobytes())
+    state.update(repr([(micro.captions, micro.keys, micro.seed) for micro in _whole(step)]).encode())
+    return state.hexdigest()
+
+
+def _whole(step: list[Batch]) -> list[Batch]:
+    captions = tuple(caption for micro in step for caption in micro.captions)
+    keys = tuple(key for micro in step for key in micro.keys)
+    images, epochs, rows = (
+        torch.cat([getattr(micro, f) for micro in step]) for f in ("image_BCHW", "epoch_B", "index_B")
+    )
+    return [Batch(image_BCHW=images, captions=captions, keys=keys, epoch_B=epochs, index_B=rows, seed=step[0].seed)]
+
+
+def contents(source: Source, steps: int, **options: Any) -> list[str]:
+    """Return the digests of the first steps."""
+    with loading(source, **options) as loader:
+        return [content(next(loader)) for _ in range(steps)]
+
+
+class DatasetContract:
+    """Inherit, define `make_source`, and state the order that must never change unnoticed.
+
+    Attributes:
+        order_digest: of the rows and epochs of the first 20 steps; the same for any data of the same layout.
+        samples: how many the source has.
+    """
+
+    order_digest: ClassVar[str]
+    samples: ClassVar[int]
+
+    @classmethod
+    def make_source(cls, folder: Path, **options: Any) -> Source:
+        """Return the source under test, with these options changed; its data may be kept in the folder."""
+        raise NotImplementedError
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def folder(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        return tmp_path_factory.mktemp("data")
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def uninterrupted(cls, folder: Path) -> list[str]:
+        """The digests of 12 steps, which end within the third epoch."""
+        return contents(cls.make_source(folder, crop="random"), 12)
+
+    def test_batches_have_the_documented_form(self, folder: Path) -> None:
+        source = self.make_source(folder)
+        with loading(source) as loader:
+            step = next(loader)
+        assert [len(micro) for micro in step] == [2, 2, 2, 2]
+        for micro in step:
+            assert micro.image_BCHW.shape == (2, 3, source.image_size, source.image_size)
+            assert micro.image_BCHW.dtype == torch.uint8
+            assert micro.epoch_B.dtype == micro.index_B.dtype == torch.int64
+            assert all(isinstance(text, str) and text for text in (*micro.captions, *micro.keys))
+            assert micro.seed == 3
+            assert micro.skipped == ()
+
+    def test_every_epoch_draws_every_sample_once(self, folder: Path) -> None:
+        with loading(self.make_source(folder)) as loader:
+            rows, epochs = [], []
+            while len(rows) < 3 * self.samples:
+                for micro in next(loader):
+                    rows += micro.index_B.tolist()
+                    epochs += micro.epoch_B.tolist()
+        for epoch in range(3):
+            drawn = [row for row, e in zip(rows, epochs, strict=True) if e == epoch]
+            assert sorted(drawn) == list(range(self.samples))
+        assert rows[: self.samples] != rows[self.samples : 2 * self.samples]
+
+    @pytest.mark.parametrize("num_workers", [0, 2])
+    def test_resume_at_any_position_is_exact(self, folder: Path, num_workers: int, uninterrupted: list[str]) -> None:
+        source = self.make_source(folder, crop="random", num_workers=num_workers)
+        with loading(source) as loader:
+            states = [loader.state_dict()]
+            for expected in uninterrupted:
+                assert content(next(loader)) == expected
+                states.append(loader.state_dict())
+            for position in (5, 0, 11, 7):
+                loader.load_state_dict(json.loads(json.dumps(states[position])))
+                assert content(next(loader)) == uninterrupted[position]
+                assert loader.state_dict() == states[position + 1]
+        with loading(source, position=9) as loader:
+            assert [content(step) for step, _ in zip(loader, range(3), strict=False)] == uninterrupted[9:]
+
+    @pytest.mark.parametrize(("ranks", "micro_batch_size"), [(1, 8), (2, 2), (4, 2), (4, 1)])
+    def test_ranks_and_micro_batches_leave_the_global_batch_unchanged(
+        self, folder: Path, ranks: int, micro_batch_size: int, uninterrupted: list[str]
+    ) -> None:
+        source = self.make_source(folder, crop="random")
+        states = []
+        steps: list[list[Batch]] = [[], [], []]
+        for rank in range(ranks):
+            with loading(source, rank=rank, ranks=ranks, micro_batch_size=micro_batch_size) as loader:
+                for step in steps:
+                    step += next(loader)
+                states.append(loader.state_dict())
+        assert {len(micro) for step in steps for micro in step} == {micro_batch_size}
+        assert [content(step) for step in steps] == uninterrupted[:3]
+        assert all(state == states[0] for state in states)
+
+    def test_a_killed_run_continues_on_other_ranks_and_workers(
+        self, folder: Path, tmp_path: Path, repository: Path, uninterrupted: list[str]
+    ) -> None:
+        pickled, saved = tmp_path / "source.pickle", tmp_path / "state.json"
+        pickled.write_bytes(pickle.dumps(self.make_source(folder, crop="random", num_workers=2)))
+        command = [sys.executable, "-c", KILLED_RUN, str(pickled), str(saved)]
+        log = tmp_path / "log"
+        with log.open("w") as file:  # a file: orphaned workers would hold a pipe open until they notice
+            killed = subprocess.run(command, cwd=repository, stdout=file, stderr=file, timeout=120)
+        assert killed.returncode == -signal.SIGKILL, log.read_text()
+        left = json.loads(saved.read_text())
+        assert left["contents"] == uninterrupted[:3]
+        step: list[Batch] = []
+        for rank in range(2):
+            with loading(self.make_source(folder, crop="random"), rank=rank, ranks=2) as loader:
+                loader.load_state_dict(left["state"])
+                step += next(loader)
+        assert content(step) == uninterrupted[3]
+
+    def test_the_order_is_frozen(self, folder: Path) -> None:
+        with loading(self.make_source(folder)) as loader:
+            steps = [next(loader) for _ in range(20)]
+        drawn = [
+            (row, epoch)
+            for step in steps
+            for micro in step
+            for row, epoch in zip(micro.index_B.tolist(), micro.epoch_B.tolist(), strict=True)
+        ]
+        assert hashlib.sha256(repr(drawn).encode()).hexdigest()[:16] == self.order_digest
+
+    def test_another_seed_is_refused_and_gives_another_order(self, folder: Path, uninterrupted: list[str]) -> None:
+        source = self.make_source(folder, crop="random")
+        with loading(source) as loader:
+            state = loader.state_dict()
+        with loading(source, seed=4) as loader:
+            with pytest.raises(ConfigError, match="seed was 3, is 4: set run.seed back"):
+                loader.load_state_dict(state)
+            assert content(next(loader)) != uninterrupted[0]
+
+    def test_another_held_out_share_is_refused(self, folder: Path) -> None:
+        source = self.make_source(folder)
+        with loading(source) as loader:
+            state = loader.state_dict()
+        train, held_out = split(source.open(), 0.3)
+        assert sorted([*train, *held_out]) == list(range(self.samples))
+        with (
+            loading(source, rows=train) as loader,
+            pytest.raises(ConfigError, match="the held-out share changed; set validate.share back"),
+        ):
+            loader.load_state_dict(state)
+
+    def test_another_window_is_refused(self, folder: Path) -> None:
+        with loading(self.make_source(folder)) as loader:
+            state = loader.state_dict()
+        with (
+            loading(self.make_source(folder, shuffle_window_shards=5)) as loader,
+            pytest.raises(ConfigError, match="set data.shuffle_window_shards back"),
+        ):
+            loader.load_state_dict(state)
+
+    def test_another_global_batch_size_is_refused(self, folder: Path) -> None:
+        with loading(self.make_source(folder)) as loader:
+            state = loader.state_dict()
+        with (
+            loading(self.make_source(folder), global_batch_size=16) as loader,
+            pytest.raises(ConfigError, match="counts global batches of 8 samples, but train.global_batch_size=16"),
+        ):
+            loader.load_state_dict(state)

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cascade_train.data.shapes import COLOURS, POSITIONS, RADII, SHAPES, Shapes
+from tests.unit.data.dataset_contract import DatasetContract
+
+WORDS = {*COLOURS, *SHAPES, *RADII, *" ".join(POSITIONS).split()} | {
+    *("a", "an", "the", "on", "at", "in", "of", "with", "shape", "background", "and", "photo")
+}
+
+
+def shapes(**options: Any) -> Shapes:
+    defaults = {
+        "image_size": 32,
+        "crop": "center",
+        "shuffle_window_shards": 2,
+        "num_workers": 0,
+        "worker_start": "fork",
+        "samples": 37,
+        "seed": 0,
+    }
+    return Shapes(**{**defaults, **options})
+
+
+class TestShapes(DatasetContract):
+    order_digest = "b646e2e75ce09689"
+    samples = 37
+
+    @classmethod
+    def make_source(cls, folder: Path, **options: Any) -> Shapes:
+        return shapes(**options)
+
+
+def test_a_picture_depends_on_seed_and_row_alone() -> None:
+    first, longer, other = shapes(), shapes(samples=500), shapes(seed=1)
+    for row in range(20):
+        assert first.draw(row)[:2] == longer.draw(row)[:2]
+        assert np.array_equal(first.read(row).image, longer.read(row).image)
+    assert sum(first.draw(row)[0] == other.draw(row)[0] for row in range(37)) < 3
+    assert first.open().digest != other.open().digest
+
+
+def test_captions_use_the_tokenizers_words_only() -> None:
+    source = shapes(samples=3000)
+    used = {word for row in range(3000) for word in source.draw(row)[1].split()}
+    assert used <= WORDS
+    assert used >= WORDS - {"of", "an", "and"}
+    assert {"an", "photo", "and"} <= used
+
+
+def test_a_caption_says_what_the_scene_shows() -> None:
+    source = shapes(samples=600)
+    complete = 0
+    for row in range(600):
+        scene, caption, _ = source.draw(row)
+        assert f"{scene.background} background" in caption
+        assert f"{scene.colour} {scene.shape}" in caption or f"{scene.colour} shape" in caption
+        assert f"the {scene.position} " in f"{caption} " or not re.search(r" the ", caption)
+        assert not re.search(r"\ba [aeiou]|\ban [^aeiou]", caption)
+        complete += scene.shape in caption and scene.size in caption and f"the {scene.position}" in caption
+    assert 0.7 < complete / 600 < 0.86
+
+
+@pytest.mark.parametrize("position", list(POSITIONS))
+def test_the_object_lies_in_its_cell_and_inside_the_picture(position: str) -> None:
+    source = shapes(samples=2000, image_size=96)
+    column, line = POSITIONS[position]
+    seen = 0
+    for row in range(400):
+        scene, _, picture = source.draw(row)
+        if scene.position != position:
+            continue
+        pixels = np.asarray(picture).astype(int)
+        object_ = np.abs(pixels - pixels[0, 0]).sum(axis=-1) > 30
+        ys, xs = np.nonzero(object_)
+        assert int((xs.min() + xs.max()) / 2 // 32) == column
+        assert int((ys.min() + ys.max()) / 2 // 32) == line
+        area = object_.mean()
+        assert (area < 0.05) if scene.size == "small" else (area > 0.02)
+        seen += 1
+    assert seen > 20
+
+
+def test_edges_are_soft() -> None:
+    source = shapes(image_size=96, samples=100)
+    row = next(row for row in range(100) if source.draw(row)[0].shape == "circle")
+    assert len(np.unique(np.asarray(source.draw(row)[2]).reshape(-1, 3), axis=0)) > 5
+
+
+def test_drawing_takes_milliseconds() -> None:
+    source = shapes(samples=200, image_size=96)
+    start = time.perf_counter()
+    for row in range(200):
+        source.read(row)
+    assert (time.perf_counter() - start) / 200 < 0.02
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"samples": 0}, "data.samples=0 must be at least 1"),
+        ({"image_size": 8}, "data.image_size=8 must be at least 16 px for shapes"),
+        ({"image_size": 0}, "data.image_size=0 must be at least 1 px"),
+        ({"crop": "left"}, "data.crop=left is unknown"),
+        ({"shuffle_window_shards": 0}, "data.shuffle_window_shards=0 must be at least 1"),
+        ({"num_workers": -1}, "data.num_workers=-1 must be at least 0"),
+        ({"worker_start": "thread"}, "data.worker_start=thread is unknown"),
+    ],
+)
+def test_options_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        shapes(**options)

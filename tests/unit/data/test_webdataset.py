@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cascade_train.data.webdataset import WebDataset
+from cascade_train.errors import ConfigError, RunError
+from tests.unit.data import tars
+from tests.unit.data.dataset_contract import DatasetContract, content, contents, loading
+
+
+class TestWebDataset(DatasetContract):
+    order_digest = "ca8bce708777fa19"
+    samples = 37
+
+    @classmethod
+    def make_source(cls, folder: Path, **options: Any) -> WebDataset:
+        if not any(folder.glob("*.tar")):
+            for shard, keys in enumerate([range(12), range(12, 20), range(20, 37)]):
+                tars.write(folder / f"part-{shard}.tar", tars.samples(keys))
+        return tars.webdataset(folder / "part-{0..2}.tar", **options)
+
+    def test_spawned_workers_give_the_same_batches(self, folder: Path, uninterrupted: list[str]) -> None:
+        source = self.make_source(folder, crop="random", num_workers=1, worker_start="spawn")
+        assert contents(source, 2) == uninterrupted[:2]
+
+    def test_changed_files_are_refused(self, folder: Path, tmp_path: Path) -> None:
+        with loading(self.make_source(folder)) as loader:
+            state = loader.state_dict()
+        more = tars.write(tmp_path / "more.tar", tars.samples([40]))
+        with (
+            loading(tars.webdataset([str(folder / "part-{0..2}.tar"), str(more)])) as loader,
+            pytest.raises(ConfigError, match="index was .* the files behind data changed; put them back"),
+        ):
+            loader.load_state_dict(state)
+
+    def test_a_moved_folder_keeps_its_order(self, folder: Path, tmp_path: Path) -> None:
+        with loading(self.make_source(folder)) as loader:
+            state, expected = loader.state_dict(), content(next(loader))
+        for path in sorted(folder.glob("*.tar")):
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+        with loading(tars.webdataset(tmp_path / "part-{0..2}.tar")) as loader:
+            loader.load_state_dict(state)
+            assert content(next(loader)) == expected
+
+
+def test_pictures_captions_and_names_come_from_the_tar(tmp_path: Path) -> None:
+    source = tars.webdataset(tars.write(tmp_path / "a.tar", tars.samples([7])))
+    index = source.open()
+    sample = source.read(0)
+    assert (sample.image, sample.caption, sample.key) == (tars.picture(tint=7), "picture 7", "a.tar:0007")
+    assert (index.table["width"][0], index.table["height"][0]) == (40, 32)
+
+
+def test_samples_without_a_part_are_left_out_and_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    files = [*tars.samples(range(3)), ("0003.png", tars.picture()), ("0004.txt", b"alone"), ("0005.gif", b"x")]
+    source = tars.webdataset(tars.write(tmp_path / "a.tar", files))
+    with caplog.at_level(logging.WARNING):
+        assert len(source.open()) == 3
+        source.open()
+    assert caplog.text.count("1 keys with a picture but no caption (.txt), 2 keys without a picture") == 2
+    assert "0003 (png); 0004 (txt); 0005 (gif)" in caplog.text
+
+
+def test_a_picture_without_a_header_is_counted(tmp_path: Path) -> None:
+    files = [*tars.samples(range(5)), ("bad.png", b"no picture"), ("bad.txt", b"text")]
+    index = tars.webdataset(tars.write(tmp_path / "a.tar", files)).open()
+    assert index.table["width"].tolist() == [40] * 5 + [0]
+
+
+def test_too_many_pictures_without_a_header_stop_the_start(tmp_path: Path) -> None:
+    bad = [(f"bad{i}.{extension}", b"?") for i in range(12) for extension in ("jpg", "txt")]
+    source = tars.webdataset(tars.write(tmp_path / "a.tar", [*tars.samples(range(5)), *bad]))
+    with pytest.raises(
+        RunError, match=r"12 of 17 pictures are unreadable, more than 1%: a.tar:bad0, .*, \.\.\.; remove"
+    ):
+        source.open()
+
+
+def test_a_file_cut_after_indexing_is_named(tmp_path: Path) -> None:
+    path = tars.write(tmp_path / "a.tar", tars.samples(range(3)))
+    source = tars.webdataset(path)
+    source.open()
+    os.truncate(path, 100)
+    with pytest.raises(OSError, match="it changed during the run"):
+        source.read(2)
+
+
+def test_many_tars_share_few_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cascade_train.data.webdataset._MAX_OPEN_FILES", 2)
+    for shard in range(5):
+        tars.write(tmp_path / f"{shard}.tar", tars.samples([shard]))
+    source = tars.webdataset(tmp_path / "{0..4}.tar")
+    source.open()
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    assert [source.read(row).caption for row in range(5)] == [f"picture {i}" for i in range(5)]
+    assert len(os.listdir("/proc/self/fd")) <= before + 2  # noqa: PTH208
+
+
+@pytest.mark.parametrize("urls", [[], "", [3], ["a.tar", ""]])
+def test_urls_must_name_something(urls: Any) -> None:
+    with pytest.raises(ValueError, match="must be a path or a list of paths"):
+        tars.webdataset(urls)
