@@ -3,24 +3,185 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from hydra.errors import HydraException
+import yaml
+from hydra.errors import (
+    ConfigCompositionException,
+    HydraException,
+    InstantiationException,
+    MissingConfigException,
+    OverrideParseException,
+)
+from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+from cascade_train.config.components import group_form
+from cascade_train.config.groups import did_you_mean, groups
+from cascade_train.config.overrides import quoted_form, refusal
+from cascade_train.config.schema import COMPONENTS
 from cascade_train.errors import ConfigError, RunError
+
+FP16 = (
+    "train.precision=fp16 is refused: the activations of Stage C overflow its range. "
+    "Use train.precision=bf16, or fp32 for tiny models."
+)
 
 
 def exit_code(action: Callable[[], Any]) -> int:
-    """Run `action` and return its exit code, None being 0; explain an error of the user or of the world."""
+    """Run `action` and return its exit code, None being 0.
+
+    Returns:
+        0 done, 1 stopped by the world or a defect (traceback with the rank), 2 refused (one paragraph on rank 0).
+    """
+    rank = os.environ.get("RANK", "0")
     try:
-        return action() or 0
-    except (ConfigError, HydraException, OmegaConfBaseException) as error:
-        text, code = str(error), 2
-    except RunError as error:
-        text, code = str(error), 1
-    if os.environ.get("RANK", "0") == "0":
-        sys.stderr.write(f"{text}\n")
+        return int(action() or 0)
+    except Exception as error:
+        paragraph = explain(error)
+        code = 1 if isinstance(error, RunError) else 2
+        if paragraph is None:
+            error.add_note(f"on rank {rank}")
+            sys.stderr.write("".join(traceback.format_exception(error)))
+            return 1
+    if rank == "0":
+        sys.stderr.write(f"{paragraph}\n")
     return code
+
+
+def explain(error: Exception) -> str | None:
+    """Return one paragraph on an error that the user or the world made; None for a defect."""
+    match error:
+        case ConfigError() | RunError():
+            return str(error)
+        case OverrideParseException():
+            return refusal(error.override)
+        case MissingConfigException():
+            return _missing_option(error)
+        case ConfigCompositionException():
+            return _composition(error)
+        case InstantiationException():
+            return str(error.__cause__) if isinstance(error.__cause__, ValueError) else None
+        case OmegaConfBaseException():
+            return _value(error, None)
+        case HydraException():
+            return _ambiguous(str(error))
+        case ValueError() if "Config group override must be" in str(error):
+            return f"A group is chosen by the name of an option: {_one_line(error)}."
+        case yaml.YAMLError():
+            return f"A configuration file is not valid YAML: {_one_line(error)}"
+    return None
+
+
+def _missing_option(error: MissingConfigException) -> str:
+    name = str(error.missing_cfg_file or "")
+    group, _, option = name.rpartition("/")
+    options = [o for o in error.options or () if not o.startswith("_")]
+    if not group:
+        return f"The configuration file {name!r} was not found. {_one_line(error)}"
+    later = " It is not offered yet." if name == "parallel/hsdp" else did_you_mean(option, options)
+    later = later if "mean" in later or "yet" in later else ""
+    return f"{group}={option} is not an option of {group}.{later} Options: {', '.join(options)}."
+
+
+def _composition(error: ConfigCompositionException) -> str:
+    text = str(error)
+    choose = re.match(r"You must specify '([^']+)'.*?\nAvailable options:(.*)", text, re.DOTALL)
+    if choose:
+        options = ", ".join(f"{choose[1]}={option}" for option in choose[2].split() if not option.startswith("_"))
+        return f"{choose[1]} is not chosen. Choose one: {options}."
+    unknown = re.match(r"Could not override '([^']+)'", text)
+    cause = error.__cause__
+    if unknown and "No match in the defaults list" in text:
+        return (
+            f"{unknown[1]} is not a group of this configuration.{did_you_mean(unknown[1].partition('@')[0], groups())}"
+        )
+    if unknown:
+        return _unknown_key(unknown[1], cause)
+    merging = re.match(r"Error merging override (.+)", text, re.S)
+    if merging and isinstance(cause, OmegaConfBaseException):
+        return _value(cause, merging[1])
+    if isinstance(cause, OmegaConfBaseException):
+        return f"{_one_line(error)} {_value(cause, None)}"
+    return _ambiguous(text)
+
+
+def _unknown_key(path: str, cause: BaseException | None) -> str:
+    parent = getattr(cause, "parent_node", None)
+    parts = path.split(".")
+    known, prefix = _siblings(parent, parts)
+    if prefix:
+        hint = did_you_mean(parts[prefix.count(".")], known, prefix)
+        return f"{path} is unknown.{hint}"
+    paths = list(_paths(parent)) if isinstance(parent, DictConfig) else []
+    same = [p for p in paths if p.rpartition(".")[2] == path]
+    if same:
+        return f"{path} is unknown. Did you mean {' or '.join(same[:3])}?"
+    return f"{path} is unknown.{did_you_mean(parts[0], {*known, *groups()})}"
+
+
+def _siblings(parent: Any, parts: list[str]) -> tuple[list[str], str]:
+    """Return the keys beside the unknown one, and the path before them, with its dot."""
+    if not isinstance(parent, DictConfig):
+        return [], ""
+    full = parent._get_full_key(None)
+    keys = [str(key) for key in parent if str(key) != "hydra"]
+    return keys, f"{full}." if full else ""
+
+
+def _paths(node: DictConfig, prefix: str = "") -> Iterator[str]:
+    for key in node:
+        path = f"{prefix}{key}"
+        if path == "hydra":
+            continue
+        yield path
+        child = node._get_node(key)
+        if isinstance(child, DictConfig) and not child._is_none() and not child._is_missing():
+            yield from _paths(child, f"{path}.")
+
+
+def _value(error: OmegaConfBaseException, override: str | None) -> str:
+    """Return a paragraph on a value that does not fit its typed key."""
+    key = str(error.full_key or "") or "A value of the configuration"
+    given = override.partition("=")[2] if override else ""
+    if key == "train.precision" and re.search(r"fp16|float16|half", f"{given} {error}"):
+        return FP16
+    if key in COMPONENTS and override:
+        return f"{override} is not a component. {group_form(key, given)}"
+    message = str(error).splitlines()[0].rstrip(".")
+    parent = error.parent_node
+    if message.startswith("Key ") and isinstance(parent, DictConfig):
+        prefix = key.rpartition(".")[0]
+        return (
+            f"{key} is unknown.{did_you_mean(str(error.key), [str(k) for k in parent], f'{prefix}.' if prefix else '')}"
+        )
+    if message.startswith("Interpolation"):
+        return f"{key} refers to a key that is not there: {message}."
+    enum = re.search(r"Invalid value '(.*)', expected one of \[(.*)\]", message)
+    if enum:
+        word = enum[1] in {"True", "False"}
+        hint = " YAML reads a bare off, on, yes or no as true or false: quote it." if word else ""
+        return f"{key}={enum[1]} must be one of {enum[2]}.{hint}"
+    if "is not a ListConfig" in message and given:
+        return f"{key}={given} must be a list. Write: {quoted_form(f'{key}=[{given}]')}"
+    return f"{key}{f'={given}' if given else ''} has a wrong value: {message}."
+
+
+def _ambiguous(text: str) -> str:
+    ambiguous = re.match(r"Ambiguous value for argument '(.*?)'\n1\.", text, re.S)
+    if not ambiguous:
+        return " ".join(text.split())
+    key, _, value = ambiguous[1].partition("=")
+    as_list, as_text = quoted_form(f"{key}=[{value}]"), quoted_form(f'{key}="{value}"')
+    return (
+        f"{ambiguous[1]!r} holds several values. As a list, write: {as_list}; as one text, write: {as_text}; "
+        "to train once with each, add --multirun."
+    )
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -5,26 +5,31 @@ No rule about values lives here (schema.py, preflight.py), and nothing is built 
 
 from __future__ import annotations
 
+import argparse
 import contextlib
-import io
+import functools
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any, NoReturn
 
 import hydra
 from hydra._internal.utils import get_args_parser
+from hydra.conf import HydraConf
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-import cascade_train
 from cascade_train.config.explain import exit_code
+from cascade_train.config.groups import conf_dir
+from cascade_train.config.overrides import check_not_expanded
 from cascade_train.config.preflight import preflight
 from cascade_train.config.schema import Root
+from cascade_train.errors import ConfigError
 
 LONGEST_NAME = 120
 """Characters of a sweep job's suffix before it is cut and hashed; folder names end at 255 bytes."""
@@ -40,9 +45,22 @@ def launch(argv: Sequence[str]) -> int:
         0 done, 1 stopped by the world, 2 refused.
     """
     register_schema()
-    with _own_error_handling(), _arguments(with_implied_choices(argv)):
-        decorated = hydra.main(config_path=str(conf_dir()), config_name="config", version_base="1.3")(run_job)
-        return exit_code(decorated)
+    raw = "HYDRA_FULL_ERROR" in os.environ
+    start = functools.partial(_compose, argv, _train if raw else run_job)
+    try:
+        if raw:
+            start()
+            return 0
+        with _own_error_handling():
+            return exit_code(start)
+    except SystemExit as stop:
+        return int(stop.code or 0)
+
+
+def _compose(argv: Sequence[str], job: Callable[[DictConfig], Any]) -> None:
+    """Let Hydra compose, print, or run `job` once or per element of a sweep."""
+    with _arguments(with_implied_choices(argv)):
+        hydra.main(config_path=str(conf_dir()), config_name="config", version_base="1.3")(job)()
 
 
 def run_job(cfg: DictConfig) -> None:
@@ -65,20 +83,6 @@ def register_schema() -> None:
     ConfigStore.instance().store(name="schema", node=Root)
 
 
-def conf_dir() -> Path:
-    """Return the absolute path of `conf/`: inside an installed wheel, or beside `src/` in a checkout.
-
-    Raises:
-        FileNotFoundError: neither place has it.
-    """
-    package = Path(cascade_train.__file__).resolve().parent
-    places = (package / "conf", package.parents[1] / "conf")
-    for place in places:
-        if (place / "config.yaml").is_file():
-            return place
-    raise FileNotFoundError(f"The configuration files are missing from the installation: no config.yaml in {places}.")
-
-
 def with_implied_choices(argv: Sequence[str]) -> list[str]:
     """Return `argv` with the group choices that it implies.
 
@@ -98,9 +102,9 @@ EXAMPLE = {"model": "c_tiny", "task": "finetune"}
 """What `--help` shows where nothing is chosen."""
 
 
-def separate_sweep_job(cfg: DictConfig, hydra_cfg: DictConfig) -> None:
+def separate_sweep_job(cfg: DictConfig, hydra_cfg: HydraConf) -> None:
     """Give a job of a sweep its own run directory, named by its overrides."""
-    suffix = folder_name(hydra_cfg.hydra.job.override_dirname) if hydra_cfg.hydra.mode == RunMode.MULTIRUN else ""
+    suffix = folder_name(hydra_cfg.job.override_dirname) if hydra_cfg.mode == RunMode.MULTIRUN else ""
     if not suffix:
         return
     follows_name = "${run.name}" in str(cfg.run._get_node("dir")._value())
@@ -119,11 +123,14 @@ def folder_name(text: str) -> str:
 
 @contextlib.contextmanager
 def _arguments(argv: Sequence[str]) -> Iterator[None]:
-    """Show `argv` to Hydra, which reads it from sys; a wrong flag is told on rank 0 alone."""
+    """Show `argv` to Hydra, which reads it from sys.
+
+    Raises:
+        ConfigError: a flag that Hydra does not know, or overrides that a shell has expanded.
+    """
     before = sys.argv
-    quiet = contextlib.redirect_stderr(io.StringIO()) if os.environ.get("RANK", "0") != "0" else contextlib.nullcontext()
-    with quiet:
-        overrides = get_args_parser().parse_intermixed_args(argv).overrides
+    overrides = _parser().parse_intermixed_args(argv).overrides
+    check_not_expanded(overrides)
     flags = [argument for argument in argv if argument not in overrides]
     sys.argv = [before[0], *overrides, *flags]  # Hydra's parser refuses flags between overrides
     try:
@@ -132,12 +139,18 @@ def _arguments(argv: Sequence[str]) -> Iterator[None]:
         sys.argv = before
 
 
+def _parser() -> argparse.ArgumentParser:
+    def refuse(message: str) -> NoReturn:
+        raise ConfigError(f"{message}. Overrides are key=value, without dashes; --help shows keys and flags.")
+
+    parser = get_args_parser()
+    parser.error = refuse  # type: ignore[method-assign]
+    return parser
+
+
 @contextlib.contextmanager
 def _own_error_handling() -> Iterator[None]:
     """Let Hydra's exceptions reach us instead of being printed, on every rank, by Hydra."""
-    if "HYDRA_FULL_ERROR" in os.environ:
-        yield
-        return
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
         yield

@@ -1,11 +1,184 @@
-"""Refuse a configuration that cannot train, before anything heavy is imported."""
+"""Refuse a configuration that cannot train, before anything heavy is imported.
+
+Order: nothing missing, interpolations, typed nodes, components, then the rules that tie nodes together.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
 from omegaconf import DictConfig, OmegaConf
 
+from cascade_train.config.batch_size import BatchSplit, split_batch
+from cascade_train.config.components import check_component, check_is_component, missing_message
+from cascade_train.config.groups import did_you_mean, option_targets
+from cascade_train.config.schema import COMPONENTS, ParallelMode, Precision, Root
+from cascade_train.config.signatures import class_constant
+from cascade_train.config.source import UnreadableError
+from cascade_train.errors import ConfigError
 
-def preflight(cfg: DictConfig) -> DictConfig:
-    """Return the configuration with every interpolation resolved."""
-    OmegaConf.resolve(cfg)
-    return cfg
+EXTRAS = {
+    "tracker.name": {"wandb": "wandb", "tensorboard": "tensorboard"},
+    "attention": {"xformers": "xformers"},
+}
+"""Choices that need a library of an extra: key -> choice -> library, the extra having the library's name."""
+
+
+def preflight(cfg: DictConfig, *, ranks: int | None = None) -> DictConfig:
+    """Check a composed configuration and return it resolved, with `train.precision` decided.
+
+    Imports neither torch nor any component.
+
+    Args:
+        cfg: as composed by Hydra; not changed.
+        ranks: processes of the run; None = what torchrun says, else 1.
+
+    Raises:
+        ConfigError: naming key, value, rule and remedy.
+    """
+    ranks = int(os.environ.get("WORLD_SIZE", "1")) if ranks is None else ranks
+    check_nothing_missing(cfg)
+    resolved = cfg.copy()
+    OmegaConf.resolve(resolved)
+    root = OmegaConf.to_object(resolved)
+    assert isinstance(root, Root)
+    check_nothing_added(root)
+    check_components(root)
+    check_task_fits_stage(root)
+    check_libraries(resolved)
+    check_resume(root)
+    check_parallel(root, ranks)
+    batch_split(root, ranks)
+    resolved.train.precision = precision(root)
+    return resolved
+
+
+def check_nothing_missing(cfg: DictConfig) -> None:
+    """Check that no `???` is left.
+
+    Raises:
+        ConfigError: naming the key, and its options or meaning.
+    """
+    missing = sorted(OmegaConf.missing_keys(cfg))
+    if missing:
+        plain = OmegaConf.to_container(cfg, resolve=False)
+        assert isinstance(plain, dict)
+        rest = f" Also missing: {', '.join(missing[1:])}." if len(missing) > 1 else ""
+        raise ConfigError(missing_message(missing[0], plain) + rest)
+
+
+def check_nothing_added(root: Root) -> None:
+    """Check that `+key=` added nothing to a typed node, where nobody would read it.
+
+    Raises:
+        ConfigError: naming the key and the nearest known one.
+    """
+    nodes = {"": root, **{f"{key}.": node for key, node in vars(root).items() if dataclasses.is_dataclass(node)}}
+    for prefix, node in nodes.items():
+        known = [field.name for field in dataclasses.fields(node)]
+        for key in vars(node):
+            if key not in known:
+                raise ConfigError(f"{prefix}{key} is unknown.{did_you_mean(key, known, prefix)}")
+
+
+def check_components(root: Root) -> None:
+    """Check every component node against its constructor.
+
+    Raises:
+        ConfigError: see `check_component`.
+    """
+    allowed = None if root.run.allow_any_target else root.run.allowed_packages
+    for key in COMPONENTS:
+        check_is_component(key, getattr(root, key))
+        check_component(key, getattr(root, key), allowed)
+
+
+def check_task_fits_stage(root: Root) -> None:
+    """Check that the task trains this kind of stage, by the constants `Task.fits` and `Stage.name`.
+
+    Raises:
+        ConfigError: naming the tasks and the models that do fit.
+    """
+    stage = _constant(root.model, "name")
+    fits = _constant(root.task, "fits")
+    if stage is None or fits is None or stage in fits:
+        return
+    tasks = [o for o, t in option_targets("task").items() if stage in (_constant({"_target_": t}, "fits") or ())]
+    models = [o for o, t in option_targets("model").items() if _constant({"_target_": t}, "name") in fits]
+    raise ConfigError(
+        f"The task {root.task['_target_']} trains {', '.join(fits)}, but the model {root.model['_target_']} is "
+        f"{stage}. Tasks that fit {stage}: {', '.join(tasks) or 'none yet'}; models that fit this task: "
+        f"{', '.join(models) or 'none yet'}."
+    )
+
+
+def check_libraries(cfg: DictConfig) -> None:
+    """Check that the libraries of chosen extras are installed.
+
+    Raises:
+        ConfigError: naming the extra.
+    """
+    for key, libraries in EXTRAS.items():
+        choice = str(OmegaConf.select(cfg, key))
+        if choice in libraries and importlib.util.find_spec(libraries[choice]) is None:
+            raise ConfigError(
+                f"{key}={choice} needs the library {libraries[choice]}, which is not installed. "
+                f"Install it: pip install 'cascade-train[{libraries[choice]}]'."
+            )
+
+
+def check_resume(root: Root) -> None:
+    """Check that `run.resume` is a word we know or a path that exists.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if root.run.resume not in {"auto", "never"} and not Path(root.run.resume).exists():
+        raise ConfigError(f"run.resume={root.run.resume} must be auto, never, or the path of a checkpoint that exists.")
+
+
+def check_parallel(root: Root, ranks: int) -> None:
+    """Check that the ranks can form the mesh.
+
+    Raises:
+        ConfigError: single on several ranks; a shard size without fsdp, or that does not divide the ranks.
+    """
+    mode, shard = root.parallel.mode, root.parallel.shard_size
+    if mode is ParallelMode.single and ranks > 1:
+        raise ConfigError(
+            f"parallel=single runs on one rank, but {ranks} were started: unsynchronised copies would train apart. "
+            "Use parallel=auto, ddp or fsdp, or start one process."
+        )
+    if shard is not None and mode is not ParallelMode.fsdp:
+        raise ConfigError(f"parallel.shard_size={shard} is for parallel=fsdp, not {mode}. Set it to null, or use fsdp.")
+    if shard is not None and ranks % shard:
+        raise ConfigError(f"parallel.shard_size={shard} does not divide the {ranks} ranks. Choose a divisor, or null.")
+
+
+def batch_split(root: Root, ranks: int) -> BatchSplit:
+    """Return how the run's global batch is split over ranks and micro-batches.
+
+    Raises:
+        ConfigError: it does not divide exactly.
+    """
+    return split_batch(root.train.global_batch_size, root.train.micro_batch_size, ranks)
+
+
+def precision(root: Root) -> Precision:
+    """Return the precision of the run; auto follows `model.precision`, and is bf16 where the model asks for none."""
+    if root.train.precision is not Precision.auto:
+        return root.train.precision
+    return Precision(root.model.get("precision") or Precision.bf16)
+
+
+def _constant(node: Mapping[str, Any], name: str) -> Any:
+    """Return a class constant of a component's target; None where the source cannot tell."""
+    try:
+        return class_constant(node["_target_"], name)
+    except (ConfigError, UnreadableError):
+        return None

@@ -240,7 +240,9 @@ class ValidateConfig:
         at_least("validate.every_steps", self.every_steps, 1)
         at_least("validate.samples", self.samples, 1)
         if self.share is not None and not 0.0 < self.share < 1.0:
-            raise ConfigError(f"validate.share={self.share} must lie between 0 and 1, e.g. 0.01; null holds nothing out.")
+            raise ConfigError(
+                f"validate.share={self.share} must lie between 0 and 1, e.g. 0.01; null holds nothing out."
+            )
         if self.share is not None and self.urls is not None:
             raise ConfigError("validate.share and validate.urls exclude each other. Set one of them to null.")
         if self.every_steps is not None and self.share is None and self.urls is None:
