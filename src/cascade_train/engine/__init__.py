@@ -1,0 +1,1 @@
+"""The one loop and what it owns: state, updates, averages, checkpoints, metrics, tracking, samples."""
