@@ -41,7 +41,7 @@ def describe_environment() -> dict[str, Any]:
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: _version(name) for name in _PACKAGES},
+        "packages": {**{name: _version(name) for name in _PACKAGES}, "torch": torch.__version__},
         "git_commit": _git_commit(Path(__file__).resolve()),
         "command_line": list(sys.orig_argv),
         "ranks": dist.get_world_size(),

@@ -145,7 +145,8 @@ def test_another_shape_is_refused_with_both_shapes(store):
     path = store.save(3, state(), FACTS)
     with pytest.raises(
         ConfigError,
-        match=r"another model: model\.weight is torch\.float32 \(4, 3\) there and torch\.float32 \(4, 2\) .*1 keys differ",
+        match=r"is a checkpoint of another model: model\.weight is torch\.float32 \(4, 3\) there and "
+        r"torch\.float32 \(4, 2\) in this run \(1 keys differ\)",
     ):
         store.load(path, state(width=2))
 

@@ -13,7 +13,7 @@ def test_a_text_is_replaced_whole(tmp_path):
     write_durably(path, "old")
     write_durably(path, "new ü")
     assert path.read_text(encoding="utf-8") == "new ü"
-    assert os.listdir(tmp_path) == ["a.json"]
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_failed_write_leaves_the_old_text_and_no_other_file(tmp_path, monkeypatch):
@@ -27,7 +27,7 @@ def test_a_failed_write_leaves_the_old_text_and_no_other_file(tmp_path, monkeypa
     with pytest.raises(OSError, match="No space left"):
         write_durably(path, "new")
     assert path.read_text() == "old"
-    assert os.listdir(tmp_path) == ["a.json"]
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_appending_keeps_what_is_there(tmp_path):

@@ -1,0 +1,60 @@
+"""Which settings a continued run may change."""
+
+import pytest
+
+from cascade_train.engine.config_difference import ABSENT, Difference, describe, find_differences, is_limit_raised
+
+FREE = [
+    "run.name", "run.resume", "log.every_steps", "sample.prompts", "checkpoint.keep_last", "tracker.name",
+    "profile.steps", "validate.samples", "train.max_steps", "train.max_epochs", "train.micro_batch_size",
+    "optimizer.lr", "optimizer.algorithm._target_", "lr_scheduler.warmup_steps", "data.num_workers", "parallel.mode",
+    "compile", "activation_checkpointing", "attention", "ema.device",
+]  # fmt: skip
+BOUND = [
+    "run.seed", "train.global_batch_size", "train.max_grad_norm", "train.precision", "data.urls", "model._target_",
+    "model.network.depth", "task.rank", "objective.target", "ema.decay", "compiler", "runs.name",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("key", FREE)
+def test_a_free_key_may_change(key):
+    assert Difference(key, 1, 2).is_free
+
+
+@pytest.mark.parametrize("key", BOUND)
+def test_a_bound_key_may_not(key):
+    assert not Difference(key, 1, 2).is_free
+
+
+def test_differences_are_found_below_any_depth_and_on_either_side():
+    old = {"a": {"b": {"c": 1, "gone": None}}, "urls": ["x", "y"], "same": {"z": 0}, "node": {}}
+    new = {"a": {"b": {"c": 2}}, "urls": ["y", "x"], "same": {"z": 0}, "added": False, "node": {"k": 1}}
+    assert find_differences(old, new) == [
+        Difference("a.b.c", 1, 2),
+        Difference("a.b.gone", None, ABSENT),
+        Difference("added", ABSENT, False),
+        Difference("node", {}, ABSENT),
+        Difference("node.k", ABSENT, 1),
+        Difference("urls", ["x", "y"], ["y", "x"]),
+    ]
+    assert find_differences(old, old) == []
+
+
+def test_a_difference_reads_old_arrow_new():
+    assert describe([Difference("a.b", 1, None), Difference("c", "x", "y")]) == "  a.b: 1 -> None\n  c: x -> y"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "raised"),
+    [
+        ((10, None), (20, None), True),
+        ((10, None), (None, None), True),
+        ((10, None), (10, None), False),
+        ((10, None), (5, None), False),
+        ((None, 2), (None, 3), True),
+        ((None, 2), (100, 2), False),
+    ],
+)
+def test_a_raised_limit_is_one_that_trains_longer(old, new, raised):
+    configs = [{"train": {"max_steps": steps, "max_epochs": epochs}} for steps, epochs in (old, new)]
+    assert is_limit_raised(*configs) is raised

@@ -1,0 +1,46 @@
+"""What a run says about where it ran."""
+
+import json
+import subprocess
+import sys
+
+import torch
+
+from cascade_train.engine import environment
+from cascade_train.engine.environment import describe_environment
+
+
+def test_the_description_is_json_and_complete(world):
+    found = json.loads(json.dumps(describe_environment()))
+    assert found["packages"]["torch"] == torch.__version__
+    assert found["python"].startswith("3.")
+    assert found["ranks"] == 1
+    assert found["command_line"] == sys.orig_argv
+    assert {"time", "platform", "git_commit", "device", "cuda", "cpu_threads"} <= found.keys()
+
+
+def test_a_package_that_is_missing_is_null():
+    assert environment._version("no-such-package-here") is None
+
+
+def test_the_commit_is_that_of_the_checkout_that_tracks_the_code(tmp_path):
+    def git(*arguments):
+        who = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+        done = subprocess.run(["git", "-C", tmp_path, *who, *arguments], check=True, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    git("init", "-q")
+    code = tmp_path / "code.py"
+    code.write_text("a = 1\n")
+    assert environment._git_commit(code) is None, "a file that is not tracked, as in a venv inside a checkout"
+    git("add", "code.py")
+    git("commit", "-qm", "one")
+    commit = git("rev-parse", "HEAD")
+    assert environment._git_commit(code) == commit
+    code.write_text("a = 2\n")
+    assert environment._git_commit(code) == f"{commit}+changes"
+
+
+def test_no_git_is_no_error(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert environment._git_commit(tmp_path / "code.py") is None

@@ -1,0 +1,319 @@
+"""Claiming a run directory, and what is refused."""
+
+import json
+import logging
+import os
+import shutil
+from copy import deepcopy
+
+import pytest
+import torch
+import yaml
+
+from cascade_train.engine import run_directory as module
+from cascade_train.engine.checkpoint import CheckpointStore
+from cascade_train.engine.run_directory import claim
+from cascade_train.errors import ConfigError, RunError
+
+CONFIG = {
+    "run": {"name": "lora-c_tiny", "resume": "auto", "seed": 0},
+    "train": {"max_steps": 8, "max_epochs": None, "global_batch_size": 8},
+    "optimizer": {"lr": 1e-5},
+    "data": {"urls": ("a.tar", "b.tar"), "num_workers": 0},
+    "compile": "off",
+}
+
+
+def changed(**dotted):
+    config = deepcopy(CONFIG)
+    for key, value in dotted.items():
+        node, _, name = key.partition("__")
+        if name:
+            config[node][name] = value
+        else:
+            config[node] = value
+    return config
+
+
+@pytest.fixture
+def directory(world, tmp_path):
+    return tmp_path / "runs" / "one"
+
+
+def save(directory, *steps, finished=False):
+    store = CheckpointStore(directory / "checkpoints", keep_last=None, keep_every_steps=None)
+    return [store.save(step, {"a": torch.zeros(3)}, {"finished": finished}) for step in steps][-1]
+
+
+def damage(path):
+    (path / "manifest.json").unlink()
+
+
+def listing(directory):
+    return sorted(str(path.relative_to(directory)) for path in directory.rglob("*"))
+
+
+def history(directory):
+    return [json.loads(line) for line in (directory / "config_history.jsonl").read_text().splitlines()]
+
+
+def test_a_new_run_has_its_config_and_environment(directory):
+    run = claim(directory, config=CONFIG, resume="auto")
+    assert run.path == directory
+    assert (run.resume_from, run.finished, run.created) == (None, False, True)
+    assert listing(directory.parent) == ["one", "one/config.yaml", "one/environment.json"]
+    saved = yaml.safe_load((directory / "config.yaml").read_text())
+    assert saved == {**CONFIG, "data": {"urls": ["a.tar", "b.tar"], "num_workers": 0}}
+    assert json.loads((directory / "environment.json").read_text())["ranks"] == 1
+
+
+def test_the_places_of_a_run(directory):
+    run = claim(directory, config=CONFIG, resume="never")
+    assert run.checkpoints == directory / "checkpoints"
+    assert run.samples == directory / "samples"
+    assert run.export == directory / "export"
+    assert run.metrics_path == directory / "metrics.jsonl"
+
+
+def test_a_relative_directory_becomes_absolute(directory, monkeypatch):
+    directory.parent.mkdir()
+    monkeypatch.chdir(directory.parent)
+    assert claim(module.Path("one"), config=CONFIG, resume="auto").path == directory
+
+
+def test_an_empty_directory_may_be_claimed(directory):
+    directory.mkdir(parents=True)
+    assert claim(directory, config=CONFIG, resume="auto").created
+
+
+def test_a_run_continues_from_its_newest_checkpoint_that_verifies(directory):
+    claim(directory, config=CONFIG, resume="auto")
+    save(directory, 2, 4, 6)
+    damage(directory / "checkpoints" / "step_6")
+    run = claim(directory, config=CONFIG, resume="auto")
+    assert run.resume_from == directory / "checkpoints" / "step_4"
+    assert (run.finished, run.created) == (False, False)
+    assert [(line["step"], line["changes"]) for line in history(directory)] == [(4, {})]
+
+
+def test_a_run_that_died_before_its_first_checkpoint_starts_over(directory):
+    claim(directory, config=CONFIG, resume="auto")
+    run = claim(directory, config=CONFIG, resume="auto")
+    assert (run.resume_from, run.created) == (None, False)
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_refused(directory):
+    claim(directory, config=CONFIG, resume="auto")
+    damage(save(directory, 2))
+    with pytest.raises(RunError, match=r"none of the checkpoints in .* verifies \(steps \[2\]\)"):
+        claim(directory, config=CONFIG, resume="auto")
+
+
+def test_never_refuses_a_run_that_is_there(directory):
+    claim(directory, config=CONFIG, resume="auto")
+    before = listing(directory)
+    with pytest.raises(ConfigError, match=r"already holds a run and run\.resume=never.*another run\.name"):
+        claim(directory, config=CONFIG, resume="never")
+    assert listing(directory) == before
+
+
+def test_settings_that_may_change_are_applied_and_recorded(directory, caplog):
+    claim(directory, config=CONFIG, resume="auto")
+    save(directory, 4)
+    with caplog.at_level(logging.INFO):
+        claim(directory, config=changed(optimizer__lr=3e-4, compile="regional"), resume="auto")
+    assert "compile: off -> regional" in caplog.text
+    (line,) = history(directory)
+    assert line["changes"] == {"compile": ["off", "regional"], "optimizer.lr": [1e-5, 3e-4]}
+    assert line["step"] == 4
+    assert line["resume_from"] == str(directory / "checkpoints" / "step_4")
+    assert "packages" in line["environment"]
+    assert yaml.safe_load((directory / "config.yaml").read_text())["optimizer"]["lr"] == 3e-4
+
+
+def test_another_config_is_refused_with_the_difference(directory):
+    claim(directory, config=CONFIG, resume="auto")
+    before = (directory / "config.yaml").read_text()
+    other = changed(train__global_batch_size=16, data__urls=["c.tar"], optimizer__lr=3e-4)
+    text = (
+        r"holds a run of another config:\n  data\.urls: \['a\.tar', 'b\.tar'\] -> \['c\.tar'\]\n"
+        r"  train\.global_batch_size: 8 -> 16\nRemedy: another run\.name"
+    )
+    with pytest.raises(ConfigError, match=text):
+        claim(directory, config=other, resume="auto")
+    assert (directory / "config.yaml").read_text() == before
+    assert listing(directory) == ["config.yaml", "environment.json"]
+
+
+def test_a_config_that_is_damaged_is_a_run_error(directory):
+    claim(directory, config=CONFIG, resume="auto")
+    for text in ("", "a: [", "- 1"):
+        (directory / "config.yaml").write_text(text)
+        with pytest.raises(RunError, match=r"config\.yaml is damaged: it holds no config"):
+            claim(directory, config=CONFIG, resume="auto")
+
+
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_what_is_not_a_run_is_refused_and_left_alone(directory, kind):
+    directory.parent.mkdir()
+    if kind == "file":
+        directory.write_text("mine")
+    else:
+        directory.mkdir()
+        (directory / "thesis.tex").write_text("mine")
+    before = listing(directory.parent)
+    with pytest.raises(ConfigError, match=r"exists, is not empty and is not a run \(it has no config\.yaml\)"):
+        claim(directory, config=CONFIG, resume="auto")
+    assert listing(directory.parent) == before
+
+
+def test_a_finished_run_says_so_and_is_left_alone(directory):
+    claim(directory, config=CONFIG, resume="auto")
+    path = save(directory, 8, finished=True)
+    before = listing(directory)
+    run = claim(directory, config=changed(compile="regional"), resume="auto")
+    assert run.finished
+    assert run.resume_from == path
+    assert listing(directory) == before
+
+
+def test_a_finished_run_continues_when_its_limit_is_raised(directory):
+    claim(directory, config=CONFIG, resume="auto")
+    path = save(directory, 8, finished=True)
+    run = claim(directory, config=changed(train__max_steps=16), resume="auto")
+    assert not run.finished
+    assert run.resume_from == path
+    assert claim(directory, config=changed(train__max_steps=16), resume="auto").finished, (
+        "the new limit is the saved one"
+    )
+
+
+@pytest.mark.parametrize("names", ["run", "checkpoint"])
+def test_a_new_run_may_start_from_a_checkpoint_of_another(directory, names):
+    first = directory.with_name("first")
+    claim(first, config=CONFIG, resume="auto")
+    checkpoint = save(first, 2, 4)
+    run = claim(directory, config=CONFIG, resume=str(first if names == "run" else checkpoint))
+    assert run.resume_from == checkpoint
+    assert run.created
+
+
+def test_a_run_requeued_with_its_origin_continues_from_its_own_checkpoint(directory):
+    first = directory.with_name("first")
+    claim(first, config=CONFIG, resume="auto")
+    origin = str(save(first, 4))
+    config = changed(run__resume=origin)
+    config["run"]["resume"] = origin
+    claim(directory, config=config, resume=origin)
+    assert claim(directory, config=config, resume=origin).resume_from == first / "checkpoints" / "step_4"
+    own = save(directory, 6)
+    assert claim(directory, config=config, resume=origin).resume_from == own
+
+
+def test_an_origin_that_would_lose_newer_checkpoints_is_refused(directory):
+    claim(directory, config=CONFIG, resume="auto")
+    newest = save(directory, 2, 4)
+    assert claim(directory, config=CONFIG, resume=str(newest)).resume_from == newest
+    with pytest.raises(ConfigError, match=r"has its own newer step_4, which would be lost. Remedy: run\.resume=auto"):
+        claim(directory, config=CONFIG, resume=str(directory / "checkpoints" / "step_2"))
+    assert newest.exists()
+
+
+def test_an_origin_must_exist_and_verify(directory, tmp_path):
+    with pytest.raises(ConfigError, match="is neither auto, never, nor a directory that exists"):
+        claim(directory, config=CONFIG, resume=str(tmp_path / "missing"))
+    empty_run = tmp_path / "empty"
+    claim(empty_run, config=CONFIG, resume="auto")
+    with pytest.raises(ConfigError, match="is a run without checkpoints"):
+        claim(directory, config=CONFIG, resume=str(empty_run))
+    checkpoint = save(empty_run, 2)
+    next(checkpoint.glob("*.distcp")).unlink()
+    with pytest.raises(ConfigError, match="is not a checkpoint that verifies: .* cannot be read"):
+        claim(directory, config=CONFIG, resume=str(checkpoint))
+    assert not directory.parent.exists()
+
+
+def test_a_directory_that_cannot_be_made_is_a_config_error(directory, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"cannot be made: Not a directory. Remedy: a writable run\.dir"):
+        claim(tmp_path / "file" / "runs" / "one", config=CONFIG, resume="auto")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_parent_without_permission_is_a_config_error(directory):
+    directory.parent.mkdir(mode=0o500)
+    with pytest.raises(ConfigError, match=r"cannot be made: Permission denied"):
+        claim(directory, config=CONFIG, resume="auto")
+
+
+def test_a_claim_that_fails_half_way_leaves_nothing(directory, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "describe_environment", lambda: (_ for _ in ()).throw(OSError(28, "No space left")))
+    with pytest.raises(ConfigError, match="cannot be made: No space left"):
+        claim(directory, config=CONFIG, resume="auto")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_may_not_be_written_is_a_config_error(directory, monkeypatch):
+    claim(directory, config=CONFIG, resume="auto")
+
+    def refuse(*args):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(module, "append_durably", refuse)
+    with pytest.raises(ConfigError, match="is not writable: .*Permission denied.* Remedy: make it so"):
+        claim(directory, config=CONFIG, resume="auto")
+
+
+def test_withdrawing_leaves_nothing_of_a_new_run(directory):
+    claim(directory, config=CONFIG, resume="auto").withdraw()
+    assert not directory.exists()
+
+
+def test_withdrawing_never_touches_results(directory):
+    run = claim(directory, config=CONFIG, resume="auto")
+    save(directory, 2)
+    run.withdraw()
+    claim(directory, config=CONFIG, resume="auto").withdraw()
+    shutil.rmtree(directory / "checkpoints")
+    claim(directory, config=CONFIG, resume="auto").withdraw()
+    assert directory.exists()
+
+
+def test_metrics_are_cut_to_a_step_and_torn_lines_dropped(directory, caplog):
+    run = claim(directory, config=CONFIG, resume="auto")
+    run.cut_metrics(3)
+    whole = [json.dumps({"step": step, "loss": 0.1 * step}) + "\n" for step in range(1, 6)]
+    run.metrics_path.write_text("".join(whole) + '{"step": 6, "lo')
+    run.cut_metrics(3)
+    assert run.metrics_path.read_text() == "".join(whole[:3])
+    assert "line 6 of" in caplog.text
+    run.cut_metrics(0)
+    assert run.metrics_path.read_text() == ""
+
+
+@pytest.mark.parametrize("torn", ['{"step": 2}', "\0\0\0\n", "[2]\n", '{"loss": 1.0}\n', '{"step": null}\n'])
+def test_every_kind_of_torn_line_is_dropped(directory, torn):
+    run = claim(directory, config=CONFIG, resume="auto")
+    run.metrics_path.write_text('{"step": 1}\n' + torn)
+    run.cut_metrics(5)
+    assert run.metrics_path.read_text() == '{"step": 1}\n'
+
+
+def test_metrics_that_need_no_cut_are_not_rewritten(directory, monkeypatch):
+    run = claim(directory, config=CONFIG, resume="auto")
+    run.metrics_path.write_text('{"step": 1}\n')
+    monkeypatch.setattr(module, "write_durably", lambda *_: pytest.fail("rewritten"))
+    run.cut_metrics(1)
+
+
+def test_metrics_that_cannot_be_rewritten_stay_as_they_are(directory, monkeypatch):
+    run = claim(directory, config=CONFIG, resume="auto")
+    run.metrics_path.write_text('{"step": 1}\n{"step": 2}\n')
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("cascade_train.engine.durable_files.os.fsync", full)
+    with pytest.raises(RunError, match="No space left on device"):
+        run.cut_metrics(1)
+    assert run.metrics_path.read_text() == '{"step": 1}\n{"step": 2}\n'

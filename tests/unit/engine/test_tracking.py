@@ -1,0 +1,189 @@
+"""Trackers: tensorboard for real, wandb by a stand-in module."""
+
+import os
+import sys
+import types
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from PIL import Image
+
+from cascade_train.engine import tracking
+from cascade_train.engine.tracking import NullTracker, TensorBoardTracker, build_tracker
+from cascade_train.errors import ConfigError
+
+CONFIG = {"optimizer": {"lr": 0.1}, "data": {"urls": ["a.tar"]}}
+
+
+def build(name, directory, **changes):
+    plain = {"project": "p", "entity": None, "mode": "offline", "run_name": "lora-c_tiny", "run_id": None}
+    return build_tracker(name, directory=directory, config=CONFIG, **{**plain, **changes})
+
+
+@pytest.fixture
+def picture(tmp_path):
+    path = tmp_path / "grid.png"
+    Image.fromarray(np.arange(4 * 6 * 3, dtype=np.uint8).reshape(4, 6, 3)).save(path)
+    return path
+
+
+@pytest.fixture
+def as_torchrun(world, monkeypatch):
+    """What torchrun sets, beside a process group that is there already."""
+    values = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    for key, value in values.items():
+        monkeypatch.setenv(key, value)
+    return values
+
+
+class StandIn(types.ModuleType):
+    """What the library uses of wandb."""
+
+    def __init__(self):
+        super().__init__("wandb")
+        self.calls = []
+        self.config = types.SimpleNamespace(update=lambda values, **_: self.calls.append(("config", values)))
+        self.Image = lambda array: ("image", array.shape)
+
+    def init(self, **arguments):
+        self.calls.append(("init", arguments))
+        log = lambda values, step=None: self.calls.append(("log", values, step))  # noqa: E731
+        return types.SimpleNamespace(
+            id=arguments["id"] or "new-id",
+            notes=None,
+            log=log,
+            define_metric=lambda *a, **k: self.calls.append(("define_metric", a, k)),
+            finish=lambda: self.calls.append(("finish",)),
+        )
+
+    def of(self, kind):
+        return [call[1:] for call in self.calls if call[0] == kind]
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    module = StandIn()
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    return module
+
+
+def read_events(directory):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(directory))
+    events.Reload()
+    return events
+
+
+def test_none_shows_nothing_and_needs_nothing(world, tmp_path):
+    tracker = build("none", tmp_path)
+    tracker.log({"loss": 1.0}, 1)
+    tracker.log_image("grid", tmp_path / "missing.png", 1)
+    tracker.note("hello")
+    tracker.finish()
+    assert tracker.run_id is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tensorboard_gets_numbers_images_and_notes(world, tmp_path, picture):
+    tracker = build("tensorboard", tmp_path / "run")
+    tracker.log({"step": 3, "loss": 0.5, "images_per_second": None}, 3)
+    tracker.log({"step": 4, "loss": 0.25, "lr": 1e-4}, 4)
+    tracker.log_image("grid", picture, 4)
+    tracker.note("resumed at step 2")
+    tracker.finish()
+    tracker.finish()
+    events = read_events(tmp_path / "run" / "tensorboard")
+    assert sorted(events.Tags()["scalars"]) == ["loss", "lr"]
+    assert [(each.step, each.value) for each in events.Scalars("loss")] == [(3, 0.5), (4, 0.25)]
+    (image,) = events.Images("grid")
+    assert (image.step, image.width, image.height) == (4, 6, 4)
+    assert sorted(events.Tags()["tensors"]) == ["config/text_summary", "note/text_summary"]
+
+
+def test_accelerate_leaves_the_process_group_and_the_launcher_alone(as_torchrun, tmp_path):
+    from accelerate import PartialState
+
+    PartialState._reset_state()
+    group, threads = dist.group.WORLD, torch.get_num_threads()
+    tracker = build("tensorboard", tmp_path)
+    tracker.log({"loss": 1.0}, 1)
+    tracker.finish()
+    assert dist.group.WORLD is group
+    assert {key: os.environ[key] for key in as_torchrun} == as_torchrun
+    assert torch.get_num_threads() == threads
+    assert PartialState().num_processes == 1
+    assert PartialState().device.type == "cpu"
+
+
+def test_wandb_gets_its_settings_and_every_step(world, tmp_path, wandb, picture):
+    tracker = build("wandb", tmp_path, entity="team")
+    tracker.log({"step": 3, "loss": 0.5, "grad_norm": None}, 3)
+    tracker.log_image("grid", picture, 3)
+    tracker.note("one")
+    tracker.note("two")
+    tracker.finish()
+    tracker.finish()
+    (init,) = wandb.of("init")
+    assert init[0] == {
+        "project": "p", "entity": "team", "name": "lora-c_tiny", "dir": str(tmp_path), "mode": "offline",
+        "id": None, "resume": "allow",
+    }  # fmt: skip
+    assert wandb.of("config") == [(CONFIG,)]
+    assert wandb.of("define_metric") == [(("*",), {"step_metric": "step"})]
+    assert wandb.of("log") == [
+        ({"loss": 0.5, "step": 3}, None),
+        ({"grid": [("image", (4, 6, 3))], "step": 3}, None),
+    ]
+    assert tracker._tracker.run.notes == "one\ntwo"
+    assert wandb.of("finish") == [()]
+
+
+def test_wandb_continues_the_run_it_is_given(world, tmp_path, wandb):
+    assert build("wandb", tmp_path).run_id == "new-id"
+    assert build("wandb", tmp_path, run_id="abc").run_id == "abc"
+    assert wandb.of("init")[1][0]["id"] == "abc"
+
+
+def test_other_ranks_know_the_run_id_but_show_nothing(world, tmp_path, monkeypatch):
+    monkeypatch.setattr(tracking.dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(tracking, "from_rank_zero", lambda start: "abc")
+    tracker = build("wandb", tmp_path)
+    assert isinstance(tracker, NullTracker)
+    assert tracker.run_id == "abc"
+
+
+def test_a_missing_wandb_names_the_extra(world, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match=r"wandb is not installed. Remedy: pip install 'cascade-train\[wandb\]'"):
+        build("wandb", tmp_path)
+
+
+def test_a_wandb_that_cannot_start_is_a_config_error(world, tmp_path, wandb, monkeypatch):
+    def refuse(**arguments):
+        raise RuntimeError("api_key not configured")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    with pytest.raises(ConfigError, match=r"tracker\.name=wandb could not start: api_key not configured"):
+        build("wandb", tmp_path)
+
+
+def test_a_missing_tensorboard_names_the_extra(world, tmp_path, monkeypatch):
+    def missing(self):
+        raise ModuleNotFoundError("No module named 'tensorboardX'")
+
+    monkeypatch.setattr("accelerate.tracking.TensorBoardTracker.start", missing)
+    with pytest.raises(ConfigError, match=r"tensorboard is not installed. Remedy: pip install"):
+        build("tensorboard", tmp_path)
+
+
+def test_an_unknown_tracker_is_refused(world, tmp_path):
+    with pytest.raises(ConfigError, match=r"tracker\.name=mlflow is not one of none, tensorboard, wandb"):
+        build("mlflow", tmp_path)
+
+
+def test_the_library_imports_no_tracker_before_it_is_chosen():
+    assert not {"accelerate", "wandb"} & vars(tracking).keys()
+    assert issubclass(TensorBoardTracker, tracking.Tracker)
