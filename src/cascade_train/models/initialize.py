@@ -97,7 +97,7 @@ def initialise(module: nn.Module, rule: Rule, *, device: torch.device, dtype: to
 
 
 def xavier(parameter: Tensor, gain: float = 1.0) -> Fill:
-    """Return the Xavier uniform fill of a linear or convolution weight (out, in, *kernel); Glorot and Bengio, eq. 16."""
+    """Return Xavier's uniform fill of a linear or convolution weight (out, in, *kernel); Glorot and Bengio eq. 16."""
     receptive = math.prod(parameter.shape[2:])
     fan_out, fan_in = parameter.shape[0] * receptive, parameter.shape[1] * receptive
     return Fill(kind="uniform", scale=gain * math.sqrt(6.0 / (fan_in + fan_out)))
@@ -116,7 +116,8 @@ def unet_rule(residual_blocks: int) -> Rule:
     """
     residual_gain = math.sqrt(1.0 / residual_blocks)
     fills: tuple[tuple[str, Callable[[Tensor], Fill]], ...] = (
-        (r"up_upscalers\.\d+\.1\.weight", lambda p: _transposed(p.shape[1] * p[0, 0].numel())),
+        (r"up_upscalers\.\d+\.1\.weight", lambda p: _strided_transposed(p.shape[1])),
+        (r"up_upscalers\.\d+\.1\.bias", lambda p: _strided_transposed(p.shape[0])),
         (r".*\.(gamma|beta)", lambda _: ZEROS),
         (r".*\.mapper(_\w+)?\.weight", lambda _: ZEROS),
         (r"clf\.1\.weight", lambda _: ZEROS),
@@ -138,8 +139,9 @@ def unet_rule(residual_blocks: int) -> Rule:
     return rule
 
 
-def _transposed(fan_in: int) -> Fill:
-    return Fill(kind="uniform", scale=1.0 / math.sqrt(fan_in))
+def _strided_transposed(out_channels: int) -> Fill:
+    """Return torch's own fill of a transposed 2 x 2 convolution and its bias; its fan-in counts output channels."""
+    return Fill(kind="uniform", scale=1.0 / math.sqrt(4 * out_channels))
 
 
 def tower_rule(name: str, parameter: nn.Parameter) -> Fill:

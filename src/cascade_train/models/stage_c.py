@@ -133,7 +133,7 @@ class StageC(Stage):
         return self.text_encoder.tokenize(captions)
 
     def encode(self, image_BCHW: Tensor) -> Tensor:
-        """Encode images (B, 3, H, W) float in [0, 1] to clean latents (B, 16, H / 32, W / 32) fp32, without gradient."""
+        """Encode images (B, 3, H, W) float in [0, 1] to latents x0 (B, 16, H / 32, W / 32) fp32. No gradient."""
         return self.semantic_compressor.encode(image_BCHW)
 
     def conditions(

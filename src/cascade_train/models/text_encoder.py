@@ -92,7 +92,7 @@ class TextEncoder:
         """
         self.tokenizer = self._load_tokenizer()
         module = self._from_config(device, dtype) if self.weights is None else self._from_weights(device, dtype)
-        # The pooled token is the first end of text. The legacy id 2 would mean "the highest id", which an added token has.
+        # The pooled token is the first end of text; the legacy id 2 would pool at the highest id: an added token.
         module.text_model.eos_token_id = module.config.eos_token_id = self.tokenizer.eos_token_id
         self.module = module.eval().requires_grad_(False)
 
@@ -151,7 +151,7 @@ class TextEncoder:
         return module.to(device)
 
     def tokenize(self, captions: Sequence[str]) -> Tokens:
-        """Turn captions into `input_ids` and `attention_mask`, (B, L) int64 on the host, cut and padded to `max_tokens`."""
+        """Turn captions into `input_ids` and `attention_mask`, (B, `max_tokens`) int64 on the host."""
         tokens = self.tokenizer(
             list(captions), padding="max_length", truncation=True, max_length=self.max_tokens, return_tensors="pt"
         )

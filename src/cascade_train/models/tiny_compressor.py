@@ -29,8 +29,12 @@ FREQUENCIES = (
 )
 """Cosine frequencies (vertical, horizontal) kept of each colour axis: 16 channels in all."""
 
-SCALES = {0: (14.0, 9.0, 11.0), 1: (4.0, 3.0, 3.5), 2: (2.5, 2.0, 2.0)}
-"""Standard deviation of a coefficient by the sum of its frequencies and colour axis, on pictures of plain shapes."""
+SCALES = (
+    (12.0, 1.0, 1.0, 0.5, 1.2, 1.2),
+    (7.5, 0.6, 0.6, 0.8, 0.8),
+    (9.0, 0.8, 0.8, 0.9, 0.9),
+)
+"""Standard deviation of each coefficient above over the patches of the shapes pictures at 96 px, rounded up."""
 
 
 def patch_basis() -> tuple[Tensor, Tensor]:
@@ -38,12 +42,12 @@ def patch_basis() -> tuple[Tensor, Tensor]:
     position = (torch.arange(PATCH, dtype=torch.float64) + 0.5) * math.pi / PATCH
     wave = [torch.cos(k * position) * math.sqrt((1 if k == 0 else 2) / PATCH) for k in range(3)]
     rows, scales = [], []
-    for axis, (colour, kept) in enumerate(zip(COLOURS, FREQUENCIES, strict=True)):
+    for colour, kept, scale in zip(COLOURS, FREQUENCIES, SCALES, strict=True):
         unit = torch.tensor(colour, dtype=torch.float64)
         unit = unit / unit.norm()
         for vertical, horizontal in kept:
             rows.append(torch.einsum("c,h,w->chw", unit, wave[vertical], wave[horizontal]))
-            scales.append(SCALES[vertical + horizontal][axis])
+        scales += scale
     return torch.stack(rows).float(), torch.tensor(scales)
 
 

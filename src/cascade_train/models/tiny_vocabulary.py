@@ -17,13 +17,12 @@ FOLDER = Path(__file__).parent / "tiny_tokenizer"
 
 START, END, WORD_END = "<|startoftext|>", "<|endoftext|>", "</w>"
 
-WORDS = (
-    "red green blue yellow purple orange cyan magenta white black gray pink brown "
-    "circle square triangle cross star diamond ring "
-    "small large big tiny "
-    "top bottom left right center middle upper lower "
-    "a an the on at in of with shape background and photo picture"
-).split()
+COLOURS = "red green blue yellow purple orange cyan magenta white black gray pink brown"
+SHAPES = "circle square triangle cross star diamond ring"
+SIZES = "small large big tiny"
+POSITIONS = "top bottom left right center middle upper lower"
+OTHERS = "a an the on at in of with shape background and photo picture"
+WORDS = " ".join((COLOURS, SHAPES, SIZES, POSITIONS, OTHERS)).split()
 """Words that are one token each, in the order of their merges."""
 
 Merge = tuple[str, str]

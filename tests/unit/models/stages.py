@@ -1,0 +1,76 @@
+"""Stages for tests, made from the shipped model files as a run makes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+
+CONF = Path(__file__).parents[3] / "conf"
+
+
+def model_config(model: str, *changes: dict[str, Any]) -> Any:
+    """Return the resolved node of `conf/model/<model>.yaml` with changes merged over it."""
+    nodes = [{"run": {"seed": 0}}, {"model": OmegaConf.load(CONF / "model" / f"{model}.yaml")}]
+    config = OmegaConf.merge(*nodes, *({"model": change} for change in changes))
+    OmegaConf.resolve(config)
+    return config.model
+
+
+def random_weights() -> Any:
+    """Return what `debug=random_weights` changes in the model's node."""
+    return OmegaConf.load(CONF / "debug" / "random_weights.yaml").model
+
+
+def make_stage(model: str, *changes: Any) -> Any:
+    """Construct a stage without building it."""
+    return instantiate(model_config(model, *changes), _convert_="all")
+
+
+def build_stage(model: str, *changes: Any, dtype: torch.dtype = torch.float32) -> Any:
+    """Construct a stage and build it on the CPU."""
+    stage = make_stage(model, *changes)
+    stage.build(device=torch.device("cpu"), network_dtype=dtype, frozen_dtype=dtype)
+    return stage
+
+
+def tiny_network(**changes: Any) -> Any:
+    """Return the architecture of c_tiny's network, narrower and shallower unless changed."""
+    small = {
+        "block_out_channels": [32, 32],
+        "num_attention_heads": [2, 2],
+        "conditioning_dim": 32,
+        "down_num_layers_per_block": [1, 2],
+        "up_num_layers_per_block": [2, 1],
+        "clip_text_in_channels": 24,
+        "clip_text_pooled_in_channels": 20,
+        "clip_image_in_channels": 12,
+    }
+    return instantiate(model_config("c_tiny", {"network": small | changes}).network, _convert_="all")
+
+
+def filled_network(**changes: Any) -> Any:
+    """Build a small network whose every parameter is far from zero."""
+    from cascade_train.models.initialize import Fill, initialise
+
+    config = tiny_network(**changes)
+    network = config.build()
+    rule = lambda _name, _parameter: Fill(kind="normal", scale=0.15)  # noqa: E731
+    initialise(network, rule, device=torch.device("cpu"), dtype=torch.float32, seed=3)
+    return network
+
+
+def network_inputs(batch: int = 2, side: int = 6) -> dict[str, torch.Tensor]:
+    """Draw inputs of a `tiny_network`."""
+    generator = torch.Generator().manual_seed(1)
+    draw = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+    return {
+        "sample": draw(batch, 16, side, side + 1),
+        "timestep_ratio": torch.linspace(0.1, 0.9, batch),
+        "clip_text_pooled": draw(batch, 1, 20),
+        "clip_text": draw(batch, 5, 24),
+        "clip_img": draw(batch, 1, 12),
+    }

@@ -1,0 +1,144 @@
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from cascade_train.models import initialize
+from cascade_train.models.initialize import CHUNK, Fill, fill_, initialise, materialise, name_seed, unet_rule
+from tests.unit.models.stages import tiny_network
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def network() -> nn.Module:
+    config = tiny_network(
+        effnet_in_channels=16, pixel_mapper_in_channels=3, switch_level=None, block_out_channels=[64, 128]
+    )
+    network = config.build()
+    initialise(network, unet_rule(config.residual_blocks), device=CPU, dtype=torch.float32, seed=0)
+    return network.requires_grad_(False)
+
+
+def bound(weight: torch.Tensor) -> float:
+    receptive = math.prod(weight.shape[2:])
+    return math.sqrt(6 / (receptive * (weight.shape[0] + weight.shape[1])))
+
+
+def assert_uniform(weight: torch.Tensor, limit: float) -> None:
+    weight = weight.detach()
+    assert 0.9 * limit < weight.abs().max() <= limit
+    assert weight.std() == pytest.approx(limit / math.sqrt(3), rel=0.1)
+
+
+def test_outputs_time_mappers_and_response_norms_start_at_zero(network: nn.Module) -> None:
+    zero = {name for name, p in network.named_parameters() if not p.any()}
+    assert "clf.1.weight" in zero
+    weights = {name for name in zero if not name.endswith("bias")}
+    kinds = {name.rpartition(".")[0].rpartition(".")[2] + "." + name.rpartition(".")[2] for name in weights}
+    assert kinds == {"1.weight", "mapper.weight", "mapper_sca.weight", "mapper_crp.weight", "2.gamma", "2.beta"}
+    assert {name for name in weights if name.endswith("1.weight")} == {"clf.1.weight"}
+
+
+def test_biases_start_at_zero_except_of_strided_transposed_convolutions(network: nn.Module) -> None:
+    nonzero = [name for name, p in network.named_parameters() if name.endswith("bias") and p.any()]
+    assert nonzero == ["up_upscalers.0.1.bias"]
+    fan_in = network.up_upscalers[0][1].weight.shape[1] * 4
+    assert_uniform(network.up_upscalers[0][1].weight, 1 / math.sqrt(fan_in))
+    assert 0.8 / math.sqrt(fan_in) < network.up_upscalers[0][1].bias.abs().max() <= 1 / math.sqrt(fan_in)
+
+
+def test_strided_transposed_convolutions_start_as_in_torch(network: nn.Module) -> None:
+    torch_own = nn.ConvTranspose2d(128, 64, kernel_size=2, stride=2)
+    ours = network.up_upscalers[0][1]
+    assert ours.weight.std() == pytest.approx(float(torch_own.weight.detach().std()), rel=0.05)
+
+
+def test_condition_mappers_are_normal_with_the_originals_width(network: nn.Module) -> None:
+    for layer in (network.clip_txt_mapper, network.clip_txt_pooled_mapper, network.clip_img_mapper):
+        assert layer.weight.std() == pytest.approx(0.02, rel=0.1)
+    assert network.effnet_mapper[2].weight.std() == pytest.approx(0.02, rel=0.1)
+    assert network.pixels_mapper[0].weight.abs().max() > 0.04
+
+
+def test_embedding_is_a_fiftieth_of_xavier(network: nn.Module) -> None:
+    assert_uniform(network.embedding[1].weight, 0.02 * bound(network.embedding[1].weight))
+
+
+def test_residual_branches_are_scaled_by_depth(network: nn.Module) -> None:
+    linear = network.down_blocks[0][0].channelwise
+    assert_uniform(linear[0].weight, bound(linear[0].weight))
+    assert_uniform(linear[4].weight, math.sqrt(1 / 3) * bound(linear[4].weight))
+
+
+def test_attention_is_one_fused_matrix(network: nn.Module) -> None:
+    attention = network.down_blocks[0][2].attention
+    for layer in (attention.to_q, attention.to_k, attention.to_v):
+        assert_uniform(layer.weight, math.sqrt(6 / (64 + 3 * 64)))
+    assert_uniform(attention.to_out[0].weight, bound(attention.to_out[0].weight))
+
+
+def test_all_else_is_xavier(network: nn.Module) -> None:
+    for weight in (
+        network.down_downscalers[1][1].weight,
+        network.down_blocks[0][2].kv_mapper[1].weight,
+        network.down_blocks[1][0].depthwise.weight,
+    ):
+        assert_uniform(weight, bound(weight))
+
+
+def test_unknown_parameters_are_not_guessed() -> None:
+    with pytest.raises(AssertionError, match="no initialisation is known"):
+        unet_rule(1)("mystery", nn.Parameter(torch.zeros(2)))
+
+
+def test_a_value_depends_on_seed_and_name_alone() -> None:
+    def draw(seed: int, name: str) -> torch.Tensor:
+        torch.rand(3)
+        values = torch.empty(1000)
+        fill_(values, Fill(kind="normal", scale=1.0), seed, name)
+        return values
+
+    assert torch.equal(draw(0, "a"), draw(0, "a"))
+    assert not torch.equal(draw(0, "a"), draw(0, "b"))
+    assert not torch.equal(draw(0, "a"), draw(1, "a"))
+    assert name_seed(0, "embedding.1.weight") == 4497291802309913340
+
+
+def test_drawing_leaves_the_global_generator_alone() -> None:
+    before = torch.get_rng_state()
+    fill_(torch.empty(10), Fill(kind="uniform", scale=1.0), 0, "a")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_bf16_values_are_the_rounded_fp32_values() -> None:
+    full, half = torch.empty(5000), torch.empty(5000, dtype=torch.bfloat16)
+    for values in (full, half):
+        fill_(values, Fill(kind="uniform", scale=0.3), 0, "a")
+    assert torch.equal(full.to(torch.bfloat16), half)
+
+
+def test_large_tensors_are_drawn_in_chunks_of_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert CHUNK == 1 << 22
+    monkeypatch.setattr(initialize, "CHUNK", 1024)
+    values = torch.empty(50, 50)
+    fill_(values, Fill(kind="uniform", scale=1.0), 0, "a")
+    expected = torch.empty(2500).uniform_(-1, 1, generator=torch.Generator().manual_seed(name_seed(0, "a")))
+    assert torch.equal(values.view(-1), expected)
+
+
+def test_buffers_get_their_start_values() -> None:
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
+    materialise(module, CPU, torch.float32)
+    assert module[1].running_mean.tolist() == [0.0] * 4
+    assert module[1].running_var.tolist() == [1.0] * 4
+    assert module[1].num_batches_tracked == 0
+
+
+def test_unknown_buffers_are_not_guessed() -> None:
+    module = nn.Module()
+    module.register_buffer("table", torch.zeros(2, device="meta"))
+    with pytest.raises(AssertionError, match="buffer table: no start value"):
+        materialise(module, CPU, torch.float32)
