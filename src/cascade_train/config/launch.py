@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import logging
 import os
 import re
 import sys
@@ -22,7 +23,7 @@ from hydra.conf import HydraConf
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from cascade_train.config.explain import exit_code
 from cascade_train.config.groups import conf_dir
@@ -32,7 +33,7 @@ from cascade_train.config.schema import Root
 from cascade_train.errors import ConfigError
 
 LONGEST_NAME = 120
-"""Characters of a sweep job's suffix before it is cut and hashed; folder names end at 255 bytes."""
+"""Characters of a sweep job's name before it is cut and hashed; folder names end at 255 bytes."""
 
 
 def launch(argv: Sequence[str]) -> int:
@@ -73,6 +74,7 @@ def run_job(cfg: DictConfig) -> None:
 def _train(cfg: DictConfig) -> int:
     separate_sweep_job(cfg, HydraConfig.get())
     checked = preflight(cfg)
+    _configure_logging()
     from cascade_train.build import train  # heavy: torch and everything above it
 
     return train(checked)
@@ -99,18 +101,20 @@ def with_implied_choices(argv: Sequence[str]) -> list[str]:
 
 
 EXAMPLE = {"model": "c_tiny", "task": "finetune"}
-"""What `--help` shows where nothing is chosen."""
+"""What `--help` shows where nothing is chosen; the choices that every run's name tells."""
 
 
 def separate_sweep_job(cfg: DictConfig, hydra_cfg: HydraConf) -> None:
     """Give a job of a sweep its own run directory, named by its overrides."""
-    suffix = folder_name(hydra_cfg.job.override_dirname) if hydra_cfg.mode == RunMode.MULTIRUN else ""
-    if not suffix:
+    if hydra_cfg.mode != RunMode.MULTIRUN:
         return
-    follows_name = "${run.name}" in str(cfg.run._get_node("dir")._value())
-    if not follows_name:
-        cfg.run.dir = str(Path(cfg.run.dir) / suffix)
-    cfg.run.name = f"{cfg.run.name}-{suffix}"
+    values = {override.partition("=")[0]: override for override in hydra_cfg.overrides.task}
+    told = {"run.name", "run.dir"} if "run.name" in values else {"run.name", "run.dir", *EXAMPLE}
+    suffix = ",".join(override for key, override in sorted(values.items()) if key not in told)
+    if suffix:
+        cfg.run.name = folder_name(f"{cfg.run.name}-{suffix}")
+    if "${run.name}" not in str(OmegaConf.to_container(cfg.run, resolve=False)["dir"]):  # type: ignore[index, call-overload]
+        cfg.run.dir = str(Path(cfg.run.dir) / cfg.run.name)
 
 
 def folder_name(text: str) -> str:
@@ -158,6 +162,16 @@ def _own_error_handling() -> Iterator[None]:
         del os.environ["HYDRA_FULL_ERROR"]
 
 
+def _configure_logging() -> None:
+    """Show what the library logs as plain lines on stderr: all of it on rank 0, warnings elsewhere."""
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    logging.getLogger("cascade_train").setLevel(logging.INFO if _is_main() else logging.WARNING)
+
+
+def _is_main() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
 def _say(line: str) -> None:
-    if os.environ.get("RANK", "0") == "0":
+    if _is_main():
         sys.stderr.write(f"{line}\n")

@@ -30,7 +30,7 @@ EXTRAS = {
 
 
 def preflight(cfg: DictConfig, *, ranks: int | None = None) -> DictConfig:
-    """Check a composed configuration and return it resolved, with `train.precision` decided.
+    """Check a composed configuration and return it resolved, `train.precision` decided where the model says.
 
     Imports neither torch nor any component.
 
@@ -170,10 +170,10 @@ def batch_split(root: Root, ranks: int) -> BatchSplit:
 
 
 def precision(root: Root) -> Precision:
-    """Return the precision of the run; auto follows `model.precision`, and is bf16 where the model asks for none."""
+    """Return the precision of the run; auto follows the argument `model.precision` where the model has one."""
     if root.train.precision is not Precision.auto:
         return root.train.precision
-    return Precision(root.model.get("precision") or Precision.bf16)
+    return Precision(root.model.get("precision", Precision.auto))
 
 
 def _constant(node: Mapping[str, Any], name: str) -> Any:

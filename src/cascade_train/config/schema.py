@@ -116,7 +116,7 @@ class TrainConfig:
     max_grad_norm: float | None
     """Global gradient norm above which gradients are scaled down; null = off."""
     precision: Precision
-    """auto = what the model asks for by `model.precision`, else bf16."""
+    """bf16, fp32, or auto = the precision that the model is meant for (bf16, and fp32 for tiny models)."""
 
     def __post_init__(self) -> None:
         at_least("train.max_steps", self.max_steps, 1)

@@ -51,10 +51,9 @@ def parse_verb(schema: type[S], argv: Sequence[str]) -> S:
 def help_text(schema: type) -> str:
     """Return the fields of a verb's dataclass with defaults and meanings, one per line."""
     docs = attribute_docs(schema)
-    lines = [" ".join((schema.__doc__ or "").split()), "", "Arguments, as key=value:"]
-    for field in dataclasses.fields(schema):
-        lines.append(f"  {_typed(field.name)}={_default(field)}  {docs.get(field.name, '')}".rstrip())
-    return "\n".join(lines) + "\n"
+    title = " ".join((schema.__doc__ or "").split())
+    fields = [f"  {_typed(f.name)}={_default(f)}  {docs.get(f.name, '')}" for f in dataclasses.fields(schema)]
+    return "\n".join([title, "", "Arguments, as key=value:", *fields, ""])
 
 
 def _set(cfg: DictConfig, argument: str) -> None:
