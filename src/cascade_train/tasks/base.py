@@ -10,6 +10,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -54,6 +55,20 @@ class Phase:
     units: Mapping[str, list[list[nn.Module]]]
     loss: Callable[[Any], StepOutput]
     optimizer: Any = field(default=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """One result of a run, in the form that other programs load.
+
+    Attributes:
+        module: whose weights are gathered from their shards, averaged where the run keeps an average.
+        write: writes the module's whole state dict to a folder, reads it back, compares, and returns the
+            largest relative difference. Called on rank 0 alone.
+    """
+
+    module: nn.Module
+    write: Callable[[Mapping[str, Tensor], Path], float]
 
 
 class Task(abc.ABC):
@@ -102,8 +117,20 @@ class Task(abc.ABC):
         """
 
     @abc.abstractmethod
-    def exports(self) -> Mapping[str, nn.Module]:
-        """Return the modules whose trained weights a run leaves behind, by name."""
+    def exports(self) -> Mapping[str, Export]:
+        """Return what a run leaves behind in `export/<name>`, by name."""
+
+    def load_export(self, export: Path) -> None:
+        """Put what `exports` left back onto the attached stage.
+
+        Nothing to do by default: a network that trains is found by the stage itself, as its weights.
+
+        Args:
+            export: the run's `export/`.
+
+        Raises:
+            ConfigError: the export is not there, or of another model.
+        """
 
     def after_step(self, report: Mapping[str, Tensor]) -> None:
         """Update the task's own state after an optimizer step. Collective: all ranks call it with equal values.
