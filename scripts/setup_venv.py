@@ -98,11 +98,11 @@ def works(command: list[str]) -> bool:
 
 
 def make_venv() -> None:
-    """Make `.venv` where it is missing, broken, too old or was made for a checkout in another place."""
+    """Make `.venv` where it is missing, broken, too old, half installed, or made for a checkout in another place."""
     check = f"import sys; sys.exit(sys.version_info < {OLDEST_PYTHON})"
     moved = STAMP.exists() and STAMP.read_text().splitlines()[0] != str(ROOT)
     usable = works([str(PYTHON), "-c", check]) and works([str(PYTHON), "-m", "pip", "--version"])
-    if usable and not moved:
+    if usable and not moved and not UNFINISHED.exists():
         return
     if not call([sys.executable, "-m", "venv", "--clear", str(VENV)]):
         shutil.rmtree(VENV, ignore_errors=True)
@@ -119,12 +119,16 @@ def bootstrap_uv() -> None:
 
 
 def install(environ: Mapping[str, str]) -> None:
-    """Install `.[dev]` editable. After an interrupted install every package is laid down again."""
-    again = ["--reinstall"] if UNFINISHED.exists() else []
-    UNFINISHED.touch()
+    """Install `.[dev]` editable: first see that it can be done, so that a refusal leaves `.venv` as it was."""
     pins = ["--constraints", "constraints.txt", "--build-constraints", "constraints.txt"]
-    if not call([str(UV), "pip", "install", "--python", str(PYTHON), *pins, *again, "--editable", ".[dev]"], environ):
-        sys.exit("setup: uv could not install the packages (its message is above); `make setup` tries again")
+    command = [str(UV), "pip", "install", "--python", str(PYTHON), *pins, "--editable", ".[dev]"]
+    refused = "setup: uv could not install the packages (its message is above); `make setup` tries again"
+    if not call([*command, "--dry-run", "--quiet"], environ):
+        sys.exit(refused)
+    STAMP.unlink(missing_ok=True)
+    UNFINISHED.touch()
+    if not call(command, environ):
+        sys.exit(refused)
 
 
 def check_torch(environ: Mapping[str, str]) -> None:
@@ -143,7 +147,6 @@ def main() -> None:
     if STAMP.exists() and STAMP.read_text() == stamp() and PYTHON.exists():
         return
     make_venv()
-    STAMP.unlink(missing_ok=True)
     bootstrap_uv()
     listing = subprocess.run(
         [str(PYTHON), "-m", "pip", "config", "list"], cwd=ROOT, capture_output=True, text=True, check=False

@@ -1,0 +1,67 @@
+"""The set-up's decisions; the set-up itself has happened where this test runs."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def setup_venv(repository: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("setup_venv", repository / "scripts" / "setup_venv.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_pip_listing_is_read_and_the_environment_wins(setup_venv: ModuleType) -> None:
+    listing = ":env:.index-url='https://b/simple'\nglobal.index-url='https://a/simple'\nglobal.timeout='60'\n"
+    assert setup_venv.pip_options_from_listing(listing) == {"index-url": "https://b/simple", "timeout": "60"}
+
+
+def test_uv_takes_the_index_of_pip(setup_venv: ModuleType) -> None:
+    options = {"index-url": "https://a/simple", "cert": "/a.pem", "find-links": "/wheels", "extra-index-url": "x"}
+    environ = setup_venv.uv_environment({"HOME": "/h"}, options)
+    assert environ == {"HOME": "/h", "UV_DEFAULT_INDEX": "https://a/simple", "SSL_CERT_FILE": "/a.pem"}
+
+
+@pytest.mark.parametrize("name", ["UV_DEFAULT_INDEX", "UV_INDEX_URL", "UV_INDEX", "UV_FIND_LINKS"])
+def test_the_users_own_settings_of_uv_stand(setup_venv: ModuleType, name: str) -> None:
+    environ = setup_venv.uv_environment({name: "mine"}, {"index-url": "https://a/simple"})
+    assert environ == {name: "mine"}
+
+
+def test_another_place_or_other_pins_need_another_set_up(
+    setup_venv: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in setup_venv.INPUTS:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("one")
+    here = setup_venv.stamp()
+    monkeypatch.setattr(setup_venv, "ROOT", tmp_path)
+    there = setup_venv.stamp()
+    (tmp_path / "constraints.txt").write_text("two")
+    assert len({here, there, setup_venv.stamp()}) == 3
+
+
+def test_pins_name_no_place(repository: Path) -> None:
+    lines = (repository / "constraints.txt").read_text().splitlines()
+    pins = [line for line in lines if not line.startswith("#")]
+    assert len(pins) >= 100
+    assert all(line.count("==") == 1 and "/" not in line and "@" not in line and " " not in line for line in pins)
+
+
+def test_every_verb_of_the_makefile_is_explained(repository: Path) -> None:
+    printed = subprocess.run(["make", "help"], cwd=repository, capture_output=True, text=True, check=True).stdout
+    assert [line.split()[1] for line in printed.splitlines()] == [
+        "help", "setup", "test", "demo", "lint", "format", "clean",
+    ]  # fmt: skip
+
+
+def test_ci_runs_the_test_command_of_the_readme(repository: Path) -> None:
+    assert "\nexec make test" in (repository / ".ci" / "run").read_text()
+    assert "make test" in (repository / "README.md").read_text()
