@@ -1,6 +1,5 @@
 """Checkpoints on one rank: whole, verified, exact, kept and dropped by rule."""
 
-import json
 import logging
 import shutil
 
@@ -10,7 +9,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from cascade_train.engine import checkpoint as module
 from cascade_train.engine.checkpoint import CheckpointStore
-from cascade_train.engine.manifest import find_fault, read_manifest, write_manifest
+from cascade_train.engine.manifest import find_fault, read_manifest
 from cascade_train.errors import ConfigError, RunError
 
 
@@ -86,45 +85,6 @@ def test_newest_is_the_highest_step_that_verifies(store, caplog):
         assert store.newest() == store.directory / "step_9"
     assert f"step_10 is damaged and skipped: {name} does not match the hash in its manifest" in caplog.text
     assert store.steps() == [9, 10]
-
-
-@pytest.mark.parametrize(
-    "what", ["truncated", "missing", "no_manifest", "changed_manifest", "torn_manifest", "version"]
-)
-def test_every_kind_of_damage_is_named(store, what):
-    path = store.save(3, state(), FACTS)
-    file = next(path.glob("*.distcp"))
-    manifest = path / "manifest.json"
-    if what == "truncated":
-        file.write_bytes(file.read_bytes()[:-1])
-        expected = f"{file.name} has "
-    elif what == "missing":
-        file.unlink()
-        expected = f"{file.name} cannot be read: No such file"
-    elif what == "no_manifest":
-        manifest.unlink()
-        expected = "manifest.json is missing or unreadable"
-    elif what == "changed_manifest":
-        manifest.write_text(manifest.read_text().replace('"samples_seen": 24', '"samples_seen": 25'))
-        expected = "manifest.json does not match its own hash"
-    elif what == "torn_manifest":
-        manifest.write_text(manifest.read_text()[:-20])
-        expected = "manifest.json is missing or unreadable"
-    else:
-        patch = pytest.MonkeyPatch()
-        with patch.context() as inside:
-            inside.setattr("cascade_train.engine.manifest.FORMAT_VERSION", 99)
-            write_manifest(path, read_manifest_of_any_version(path))
-        expected = "manifest.json has format version 99, this program reads 1"
-    assert expected in find_fault(path)
-
-
-def read_manifest_of_any_version(path):
-    from cascade_train.engine.manifest import FileRecord, Manifest
-
-    body = json.loads((path / "manifest.json").read_text())
-    files = {name: FileRecord(**record) for name, record in body["files"].items()}
-    return Manifest(step=body["step"], files=files, facts=body["facts"])
 
 
 def test_loading_a_checkpoint_without_manifest_is_a_run_error(store):
@@ -232,7 +192,7 @@ def test_a_full_disk_while_writing_tensors_leaves_the_older_checkpoints(store, m
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(FileSystemWriter, "write_data", full)
-    with pytest.raises(RunError, match="could not be written .*No space left on device"):
+    with pytest.raises(RunError, match="a checkpoint could not be written to .*No space left on device"):
         store.save(2, state(), FACTS)
     assert names(store) == ["step_1"]
 

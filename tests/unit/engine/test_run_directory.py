@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import shutil
 from copy import deepcopy
 
@@ -135,11 +134,11 @@ def test_another_config_is_refused_with_the_difference(directory):
     claim(directory, config=CONFIG, resume="auto")
     before = (directory / "config.yaml").read_text()
     other = changed(train__global_batch_size=16, data__urls=["c.tar"], optimizer__lr=3e-4)
-    text = (
-        r"holds a run of another config:\n  data\.urls: \['a\.tar', 'b\.tar'\] -> \['c\.tar'\]\n"
-        r"  train\.global_batch_size: 8 -> 16\nRemedy: another run\.name"
-    )
-    with pytest.raises(ConfigError, match=text):
+    with pytest.raises(
+        ConfigError,
+        match=r"holds a run of another config:\n  data\.urls: \['a\.tar', 'b\.tar'\] -> \['c\.tar'\]\n"
+        r"  train\.global_batch_size: 8 -> 16\nRemedy: another run\.name",
+    ):
         claim(directory, config=other, resume="auto")
     assert (directory / "config.yaml").read_text() == before
     assert listing(directory) == ["config.yaml", "environment.json"]
@@ -239,10 +238,12 @@ def test_a_directory_that_cannot_be_made_is_a_config_error(directory, tmp_path):
         claim(tmp_path / "file" / "runs" / "one", config=CONFIG, resume="auto")
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_parent_without_permission_is_a_config_error(directory):
-    directory.parent.mkdir(mode=0o500)
-    with pytest.raises(ConfigError, match=r"cannot be made: Permission denied"):
+def test_a_parent_without_permission_is_a_config_error(directory, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(module.Path, "mkdir", refuse)  # a real one would not stop root
+    with pytest.raises(ConfigError, match=r"cannot be made: Permission denied. Remedy: a writable run\.dir"):
         claim(directory, config=CONFIG, resume="auto")
 
 

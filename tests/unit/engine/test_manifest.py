@@ -1,0 +1,80 @@
+"""The manifest: every kind of damage is found and named."""
+
+import hashlib
+import json
+
+import pytest
+
+from cascade_train.engine import manifest as module
+from cascade_train.engine.manifest import FileRecord, Manifest, find_fault, hash_file, read_manifest, write_manifest
+from cascade_train.errors import RunError
+
+FACTS = {"samples_seen": 24, "loss": 0.1 + 0.2, "nested": {"a": [1, None]}}
+
+
+@pytest.fixture
+def directory(tmp_path):
+    """A directory that verifies, with two files."""
+    (tmp_path / "a.bin").write_bytes(b"abc" * 1000)
+    (tmp_path / "b.bin").write_bytes(b"")
+    files = {name: hash_file(tmp_path / name) for name in ("a.bin", "b.bin")}
+    write_manifest(tmp_path, Manifest(step=3, files=files, facts=FACTS))
+    return tmp_path
+
+
+def test_a_file_record_is_its_size_and_sha256(tmp_path):
+    (tmp_path / "a").write_bytes(b"abc")
+    assert hash_file(tmp_path / "a") == FileRecord(size=3, sha256=hashlib.sha256(b"abc").hexdigest())
+
+
+def test_a_manifest_reads_back_equal(directory):
+    read = read_manifest(directory)
+    assert read.step == 3
+    assert read.facts == FACTS
+    assert read.files["b.bin"] == FileRecord(size=0, sha256=hashlib.sha256().hexdigest())
+    assert find_fault(directory) is None
+
+
+def test_a_truncated_file_is_named(directory):
+    (directory / "a.bin").write_bytes(b"abc")
+    assert find_fault(directory) == "a.bin has 3 bytes, its manifest says 3000"
+    assert find_fault(directory, hashes=False) == find_fault(directory)
+
+
+def test_a_missing_file_is_named(directory):
+    (directory / "b.bin").unlink()
+    assert find_fault(directory) == "b.bin cannot be read: No such file or directory"
+
+
+def test_a_changed_byte_is_found_by_hashes_alone(directory):
+    (directory / "a.bin").write_bytes(b"abd" * 1000)
+    assert find_fault(directory) == "a.bin does not match the hash in its manifest"
+    assert find_fault(directory, hashes=False) is None
+
+
+@pytest.mark.parametrize("text", [None, "", '{"step": 3', "[]", "3", "{}", '{"sha256"'])
+def test_a_manifest_that_cannot_be_read_is_a_run_error(directory, text):
+    path = directory / "manifest.json"
+    path.unlink()
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(RunError, match=r"manifest\.json is missing or unreadable"):
+        read_manifest(directory)
+    assert "manifest.json is missing or unreadable" in find_fault(directory)
+
+
+def test_a_manifest_that_was_edited_is_a_run_error(directory):
+    path = directory / "manifest.json"
+    path.write_text(path.read_text().replace('"samples_seen": 24', '"samples_seen": 25'))
+    with pytest.raises(RunError, match="does not match its own hash"):
+        read_manifest(directory)
+
+
+def test_a_manifest_of_another_format_is_a_run_error(directory, monkeypatch):
+    kept = read_manifest(directory)
+    monkeypatch.setattr(module, "FORMAT_VERSION", 99)
+    write_manifest(directory, kept)
+    monkeypatch.undo()
+    assert json.loads((directory / "manifest.json").read_text())["format_version"] == 99
+    with pytest.raises(RunError, match="has format version 99, this program reads 1"):
+        read_manifest(directory)
