@@ -98,7 +98,7 @@ class ConvolutionPreviewer(Previewer):
         with torch.device("meta"):
             module = PreviewNetwork()
         if self.weights is None:
-            initialise(module, convolution_rule(1.0), device=device, dtype=torch.float32, seed=FROZEN_SEED)
+            initialise(module, convolution_rule(1.6), device=device, dtype=torch.float32, seed=FROZEN_SEED)
         else:
             load_module(module, self.weights, dtype=torch.float32, device=device, key="model.previewer.weights")
         self.module = module.eval().requires_grad_(False)

@@ -96,8 +96,8 @@ class EfficientNetCompressor(SemanticCompressor):
         with torch.device("meta"):
             module = EfficientNetEncoder(self.latent_channels)
         if self.weights is None:
-            # The gain keeps the scale of activations through the backbone's gates, so that seeded latents are usable.
-            initialise(module, convolution_rule(1.4), device=device, dtype=torch.float32, seed=FROZEN_SEED)
+            # This gain keeps the scale of activations through the backbone's gates: latents of about unit variance.
+            initialise(module, convolution_rule(1.14), device=device, dtype=torch.float32, seed=FROZEN_SEED)
         else:
             load_module(
                 module, self.weights, dtype=torch.float32, device=device, key="model.semantic_compressor.weights"

@@ -6,10 +6,23 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cascade_train.models.initialize import Fill, fill_
 from cascade_train.models.stage import Stage
 from tests.unit.models.stages import build_stage, make_stage
+
+
+class NoSync(TorchDispatchMode):
+    """Refuses what reads a tensor's value on the host."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func not in (
+            torch.ops.aten._local_scalar_dense.default,
+            torch.ops.aten.nonzero.default,
+            torch.ops.aten.equal.default,
+        ), f"{func} waits for the device"
+        return func(*args, **(kwargs or {}))
 
 
 class StageContract:
@@ -112,6 +125,13 @@ class StageContract:
         pairs = [(a, b) for a, b in zip(*gradients, strict=True) if a is not None]
         assert sum(bool(a.any()) for a, _ in pairs) > 0.9 * len(pairs) > 10
         assert all(torch.equal(a, b) for a, b in pairs)
+
+    def test_encoding_and_prediction_never_wait_for_the_device(self, stage: Stage, images: torch.Tensor) -> None:
+        tokens = stage.tokenize(["a small red circle", ""])
+        keep = torch.tensor([True, False])
+        with NoSync():
+            latent = stage.encode(images)
+            stage.predict(latent, torch.tensor([0.2, 0.8]), stage.conditions(tokens, images, keep))
 
     def test_every_offline_attention_kernel_can_be_chosen(self, stage: Stage, images: torch.Tensor, cond: Any) -> None:
         latent = stage.encode(images)

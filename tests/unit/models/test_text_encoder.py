@@ -1,0 +1,159 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra.utils import instantiate
+from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer
+
+from cascade_train.errors import ConfigError
+from cascade_train.models.text_encoder import TextEncoder, causal_mask
+from tests.unit.models.stages import model_config
+
+CPU = torch.device("cpu")
+END = 670
+
+
+def make(**changes: Any) -> TextEncoder:
+    return instantiate(model_config("c_tiny", {"text_encoder": changes}).text_encoder, _convert_="all")
+
+
+def built(**changes: Any) -> TextEncoder:
+    encoder = make(**changes)
+    encoder.build(device=CPU, dtype=torch.float32)
+    return encoder
+
+
+@pytest.fixture(scope="module")
+def encoder() -> TextEncoder:
+    return built()
+
+
+@pytest.fixture(scope="module")
+def folder(encoder: TextEncoder, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A stored tower of the tiny sizes, whose config has the legacy end-of-text id, and its tokenizer."""
+    path = tmp_path_factory.mktemp("tower")
+    config = CLIPTextConfig(**encoder.module.config.to_dict() | {"eos_token_id": 2})
+    torch.manual_seed(0)
+    CLIPTextModelWithProjection(config).save_pretrained(path / "text")
+    encoder.tokenizer.save_pretrained(path / "words")
+    return path
+
+
+def test_captions_are_cut_and_padded_to_one_length(encoder: TextEncoder) -> None:
+    tokens = encoder.tokenize(["", "red", "red " * 100])
+    assert tokens["input_ids"].shape == tokens["attention_mask"].shape == (3, 24)
+    assert tokens["attention_mask"].sum(dim=1).tolist() == [2, 3, 24]
+    assert tokens["input_ids"][:, 0].tolist() == [669] * 3
+    assert tokens["input_ids"][2, -1] == END
+
+
+def test_text_is_the_last_layer_before_the_final_norm(encoder: TextEncoder) -> None:
+    tokens = encoder.tokenize(["a small red circle"])
+    text, pooled = encoder.encode(tokens)
+    tower = encoder.module.text_model
+    assert text.shape == (1, 24, 128)
+    assert pooled.shape == (1, 1, 128)
+    normed = tower.final_layer_norm(text)
+    torch.testing.assert_close(normed, tower(tokens["input_ids"], tokens["attention_mask"]).last_hidden_state)
+    assert not torch.allclose(normed, text)
+    end = tokens["input_ids"][0].tolist().index(END)
+    torch.testing.assert_close(encoder.module.text_projection(normed[:, end]), pooled[:, 0])
+
+
+def test_own_mask_equals_the_librarys(encoder: TextEncoder) -> None:
+    tokens = encoder.tokenize(["a small red circle", ""])
+    expected = encoder.module(**tokens, output_hidden_states=True)
+    text, pooled = encoder.encode(tokens)
+    torch.testing.assert_close(text, expected.hidden_states[-1])
+    torch.testing.assert_close(pooled[:, 0], expected.text_embeds)
+
+
+def test_mask_hides_later_tokens_and_padding() -> None:
+    mask = causal_mask(torch.tensor([[1, 1, 0]]))
+    assert mask.shape == (1, 1, 3, 3)
+    assert mask[0, 0].tolist() == [[True, False, False], [True, True, False], [True, True, False]]
+
+
+def test_tokens_after_the_end_do_not_change_the_pooled_embedding(encoder: TextEncoder) -> None:
+    tokens = encoder.tokenize(["a red circle"])
+    changed = tokens | {"input_ids": tokens["input_ids"].clone()}
+    changed["input_ids"][0, -3:] = 5
+    assert torch.equal(encoder.encode(tokens)[1], encoder.encode(changed)[1])
+
+
+def test_positions_count_from_zero(encoder: TextEncoder) -> None:
+    assert encoder.module.text_model.embeddings.position_ids.tolist() == [list(range(24))]
+
+
+def test_stored_weights_and_tokenizer_are_loaded(folder: Path) -> None:
+    loaded = built(weights=str(folder), subfolder="text", tokenizer=str(folder), tokenizer_subfolder="words")
+    stored = CLIPTextModelWithProjection.from_pretrained(folder / "text")
+    for name, value in stored.state_dict().items():
+        assert torch.equal(value, loaded.module.state_dict()[name])
+    assert not loaded.module.training
+    assert not any(p.requires_grad for p in loaded.module.parameters())
+
+
+def test_legacy_end_of_text_id_is_corrected(folder: Path) -> None:
+    loaded = built(weights=str(folder), subfolder="text")
+    assert CLIPTextConfig.from_pretrained(folder / "text").eos_token_id == 2
+    assert loaded.module.config.eos_token_id == loaded.module.text_model.eos_token_id == END
+    loaded.tokenizer.add_tokens("[new]")
+    tokens = loaded.tokenize(["a [new] circle"])
+    tokens["input_ids"].clamp_(max=END)
+    text, pooled = loaded.encode(tokens)
+    end = tokens["input_ids"][0].tolist().index(END)
+    expected = loaded.module.text_projection(loaded.module.text_model.final_layer_norm(text[:, end]))
+    torch.testing.assert_close(pooled[:, 0], expected)
+
+
+def test_dtype_and_forgetting(folder: Path) -> None:
+    encoder = make(weights=str(folder), subfolder="text", tokenizer=str(folder), tokenizer_subfolder="words")
+    encoder.forget_weights()
+    encoder.build(device=CPU, dtype=torch.bfloat16)
+    assert {p.dtype for p in encoder.module.parameters()} == {torch.bfloat16}
+    assert encoder.module.config.eos_token_id == END
+
+
+def test_packaged_tokenizer_serves_a_larger_table() -> None:
+    encoder = built(vocab_size=1000)
+    assert encoder.module.get_input_embeddings().weight.shape[0] == 1000
+    assert encoder.encode(encoder.tokenize(["a red circle"]))[0].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"max_tokens": 2}, r"text_encoder\.max_tokens=2: must be at least 3"),
+        ({"num_attention_heads": 3}, r"text_encoder\.num_attention_heads=3: must divide"),
+    ],
+)
+def test_sizes_out_of_range_are_refused(change: dict, message: str) -> None:
+    with pytest.raises(Exception, match=message):
+        make(**change)
+
+
+def test_missing_sources_are_refused(tmp_path: Path) -> None:
+    gone = str(tmp_path / "gone")
+    with pytest.raises(ConfigError, match="null takes the packaged tokenizer"):
+        built(tokenizer=gone)
+    with pytest.raises(ConfigError, match=r"text_encoder\.weights=.*is neither a local folder nor a hub id"):
+        built(weights=gone)
+
+
+def test_a_tower_of_other_sizes_is_refused(folder: Path) -> None:
+    wide = {"hidden_size": 256, "subfolder": "text", "weights": str(folder)}
+    with pytest.raises(ConfigError, match="set the sizes of the tower that the weights belong to"):
+        built(**wide)
+
+
+def test_a_tokenizer_of_another_tower_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"text_encoder\.vocab_size=600: does not fit the 671 tokens"):
+        built(vocab_size=600)
+    with pytest.raises(ConfigError, match=r"set text_encoder\.tokenizer to the one that belongs"):
+        built(weights=str(folder), subfolder="text", vocab_size=1000)
+
+
+def test_the_exported_tokenizer_is_the_librarys_own(folder: Path) -> None:
+    assert CLIPTokenizer.from_pretrained(folder / "words")("a red circle").input_ids[-1] == END
