@@ -1,0 +1,230 @@
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cascade_train.batch import Batch
+from cascade_train.data.loader import Loader
+from cascade_train.data.sample import RawSample, UnreadableSampleError
+from cascade_train.data.shapes import Shapes
+from cascade_train.errors import ConfigError, RunError
+from tests.unit.data import tars
+from tests.unit.data.dataset_contract import content, loading
+from tests.unit.data.test_shapes import shapes
+
+
+def broken_rows(monkeypatch: pytest.MonkeyPatch, errors: dict[int, Exception]) -> None:
+    """Make reading these rows of shapes fail."""
+    read = Shapes.read
+
+    def read_or_fail(self: Shapes, row: int) -> RawSample:
+        if row in errors:
+            raise errors[row]
+        return read(self, row)
+
+    monkeypatch.setattr(Shapes, "read", read_or_fail)
+
+
+def flat(step: list[Batch], name: str) -> list[Any]:
+    return [value for micro in step for value in getattr(micro, name)]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (OSError(5, "Input/output error"), "OSError: .* Input/output error"),
+        (KeyError("image"), "KeyError: 'image'"),
+        (RunError("the store is gone"), "the store is gone"),
+    ],
+)
+def test_a_failure_names_the_sample_and_the_cause(
+    monkeypatch: pytest.MonkeyPatch, num_workers: int, error: Exception, text: str
+) -> None:
+    broken_rows(monkeypatch, dict.fromkeys(range(37), error))
+    with (
+        loading(shapes(num_workers=num_workers)) as loader,
+        pytest.raises(RunError, match=rf"^sample shapes-seed0:00000\d\d: {text}") as caught,
+    ):
+        next(loader)
+    assert "read_or_fail" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_next_readable_sample_stands_in(tmp_path: Path, num_workers: int, caplog: pytest.LogCaptureFixture) -> None:
+    path = tars.write(tmp_path / "a.tar", tars.samples(range(300), damaged=[8, 9]))
+    source = tars.webdataset(path, num_workers=num_workers)
+    skipped, rows = [], []
+    with caplog.at_level(logging.WARNING), loading(source, rows=np.array([*range(10), *range(12, 300)])) as loader:
+        for _ in range(75):
+            step = next(loader)
+            skipped += flat(step, "skipped")
+            rows += [row for micro in step for row in micro.index_B.tolist()]
+        assert sorted(name.split()[0] for name in loader.skipped) == ["a.tar:0008", "a.tar:0009"]
+    assert {8, 9} & set(rows) == set()
+    assert rows.count(12) >= 3 * 2  # itself, and for 8 and for 9, in each of two epochs
+    assert len(skipped) >= 6
+    assert caplog.text.count("another stands in: a.tar:0009 (OSError") == 1
+
+
+def test_draws_of_a_stand_in_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    with loading(shapes()) as loader:
+        before = next(loader)
+    first = int(before[0].index_B[0])
+    broken_rows(monkeypatch, {first: UnreadableSampleError("no picture")})
+    with loading(shapes()) as loader:
+        after = next(loader)
+    assert after[0].index_B[0] == (first + 1) % 37
+    assert content(after[1:]) == content(before[1:])
+
+
+def test_more_than_one_percent_unreadable_stops_and_lists(tmp_path: Path) -> None:
+    path = tars.write(tmp_path / "a.tar", tars.samples(range(40), damaged=[3, 20]))
+    with loading(tars.webdataset(path)) as loader:
+        for _ in range(4):
+            next(loader)
+        with pytest.raises(RunError, match=r"2 unreadable samples among 40 read, more than 1%: .*a.tar:00(03|20) \("):
+            next(loader)
+
+
+def test_few_samples_say_little_before_the_first_epoch_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    with loading(shapes(samples=1000)) as loader:
+        drawn = [row for _ in range(3) for micro in next(loader) for row in micro.index_B.tolist()]
+    broken_rows(monkeypatch, dict.fromkeys(drawn[::8], UnreadableSampleError("no picture")))
+    with loading(shapes(samples=1000)) as loader:
+        for _ in range(3):
+            next(loader)
+        assert len(loader.skipped) == 3
+
+
+def test_a_run_of_unreadable_samples_stops_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken_rows(monkeypatch, dict.fromkeys(range(37), UnreadableSampleError("no picture")))
+    with (
+        loading(shapes()) as loader,
+        pytest.raises(RunError, match="unreadable, and so are the samples after it: shapes"),
+    ):
+        next(loader)
+
+
+def test_a_caption_that_is_not_text_is_unreadable(tmp_path: Path) -> None:
+    files = [*tars.samples(range(30)), ("x.png", tars.picture()), ("x.txt", b"\xff\xfe\xfa")]
+    with loading(tars.webdataset(tars.write(tmp_path / "a.tar", files))) as loader:
+        for _ in range(4):
+            next(loader)
+        assert len(loader.skipped) == 1
+        assert loader.skipped[0].startswith("a.tar:x (the caption is not UTF-8: ")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_killed_worker_is_explained() -> None:
+    with loading(shapes(num_workers=1)) as loader:
+        next(loader)
+        os.kill(children()[0], signal.SIGKILL)
+        with pytest.raises(RunError, match="a data worker process ended unexpectedly .* lower data.num_workers"):
+            exhaust(loader)
+
+
+def exhaust(loader: Loader) -> None:
+    for _ in range(100):
+        next(loader)
+
+
+def children() -> list[int]:
+    """Return the processes of this one that still run."""
+    own, found = os.getpid(), []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == own and fields[0] != "Z":
+            found.append(int(stat.parent.name))
+    return found
+
+
+def test_closing_ends_the_workers() -> None:
+    before = set(children())
+    with loading(shapes(num_workers=2)) as loader:
+        next(loader)
+        assert len(set(children()) - before) >= 2
+    deadline = time.monotonic() + 20
+    while set(children()) - before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert set(children()) <= before
+
+
+def test_micro_batches_follow_each_other_in_the_ranks_slice() -> None:
+    with loading(shapes(), micro_batch_size=8) as loader:
+        whole = next(loader)[0].index_B.tolist()
+    parts = []
+    for rank in range(2):
+        with loading(shapes(), rank=rank, ranks=2, micro_batch_size=2) as loader:
+            assert loader.micro_batches == 2
+            parts.append([micro.index_B.tolist() for micro in next(loader)])
+    assert parts == [[whole[0:2], whole[2:4]], [whole[4:6], whole[6:8]]]
+
+
+def test_prefetched_batches_are_not_counted() -> None:
+    with loading(shapes(num_workers=2)) as loader:
+        assert loader.state_dict()["position"] == 0
+        next(loader)
+        time.sleep(0.2)
+        assert loader.state_dict()["position"] == loader.position == 1
+
+
+def test_seek_repeats_a_fixed_set() -> None:
+    with loading(shapes(num_workers=1)) as loader:
+        first = [content(next(loader)) for _ in range(3)]
+        loader.seek(0)
+        assert [content(next(loader)) for _ in range(3)] == first
+
+
+def test_a_random_crop_is_drawn_anew_each_epoch(tmp_path: Path) -> None:
+    path = tars.write(tmp_path / "a.tar", [("a.png", tars.picture(64, 16)), ("a.txt", b"wide")])
+    images = {}
+    for crop in ("random", "center"):
+        with loading(tars.webdataset(path, crop=crop), micro_batch_size=8) as loader:
+            images[crop] = next(loader)[0].image_BCHW
+    assert len(images["random"].unique(dim=0)) == 8
+    assert len(images["center"].unique(dim=0)) == 1
+
+
+def test_steps_per_epoch_covers_every_sample() -> None:
+    with loading(shapes()) as loader:
+        assert (loader.samples_per_epoch, loader.steps_per_epoch) == (37, 5)
+    with loading(shapes(samples=40)) as loader:
+        assert loader.steps_per_epoch == 5
+
+
+@pytest.mark.parametrize(
+    ("sizes", "fits"),
+    [
+        ({"ranks": 3}, "is not a multiple of 3 ranks x train.micro_batch_size=2: 6 or 12 would fit"),
+        ({"ranks": 8}, "is not a multiple of 8 ranks x train.micro_batch_size=2: 16 would fit"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_refused(sizes: dict[str, int], fits: str) -> None:
+    with pytest.raises(ConfigError, match=f"train.global_batch_size=8 {fits}"), loading(shapes(), **sizes):
+        pass
+
+
+def test_no_samples_are_refused() -> None:
+    with pytest.raises(ConfigError, match="no sample is left to read"), loading(shapes(), rows=np.array([], dtype=int)):
+        pass
+
+
+def test_a_state_of_another_order_version_is_refused() -> None:
+    with loading(shapes()) as loader:
+        state = loader.state_dict()
+        state["identity"] = state["identity"].replace("order=1", "order=0")
+        with pytest.raises(
+            ConfigError, match="order was 0, is 1: this version of the library orders samples in another"
+        ):
+            loader.load_state_dict(state)
