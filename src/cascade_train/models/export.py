@@ -22,12 +22,17 @@ from transformers import CLIPImageProcessor
 from cascade_train.errors import RunError
 from cascade_train.models.lora import ADAPTER, LoraSpec, adapted_layers
 from cascade_train.models.lora_files import SINGLE_FILE, load_lora, write_peft_folder, write_single_file
+from cascade_train.models.semantic_compressor import EfficientNetCompressor
+from cascade_train.models.stage_c import StageC
 
 ROUNDINGS = 32
 """Largest allowed difference of outputs relative to the largest, in machine epsilons of the written dtype.
 
 The tensors themselves must come back bit for bit; kernels may round otherwise where memory is aligned otherwise.
 """
+
+PUBLISHED_RESOLUTION_MULTIPLE = 42.67
+"""Pixels of the finished picture per latent position where Stage B decodes 24 x 24 to 1024 x 1024 pixels."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +44,7 @@ class PriorParts:
         text_encoder: the frozen `CLIPTextModelWithProjection`.
         tokenizer: its `CLIPTokenizer`.
         max_tokens: length to which captions are cut and padded.
-        resolution_multiple: pixels of the finished picture per latent position: 42.67 for the published models,
-            whose decoder enlarges by 4/3; image size / latent size for others.
+        resolution_multiple: pixels of the finished picture per latent position.
         image_encoder: the frozen `CLIPVisionModelWithProjection`; None = no image prompts.
     """
 
@@ -66,6 +70,19 @@ class Exported:
     max_error: float
 
 
+def prior_parts(stage: StageC) -> PriorParts:
+    """Return what a built Stage C gives to a prior pipeline."""
+    published = isinstance(stage.semantic_compressor, EfficientNetCompressor)
+    return PriorParts(
+        network_config=stage.network.config,
+        text_encoder=stage.text_encoder.module,
+        tokenizer=stage.text_encoder.tokenizer,
+        max_tokens=stage.text_encoder.max_tokens,
+        resolution_multiple=PUBLISHED_RESOLUTION_MULTIPLE if published else float(stage.semantic_compressor.stride),
+        image_encoder=None if stage.image_encoder is None else stage.image_encoder.module,
+    )
+
+
 def save_prior(state: Mapping[str, Tensor], parts: PriorParts, directory: Path) -> Exported:
     """Write a folder that `StableCascadePriorPipeline.from_pretrained` loads, replacing `directory` at once.
 
@@ -84,11 +101,11 @@ def save_prior(state: Mapping[str, Tensor], parts: PriorParts, directory: Path) 
     with replaced_directory(directory) as partial:
         pipeline = StableCascadePriorPipeline(
             tokenizer=_tokenizer_of_length(parts.tokenizer, parts.max_tokens),
-            text_encoder=parts.text_encoder,
+            text_encoder=_copy_on_host(parts.text_encoder, network.dtype),
             prior=network,
             scheduler=DDPMWuerstchenScheduler(),
             resolution_multiple=parts.resolution_multiple,
-            image_encoder=parts.image_encoder,
+            image_encoder=None if parts.image_encoder is None else _copy_on_host(parts.image_encoder, network.dtype),
             feature_extractor=_image_processor(parts.image_encoder),
         )
         pipeline.save_pretrained(partial)
@@ -194,6 +211,15 @@ def _check_equal_tensors(expected: Mapping[str, Tensor], found: Mapping[str, Ten
     for name in expected.keys() | found.keys():
         if name not in expected or name not in found or not torch.equal(expected[name], found[name]):
             raise RunError(f"{directory}: {name} reads back differently from what was written; nothing was kept")
+
+
+def _copy_on_host(tower: Any, dtype: torch.dtype) -> Any:
+    """Return a CLIP tower of the network's dtype on the host: the pipeline feeds the network what the towers give."""
+    with torch.device("meta"):
+        copied = type(tower)(tower.config)
+    state = {name: value.to(device="cpu", dtype=dtype) for name, value in tower.state_dict().items()}
+    copied.load_state_dict(state, strict=True, assign=True)
+    return copied.eval()
 
 
 def _tokenizer_of_length(tokenizer: Any, max_tokens: int) -> Any:

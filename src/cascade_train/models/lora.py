@@ -222,3 +222,14 @@ def merge_lora(network: nn.Module) -> None:
         network.set_submodule(name, base)
     if hasattr(network, "peft_config"):
         del network.peft_config
+
+
+def set_adapter_mode(network: nn.Module) -> None:
+    """Put the frozen base into eval mode and the adapters' own dropout into train mode.
+
+    The base's dropout regularises full training; on a frozen base it would only add noise to what adapters learn
+    from. The original leaves it on until the first sample (Stable Cascade, train/train_c_lora.py).
+    """
+    network.eval()
+    for _, layer in adapted_layers(network):
+        layer.lora_dropout.train()

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
-from cascade_train.models.lora import ADAPTER, LoraSpec, adapted_layers, attach_adapters
+from cascade_train.models.lora import ADAPTER, LoraSpec, adapted_layers, attach_adapters, lora_spec
 from cascade_train.models.weights_keys import SIZES, compare_keys, recognise_size
 from cascade_train.models.weights_source import find_part
 
@@ -110,6 +110,32 @@ def load_lora(network: nn.Module, source: str, *, key: str = "from") -> LoraSpec
     spec, state = read_lora(source, key=key)
     _check_fit(network, spec, f"{key}={source}")
     attach_adapters(network, rank=spec.rank, alpha=spec.alpha, dropout=0.0, targets=spec.targets)
+    _fill(network, state, f"{key}={source}")
+    return spec
+
+
+def refill_lora(network: nn.Module, source: str, *, key: str = "from") -> None:
+    """Give the adapters that `network` already carries their stored values.
+
+    Args:
+        network: whole, with adapters of the same modules, rank and alpha.
+        source: see `read_lora`.
+        key: the config key that named the source.
+
+    Raises:
+        ConfigError: nothing there, or other adapters.
+    """
+    spec, state = read_lora(source, key=key)
+    carried = lora_spec(network)
+    if (spec.rank, spec.alpha) != (carried.rank, carried.alpha):
+        raise ConfigError(
+            f"{key}={source}: its adapters have rank {spec.rank} and alpha {spec.alpha:g}, the task asks for "
+            f"task.rank={carried.rank} task.alpha={carried.alpha:g}; set both as they were trained"
+        )
+    _fill(network, state, f"{key}={source}")
+
+
+def _fill(network: nn.Module, state: Mapping[str, Tensor], origin: str) -> None:
     wanted = {
         f"{name}.lora_{half}.weight": getattr(layer, f"lora_{half}")[ADAPTER].weight
         for name, layer in adapted_layers(network)
@@ -117,15 +143,14 @@ def load_lora(network: nn.Module, source: str, *, key: str = "from") -> LoraSpec
     }
     difference = compare_keys(wanted, state)
     if difference is not None:
-        raise ConfigError(f"{key}={source}: its tensors do not match its own list of modules ({difference})")
+        raise ConfigError(f"{origin}: its tensors are not those of the adapted modules ({difference})")
     for name, parameter in wanted.items():
         if parameter.shape != state[name].shape:
             raise ConfigError(
-                f"{key}={source}: {name} has shape {tuple(state[name].shape)}, this model needs "
+                f"{origin}: {name} has shape {tuple(state[name].shape)}, this model needs "
                 f"{tuple(parameter.shape)}; choose the model= the adapter was trained on"
             )
         parameter.data.copy_(state[name])
-    return spec
 
 
 def _check_fit(network: nn.Module, spec: LoraSpec, origin: str) -> None:

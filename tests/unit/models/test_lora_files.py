@@ -106,7 +106,7 @@ def test_a_shape_that_does_not_fit_is_named(tmp_path: Path) -> None:
 
 def test_tensors_that_do_not_match_the_list_of_modules_are_refused(tmp_path: Path) -> None:
     source = write(tmp_path / "lora.safetensors", tiny_state(), targets=("clip_txt_mapper", "clf.1"))
-    with pytest.raises(ConfigError, match=r"do not match its own list of modules \(2 missing: clf.1.lora_A.weight"):
+    with pytest.raises(ConfigError, match=r"are not those of the adapted modules \(2 missing: clf.1.lora_A.weight"):
         load_lora(empty_network(), source)
 
 

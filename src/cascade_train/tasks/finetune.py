@@ -1,0 +1,40 @@
+"""Full training of Stage C's network on captioned images.
+
+Lives here: what trains and what is left behind. Must not live here: the loss (text_to_image.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from cascade_train.diffusion.objective import Objective
+from cascade_train.models.export import prior_parts, save_prior
+from cascade_train.models.stage import Stage
+from cascade_train.models.stage_c import StageC
+from cascade_train.tasks.base import Export
+from cascade_train.tasks.text_to_image import TextToImage
+
+
+class Finetune(TextToImage):
+    """Trains every weight of the network; encoders stay frozen."""
+
+    fits = ("stage_c",)
+    trains_network = True
+
+    def attach(self, stage: Stage, objective: Objective, device: torch.device) -> None:
+        """Take the built stage and let every weight of its network train, with the network's own dropout."""
+        super().attach(stage, objective, device)
+        stage.network.requires_grad_(requires_grad=True).train()
+
+    def exports(self) -> Mapping[str, Export]:
+        """Return `prior`, a folder that diffusers' prior pipeline loads."""
+        return {"prior": Export(module=self.stage.network, write=self._write_prior)}
+
+    def _write_prior(self, state: Mapping[str, Tensor], directory: Path) -> float:
+        if not isinstance(self.stage, StageC):
+            raise AssertionError(f"a prior is made of Stage C, not of {self.stage.name}")
+        return save_prior(state, prior_parts(self.stage), directory).max_error

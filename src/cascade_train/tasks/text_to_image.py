@@ -1,0 +1,161 @@
+"""Denoising with captions as conditions: what every task of Stage C that learns from captioned images shares.
+
+Lives here: the draws about a sample, the loss, evaluation and prediction. Must not live here: which parameters train
+(one file per task) and how noise and loss are defined (diffusion/).
+
+Shape legend: B batch, G samples of the global batch, C channels, H W image or latent size, L text tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cascade_train.batch import Batch
+from cascade_train.diffusion.objective import Diffused, Objective
+from cascade_train.models.stage import Stage, Tokens
+from cascade_train.tasks.base import Phase, Predictor, StepOutput, Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedBatch:
+    """A micro-batch with every random choice made, on the device.
+
+    Attributes:
+        image_BCHW: (B, 3, H, W) uint8 in [0, 255].
+        tokens: of the whole captions, (B, L) each.
+        drop_caption_B: (B,) bool, whose caption becomes the empty one in training.
+        keep_image_B: (B,) bool, whose image is a condition in training.
+        timestep_B: (B,) fp32 uniform in [0, 1), from which the noise level follows.
+        noise_BCHW: (B, C, H, W) fp32 standard normal, in the latent's shape.
+        offset_BC11: (B, C, 1, 1) fp32 standard normal; None where the objective has no offset noise.
+    """
+
+    image_BCHW: Tensor
+    tokens: Tokens
+    drop_caption_B: Tensor
+    keep_image_B: Tensor
+    timestep_B: Tensor
+    noise_BCHW: Tensor
+    offset_BC11: Tensor | None
+
+
+class TextToImage(Task):
+    """Base of the tasks that train Stage C's network, or something in it, to denoise captioned images.
+
+    Args:
+        cond_drop_prob: share of samples whose caption is replaced by the empty one, in [0, 1].
+        image_keep_prob: share of samples whose own image embedding is a condition, in [0, 1]; the others get zeros.
+
+    Raises:
+        ValueError: a share outside [0, 1].
+    """
+
+    def __init__(self, *, cond_drop_prob: float, image_keep_prob: float) -> None:
+        for key, share in (("cond_drop_prob", cond_drop_prob), ("image_keep_prob", image_keep_prob)):
+            if not 0.0 <= share <= 1.0:
+                raise ValueError(f"{key}={share}: is a share of the samples, give a number between 0 and 1")
+        self.cond_drop_prob = cond_drop_prob
+        self.image_keep_prob = image_keep_prob
+        self.stage: Stage
+        self.objective: Objective
+        self.device: torch.device
+        self._empty_tokens: Tokens
+
+    def attach(self, stage: Stage, objective: Objective, device: torch.device) -> None:
+        """Take the built stage; a task extends this by what it freezes and adds."""
+        self.stage, self.objective, self.device = stage, objective, device
+        self._empty_tokens = self._tokens([""])
+
+    def phases(self) -> list[Phase]:
+        """Return the one phase, whose root is the stage's network."""
+        modules, units = {"network": self.stage.network}, {"network": self.stage.units()}
+        return [Phase(name="train", modules=modules, units=units, loss=self.loss)]
+
+    def prepare_batch(self, batch: Batch) -> PreparedBatch:
+        """Draw noise level, noise and dropped conditions, tokenize, and copy to the device."""
+        channels, *size = self.stage.latent_shape(*batch.image_BCHW.shape[-2:])
+        offset_BC11 = batch.normal("offset_noise", (channels, 1, 1)) if self.objective.offset_noise else None
+        return PreparedBatch(
+            image_BCHW=self._copy(batch.image_BCHW),
+            tokens=self._tokens(batch.captions),
+            drop_caption_B=self._copy(batch.uniform("caption_drop") < self.cond_drop_prob),
+            keep_image_B=self._copy(batch.uniform("image_keep") < self.image_keep_prob),
+            timestep_B=self._copy(batch.uniform("timestep")),
+            noise_BCHW=self._copy(batch.normal("noise", (channels, *size))),
+            offset_BC11=None if offset_BC11 is None else self._copy(offset_BC11),
+        )
+
+    def loss(self, prepared: PreparedBatch) -> StepOutput:
+        """Return the weighted loss (B,), and `loss_raw` and `logsnr` (B,) as report. Does not sync."""
+        with torch.no_grad():
+            image_BCHW = prepared.image_BCHW.float() / 255
+            tokens = self._drop(prepared.tokens, prepared.drop_caption_B)
+            shown_BCHW = image_BCHW if self.image_keep_prob > 0.0 else None
+            cond = self.stage.conditions(tokens, shown_BCHW, prepared.keep_image_B)
+            x0_BCHW = self.stage.encode(image_BCHW)
+            diffused = self.objective.diffuse(x0_BCHW, prepared.noise_BCHW, prepared.timestep_B, prepared.offset_BC11)
+        pred_BCHW = self.stage.predict(diffused.noised, diffused.timestep_ratio_B, cond)
+        loss_B, loss_raw_B = self.objective.loss(pred_BCHW, diffused)
+        report = {"loss_raw": loss_raw_B.detach(), "logsnr": diffused.logsnr_B}
+        return StepOutput(loss_B=loss_B, report=report)
+
+    @torch.no_grad()
+    def evaluate(self, prepared: PreparedBatch, logsnr: float) -> Tensor:
+        """Return the unweighted loss (B,) fp32 at one noise level, from whole captions without image condition."""
+        x0_BCHW = self.stage.encode(prepared.image_BCHW.float() / 255)
+        logsnr_B = torch.full_like(prepared.timestep_B, logsnr)
+        diffused: Diffused = self.objective.diffuse_at(x0_BCHW, prepared.noise_BCHW, logsnr_B, prepared.offset_BC11)
+        cond = self.stage.conditions(prepared.tokens)
+        _, loss_raw_B = self.objective.loss(
+            self.stage.predict(diffused.noised, diffused.timestep_ratio_B, cond), diffused
+        )
+        return loss_raw_B
+
+    @torch.no_grad()
+    def predictor(self, captions: Sequence[str], image_BCHW: Tensor | None) -> Predictor:
+        """Return predictions under the captions and under the empty caption, both from one forward pass.
+
+        Args:
+            captions: B prompts.
+            image_BCHW: not used: no image controls these tasks.
+        """
+        cond = self.stage.conditions(self._tokens([*captions, *[""] * len(captions)]))
+
+        @torch.no_grad()
+        def predict(noised_BCHW: Tensor, timestep_ratio_B: Tensor) -> tuple[Tensor, Tensor]:
+            pred_BCHW = self.stage.predict(noised_BCHW.repeat(2, 1, 1, 1), timestep_ratio_B.repeat(2), cond)
+            with_caption_BCHW, without_BCHW = pred_BCHW.float().chunk(2)
+            return with_caption_BCHW, without_BCHW
+
+        return predict
+
+    def after_step(self, report: Mapping[str, Tensor]) -> None:
+        """Let the objective adapt to the (G,) losses and noise levels of the global batch."""
+        self.objective.after_step(report["logsnr"], report["loss_raw"])
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the objective's state; the task itself has none."""
+        return self.objective.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restore the objective's state."""
+        self.objective.load_state_dict(state)
+
+    def _drop(self, tokens: Tokens, drop_caption_B: Tensor) -> Tokens:
+        return {
+            name: torch.where(drop_caption_B[:, None], self._empty_tokens[name], value_BL)
+            for name, value_BL in tokens.items()
+        }
+
+    def _tokens(self, captions: Sequence[str]) -> Tokens:
+        return {name: self._copy(value_BL) for name, value_BL in self.stage.tokenize(captions).items()}
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        """Copy to the device; from pinned memory, so that a CUDA device does not make the host wait."""
+        if self.device.type == "cuda" and not tensor.is_cuda and not tensor.is_pinned():
+            tensor = tensor.pin_memory()
+        return tensor.to(self.device, non_blocking=True)

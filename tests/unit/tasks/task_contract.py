@@ -1,0 +1,204 @@
+"""What every task must do; a new task subclasses this and names its file and stage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cascade_train.batch import Batch
+from cascade_train.models.initialize import Fill, fill_
+from cascade_train.tasks.base import Phase, Task
+from tests.unit.models.stages import build_stage
+
+CONF = Path(__file__).parents[3] / "conf"
+CPU = torch.device("cpu")
+
+
+def component(group: str, option: str, **changes: Any) -> Any:
+    """Construct the component of `conf/<group>/<option>.yaml` with changes merged over it."""
+    nodes = [{"run": {"seed": 0}}, {"node": OmegaConf.load(CONF / group / f"{option}.yaml")}, {"node": changes}]
+    config = OmegaConf.merge(*nodes)
+    OmegaConf.resolve(config)
+    return instantiate(config.node, _convert_="all")
+
+
+def attached(task: Task, model: str, objective: Any = None) -> Task:
+    """Return the task on a freshly built stage whose every network weight is drawn from N(0, 0.1)."""
+    stage = build_stage(model)
+    for name, parameter in stage.network.named_parameters():
+        fill_(parameter, Fill(kind="normal", scale=0.1), 0, name)
+    task.attach(stage, component("objective", "gdf") if objective is None else objective, CPU)
+    return task
+
+
+def make_batch(*indices: int, side: int = 96, captions: tuple[str, ...] | None = None) -> Batch:
+    """Return a batch whose images and captions are functions of the samples' indices."""
+    draws = [torch.Generator().manual_seed(index) for index in indices]
+    images = [torch.randint(0, 256, (3, side, side), generator=g, dtype=torch.uint8) for g in draws]
+    return Batch(
+        image_BCHW=torch.stack(images),
+        captions=captions or tuple(f"a small red circle, number {index}" for index in indices),
+        keys=tuple(f"sample {index}" for index in indices),
+        epoch_B=torch.zeros(len(indices), dtype=torch.int64),
+        index_B=torch.tensor(indices),
+        seed=3,
+    )
+
+
+def trainable(phase: Phase) -> dict[str, torch.nn.Parameter]:
+    """Return a phase's trainable parameters."""
+    return {n: p for n, p in torch.nn.ModuleDict(phase.modules).named_parameters() if p.requires_grad}
+
+
+class NoSync(TorchDispatchMode):
+    """Refuses every operation that would make the host wait for a device."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
+            raise AssertionError(f"{func} makes the host wait")
+        return func(*args, **(kwargs or {}))
+
+
+class TaskContract:
+    """Subclass with `option`, the file in conf/task, and `model`, a small file in conf/model that it fits."""
+
+    option: ClassVar[str]
+    model: ClassVar[str]
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def task(cls) -> Any:
+        return attached(component("task", cls.option), cls.model)
+
+    @pytest.fixture
+    def prepared(self, task: Task) -> Any:
+        return task.prepare_batch(make_batch(0, 1, 2, 3))
+
+    def losses(self, task: Task, batch: Batch) -> list[Tensor]:
+        prepared = task.prepare_batch(batch)
+        return [phase.loss(prepared).loss_B.detach() for phase in task.phases()]
+
+    def test_construction_touches_no_stage(self) -> None:
+        task = component("task", self.option)
+        assert not hasattr(task, "stage")
+        assert task.fits
+        assert isinstance(task.trains_network, bool)
+
+    def test_every_trainable_parameter_is_an_fp32_master_under_one_root(self, task: Any) -> None:
+        phases = task.phases()
+        assert len({phase.name for phase in phases}) == len(phases)
+        found = [parameter for phase in phases for parameter in trainable(phase).values()]
+        assert found
+        assert all(parameter.dtype == torch.float32 for parameter in found)
+        everywhere = [task.stage.network, *task.stage.frozen_modules().values()]
+        expected = {id(p) for module in everywhere for p in module.parameters() if p.requires_grad}
+        assert expected <= {id(parameter) for parameter in found}
+        assert len({id(parameter) for parameter in found}) == len(found)
+
+    def test_units_are_modules_of_their_root_each_once(self, task: Task) -> None:
+        for phase in task.phases():
+            assert phase.units.keys() == phase.modules.keys()
+            for name, root in phase.modules.items():
+                inside = [id(module) for unit in phase.units[name] for module in unit]
+                assert len(set(inside)) == len(inside) > 0
+                assert set(inside) <= {id(module) for module in root.modules()}
+
+    def test_loss_and_report_are_per_sample_fp32(self, task: Task, prepared: Any) -> None:
+        for phase in task.phases():
+            output = phase.loss(prepared)
+            assert "loss_raw" in output.report
+            for value in (output.loss_B, *output.report.values()):
+                assert value.shape == (4,)
+                assert value.dtype == torch.float32
+                assert value.isfinite().all()
+            assert output.loss_B.requires_grad
+            assert not any(value.requires_grad for value in output.report.values())
+
+    def test_gradients_reach_what_trains_and_nothing_else(self, task: Any, prepared: Any) -> None:
+        for phase in task.phases():
+            phase.loss(prepared).loss_B.mean().backward()
+            wanted = trainable(phase)
+            assert all(parameter.grad is not None for parameter in wanted.values())
+            assert any(parameter.grad.abs().sum() > 0 for parameter in wanted.values())
+            reached = [p for module in phase.modules.values() for p in module.parameters() if p.grad is not None]
+            assert len(reached) == len(wanted)
+            for module in phase.modules.values():
+                module.zero_grad()
+        assert all(p.grad is None for module in task.stage.frozen_modules().values() for p in module.parameters())
+
+    def test_splitting_and_reordering_a_batch_change_no_sample(self, task: Task) -> None:
+        whole = self.losses(task, make_batch(0, 1, 2, 3))
+        parts = [self.losses(task, make_batch(*ids)) for ids in ((3, 1), (0, 2))]
+        for phase, losses in enumerate(whole):
+            reordered = torch.cat([part[phase] for part in parts])
+            torch.testing.assert_close(losses[torch.tensor([3, 1, 0, 2])], reordered, rtol=1e-4, atol=1e-6)
+        assert whole[0].unique().numel() == 4
+
+    def test_no_choice_about_a_sample_comes_from_the_global_generator(self, task: Task) -> None:
+        before = torch.get_rng_state()
+        self.losses(task, make_batch(0, 1))
+        assert torch.equal(torch.get_rng_state(), before)
+
+    def test_losses_evaluation_and_prediction_never_wait_for_the_device(self, task: Task, prepared: Any) -> None:
+        with NoSync():
+            for phase in task.phases():
+                phase.loss(prepared)
+            task.evaluate(prepared, 0.0)
+
+    def test_evaluation_is_a_fixed_number_per_sample_and_noise_level(self, task: Task, prepared: Any) -> None:
+        low, again, high = (task.evaluate(prepared, level) for level in (-2.0, -2.0, 2.0))
+        assert low.shape == (4,)
+        assert low.dtype == torch.float32
+        assert not low.requires_grad
+        assert torch.equal(low, again)
+        assert not torch.allclose(low, high)
+        alone = task.evaluate(task.prepare_batch(make_batch(2)), -2.0)
+        torch.testing.assert_close(alone, low[2:3], rtol=1e-4, atol=1e-6)
+
+    def test_a_caption_steers_the_prediction(self, task: Any) -> None:
+        shape = task.stage.latent_shape(task.stage.image_size, task.stage.image_size)
+        image = torch.zeros(2, 3, task.stage.image_size, task.stage.image_size)
+        predict = task.predictor(["a large blue square", ""], image)
+        cond, uncond = predict(torch.ones(2, *shape), torch.tensor([0.5, 0.5]))
+        assert cond.shape == uncond.shape == (2, *shape)
+        assert cond.dtype == uncond.dtype == torch.float32
+        assert not cond.requires_grad
+        assert not torch.allclose(cond[0], uncond[0], rtol=1e-3)
+        torch.testing.assert_close(cond[1], uncond[1], rtol=1e-4, atol=1e-5)
+
+    def test_state_survives_a_step_and_a_round_trip(self, task: Task, prepared: Any) -> None:
+        task.after_step(dict(task.phases()[0].loss(prepared).report))
+        state = {name: value.clone() for name, value in task.state_dict().items()}
+        task.load_state_dict(state)
+        assert task.state_dict().keys() == state.keys()
+        assert all(torch.equal(task.state_dict()[name], value) for name, value in state.items())
+
+    def test_what_a_run_leaves_behind_is_written_and_read_back(self, task: Task, tmp_path: Path) -> None:
+        exports = task.exports()
+        assert exports
+        for name, export in exports.items():
+            assert 0.0 <= export.write(export.module.state_dict(), tmp_path / name) < 1e-5
+            assert any((tmp_path / name).iterdir())
+
+    def test_a_step_lowers_the_loss_and_changes_only_what_trains(self) -> None:
+        task: Any = attached(component("task", self.option), self.model)
+        prepared = task.prepare_batch(make_batch(0, 1, 2, 3))
+        for phase in task.phases():
+            modules = {**phase.modules, **task.stage.frozen_modules()}
+            tensors = {f"{m}.{n}": t for m, module in modules.items() for n, t in module.state_dict().items()}
+            before = {name: tensor.clone() for name, tensor in tensors.items()}
+            optimizer = torch.optim.SGD(trainable(phase).values(), lr=1e-3)
+            first = phase.loss(prepared).loss_B.mean()
+            first.backward()
+            optimizer.step()
+            changed = {name for name, tensor in tensors.items() if not torch.equal(tensor, before[name])}
+            assert changed
+            assert changed <= trainable(phase).keys()
+            assert phase.loss(prepared).loss_B.mean() < first

@@ -1,0 +1,58 @@
+"""Full training: every weight of the network, and a prior that diffusers loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from diffusers import StableCascadePriorPipeline
+
+from cascade_train.tasks.finetune import Finetune
+from tests.unit.models.stages import build_stage
+from tests.unit.tasks.task_contract import TaskContract, attached, component
+
+
+class TestFinetune(TaskContract):
+    option = "finetune"
+    model = "c_tiny"
+
+
+def test_every_weight_of_the_network_trains_in_train_mode() -> None:
+    task = attached(component("task", "finetune"), "c_tiny")
+    assert isinstance(task, Finetune)
+    assert all(parameter.requires_grad for parameter in task.stage.network.parameters())
+    assert all(module.training for module in task.stage.network.modules())
+    assert not any(m.training for frozen in task.stage.frozen_modules().values() for m in frozen.modules())
+
+
+def test_the_prior_left_behind_conditions_and_predicts_as_the_stage_does(tmp_path: Path) -> None:
+    task = attached(component("task", "finetune"), "c_tiny")
+    export = task.exports()["prior"]
+    export.write(export.module.state_dict(), tmp_path / "prior")
+    pipeline = StableCascadePriorPipeline.from_pretrained(tmp_path / "prior")
+    pipeline.set_progress_bar_config(disable=True)
+    assert pipeline.config.resolution_multiple == 32.0
+
+    text, pooled, _, _ = pipeline.encode_prompt("cpu", 1, 1, False, prompt=["a large green cross"])
+    cond = task.stage.conditions(task.stage.tokenize(["a large green cross"]))
+    torch.testing.assert_close(text, cond["clip_text"], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(pooled, cond["clip_text_pooled"], atol=1e-5, rtol=1e-4)
+
+    noised, ratio = torch.randn(1, 16, 3, 3), torch.tensor([0.4])
+    found = pipeline.prior(noised, ratio, **cond, return_dict=False)[0]
+    torch.testing.assert_close(found, task.stage.network.eval()(noised, ratio, **cond, return_dict=False)[0])
+
+    latent = pipeline("a red circle", height=96, width=96, num_inference_steps=2).image_embeddings
+    assert latent.shape == (1, 16, 3, 3)
+
+
+def test_bf16_towers_are_exported_in_the_networks_dtype(tmp_path: Path) -> None:
+    stage = build_stage("c_tiny")
+    stage.text_encoder.module.bfloat16()
+    task = component("task", "finetune")
+    task.attach(stage, component("objective", "gdf"), torch.device("cpu"))
+    export = task.exports()["prior"]
+    export.write(export.module.state_dict(), tmp_path / "prior")
+    pipeline = StableCascadePriorPipeline.from_pretrained(tmp_path / "prior")
+    assert pipeline.text_encoder.dtype == pipeline.prior.dtype == torch.float32
+    assert stage.text_encoder.module.dtype == torch.bfloat16

@@ -1,0 +1,129 @@
+"""Which conditions and which noise a captioned image trains with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from cascade_train.batch import Batch
+from cascade_train.tasks.base import Task
+from cascade_train.tasks.finetune import Finetune
+from tests.unit.tasks.task_contract import attached, component, make_batch
+
+
+@pytest.fixture(scope="module")
+def task() -> Any:
+    return attached(component("task", "finetune"), "c_tiny")
+
+
+@pytest.fixture
+def asked(task: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Collects the arguments of every call of `conditions`."""
+    calls, conditions = [], task.stage.conditions
+
+    def record(*args: Any) -> Any:
+        calls.append(args)
+        return conditions(*args)
+
+    monkeypatch.setattr(task.stage, "conditions", record)
+    return calls
+
+
+def many(count: int = 2000) -> Batch:
+    batch = make_batch(0, side=32)
+    return Batch(
+        image_BCHW=batch.image_BCHW.expand(count, -1, -1, -1),
+        captions=("a circle",) * count,
+        keys=("sample",) * count,
+        epoch_B=torch.zeros(count, dtype=torch.int64),
+        index_B=torch.arange(count),
+        seed=5,
+    )
+
+
+def test_the_shares_of_dropped_captions_and_kept_images_are_as_given(task: Any) -> None:
+    prepared = task.prepare_batch(many())
+    assert prepared.drop_caption_B.float().mean() == pytest.approx(0.05, abs=0.015)
+    assert prepared.keep_image_B.float().mean() == pytest.approx(0.10, abs=0.02)
+    both = (prepared.drop_caption_B & prepared.keep_image_B).float().mean()
+    assert both == pytest.approx(0.005, abs=0.005)
+
+
+def test_draws_are_uniform_and_normal_in_the_latents_shape(task: Any) -> None:
+    prepared = task.prepare_batch(many())
+    assert prepared.image_BCHW.dtype == torch.uint8
+    assert prepared.timestep_B.mean() == pytest.approx(0.5, abs=0.02)
+    assert prepared.noise_BCHW.shape == (2000, 16, 1, 1)
+    assert prepared.noise_BCHW.std() == pytest.approx(1.0, abs=0.02)
+    assert prepared.offset_BC11 is None
+
+
+def test_a_dropped_caption_is_the_empty_one_and_the_others_stay(task: Any, asked: list[tuple[Any, ...]]) -> None:
+    batch = make_batch(0, 1, captions=("a red circle", "a blue square"))
+    prepared = task.prepare_batch(batch)
+    prepared.drop_caption_B.copy_(torch.tensor([True, False]))
+    task.loss(prepared)
+    expected = task.stage.tokenize(["", "a blue square"])
+    assert all(torch.equal(asked[0][0][name], value) for name, value in expected.items())
+    whole = task.stage.tokenize(["a red circle", "a blue square"])
+    task.evaluate(prepared, 0.0)
+    assert all(torch.equal(asked[1][0][name], value) for name, value in whole.items())
+
+
+def test_images_are_conditions_in_training_alone(task: Any, asked: list[tuple[Any, ...]]) -> None:
+    prepared = task.prepare_batch(make_batch(0, 1))
+    task.loss(prepared)
+    _, image, keep = asked[0]
+    assert image.dtype == torch.float32
+    assert torch.equal(image, prepared.image_BCHW / 255)
+    assert torch.equal(keep, prepared.keep_image_B)
+    task.evaluate(prepared, 0.0)
+    assert len(asked[1]) == 1
+
+
+def test_without_kept_images_none_are_encoded(
+    task: Any, asked: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(task, "image_keep_prob", 0.0)
+    task.loss(task.prepare_batch(make_batch(0)))
+    assert asked[0][1] is None
+
+
+def test_the_report_holds_what_the_objective_learns_from(task: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = task.loss(task.prepare_batch(make_batch(0, 1)))
+    seen: list[torch.Tensor] = []
+    monkeypatch.setattr(task.objective, "after_step", lambda *values: seen.extend(values))
+    task.after_step(output.report)
+    assert seen[0] is output.report["logsnr"]
+    assert seen[1] is output.report["loss_raw"]
+    weight_B = task.objective.loss_weight(output.report["logsnr"])
+    torch.testing.assert_close(output.loss_B, weight_B * output.report["loss_raw"])
+
+
+def test_adaptive_weights_are_the_tasks_state() -> None:
+    task: Task = attached(component("task", "finetune"), "c_tiny", component("objective", "adaptive"))
+    before = {name: value.clone() for name, value in task.state_dict().items()}
+    assert before
+    output = task.phases()[0].loss(task.prepare_batch(make_batch(0, 1)))
+    task.after_step(output.report)
+    after = task.state_dict()
+    assert any(not torch.equal(after[name], value) for name, value in before.items())
+    task.load_state_dict(before)
+    assert all(torch.equal(task.state_dict()[name], value) for name, value in before.items())
+
+
+def test_offset_noise_is_drawn_where_the_objective_has_it() -> None:
+    plain = attached(component("task", "finetune"), "c_tiny")
+    offset = attached(component("task", "finetune"), "c_tiny", component("objective", "gdf", offset_noise=0.5))
+    prepared = offset.prepare_batch(make_batch(0, 1))
+    assert prepared.offset_BC11.shape == (2, 16, 1, 1)
+    losses = [task.phases()[0].loss(task.prepare_batch(make_batch(0, 1))).loss_B for task in (plain, offset)]
+    assert not torch.allclose(*losses)
+
+
+@pytest.mark.parametrize(("key", "value"), [("cond_drop_prob", -0.1), ("image_keep_prob", 1.1)])
+def test_a_share_outside_zero_and_one_is_refused(key: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"{key}={value}: is a share of the samples, give a number between 0 and 1"):
+        Finetune(**({"cond_drop_prob": 0.1, "image_keep_prob": 0.1} | {key: value}))
