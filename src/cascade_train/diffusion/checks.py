@@ -24,7 +24,7 @@ def check_within(key: str, value: float, low: float, high: float) -> None:
         ConfigError: names key, value and rule.
     """
     if not low <= value <= high:
-        raise ConfigError(f"{key}={value} must lie in [{low}, {high}]; change {key}")
+        raise ConfigError(f"{key}={value} must lie in [{low}, {high}]; bring it inside")
 
 
 def check_choice(key: str, value: str, choices: Sequence[str]) -> None:

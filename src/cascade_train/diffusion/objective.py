@@ -93,20 +93,16 @@ class Objective:
         Raises:
             RunError: `offset_noise` is not 0 and its normals are missing.
         """
+        if self.offset_noise and offset_BC11 is None:
+            raise RunError(f"offset_noise={self.offset_noise} needs normals of shape (B, C, 1, 1); pass them")
         return self.diffuse_at(x0_BCHW, noise_BCHW, self.schedule.sample(u_B, shift=self.shift), offset_BC11)
 
     def diffuse_at(
         self, x0_BCHW: Tensor, noise_BCHW: Tensor, logsnr_B: Tensor, offset_BC11: Tensor | None = None
     ) -> Diffused:
-        """Add noise at given levels, (B,) logSNR; the rest as in `diffuse`.
-
-        Raises:
-            RunError: `offset_noise` is not 0 and its normals are missing.
-        """
+        """Add noise at given levels, (B,) logSNR, as validation does; without normals no offset noise is added."""
         x0_BCHW, noise_BCHW, logsnr_B = x0_BCHW.float(), noise_BCHW.float(), logsnr_B.float()
-        if self.offset_noise:
-            if offset_BC11 is None:
-                raise RunError(f"offset_noise={self.offset_noise} needs normals of shape (B, C, 1, 1); pass them")
+        if offset_BC11 is not None:
             noise_BCHW = noise_BCHW + self.offset_noise * offset_BC11.float()
         a_B111, b_B111 = self._scales(logsnr_B)
         return Diffused(

@@ -224,8 +224,8 @@ class EDMSampleSchedule(Schedule):
 
     def curve(self, t_B: Tensor) -> Tensor:
         """See `Schedule.curve`."""
-        low, high = (sigma ** (1 / self.p) for sigma in self.sigma_range)
-        return -2 * self.p * (high + (1 - t_B) * (low - high)).log()
+        low, high = (math.pow(sigma, 1 / self.p) for sigma in self.sigma_range)
+        return -2 * self.p * ((1 - t_B) * (low - high) + high).log()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,7 +249,7 @@ class EDMTrainSchedule(EDMSampleSchedule):
 
     def sample(self, u_B: Tensor, *, shift: float = 1.0) -> Tensor:
         """Return the training logSNR of uniform numbers, through the normal's quantiles."""
-        normal_B = torch.special.ndtri((1 - u_B.float()).clamp(2**-24, 1 - 2**-24))
+        normal_B: Tensor = torch.special.ndtri((1 - u_B.float()).clamp(2**-24, 1 - 2**-24))
         return -2 * (self.mu + self.std * normal_B) - 2 * math.log(shift * self.shift)
 
 
@@ -271,7 +271,7 @@ class LinearSchedule(Schedule):
     def curve(self, t_B: Tensor) -> Tensor:
         """See `Schedule.curve`."""
         low, high = self.logsnr_range
-        return high + t_B * (low - high)
+        return t_B * (low - high) + high
 
 
 @dataclass(frozen=True, kw_only=True)

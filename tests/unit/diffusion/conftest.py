@@ -1,0 +1,47 @@
+"""The objectives that ship in conf/objective, built as a run builds them, and latents to noise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+from torch import Tensor
+
+from cascade_train.diffusion.objective import Objective
+
+FOLDER = Path(__file__).resolve().parents[3] / "conf" / "objective"
+OBJECTIVES = ("adaptive", "edm", "gdf", "min_snr", "rectified_flow", "v")
+NOT_DIFFUSION = ("vqgan",)
+
+
+def shipped() -> list[str]:
+    return sorted(path.stem for path in FOLDER.glob("*.yaml") if path.stem not in NOT_DIFFUSION)
+
+
+@pytest.fixture
+def build() -> Callable[..., Objective]:
+    """Build a shipped objective by name, with some of its own values changed."""
+
+    def build_objective(name: str, **changes: float) -> Objective:
+        return instantiate(OmegaConf.merge(OmegaConf.load(FOLDER / f"{name}.yaml"), changes), _convert_="all")
+
+    return build_objective
+
+
+@pytest.fixture(params=OBJECTIVES)
+def objective(request: pytest.FixtureRequest, build: Callable[..., Objective]) -> Objective:
+    return build(request.param)
+
+
+@pytest.fixture
+def latents() -> tuple[Tensor, Tensor, Tensor]:
+    """Clean latents (32, 4, 6, 5), noise of that shape, and uniform numbers (32,), the ends of [0, 1) among them."""
+    generator = torch.Generator().manual_seed(0)
+    x0, noise = torch.randn(2, 32, 4, 6, 5, generator=generator)
+    u_B = torch.rand(32, generator=generator)
+    u_B[0], u_B[1] = 0.0, 1 - 2**-24
+    return x0, noise, u_B

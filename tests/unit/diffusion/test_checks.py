@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from cascade_train.diffusion.checks import check_above, check_choice, check_increasing, check_within
+from cascade_train.errors import ConfigError
+
+
+def test_a_value_must_be_above_its_bound() -> None:
+    check_above("steps", 1, 0)
+    for value in (0, -1, math.nan):
+        with pytest.raises(ConfigError, match=r"steps=.* must be greater than 0; give a larger steps"):
+            check_above("steps", value, 0)
+
+
+def test_a_value_must_lie_between_its_bounds() -> None:
+    check_within("beta", 0.0, 0.0, 1.0)
+    check_within("beta", 1.0, 0.0, 1.0)
+    for value in (-0.1, 1.1, math.nan):
+        with pytest.raises(ConfigError, match=r"beta=.* must lie in \[0.0, 1.0\]; bring it inside"):
+            check_within("beta", value, 0.0, 1.0)
+
+
+def test_a_name_must_be_one_of_the_choices() -> None:
+    check_choice("sampler", "ddim", ("ddpm", "ddim"))
+    with pytest.raises(ConfigError, match="sampler=heun is unknown; choose one of ddpm, ddim"):
+        check_choice("sampler", "heun", ("ddpm", "ddim"))
+
+
+@pytest.mark.parametrize("pair", [[1.0, 1.0], [2.0, 1.0], [1.0], [1.0, 2.0, 3.0], [math.nan, 1.0]])
+def test_a_range_must_rise(pair: list[float]) -> None:
+    check_increasing("clamp_range", [0.1, 0.9])
+    with pytest.raises(ConfigError, match=r"clamp_range=.* must be two numbers \[low, high\] with low < high; swap"):
+        check_increasing("clamp_range", pair)
