@@ -56,7 +56,9 @@ def test_pins_name_no_place(repository: Path) -> None:
 
 
 def test_every_verb_of_the_makefile_is_explained(repository: Path) -> None:
-    printed = subprocess.run(["make", "help"], cwd=repository, capture_output=True, text=True, check=True).stdout
+    printed = subprocess.run(
+        ["make", "--no-print-directory", "help"], cwd=repository, capture_output=True, text=True, check=True
+    ).stdout
     assert [line.split()[1] for line in printed.splitlines()] == [
         "help", "setup", "test", "demo", "lint", "format", "clean",
     ]  # fmt: skip
