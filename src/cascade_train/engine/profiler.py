@@ -45,17 +45,17 @@ class Profiler:
         self._first = 0
         self._running: profile | None = None
 
-    def step(self, ended: int | None = None) -> None:
+    def step(self, ended: int) -> None:
         """Tell that an optimizer step ended; begins or ends the window where it is time.
 
         Args:
-            ended: the number of that step; None = one more than before. A resumed run must give it.
+            ended: the number of that step.
 
         Raises:
             RunError: the trace could not be written.
         """
-        self._step = self._step + 1 if ended is None else ended
-        upcoming = self._step + 1
+        self._step = ended
+        upcoming = ended + 1
         if self._running is None and self._start_step <= upcoming < self._end_step:
             self._first = upcoming
             self._running = profile(activities=_activities())

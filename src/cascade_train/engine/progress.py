@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -16,30 +15,29 @@ from tqdm import tqdm
 
 log = logging.getLogger(__name__)
 
+_BAR = "{percentage:3.0f} %|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
+
 
 class Progress:
-    """Shows step, speed, time left and loss of a run on rank 0.
+    """Shows step, loss, speed, time left and time spent waiting for data of a run, on rank 0.
 
     A bar follows every row; without a terminal a line is logged every so many steps.
     """
 
-    def __init__(self, *, max_steps: int, is_main: bool, first_step: int = 0, every_steps: int = 1) -> None:
+    def __init__(self, *, max_steps: int, is_main: bool, every_steps: int | None = 1) -> None:
         """Open the bar where there is a terminal.
 
         Args:
             max_steps: the step at which the run ends.
             is_main: whether this rank shows anything.
-            first_step: the step that the run continues from.
-            every_steps: steps between log lines where there is no terminal; the last step always has one.
+            every_steps: steps between log lines where there is no terminal; None = only the last step's.
         """
         self._max_steps = max_steps
         self._is_main = is_main
         self._every_steps = every_steps
-        self._shown_step = first_step
-        self._shown_at = time.monotonic()
         self._bar: tqdm[None] | None = None
         if is_main and sys.stderr.isatty():
-            self._bar = tqdm(total=max_steps, initial=first_step, unit="step", dynamic_ncols=True, file=sys.stderr)
+            self._bar = tqdm(total=max_steps, bar_format=_BAR, dynamic_ncols=True, file=sys.stderr)
 
     def update(self, row: Mapping[str, Any]) -> None:
         """Show one step.
@@ -51,11 +49,10 @@ class Progress:
             return
         step: int = row["step"]
         if self._bar is not None:
-            self._bar.set_postfix_str(describe_row(row), refresh=False)
+            self._bar.set_postfix_str(describe_row(row, self._max_steps), refresh=False)
             self._bar.update(step - self._bar.n)
-        elif step % self._every_steps == 0 or step == self._max_steps:
-            log.info("step %d/%d  %s  %s left", step, self._max_steps, describe_row(row), self._time_left(step))
-            self._shown_step, self._shown_at = step, time.monotonic()
+        elif step == self._max_steps or (self._every_steps is not None and step % self._every_steps == 0):
+            log.info("step %d/%d  %s", step, self._max_steps, describe_row(row, self._max_steps))
 
     def close(self) -> None:
         """Leave the bar as it stands."""
@@ -63,21 +60,16 @@ class Progress:
             self._bar.close()
             self._bar = None
 
-    def _time_left(self, step: int) -> timedelta:
-        """Return the time to the end at the pace since the last line, in whole seconds."""
-        steps_done = max(step - self._shown_step, 1)
-        seconds_per_step = (time.monotonic() - self._shown_at) / steps_done
-        return timedelta(seconds=round(seconds_per_step * (self._max_steps - step)))
 
-
-def describe_row(row: Mapping[str, Any]) -> str:
-    """Return a row's loss, speed and share of time spent waiting for data, in one line; what is None is left out."""
+def describe_row(row: Mapping[str, Any], max_steps: int) -> str:
+    """Return a row's loss, images/s, time left and share of time spent waiting for data; what is None is left out."""
+    loss, speed, share = (row.get(name) for name in ("loss", "images_per_second", "data_wait_share"))
     parts = []
-    for name, form in (("loss", "loss {:.4f}"), ("images_per_second", "{:.1f} images/s")):
-        value = row.get(name)
-        if value is not None:
-            parts.append(form.format(value))
-    share = row.get("data_wait_share")
+    if loss is not None:
+        parts.append(f"loss {loss:.4f}")
+    if speed is not None:
+        images_left = (max_steps - row["step"]) * row["samples_seen"] / row["step"]
+        parts += [f"{speed:.1f} images/s", f"{timedelta(seconds=round(images_left / speed))} left"]
     if share is not None:
         parts.append(f"data wait {100 * share:.0f} %")
     return "  ".join(parts)

@@ -9,7 +9,8 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -31,6 +32,8 @@ _CONFIG = "config.yaml"
 _ENVIRONMENT = "environment.json"
 _HISTORY = "config_history.jsonl"
 _METRICS = "metrics.jsonl"
+_BEFORE_THE_FIRST_STEP = {_CONFIG, _ENVIRONMENT, "tensorboard", "wandb"}
+"""What a start makes before there is anything to lose: our files, and the folders of trackers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,14 +81,23 @@ class RunDirectory:
         from_rank_zero(lambda: _cut_lines(self.metrics_path, step))
 
     def withdraw(self) -> None:
-        """Remove a directory that this claim made and that holds nothing but its config. Collective.
+        """Remove a directory that this claim made and that holds no results yet. Collective.
 
         For a start that fails after the claim, so that it leaves nothing.
         """
         from_rank_zero(self._remove_if_untouched)
 
+    @contextmanager
+    def withdrawn_on_failure(self) -> Iterator[None]:
+        """Withdraw when the block ends in an error that all ranks agreed on. Collective then."""
+        try:
+            yield
+        except (ConfigError, RunError):
+            self.withdraw()
+            raise
+
     def _remove_if_untouched(self) -> None:
-        if self.created and {path.name for path in self.path.iterdir()} <= {_CONFIG, _ENVIRONMENT}:
+        if self.created and {path.name for path in self.path.iterdir()} <= _BEFORE_THE_FIRST_STEP:
             shutil.rmtree(self.path)
 
 

@@ -45,13 +45,6 @@ def test_a_run_that_ends_inside_the_window_keeps_what_it_has(world, tmp_path):
     assert steps_in(tmp_path / "profile" / "steps_2_to_3_rank_0.json") == [2, 3]
 
 
-def test_steps_without_a_number_count_from_one(world, tmp_path):
-    profiler = Profiler(directory=tmp_path, start_step=2, steps=1)
-    for _ in range(3):
-        profiler.step()
-    assert (tmp_path / "profile" / "steps_2_to_2_rank_0.json").exists()
-
-
 def test_off_measures_nothing(world, tmp_path):
     train(Profiler(directory=tmp_path, start_step=0, steps=None), 1, 5)
     assert list(tmp_path.iterdir()) == []

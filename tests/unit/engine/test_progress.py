@@ -11,7 +11,7 @@ from cascade_train.engine.progress import Progress, describe_row
 
 
 def row(step, **values):
-    return {"step": step, "samples_seen": 8 * step, "loss": 0.25, "images_per_second": 12.34, **values}
+    return {"step": step, "samples_seen": 8 * step, "loss": 0.25, "images_per_second": 4.04, **values}
 
 
 class Terminal(io.StringIO):
@@ -33,45 +33,35 @@ def no_terminal(monkeypatch, caplog):
     return caplog
 
 
-def test_a_row_in_words():
-    text = "loss 0.2500  12.3 images/s  data wait 7 %"
-    assert describe_row(row(1, data_wait_share=0.07)) == text
-    assert describe_row(row(1, loss=None, images_per_second=None)) == ""
+def test_time_left_is_images_left_over_speed():
+    text = describe_row(row(10, images_per_second=4.0), 1810)
+    assert text == "loss 0.2500  4.0 images/s  1:00:00 left"
 
 
-def test_without_a_terminal_lines_come_at_their_cadence_and_at_the_end(no_terminal, monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
-    progress = Progress(max_steps=25, is_main=True, every_steps=10)
-    for step in range(1, 26):
-        now[0] += 60.0
+def test_what_is_not_known_is_left_out():
+    assert describe_row(row(1, loss=None, images_per_second=None), 10) == ""
+    assert describe_row(row(1, images_per_second=None, data_wait_share=0.07), 10) == "loss 0.2500  data wait 7 %"
+
+
+@pytest.mark.parametrize(("every_steps", "shown"), [(10, [10, 20, 25]), (None, [25]), (1, list(range(7, 26)))])
+def test_without_a_terminal_lines_come_at_their_cadence_and_at_the_end(no_terminal, every_steps, shown):
+    progress = Progress(max_steps=25, is_main=True, every_steps=every_steps)
+    for step in range(7, 26):
         progress.update(row(step))
     progress.close()
-    assert no_terminal.messages == [
-        "step 10/25  loss 0.2500  12.3 images/s  0:15:00 left",
-        "step 20/25  loss 0.2500  12.3 images/s  0:05:00 left",
-        "step 25/25  loss 0.2500  12.3 images/s  0:00:00 left",
-    ]
-
-
-def test_time_left_of_a_resumed_run_counts_its_own_steps(no_terminal, monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
-    progress = Progress(max_steps=100, is_main=True, first_step=80)
-    now[0] = 10.0
-    progress.update(row(90))
-    assert "0:00:10 left" in no_terminal.messages[0]
+    assert [message.split()[1] for message in no_terminal.messages] == [f"{step}/25" for step in shown]
+    assert no_terminal.messages[-1] == "step 25/25  loss 0.2500  4.0 images/s  0:00:00 left"
 
 
 def test_a_terminal_gets_a_bar_that_follows_the_steps(terminal):
-    progress = Progress(max_steps=10, is_main=True, first_step=4)
+    progress = Progress(max_steps=10, is_main=True)
     for step in (5, 6, 10):
         progress.update(row(step))
     progress.close()
     progress.close()
     shown = terminal.getvalue().split("\r")
-    assert any(" 4/10 " in line for line in shown)
-    assert any(" 10/10 " in line and "loss 0.2500  12.3 images/s" in line for line in shown)
+    assert any(" 0/10 " in line for line in shown)
+    assert any(" 10/10 " in line and "loss 0.2500  4.0 images/s  0:00:00 left" in line for line in shown)
 
 
 @pytest.mark.parametrize("sees", ["terminal", "no_terminal"])

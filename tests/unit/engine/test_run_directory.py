@@ -280,6 +280,16 @@ def test_withdrawing_never_touches_results(directory):
     assert directory.exists()
 
 
+@pytest.mark.parametrize(("error", "stays"), [(ConfigError("a"), False), (RunError("b"), False), (KeyError("c"), True)])
+def test_a_start_that_fails_after_the_claim_leaves_nothing(directory, error, stays):
+    run = claim(directory, config=CONFIG, resume="auto")
+    (directory / "tensorboard").mkdir()
+    (directory / "tensorboard" / "events").write_text("")
+    with pytest.raises(type(error)), run.withdrawn_on_failure():
+        raise error
+    assert directory.exists() is stays, "ranks did not agree on a defect, so none may wait for another"
+
+
 def test_metrics_are_cut_to_a_step_and_torn_lines_dropped(directory, caplog):
     run = claim(directory, config=CONFIG, resume="auto")
     run.cut_metrics(3)
