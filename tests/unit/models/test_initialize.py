@@ -120,7 +120,7 @@ def test_bf16_values_are_the_rounded_fp32_values() -> None:
 
 
 def test_large_tensors_are_drawn_in_chunks_of_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert CHUNK == 1 << 22
+    assert CHUNK == 1 << 18
     monkeypatch.setattr(initialize, "CHUNK", 1024)
     values = torch.empty(50, 50)
     fill_(values, Fill(kind="uniform", scale=1.0), 0, "a")
