@@ -6,8 +6,6 @@ What the objects do lives in their own files; nothing below this one sees a conf
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,24 +15,23 @@ import torch
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
-from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from cascade_train.data.data_set import DataSet, open_data_set
 from cascade_train.data.source import Source
 from cascade_train.diffusion.objective import Objective
 from cascade_train.diffusion.sampler import ImageNoise, sample
-from cascade_train.distributed.parallelize import parallelize
+from cascade_train.distributed.parallelize import fits_one_device, parallelize
 from cascade_train.distributed.process_group import World, build_mesh, mesh_shape, process_group
 from cascade_train.distributed.rng import set_deterministic
 from cascade_train.engine.checkpoint import CheckpointStore
-from cascade_train.engine.consensus import from_every_rank
+from cascade_train.engine.consensus import from_every_rank, from_rank_zero
 from cascade_train.engine.ema import Ema
 from cascade_train.engine.loop import Cadence, Trainer
 from cascade_train.engine.lr_schedule import LrSchedule
+from cascade_train.engine.manifest import read_manifest
 from cascade_train.engine.metrics import MetricsLog
 from cascade_train.engine.optimizer import OptimizerSpec
-from cascade_train.engine.phase import BoundPhase, averaged, trainable_parameters
+from cascade_train.engine.phase import BoundPhase, averaged, trainable_parameters, whole_state
 from cascade_train.engine.profiler import Profiler
 from cascade_train.engine.progress import Progress
 from cascade_train.engine.run_directory import RunDirectory, claim
@@ -48,8 +45,6 @@ from cascade_train.tasks.base import Phase, Predictor, Task
 log = logging.getLogger(__name__)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-BYTES_PER_TRAINABLE = 18
-"""fp32 master, gradient and two Adam moments, and the bf16 copy that computes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,14 +66,16 @@ def train(cfg: DictConfig) -> int:
         RunError: something the world did.
     """
     with process_group() as world:
+        show_log(world)
         set_deterministic(cfg.run.deterministic)
+        cfg.model.weights = absolute(cfg.model.weights)
         parts = build_parts(cfg)
         data = open_data(cfg, world)
         run = claim(Path(cfg.run.dir), config=to_plain(cfg), resume=cfg.run.resume)
         if run.finished:
             log.info("%s is finished. Raise train.max_steps to train on, or choose another run.name.", run.path)
             return 0
-        with withdrawn_on_failure(run):
+        with run.withdrawn_on_failure():
             phases = build_phases(cfg, parts, world)
             trainer = build_trainer(cfg, parts, phases, data, run, world)
             if run.resume_from is not None:
@@ -92,6 +89,21 @@ def train(cfg: DictConfig) -> int:
             data.close()
         log.info("Finished at step %d. Everything lies in %s.", trainer.step, run.path)
     return 0
+
+
+def show_log(world: World) -> None:
+    """Show the library's messages on rank 0, and warnings of every rank."""
+    handler = logging.StreamHandler()
+    prefix = "" if world.ranks == 1 else f"[rank {world.rank}] "
+    handler.setFormatter(logging.Formatter(f"{prefix}%(message)s"))
+    library = logging.getLogger("cascade_train")
+    library.handlers = [handler]
+    library.setLevel(logging.INFO if world.is_main else logging.WARNING)
+
+
+def absolute(weights: str | None) -> str | None:
+    """Return a local path of weights made absolute, so that a saved config names them from any folder."""
+    return str(Path(weights).absolute()) if weights is not None and Path(weights).exists() else weights
 
 
 def build_parts(cfg: DictConfig) -> Parts:
@@ -116,7 +128,7 @@ def build_component(cfg: DictConfig, node: str) -> Any:
         ConfigError: the component refuses an argument.
     """
     try:
-        return instantiate(cfg[node])
+        return instantiate(cfg[node], _convert_="all")
     except InstantiationException as error:
         cause = error.__cause__
         if isinstance(cause, ConfigError):
@@ -135,39 +147,34 @@ def open_data(cfg: DictConfig, world: World) -> DataSet:
     source: Source = build_component(cfg, "data")
     held_out: Source | None = None
     if cfg.validate.urls is not None:
-        held_out = instantiate(cfg.data, urls=cfg.validate.urls)
+        held_out = instantiate(cfg.data, urls=list(cfg.validate.urls), _convert_="all")
     opened: list[DataSet] = []
     from_every_rank(lambda: opened.append(open_data_set(source, share=cfg.validate.share, held_out=held_out)))
     return opened[0]
 
 
-@contextmanager
-def withdrawn_on_failure(run: RunDirectory) -> Iterator[None]:
-    """Take a new run directory back when the block fails, so that a refused start leaves nothing. Collective then."""
-    try:
-        yield
-    except Exception:
-        run.withdraw()
-        raise
+def compute_dtype(cfg: DictConfig) -> torch.dtype:
+    """Return the dtype of compute and of frozen weights; preflight has decided what `auto` means."""
+    return DTYPES[cfg.train.precision.value]
 
 
-def precision(cfg: DictConfig, stage: Stage) -> torch.dtype:
-    """Return the dtype of compute and of frozen weights: as configured, or what the stage is meant for."""
-    name = cfg.train.precision.value
-    return DTYPES[stage.precision if name == "auto" else name]
-
-
-def build_model(cfg: DictConfig, parts: Parts, world: World) -> None:
+def build_model(cfg: DictConfig, parts: Parts, world: World, *, masters: bool) -> None:
     """Build the stage and let the task take it. Collective.
+
+    Args:
+        cfg: the root config.
+        parts: whose stage and task.
+        world: this process.
+        masters: keep a network that trains in fp32; False = in the dtype of compute, to look at results.
 
     Raises:
         ConfigError: weights that do not exist or fit, or a task that does not fit the stage.
     """
-    compute_dtype = precision(cfg, parts.stage)
-    network_dtype = torch.float32 if parts.task.trains_network else compute_dtype
+    dtype = compute_dtype(cfg)
+    network_dtype = torch.float32 if masters and parts.task.trains_network else dtype
 
     def build() -> None:
-        parts.stage.build(device=world.device, network_dtype=network_dtype, frozen_dtype=compute_dtype)
+        parts.stage.build(device=world.device, network_dtype=network_dtype, frozen_dtype=dtype)
         parts.task.attach(parts.stage, parts.objective, world.device)
         parts.stage.set_attention(cfg.attention.value)
         parts.stage.set_activation_checkpointing(cfg.activation_checkpointing)
@@ -177,7 +184,7 @@ def build_model(cfg: DictConfig, parts: Parts, world: World) -> None:
 
 def build_phases(cfg: DictConfig, parts: Parts, world: World) -> list[BoundPhase]:
     """Build the model, shard what trains, and bind each phase to its optimizer. Collective."""
-    build_model(cfg, parts, world)
+    build_model(cfg, parts, world, masters=True)
     phases = parts.task.phases()
     mesh = build_mesh(
         world,
@@ -185,7 +192,7 @@ def build_phases(cfg: DictConfig, parts: Parts, world: World) -> list[BoundPhase
             cfg.parallel.mode.value,
             world.ranks,
             shard_size=cfg.parallel.shard_size,
-            fits=fits_one_device(phases, world.device),
+            fits=fits_one_device([root for p in phases for root in p.modules.values()], world.device),
         ),
     )
     for phase in phases:
@@ -194,7 +201,7 @@ def build_phases(cfg: DictConfig, parts: Parts, world: World) -> list[BoundPhase
                 root,
                 phase.units[name],
                 mesh=mesh,
-                compute_dtype=precision(cfg, parts.stage),
+                compute_dtype=compute_dtype(cfg),
                 reshard_after_forward=cfg.parallel.reshard_after_forward,
                 compile_units=cfg.compile.value == "regional",
             )
@@ -224,18 +231,6 @@ def bind(cfg: DictConfig, phase: Phase, parts: Parts) -> BoundPhase:
     )
 
 
-def fits_one_device(phases: list[Phase], device: torch.device) -> bool:
-    """Return whether weights, gradients and optimizer state take at most 70 % of the device unsharded.
-
-    The rest is for activations and encoders. On a CPU the answer is yes.
-    """
-    if device.type != "cuda":
-        return True
-    parameters = [p for phase in phases for root in phase.modules.values() for p in root.parameters()]
-    need = sum(p.numel() * (BYTES_PER_TRAINABLE if p.requires_grad else p.element_size()) for p in parameters)
-    return need <= 0.7 * torch.cuda.get_device_properties(device).total_memory
-
-
 def build_trainer(
     cfg: DictConfig, parts: Parts, phases: list[BoundPhase], data: DataSet, run: RunDirectory, world: World
 ) -> Trainer:
@@ -257,7 +252,7 @@ def build_trainer(
         mode=cfg.tracker.mode.value,
         run_name=cfg.run.name,
         directory=run.path,
-        run_id=run.tracker_run_id,
+        run_id=tracker_run_id(run),
         config=to_plain(cfg),
     )
     return Trainer(
@@ -284,6 +279,13 @@ def build_trainer(
         validation=build_validation(cfg, parts, phases, data, world),
         sampling=build_sampling(cfg, parts, phases, data, run, world),
     )
+
+
+def tracker_run_id(run: RunDirectory) -> str | None:
+    """Return the tracked run to continue: that of this very run's checkpoint."""
+    if run.created or run.resume_from is None:
+        return None
+    return read_manifest(run.resume_from).facts["tracker_run_id"]
 
 
 def micro_batch_size(cfg: DictConfig, world: World) -> int:
@@ -359,20 +361,17 @@ def build_painter(cfg: DictConfig, parts: Parts, device: torch.device) -> Painte
 
 
 def write_exports(cfg: DictConfig, task: Task, phases: list[BoundPhase], directory: Path) -> None:
-    """Write what the task leaves behind, the average where there is one, each read back and compared. Collective."""
+    """Write what the task leaves behind, the average where there is one, each read back and compared. Collective.
+
+    Raises:
+        RunError: what was written reads back differently.
+    """
     with averaged(phases):
         for name, export in task.exports().items():
             state = whole_state(export.module)
-            exported = from_every_rank(partial(write_export, export.write, state, directory / name))[0]
-            if exported is not None:
-                log.info("Exported %s; read back with a relative error of %.1e.", *exported)
-    OmegaConf.save(OmegaConf.create(to_plain(cfg)), directory / "config.yaml")
-
-
-def whole_state(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return a module's weights gathered from their shards, on the host of rank 0; empty elsewhere. Collective."""
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    return get_model_state_dict(module, options=options)
+            error = from_rank_zero(partial(export.write, state, directory / name))
+            log.info("Exported %s; read back with a relative error of %.1e.", directory / name, error)
+    from_rank_zero(lambda: OmegaConf.save(OmegaConf.create(to_plain(cfg)), directory / "config.yaml"))
 
 
 def to_plain(cfg: DictConfig) -> dict[str, Any]:

@@ -13,6 +13,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+BYTES_PER_TRAINABLE = 18
+"""fp32 master, gradient and two Adam moments, and the bf16 copy that computes."""
+
 
 def parallelize(
     root: nn.Module,
@@ -39,6 +42,18 @@ def parallelize(
     for unit in units:
         fully_shard(list(unit), mesh=mesh, mp_policy=unit_policy, reshard_after_forward=reshard_after_forward)
     fully_shard(root, mesh=mesh, mp_policy=root_policy, reshard_after_forward=reshard_after_forward)
+
+
+def fits_one_device(roots: Sequence[nn.Module], device: torch.device) -> bool:
+    """Return whether weights, gradients and optimizer state take at most 70 % of the device unsharded.
+
+    The rest is for activations and encoders. On a CPU the answer is yes.
+    """
+    if device.type != "cuda":
+        return True
+    parameters = [parameter for root in roots for parameter in root.parameters()]
+    need = sum(p.numel() * (BYTES_PER_TRAINABLE if p.requires_grad else p.element_size()) for p in parameters)
+    return need <= 0.7 * torch.cuda.get_device_properties(device).total_memory
 
 
 def set_gradient_sync(roots: Iterable[nn.Module], enabled: bool) -> None:

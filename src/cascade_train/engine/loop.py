@@ -24,7 +24,7 @@ from cascade_train.distributed.process_group import World, gather_objects
 from cascade_train.distributed.rng import seed_micro_batch
 from cascade_train.engine.checkpoint import CheckpointStore
 from cascade_train.engine.metrics import MetricsLog
-from cascade_train.engine.phase import BoundPhase
+from cascade_train.engine.phase import BoundPhase, restore_training_state, training_state
 from cascade_train.engine.profiler import Profiler
 from cascade_train.engine.progress import Progress
 from cascade_train.engine.sampling import SampleGrid
@@ -217,7 +217,7 @@ class Trainer:
         """Write a checkpoint of this step, after everything before it is on disk. Collective."""
         self.flush()
         with self.metrics.paused():
-            self.store.save(self.step, self._state(), self._facts())
+            self.store.save(self.step, training_state(self.phases, self.task), self._facts())
 
     def close(self) -> None:
         """End the progress line, the profiler's window and the tracker."""
@@ -227,20 +227,10 @@ class Trainer:
 
     def restore(self, path: Path) -> None:
         """Continue from a checkpoint. Collective."""
-        state = self._state()
-        facts = self.store.load(path, state)
-        for phase in self.phases:
-            phase.load_state_dict(state["phases"][phase.phase.name])
-        self.task.load_state_dict(state["task"])
+        facts = restore_training_state(self.store, path, self.phases, self.task)
         self.feed.load_state_dict(facts["data"])
         self.step, self.samples_seen = facts["step"], facts["samples_seen"]
         log.info("Continuing at step %d from %s.", self.step, path)
-
-    def _state(self) -> dict[str, Any]:
-        return {
-            "phases": {phase.phase.name: phase.state_dict() for phase in self.phases},
-            "task": self.task.state_dict(),
-        }
 
     def _facts(self) -> dict[str, Any]:
         return {

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,10 +22,11 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from cascade_train.engine.checkpoint import CheckpointStore
 from cascade_train.engine.ema import Ema
 from cascade_train.engine.lr_schedule import LrSchedule
 from cascade_train.engine.optimizer import can_withhold
-from cascade_train.tasks.base import Phase
+from cascade_train.tasks.base import Phase, Task
 
 _SHARDED = StateDictOptions(ignore_frozen_params=True)
 
@@ -122,3 +124,27 @@ def averaged(phases: Sequence[BoundPhase]) -> Iterator[None]:
             if phase.ema is not None:
                 stack.enter_context(phase.ema.swapped(phase.roots))
         yield
+
+
+def training_state(phases: Sequence[BoundPhase], task: Task) -> dict[str, Any]:
+    """Return all that training changes, sharded, for a checkpoint. Collective."""
+    return {"phases": {phase.phase.name: phase.state_dict() for phase in phases}, "task": task.state_dict()}
+
+
+def restore_training_state(store: CheckpointStore, path: Path, phases: Sequence[BoundPhase], task: Task) -> Any:
+    """Load a checkpoint into phases and task, and return its facts. Collective.
+
+    Raises:
+        ConfigError: the checkpoint is of another model.
+    """
+    state = training_state(phases, task)
+    facts = store.load(path, state)
+    for phase in phases:
+        phase.load_state_dict(state["phases"][phase.phase.name])
+    task.load_state_dict(state["task"])
+    return facts
+
+
+def whole_state(module: nn.Module) -> dict[str, Tensor]:
+    """Return a module's weights gathered from their shards, on the host of rank 0; empty elsewhere. Collective."""
+    return get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))

@@ -28,12 +28,14 @@ class Stage(abc.ABC):
     Attributes:
         name: "stage_a", "stage_b" or "stage_c"; tasks say which names they fit.
         image_size: side in pixels of the square images that the stage trains on.
+        precision: "bf16" or "fp32", the compute that the stage is meant for.
         image_multiple: both sides of an image must be multiples of this many pixels.
         network: the module that denoises; exists after `build`.
     """
 
     name: ClassVar[str]
     image_size: int
+    precision: str
     image_multiple: int
     network: nn.Module
 

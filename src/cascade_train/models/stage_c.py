@@ -9,6 +9,7 @@ Shape legend: B batch, C channels, H W image or latent size, L text tokens, D wi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,7 @@ class StageC(Stage):
 
     Args:
         image_size: side in pixels of the training images; a multiple of the compressor's stride.
+        precision: number format of compute that the size is meant for, used where `train.precision` is auto.
         seed: of the network's first values when `weights` is null.
         random_encoders: true = the frozen parts take values from a fixed seed and the packaged tokenizer, whatever
             their own `weights` say (nothing is downloaded).
@@ -51,6 +53,7 @@ class StageC(Stage):
         self,
         *,
         image_size: int,
+        precision: Literal["bf16", "fp32"],
         seed: int,
         random_encoders: bool,
         weights: str | None,
@@ -61,6 +64,7 @@ class StageC(Stage):
         previewer: Previewer,
     ) -> None:
         self.image_size = image_size
+        self.precision = precision
         self.image_multiple = semantic_compressor.stride
         self.weights = weights
         self.seed = seed

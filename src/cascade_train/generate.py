@@ -1,0 +1,95 @@
+"""Make images from a run or an export: `python -m cascade_train.generate from=runs/lora-c_tiny prompts=[…]`.
+
+Thin: loads what the run left, samples, and writes pictures. Sampling itself lives in diffusion/.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from cascade_train.config.explain import exit_code
+from cascade_train.config.saved import export_folder, load_saved_config
+from cascade_train.config.verb import parse_verb
+from cascade_train.errors import ConfigError
+
+
+@dataclass(kw_only=True)
+class GenerateArgs:
+    """Arguments of `python -m cascade_train.generate`; null keeps what the run sampled with."""
+
+    source: str
+    """Folder of a run, or its export."""
+    prompts: list[str] = field(default_factory=list)
+    """What to draw; each prompt gives `count` images."""
+    out: str = "generated"
+    """Folder that the images go to."""
+    count: int = 1
+    """Images per prompt."""
+    seed: int = 0
+    """Seed of the starting noise; an image depends on it, on the prompt and on the image's number."""
+    sampler: str | None = None
+    """ddpm, ddim or lcm."""
+    steps: int | None = None
+    """Network evaluations per image."""
+    guidance_scale: float | None = None
+    """Classifier-free guidance; 1 = none."""
+    shift: float | None = None
+    """logSNR shift of the sampling schedule; 1 = none."""
+    batch_size: int = 8
+    """Images denoised at once; does not change them."""
+
+    def __post_init__(self) -> None:
+        if not self.prompts:
+            raise ConfigError("prompts=[] names nothing to draw, e.g. 'prompts=[\"a small red circle\"]'.")
+        for key in ("count", "batch_size"):
+            if getattr(self, key) < 1:
+                raise ConfigError(f"{key}={getattr(self, key)} must be 1 or more.")
+
+
+def generate(args: GenerateArgs) -> int:
+    """Write `<prompt number>_<image number>.png` and a labelled `grid.png` into `out`; return 0.
+
+    Raises:
+        ConfigError: no run or export at `from=`, or arguments that its model refuses.
+    """
+    folder = Path(args.source)
+    cfg, export = load_saved_config(folder), export_folder(folder)
+    override_sampling(cfg, args)
+
+    from cascade_train.distributed.process_group import process_group  # heavy: torch and everything above it
+    from cascade_train.engine.sampling import compose_grid
+    from cascade_train.trained import load_trained
+
+    jobs = [(prompt, number) for prompt in args.prompts for number in range(args.count)]
+    with process_group() as world:
+        paint = load_trained(cfg, export, world, seed=args.seed)
+        chunks = [jobs[start : start + args.batch_size] for start in range(0, len(jobs), args.batch_size)]
+        images = [image for chunk in chunks for image in paint(*zip(*chunk, strict=True))]
+    out = Path(args.out)
+    out.mkdir(parents=True, exist_ok=True)
+    for place, ((_, number), image) in enumerate(zip(jobs, images, strict=True)):
+        image.save(out / f"{place // args.count:02d}_{number:02d}.png")
+    columns = {f"image {number}": images[number :: args.count] for number in range(args.count)}
+    compose_grid(args.prompts, columns).save(out / "grid.png")
+    sys.stdout.write(f"{len(images)} images and grid.png lie in {out}\n")
+    return 0
+
+
+def override_sampling(cfg: DictConfig, args: GenerateArgs) -> None:
+    """Put the arguments that are given in the place of what the run sampled with."""
+    for key in ("sampler", "steps", "guidance_scale", "shift"):
+        if getattr(args, key) is not None:
+            cfg.sample[key] = getattr(args, key)
+
+
+def main() -> None:
+    """Parse the arguments, generate, and exit: 0 done, 1 stopped by the world, 2 refused."""
+    sys.exit(exit_code(lambda: generate(parse_verb(GenerateArgs, sys.argv[1:]))))
+
+
+if __name__ == "__main__":
+    main()

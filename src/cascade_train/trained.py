@@ -1,0 +1,72 @@
+"""A trained model, put together from what a run left, ready to paint.
+
+Used by the verbs that look at results; training never comes here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from omegaconf import DictConfig
+from PIL import Image
+
+from cascade_train.batch import sample_seed
+from cascade_train.build import build_component, build_model, build_painter, build_parts, build_phases, write_exports
+from cascade_train.distributed.parallelize import evaluating
+from cascade_train.distributed.process_group import World, process_group
+from cascade_train.engine.checkpoint import CheckpointStore
+from cascade_train.engine.phase import restore_training_state
+from cascade_train.engine.sampling import to_images
+from cascade_train.errors import ConfigError
+
+Paint = Callable[[Sequence[str], Sequence[int]], list[Image.Image]]
+"""Maps captions and one image number each to pictures; a picture depends on its caption and number alone."""
+
+
+def load_trained(cfg: DictConfig, export: Path, world: World, *, seed: int) -> Paint:
+    """Build the run's model around its exported weights and return what paints with it. Collective.
+
+    Args:
+        cfg: the run's checked configuration; `cfg.sample` says how to sample.
+        export: the run's `export/`.
+        world: this process.
+        seed: of the starting noise.
+
+    Raises:
+        ConfigError: the export is not of the configuration's model.
+    """
+    if build_component(cfg, "task").trains_network:
+        cfg.model.weights = str(export)
+    parts = build_parts(cfg)
+    build_model(cfg, parts, world, masters=False)
+    parts.task.load_export(export)
+    painter = build_painter(cfg, parts, world.device)
+
+    def paint(captions: Sequence[str], numbers: Sequence[int]) -> list[Image.Image]:
+        generators = [torch.Generator().manual_seed(sample_seed(seed, 0, number, "generate")) for number in numbers]
+        with evaluating([parts.stage.network]):
+            predictor = parts.task.predictor(captions, None)
+            return to_images(painter.decode(painter.sample(predictor, generators)))
+
+    return paint
+
+
+def export_checkpoint(cfg: DictConfig, checkpoints: Path, *, step: int | None, out: Path) -> Path:
+    """Load a checkpoint of a run, write the run's export from it, and return the checkpoint.
+
+    Raises:
+        ConfigError: no such checkpoint, or one of another model.
+        RunError: what was written reads back differently.
+    """
+    with process_group() as world:
+        parts = build_parts(cfg)
+        phases = build_phases(cfg, parts, world)
+        store = CheckpointStore(checkpoints, keep_last=None, keep_every_steps=None)
+        path = store.newest() if step is None else checkpoints / f"step_{step}"
+        if path is None or not path.is_dir():
+            raise ConfigError(f"from={checkpoints.parent}: no checkpoint{'' if step is None else f' of step {step}'}.")
+        restore_training_state(store, path, phases, parts.task)
+        write_exports(cfg, parts.task, phases, out)
+    return path
