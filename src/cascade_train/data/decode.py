@@ -78,9 +78,9 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _open_upright(encoded: bytes) -> Image.Image:
-    image = Image.open(io.BytesIO(encoded))
-    orientation = _orientation(image)
-    image = to_rgb(image)
+    stored = Image.open(io.BytesIO(encoded))
+    orientation = _orientation(stored)
+    image = to_rgb(stored)
     return image.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else image
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import traceback
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -88,7 +89,8 @@ class Loader:
         self._identity = f"order={ORDER_VERSION} index={index.digest} rows={rows_digest} seed={seed} window={window}"
         references = _References(self, plan, micro_batch_size, rank * global_batch_size // ranks)
         self._micros: Iterator[Batch | Failure] | None = None
-        self._data_loader = _data_loader(source, MicroBatches(source, index, rows, seed, source.crop), references)
+        dataset = MicroBatches(source, index, rows, seed, source.crop)
+        self._data_loader: DataLoader[Batch | Failure] | None = _data_loader(source, dataset, references)
 
     @property
     def samples_per_epoch(self) -> int:
@@ -109,9 +111,7 @@ class Loader:
         return self
 
     def __next__(self) -> list[Batch]:
-        if self._micros is None:
-            self._micros = iter(self._data_loader)
-        step = [self._next_micro(self._micros) for _ in range(self._micro_batches)]
+        step = [self._next_micro() for _ in range(self._micro_batches)]
         self.position += 1
         return step
 
@@ -154,20 +154,33 @@ class Loader:
             )
         self.seek(state["position"])
 
-    def _next_micro(self, micros: Iterator[Batch | Failure]) -> Batch:
-        try:
-            batch = next(micros)
-        except RuntimeError as error:
-            raise RunError(
-                f"a data worker process ended unexpectedly ({error}); it may have run out of memory or shared memory:"
-                " lower data.num_workers, or set it to 0 to see the cause"
-            ) from error
+    def _next_micro(self) -> Batch:
+        batch = self._receive()
         if isinstance(batch, Failure):
-            failure = RunError(batch.text)
-            failure.add_note(batch.trace)
-            raise failure
+            error = RunError(batch.text)
+            error.add_note(batch.trace)
+            raise error
         self._count(batch)
         return batch
+
+    def _receive(self) -> Batch | Failure:
+        """Return what the workers made next; their sudden end is a failure too.
+
+        The iterator stays out of local names, and torch's error is not passed on: a traceback that holds the
+        iterator would keep the other workers alive.
+        """
+        assert self._data_loader is not None, "the loader is closed"
+        try:
+            if self._micros is None:
+                self._micros = iter(self._data_loader)
+            return next(self._micros)
+        except (RuntimeError, OSError, EOFError) as error:
+            self._micros = None
+            return Failure(
+                text=f"a data worker process ended unexpectedly ({error}); it may have run out of memory or shared"
+                " memory: lower data.num_workers, or set it to 0 to see the cause",
+                trace=traceback.format_exc(),
+            )
 
     def _count(self, batch: Batch) -> None:
         """Note unreadable samples, and stop when they are more than 1 %.
@@ -220,7 +233,7 @@ def _data_loader(source: Source, micro_batches: MicroBatches, references: _Refer
     )
 
 
-def _unchanged(batch: Batch | Failure) -> Batch | Failure:
+def _unchanged(batch: Any) -> Any:
     return batch
 
 

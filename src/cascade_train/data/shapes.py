@@ -191,7 +191,7 @@ def _cross() -> list[tuple[float, float]]:
 
 
 # Corners as (radius, degrees clockwise from the top).
-_POLYGONS = {
+_POLYGONS: dict[str, list[tuple[float, float]]] = {
     "square": [(1.15, 45 + 90 * i) for i in range(4)],
     "diamond": [(1.2 if i % 2 == 0 else 0.75, 90 * i) for i in range(4)],
     "triangle": [(1.15, 120 * i) for i in range(3)],

@@ -146,7 +146,7 @@ def _members(path: Path) -> Iterator[tuple[str, str, _Span]]:
     try:
         with tarfile.open(path, "r:") as tar:
             for member in tar:
-                tar.members = []  # tarfile keeps every header otherwise
+                tar.members = []  # type: ignore[attr-defined] # tarfile keeps every header otherwise
                 match = _KEY.match(member.name)
                 if match is not None and member.isreg() and not member.issparse():
                     yield match[1], match[2].lower(), _Span(start=member.offset_data, size=member.size)

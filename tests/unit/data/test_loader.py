@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from cascade_train.batch import Batch
-from cascade_train.data.loader import Loader
 from cascade_train.data.sample import RawSample, UnreadableSampleError
 from cascade_train.data.shapes import Shapes
 from cascade_train.errors import ConfigError, RunError
@@ -122,18 +121,21 @@ def test_a_caption_that_is_not_text_is_unreadable(tmp_path: Path) -> None:
         assert loader.skipped[0].startswith("a.tar:x (the caption is not UTF-8: ")
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_killed_worker_is_explained() -> None:
-    with loading(shapes(num_workers=1)) as loader:
-        next(loader)
-        os.kill(children()[0], signal.SIGKILL)
-        with pytest.raises(RunError, match="a data worker process ended unexpectedly .* lower data.num_workers"):
-            exhaust(loader)
+def test_a_killed_worker_is_explained_and_the_others_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, main = set(children()), os.getpid()
 
+    def die(self: Shapes, row: int) -> RawSample:
+        assert os.getpid() != main
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
 
-def exhaust(loader: Loader) -> None:
-    for _ in range(100):
+    monkeypatch.setattr(Shapes, "read", die)
+    with (
+        loading(shapes(num_workers=1)) as loader,
+        pytest.raises(RunError, match="a data worker process ended unexpectedly .* lower data.num_workers"),
+    ):
         next(loader)
+    assert_ends(before)
 
 
 def children() -> list[int]:
@@ -154,6 +156,10 @@ def test_closing_ends_the_workers() -> None:
     with loading(shapes(num_workers=2)) as loader:
         next(loader)
         assert len(set(children()) - before) >= 2
+    assert_ends(before)
+
+
+def assert_ends(before: set[int]) -> None:
     deadline = time.monotonic() + 20
     while set(children()) - before and time.monotonic() < deadline:
         time.sleep(0.05)
