@@ -16,8 +16,10 @@ from typing import Any
 
 import torch
 from diffusers import DDPMWuerstchenScheduler, StableCascadePriorPipeline, StableCascadeUNet
+from diffusers.utils import logging as diffusers_logging
 from torch import Tensor, nn
 from transformers import CLIPImageProcessor
+from transformers.utils import logging as transformers_logging
 
 from cascade_train.errors import RunError
 from cascade_train.models.lora import ADAPTER, LoraSpec, adapted_layers
@@ -74,13 +76,18 @@ def prior_parts(stage: StageC) -> PriorParts:
     """Return what a built Stage C gives to a prior pipeline."""
     published = isinstance(stage.semantic_compressor, EfficientNetCompressor)
     return PriorParts(
-        network_config=stage.network.config,
+        network_config=network_config(stage.network),
         text_encoder=stage.text_encoder.module,
         tokenizer=stage.text_encoder.tokenizer,
         max_tokens=stage.text_encoder.max_tokens,
         resolution_multiple=PUBLISHED_RESOLUTION_MULTIPLE if published else float(stage.semantic_compressor.stride),
         image_encoder=None if stage.image_encoder is None else stage.image_encoder.module,
     )
+
+
+def network_config(network: nn.Module) -> dict[str, Any]:
+    """Return the diffusers config of a denoising network."""
+    return dict(network.config)
 
 
 def save_prior(state: Mapping[str, Tensor], parts: PriorParts, directory: Path) -> Exported:
@@ -98,7 +105,7 @@ def save_prior(state: Mapping[str, Tensor], parts: PriorParts, directory: Path) 
         RunError: what was read back differs; `directory` is as it was.
     """
     network = build_plain_network(parts.network_config, state)
-    with replaced_directory(directory) as partial:
+    with replaced_directory(directory) as partial, _quiet():
         pipeline = StableCascadePriorPipeline(
             tokenizer=_tokenizer_of_length(parts.tokenizer, parts.max_tokens),
             text_encoder=_copy_on_host(parts.text_encoder, network.dtype),
@@ -234,6 +241,20 @@ def _image_processor(image_encoder: nn.Module | None) -> CLIPImageProcessor | No
         return None
     side = image_encoder.config.image_size
     return CLIPImageProcessor(size={"shortest_edge": side}, crop_size={"height": side, "width": side})
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep diffusers' notice of deprecation and transformers' progress bar out of the run's output."""
+    verbosity, bars = diffusers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    diffusers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        diffusers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cascade_train.diffusion.objective import Objective
-from cascade_train.models.export import save_lora
+from cascade_train.models.export import network_config, save_lora
 from cascade_train.models.lora import LoraSpec, adapter_state, inject_lora, lora_spec, set_adapter_mode
 from cascade_train.models.lora_files import refill_lora
 from cascade_train.models.stage import Stage
@@ -97,5 +97,5 @@ class LoRA(TextToImage):
         refill_lora(self.stage.network, str(export), key="from")
 
     def _write_lora(self, state: Mapping[str, Tensor], directory: Path) -> float:
-        config = dict(self.stage.network.config)
+        config = network_config(self.stage.network)
         return save_lora(adapter_state(state), self._spec, config, directory, metadata={}).max_error

@@ -129,6 +129,13 @@ def test_a_new_export_replaces_the_old_one_whole(network: CascadeUNet, parts: Pr
     assert not (tmp_path / "prior" / "stale.txt").exists()
 
 
+def test_an_export_prints_nothing(
+    network: CascadeUNet, parts: PriorParts, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    save_prior(network.state_dict(), parts, tmp_path / "prior")
+    assert capfd.readouterr() == ("", "")
+
+
 def test_a_prior_that_reads_back_differently_never_appears(
     network: CascadeUNet, parts: PriorParts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
