@@ -71,7 +71,7 @@ def variants(case: str) -> list[Variant]:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run a test that asks for `variant` once per variant of its class's case."""
-    if "variant" in metafunc.fixturenames:
+    if "variant" in metafunc.fixturenames and hasattr(metafunc.cls, "case"):
         found = [v for v in variants(metafunc.cls.case) if metafunc.cls.takes(v)]
         metafunc.parametrize("variant", found, ids=[v.name for v in found])
 
