@@ -154,11 +154,33 @@ def _continue_run(directory: Path, config: dict[str, Any], resume: str) -> RunDi
     checkpoint = _newest(directory)
     if resume != "auto":
         checkpoint = _reconcile(directory, checkpoint, resume, started_from=saved.get("run", {}).get("resume"))
-    facts = read_manifest(checkpoint).facts if checkpoint else {}
-    finished = bool(facts.get("finished")) and not is_limit_raised(saved, config)
+    finished = checkpoint is not None and _is_finished(directory, checkpoint, saved, config)
     if not finished:
         _record_continuation(directory, config, differences, checkpoint)
     return RunDirectory(path=directory, resume_from=checkpoint, finished=finished, created=False)
+
+
+def _is_finished(directory: Path, checkpoint: Path, saved: dict[str, Any], config: dict[str, Any]) -> bool:
+    """Whether the run ended with this checkpoint and is not asked to train longer than it was then.
+
+    The limits of then are the saved ones, less what was changed by earlier attempts to continue from it.
+    """
+    manifest = read_manifest(checkpoint)
+    then = dict(saved.get("train", {}))
+    for line in reversed(_read_history(directory)):
+        if line["step"] != manifest.step:
+            break
+        for key, (old, _) in line["changes"].items():
+            node, _, name = key.rpartition(".")
+            if node == "train":
+                then[name] = old
+    return bool(manifest.facts.get("finished")) and not is_limit_raised({"train": then}, config)
+
+
+def _read_history(directory: Path) -> list[dict[str, Any]]:
+    path = directory / _HISTORY
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if _step_of(line) is not None]
 
 
 def _read_config(path: Path) -> dict[str, Any]:

@@ -182,9 +182,17 @@ def test_a_finished_run_continues_when_its_limit_is_raised(directory):
     run = claim(directory, config=changed(train__max_steps=16), resume="auto")
     assert not run.finished
     assert run.resume_from == path
-    assert claim(directory, config=changed(train__max_steps=16), resume="auto").finished, (
-        "the new limit is the saved one"
-    )
+
+
+def test_a_raised_limit_is_remembered_until_a_checkpoint_was_saved_under_it(directory):
+    claim(directory, config=CONFIG, resume="auto")
+    save(directory, 8, finished=True)
+    for max_steps in (16, 16, 12):
+        assert not claim(directory, config=changed(train__max_steps=max_steps), resume="auto").finished
+    assert claim(directory, config=changed(train__max_steps=8), resume="auto").finished
+    save(directory, 12, finished=True)
+    assert claim(directory, config=changed(train__max_steps=12), resume="auto").finished
+    assert not claim(directory, config=changed(train__max_steps=13), resume="auto").finished
 
 
 @pytest.mark.parametrize("names", ["run", "checkpoint"])
