@@ -49,11 +49,14 @@ class WebDataset(Source):
 
         Raises:
             ConfigError: a tar is missing, empty, compressed, unsorted, or without a usable sample.
-            RunError: more than 1 % of the pictures have no readable header.
+            RunError: a tar cannot be read, or more than 1 % of the pictures have no readable header.
         """
         self._paths = expand_urls(self.urls)
         cache_dir = None if self.index_dir is None else Path(self.index_dir)
-        shards = [load_shard(path, cache_dir) for path in self._paths]
+        try:
+            shards = [load_shard(path, cache_dir) for path in self._paths]
+        except OSError as error:
+            raise RunError(f"data.urls: a tar cannot be read: {error}") from error
         for path, shard in zip(self._paths, shards, strict=True):
             if shard.dropped.examples:
                 _log.warning("%s: left out %s", path, shard.dropped.text())

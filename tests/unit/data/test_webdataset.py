@@ -81,6 +81,17 @@ def test_too_many_pictures_without_a_header_stop_the_start(tmp_path: Path) -> No
         source.open()
 
 
+def test_a_tar_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tars.write(tmp_path / "a.tar", tars.samples(range(3)))
+
+    def refuse(self: Path, *_: Any) -> None:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(RunError, match="a tar cannot be read: .* Permission denied: '.*a.tar'"):
+        tars.webdataset(path).open()
+
+
 def test_a_file_cut_after_indexing_is_named(tmp_path: Path) -> None:
     path = tars.write(tmp_path / "a.tar", tars.samples(range(3)))
     source = tars.webdataset(path)

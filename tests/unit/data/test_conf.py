@@ -1,0 +1,33 @@
+"""The YAML files of `conf/data` build their sources."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+
+from cascade_train.data.shapes import Shapes
+from cascade_train.data.source import Source
+from cascade_train.data.webdataset import WebDataset
+
+
+def build(repository: Path, *overrides: str) -> Source:
+    with initialize_config_dir(str(repository / "conf"), version_base="1.3"):
+        cfg = compose(overrides=["+model={image_size: 48}", *overrides])
+    return instantiate(cfg.data, _convert_="all")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kind"),
+    [
+        (["+data=shapes", "data.samples=12"], Shapes),
+        (["+data=webdataset", 'data.urls=["a/{000..005}.tar"]'], WebDataset),
+        (["+data=webdataset", 'data.urls="file:a.tar"', "data.crop=random"], WebDataset),
+    ],
+)
+def test_every_source_is_built_from_its_file(repository: Path, overrides: list[str], kind: type[Source]) -> None:
+    source = build(repository, *overrides)
+    assert type(source) is kind
+    assert source.image_size == 48
