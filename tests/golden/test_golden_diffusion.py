@@ -56,20 +56,20 @@ class TestTrainingDraws(Golden):
 
     def test_logsnr_of_recorded_draws_is_the_originals(self, variant: Any) -> None:
         schedule = originals.build(variant.args["schedule"])
-        uniform = self._uniform(variant)
+        uniform = self._uniform(variant, schedule)
         calls = variant.args["random_calls"]
         variant.check(
             {call["out"]: schedule.sample(u_B, shift=call["shift"]) for call, u_B in zip(calls, uniform, strict=True)}
         )
 
-    def _uniform(self, variant: Any) -> list[Tensor]:
+    def _uniform(self, variant: Any, schedule: Any) -> list[Tensor]:
         """One uniform number per sample that stands for what the original drew."""
         name = variant.args["schedule"]["cls"]
         if name == "EDMTrainSchedule":
             return [1 - torch.special.ndtr(n.double()) for n in variant.draws]
         if name == "AdaptiveTrainSchedule":
             bucket, place = variant.draws
-            return [(bucket + place) / variant.args["schedule"]["kw"]["buckets"]]
+            return [(bucket + place) / schedule.buckets]
         return variant.draws
 
     def test_all_9_variants_were_found(self, variant_count: int) -> None:

@@ -60,10 +60,11 @@ class AdaptiveTrainSchedule(Schedule):
         low, high = self.logsnr_range
         mass_N = self.average.on(t_B.device) + self.min_probs
         probability_N = mass_N / mass_N.sum()
-        below_N = probability_N.cumsum(0)
+        # A running sum without cumsum, which has no deterministic kernel on CUDA.
+        below_N = (probability_N * torch.ones(self.buckets, self.buckets, device=t_B.device).tril()).sum(1)
         bucket_B = torch.searchsorted(below_N, 1 - t_B).clamp(max=self.buckets - 1)
         above_B = below_N[bucket_B] - (1 - t_B)
-        place_B = bucket_B + 1 - (above_B / probability_N[bucket_B]).clamp(0, 1)
+        place_B = bucket_B + 1 - (above_B / probability_N[bucket_B].clamp(min=1e-12)).clamp(0, 1)
         return low + place_B * ((high - low) / self.buckets)
 
     def after_step(self, logsnr_G: Tensor, loss_raw_G: Tensor) -> None:

@@ -39,6 +39,15 @@ def test_a_floor_makes_the_shares_more_equal() -> None:
     torch.testing.assert_close(share, torch.tensor([11.0, 12.0, 13.0, 14.0]) / 50, atol=1e-3, rtol=0)
 
 
+def test_a_bucket_without_loss_is_never_drawn() -> None:
+    schedule = make()
+    schedule.after_step(torch.tensor([-7.0, 2.0]), torch.tensor([0.0, 0.0]))
+    logsnr_B = schedule.sample(torch.linspace(0, 1 - 2**-24, 1000))
+    assert logsnr_B.isfinite().all()
+    inside = logsnr_B[1:-1]
+    assert (((inside >= -5) & (inside <= 0)) | (inside >= 5)).all()
+
+
 def test_time_is_the_quantile_of_the_learned_distribution() -> None:
     schedule = learned()
     torch.testing.assert_close(
