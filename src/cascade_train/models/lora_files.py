@@ -74,7 +74,7 @@ def read_lora(source: str, *, key: str) -> tuple[LoraSpec, dict[str, Tensor]]:
             header = file.metadata() or {}
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
     except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{key}={source}: cannot be read as safetensors ({error}); copy it again") from error
+        raise ConfigError(f"{key}={source}: is no readable adapter file ({error}); copy it again") from error
     if header.get("format") != FORMAT:
         raise ConfigError(f"{key}={source}: its header does not say {FORMAT}; only adapters exported here are read")
     spec = LoraSpec(
@@ -88,7 +88,7 @@ def read_lora(source: str, *, key: str) -> tuple[LoraSpec, dict[str, Tensor]]:
 
 def _read_peft_folder(folder: Path, key: str) -> tuple[LoraSpec, dict[str, Tensor]]:
     if not (folder / ADAPTER_CONFIG).is_file() or not (folder / ADAPTER_FILE).is_file():
-        raise ConfigError(f"{key}={folder}: holds no {ADAPTER_CONFIG} and {ADAPTER_FILE}; name a folder that does")
+        raise ConfigError(f"{key}={folder}: is no adapter folder, it lacks {ADAPTER_CONFIG} or {ADAPTER_FILE}")
     config = json.loads((folder / ADAPTER_CONFIG).read_text())
     with safe_open(folder / ADAPTER_FILE, framework="pt") as file:
         state = {name.removeprefix(_PEFT_PREFIX): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

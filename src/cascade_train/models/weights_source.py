@@ -58,22 +58,23 @@ def find_part(folder: Path, part: str, key: str) -> Path:
         if candidate.is_dir():
             return find_part(candidate, part, key)
     if (folder / "manifest.json").is_file():
+        run, step = folder.parent.parent, folder.name.removeprefix("step_")
         raise ConfigError(
-            f"{key}={folder}: is a checkpoint for resuming, whose weights are stored in shards; "
-            f"name its run instead, {folder.parent.parent}, whose export/{part} is read"
+            f"{key}={folder}: is a checkpoint for resuming, in shards of its own form; name its run {run} instead, "
+            f"whose export/{part} is read, or export it: python -m cascade_train.export from={run} step={step} out=…"
         )
     if (folder / "export").is_dir() or (folder / "metrics.jsonl").is_file() or (folder / "lora").is_dir():
-        raise ConfigError(f"{key}={folder}: this run left no {_parts_wanted(folder, part)}")
+        raise ConfigError(f"{key}={folder}: this run has left no export/{part}{_left_instead(folder, part)}")
     return folder
 
 
-def _parts_wanted(folder: Path, part: str) -> str:
-    export = folder / "export" if (folder / "export").is_dir() else folder
+def _left_instead(folder: Path, part: str) -> str:
+    export = folder if (folder / "lora").is_dir() else folder / "export"
     left = sorted(child.name for child in export.iterdir() if child.is_dir()) if export.is_dir() else []
-    if not left or export == folder and left == ["checkpoints"]:
-        return f"export/{part}; it is written when the run ends: let it finish, or name another run"
-    hint = "; merge the adapter into its base and export that" if left == ["lora"] and part == "prior" else ""
-    return f"export/{part}, only {', '.join(left)}{hint}"
+    if not left:
+        return f"; let it finish, or export its newest checkpoint: python -m cascade_train.export from={folder}"
+    adapter = "; an adapter is no whole network, give the weights that it was trained on" if part == "prior" else ""
+    return f", only {', '.join(left)}{adapter}"
 
 
 def _one_file(path: Path, key: str) -> list[Path]:

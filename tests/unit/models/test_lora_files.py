@@ -84,7 +84,9 @@ def write(path: Path, state: dict[str, Tensor], base_size: str | None = None, ta
 
 def test_the_published_sizes_are_kept_apart(tmp_path: Path) -> None:
     source = write(tmp_path / "lora.safetensors", tiny_state(), base_size="c_1b")
-    with pytest.raises(ConfigError, match="belongs to Stage C 1B, but the network is of another size; use model=c_1b"):
+    with pytest.raises(
+        ConfigError, match="the adapter belongs to Stage C 1B, but the network is of another size; use model=c_1b"
+    ):
         load_lora(empty_network(), source)
     with pytest.raises(ConfigError, match="but the network is Stage C 3.6B; use model=c_1b"):
         load_lora(empty_network(conditioning_dim=2048), source)
@@ -114,10 +116,12 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="from=.*absent: no such file or folder; give a run"):
         load_lora(empty_network(), str(tmp_path / "absent"))
     (tmp_path / "broken.safetensors").write_text("broken")
-    with pytest.raises(ConfigError, match="cannot be read as safetensors"):
+    with pytest.raises(ConfigError, match="is no readable adapter file"):
         load_lora(empty_network(), str(tmp_path / "broken.safetensors"))
     save_file(tiny_state(), tmp_path / "foreign.safetensors")
     with pytest.raises(ConfigError, match="its header does not say cascade_train.lora/1"):
         load_lora(empty_network(), str(tmp_path / "foreign.safetensors"))
-    with pytest.raises(ConfigError, match=f"holds no {ADAPTER_CONFIG} and adapter_model.safetensors"):
+    with pytest.raises(
+        ConfigError, match=f"is no adapter folder, it lacks {ADAPTER_CONFIG} or adapter_model.safetensors"
+    ):
         load_lora(empty_network(), str(tmp_path))

@@ -57,22 +57,27 @@ def test_full_precision_is_preferred_to_a_variant(tmp_path: Path) -> None:
 
 def test_a_checkpoint_is_refused_naming_its_run(tmp_path: Path) -> None:
     touch(tmp_path / "run" / "checkpoints" / "step_8" / "manifest.json")
-    with pytest.raises(
-        ConfigError, match="is a checkpoint for resuming.*name its run instead, .*/run, whose export/prior"
-    ):
+    message = (
+        "is a checkpoint for resuming, in shards.*name its run .*/run instead.*cascade_train.export.*/run step=8 out"
+    )
+    with pytest.raises(ConfigError, match=message):
         find_weight_files(str(tmp_path / "run" / "checkpoints" / "step_8"))
 
 
 def test_a_run_that_has_not_finished_is_refused(tmp_path: Path) -> None:
     touch(tmp_path / "metrics.jsonl")
-    with pytest.raises(ConfigError, match="left no export/prior; it is written when the run ends"):
+    with pytest.raises(
+        ConfigError, match="this run has left no export/prior; let it finish, or export its newest checkpoint"
+    ):
         find_weight_files(str(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["", "export"])
 def test_a_run_that_left_only_an_adapter_is_refused_as_weights(tmp_path: Path, name: str) -> None:
     touch(tmp_path / "export" / "lora" / "lora.safetensors")
-    with pytest.raises(ConfigError, match="left no export/prior, only lora; merge the adapter into its base"):
+    with pytest.raises(
+        ConfigError, match="has left no export/prior, only lora; an adapter is no whole network, give the weights"
+    ):
         find_weight_files(str(tmp_path / name))
 
 
