@@ -59,7 +59,8 @@ def fits(value: Any, annotation: ast.expr | None, module: Module) -> bool:
 
 def needs_component(annotation: ast.expr | None, module: Module) -> bool:
     """Return whether an annotation is for objects: a component or null fits, a text and a number do not."""
-    return not any(fits(plain, annotation, module) for plain in ("text", 0, 0.5, True, []))
+    plain_values: tuple[Any, ...] = ("text", 0, 0.5, True, [])
+    return not any(fits(value, annotation, module) for value in plain_values)
 
 
 def _fits_subscript(value: Any, annotation: ast.Subscript, module: Module) -> bool:

@@ -95,7 +95,7 @@ def _composition(error: ConfigCompositionException) -> str:
         options = ", ".join(f"{choose[1]}={option}" for option in choose[2].split() if not option.startswith("_"))
         return f"{choose[1]} is not chosen. Choose one: {options}."
     unknown = re.match(r"Could not override '([^']+)'", text)
-    cause = error.__cause__
+    cause = error.__cause__ or error.__context__
     if unknown and "No match in the defaults list" in text:
         return (
             f"{unknown[1]} is not a group of this configuration.{did_you_mean(unknown[1].partition('@')[0], groups())}"
@@ -106,7 +106,10 @@ def _composition(error: ConfigCompositionException) -> str:
     if merging and isinstance(cause, OmegaConfBaseException):
         return _value(cause, merging[1])
     if isinstance(cause, OmegaConfBaseException):
-        return f"{_one_line(error)} {_value(cause, None)}"
+        return f"{text.partition(': ')[0]}: {_value(cause, None)}"
+    stranger = re.search(r"config group '([^']+)' does not exist", text)
+    if stranger:
+        return f"{stranger[1]} is not a group of this configuration.{did_you_mean(stranger[1], groups())}"
     return _ambiguous(text)
 
 
@@ -135,7 +138,7 @@ def _siblings(parent: Any, parts: list[str]) -> tuple[list[str], str]:
 
 def _paths(node: DictConfig, prefix: str = "") -> Iterator[str]:
     for key in node:
-        path = f"{prefix}{key}"
+        path = f"{prefix}{key!s}"
         if path == "hydra":
             continue
         yield path

@@ -46,7 +46,7 @@ def option_targets(group: str) -> dict[str, str]:
     targets = {}
     for option in group_options(group):
         path = conf_dir() / group / f"{option}.yaml"
-        target = OmegaConf.load(path).get("_target_") if path.is_file() else None  # type: ignore[union-attr]
+        target = OmegaConf.select(OmegaConf.load(path), "_target_") if path.is_file() else None
         if isinstance(target, str):
             targets[option] = target
     return targets

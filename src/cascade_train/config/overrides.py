@@ -18,10 +18,11 @@ def refusal(override: str) -> str:
     """Return one paragraph on an override that Hydra's grammar refuses, with the form that works."""
     key, equals, value = override.partition("=")
     if not equals:
-        return f"{override!r} is not an override. Write key=value, e.g. {key}=<value>; see --help for the keys."
+        return f"{override!r} is not an override. Write key=value, with quotes for the shell around spaces."
     form = quoted_form(override)
     if form is None:
-        return f"{override!r} cannot be read: {_imbalance(value)}"
+        reason = _imbalance(value) or f"{key!r} is not a path of names such as train.max_steps."
+        return f"{override!r} cannot be read: {reason}"
     return (
         f"{override!r} cannot be read: braces, brackets, spaces and symbols inside a value need quotes of their own, "
         f"and the whole needs quotes for the shell. Write: {form}"

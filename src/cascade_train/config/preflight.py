@@ -66,8 +66,7 @@ def check_nothing_missing(cfg: DictConfig) -> None:
     """
     missing = sorted(OmegaConf.missing_keys(cfg))
     if missing:
-        plain = OmegaConf.to_container(cfg, resolve=False)
-        assert isinstance(plain, dict)
+        plain: dict[str, Any] = OmegaConf.to_container(cfg, resolve=False)  # type: ignore[assignment]
         rest = f" Also missing: {', '.join(missing[1:])}." if len(missing) > 1 else ""
         raise ConfigError(missing_message(missing[0], plain) + rest)
 

@@ -107,7 +107,7 @@ def lookup(module: Module, name: str, seen: frozenset[tuple[str, str]] = frozens
     if isinstance(statement, ast.Import):
         imported = next(a for a in statement.names if (a.asname or a.name.partition(".")[0]) == name)
         other = load_module(imported.name if imported.asname else name)
-        return other and Definition(other, None)
+        return None if other is None else Definition(other, None)
     if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Name):
         return lookup(module, statement.value.id, seen) or Definition(module, statement)
     return Definition(module, statement)
@@ -119,12 +119,12 @@ def _lookup_elsewhere(module: Module, name: str, seen: frozenset[tuple[str, str]
         if found is not None:
             return found
     submodule = load_module(f"{module.name}.{name}") if module.is_package else None
-    return submodule and Definition(submodule, None)
+    return None if submodule is None else Definition(submodule, None)
 
 
 def _lookup_import(module_name: str, name: str, seen: frozenset[tuple[str, str]]) -> Definition | None:
     module = load_module(module_name)
-    return module and lookup(module, name, seen)
+    return None if module is None else lookup(module, name, seen)
 
 
 def lookup_expression(module: Module, expression: ast.expr) -> Definition | None:

@@ -61,8 +61,9 @@ def _set(cfg: DictConfig, argument: str) -> None:
     field = ALIASES.get(key, key)
     if not equals or key.startswith("-"):
         raise ConfigError(f"{argument!r} is not an argument. Write key=value; --help lists the keys.")
-    if field.partition(".")[0] not in cfg or key in ALIASES.values():
-        raise ConfigError(f"{key} is unknown.{did_you_mean(key, [_typed(str(known)) for known in cfg])}")
+    known = list(cfg.keys())  # `in cfg` is false for a missing value
+    if field.partition(".")[0] not in known or key in ALIASES.values():
+        raise ConfigError(f"{key} is unknown.{did_you_mean(key, [_typed(str(other)) for other in known])}")
     try:
         OmegaConf.update(cfg, field, OmegaConf.from_dotlist([f"value={value}"]).value)
     except (OmegaConfBaseException, yaml.YAMLError) as error:

@@ -1,0 +1,100 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from cascade_train.config.components import check_component, check_is_component, group_form, missing_message
+from cascade_train.errors import ConfigError
+from tests.unit.config.composing import composed
+
+HERE = "tests.unit.config.members"
+ALLOWED = ["tests"]
+
+
+def component(name: str, **arguments: Any) -> dict[str, Any]:
+    return {"_target_": f"{HERE}.{name}", **arguments}
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        component("Plain", size=3),
+        component("Plain", _partial_=True),
+        component("Plain", size=3, _convert_="all", _recursive_=False),
+        component("function", _args_=[3]),
+        component("Data", first=1, second=[2]),
+        component("Open", anything=component("Plain", size=3)),
+        component("Orphan", whatever=3),
+        {"list": [component("Empty")], "value": 3},
+    ],
+)
+def test_fitting_component_passes(node: Any):
+    check_component("task", node, ALLOWED)
+
+
+@pytest.mark.parametrize(
+    ("node", "message"),
+    [
+        (component("Plain", sise=3), r"task.sise is unknown: .*Plain has no such argument. Did you mean task.size\?"),
+        (component("Plain", sise=3, _partial_=True), "task.sise is unknown"),
+        (
+            component("Plain"),
+            r"task.size is not set, and .*Plain needs it: side in pixels.* Set it: \+task",
+        ),
+        (component("Plain", size="x"), "task.size=x is of type str, but int is wanted there"),
+        (component("Plain", size=None), "task.size=null is of type NoneType, but int is wanted there"),
+        (
+            component("annotated", _partial_=True, plain="p2"),
+            r"task.plain=p2 is not a component \(Plain is wanted",
+        ),
+        (
+            component("annotated", _partial_=True, plain=component("Empty")),
+            "task.plain is a .*Empty, but Plain",
+        ),
+        (component("Open", x=[component("Plain", sise=3)]), r"task.x\[0\].sise is unknown"),
+        ({"x": {"y": component("Plain", sise=3)}}, "task.x.y.sise is unknown"),
+        ({"_target_": "os.system"}, r"names the package 'os'.*Allow it: 'run.allowed_packages=\[tests,os\]'"),
+        ({"_target_": "tests"}, "must be the dotted path of a class"),
+        ({"_target_": 3}, "task._target_=3 must be the dotted path of a class"),
+        ({"_target_": "tests.nowhere.Thing"}, "task._target_='tests.nowhere.Thing' names nothing"),
+        (component("Plane"), r"has no 'Plane'. Did you mean .*members.Plain\?"),
+    ],
+)
+def test_component_that_does_not_fit_is_refused_by_key(node: Any, message: str):
+    with pytest.raises(ConfigError, match=message):
+        check_component("task", node, ALLOWED)
+
+
+def test_any_package_passes_where_it_is_allowed():
+    check_component("task", {"_target_": "textwrap.dedent", "text": "x"}, None)
+
+
+def test_text_in_place_of_a_root_component_names_the_groups_options():
+    with pytest.raises(ConfigError, match=r"model=c_tinny is not a component.*model=c_tiny \(options: .*c_tiny"):
+        check_is_component("model", "c_tinny")
+
+
+def test_nested_group_form_is_named_with_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for option in ("inpaint", "canny"):
+        (tmp_path / "filter").mkdir(exist_ok=True)
+        (tmp_path / "filter" / f"{option}.yaml").write_text("_target_: x.Y")
+    monkeypatch.setattr("cascade_train.config.groups.conf_dir", lambda: tmp_path)
+    expected = "Choose it by its group: filter@task.filter=inpaint (options: canny, inpaint)."
+    assert group_form("task.filter", "inpaint") == expected
+    assert "filter@task.filter=inpaint" in group_form("task.filter", "inpant")
+    assert missing_message("task.filter", {"task": {}}).startswith("task.filter is not chosen (???). Choose it")
+
+
+def test_nested_part_without_a_group_names_the_outer_group_and_the_class_key():
+    form = group_form("objective.loss_weight", "p2")
+    assert "objective=gdf" in form
+    assert "objective.loss_weight._target_=package.Class" in form
+
+
+def test_missing_value_is_explained_by_constructor_schema_or_rule():
+    cfg: Any = OmegaConf.to_container(composed("model=c_tiny", "task=lora", "optimizer=torch", "data=webdataset"))
+    assert "data.urls is not set (???): a local path" in missing_message("data.urls", cfg)
+    assert "tracker.project is not set (???): Project that" in missing_message("tracker.project", cfg)
+    assert "the dotted path of a class" in missing_message("optimizer.algorithm._target_", cfg)
+    assert missing_message("train.nothing", cfg) == "train.nothing is not set (???). Set it: train.nothing=<value>."

@@ -1,0 +1,75 @@
+"""Every file of `conf/`, and every pair of model and task, composes and passes preflight."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from cascade_train.config.groups import conf_dir, group_options, groups
+from cascade_train.config.preflight import preflight
+from cascade_train.config.signatures import class_constant
+from cascade_train.errors import ConfigError
+from tests.unit.config.composing import checked, composed
+
+CHOSEN = {"model": "c_tiny", "task": "finetune"}
+NEEDED = {
+    "data=webdataset": ["data.urls=[a.tar]"],
+    "tracker=wandb": ["tracker.project=p"],
+    "optimizer=torch": ["optimizer.algorithm._target_=torch.optim.SGD"],
+}
+"""Options that leave something to the user, and the least that they need."""
+
+RECIPES = ("experiment", "debug")
+OPTIONS = [(group, option) for group in groups() for option in group_options(group)]
+PAIRS = [(model, task) for model in group_options("model") for task in group_options("task")]
+FILES = sorted(path for path in conf_dir().rglob("*.yaml") if not path.name.startswith("_"))
+
+
+@pytest.fixture(autouse=True)
+def _every_extra_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    find_spec = importlib.util.find_spec
+    extras = {"wandb", "tensorboard", "xformers"}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True if name in extras else find_spec(name))
+
+
+def test_every_file_is_tried():
+    assert len(OPTIONS) == len(FILES) - 1
+    for group in groups():
+        assert group_options(group), group
+    assert len(PAIRS) >= 6
+    assert set(groups()) >= {"model", "task", "objective", "data", "optimizer", "lr_scheduler", "parallel", "tracker"}
+    assert set(groups()) >= set(RECIPES)
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS)
+def test_option_composes_and_passes_preflight(group: str, option: str):
+    chosen = {**CHOSEN, group: option} if group != "experiment" else {group: option}
+    choice = f"{group}={option}"
+    cfg = checked(*[f"{key}={value}" for key, value in chosen.items()], *NEEDED.get(choice, []))
+    assert cfg.run.dir == f"runs/{cfg.run.name}"
+
+
+@pytest.mark.parametrize(("model", "task"), PAIRS)
+def test_model_and_task_train_together_or_are_refused(model: str, task: str):
+    cfg = composed(f"model={model}", f"task={task}")
+    if class_constant(cfg.model._target_, "name") in class_constant(cfg.task._target_, "fits"):
+        assert preflight(cfg, ranks=1).run.name == f"{task}-{model}"
+    else:
+        with pytest.raises(ConfigError, match="Tasks that fit"):
+            preflight(cfg, ranks=1)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(conf_dir())))
+def test_file_says_what_it_is_and_the_command_that_runs_it(path: Path):
+    lines = [line for line in path.read_text().splitlines() if not line.startswith("# @package")]
+    assert lines[0].startswith("# ")
+    assert lines[1].startswith(("# python -m cascade_train", "# torchrun "))
+    if path.parent.name in RECIPES:
+        assert path.read_text().startswith("# @package _global_\n")
+
+
+def test_defaults_of_a_real_run():
+    cfg = checked("model=c_3b", "task=lora")
+    assert (cfg.train.precision, cfg.train.global_batch_size, cfg.train.max_steps) == ("bf16", 32, 10000)
+    assert (cfg.checkpoint.every_steps, cfg.checkpoint.keep_last, cfg.sample.every_steps) == (1000, 2, 1000)
+    assert (cfg.run.seed, cfg.run.resume, cfg.log.every_steps, cfg.ema.decay) == (0, "auto", 10, None)

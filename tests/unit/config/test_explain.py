@@ -1,0 +1,135 @@
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hydra.errors import InstantiationException
+
+from cascade_train.config.explain import exit_code, explain
+from cascade_train.config.groups import did_you_mean, group_options, groups, option_targets
+from cascade_train.errors import ConfigError
+
+Start = Callable[..., tuple[int, str]]
+TINY = ("model=c_tiny", "task=lora")
+
+REFUSED = {
+    "": r"^(model|task) is not chosen\. Choose one: (model=c_1b, model=c_3b, model=c_tiny|task=finetune, task=lora)",
+    "task=lora": r"^model is not chosen\. Choose one: .*model=c_tiny",
+    "model=c_tinny task=lora": r"^model=c_tinny is not an option of model\. Did you mean c_tiny\? Options: c_1b",
+    "model=c_tiny task=lora data=zzz": r"^data=zzz is not an option of data\. Options: shapes, webdataset\.$",
+    "model=c_tiny task=lora parallel=hsdp": r"parallel\. It is not offered yet\. Options: auto, ddp, fsdp, single\.$",
+    "model=c_tiny task=lora task=3": r"^A group is chosen by the name of an option",
+    "model=c_tiny task=lora modle=x": r"^modle is unknown\. Did you mean model\?$",
+    "model=c_tiny task=lora models@model=c_3b": r"^models is not a group .*Did you mean model\?$",
+    "model=c_tiny task=lora lr=1": r"^lr is unknown\. Did you mean optimizer\.lr\?$",
+    "model=c_tiny task=lora trian.max_steps=3": r"^trian\.max_steps is unknown\. Did you mean train\?$",
+    "model=c_tiny task=lora train.max_stepz=3": r"^train\.max_stepz is unknown\. Did you mean train\.max_steps\?$",
+    "model=c_tiny task=lora task.rnk=3": r"^task\.rnk is unknown\. Did you mean task\.rank\?$",
+    "model=c_tiny task=lora model.network.dropuot=3": r"^model\.network\.dropuot .*model\.network\.dropout\?$",
+    "model=c_tiny task=lora model.network.dropuot.x=3": r"^model\.network\.dropuot\.x .*model\.network\.dropout\?$",
+    "model=c_tiny task=lora +task.rnk=3": r"^task\.rnk is unknown: .*LoRA has no such argument\. .*task\.rank\?$",
+    "model=c_tiny task=lora +train.max_stepz=3": r"^train\.max_stepz is unknown\. Did you mean train\.max_steps\?$",
+    "model=c_tiny task=lora +foo=3": r"^foo is unknown\.",
+    "model=c_tiny task=lora train.precision=fp16": r"^train\.precision=fp16 is refused: .*overflow.*bf16, or fp32",
+    "model=c_tiny task=lora train.precision=int8": r"^train\.precision=int8 must be one of auto, bf16, fp32\.$",
+    "model=c_tiny task=lora compile=true": r"^compile=True must be one of off, regional\. YAML reads a bare off",
+    "model=c_tiny task=lora train.max_steps=x": r"^train\.max_steps=x has a wrong value: .*to Integer\.$",
+    "model=c_tiny task=lora train.max_steps=1.5": r"^train\.max_steps=1\.5 has a wrong value",
+    "model=c_tiny task=lora train.max_steps=null": r"^train\.max_steps=null has a wrong value",
+    "model=c_tiny task=lora train.max_steps=": r"^train\.max_steps has a wrong value",
+    "model=c_tiny task=lora train=fast": r"^train=fast ",
+    "model=c_tiny task=lora validate.urls=x.tar": r"^validate\.urls=x\.tar must be a list\. Write: 'validate.urls=\[x",
+    "model=c_tiny task=lora run.name=${foo}": r"^run\.name refers to a key that is not there: .*'foo' not found\.$",
+    "model=c_tiny task=lora task.rank=high": r"^task\.rank=high is of type str, but int is wanted there\.$",
+    "model=c_tiny task=lora objective.loss_weight=p2": r"^objective\.loss_weight=p2 is not a component .*objective=gdf",
+    "model=c_tiny task=lora optimizer.algorithm=adam": r"^optimizer\.algorithm=adam is not a component .*_target_",
+    "model=c_tiny task=lora optimizer.algorithm.eps=a": r"^optimizer\.algorithm\.eps=a is of type str, but float",
+    "model=c_tiny task=lora +optimizer.algorithm.x=1": r"^optimizer\.algorithm\.x is unknown: torch\.optim\.AdamW",
+    "model=c_tiny task=lora optimizer=torch": r"^optimizer\.algorithm\._target_ is not set .*torch\.optim\.SGD",
+    "model=c_tiny task=lora optimizer=torch optimizer.algorithm._target_=os.system": r"names the package 'os'",
+    "model=c_tiny task=lora optimizer=torch optimizer.algorithm._target_=torch.optim.SGDD": r"torch\.optim\.SGD\?$",
+    "model=c_tiny task=lora data=webdataset": r"^data\.urls is not set \(\?\?\?\): .* Set it: data\.urls=<value>\.$",
+    "model=c_tiny task=lora tracker=wandb": r"^tracker\.project is not set .*Project that the run belongs to",
+    "model=c_tiny task=lora ~task": r"^task is not chosen .* \(options: finetune, lora\)\.$",
+    "model=c_tiny task=lora train": r"^'train' is not an override\. Write key=value",
+    "model=c_tiny task=lora --foo": r"^unrecognized arguments: --foo\. Overrides are key=value, without dashes",
+    "model=c_tiny task=lora data.urls=[a-{0..5}.tar]": r"Write: 'data\.urls=\[\"a-\{0\.\.5\}\.tar\"\]'$",
+    "model=c_tiny task=lora sample.prompts=a,b": r"write: 'sample\.prompts=\[a,b\]'; as one text, write: '.*=\"a,b",
+    "model=c_tiny task=lora train.global_batch_size=9 train.micro_batch_size=2": r"sizes that fit: 1, 3, 9;",
+}
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_refused_command_line_is_answered_in_one_paragraph(start: Start, line: str, tmp_path: Path):
+    code, text = start(*line.split())
+    said = text.removeprefix("data.urls is given and no data= is chosen: data=webdataset.\n").rstrip("\n")
+    assert code == 2
+    assert re.search(REFUSED[line], said), said
+    assert "\n" not in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_prompts_with_blanks_may_hold_commas_when_quoted(start: Start):
+    assert start(*TINY, 'sample.prompts=["a red circle, large",b]') == (0, "")
+
+
+def test_broken_yaml_of_the_user_is_a_refusal(start: Start, tmp_path: Path):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "bad.yaml").write_text("# @package _global_\ntrain: [1\n")
+    code, text = start("--config-dir", str(tmp_path), *TINY, "experiment=bad")
+    assert code == 2
+    assert text.startswith("A configuration file is not valid YAML: while parsing a flow sequence")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("train:\n  max_stepz: 3\n", r"^.*train\.max_stepz is unknown\. Did you mean train\.max_steps\?"),
+        ("train:\n  max_steps: many\n", r"train\.max_steps has a wrong value: Value 'many'"),
+        ("compile: off\n", r"compile=False must be one of off, regional\. YAML reads a bare off"),
+        ("train:\n  precision: fp16\n", r"train\.precision=fp16 is refused"),
+        ("optimizer:\n  lrr: 3\n", r"optimizer\.lrr is unknown: .*Did you mean optimizer\.lr\?"),
+    ],
+)
+def test_wrong_experiment_is_refused_by_key(start: Start, tmp_path: Path, content: str, message: str):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "bad.yaml").write_text(f"# @package _global_\n{content}")
+    code, text = start("--config-dir", str(tmp_path), *TINY, "experiment=bad")
+    assert code == 2
+    assert re.search(message, text), text
+
+
+def test_value_error_of_a_component_is_explained_and_others_are_defects():
+    refused = InstantiationException("wrapped")
+    refused.__cause__ = ValueError("lr must be positive")
+    assert explain(refused) == "lr must be positive"
+    defect = InstantiationException("wrapped")
+    defect.__cause__ = TypeError("a defect")
+    assert explain(defect) is None
+    assert explain(KeyError("x")) is None
+
+
+def test_none_is_success():
+    assert exit_code(lambda: None) == 0
+
+
+def test_configuration_error_is_a_refusal(capsys: pytest.CaptureFixture[str]):
+    def refuse() -> None:
+        raise ConfigError("no.")
+
+    assert exit_code(refuse) == 2
+    assert capsys.readouterr().err == "no.\n"
+
+
+def test_nearest_name_or_all_names_are_told():
+    assert did_you_mean("max_stepz", ["max_steps", "lr"], "train.") == " Did you mean train.max_steps?"
+    assert did_you_mean("zzz", ["max_steps", "lr"]) == " Known here: max_steps, lr."
+    assert did_you_mean("zzz", []) == ""
+
+
+def test_groups_and_options_are_read_from_the_folder():
+    assert {"model", "task", "optimizer", "experiment"} <= set(groups())
+    assert group_options("optimizer") == ["adamw", "torch"]
+    assert "_base" not in group_options("data")
+    assert group_options("nothing") == []
+    assert option_targets("lr_scheduler")["cosine"].endswith("CosineSchedule")

@@ -1,0 +1,150 @@
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from omegaconf import DictConfig
+
+from cascade_train.config.groups import conf_dir
+from cascade_train.config.launch import LONGEST_NAME, folder_name, launch, with_implied_choices
+from cascade_train.errors import ConfigError, RunError
+
+Start = Callable[..., tuple[int, str]]
+TINY = ("model=c_tiny", "task=lora")
+
+
+def test_training_receives_the_checked_configuration(start: Start, trained: list[DictConfig], tmp_path: Path):
+    assert start(*TINY, "train.max_steps=7") == (0, "")
+    assert [cfg.train.max_steps for cfg in trained] == [7]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_exit_code_of_the_training_is_returned(
+    start: Start, trained: list[DictConfig], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sys.modules["cascade_train.build"], "train", lambda cfg: 1)
+    assert start(*TINY)[0] == 1
+
+
+def test_world_error_is_one_line_and_code_one(start: Start, monkeypatch: pytest.MonkeyPatch):
+    def fail(cfg: DictConfig) -> int:
+        raise RunError("the disk is full.")
+
+    monkeypatch.setattr(sys.modules["cascade_train.build"], "train", fail)
+    assert start(*TINY) == (1, "the disk is full.\n")
+
+
+def test_defect_keeps_its_traceback_and_names_the_rank(start: Start, monkeypatch: pytest.MonkeyPatch):
+    def fail(cfg: DictConfig) -> int:
+        raise IndexError("a defect")
+
+    monkeypatch.setattr(sys.modules["cascade_train.build"], "train", fail)
+    monkeypatch.setenv("RANK", "3")
+    code, text = start(*TINY)
+    assert code == 1
+    assert "Traceback" in text
+    assert "IndexError: a defect\non rank 3\n" in text
+
+
+def test_refusal_speaks_on_rank_zero_alone(start: Start, monkeypatch: pytest.MonkeyPatch):
+    assert start(*TINY, "train.max_steps=0") == (2, "train.max_steps=0 must be 1 or more.\n")
+    monkeypatch.setenv("RANK", "1")
+    assert start(*TINY, "train.max_steps=0") == (2, "")
+    assert start(*TINY, "--nonsense") == (2, "")
+
+
+def test_full_errors_are_raised_where_the_user_asks(start: Start, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    assert start(*TINY) == (0, "")
+    with pytest.raises(ConfigError, match="train.max_steps=0"):
+        launch([*TINY, "train.max_steps=0"])
+    assert os.environ["HYDRA_FULL_ERROR"] == "1"
+
+
+def test_environment_and_arguments_are_left_as_they_were(start: Start):
+    before = list(sys.argv)
+    start(*TINY)
+    assert "HYDRA_FULL_ERROR" not in os.environ
+    assert sys.argv == before
+
+
+def test_urls_alone_choose_webdataset_and_say_so(start: Start, trained: list[DictConfig]):
+    code, text = start(*TINY, "data.urls=[a.tar]")
+    assert (code, text) == (0, "data.urls is given and no data= is chosen: data=webdataset.\n")
+    assert trained[0].data._target_.endswith("WebDataset")
+    assert trained[0].data.urls == ["a.tar"]
+
+
+def test_urls_beside_a_choice_of_data_imply_nothing():
+    for chosen in ("data=shapes", "experiment=tiny_lora"):
+        assert with_implied_choices(["data.urls=[a]", chosen]) == ["data.urls=[a]", chosen]
+    assert with_implied_choices(["+data.urls=[a]"])[0] == "data=webdataset"
+
+
+def test_flags_may_stand_between_overrides(start: Start, capsys: pytest.CaptureFixture[str]):
+    assert launch(["model=c_tiny", "--cfg", "job", "task=lora"]) == 0
+    assert capsys.readouterr().out.startswith("model:\n  _target_: cascade_train.models.stage_c.StageC\n")
+
+
+def test_defaults_can_be_listed(start: Start, capsys: pytest.CaptureFixture[str]):
+    assert launch(["--info", "defaults", *TINY]) == 0
+    assert "| model/c_tiny" in capsys.readouterr().out
+
+
+def test_one_node_can_be_printed(start: Start, capsys: pytest.CaptureFixture[str]):
+    assert launch(["--cfg", "job", "--package", "lr_scheduler", *TINY]) == 0
+    assert "warmup_steps: 1" in capsys.readouterr().out
+
+
+def test_folder_of_the_user_adds_options(start: Start, trained: list[DictConfig], tmp_path: Path):
+    (tmp_path / "mine" / "experiment").mkdir(parents=True)
+    (tmp_path / "mine" / "experiment" / "quick.yaml").write_text("# @package _global_\ntrain:\n  max_steps: 2\n")
+    assert start("--config-dir", str(tmp_path / "mine"), *TINY, "experiment=quick") == (0, "")
+    assert trained[0].train.max_steps == 2
+
+
+def test_root_lies_where_the_installation_says():
+    assert conf_dir().is_absolute()
+    assert (conf_dir() / "config.yaml").is_file()
+
+
+def test_missing_configuration_files_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr("cascade_train.__file__", str(tmp_path / "a" / "b" / "cascade_train" / "__init__.py"))
+    with pytest.raises(FileNotFoundError, match="The configuration files are missing from the installation"):
+        conf_dir()
+
+
+SWEEPS = {
+    ("optimizer.lr=1e-4,1e-3",): ["runs/lora-c_tiny-optimizer.lr=0.0001", "runs/lora-c_tiny-optimizer.lr=0.001"],
+    ("task=lora,finetune",): ["runs/lora-c_tiny", "runs/finetune-c_tiny"],
+    ("run.name=a,b",): ["runs/a-model=c_tiny,task=lora", "runs/b-model=c_tiny,task=lora"],
+    ("run.dir=out", "run.seed=1,2"): ["out/lora-c_tiny-run.seed=1", "out/lora-c_tiny-run.seed=2"],
+    ("run.dir=out", "task=lora,finetune"): ["out/lora-c_tiny", "out/finetune-c_tiny"],
+    ("run.name=x", "task=lora,finetune"): ["runs/x-model=c_tiny,task=lora", "runs/x-model=c_tiny,task=finetune"],
+}
+
+
+@pytest.mark.parametrize("overrides", SWEEPS)
+def test_jobs_of_a_sweep_have_run_directories_of_their_own(
+    start: Start, trained: list[DictConfig], overrides: tuple[str, ...]
+):
+    chosen = TINY[:1] if any(o.startswith("task=") for o in overrides) else TINY
+    assert start("--multirun", *chosen, *overrides) == (0, "")
+    assert [cfg.run.dir for cfg in trained] == SWEEPS[overrides]
+
+
+def test_sweep_leaves_one_folder_and_stops_at_a_refusal(start: Start, trained: list[DictConfig], tmp_path: Path):
+    code, text = start("-m", *TINY, "train.max_steps=3,0,5")
+    assert (code, text) == (2, "train.max_steps=0 must be 1 or more.\n")
+    assert [cfg.train.max_steps for cfg in trained] == [3]
+    assert [path.name for path in tmp_path.iterdir()] == ["multirun"]
+
+
+def test_names_of_folders_are_safe_short_and_distinct():
+    assert folder_name("optimizer.lr=0.1,run.seed=2") == "optimizer.lr=0.1,run.seed=2"
+    strange = [folder_name(f"model.weights=/a{sign}b c") for sign in "/:"]
+    assert strange[0] != strange[1]
+    assert all("/" not in name and " " not in name for name in strange)
+    assert len(folder_name("x" * 500)) == LONGEST_NAME + 9
+    assert folder_name("x" * 500) != folder_name("x" * 501)

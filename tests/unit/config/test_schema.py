@@ -1,0 +1,100 @@
+import dataclasses
+from typing import get_type_hints
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from cascade_train.config.preflight import preflight
+from cascade_train.config.schema import Attention, Compile, ParallelMode, Precision, Root, TrackerName, above, at_least
+from cascade_train.config.signatures import attribute_docs
+from cascade_train.errors import ConfigError
+from tests.unit.config.composing import checked, composed
+
+RANGES = {
+    "run.name=a/b": r"run.name='a/b' must be one folder name",
+    "run.name=": r"run.name='' must be one folder name",
+    "run.dir=": r"run.dir='' must name a folder",
+    "run.seed=-1": r"run.seed=-1 must be 0 or more",
+    "train.max_steps=0": r"train.max_steps=0 must be 1 or more",
+    "train.max_epochs=0": r"train.max_epochs=0 must be 1 or more",
+    "train.global_batch_size=0": r"train.global_batch_size=0 must be 1 or more",
+    "train.micro_batch_size=0": r"train.micro_batch_size=0 must be 1 or more",
+    "train.max_grad_norm=0": r"train.max_grad_norm=0.0 must be greater than 0",
+    "ema.decay=1": r"ema.decay=1.0 must lie between 0 and 1",
+    "ema.every_steps=0": r"ema.every_steps=0 must be 1 or more",
+    "ema.start_step=-1": r"ema.start_step=-1 must be 0 or more",
+    "parallel.shard_size=0": r"parallel.shard_size=0 must be 1 or more",
+    "log.every_steps=0": r"log.every_steps=0 must be 1 or more",
+    "checkpoint.every_steps=0": r"checkpoint.every_steps=0 must be 1 or more",
+    "checkpoint.keep_last=0": r"checkpoint.keep_last=0 must be 1 or more",
+    "checkpoint.keep_every_steps=0": r"checkpoint.keep_every_steps=0 must be 1 or more",
+    "sample.every_steps=0": r"sample.every_steps=0 must be 1 or more",
+    "sample.count=0": r"sample.count=0 must be 1 or more",
+    "sample.steps=0": r"sample.steps=0 must be 1 or more",
+    "sample.seed=-1": r"sample.seed=-1 must be 0 or more",
+    "sample.guidance_scale=-1": r"sample.guidance_scale=-1.0 must be 0.0 or more",
+    "sample.shift=0": r"sample.shift=0.0 must be greater than 0",
+    "sample.prompts=[]": r"sample.prompts=\[\] names nothing",
+    "validate.share=1": r"validate.share=1.0 must lie between 0 and 1",
+    "validate.samples=0": r"validate.samples=0 must be 1 or more",
+    "validate.every_steps=5": r"validate.every_steps=5 needs held-out samples",
+    "profile.steps=0": r"profile.steps=0 must be 1 or more",
+    "profile.start_step=0": r"profile.start_step=0 must be 1 or more",
+}
+
+
+@pytest.fixture(scope="module")
+def whole() -> DictConfig:
+    return composed("model=c_tiny", "task=lora")
+
+
+@pytest.fixture
+def tiny(whole: DictConfig) -> DictConfig:
+    return whole.copy()
+
+
+@pytest.mark.parametrize("override", RANGES)
+def test_value_out_of_range_is_refused_by_name(override: str, tiny: DictConfig):
+    key, _, value = override.partition("=")
+    OmegaConf.update(tiny, key, [] if value == "[]" else value)
+    with pytest.raises(ConfigError, match=RANGES[override]):
+        preflight(tiny, ranks=1)
+
+
+def test_held_out_share_and_urls_exclude_each_other():
+    with pytest.raises(ConfigError, match="exclude each other"):
+        checked("model=c_tiny", "task=lora", "validate.share=0.1", "validate.urls=[a.tar]")
+
+
+def test_validation_without_noise_levels_is_refused():
+    with pytest.raises(ConfigError, match=r"validate.logsnr=\[\] names no noise level"):
+        checked("model=c_tiny", "task=lora", "validate.share=0.1", "validate.every_steps=5", "validate.logsnr=[]")
+
+
+def test_wandb_without_project_is_refused():
+    with pytest.raises(ConfigError, match="tracker=wandb needs tracker.project"):
+        checked("model=c_tiny", "task=lora", "tracker=wandb", "tracker.project=null")
+
+
+def test_limits_let_null_and_the_limit_itself_pass():
+    at_least("key", None, 1)
+    at_least("key", 1, 1)
+    above("key", None, 0.0)
+    with pytest.raises(ConfigError, match="key=0 must be greater than 0"):
+        above("key", 0, 0.0)
+
+
+def test_choices_compare_equal_to_their_names():
+    cfg = checked("model=c_tiny", "task=lora", "train.precision=bf16", "compile=regional", "attention=math")
+    assert (cfg.train.precision, cfg.compile, cfg.attention) == (Precision.bf16, Compile.regional, Attention.math)
+    assert (cfg.train.precision, cfg.compile, cfg.attention) == ("bf16", "regional", "math")
+    assert cfg.parallel.mode is ParallelMode.auto
+    assert cfg.tracker.name is TrackerName.none
+
+
+def test_every_typed_key_says_what_it_is():
+    nodes = [node for node in get_type_hints(Root).values() if dataclasses.is_dataclass(node)]
+    assert len(nodes) == 10
+    for node in nodes:
+        fields = {field.name for field in dataclasses.fields(node)}
+        assert fields == attribute_docs(node).keys()

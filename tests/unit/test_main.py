@@ -1,0 +1,78 @@
+"""The three ways in, as processes: what they answer without torch, how fast, and on which rank."""
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TINY = ("model=c_tiny", "task=lora")
+SECONDS = 1.5
+"""Of one core, so that a busy machine does not fail the test."""
+
+
+def start(cwd: Path, *argv: str, flags: tuple[str, ...] = (), **environment: str) -> subprocess.CompletedProcess[str]:
+    env = {key: value for key, value in os.environ.items() if key not in {"RANK", "WORLD_SIZE", "HYDRA_FULL_ERROR"}}
+    command = [sys.executable, *flags, "-m", "cascade_train", *argv]
+    return subprocess.run(command, cwd=cwd, env={**env, **environment}, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    ("argv", "code"),
+    [
+        (("--help",), 0),
+        (("--cfg", "job", *TINY), 0),
+        (("--cfg", "job", "--resolve", *TINY), 0),
+        (("--info", "defaults", *TINY), 0),
+        ((*TINY, "train.max_stepz=3"), 2),
+        ((*TINY, "train.precision=fp16"), 2),
+        ((*TINY, "task.rank=high"), 2),
+        ((*TINY, "+optimizer.algorithm.typo=1"), 2),
+        ((*TINY, "data.urls=[a-{0..5}.tar]"), 2),
+        ((), 2),
+    ],
+)
+def test_answers_without_importing_torch(tmp_path: Path, argv: tuple[str, ...], code: int):
+    result = start(tmp_path, *argv, flags=("-X", "importtime"))
+    imported = {
+        line.rpartition("|")[2].strip() for line in result.stderr.splitlines() if line.startswith("import time:")
+    }
+    assert result.returncode == code
+    assert "hydra" in imported
+    heavy = {"torch", "diffusers", "transformers", "peft", "numpy", "PIL", "webdataset", "accelerate"}
+    assert not imported & heavy
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("argv", [("--help",), ("--cfg", "job", *TINY), (*TINY, "train.max_stepz=3")])
+def test_answers_within_a_second_and_a_half_of_work(tmp_path: Path, argv: tuple[str, ...]):
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    start(tmp_path, *argv)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert 0.05 < after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime < SECONDS
+
+
+def test_help_shows_groups_and_keys_and_the_quoted_form(tmp_path: Path):
+    text = start(tmp_path, "--help").stdout
+    assert "model: c_1b, c_3b, c_tiny" in text
+    assert "max_steps: 10000" in text
+    assert """'data.urls=["a-{000..005}.tar"]'""" in text
+
+
+def test_refusal_is_one_paragraph_on_rank_zero_and_silence_elsewhere(tmp_path: Path):
+    first = start(tmp_path, *TINY, "train.global_batch_size=8", RANK="0", WORLD_SIZE="3")
+    second = start(tmp_path, *TINY, "train.global_batch_size=8", RANK="1", WORLD_SIZE="3")
+    assert first.returncode == second.returncode == 2
+    assert first.stderr.startswith("train.global_batch_size=8 cannot be split equally over 3 ranks")
+    assert first.stderr.count("\n") == 1
+    assert "6 or 9" in first.stderr
+    assert (second.stdout, second.stderr) == ("", "")
+
+
+def test_console_script_is_the_same_way_in(tmp_path: Path):
+    script = Path(sys.executable).with_name("cascade-train")
+    command = [script, "--cfg", "job", "--package", "run", "--resolve", *TINY]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "name: lora-c_tiny" in result.stdout
