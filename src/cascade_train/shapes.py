@@ -14,33 +14,27 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
+from cascade_train.config.explain import exit_code
+from cascade_train.config.verb import parse_verb
 from cascade_train.data.shapes import Shapes
 from cascade_train.data.tar_writer import write_tar
-from cascade_train.errors import ConfigError
-
-USAGE = "python -m cascade_train.shapes out=DIR samples=2000 samples_per_shard=500 image_size=96 seed=0"
+from cascade_train.errors import ConfigError, RunError
 
 
 @dataclass(kw_only=True)
 class Arguments:
-    """The verb's keys and their defaults.
-
-    Attributes:
-        out: folder to write into; made if missing, must hold no shards yet.
-        samples: how many pictures.
-        samples_per_shard: pictures in one tar.
-        image_size: side of a picture in pixels.
-        seed: which pictures.
-    """
+    """Write procedural captioned pictures as webdataset tars."""
 
     out: str
+    """Folder to write into; made if missing, must hold no shards yet."""
     samples: int = 2000
+    """How many pictures."""
     samples_per_shard: int = 500
+    """Pictures in one tar."""
     image_size: int = 96
+    """Side of a picture in pixels."""
     seed: int = 0
+    """Which pictures; another seed draws others."""
 
 
 def write_shapes(arguments: Arguments) -> list[Path]:
@@ -85,28 +79,22 @@ def encoded(shapes: Shapes, row: int) -> dict[str, Any]:
     return {"__key__": f"{row:07d}", "png": file.getvalue(), "txt": caption, "json": asdict(scene)}
 
 
-def parse(words: list[str]) -> Arguments:
-    """Turn `key=value` words into arguments.
+def run(arguments: Arguments) -> None:
+    """Write the tars and say where they lie.
 
     Raises:
-        ConfigError: a key is unknown, `out` is missing, or a value has the wrong type.
+        RunError: the folder cannot be written.
     """
     try:
-        given = OmegaConf.merge(OmegaConf.structured(Arguments), OmegaConf.from_dotlist(words))
-        return Arguments(**OmegaConf.to_container(given, throw_on_missing=True))
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{str(error).splitlines()[0]}. Usage: {USAGE}") from error
+        paths = write_shapes(arguments)
+    except OSError as error:
+        raise RunError(f"out={arguments.out} cannot be written: {error}") from error
+    print(f"{len(paths)} tars lie in {arguments.out}: {paths[0].name} to {paths[-1].name}")
 
 
-def main(words: list[str] | None = None) -> int:
-    """Run the verb and return the exit code."""
-    try:
-        paths = write_shapes(parse(sys.argv[1:] if words is None else words))
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
-    print(f"wrote {len(paths)} tars to {paths[0].parent}: {paths[0].name} ... {paths[-1].name}")
-    return 0
+def main(argv: list[str] | None = None) -> int:
+    """Parse the arguments, write, and return the exit code: 0 done, 1 stopped by the world, 2 refused."""
+    return exit_code(lambda: run(parse_verb(Arguments, sys.argv[1:] if argv is None else argv)))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cascade_train.shapes import main, parse
+from cascade_train.shapes import main
 from tests.unit.data import tars
 from tests.unit.data.dataset_contract import loading
 from tests.unit.data.test_shapes import shapes
@@ -58,9 +58,9 @@ def test_nothing_is_overwritten(folder: Path, capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "Missing mandatory value: out"),
-        (["out=x", "sample=3"], "Key 'sample' not in 'Arguments'"),
-        (["out=x", "samples=many"], "could not be converted to Integer"),
+        ([], "out is not set: Folder to write into"),
+        (["out=x", "sample=3"], "sample is unknown"),
+        (["out=x", "samples=many"], "'samples=many' cannot be read"),
         (["out=x", "samples=0"], "samples=0 must be at least 1"),
         (["out=x", "samples_per_shard=0"], "samples_per_shard=0 must be at least 1"),
         (["out=x", "image_size=4"], "image_size=4 must be at least 16 px"),
@@ -75,5 +75,16 @@ def test_wrong_arguments_are_explained(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_defaults_are_those_of_the_usage() -> None:
-    assert parse(["out=here"]).samples_per_shard == 500
+def test_a_folder_that_cannot_be_made_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert main([f"out={tmp_path / 'file' / 'folder'}", "samples=1"]) == 1
+    assert "folder cannot be written: [Errno 20]" in capsys.readouterr().err
+
+
+def test_help_names_every_argument(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["--help"])
+    assert left.value.code == 0
+    shown = capsys.readouterr().out
+    for argument in ("out=???", "samples=2000", "samples_per_shard=500", "image_size=96", "seed=0"):
+        assert argument in shown
