@@ -6,13 +6,28 @@ Only the way in; composing lives in config/launch.py, training behind build.py.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
-from cascade_train.config.launch import launch
+from omegaconf import DictConfig
+
+from cascade_train.config.launch import compose_and_run
 
 
 def main() -> None:
     """Train what the command line describes and exit: 0 done, 1 stopped by the world, 2 refused."""
     sys.exit(launch(sys.argv[1:]))
+
+
+def launch(argv: Sequence[str]) -> int:
+    """Train what `argv` describes and return the exit code."""
+    return compose_and_run(argv, train)
+
+
+def train(cfg: DictConfig) -> int:
+    """Train one checked configuration. Torch and everything above it are imported here, after every refusal."""
+    from cascade_train import build
+
+    return build.train(cfg)
 
 
 if __name__ == "__main__":

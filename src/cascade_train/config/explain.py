@@ -43,7 +43,7 @@ def exit_code(action: Callable[[], Any]) -> int:
         return int(action() or 0)
     except Exception as error:
         paragraph = explain(error)
-        code = 1 if isinstance(error, RunError) else 2
+        code = 1 if isinstance(error, RunError | BrokenPipeError) else 2
         if paragraph is None:
             error.add_note(f"on rank {rank}")
             sys.stderr.write("".join(traceback.format_exception(error)))
@@ -70,8 +70,12 @@ def explain(error: Exception) -> str | None:
             return _value(error, None)
         case HydraException():
             return _ambiguous(str(error))
-        case ValueError() if "Config group override must be" in str(error):
+        case ValueError() if str(error).startswith("Config group override must be"):
             return f"A group is chosen by the name of an option: {_one_line(error)}."
+        case ValueError() if str(error).startswith(("Only one of --run", "The --resolve flag")):
+            return f"{_one_line(error)}."
+        case BrokenPipeError():
+            return "Whoever read the output has closed it."
         case yaml.YAMLError():
             return f"A configuration file is not valid YAML: {_one_line(error)}"
     return None

@@ -1,4 +1,4 @@
-"""From the command line to a checked configuration: finds `conf/`, runs Hydra, and hands the result to build.
+"""From the command line to a checked configuration: finds `conf/`, runs Hydra, and hands the result on.
 
 No rule about values lives here (schema.py, preflight.py), and nothing is built here.
 """
@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import hydra
 from hydra._internal.utils import get_args_parser
@@ -36,48 +36,44 @@ LONGEST_NAME = 120
 """Characters of a sweep job's name before it is cut and hashed; folder names end at 255 bytes."""
 
 
-def launch(argv: Sequence[str]) -> int:
+def compose_and_run(argv: Sequence[str], train: Callable[[DictConfig], int]) -> int:
     """Run one command line and return the exit code.
 
     Args:
         argv: overrides and Hydra's flags, without the program's name.
+        train: what to do with each composed and checked configuration; returns an exit code.
 
     Returns:
         0 done, 1 stopped by the world, 2 refused.
     """
     register_schema()
     raw = "HYDRA_FULL_ERROR" in os.environ
-    start = functools.partial(_compose, argv, _train if raw else run_job)
+
+    def checked(cfg: DictConfig) -> int:
+        separate_sweep_job(cfg, HydraConfig.get())
+        ready = preflight(cfg)
+        _configure_logging()
+        return train(ready)
+
+    def job(cfg: DictConfig) -> None:
+        code = checked(cfg) if raw else exit_code(functools.partial(checked, cfg))
+        if code:
+            raise SystemExit(code)
+
     try:
         if raw:
-            start()
+            _compose(argv, job)
             return 0
         with _own_error_handling():
-            return exit_code(start)
+            return exit_code(functools.partial(_compose, argv, job))
     except SystemExit as stop:
         return int(stop.code or 0)
 
 
-def _compose(argv: Sequence[str], job: Callable[[DictConfig], Any]) -> None:
+def _compose(argv: Sequence[str], job: Callable[[DictConfig], None]) -> None:
     """Let Hydra compose, print, or run `job` once or per element of a sweep."""
     with _arguments(with_implied_choices(argv)):
         hydra.main(config_path=str(conf_dir()), config_name="config", version_base="1.3")(job)()
-
-
-def run_job(cfg: DictConfig) -> None:
-    """Check and train one composed configuration; a failure leaves by SystemExit with its code."""
-    code = exit_code(lambda: _train(cfg))
-    if code:
-        raise SystemExit(code)
-
-
-def _train(cfg: DictConfig) -> int:
-    separate_sweep_job(cfg, HydraConfig.get())
-    checked = preflight(cfg)
-    _configure_logging()
-    from cascade_train.build import train  # heavy: torch and everything above it
-
-    return train(checked)
 
 
 def register_schema() -> None:

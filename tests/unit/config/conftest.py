@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 from omegaconf import DictConfig
 
-from cascade_train.config.launch import launch
-
-TINY = ("model=c_tiny", "task=lora")
+from cascade_train.config.launch import compose_and_run
 
 
 @pytest.fixture
-def trained(monkeypatch: pytest.MonkeyPatch) -> list[DictConfig]:
-    """Return the configurations that reached `build.train`, which here does nothing."""
-    reached: list[DictConfig] = []
-    build: Any = ModuleType("cascade_train.build")
-    build.train = lambda cfg: reached.append(cfg) or 0
-    monkeypatch.setitem(sys.modules, "cascade_train.build", build)
-    return reached
+def trained() -> list[DictConfig]:
+    """Return the configurations that reached the training, which here does nothing."""
+    return []
 
 
 @pytest.fixture
@@ -50,8 +41,8 @@ def start(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
 
-    def run(*argv: str) -> tuple[int, str]:
-        code = launch(argv)
+    def run(*argv: str, train: Callable[[DictConfig], int] = lambda cfg: trained.append(cfg) or 0) -> tuple[int, str]:
+        code = compose_and_run(argv, train)
         return code, capsys.readouterr().err
 
     return run

@@ -53,6 +53,8 @@ REFUSED = {
     "model=c_tiny task=lora ~task": r"^task is not chosen .* \(options: finetune, lora\)\.$",
     "model=c_tiny task=lora train": r"^'train' is not an override\. Write key=value",
     "model=c_tiny task=lora --foo": r"^unrecognized arguments: --foo\. Overrides are key=value, without dashes",
+    "model=c_tiny task=lora --cfg job --multirun": r"^Only one of --run, --multirun, --cfg",
+    "model=c_tiny task=lora --resolve": r"^The --resolve flag can only be used",
     "model=c_tiny task=lora data.urls=[a-{0..5}.tar]": r"Write: 'data\.urls=\[\"a-\{0\.\.5\}\.tar\"\]'$",
     "model=c_tiny task=lora sample.prompts=a,b": r"write: 'sample\.prompts=\[a,b\]'; as one text, write: '.*=\"a,b",
     "model=c_tiny task=lora train.global_batch_size=9 train.micro_batch_size=2": r"sizes that fit: 1, 3, 9;",
@@ -107,6 +109,14 @@ def test_value_error_of_a_component_is_explained_and_others_are_defects():
     defect.__cause__ = TypeError("a defect")
     assert explain(defect) is None
     assert explain(KeyError("x")) is None
+
+
+def test_closed_output_is_no_defect(capsys: pytest.CaptureFixture[str]):
+    def write() -> None:
+        raise BrokenPipeError
+
+    assert exit_code(write) == 1
+    assert capsys.readouterr().err == "Whoever read the output has closed it.\n"
 
 
 def test_none_is_success():

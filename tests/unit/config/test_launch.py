@@ -7,7 +7,7 @@ import pytest
 from omegaconf import DictConfig
 
 from cascade_train.config.groups import conf_dir
-from cascade_train.config.launch import LONGEST_NAME, folder_name, launch, with_implied_choices
+from cascade_train.config.launch import LONGEST_NAME, compose_and_run, folder_name, with_implied_choices
 from cascade_train.errors import ConfigError, RunError
 
 Start = Callable[..., tuple[int, str]]
@@ -20,28 +20,23 @@ def test_training_receives_the_checked_configuration(start: Start, trained: list
     assert list(tmp_path.iterdir()) == []
 
 
-def test_exit_code_of_the_training_is_returned(
-    start: Start, trained: list[DictConfig], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(sys.modules["cascade_train.build"], "train", lambda cfg: 1)
-    assert start(*TINY)[0] == 1
+def test_exit_code_of_the_training_is_returned(start: Start):
+    assert start(*TINY, train=lambda cfg: 1) == (1, "")
 
 
-def test_world_error_is_one_line_and_code_one(start: Start, monkeypatch: pytest.MonkeyPatch):
+def test_world_error_is_one_line_and_code_one(start: Start):
     def fail(cfg: DictConfig) -> int:
         raise RunError("the disk is full.")
 
-    monkeypatch.setattr(sys.modules["cascade_train.build"], "train", fail)
-    assert start(*TINY) == (1, "the disk is full.\n")
+    assert start(*TINY, train=fail) == (1, "the disk is full.\n")
 
 
 def test_defect_keeps_its_traceback_and_names_the_rank(start: Start, monkeypatch: pytest.MonkeyPatch):
     def fail(cfg: DictConfig) -> int:
         raise IndexError("a defect")
 
-    monkeypatch.setattr(sys.modules["cascade_train.build"], "train", fail)
     monkeypatch.setenv("RANK", "3")
-    code, text = start(*TINY)
+    code, text = start(*TINY, train=fail)
     assert code == 1
     assert "Traceback" in text
     assert "IndexError: a defect\non rank 3\n" in text
@@ -58,7 +53,7 @@ def test_full_errors_are_raised_where_the_user_asks(start: Start, monkeypatch: p
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     assert start(*TINY) == (0, "")
     with pytest.raises(ConfigError, match="train.max_steps=0"):
-        launch([*TINY, "train.max_steps=0"])
+        compose_and_run([*TINY, "train.max_steps=0"], lambda cfg: 0)
     assert os.environ["HYDRA_FULL_ERROR"] == "1"
 
 
@@ -83,17 +78,17 @@ def test_urls_beside_a_choice_of_data_imply_nothing():
 
 
 def test_flags_may_stand_between_overrides(start: Start, capsys: pytest.CaptureFixture[str]):
-    assert launch(["model=c_tiny", "--cfg", "job", "task=lora"]) == 0
+    assert compose_and_run(["model=c_tiny", "--cfg", "job", "task=lora"], lambda cfg: 1) == 0
     assert capsys.readouterr().out.startswith("model:\n  _target_: cascade_train.models.stage_c.StageC\n")
 
 
 def test_defaults_can_be_listed(start: Start, capsys: pytest.CaptureFixture[str]):
-    assert launch(["--info", "defaults", *TINY]) == 0
+    assert compose_and_run(["--info", "defaults", *TINY], lambda cfg: 1) == 0
     assert "| model/c_tiny" in capsys.readouterr().out
 
 
 def test_one_node_can_be_printed(start: Start, capsys: pytest.CaptureFixture[str]):
-    assert launch(["--cfg", "job", "--package", "lr_scheduler", *TINY]) == 0
+    assert compose_and_run(["--cfg", "job", "--package", "lr_scheduler", *TINY], lambda cfg: 1) == 0
     assert "warmup_steps: 1" in capsys.readouterr().out
 
 
