@@ -44,7 +44,9 @@ def write_shapes(arguments: Arguments) -> list[Path]:
         ConfigError: the folder holds shards already, or a number is out of range.
     """
     if arguments.samples_per_shard < 1:
-        raise ConfigError(f"samples_per_shard={arguments.samples_per_shard} must be at least 1")
+        raise ConfigError(
+            f"samples_per_shard={arguments.samples_per_shard} must be at least 1: a tar holds that many pictures"
+        )
     try:
         shapes = Shapes(
             image_size=arguments.image_size,

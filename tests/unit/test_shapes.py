@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from cascade_train.shapes import main
+from cascade_train.errors import ConfigError
+from cascade_train.shapes import Arguments, main, write_shapes
 from tests.unit.data import tars
 from tests.unit.data.dataset_contract import loading
 from tests.unit.data.test_shapes import shapes
@@ -62,7 +63,6 @@ def test_nothing_is_overwritten(folder: Path, capsys: pytest.CaptureFixture[str]
         (["out=x", "sample=3"], "sample is unknown"),
         (["out=x", "samples=many"], "'samples=many' cannot be read"),
         (["out=x", "samples=0"], "samples=0 must be at least 1"),
-        (["out=x", "samples_per_shard=0"], "samples_per_shard=0 must be at least 1"),
         (["out=x", "image_size=4"], "image_size=4 must be at least 16 px"),
     ],
 )
@@ -72,6 +72,12 @@ def test_wrong_arguments_are_explained(
     monkeypatch.chdir(tmp_path)
     assert main(words) == 2
     assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_empty_tar_is_never_written(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="samples_per_shard=0 must be at least 1: a tar holds that many pictures"):
+        write_shapes(Arguments(out=str(tmp_path), samples_per_shard=0))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -85,7 +85,7 @@ class Shapes(Source):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.samples < 1:
-            raise ValueError(f"data.samples={self.samples} must be at least 1")
+            raise ValueError(f"data.samples={self.samples} must be at least 1: it counts the pictures")
         if self.image_size < 16:
             raise ValueError(f"data.image_size={self.image_size} must be at least 16 px for shapes")
 

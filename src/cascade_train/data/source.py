@@ -37,7 +37,7 @@ class Source(abc.ABC):
 
     def __post_init__(self) -> None:
         if self.image_size < 1:
-            raise ValueError(f"data.image_size={self.image_size} must be at least 1 px")
+            raise ValueError(f"data.image_size={self.image_size} must be at least 1 px: it is the side of a picture")
         if self.crop not in ("center", "random"):
             raise ValueError(f"data.crop={self.crop} is unknown: choose center or random")
         if self.shuffle_window_shards < 1:

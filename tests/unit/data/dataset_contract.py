@@ -221,12 +221,3 @@ class DatasetContract:
             pytest.raises(ConfigError, match="set data.shuffle_window_shards back"),
         ):
             loader.load_state_dict(state)
-
-    def test_another_global_batch_size_is_refused(self, folder: Path) -> None:
-        with loading(self.make_source(folder)) as loader:
-            state = loader.state_dict()
-        with (
-            loading(self.make_source(folder), global_batch_size=16) as loader,
-            pytest.raises(ConfigError, match="counts global batches of 8 samples, but train.global_batch_size=16"),
-        ):
-            loader.load_state_dict(state)

@@ -212,18 +212,34 @@ def test_steps_per_epoch_covers_every_sample() -> None:
 @pytest.mark.parametrize(
     ("sizes", "fits"),
     [
-        ({"ranks": 3}, "is not a multiple of 3 ranks x train.micro_batch_size=2: 6 or 12 would fit"),
-        ({"ranks": 8}, "is not a multiple of 8 ranks x train.micro_batch_size=2: 16 would fit"),
+        (
+            {"ranks": 3},
+            "train.global_batch_size=8 is not a multiple of 3 ranks x train.micro_batch_size=2: 6 or 12 would fit",
+        ),
+        (
+            {"ranks": 8},
+            "train.global_batch_size=8 is not a multiple of 8 ranks x train.micro_batch_size=2: 16 would fit",
+        ),
     ],
 )
 def test_sizes_that_do_not_divide_are_refused(sizes: dict[str, int], fits: str) -> None:
-    with pytest.raises(ConfigError, match=f"train.global_batch_size=8 {fits}"), loading(shapes(), **sizes):
+    with pytest.raises(ConfigError, match=fits), loading(shapes(), **sizes):
         pass
 
 
 def test_no_samples_are_refused() -> None:
     with pytest.raises(ConfigError, match="no sample is left to read"), loading(shapes(), rows=np.array([], dtype=int)):
         pass
+
+
+def test_another_global_batch_size_is_refused() -> None:
+    with loading(shapes()) as loader:
+        state = loader.state_dict()
+    with (
+        loading(shapes(), global_batch_size=16) as loader,
+        pytest.raises(ConfigError, match="counts global batches of 8 samples, but train.global_batch_size=16"),
+    ):
+        loader.load_state_dict(state)
 
 
 def test_a_state_of_another_order_version_is_refused() -> None:

@@ -105,9 +105,9 @@ def test_drawing_takes_milliseconds() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"samples": 0}, "data.samples=0 must be at least 1"),
+        ({"samples": 0}, "data.samples=0 must be at least 1: it counts the pictures"),
         ({"image_size": 8}, "data.image_size=8 must be at least 16 px for shapes"),
-        ({"image_size": 0}, "data.image_size=0 must be at least 1 px"),
+        ({"image_size": 0}, "data.image_size=0 must be at least 1 px: it is the side of a picture"),
         ({"crop": "left"}, "data.crop=left is unknown"),
         ({"shuffle_window_shards": 0}, "data.shuffle_window_shards=0 must be at least 1"),
         ({"num_workers": -1}, "data.num_workers=-1 must be at least 0"),
