@@ -75,16 +75,25 @@ def test_stage_b_under_the_originals_names_loads(tmp_path: Path) -> None:
     assert_same(load(tmp_path / "b.safetensors", **SMALL_B), network.state_dict())
 
 
-def test_loading_casts_and_keeps_no_hold_on_the_file(network: CascadeUNet, tmp_path: Path) -> None:
+def test_loading_casts_and_keeps_frozen_what_is_frozen(network: CascadeUNet, tmp_path: Path) -> None:
     save_file(network.state_dict(), tmp_path / "c.safetensors")
     fresh = empty_network().requires_grad_(requires_grad=False)
     load_network(fresh, str(tmp_path / "c.safetensors"), dtype=torch.bfloat16, device=CPU)
-    (tmp_path / "c.safetensors").write_bytes(bytes((tmp_path / "c.safetensors").stat().st_size))
     weight = fresh.clip_txt_mapper.weight
     assert weight.dtype == torch.bfloat16
     assert isinstance(weight, nn.Parameter)
     assert not weight.requires_grad
     assert torch.equal(weight, network.clip_txt_mapper.weight.bfloat16())
+
+
+@pytest.mark.parametrize("name", ["c.safetensors", "c.pt"])
+def test_loaded_weights_do_not_hang_on_the_file(network: CascadeUNet, tmp_path: Path, name: str) -> None:
+    file = tmp_path / name
+    save_file(network.state_dict(), file) if name == "c.safetensors" else torch.save(network.state_dict(), file)
+    loaded = load(file)
+    with file.open("r+b") as opened:
+        opened.write(bytes(file.stat().st_size))
+    assert_same(loaded, network.state_dict())
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,10 @@ class TestFinetune(TaskContract):
 
 
 def test_every_weight_of_the_network_trains_in_train_mode() -> None:
-    task = attached(component("task", "finetune"), "c_tiny")
+    stage, task = build_stage("c_tiny"), component("task", "finetune")
     assert isinstance(task, Finetune)
+    stage.network.eval().requires_grad_(requires_grad=False)
+    task.attach(stage, component("objective", "gdf"), torch.device("cpu"))
     assert all(parameter.requires_grad for parameter in task.stage.network.parameters())
     assert all(module.training for module in task.stage.network.modules())
     assert not any(m.training for frozen in task.stage.frozen_modules().values() for m in frozen.modules())

@@ -91,6 +91,14 @@ def test_without_kept_images_none_are_encoded(
     assert asked[0][1] is None
 
 
+def test_a_predictor_gives_the_captions_prediction_first(task: Any) -> None:
+    noised, ratio = torch.randn(1, 16, 3, 3), torch.tensor([0.5])
+    found = task.predictor(["a blue square"], None)(noised, ratio)
+    for caption, pred in zip(("a blue square", ""), found, strict=True):
+        cond = task.stage.conditions(task.stage.tokenize([caption]))
+        torch.testing.assert_close(pred, task.stage.predict(noised, ratio, cond), rtol=1e-4, atol=1e-5)
+
+
 def test_the_report_holds_what_the_objective_learns_from(task: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     output = task.loss(task.prepare_batch(make_batch(0, 1)))
     seen: list[torch.Tensor] = []
