@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -31,6 +32,9 @@ FP16 = (
     "Use train.precision=bf16, or fp32 for tiny models."
 )
 
+SECONDS_FOR_RANK_ZERO = 10.0
+"""torchrun ends all ranks with the first that exits; the silent ones wait until rank 0 has spoken."""
+
 
 def exit_code(action: Callable[[], Any]) -> int:
     """Run `action` and return its exit code, None being 0.
@@ -50,6 +54,8 @@ def exit_code(action: Callable[[], Any]) -> int:
             return 1
     if rank == "0":
         sys.stderr.write(f"{paragraph}\n")
+    elif "TORCHELASTIC_RUN_ID" in os.environ:
+        time.sleep(SECONDS_FOR_RANK_ZERO)
     return code
 
 
@@ -58,27 +64,38 @@ def explain(error: Exception) -> str | None:
     match error:
         case ConfigError() | RunError():
             return str(error)
+        case InstantiationException():
+            return str(error.__cause__) if isinstance(error.__cause__, ValueError) else None
+        case HydraException():
+            return _composing(error)
+        case OmegaConfBaseException():
+            return _value(error, None)
+        case yaml.YAMLError():
+            return f"A configuration file is not valid YAML: {_one_line(error)}"
+        case BrokenPipeError():
+            return "Whoever read the output has closed it."
+        case ValueError():
+            return _flags(error)
+    return None
+
+
+def _composing(error: HydraException) -> str:
+    match error:
         case OverrideParseException():
             return refusal(error.override)
         case MissingConfigException():
             return _missing_option(error)
         case ConfigCompositionException():
             return _composition(error)
-        case InstantiationException():
-            return str(error.__cause__) if isinstance(error.__cause__, ValueError) else None
-        case OmegaConfBaseException():
-            return _value(error, None)
-        case HydraException():
-            return _ambiguous(str(error))
-        case ValueError() if str(error).startswith("Config group override must be"):
-            return f"A group is chosen by the name of an option: {_one_line(error)}."
-        case ValueError() if str(error).startswith(("Only one of --run", "The --resolve flag")):
-            return f"{_one_line(error)}."
-        case BrokenPipeError():
-            return "Whoever read the output has closed it."
-        case yaml.YAMLError():
-            return f"A configuration file is not valid YAML: {_one_line(error)}"
-    return None
+    return _ambiguous(str(error))
+
+
+def _flags(error: ValueError) -> str | None:
+    """Return a paragraph on what Hydra says by plain errors; None for a defect."""
+    text = _one_line(error).rstrip(".")
+    if text.startswith("Config group override must be"):
+        return f"A group is chosen by the name of an option: {text}."
+    return f"{text}." if text.startswith(("Only one of --run", "The --resolve flag")) else None
 
 
 def _missing_option(error: MissingConfigException) -> str:

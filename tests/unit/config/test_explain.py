@@ -131,6 +131,19 @@ def test_configuration_error_is_a_refusal(capsys: pytest.CaptureFixture[str]):
     assert capsys.readouterr().err == "no.\n"
 
 
+def test_silent_ranks_under_torchrun_let_rank_zero_speak_first(monkeypatch: pytest.MonkeyPatch):
+    def refuse() -> None:
+        raise ConfigError("no.")
+
+    waited: list[float] = []
+    monkeypatch.setattr("cascade_train.config.explain.time.sleep", waited.append)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    for rank in ("0", "1", "2"):
+        monkeypatch.setenv("RANK", rank)
+        assert exit_code(refuse) == 2
+    assert waited == [SECONDS_FOR_RANK_ZERO] * 2
+
+
 def test_nearest_name_or_all_names_are_told():
     assert did_you_mean("max_stepz", ["max_steps", "lr"], "train.") == " Did you mean train.max_steps?"
     assert did_you_mean("zzz", ["max_steps", "lr"]) == " Known here: max_steps, lr."
