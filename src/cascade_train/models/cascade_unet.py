@@ -245,7 +245,7 @@ def _scale(scaler: nn.Module, x: Tensor) -> Tensor:
     """Go from one level to the next; bilinear scaling runs in fp32, as in the original."""
     if isinstance(scaler, nn.Identity):
         return x
-    norm, mapping = scaler
+    norm, mapping = scaler.children()
     x = norm(x)
     if not isinstance(mapping, UpDownBlock2d):
         return mapping(x)

@@ -96,8 +96,8 @@ class EfficientNetCompressor(SemanticCompressor):
         with torch.device("meta"):
             module = EfficientNetEncoder(self.latent_channels)
         if self.weights is None:
-            # This gain keeps the scale of activations through the backbone's gates: latents of about unit variance.
-            initialise(module, convolution_rule(1.14), device=device, dtype=torch.float32, seed=FROZEN_SEED)
+            # This gain keeps the scale of activations through the backbone's gates: latents of std 0.2 to 6.
+            initialise(module, convolution_rule(1.13), device=device, dtype=torch.float32, seed=FROZEN_SEED)
         else:
             load_module(
                 module, self.weights, dtype=torch.float32, device=device, key="model.semantic_compressor.weights"

@@ -41,7 +41,8 @@ def patch_basis() -> tuple[Tensor, Tensor]:
     """Return the orthonormal basis (16, 3, 32, 32) and the scale (16,) of each coefficient."""
     position = (torch.arange(PATCH, dtype=torch.float64) + 0.5) * math.pi / PATCH
     wave = [torch.cos(k * position) * math.sqrt((1 if k == 0 else 2) / PATCH) for k in range(3)]
-    rows, scales = [], []
+    rows: list[Tensor] = []
+    scales: list[float] = []
     for colour, kept, scale in zip(COLOURS, FREQUENCIES, SCALES, strict=True):
         unit = torch.tensor(colour, dtype=torch.float64)
         unit = unit / unit.norm()
