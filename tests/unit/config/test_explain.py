@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from hydra.errors import InstantiationException
 
-from cascade_train.config.explain import exit_code, explain
+from cascade_train.config.explain import SECONDS_FOR_RANK_ZERO, exit_code, explain
 from cascade_train.config.groups import did_you_mean, group_options, groups, option_targets
 from cascade_train.errors import ConfigError
 
