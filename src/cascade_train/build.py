@@ -20,11 +20,11 @@ from cascade_train.data.data_set import DataSet, open_data_set
 from cascade_train.data.source import Source
 from cascade_train.diffusion.objective import Objective
 from cascade_train.diffusion.sampler import ImageNoise, sample
+from cascade_train.distributed.consensus import from_every_rank, from_rank_zero
 from cascade_train.distributed.parallelize import fits_one_device, parallelize
 from cascade_train.distributed.process_group import World, build_mesh, mesh_shape, process_group
 from cascade_train.distributed.rng import set_deterministic
 from cascade_train.engine.checkpoint import CheckpointStore
-from cascade_train.engine.consensus import from_every_rank, from_rank_zero
 from cascade_train.engine.ema import Ema
 from cascade_train.engine.loop import Cadence, Trainer
 from cascade_train.engine.lr_schedule import LrSchedule
@@ -66,7 +66,6 @@ def train(cfg: DictConfig) -> int:
         RunError: something the world did.
     """
     with process_group() as world:
-        show_log(world)
         set_deterministic(cfg.run.deterministic)
         cfg.model.weights = absolute(cfg.model.weights)
         parts = build_parts(cfg)
@@ -89,16 +88,6 @@ def train(cfg: DictConfig) -> int:
             data.close()
         log.info("Finished at step %d. Everything lies in %s.", trainer.step, run.path)
     return 0
-
-
-def show_log(world: World) -> None:
-    """Show the library's messages on rank 0, and warnings of every rank."""
-    handler = logging.StreamHandler()
-    prefix = "" if world.ranks == 1 else f"[rank {world.rank}] "
-    handler.setFormatter(logging.Formatter(f"{prefix}%(message)s"))
-    library = logging.getLogger("cascade_train")
-    library.handlers = [handler]
-    library.setLevel(logging.INFO if world.is_main else logging.WARNING)
 
 
 def absolute(weights: str | None) -> str | None:
@@ -238,7 +227,7 @@ def build_trainer(
     feed = data.training_feed(
         seed=cfg.run.seed,
         global_batch_size=cfg.train.global_batch_size,
-        micro_batch_size=micro_batch_size(cfg, world),
+        micro_batch_size=cfg.train.micro_batch_size,
         rank=world.rank,
         ranks=world.ranks,
     )
@@ -288,11 +277,6 @@ def tracker_run_id(run: RunDirectory) -> str | None:
     return read_manifest(run.resume_from).facts["tracker_run_id"]
 
 
-def micro_batch_size(cfg: DictConfig, world: World) -> int:
-    """Return the samples of one forward on one rank; without accumulation where it is not given."""
-    return cfg.train.micro_batch_size or cfg.train.global_batch_size // world.ranks
-
-
 def build_validation(
     cfg: DictConfig, parts: Parts, phases: list[BoundPhase], data: DataSet, world: World
 ) -> Validation | None:
@@ -302,7 +286,7 @@ def build_validation(
     feed = data.held_out_feed(
         seed=cfg.run.seed,
         samples=cfg.validate.samples,
-        micro_batch_size=micro_batch_size(cfg, world),
+        micro_batch_size=cfg.train.micro_batch_size,
         rank=world.rank,
         ranks=world.ranks,
     )

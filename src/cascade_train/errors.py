@@ -6,4 +6,12 @@ class ConfigError(ValueError):
 
 
 class RunError(RuntimeError):
-    """Something the world did: a missing file, an unreadable sample, a number that is not finite."""
+    """Something the world did: a missing file, an unreadable sample, a number that is not finite.
+
+    Attributes:
+        shared: every rank raises the same one, so that one rank may speak for all.
+    """
+
+    def __init__(self, message: str, *, shared: bool = False) -> None:
+        super().__init__(message)
+        self.shared = shared

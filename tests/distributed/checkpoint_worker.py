@@ -13,9 +13,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from cascade_train.distributed.consensus import from_every_rank, from_rank_zero
 from cascade_train.engine import checkpoint
 from cascade_train.engine.checkpoint import CheckpointStore
-from cascade_train.engine.consensus import from_every_rank, from_rank_zero
 from cascade_train.engine.run_directory import claim
 from cascade_train.engine.tracking import NullTracker, build_tracker
 from cascade_train.errors import ConfigError, RunError

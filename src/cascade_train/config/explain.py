@@ -40,23 +40,29 @@ def exit_code(action: Callable[[], Any]) -> int:
     """Run `action` and return its exit code, None being 0.
 
     Returns:
-        0 done, 1 stopped by the world or a defect (traceback with the rank), 2 refused (one paragraph on rank 0).
+        0 done, 1 stopped by the world or a defect (traceback with the rank), 2 refused. What all ranks know is one
+        paragraph on rank 0; what happened to one rank is said by that rank.
     """
-    rank = os.environ.get("RANK", "0")
     try:
         return int(action() or 0)
     except Exception as error:
-        paragraph = explain(error)
-        code = 1 if isinstance(error, RunError | BrokenPipeError) else 2
-        if paragraph is None:
-            error.add_note(f"on rank {rank}")
-            sys.stderr.write("".join(traceback.format_exception(error)))
-            return 1
+        return _report(error)
+
+
+def _report(error: Exception) -> int:
+    rank = os.environ.get("RANK", "0")
+    paragraph = explain(error)
+    if paragraph is None:
+        error.add_note(f"on rank {rank}")
+        sys.stderr.write("".join(traceback.format_exception(error)))
+        return 1
     if rank == "0":
         sys.stderr.write(f"{paragraph}\n")
+    elif isinstance(error, RunError) and not error.shared:
+        sys.stderr.write(f"[rank {rank}] {paragraph}\n")
     elif "TORCHELASTIC_RUN_ID" in os.environ:
         time.sleep(SECONDS_FOR_RANK_ZERO)
-    return code
+    return 1 if isinstance(error, RunError | BrokenPipeError) else 2
 
 
 def explain(error: Exception) -> str | None:

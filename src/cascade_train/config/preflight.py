@@ -53,7 +53,7 @@ def preflight(cfg: DictConfig, *, ranks: int | None = None) -> DictConfig:
     check_libraries(resolved)
     check_resume(root)
     check_parallel(root, ranks)
-    batch_split(root, ranks)
+    resolved.train.micro_batch_size = batch_split(root, ranks).micro_batch_size
     resolved.train.precision = precision(root)
     return resolved
 

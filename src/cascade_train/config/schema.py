@@ -259,12 +259,12 @@ class ProfileConfig:
     """The profiler's window."""
 
     start_step: int
-    """First optimizer step that is profiled."""
+    """First optimizer step that is profiled; the first step of all sets things up and would hide the rest."""
     steps: int | None
     """Optimizer steps that are profiled; null = off."""
 
     def __post_init__(self) -> None:
-        at_least("profile.start_step", self.start_step, 1)
+        at_least("profile.start_step", self.start_step, 2)
         at_least("profile.steps", self.steps, 1)
 
 

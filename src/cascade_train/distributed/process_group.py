@@ -99,30 +99,3 @@ def mesh_shape(mode: ParallelMode, ranks: int, *, shard_size: int | None, fits: 
 def build_mesh(world: World, shape: tuple[int, int]) -> DeviceMesh:
     """Return the (replicate, shard) mesh of the given sizes. Collective."""
     return init_device_mesh(world.device.type, shape, mesh_dim_names=("replicate", "shard"))
-
-
-def gather_objects(value: object) -> list[object]:
-    """Return every rank's picklable `value`, in rank order. Collective."""
-    values: list[object] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-@contextmanager
-def agree() -> Iterator[None]:
-    """Make all ranks fail together: an error of one rank inside the block reaches every rank.
-
-    Collective at the block's end. The rank that failed re-raises its own error; the others raise a copy of
-    the first one's type and text. The block must hold no collective of its own that a failing rank would miss.
-    """
-    error: Exception | None = None
-    try:
-        yield
-    except Exception as caught:
-        error = caught
-    errors = [e for e in gather_objects(error and (type(error), str(error))) if e is not None]
-    if error is not None:
-        raise error
-    if errors:
-        kind, text = errors[0]  # type: ignore[misc]
-        raise kind(text)

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan
 
-from cascade_train.engine.consensus import from_every_rank, from_rank_zero
+from cascade_train.distributed.consensus import from_every_rank, from_rank_zero
 from cascade_train.engine.durable_files import sync_directory
 from cascade_train.engine.manifest import (
     MANIFEST_NAME,

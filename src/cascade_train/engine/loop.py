@@ -19,8 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cascade_train.batch import Batch
+from cascade_train.distributed.consensus import from_every_rank
 from cascade_train.distributed.parallelize import set_gradient_sync
-from cascade_train.distributed.process_group import World, gather_objects
+from cascade_train.distributed.process_group import World
 from cascade_train.distributed.rng import seed_micro_batch
 from cascade_train.engine.checkpoint import CheckpointStore
 from cascade_train.engine.metrics import MetricsLog
@@ -145,7 +146,8 @@ class Trainer:
             lr = phase.update(self.step, self.max_steps, self._withheld)
             prefix = "" if len(self.phases) == 1 else f"{phase.phase.name}/"
             means = {name: value.mean() for name, value in gathered.items() if name != "logsnr"}
-            values |= {f"{prefix}{name}": value for name, value in {**means, "grad_norm": norm, "lr": lr}.items()}
+            measured: dict[str, Tensor | float] = {**means, "grad_norm": norm, "lr": lr}
+            values |= {f"{prefix}{name}": value for name, value in measured.items()}
             report |= gathered
         self.task.after_step(report)
         return values
@@ -192,7 +194,7 @@ class Trainer:
             return
         for trace in self._traces:
             if not (bool(trace.loss_G.isfinite().all()) and bool(trace.grad_norm.isfinite())):
-                raise RunError(name_failure(trace, self.world.ranks))
+                raise RunError(name_failure(trace, self.world.ranks), shared=True)
 
     def flush(self) -> None:
         """Bring the steps since the last flush to the host: metrics file, tracker, progress. The one host sync."""
@@ -258,7 +260,7 @@ def gather_samples(outputs: Sequence[StepOutput]) -> dict[str, Tensor]:
 
 def name_failure(trace: _Trace, ranks: int) -> str:
     """Return what was not finite, where. Collective."""
-    keys = [key for rank in gather_objects(trace.keys) for key in rank]  # type: ignore[attr-defined]
+    keys = [key for rank in from_every_rank(lambda: trace.keys) for key in rank]
     bad = (~trace.loss_G.isfinite()).nonzero().flatten().tolist()
     per_rank = len(keys) // ranks
     where = ", ".join(f"rank {index // per_rank}: {keys[index]}" for index in bad[:8])

@@ -147,4 +147,7 @@ def restore_training_state(store: CheckpointStore, path: Path, phases: Sequence[
 
 def whole_state(module: nn.Module) -> dict[str, Tensor]:
     """Return a module's weights gathered from their shards, on the host of rank 0; empty elsewhere. Collective."""
-    return get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    state: dict[str, Tensor] = get_model_state_dict(
+        module, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
+    return state

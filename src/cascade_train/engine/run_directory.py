@@ -18,9 +18,9 @@ from typing import Any
 
 import yaml
 
+from cascade_train.distributed.consensus import from_rank_zero
 from cascade_train.engine.checkpoint import CheckpointStore
 from cascade_train.engine.config_difference import Difference, describe, find_differences, is_limit_raised, refused
-from cascade_train.engine.consensus import from_rank_zero
 from cascade_train.engine.durable_files import append_durably, write_durably
 from cascade_train.engine.environment import describe_environment
 from cascade_train.engine.manifest import find_fault, read_manifest

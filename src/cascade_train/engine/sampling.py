@@ -146,7 +146,8 @@ def _fit(image: Image.Image) -> Image.Image:
 
 
 def _wrapped(caption: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> str:
-    lines, line = [], ""
+    lines: list[str] = []
+    line = ""
     for word in caption.split():
         longer = f"{line} {word}".strip()
         if font.getlength(longer) > LABEL_PX - 12 and line:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import yaml
 from PIL import Image
 
-from cascade_train.engine.consensus import from_rank_zero
+from cascade_train.distributed.consensus import from_rank_zero
 from cascade_train.errors import ConfigError
 
 _LAUNCHER_VARIABLES = ("LOCAL_RANK", "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")

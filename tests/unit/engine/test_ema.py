@@ -12,9 +12,7 @@ from cascade_train.engine.ema import Ema
 def build(world, **changes):
     network = nn.Linear(3, 2)
     mesh = build_mesh(world, (1, 1))
-    parallelize(
-        network, [], mesh=mesh, compute_dtype=torch.float32, reshard_after_forward=True, compile_units=False
-    )
+    parallelize(network, [], mesh=mesh, compute_dtype=torch.float32, reshard_after_forward=True, compile_units=False)
     options = {"decay": 0.9, "start_step": 0, "every_steps": 1, "device": None}
     return network, Ema(dict(network.named_parameters()), **{**options, **changes})
 

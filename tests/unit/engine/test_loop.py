@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.unit.engine.toy import ToyFeed, ToyTask
 
 from cascade_train.distributed.parallelize import local, parallelize
 from cascade_train.distributed.process_group import build_mesh
@@ -20,6 +19,7 @@ from cascade_train.engine.profiler import Profiler
 from cascade_train.engine.progress import Progress
 from cascade_train.engine.tracking import build_tracker
 from cascade_train.errors import RunError
+from tests.unit.engine.toy import ToyFeed, ToyTask
 
 
 def build_trainer(world, directory: Path, *, task=None, micro=4, max_steps=6, lr=0.05, algorithm=None, **cadence):

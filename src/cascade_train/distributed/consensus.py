@@ -73,5 +73,6 @@ def _fail(told: _Outcome[T], cause: Exception | None) -> NoReturn:
     is_defect = cause is not None and not isinstance(cause, ConfigError | RunError | OSError)
     if is_defect and cause is not None:
         raise cause
-    kind = ConfigError if told.user_can_fix else RunError
-    raise kind(told.error) from cause
+    if told.user_can_fix:
+        raise ConfigError(told.error) from cause
+    raise RunError(told.error or "", shared=True) from cause

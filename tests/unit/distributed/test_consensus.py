@@ -2,7 +2,7 @@
 
 import pytest
 
-from cascade_train.engine.consensus import from_every_rank, from_rank_zero
+from cascade_train.distributed.consensus import from_every_rank, from_rank_zero
 from cascade_train.errors import ConfigError, RunError
 
 

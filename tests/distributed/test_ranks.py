@@ -1,0 +1,101 @@
+"""Any number of ranks, in any mode, trains what one rank trains."""
+
+import random
+import subprocess
+import sys
+
+import pytest
+import torch
+from PIL import Image
+
+from tests.integration.runs import SMALL, exported_weights, read_metrics, torchrun, train
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The run on one rank."""
+    return train(tmp_path_factory.mktemp("alone") / "run", "task=finetune", "ema.decay=0.9")
+
+
+@pytest.mark.parametrize(("ranks", "parallel"), [(2, "ddp"), (2, "fsdp"), (4, "auto")])
+def test_several_ranks_equal_one(alone, tmp_path, ranks, parallel):
+    arguments = [*SMALL, "task=finetune", "ema.decay=0.9", "run.dir=run", f"parallel={parallel}"]
+    done = torchrun(ranks, *arguments, "train.micro_batch_size=2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for one, several in zip(read_metrics(alone), read_metrics(tmp_path / "run"), strict=True):
+        assert one == pytest.approx(several, rel=1e-4)
+    weights = exported_weights(tmp_path / "run")
+    for name, weight in exported_weights(alone).items():
+        torch.testing.assert_close(weight, weights[name], rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_a_checkpoint_of_two_ranks_continues_on_one(alone, tmp_path):
+    arguments = [*SMALL, "task=finetune", "ema.decay=0.9", "run.dir=run", "parallel=fsdp"]
+    done = torchrun(2, *arguments, "train.max_steps=2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    run = train(tmp_path / "run", "task=finetune", "ema.decay=0.9")
+    for one, several in zip(read_metrics(alone), read_metrics(run), strict=True):
+        assert one == pytest.approx(several, rel=1e-4)
+
+
+def test_lora_trains_on_two_ranks_from_a_tar_made_with_tar(tmp_path):
+    folder = tmp_path / "dataset"
+    folder.mkdir()
+    draw = random.Random(0)
+    for index in range(24):
+        colour = draw.choice(["red", "green", "blue"])
+        Image.new("RGB", (120, 100), colour).save(folder / f"{index:04d}.jpg")
+        (folder / f"{index:04d}.txt").write_text(f"a {colour} background")
+    subprocess.run(["tar", "--sort=name", "-cf", "dataset.tar", "dataset/"], cwd=tmp_path, check=True)
+    done = torchrun(
+        2, "task=lora", "model=c_tiny", "data=webdataset", "data.urls=[dataset.tar]", "train.max_steps=20",
+        "train.global_batch_size=8", "data.num_workers=1", "sample.every_steps=20", "sample.steps=2",
+        "sample.count=2", cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    run = tmp_path / "runs" / "lora-c_tiny"
+    assert [row["step"] for row in read_metrics(run)] == list(range(1, 21))
+    left = {path.name for path in run.iterdir()}
+    assert left >= {"config.yaml", "environment.json", "metrics.jsonl", "samples", "checkpoints", "export"}
+    assert (run / "checkpoints" / "step_20" / "manifest.json").is_file()
+    assert (run / "samples" / "step_20" / "grid.png").is_file()
+    assert (run / "export" / "lora" / "adapter_model.safetensors").is_file()
+
+
+ENDINGS = """
+import os, sys
+import torch
+import cascade_train.engine.loop  # what a run imports, once for all hundred processes
+from cascade_train.distributed.parallelize import parallelize
+from cascade_train.distributed.process_group import build_mesh, process_group
+
+def end_once(rank, port):
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    with process_group() as world:
+        layer = torch.nn.Linear(8, 8)
+        parallelize(layer, [], mesh=build_mesh(world, (2, 1)), compute_dtype=torch.float32,
+                    reshard_after_forward=True, compile_units=False)
+        layer(torch.ones(2, 8)).sum().backward()
+    sys.exit(0)
+
+for turn in range(50):
+    children = []
+    for rank in range(2):
+        child = os.fork()
+        if child == 0:
+            end_once(rank, int(sys.argv[1]) + turn)
+        children.append(child)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    assert codes == [0, 0], (turn, codes)
+print("ended", turn + 1)
+"""
+
+
+def test_two_ranks_end_in_order_fifty_times(tmp_path):
+    script = tmp_path / "endings.py"
+    script.write_text(ENDINGS)
+    command = [sys.executable, str(script), "29871"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.stdout.strip() == "ended 50", done.stderr

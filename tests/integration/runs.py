@@ -1,0 +1,57 @@
+"""Small real runs through the entry point, and readers of what they leave."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+from cascade_train.__main__ import launch
+
+SMALL = (
+    "model=c_tiny",
+    "train.global_batch_size=8",
+    "train.max_steps=4",
+    "sample.every_steps=null",
+    "checkpoint.every_steps=2",
+)
+TIMING = ("images_per_second",)
+"""Metrics that are read off a clock and differ between equal runs."""
+
+
+def train(directory: Path, *overrides: str) -> Path:
+    """Train a small run in this process, assert that it ended well, and return its directory."""
+    code = launch([*SMALL, f"run.dir={directory}", *overrides])
+    assert code == 0, f"exit code {code}"
+    return directory
+
+
+def torchrun(ranks: int, *arguments: str, cwd: Path, module: str = "cascade_train", **env: str) -> Any:
+    """Run a module under torchrun in a folder and return the completed process."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    return subprocess.run(
+        [*command, "-m", module, *arguments],
+        cwd=cwd,
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def read_metrics(directory: Path) -> list[dict[str, Any]]:
+    """Return the rows of a run's metrics without those read off a clock."""
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in row.items() if key not in TIMING} for row in rows]
+
+
+def exported_weights(directory: Path) -> dict[str, Tensor]:
+    """Return the exported network of a finetune run."""
+    return load_file(directory / "export" / "prior" / "prior" / "diffusion_pytorch_model.safetensors")

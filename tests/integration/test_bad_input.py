@@ -1,0 +1,129 @@
+"""What cannot train is refused in one paragraph, and a refused start leaves nothing."""
+
+import io
+import tarfile
+
+import pytest
+from PIL import Image
+
+from cascade_train.__main__ import launch
+from tests.integration.runs import SMALL, read_metrics, torchrun, train
+
+
+def jpeg() -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (40, 40), "red").save(buffer, "jpeg")
+    return buffer.getvalue()
+
+
+def write_tar(path, members):
+    with tarfile.open(path, "w") as tar:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    return path
+
+
+@pytest.fixture
+def refuse(tmp_path, capfd):
+    """Run overrides that must be refused; return what was said."""
+
+    def refused(*overrides, code=2):
+        run = tmp_path / "refused"
+        assert launch([*SMALL, f"run.dir={run}", *overrides]) == code
+        assert not run.exists(), "a refused start leaves nothing"
+        said = capfd.readouterr().err
+        assert "Traceback" not in said
+        return said
+
+    return refused
+
+
+@pytest.mark.parametrize(
+    ("members", "words"),
+    [
+        ({}, "empty"),
+        ({"0.txt": b"a", "1.txt": b"b"}, "no image"),
+        ({"0.jpg": jpeg()}, "txt"),
+    ],
+)
+def test_a_tar_without_pairs_is_refused(refuse, tmp_path, members, words):
+    said = refuse(*data_overrides(write_tar(tmp_path / "data.tar", members)))
+    assert "data.tar" in said
+    assert words in said
+
+
+def data_overrides(path):
+    return ["task=finetune", "data=webdataset", f"data.urls={path}", "data.num_workers=0"]
+
+
+def test_a_missing_tar_is_refused(refuse, tmp_path):
+    assert "nowhere.tar" in refuse(*data_overrides(tmp_path / "nowhere.tar"))
+
+
+def test_unknown_weights_are_refused(refuse, tmp_path):
+    assert "model.weights" in refuse("task=finetune", f"model.weights={tmp_path}/nothing.safetensors")
+
+
+def test_weights_of_another_model_are_refused(refuse, tmp_path):
+    origin = train(tmp_path / "origin", "task=finetune", "train.max_steps=1")
+    said = refuse("task=finetune", f"model.weights={origin}", "model.network.block_out_channels=[64,64]")
+    assert "model.weights" in said or "shape" in said
+
+
+def test_an_argument_out_of_range_is_refused_by_its_node(refuse):
+    assert "task: rank=0" in refuse("task=lora", "task.rank=0")
+
+
+def test_a_directory_that_cannot_be_written_is_refused(tmp_path, capfd):
+    blocker = tmp_path / "file"
+    blocker.write_text("in the way")
+    assert launch([*SMALL, "task=finetune", f"run.dir={blocker}/run"]) == 2
+    assert str(blocker) in capfd.readouterr().err
+    assert blocker.read_text() == "in the way"
+
+
+def test_a_directory_of_something_else_is_refused(tmp_path, capfd):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    assert launch([*SMALL, "task=finetune", f"run.dir={tmp_path}"]) == 2
+    assert "not a run" in capfd.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_too_many_unreadable_images_stop_the_run_and_are_listed(tmp_path, capfd, workers):
+    tar = write_tar(tmp_path / "data.tar", pairs(40, broken=range(0, 40, 4)))
+    overrides = [*data_overrides(tar), f"data.num_workers={workers}", "train.max_steps=20"]
+    assert launch([*SMALL, *overrides, f"run.dir={tmp_path / 'run'}"]) == 1
+    said = capfd.readouterr().err
+    assert "unreadable" in said
+    assert "0004" in said
+    assert "Traceback" not in said
+
+
+def test_one_unreadable_image_is_replaced_and_named(tmp_path, caplog):
+    tar = write_tar(tmp_path / "data.tar", pairs(120, broken=[7]))
+    run = tmp_path / "run"
+    assert launch([*SMALL, *data_overrides(tar), "train.max_steps=16", f"run.dir={run}"]) == 0
+    assert len(read_metrics(run)) == 16
+    assert "0007" in caplog.text
+
+
+def pairs(count, broken):
+    """Return the members of a tar of captioned pictures, some of which do not decode."""
+    members = {}
+    for index in range(count):
+        damaged = jpeg()[:200]  # the header still says how large it is
+        members |= {f"{index:04d}.jpg": damaged if index in broken else jpeg(), f"{index:04d}.txt": b"red"}
+    return members
+
+
+@pytest.mark.distributed
+def test_ranks_that_do_not_divide_the_batch_are_refused_with_the_sizes_that_fit(tmp_path):
+    done = torchrun(3, *SMALL, "task=finetune", "run.dir=run", cwd=tmp_path)
+    assert done.returncode != 0
+    assert done.stderr.count("train.global_batch_size=8") == 1, "one rank speaks"
+    assert "6" in done.stderr
+    assert "9" in done.stderr
+    assert list(tmp_path.iterdir()) == []

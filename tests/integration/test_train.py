@@ -1,0 +1,116 @@
+"""What a run leaves, what may follow it, and that batches may be cut in any way."""
+
+import json
+import warnings
+
+import pytest
+import torch
+
+from cascade_train.__main__ import launch
+from tests.integration.runs import SMALL, exported_weights, read_metrics, train
+
+EVERYTHING = (
+    "task=finetune",
+    "ema.decay=0.9",
+    "validate.share=0.2",
+    "validate.every_steps=2",
+    "validate.samples=8",
+    "validate.logsnr=[-2,2]",
+    "sample.every_steps=2",
+    "sample.count=2",
+    "sample.steps=3",
+    "tracker=tensorboard",
+)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A finetune run of four steps with everything switched on."""
+    return train(tmp_path_factory.mktemp("runs") / "base", *EVERYTHING)
+
+
+def test_a_run_leaves_what_it_promises(finished):
+    rows = read_metrics(finished)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert [row["samples_seen"] for row in rows] == [8, 16, 24, 32]
+    assert all({"loss", "loss_raw", "grad_norm", "lr"} <= row.keys() for row in rows)
+    assert {"validate/loss", "validate/loss_logsnr_-2", "validate_ema/loss_logsnr_2"} <= rows[1].keys()
+    assert "torch" in json.dumps(json.loads((finished / "environment.json").read_text()))
+    assert "_target_: cascade_train.tasks.finetune.Finetune" in (finished / "config.yaml").read_text()
+    for step in (2, 4):
+        assert (finished / "checkpoints" / f"step_{step}" / "manifest.json").is_file()
+        pictures = sorted(path.name for path in (finished / "samples" / f"step_{step}").iterdir())
+        assert pictures == ["00_ema_sample.png", "00_sample.png", "01_ema_sample.png", "01_sample.png", "grid.png"]
+    assert len(list(finished.rglob("events.out.tfevents*"))) >= 1
+
+
+def test_diffusers_loads_the_export_and_samples_from_it(finished):
+    from diffusers import StableCascadePriorPipeline
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # diffusers marks its own pipeline as deprecated
+        pipeline = StableCascadePriorPipeline.from_pretrained(finished / "export" / "prior")
+        pipeline.set_progress_bar_config(disable=True)
+        latent = pipeline("a red circle", height=96, width=96, num_inference_steps=2).image_embeddings
+    assert latent.shape == (1, 16, 3, 3)
+    assert latent.isfinite().all()
+
+
+def test_a_finished_run_says_so_and_changes_nothing(finished, capfd):
+    before = (finished / "metrics.jsonl").read_bytes()
+    assert launch([*SMALL, *EVERYTHING, f"run.dir={finished}"]) == 0
+    assert "is finished" in capfd.readouterr().err
+    assert (finished / "metrics.jsonl").read_bytes() == before
+
+
+def test_raising_the_limit_continues_a_finished_run(tmp_path):
+    short = train(tmp_path / "run", "task=finetune", "train.max_steps=2")
+    train(short, "task=finetune", "train.max_steps=4")
+    whole = train(tmp_path / "whole", "task=finetune", "train.max_steps=4")
+    assert read_metrics(short) == read_metrics(whole)
+
+
+def test_a_run_of_another_config_is_not_touched(finished, capfd):
+    before = (finished / "metrics.jsonl").read_bytes()
+    assert launch([*SMALL, *EVERYTHING, f"run.dir={finished}", "run.seed=5", "data.samples=32"]) == 2
+    said = capfd.readouterr().err
+    assert "data.samples" in said
+    assert "run.name" in said
+    assert (finished / "metrics.jsonl").read_bytes() == before
+
+
+def test_lora_on_a_run_changes_nothing_but_adapters(finished, tmp_path):
+    from safetensors.torch import load_file
+
+    lora = train(tmp_path / "lora", "task=lora", f"model.weights={finished}", "optimizer.lr=1e-2", "task.rank=2")
+    adapters = load_file(lora / "export" / "lora" / "adapter_model.safetensors")
+    assert len(adapters) == 8 * 4 * 2, "two matrices for q, k, v and out of eight blocks"
+    assert all(name.endswith(("lora_A.weight", "lora_B.weight")) for name in adapters)
+    assert all(value.abs().max() > 0 for name, value in adapters.items() if "lora_B" in name)
+    assert (lora / "export" / "lora" / "adapter_config.json").is_file()
+    assert read_metrics(lora)[0]["loss"] != read_metrics(finished)[0]["loss"]
+
+
+def test_accumulating_gives_the_same_weights(tmp_path):
+    whole = train(tmp_path / "whole", "task=finetune")
+    parts = train(tmp_path / "parts", "task=finetune", "train.micro_batch_size=2")
+    for one, four in zip(read_metrics(whole), read_metrics(parts), strict=True):
+        assert one == pytest.approx(four, rel=1e-4)
+    others = exported_weights(parts)
+    for name, weight in exported_weights(whole).items():
+        torch.testing.assert_close(weight, others[name], rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_equal_runs_are_equal_bit_for_bit_whatever_the_workers(tmp_path):
+    alone = train(tmp_path / "alone", "task=finetune")
+    helped = train(tmp_path / "helped", "task=finetune", "data.num_workers=2")
+    assert read_metrics(alone) == read_metrics(helped)
+    others = exported_weights(helped)
+    assert all(torch.equal(weight, others[name]) for name, weight in exported_weights(alone).items())
+
+
+def test_recomputing_activations_changes_no_number(tmp_path):
+    kept = train(tmp_path / "kept", "task=finetune")
+    recomputed = train(tmp_path / "recomputed", "task=finetune", "activation_checkpointing=true")
+    for one, other in zip(read_metrics(kept), read_metrics(recomputed), strict=True):
+        assert one == pytest.approx(other, rel=1e-5)
