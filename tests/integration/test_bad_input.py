@@ -44,8 +44,8 @@ def refuse(tmp_path, capfd):
     ("members", "words"),
     [
         ({}, "empty"),
-        ({"0.txt": b"a", "1.txt": b"b"}, "no image"),
-        ({"0.jpg": jpeg()}, "txt"),
+        ({"0.txt": b"a", "1.txt": b"b"}, "found: 0 (txt); 1 (txt)"),
+        ({"0.jpg": jpeg()}, "found: 0 (jpg)"),
     ],
 )
 def test_a_tar_without_pairs_is_refused(refuse, tmp_path, members, words):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -146,8 +146,9 @@ def restore_training_state(store: CheckpointStore, path: Path, phases: Sequence[
 
 
 def whole_state(module: nn.Module) -> dict[str, Tensor]:
-    """Return a module's weights gathered from their shards, on the host of rank 0; empty elsewhere. Collective."""
-    state: dict[str, Tensor] = get_model_state_dict(
-        module, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
-    )
-    return state
+    """Return a module's trained weights and buffers, gathered from their shards, on the host of rank 0. Collective.
+
+    Frozen weights are left out; on other ranks the result is empty.
+    """
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+    return cast("dict[str, Tensor]", get_model_state_dict(module, options=options))

@@ -39,7 +39,7 @@ RANGES = {
     "validate.samples=0": r"validate.samples=0 must be 1 or more",
     "validate.every_steps=5": r"validate.every_steps=5 needs held-out samples",
     "profile.steps=0": r"profile.steps=0 must be 1 or more",
-    "profile.start_step=0": r"profile.start_step=0 must be 1 or more",
+    "profile.start_step=0": r"profile.start_step=0 must be 2 or more",
 }
 
 
