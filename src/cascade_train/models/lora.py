@@ -44,12 +44,14 @@ class LoraSpec:
         alpha: the adapters' output is scaled by alpha / rank.
         targets: names of the adapted modules, diffusers' names.
         base_size: the `model=` name of the network they belong to; None = no published size.
+        dora: weights are decomposed: each output of W + (alpha / rank) B A has a trained magnitude (Liu et al. 2024).
     """
 
     rank: int
     alpha: float
     targets: tuple[str, ...]
     base_size: str | None
+    dora: bool = False
 
 
 def inject_lora(
