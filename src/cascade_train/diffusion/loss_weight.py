@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cascade_train.diffusion.bucket import BucketAverage
-from cascade_train.diffusion.checks import check_above, check_increasing
+from cascade_train.diffusion.checks import check_above, check_choice, check_increasing
 from cascade_train.errors import ConfigError
 
 
@@ -49,6 +49,9 @@ class LossWeight(abc.ABC):
 
     def after_step(self, logsnr_G: Tensor, loss_raw_G: Tensor) -> None:
         """Learn from a global batch: (G,) logSNR and unweighted loss. Nothing, unless a weight adapts."""
+
+    def after_micro_batch(self, logsnr_B: Tensor, loss_raw_B: Tensor) -> None:
+        """Learn from this rank's micro-batch: (B,) logSNR and unweighted loss. Nothing, unless told to."""
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the weight's state; empty unless it adapts."""
@@ -235,6 +238,11 @@ class ComposedLossWeight(LossWeight):
         for part in self._parts().values():
             part.after_step(logsnr_G, loss_raw_G)
 
+    def after_micro_batch(self, logsnr_B: Tensor, loss_raw_B: Tensor) -> None:
+        """Let every part that wants to learn from a micro-batch."""
+        for part in self._parts().values():
+            part.after_micro_batch(logsnr_B, loss_raw_B)
+
     def state_dict(self) -> dict[str, Tensor]:
         """Return the state of every part, by `mul.<i>.` and `div.<i>.`."""
         return {f"{name}.{key}": v for name, part in self._parts().items() for key, v in part.state_dict().items()}
@@ -253,8 +261,8 @@ class ComposedLossWeight(LossWeight):
 class AdaptiveLossWeight(LossWeight):
     """One over the running loss at this logSNR: every noise level counts alike (Stable Cascade).
 
-    Buckets: one below, one above, the rest of equal width between the ends of the range. A step
-    is weighed before it is learned from, and learned from once, as a whole global batch.
+    Buckets: one below, one above, the rest of equal width between the ends of the range. A sample
+    is weighed before it is learned from.
 
     Attributes:
         logsnr_range: where the inner buckets begin and end.
@@ -263,6 +271,8 @@ class AdaptiveLossWeight(LossWeight):
         beta: share of the old loss that an update keeps.
         duplicates: what several samples of one bucket do: "mean" takes their mean; "last" lets the
             last one win, as the original does.
+        update: "step" learns once from the whole global batch, equally on all ranks; "micro_batch" from each
+            micro-batch at once, as the original does: every rank has buckets of its own, and a checkpoint rank 0's.
     """
 
     logsnr_range: list[float]
@@ -270,9 +280,11 @@ class AdaptiveLossWeight(LossWeight):
     weight_range: list[float]
     beta: float = 0.99
     duplicates: Literal["mean", "last"] = "mean"
+    update: Literal["step", "micro_batch"] = "step"
 
     def __post_init__(self) -> None:
         """Raise ConfigError where an option is out of range."""
+        check_choice("update", self.update, ("step", "micro_batch"))
         check_increasing("logsnr_range", self.logsnr_range)
         check_increasing("weight_range", self.weight_range)
         check_above("buckets", self.buckets, 2)
@@ -297,7 +309,13 @@ class AdaptiveLossWeight(LossWeight):
 
     def after_step(self, logsnr_G: Tensor, loss_raw_G: Tensor) -> None:
         """Fold a global batch, (G,) logSNR and unweighted loss, into the buckets."""
-        self.average.update(self.bucket(logsnr_G), loss_raw_G)
+        if self.update == "step":
+            self.average.update(self.bucket(logsnr_G), loss_raw_G)
+
+    def after_micro_batch(self, logsnr_B: Tensor, loss_raw_B: Tensor) -> None:
+        """Fold a micro-batch, (B,) logSNR and unweighted loss, into the buckets."""
+        if self.update == "micro_batch":
+            self.average.update(self.bucket(logsnr_B), loss_raw_B)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the buckets' running loss."""

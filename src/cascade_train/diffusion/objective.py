@@ -141,6 +141,10 @@ class Objective:
         for part in (self.schedule, self.loss_weight):
             part.after_step(logsnr_G.detach(), loss_raw_G.detach())
 
+    def after_micro_batch(self, logsnr_B: Tensor, loss_raw_B: Tensor) -> None:
+        """Let a loss weight that is told to learn from one micro-batch of training, (B,) each. Does not sync."""
+        self.loss_weight.after_micro_batch(logsnr_B.detach(), loss_raw_B.detach())
+
     def state_dict(self) -> dict[str, Tensor]:
         """Return the state of what adapts, by `schedule.` and `loss_weight.`; mostly empty."""
         state = {f"schedule.{key}": value for key, value in self.schedule.state_dict().items()}

@@ -20,14 +20,20 @@ def warmup_factor(step: int, warmup_steps: int) -> float:
 
 
 class ConstantSchedule(LrSchedule):
-    """Linear warmup, then constant."""
+    """Linear warmup, then constant.
 
-    def __init__(self, *, warmup_steps: int) -> None:
+    Args:
+        warmup_steps: optimizer steps until the full learning rate; 0 = from the first.
+        from_zero: true = one step later, so that the first step has a learning rate of 0, as in the original.
+    """
+
+    def __init__(self, *, warmup_steps: int, from_zero: bool = False) -> None:
         self.warmup_steps = _not_negative(warmup_steps)
+        self.from_zero = from_zero
 
     def factor(self, step: int, max_steps: int) -> float:
         """Return the warmup factor; `max_steps` does not matter."""
-        return warmup_factor(step, self.warmup_steps)
+        return warmup_factor(step - int(self.from_zero), self.warmup_steps)
 
 
 class CosineSchedule(LrSchedule):

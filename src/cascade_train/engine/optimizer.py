@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 from torch.optim import Optimizer
@@ -15,14 +15,23 @@ NO_DECAY_SUFFIXES = (".gamma", ".beta", ".lora_magnitude_vector.weight")
 class OptimizerSpec:
     """A learning rate, a weight decay and a torch algorithm, not yet bound to parameters."""
 
-    def __init__(self, *, lr: float, scale_lr: bool, weight_decay: float, algorithm: Callable[..., Optimizer]) -> None:
+    def __init__(
+        self,
+        *,
+        lr: float,
+        scale_lr: bool,
+        weight_decay: float,
+        algorithm: Callable[..., Optimizer],
+        decay: Literal["matrices", "all"] = "matrices",
+    ) -> None:
         """Check and store.
 
         Args:
             lr: learning rate.
             scale_lr: multiply `lr` by the global batch size.
-            weight_decay: of weight matrices and kernels; norms, biases, response norms and tokens never decay.
+            weight_decay: of what `decay` names.
             algorithm: called with parameter groups, e.g. a partial of `torch.optim.AdamW`.
+            decay: "matrices" and kernels alone, not norms, biases, response norms and tokens; "all" as in the original.
 
         Raises:
             ValueError: a value out of its range.
@@ -31,10 +40,13 @@ class OptimizerSpec:
             raise ValueError(f"optimizer.lr={lr} must be positive.")
         if weight_decay < 0:
             raise ValueError(f"optimizer.weight_decay={weight_decay} must be 0 or more.")
+        if decay not in ("matrices", "all"):
+            raise ValueError(f"optimizer.decay={decay} must be matrices or all.")
         self.lr = lr
         self.scale_lr = scale_lr
         self.weight_decay = weight_decay
         self.algorithm = algorithm
+        self.decay_all = decay == "all"
 
     def base_lr(self, global_batch_size: int) -> float:
         """Return the learning rate before the schedule."""
@@ -42,8 +54,8 @@ class OptimizerSpec:
 
     def build(self, parameters: Mapping[str, nn.Parameter], global_batch_size: int) -> Optimizer:
         """Return the algorithm over two groups, with and without weight decay; empty groups are left out."""
-        decayed = [p for name, p in parameters.items() if decays(name, p)]
-        kept = [p for name, p in parameters.items() if not decays(name, p)]
+        decayed = [p for name, p in parameters.items() if self.decay_all or decays(name, p)]
+        kept = [p for name, p in parameters.items() if not (self.decay_all or decays(name, p))]
         groups: list[dict[str, Any]] = [
             {"params": decayed, "weight_decay": self.weight_decay},
             {"params": kept, "weight_decay": 0.0},

@@ -100,6 +100,7 @@ class TextToImage(Task):
             diffused = self.objective.diffuse(x0_BCHW, prepared.noise_BCHW, prepared.timestep_B, prepared.offset_BC11)
         pred_BCHW = self.stage.predict(diffused.noised, diffused.timestep_ratio_B, cond)
         loss_B, loss_raw_B = self.objective.loss(pred_BCHW, diffused)
+        self.objective.after_micro_batch(diffused.logsnr_B, loss_raw_B)
         report = {"loss_raw": loss_raw_B.detach(), "logsnr": diffused.logsnr_B}
         return StepOutput(loss_B=loss_B, report=report)
 

@@ -155,3 +155,27 @@ def test_a_composed_weight_keeps_the_state_of_its_parts() -> None:
 def test_values_out_of_range_are_refused(make: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+def test_an_adaptive_weight_learns_from_steps_or_from_micro_batches_never_from_both() -> None:
+    logsnr_B, loss_B = torch.tensor([0.0, 3.0]), torch.tensor([4.0, 2.0])
+    for update, learns, ignores in (
+        ("step", "after_step", "after_micro_batch"),
+        ("micro_batch", "after_micro_batch", "after_step"),
+    ):
+        weight = adaptive(update=update)
+        getattr(weight, ignores)(logsnr_B, loss_B)
+        assert torch.equal(weight(logsnr_B), torch.ones(2))
+        getattr(weight, learns)(logsnr_B, loss_B)
+        torch.testing.assert_close(weight(logsnr_B), 1 / (0.5 + 0.5 * loss_B))
+
+
+def test_parts_of_a_composed_weight_learn_from_micro_batches() -> None:
+    part = adaptive(update="micro_batch")
+    ComposedLossWeight(mul=[part, P2], div=[]).after_micro_batch(torch.zeros(1), torch.tensor([3.0]))
+    assert part(torch.zeros(1)) == 0.5
+
+
+def test_another_time_to_learn_is_refused() -> None:
+    with pytest.raises(ConfigError, match="update=epoch is unknown"):
+        adaptive(update="epoch")

@@ -14,6 +14,11 @@ def test_no_warmup_starts_at_one():
     assert ConstantSchedule(warmup_steps=0).factor(1, 10) == 1.0
 
 
+def test_a_warmup_from_zero_is_the_same_one_step_later():
+    schedule, later = ConstantSchedule(warmup_steps=4), ConstantSchedule(warmup_steps=4, from_zero=True)
+    assert [later.factor(step, 100) for step in range(1, 8)] == [0.0, *(schedule.factor(s, 100) for s in range(1, 7))]
+
+
 def test_cosine_meets_warmup_and_ends_at_its_minimum():
     schedule = CosineSchedule(warmup_steps=10, min_factor=0.1)
     factors = [schedule.factor(step, 110) for step in range(1, 111)]

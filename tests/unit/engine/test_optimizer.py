@@ -36,6 +36,11 @@ def test_only_matrices_and_kernels_decay():
     assert len(kept["params"]) == 4
 
 
+def test_all_parameters_decay_where_asked():
+    optimizer = spec(decay="all").build(parameters(), global_batch_size=4)
+    assert [(group["weight_decay"], len(group["params"])) for group in optimizer.param_groups] == [(0.1, 6)]
+
+
 def test_scale_lr_multiplies_by_the_global_batch():
     assert spec(scale_lr=True).base_lr(32) == pytest.approx(0.032)
     assert spec().base_lr(32) == pytest.approx(0.001)
@@ -65,7 +70,11 @@ def test_unfused_optimizers_cannot_withhold():
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"lr": 0.0}, "optimizer.lr=0.0 must be positive"), ({"weight_decay": -1.0}, "weight_decay=-1.0 must be 0 or")],
+    [
+        ({"lr": 0.0}, "optimizer.lr=0.0 must be positive"),
+        ({"weight_decay": -1.0}, "weight_decay=-1.0 must be 0 or"),
+        ({"decay": "biases"}, "optimizer.decay=biases must be matrices or all"),
+    ],
 )
 def test_values_out_of_range_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
