@@ -25,11 +25,13 @@ class Index:
         table: (N,) structured array with at least the fields of `ROW_FIELDS`, sorted by shard; width and
             height in pixels as the picture is seen, 0 where the header cannot be read. A source adds its own.
         keys: (N,) bytes, each sample's key within its shard.
+        filters: identity of the row filters that chose these samples; empty = none.
     """
 
     shards: tuple[str, ...]
     table: np.ndarray
     keys: np.ndarray
+    filters: str = ""
 
     def __len__(self) -> int:
         return len(self.table)

@@ -25,6 +25,7 @@ from cascade_train.errors import ConfigError, RunError
 
 MAX_UNREADABLE_SHARE = 0.01
 _REMEDIES = {
+    "filters": "data.row_filters changed; set it back",
     "index": "the files behind data changed; put them back",
     "rows": "the held-out share changed; set validate.share back",
     "seed": "set run.seed back",
@@ -87,6 +88,8 @@ class Loader:
         self._micro_batches = global_batch_size // ranks // micro_batch_size
         rows_digest = hashlib.sha256(rows.astype("<i8").tobytes()).hexdigest()[:16]
         self._identity = f"order={ORDER_VERSION} index={index.digest} rows={rows_digest} seed={seed} window={window}"
+        if index.filters:
+            self._identity += f" filters={index.filters}"
         references = _References(self, plan, micro_batch_size, rank * global_batch_size // ranks)
         self._micros: Iterator[Batch | Failure] | None = None
         dataset = MicroBatches(source, index, rows, seed, source.crop)
@@ -141,10 +144,11 @@ class Loader:
         """
         saved, own = _fields(state["identity"]), _fields(self._identity)
         for name, remedy in _REMEDIES.items():
-            if saved.get(name) != own[name]:
+            was, now = saved.get(name, "none"), own.get(name, "none")
+            if was != now:
                 raise ConfigError(
-                    f"the checkpoint's data position does not fit this run's data: {name} was {saved.get(name)}, is"
-                    f" {own[name]}: {remedy}, or start another run with a new run.name"
+                    f"the checkpoint's data position does not fit this run's data: {name} was {was}, is {now}:"
+                    f" {remedy}, or start another run with a new run.name"
                 )
         if state["global_batch_size"] != self._global_batch_size:
             raise ConfigError(

@@ -12,7 +12,7 @@ import os
 import re
 import tarfile
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -90,12 +90,18 @@ def load_shard(path: Path, cache_dir: Path | None) -> ShardIndex:
     Raises:
         ConfigError: the tar cannot be indexed or holds no usable sample.
     """
-    cached = (_default_cache_dir(path) if cache_dir is None else cache_dir) / _cache_name(path)
+    cached = cache_file(path, cache_dir)
     shard = _read_cache(cached)
     if shard is None:
         shard = scan_shard(path)
-        _write_cache(shard, cached, required=cache_dir is not None)
+        parts = {"table": shard.table, "keys": shard.keys, "dropped": np.array(json.dumps(asdict(shard.dropped)))}
+        write_cache(cached, parts, required=cache_dir is not None)
     return shard
+
+
+def cache_file(path: Path, cache_dir: Path | None) -> Path:
+    """Return where what was read from a tar is kept; the name changes with the tar. See `load_shard`."""
+    return (_default_cache_dir(path) if cache_dir is None else cache_dir) / _cache_name(path)
 
 
 def scan_shard(path: Path) -> ShardIndex:
@@ -220,12 +226,16 @@ def _read_cache(cached: Path) -> ShardIndex | None:
     return shard
 
 
-def _write_cache(shard: ShardIndex, cached: Path, *, required: bool) -> None:
-    """Write the index beside its final name and move it there, so that processes may race."""
+def write_cache(cached: Path, parts: Mapping[str, np.ndarray], *, required: bool) -> None:
+    """Write arrays beside their final name and move them there, so that processes may race.
+
+    Raises:
+        ConfigError: they are required and cannot be written.
+    """
     try:
         cached.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=cached.parent, suffix=".part", delete=False) as file:
-            np.savez(file, table=shard.table, keys=shard.keys, dropped=json.dumps(asdict(shard.dropped)))
+            np.savez(file, **parts)  # type: ignore[arg-type] # numpy has a keyword of its own
         Path(file.name).replace(cached)
     except OSError as error:
         if required:

@@ -9,15 +9,18 @@ import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from cascade_train.data.index import Index
+from cascade_train.data.row_filter import parse_row_filters, passing
 from cascade_train.data.sample import RawSample, UnreadableSampleError
 from cascade_train.data.source import Source
-from cascade_train.data.tar_index import load_shard
+from cascade_train.data.tar_index import ShardIndex, load_shard
+from cascade_train.data.tar_verdicts import load_verdicts
 from cascade_train.data.urls import expand_urls
-from cascade_train.errors import RunError
+from cascade_train.errors import ConfigError, RunError
 
 MAX_UNREADABLE_SHARE = 0.01
 _MAX_OPEN_FILES = 64
@@ -31,16 +34,19 @@ class WebDataset(Source):
     Attributes:
         urls: a local path, a `file:` path, a brace pattern such as `shards/{000..005}.tar`, or a list of them.
         index_dir: folder for the cached index; None = beside the tars, else the user's cache folder.
+        row_filters: conditions on each sample's json: a list of [key, condition], or a mapping; None = all samples.
     """
 
     urls: list[str] | str
     index_dir: str | None
+    row_filters: list[list[Any]] | dict[str, str] | None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         entries = [self.urls] if isinstance(self.urls, str) else list(self.urls)
         if not entries or not all(isinstance(entry, str) and entry for entry in entries):
             raise ValueError(f"data.urls={self.urls} must be a path or a list of paths, as in data.urls=[a.tar,b.tar]")
+        self._filters = parse_row_filters(self.row_filters)
         self._paths: list[Path] = []
         self._files = _OpenFiles()
 
@@ -48,13 +54,15 @@ class WebDataset(Source):
         """Index every tar, or take its index from the cache.
 
         Raises:
-            ConfigError: a tar is missing, empty, compressed, unsorted, or without a usable sample.
+            ConfigError: a tar is missing, empty, compressed, unsorted, or without a usable sample; or no sample meets
+                `row_filters`.
             RunError: a tar cannot be read, or more than 1 % of the pictures have no readable header.
         """
         self._paths = expand_urls(self.urls)
         cache_dir = None if self.index_dir is None else Path(self.index_dir)
         try:
             shards = [load_shard(path, cache_dir) for path in self._paths]
+            kept = self._judge(shards, cache_dir)
         except OSError as error:
             raise RunError(f"data.urls: a tar cannot be read: {error}") from error
         for path, shard in zip(self._paths, shards, strict=True):
@@ -63,10 +71,25 @@ class WebDataset(Source):
         table = np.concatenate([shard.table for shard in shards])
         table["shard"] = np.repeat(np.arange(len(shards)), [len(shard.table) for shard in shards])
         names = tuple(path.name for path in self._paths)
-        index = Index(shards=names, table=table, keys=np.concatenate([shard.keys for shard in shards]))
+        keys = np.concatenate([shard.keys for shard in shards])
+        index = Index(shards=names, table=table[kept], keys=keys[kept], filters=self._filters.identity)
         _refuse_unreadable(index)
         self._index = index
         return index
+
+    def _judge(self, shards: list[ShardIndex], cache_dir: Path | None) -> np.ndarray | slice:
+        """Return which samples of all shards meet the row filters, and log how many do."""
+        if not len(self._filters):
+            return slice(None)
+        parts = zip(self._paths, shards, strict=True)
+        verdicts = np.concatenate([load_verdicts(path, shard, self._filters, cache_dir) for path, shard in parts])
+        report = self._filters.report(verdicts)
+        for line in report:
+            _log.info("%s", line)
+        kept = passing(verdicts)
+        if not kept.any():
+            raise ConfigError("no sample is left, so nothing can train; relax the filters. " + "; ".join(report))
+        return kept
 
     def read(self, row: int) -> RawSample:
         """Read picture and caption of one row."""

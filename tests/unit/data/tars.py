@@ -52,5 +52,6 @@ def webdataset(urls: Any, **options: Any) -> WebDataset:
         "num_workers": 0,
         "worker_start": "fork",
         "index_dir": None,
+        "row_filters": None,
     }
     return WebDataset(urls=urls if isinstance(urls, list) else str(urls), **{**defaults, **options})

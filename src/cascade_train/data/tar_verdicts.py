@@ -1,0 +1,68 @@
+"""Verdicts of row filters on the samples of one tar, and their cache beside the tar's index.
+
+What a filter is lives in row_filter.py; where the json of each sample lies is known from the index.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import numpy as np
+
+from cascade_train.data.row_filter import RowFilters
+from cascade_train.data.tar_index import ShardIndex, cache_file, write_cache
+
+_log = logging.getLogger(__name__)
+
+
+def load_verdicts(path: Path, shard: ShardIndex, filters: RowFilters, cache_dir: Path | None) -> np.ndarray:
+    """Return the verdict of each filter on each sample, from the cache if it is there, else from the tar.
+
+    Args:
+        path: the tar.
+        shard: its index.
+        filters: at least one.
+        cache_dir: see `load_shard`.
+
+    Returns:
+        (N, 1 + filters) uint8, see `RowFilters.verdicts`.
+
+    Raises:
+        ConfigError: the verdicts cannot be kept where the user wants them.
+        OSError: the tar cannot be read.
+    """
+    index = cache_file(path, cache_dir)
+    cached = index.with_name(f"{index.stem}-filters-{filters.identity}.npz")
+    verdicts = _read_cache(cached, (len(shard.table), 1 + len(filters)))
+    if verdicts is None:
+        verdicts = judge_shard(path, shard, filters)
+        write_cache(cached, {"verdicts": verdicts}, required=cache_dir is not None)
+    return verdicts
+
+
+def judge_shard(path: Path, shard: ShardIndex, filters: RowFilters) -> np.ndarray:
+    """Read every sample's json once and judge it, see `load_verdicts`.
+
+    Raises:
+        OSError: the tar cannot be read.
+    """
+    verdicts = np.zeros((len(shard.table), 1 + len(filters)), dtype=np.uint8)
+    with path.open("rb") as file:
+        for row, entry in enumerate(shard.table):
+            file.seek(int(entry["json_start"]))
+            content = file.read(int(entry["json_bytes"])) if entry["json_bytes"] else None
+            verdicts[row] = filters.verdicts(content)
+    return verdicts
+
+
+def _read_cache(cached: Path, shape: tuple[int, int]) -> np.ndarray | None:
+    if not cached.is_file():
+        return None
+    try:
+        with cached.open("rb") as file, np.load(file, allow_pickle=False) as parts:
+            verdicts = parts["verdicts"]
+    except Exception as error:  # numpy and zipfile answer damage in many ways
+        _log.warning("cached verdicts %s are damaged (%s); reading the tar again", cached, error)
+        return None
+    return verdicts if isinstance(verdicts, np.ndarray) and verdicts.shape == shape else None
