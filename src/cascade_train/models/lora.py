@@ -55,7 +55,15 @@ class LoraSpec:
 
 
 def inject_lora(
-    network: nn.Module, *, rank: int, alpha: float, dropout: float, module_filters: Sequence[str] | None, seed: int
+    network: nn.Module,
+    *,
+    rank: int,
+    alpha: float,
+    dropout: float,
+    module_filters: Sequence[str] | None,
+    seed: int,
+    dora: bool = False,
+    key: str = "task.module_filters",
 ) -> list[str]:
     """Freeze `network`, give the selected modules fp32 adapters in place, and return their names.
 
@@ -69,22 +77,29 @@ def inject_lora(
         dropout: on the adapters' input, in [0, 1).
         module_filters: see `select_modules`.
         seed: the run's seed.
+        dora: also train the magnitude of each output, which begins as the base's.
+        key: the config key that named the filters.
 
     Raises:
         ConfigError: a filter that selects nothing.
     """
-    targets = select_modules(network, module_filters)
-    attach_adapters(network, rank=rank, alpha=alpha, dropout=dropout, targets=targets)
+    targets = select_modules(network, module_filters, key=key)
+    attach_adapters(network, rank=rank, alpha=alpha, dropout=dropout, targets=targets, dora=dora)
     for name, layer in adapted_layers(network):
         down, up = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
         fan_in = math.prod(down.shape[1:])
         fill_(down, Fill(kind="uniform", scale=1.0 / math.sqrt(fan_in)), seed, f"{name}.lora_A")
         fill_(up, ZEROS, seed, f"{name}.lora_B")
+        if dora:
+            weight = layer.get_base_layer().weight
+            _magnitude(layer).data.copy_(output_norms(weight).view_as(_magnitude(layer)))
     assert_only_adapters_train(network)
     return targets
 
 
-def select_modules(network: nn.Module, module_filters: Sequence[str] | None) -> list[str]:
+def select_modules(
+    network: nn.Module, module_filters: Sequence[str] | None, *, key: str = "task.module_filters"
+) -> list[str]:
     """Return the names of the modules that the filters select, in the network's order.
 
     A filter is a substring of a module's name; one that is a substring of none is tried as a regular expression.
@@ -94,6 +109,7 @@ def select_modules(network: nn.Module, module_filters: Sequence[str] | None) -> 
     Args:
         network: whose modules are meant.
         module_filters: a module is selected when any of them matches; None = all that can be adapted.
+        key: the config key that named the filters.
 
     Raises:
         ConfigError: a filter that selects nothing, with names that come near.
@@ -105,10 +121,10 @@ def select_modules(network: nn.Module, module_filters: Sequence[str] | None) -> 
     for module_filter in module_filters:
         matched = _matches(module_filter, names)
         if not matched:
-            raise ConfigError(_no_match(module_filter, names))
+            raise ConfigError(f"{key}: {_no_match(module_filter, names)}")
         chosen.update(matched)
     if not chosen:
-        raise ConfigError("task.module_filters=[]: selects no module; name some, or null for every linear layer")
+        raise ConfigError(f"{key}=[]: selects no module; name some, or null for every linear layer")
     return [name for name in names if name in chosen]
 
 
@@ -140,10 +156,12 @@ def _no_match(module_filter: str, names: Sequence[str]) -> str:
     parts = {part for name in names for part in f"{name}.{original_name(name)}".split(".") if not part.isdigit()}
     near = difflib.get_close_matches(module_filter.strip("."), sorted(parts), n=3, cutoff=0.5)
     hint = f"near: {', '.join(near)}" if near else f"modules are named like {names[len(names) // 2]}"
-    return f"task.module_filters: {module_filter!r} selects no linear or ungrouped convolution layer; {hint}"
+    return f"{module_filter!r} selects no linear or ungrouped convolution layer; {hint}"
 
 
-def attach_adapters(network: nn.Module, *, rank: int, alpha: float, dropout: float, targets: Sequence[str]) -> None:
+def attach_adapters(
+    network: nn.Module, *, rank: int, alpha: float, dropout: float, targets: Sequence[str], dora: bool = False
+) -> None:
     """Freeze `network` and add fp32 adapters without values to exactly `targets`, in place.
 
     No random number is drawn. Adapters are in the mode and on the device of their layer (on the host where that is
@@ -151,7 +169,12 @@ def attach_adapters(network: nn.Module, *, rank: int, alpha: float, dropout: flo
     """
     network.requires_grad_(requires_grad=False)
     config = LoraConfig(
-        r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=list(targets), init_lora_weights=False
+        r=rank,
+        lora_alpha=alpha,
+        lora_dropout=dropout,
+        target_modules=list(targets),
+        init_lora_weights=False,
+        use_dora=dora,
     )
     inject_adapter_in_model(config, network, adapter_name=ADAPTER, low_cpu_mem_usage=True)
     layers = dict(adapted_layers(network))
@@ -159,10 +182,19 @@ def attach_adapters(network: nn.Module, *, rank: int, alpha: float, dropout: flo
         raise AssertionError(f"peft adapted other modules than asked: {sorted(set(layers) ^ set(targets))[:3]}")
     for layer in layers.values():
         device = layer.get_base_layer().weight.device
-        for half in (layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]):
-            memory = torch.empty(half.weight.shape, device="cpu" if device.type == "meta" else device)
-            half.weight = nn.Parameter(memory)
+        for part in (half[ADAPTER] for half in (layer.lora_A, layer.lora_B, layer.lora_magnitude_vector) if half):
+            memory = torch.empty(part.weight.shape, device="cpu" if device.type == "meta" else device)
+            part.weight = nn.Parameter(memory)
         layer.train(layer.get_base_layer().training)
+
+
+def _magnitude(layer: LoraLayer) -> nn.Parameter:
+    return layer.lora_magnitude_vector[ADAPTER].weight
+
+
+def output_norms(weight: Tensor) -> Tensor:
+    """Return the length (out,) fp32 of each output's weights, of (out, ...) (Liu et al. 2024, equation 2)."""
+    return weight.detach().float().flatten(1).norm(dim=1)
 
 
 def adapted_layers(network: nn.Module) -> Iterator[tuple[str, LoraLayer]]:
@@ -187,7 +219,7 @@ def assert_only_adapters_train(network: nn.Module) -> None:
 
 
 def adapter_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the adapters of a whole network's state dict by plain names, `<module>.lora_A.weight`."""
+    """Return the adapters of a whole network's state dict by plain names, `<module>.lora_A.weight` and so on."""
     return {name.replace(f".{ADAPTER}.", "."): value for name, value in state.items() if ".lora_" in name}
 
 
@@ -207,6 +239,7 @@ def lora_spec(network: nn.Module) -> LoraSpec:
         alpha=float(first.lora_alpha[ADAPTER]),
         targets=tuple(layers),
         base_size=recognise_size(shapes),
+        dora=ADAPTER in first.lora_magnitude_vector,
     )
 
 
@@ -220,6 +253,9 @@ def merge_lora(network: nn.Module) -> None:
     for name, layer in list(adapted_layers(network)):
         base = layer.get_base_layer()
         merged = base.weight.float() + layer.get_delta_weight(ADAPTER).float()
+        if ADAPTER in layer.lora_magnitude_vector:
+            factor = _magnitude(layer).flatten() / output_norms(merged)
+            merged = merged * factor.view(-1, *[1] * (merged.ndim - 1))
         base.weight.copy_(merged)
         network.set_submodule(name, base)
     if hasattr(network, "peft_config"):

@@ -162,6 +162,29 @@ def test_merging_equals_the_adapters_and_restores_diffusers_keys(network: Cascad
     torch.testing.assert_close(predict(network), adapted, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("module_filters", [[".attn"], ["embedding", "clf", "mapper", "upscalers"]])
+def test_decomposed_weights_begin_as_the_base_train_their_magnitudes_and_merge(
+    network: CascadeUNet, module_filters: list[str]
+) -> None:
+    base = predict(network)
+    targets = inject(network, module_filters, dora=True)
+    torch.testing.assert_close(predict(network), base, atol=1e-6, rtol=1e-5)
+    assert lora_spec(network).dora
+    state = adapter_state(network.state_dict())
+    assert {name for name in state if "magnitude" in name} == {f"{n}.lora_magnitude_vector.weight" for n in targets}
+    predict(network).square().mean().backward()
+    trainable = [parameter for parameter in network.parameters() if parameter.requires_grad]
+    assert len(trainable) == 3 * len(targets)
+    assert all(parameter.dtype == torch.float32 and parameter.grad is not None for parameter in trainable)
+    for _, layer in adapted_layers(network):
+        torch.nn.init.normal_(layer.lora_B[ADAPTER].weight, std=0.1, generator=torch.Generator().manual_seed(1))
+        layer.lora_magnitude_vector[ADAPTER].weight.data.mul_(1.2)
+    adapted = predict(network)
+    assert not torch.allclose(adapted, base, atol=1e-3)
+    merge_lora(network)
+    torch.testing.assert_close(predict(network), adapted, atol=1e-5, rtol=1e-4)
+
+
 def test_a_network_without_adapters_has_no_spec(network: CascadeUNet) -> None:
     with pytest.raises(AssertionError, match="carries no adapters"):
         lora_spec(network)
