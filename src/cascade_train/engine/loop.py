@@ -24,6 +24,7 @@ from cascade_train.distributed.parallelize import set_gradient_sync
 from cascade_train.distributed.process_group import World
 from cascade_train.distributed.rng import seed_micro_batch
 from cascade_train.engine.checkpoint import CheckpointStore
+from cascade_train.engine.loss_plot import LossPlot
 from cascade_train.engine.metrics import MetricsLog
 from cascade_train.engine.phase import BoundPhase, restore_training_state, training_state
 from cascade_train.engine.profiler import Profiler
@@ -92,6 +93,7 @@ class Trainer:
         profiler: Profiler,
         validation: Validation | None,
         sampling: SampleGrid | None,
+        loss_plot: LossPlot | None = None,
     ) -> None:
         """Take the built parts of a run; `restore` and `run` do the work."""
         self.world = world
@@ -109,6 +111,7 @@ class Trainer:
         self.profiler = profiler
         self.validation = validation
         self.sampling = sampling
+        self.loss_plot = loss_plot
         self.step = 0
         self.samples_seen = 0
         self._withheld = torch.zeros((), device=world.device)
@@ -150,6 +153,8 @@ class Trainer:
             values |= {f"{prefix}{name}": value for name, value in measured.items()}
             report |= gathered
         self.task.after_step(report)
+        if self.loss_plot is not None and "logsnr" in report:
+            self.loss_plot.add(report["logsnr"], report["loss_raw"])
         return values
 
     def _next(self, feed: Iterator[list[Batch]]) -> list[Batch]:
@@ -203,6 +208,9 @@ class Trainer:
         for row in self.metrics.flush():
             self.tracker.log(row, row["step"])
             self.progress.update(row)
+        for notice in self.task.notices():
+            if self.world.is_main:
+                log.warning("%s (Rank 0, since the last such line.)", notice)
 
     def measure(self, validation: Validation) -> dict[str, Tensor | float]:
         """Return the losses on held-out samples. Collective."""
@@ -210,9 +218,10 @@ class Trainer:
             return validation.run()
 
     def show(self, sampling: SampleGrid) -> None:
-        """Draw the fixed samples and send them to the tracker. Collective."""
+        """Draw the fixed samples and the loss by noise level, and send them to the tracker. Collective."""
         with self.metrics.paused():
-            for path in sampling.draw(self.step):
+            plots = [] if self.loss_plot is None else self.loss_plot.draw(self.step)
+            for path in [*sampling.draw(self.step), *plots]:
                 self.tracker.log_image(path.stem, path, self.step)
 
     def save(self) -> None:

@@ -60,6 +60,10 @@ class Stage(abc.ABC):
     def tokenize(self, captions: Sequence[str]) -> Tokens:
         """Turn captions into token ids and attention mask, (B, L) int64 on the host. May sync."""
 
+    def notices(self) -> list[str]:
+        """Return what people should hear about the captions since the last call; nothing by default."""
+        return []
+
     @abc.abstractmethod
     def encode(self, image_BCHW: Tensor) -> Tensor:
         """Encode images (B, 3, H, W) float in [0, 1] to clean latents x0, fp32. Without gradient. Must not sync."""

@@ -136,6 +136,10 @@ class StageC(Stage):
         """Turn captions into token ids and attention mask, (B, L) int64 on the host."""
         return self.text_encoder.tokenize(captions)
 
+    def notices(self) -> list[str]:
+        """Say how many captions were cut since the last call, if any."""
+        return self.text_encoder.notices()
+
     def encode(self, image_BCHW: Tensor) -> Tensor:
         """Encode images (B, 3, H, W) float in [0, 1] to latents x0 (B, 16, H / 32, W / 32) fp32. No gradient."""
         return self.semantic_compressor.encode(image_BCHW)

@@ -3,7 +3,7 @@
 Lives here: captions to token ids, token ids to text conditions, and building both from stored or seeded weights. Must
 not live here: dropping of captions (tasks) and the packaged vocabulary (tiny_vocabulary.py).
 
-Shape legend: B batch, L text tokens, D width.
+Shape legend: B batch, P pieces of captions, L text tokens, D width.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from cascade_train.errors import ConfigError
 from cascade_train.models.initialize import FROZEN_SEED, initialise, tower_rule
 from cascade_train.models.stage import Tokens
 from cascade_train.models.tiny_vocabulary import FOLDER
+
+LONG_PIECES = 3
+"""Pieces of a long caption: 225 tokens where one piece has 75, as other trainers have it."""
 
 
 class TextEncoder:
@@ -36,6 +39,9 @@ class TextEncoder:
         num_attention_heads: heads of each layer.
         projection_dim: width of the pooled embedding.
         hidden_act: activation by its transformers name.
+        long_captions: a caption is encoded in three pieces of `max_tokens` that follow each other, the pooled embedding
+            being the first piece's; false = one piece, and what is longer is cut. Always three, so that a sample does
+            not depend on its neighbours.
 
     Raises:
         ValueError: a size below one, or heads that do not divide the width.
@@ -56,6 +62,7 @@ class TextEncoder:
         num_attention_heads: int,
         projection_dim: int,
         hidden_act: str,
+        long_captions: bool,
     ) -> None:
         if max_tokens < 3:
             raise ValueError(f"text_encoder.max_tokens={max_tokens}: must be at least 3 (start, one token, end)")
@@ -76,6 +83,8 @@ class TextEncoder:
         self.num_attention_heads = num_attention_heads
         self.projection_dim = projection_dim
         self.hidden_act = hidden_act
+        self.pieces = LONG_PIECES if long_captions else 1
+        self._captions = self._cut = 0
         self.tokenizer: CLIPTokenizer
         self.module: CLIPTextModelWithProjection
 
@@ -151,23 +160,42 @@ class TextEncoder:
         return module.to(device)
 
     def tokenize(self, captions: Sequence[str]) -> Tokens:
-        """Turn captions into `input_ids` and `attention_mask`, (B, `max_tokens`) int64 on the host."""
-        tokens = self.tokenizer(
-            list(captions), padding="max_length", truncation=True, max_length=self.max_tokens, return_tensors="pt"
-        )
-        return {"input_ids": tokens["input_ids"], "attention_mask": tokens["attention_mask"]}
+        """Turn captions into `input_ids` and `attention_mask`, (B, pieces * `max_tokens`) int64 on the host."""
+        room = self.max_tokens - 2
+        words = self.tokenizer(list(captions), add_special_tokens=False, verbose=False)["input_ids"]
+        self._captions += len(words)
+        self._cut += sum(len(ids) > room * self.pieces for ids in words)
+        pieces = [ids[room * k :][:room] for ids in words for k in range(self.pieces)]
+        start, end, pad = (getattr(self.tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad"))
+        ids_PL = torch.tensor([[start, *piece, end] + [pad] * (room - len(piece)) for piece in pieces])
+        keep_PL = torch.tensor([[1] * (len(piece) + 2) + [0] * (room - len(piece)) for piece in pieces])
+        tokens = {"input_ids": ids_PL, "attention_mask": keep_PL}
+        return {name: value_PL.reshape(len(words), -1) for name, value_PL in tokens.items()}
+
+    def notices(self) -> list[str]:
+        """Say how many captions were cut since the last call, if any."""
+        cut, captions, self._cut, self._captions = self._cut, self._captions, 0, 0
+        if not cut:
+            return []
+        room = (self.max_tokens - 2) * self.pieces
+        remedy = "" if self.pieces > 1 else "; model.text_encoder.long_captions=true takes three times as many"
+        return [f"{cut} of {captions} captions were longer than {room} tokens and were cut{remedy}."]
 
     def encode(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
         """Encode (B, L) tokens to text (B, L, D) before the final layer norm and pooled text (B, 1, D').
 
-        Never syncs: the mask is made here, since transformers would ask the device whether anything is padded.
+        Each piece of `max_tokens` is encoded by itself; the pooled text is the first one's. Never syncs: the mask is
+        made here, since transformers would ask the device whether anything is padded.
         """
+        batch = len(tokens["input_ids"])
         output = self.module(
-            input_ids=tokens["input_ids"],
-            attention_mask=causal_mask(tokens["attention_mask"]),
+            input_ids=tokens["input_ids"].reshape(-1, self.max_tokens),
+            attention_mask=causal_mask(tokens["attention_mask"].reshape(-1, self.max_tokens)),
             output_hidden_states=True,
         )
-        return output.hidden_states[-1], output.text_embeds.unsqueeze(1)
+        text_PLD = output.hidden_states[-1]
+        pooled_BPD = output.text_embeds.unflatten(0, (batch, -1))
+        return text_PLD.reshape(batch, -1, text_PLD.shape[-1]), pooled_BPD[:, :1]
 
 
 def causal_mask(keep_BL: Tensor) -> Tensor:

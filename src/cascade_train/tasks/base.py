@@ -139,6 +139,10 @@ class Task(abc.ABC):
             report: each phase's `StepOutput.report` over the whole global batch, in its order, (G,) fp32.
         """
 
+    def notices(self) -> list[str]:
+        """Return what people should hear about the samples since the last call; nothing by default."""
+        return []
+
     def state_dict(self) -> dict[str, Tensor]:
         """Return the task's own state, equal on all ranks; empty by default."""
         return {}

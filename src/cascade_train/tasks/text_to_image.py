@@ -52,6 +52,9 @@ class TextToImage(Task):
 
     Raises:
         ValueError: a share outside [0, 1].
+
+    Attributes:
+        trains_conditions: whether something in the encoders of conditions trains, so that they need gradients.
     """
 
     def __init__(self, *, cond_drop_prob: float, image_keep_prob: float) -> None:
@@ -64,6 +67,7 @@ class TextToImage(Task):
         self.objective: Objective
         self.device: torch.device
         self._empty_tokens: Tokens
+        self.trains_conditions = False
 
     def attach(self, stage: Stage, objective: Objective, device: torch.device) -> None:
         """Take the built stage; a task extends this by what it freezes and adds."""
@@ -95,7 +99,8 @@ class TextToImage(Task):
             image_BCHW = prepared.image_BCHW.float() / 255
             tokens = self._drop(prepared.tokens, prepared.drop_caption_B)
             shown_BCHW = image_BCHW if self.image_keep_prob > 0.0 else None
-            cond = self.stage.conditions(tokens, shown_BCHW, prepared.keep_image_B)
+            with torch.set_grad_enabled(self.trains_conditions):
+                cond = self.stage.conditions(tokens, shown_BCHW, prepared.keep_image_B)
             x0_BCHW = self.stage.encode(image_BCHW)
             diffused = self.objective.diffuse(x0_BCHW, prepared.noise_BCHW, prepared.timestep_B, prepared.offset_BC11)
         pred_BCHW = self.stage.predict(diffused.noised, diffused.timestep_ratio_B, cond)
@@ -137,6 +142,10 @@ class TextToImage(Task):
     def after_step(self, report: Mapping[str, Tensor]) -> None:
         """Let the objective adapt to the (G,) losses and noise levels of the global batch."""
         self.objective.after_step(report["logsnr"], report["loss_raw"])
+
+    def notices(self) -> list[str]:
+        """Say how many captions were cut since the last call, if any."""
+        return self.stage.notices()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the objective's state; the task itself has none."""

@@ -163,3 +163,11 @@ class EndingFeed(ToyFeed):
     def __iter__(self):
         for _, batches in zip(range(2), super().__iter__(), strict=False):
             yield batches
+
+
+def test_what_a_task_notices_is_said_at_the_log_cadence(world, tmp_path, monkeypatch, caplog):
+    trainer = build_trainer(world, tmp_path, max_steps=5)
+    monkeypatch.setattr(trainer.task, "notices", lambda: [f"seen by step {trainer.step}"])
+    trainer.run()
+    said = [record.message for record in caplog.records if "seen by" in record.message]
+    assert said[:2] == [f"seen by step {step} (Rank 0, since the last such line.)" for step in (2, 4)]

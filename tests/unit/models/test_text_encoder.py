@@ -157,3 +157,32 @@ def test_a_tokenizer_of_another_tower_is_refused(folder: Path) -> None:
 
 def test_the_exported_tokenizer_is_the_librarys_own(folder: Path) -> None:
     assert CLIPTokenizer.from_pretrained(folder / "words")("a red circle").input_ids[-1] == END
+
+
+def test_cut_captions_are_counted_once(encoder: TextEncoder) -> None:
+    encoder.notices()
+    encoder.tokenize(["red " * 22, "red " * 23, ""])
+    encoder.tokenize(["red " * 40])
+    assert encoder.notices() == [
+        "2 of 4 captions were longer than 22 tokens and were cut; "
+        "model.text_encoder.long_captions=true takes three times as many."
+    ]
+    assert encoder.notices() == []
+
+
+def test_long_captions_are_encoded_in_three_pieces_and_pooled_by_the_first(encoder: TextEncoder) -> None:
+    long = built(long_captions=True)
+    words = ["red", "blue", "green"]
+    captions = [" ".join(words[i % 3] for i in range(50)), "a small circle"]
+    tokens = long.tokenize(captions)
+    assert tokens["input_ids"].shape == tokens["attention_mask"].shape == (2, 72)
+    assert tokens["attention_mask"].sum(dim=1).tolist() == [50 + 6, 3 + 6]
+    text, pooled = long.encode(tokens)
+    assert text.shape == (2, 72, 128)
+    pieces = [" ".join(captions[0].split()[start : start + 22]) for start in (0, 22, 44)]
+    alone, pooled_alone = encoder.encode(encoder.tokenize([*pieces, captions[1], "", ""]))
+    torch.testing.assert_close(text, alone.reshape(2, 72, 128), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(pooled, pooled_alone[[0, 3]].reshape(2, 1, 128), rtol=1e-4, atol=1e-5)
+    assert long.notices() == []
+    long.tokenize(["red " * 67])
+    assert long.notices() == ["1 of 1 captions were longer than 66 tokens and were cut."]
