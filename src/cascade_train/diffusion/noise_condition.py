@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cascade_train.diffusion.checks import check_above, check_increasing, check_within
-from cascade_train.diffusion.schedule import stable_diffusion_variances
+from cascade_train.diffusion.schedule import cosine_constants, stable_diffusion_variances
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +65,9 @@ class CosineTimeCondition(NoiseCondition):
     def value(self, logsnr_B: Tensor) -> Tensor:
         """See `NoiseCondition.value`."""
         low, high = (0.0, 1.0) if self.clamp_range is None else self.clamp_range
-        start = math.cos(self.s / (1 + self.s) * math.pi / 2) ** 2
+        s, start = cosine_constants(self.s)
         angle_B = (logsnr_B.sigmoid().clamp(low, high) * start).sqrt().acos()
-        return (angle_B / (math.pi / 2) * (1 + self.s) - self.s).clamp(low, high)
+        return (angle_B / (math.pi / 2) * (1 + s) - s).clamp(low, high)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -103,6 +103,16 @@ class Schedule(abc.ABC):
         return logsnr_B if self.limits is None else logsnr_B.clamp(*self.limits)
 
 
+def cosine_constants(s: float) -> tuple[Tensor, Tensor]:
+    """Return s and cos^2(s / (1 + s) * pi / 2), both () fp32 on the host.
+
+    Rounded to fp32 at every step, as in the original: near data one bit more or less of these moves the
+    noise condition by 1e-6, which its embedding multiplies by 10000.
+    """
+    offset = torch.tensor(s, dtype=torch.float32, device="cpu")
+    return offset, torch.cos(offset / (1 + offset) * (math.pi / 2)) ** 2
+
+
 @dataclass(frozen=True, kw_only=True)
 class CosineSchedule(Schedule):
     """Cosine in the signal's variance (Nichol & Dhariwal 2021, eq. 17); Stable Cascade trains with it.
@@ -125,8 +135,8 @@ class CosineSchedule(Schedule):
 
     def curve(self, t_B: Tensor) -> Tensor:
         """See `Schedule.curve`."""
-        start = math.cos(self.s / (1 + self.s) * math.pi / 2) ** 2
-        var_B = torch.cos((self.s + t_B) / (1 + self.s) * (math.pi / 2)) ** 2 / start
+        s, start = cosine_constants(self.s)
+        var_B = torch.cos((s + t_B) / (1 + s) * (math.pi / 2)) ** 2 / start
         return _logsnr_of_variance(_into_range(var_B, self.clamp_range, self.norm_instead))
 
     def sample(self, u_B: Tensor, *, shift: float = 1.0) -> Tensor:
