@@ -22,8 +22,9 @@ from transformers import CLIPImageProcessor
 from transformers.utils import logging as transformers_logging
 
 from cascade_train.errors import RunError
-from cascade_train.models.lora import ADAPTER, LoraSpec, adapted_layers
-from cascade_train.models.lora_files import SINGLE_FILE, load_lora, write_peft_folder, write_single_file
+from cascade_train.models.lora import LoraSpec
+from cascade_train.models.lora_files import SINGLE_FILE, module_shapes, read_lora, write_peft_folder, write_single_file
+from cascade_train.models.lora_files_content import StoredLora, TrainedTokens
 from cascade_train.models.semantic_compressor import EfficientNetCompressor
 from cascade_train.models.stage_c import StageC
 
@@ -117,9 +118,9 @@ def save_prior(state: Mapping[str, Tensor], parts: PriorParts, directory: Path) 
         )
         pipeline.save_pretrained(partial)
         loaded = StableCascadeUNet.from_pretrained(partial / "prior", torch_dtype=network.dtype)
-        _check_equal_tensors(network.state_dict(), loaded.state_dict(), directory)
+        check_equal_tensors(network.state_dict(), loaded.state_dict(), directory)
         expected, found = (fixed_prediction(each) for each in (network, loaded))
-        error = _checked_error(expected, found, network.dtype, directory)
+        error = checked_error(expected, found, network.dtype, directory)
     return Exported(path=directory, max_error=error)
 
 
@@ -129,10 +130,13 @@ def save_lora(
     network_config: Mapping[str, Any],
     directory: Path,
     metadata: Mapping[str, str],
+    *,
+    text_encoder: Mapping[str, Tensor] | None = None,
+    tokens: TrainedTokens | None = None,
 ) -> Exported:
     """Write adapters as peft's folder and as one file with metadata, replacing `directory` at once.
 
-    Both are read back onto a network without weights, and each adapted layer's contribution is compared.
+    Both are read back for a network without weights, and each adapted layer's contribution is compared.
 
     Args:
         state: the adapters by plain names on the host, see `lora.adapter_state`.
@@ -140,21 +144,59 @@ def save_lora(
         network_config: the base network's diffusers config.
         directory: appears when all is written and verified.
         metadata: further facts for the single file's header.
+        text_encoder: adapters of the text encoder, likewise; None = none.
+        tokens: trained vocabulary rows; None = none.
 
     Raises:
         RunError: what was read back differs; `directory` is as it was.
     """
-    expected = torch.cat([fixed_contribution(state, name, spec) for name in spec.targets])
-    error = 0.0
+    lora = StoredLora(spec=spec, state=state, text_encoder=text_encoder or {}, tokens=tokens)
+    modules = module_shapes(build_plain_network(network_config, None))
     with replaced_directory(directory) as partial:
-        write_peft_folder(partial, state, spec)
-        write_single_file(partial / SINGLE_FILE, state, spec, metadata)
-        for source in (partial, partial / SINGLE_FILE):
-            network = build_plain_network(network_config, None)
-            load_lora(network, str(source), key="export")
-            found = torch.cat([_layer_contribution(layer) for layer in _in_order(network, spec)])
-            error = max(error, _checked_error(expected, found, torch.float32, directory))
+        write_peft_folder(partial, lora)
+        write_single_file(partial / SINGLE_FILE, lora, metadata)
+        sources = (partial, partial / SINGLE_FILE)
+        error = max(
+            lora_error(lora, read_lora(str(each), key="export", modules=modules), directory) for each in sources
+        )
     return Exported(path=directory, max_error=error)
+
+
+def lora_error(expected: StoredLora, found: StoredLora, path: Path) -> float:
+    """Return the largest difference of two files' contributions to a fixed input, relative to the largest.
+
+    Compares every adapted layer of network and text encoder, DoRA's magnitudes, and the trained tokens.
+
+    Raises:
+        RunError: more than rounding.
+    """
+    if (expected.tokens is None) != (found.tokens is None):
+        raise RunError(f"{path}: trained tokens read back differently from what was written; nothing was kept")
+    pairs = [(_outputs(expected.state, expected.spec), _outputs(found.state, found.spec))]
+    pairs.append((_outputs(expected.text_encoder, expected.spec), _outputs(found.text_encoder, found.spec)))
+    if expected.tokens is not None and found.tokens is not None:
+        pairs.append(
+            (
+                dict(zip(expected.tokens.strings, expected.tokens.rows, strict=True)),
+                dict(zip(found.tokens.strings, found.tokens.rows, strict=True)),
+            )
+        )
+    errors = [0.0]
+    for wanted, got in pairs:
+        if wanted.keys() - got.keys() or any(bool(got[name].any()) for name in got.keys() - wanted.keys()):
+            raise RunError(f"{path}: other modules are adapted than were written; nothing was kept")
+        if wanted:
+            a, b = (torch.cat([each[name].float().flatten() for name in wanted]) for each in (wanted, got))
+            errors.append(checked_error(a, b, torch.float32, path))
+    return max(errors)
+
+
+def _outputs(state: Mapping[str, Tensor], spec: LoraSpec) -> dict[str, Tensor]:
+    """Return (alpha / rank) B A x of each adapted module for a fixed x, and the magnitudes, by name."""
+    outputs = {n: v for n, v in state.items() if ".lora_magnitude_vector." in n}
+    for name in dict.fromkeys(key.rsplit(".lora_", 1)[0] for key in state):
+        outputs[name] = fixed_contribution(state, name, spec)
+    return outputs
 
 
 def build_plain_network(config: Mapping[str, Any], state: Mapping[str, Tensor] | None) -> StableCascadeUNet:
@@ -190,21 +232,16 @@ def fixed_contribution(state: Mapping[str, Tensor], name: str, spec: LoraSpec) -
     return spec.alpha / spec.rank * (up @ (down @ _fixed_input(down.shape[1])))
 
 
-def _layer_contribution(layer: Any) -> Tensor:
-    down, up = (half[ADAPTER].weight.detach().flatten(1) for half in (layer.lora_A, layer.lora_B))
-    return layer.scaling[ADAPTER] * (up @ (down @ _fixed_input(down.shape[1])))
-
-
 def _fixed_input(width: int) -> Tensor:
     return torch.randn(width, generator=torch.Generator().manual_seed(0))
 
 
-def _in_order(network: nn.Module, spec: LoraSpec) -> list[Any]:
-    layers = dict(adapted_layers(network))
-    return [layers[name] for name in spec.targets]
+def checked_error(expected: Tensor, found: Tensor, dtype: torch.dtype, directory: Path) -> float:
+    """Return the largest difference relative to the largest expected value.
 
-
-def _checked_error(expected: Tensor, found: Tensor, dtype: torch.dtype, directory: Path) -> float:
+    Raises:
+        RunError: more than rounding.
+    """
     scale = max(float(expected.abs().max()), torch.finfo(torch.float32).tiny)
     error = float((expected - found).abs().max()) / scale
     if not error <= ROUNDINGS * torch.finfo(dtype).eps:
@@ -214,7 +251,12 @@ def _checked_error(expected: Tensor, found: Tensor, dtype: torch.dtype, director
     return error
 
 
-def _check_equal_tensors(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], directory: Path) -> None:
+def check_equal_tensors(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], directory: Path) -> None:
+    """Compare tensors bit for bit.
+
+    Raises:
+        RunError: names the first that differs.
+    """
     for name in expected.keys() | found.keys():
         if name not in expected or name not in found or not torch.equal(expected[name], found[name]):
             raise RunError(f"{directory}: {name} reads back differently from what was written; nothing was kept")
@@ -255,6 +297,18 @@ def _quiet() -> Iterator[None]:
         diffusers_logging.set_verbosity(verbosity)
         if bars:
             transformers_logging.enable_progress_bar()
+
+
+@contextmanager
+def replaced_file(path: Path) -> Iterator[Path]:
+    """Yield a file name beside `path` that takes its place when the block succeeds, else vanishes."""
+    partial = path.with_name(f".partial.{path.name}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        yield partial
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -1,169 +1,350 @@
-"""Adapters on disk: one safetensors file with metadata, and peft's adapter folder.
+"""Adapters on disk: our file with metadata and peft's folder, and the one way in for every format.
 
-Lives here: both formats, in and out. Must not live here: what an adapter does (lora.py), when it is written
+Lives here: those two formats out, every format in, and whether what was read fits a network. Must not live here:
+foreign formats (lora_files_keyed.py, lora_files_original.py), what an adapter does (lora.py), when it is written
 (export.py).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from peft import LoraConfig
+from peft.tuners.lora import LoraLayer
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
-from cascade_train.models.lora import ADAPTER, LoraSpec, adapted_layers, attach_adapters, lora_spec
-from cascade_train.models.weights_keys import SIZES, compare_keys, recognise_size
+from cascade_train.models.lora import ADAPTER, LoraSpec, attach_adapters, lora_spec
+from cascade_train.models.lora_files_content import StoredLora, TrainedTokens
+from cascade_train.models.lora_files_keyed import Adapter, is_keyed, read_keyed, unify
+from cascade_train.models.lora_files_original import DEFAULT_FILTERS, is_original, read_original
+from cascade_train.models.weights_keys import SIZES, Shape, compare_keys, recognise_adapter_size, recognise_size
 from cascade_train.models.weights_source import find_part
 
 FORMAT = "cascade_train.lora/1"
 SINGLE_FILE = "lora.safetensors"
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
+TOKENS_FILE = "tokens.safetensors"
+TEXT_ENCODER = "text_encoder"
 
 _PEFT_PREFIX = "base_model.model."
+_MAGNITUDE = ".lora_magnitude_vector"
 
 
-def write_single_file(path: Path, state: Mapping[str, Tensor], spec: LoraSpec, metadata: Mapping[str, str]) -> None:
+def write_single_file(path: Path, lora: StoredLora, metadata: Mapping[str, str]) -> None:
     """Write adapters as one file whose header says what they are and which base they belong to.
 
     Args:
         path: ends in `.safetensors`.
-        state: `<module>.lora_A.weight` and `<module>.lora_B.weight`, see `lora.adapter_state`.
-        spec: what the adapters are.
+        lora: the adapters; those of the text encoder get the prefix `text_encoder.`, trained tokens are `token_rows`.
         metadata: further facts, kept as they are.
     """
+    spec = lora.spec
     header = {
         **metadata,
         "format": FORMAT,
         "base_size": spec.base_size or "",
         "rank": str(spec.rank),
         "alpha": str(spec.alpha),
+        "dora": str(spec.dora).lower(),
         "targets": json.dumps(spec.targets),
     }
-    save_file({name: value.contiguous() for name, value in state.items()}, path, metadata=header)
+    tensors = dict(lora.state) | {f"{TEXT_ENCODER}.{name}": value for name, value in lora.text_encoder.items()}
+    if lora.tokens is not None:
+        tensors["token_rows"] = lora.tokens.rows
+        header |= _token_header(lora.tokens)
+    save_file({name: value.contiguous() for name, value in tensors.items()}, path, metadata=header)
 
 
-def write_peft_folder(folder: Path, state: Mapping[str, Tensor], spec: LoraSpec) -> None:
-    """Write adapters as `PeftModel.from_pretrained` reads them, into an existing folder."""
-    config = LoraConfig(r=spec.rank, lora_alpha=spec.alpha, target_modules=list(spec.targets), inference_mode=True)
+def write_peft_folder(folder: Path, lora: StoredLora) -> None:
+    """Write adapters as `PeftModel.from_pretrained` reads them, into an existing folder.
+
+    Adapters of the text encoder become a folder `text_encoder` of the same form in it; trained tokens, which peft's
+    folder has no place for here, `tokens.safetensors` beside them.
+    """
+    _write_adapter(folder, lora.state, lora.spec)
+    if lora.text_encoder:
+        (folder / TEXT_ENCODER).mkdir()
+        _write_adapter(folder / TEXT_ENCODER, lora.text_encoder, lora.spec)
+    if lora.tokens is not None:
+        rows = {"token_rows": lora.tokens.rows.contiguous()}
+        save_file(rows, folder / TOKENS_FILE, metadata=_token_header(lora.tokens))
+
+
+def _write_adapter(folder: Path, state: Mapping[str, Tensor], spec: LoraSpec) -> None:
+    config = LoraConfig(
+        r=spec.rank,
+        lora_alpha=spec.alpha,
+        target_modules=list(_modules(state)),
+        use_dora=spec.dora,
+        inference_mode=True,
+    )
     config.save_pretrained(str(folder))
-    tensors = {f"{_PEFT_PREFIX}{name}": value.contiguous() for name, value in state.items()}
+    short = {name.replace(f"{_MAGNITUDE}.weight", _MAGNITUDE): value for name, value in state.items()}
+    tensors = {f"{_PEFT_PREFIX}{name}": value.contiguous() for name, value in short.items()}
     save_file(tensors, folder / ADAPTER_FILE, metadata={"format": "pt"})
 
 
-def read_lora(source: str, *, key: str) -> tuple[LoraSpec, dict[str, Tensor]]:
-    """Read adapters from a single file, a peft folder, or a run of ours.
+def _token_header(tokens: TrainedTokens) -> dict[str, str]:
+    return {
+        "tokens": json.dumps(tokens.strings),
+        "token_ids": json.dumps(tokens.ids),
+        "token_is_new": json.dumps(tokens.is_new),
+    }
+
+
+def _modules(state: Mapping[str, Tensor]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name.rsplit(".lora_", 1)[0] for name in state))
+
+
+def read_lora(
+    source: str, *, key: str, modules: Mapping[str, Shape], module_filters: Sequence[str] | None = DEFAULT_FILTERS
+) -> StoredLora:
+    """Read adapters of any known format that fit a network.
+
+    Args:
+        source: one file (ours, ComfyUI's, kohya's, dotted names, or the original's), a peft folder, or a run of ours.
+        key: the config key that named the source.
+        modules: the network's modules and the shapes of their weights, see `module_shapes`.
+        module_filters: which modules a file of the original adapts; other formats name them.
 
     Raises:
-        ConfigError: nothing there, or not adapters that this library reads.
+        ConfigError: nothing there, not adapters that this library reads, or adapters of another model.
     """
     path = Path(source).expanduser()
+    origin = f"{key}={source}"
     if path.is_dir():
-        return _read_peft_folder(find_part(path, "lora", key), key)
-    if not path.is_file():
-        raise ConfigError(
-            f"{key}={source}: no such file or folder; give a run, its export/lora, or a .safetensors file"
-        )
+        path = find_part(path, "lora", key)
+        check_adapter_size(_folder_tensors(path, key)[1], None, modules, origin)
+        lora = _read_peft_folder(path, key)
+    elif not path.is_file():
+        raise ConfigError(f"{origin}: no such file or folder; give a run, its export/lora, or a .safetensors file")
+    else:
+        header, tensors = read_tensors(path, key)
+        check_adapter_size(tensors, header.get("base_size") or None, modules, origin)
+        lora = _from_one_file(header, tensors, modules, module_filters, origin)
+    _check_fit(lora, modules, origin)
+    if lora.spec.base_size is None:
+        lora = replace(lora, spec=replace(lora.spec, base_size=recognise_size(_weights(modules))))
+    return lora
+
+
+def read_tensors(path: Path, key: str) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """Return header and tensors of a safetensors file.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
     try:
         with safe_open(path, framework="pt") as file:
-            header = file.metadata() or {}
-            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - not a mapping
+            return file.metadata() or {}, tensors
     except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{key}={source}: is no readable adapter file ({error}); copy it again") from error
-    if header.get("format") != FORMAT:
-        raise ConfigError(f"{key}={source}: its header does not say {FORMAT}; only adapters exported here are read")
+        raise ConfigError(f"{key}={path}: is no readable adapter file ({error}); copy it again") from error
+
+
+def _from_one_file(
+    header: Mapping[str, str],
+    tensors: Mapping[str, Tensor],
+    modules: Mapping[str, Shape],
+    module_filters: Sequence[str] | None,
+    origin: str,
+) -> StoredLora:
+    if header.get("format") == FORMAT:
+        return _from_single_file(header, tensors)
+    if is_original(tensors):
+        return read_original(header, tensors, modules, module_filters, origin)
+    if is_keyed(tensors):
+        return read_keyed(tensors, modules, origin)
+    first = ", ".join(list(tensors)[:2]) or "nothing"
+    raise ConfigError(f"{origin}: holds no adapters in a format that is read here, but {first}; see docs/weights.md")
+
+
+def _from_single_file(header: Mapping[str, str], tensors: Mapping[str, Tensor]) -> StoredLora:
+    prefix = f"{TEXT_ENCODER}."
     spec = LoraSpec(
         rank=int(header["rank"]),
         alpha=float(header["alpha"]),
         targets=tuple(json.loads(header["targets"])),
         base_size=header["base_size"] or None,
+        dora=header.get("dora") == "true",
     )
-    return spec, state
+    return StoredLora(
+        spec=spec,
+        state={n: t for n, t in tensors.items() if n != "token_rows" and not n.startswith(prefix)},
+        text_encoder={n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)},
+        tokens=_tokens(header, tensors),
+    )
 
 
-def _read_peft_folder(folder: Path, key: str) -> tuple[LoraSpec, dict[str, Tensor]]:
+def _tokens(header: Mapping[str, str], tensors: Mapping[str, Tensor]) -> TrainedTokens | None:
+    if "token_rows" not in tensors:
+        return None
+    strings, ids, is_new = (tuple(json.loads(header[key])) for key in ("tokens", "token_ids", "token_is_new"))
+    return TrainedTokens(strings=strings, ids=ids, is_new=is_new, rows=tensors["token_rows"])
+
+
+def _folder_tensors(folder: Path, key: str) -> tuple[Mapping[str, object], dict[str, Tensor]]:
     if not (folder / ADAPTER_CONFIG).is_file() or not (folder / ADAPTER_FILE).is_file():
         raise ConfigError(f"{key}={folder}: is no adapter folder, it lacks {ADAPTER_CONFIG} or {ADAPTER_FILE}")
-    config = json.loads((folder / ADAPTER_CONFIG).read_text())
-    with safe_open(folder / ADAPTER_FILE, framework="pt") as file:
-        state = {name.removeprefix(_PEFT_PREFIX): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    targets = tuple(sorted({name.rsplit(".lora_", 1)[0] for name in state}))
-    return LoraSpec(rank=config["r"], alpha=float(config["lora_alpha"]), targets=targets, base_size=None), state
+    return json.loads((folder / ADAPTER_CONFIG).read_text()), read_tensors(folder / ADAPTER_FILE, key)[1]
 
 
-def load_lora(network: nn.Module, source: str, *, key: str = "from") -> LoraSpec:
+def _read_peft_folder(folder: Path, key: str) -> StoredLora:
+    config, tensors = _folder_tensors(folder, key)
+    lora = unify(_adapters(tensors, config), {})
+    text: Mapping[str, Tensor] = {}
+    if (folder / TEXT_ENCODER).is_dir():
+        config, tensors = _folder_tensors(folder / TEXT_ENCODER, key)
+        text = unify(_adapters(tensors, config), {}).state
+    tokens = None
+    if (folder / TOKENS_FILE).is_file():
+        tokens = _tokens(*read_tensors(folder / TOKENS_FILE, key))
+    return replace(lora, text_encoder=text, tokens=tokens)
+
+
+def _adapters(tensors: Mapping[str, Tensor], config: Mapping[str, object]) -> dict[str, Adapter]:
+    """Return the adapters of a peft folder; alpha / rank is the folder's for every module."""
+    found: dict[str, Adapter] = {}
+    halves = {
+        "A.weight": "down",
+        "B.weight": "up",
+        "magnitude_vector": "magnitude",
+        "magnitude_vector.weight": "magnitude",
+    }
+    for name, tensor in tensors.items():
+        module, _, half = name.removeprefix(_PEFT_PREFIX).rpartition(".lora_")
+        setattr(found.setdefault(module, Adapter()), halves[half], tensor)
+    for adapter in found.values():
+        adapter.alpha = tensor.new_tensor(float(str(config["lora_alpha"])))
+    return found
+
+
+def module_shapes(network: nn.Module) -> dict[str, Shape]:
+    """Return the shapes of the weights of a network's own modules by name, adapters left out, in its order."""
+    shapes: dict[str, Shape] = {}
+    for name, module in network.named_modules():
+        inner = module.get_base_layer() if isinstance(module, LoraLayer) else module
+        weight = getattr(inner, "weight", None)
+        if isinstance(weight, nn.Parameter) and ".lora_" not in name and not name.endswith(".base_layer"):
+            shapes[name] = tuple(weight.shape)
+    return shapes
+
+
+def load_lora(
+    network: nn.Module, source: str, *, key: str = "from", module_filters: Sequence[str] | None = DEFAULT_FILTERS
+) -> LoraSpec:
     """Put stored adapters onto a network that has none, frozen except for them, and return what they are.
 
     Args:
         network: whole, with diffusers' keys; may lie on meta, then only the adapters have values.
         source: see `read_lora`.
         key: the config key that named the source.
+        module_filters: see `read_lora`.
 
     Raises:
         ConfigError: nothing there, or adapters of another model.
     """
-    spec, state = read_lora(source, key=key)
-    _check_fit(network, spec, f"{key}={source}")
-    attach_adapters(network, rank=spec.rank, alpha=spec.alpha, dropout=0.0, targets=spec.targets)
-    _fill(network, state, f"{key}={source}")
+    lora = read_lora(source, key=key, modules=module_shapes(network), module_filters=module_filters)
+    spec = lora.spec
+    attach_adapters(network, rank=spec.rank, alpha=spec.alpha, dropout=0.0, targets=spec.targets, dora=spec.dora)
+    _fill(network, lora.state, f"{key}={source}")
     return spec
 
 
-def refill_lora(network: nn.Module, source: str, *, key: str = "from") -> None:
-    """Give the adapters that `network` already carries their stored values.
+def refill_lora(
+    network: nn.Module, source: str, *, key: str = "from", module_filters: Sequence[str] | None = DEFAULT_FILTERS
+) -> StoredLora:
+    """Give the adapters that `network` already carries their stored values, and return all that was stored.
 
     Args:
         network: whole, with adapters of the same modules, rank and alpha.
         source: see `read_lora`.
         key: the config key that named the source.
+        module_filters: see `read_lora`.
 
     Raises:
         ConfigError: nothing there, or other adapters.
     """
-    spec, state = read_lora(source, key=key)
-    carried = lora_spec(network)
+    lora = read_lora(source, key=key, modules=module_shapes(network), module_filters=module_filters)
+    spec, carried = lora.spec, lora_spec(network)
     if (spec.rank, spec.alpha) != (carried.rank, carried.alpha):
         raise ConfigError(
             f"{key}={source}: its adapters have rank {spec.rank} and alpha {spec.alpha:g}, the task asks for "
             f"task.rank={carried.rank} task.alpha={carried.alpha:g}; set both as they were trained"
         )
-    _fill(network, state, f"{key}={source}")
+    _fill(network, lora.state, f"{key}={source}")
+    return lora
 
 
 def _fill(network: nn.Module, state: Mapping[str, Tensor], origin: str) -> None:
     wanted = {
-        f"{name}.lora_{half}.weight": getattr(layer, f"lora_{half}")[ADAPTER].weight
-        for name, layer in adapted_layers(network)
-        for half in ("A", "B")
+        name.replace(f".{ADAPTER}.", "."): parameter
+        for name, parameter in network.named_parameters()
+        if ".lora_" in name
     }
     difference = compare_keys(wanted, state)
     if difference is not None:
         raise ConfigError(f"{origin}: its tensors are not those of the adapted modules ({difference})")
     for name, parameter in wanted.items():
-        if parameter.shape != state[name].shape:
-            raise ConfigError(
-                f"{origin}: {name} has shape {tuple(state[name].shape)}, this model needs "
-                f"{tuple(parameter.shape)}; choose the model= the adapter was trained on"
-            )
         parameter.data.copy_(state[name])
 
 
-def _check_fit(network: nn.Module, spec: LoraSpec, origin: str) -> None:
-    size = recognise_size({name: tuple(value.shape) for name, value in network.state_dict().items()})
-    if spec.base_size is not None and size != spec.base_size:
-        is_now = SIZES[size] if size is not None else "of another size"
+def check_adapter_size(
+    tensors: Mapping[str, Tensor], base_size: str | None, modules: Mapping[str, Shape], origin: str
+) -> None:
+    """Refuse adapters of another published size than the network's, told from the header or the widths.
+
+    Args:
+        tensors: as stored, in any format.
+        base_size: what the header says; None = nothing.
+        modules: the network's modules and the shapes of their weights.
+        origin: what the tensors were read from, for messages.
+
+    Raises:
+        ConfigError: names the size of both, and the `model=` that fits the adapters.
+    """
+    wanted = recognise_size(_weights(modules))
+    widths = {width for shape in modules.values() for width in shape[:2]}
+    size, telling = recognise_adapter_size(tuple(tensor.shape) for tensor in tensors.values())
+    stored = base_size or (size if telling not in widths else None)
+    if stored is not None and stored != wanted:
+        is_now = SIZES[wanted] if wanted is not None else "of another size"
         raise ConfigError(
-            f"{origin}: the adapter belongs to {SIZES[spec.base_size]}, but the network is {is_now}; "
-            f"use model={spec.base_size}"
+            f"{origin}: the adapter belongs to {SIZES[stored]}, but the network is {is_now}; use model={stored}"
         )
-    modules = {name for name, _ in network.named_modules()}
+
+
+def _weights(modules: Mapping[str, Shape]) -> dict[str, Shape]:
+    return {f"{name}.weight": shape for name, shape in modules.items()}
+
+
+def _check_fit(lora: StoredLora, modules: Mapping[str, Shape], origin: str) -> None:
+    spec = lora.spec
     absent = [name for name in spec.targets if name not in modules]
     if absent:
         raise ConfigError(
             f"{origin}: adapts {absent[0]}, which this model has not; choose the model= the adapter was trained on"
         )
+    wanted: dict[str, Shape] = {}
+    for name in spec.targets:
+        out, into, *taps = modules[name]
+        wanted[f"{name}.lora_A.weight"] = (spec.rank, into, *taps)
+        wanted[f"{name}.lora_B.weight"] = (out, spec.rank, *(1 for _ in taps))
+        if spec.dora:
+            wanted[f"{name}.lora_magnitude_vector.weight"] = (1, out, 1, 1) if taps else (out,)
+    difference = compare_keys(wanted, lora.state)
+    if difference is not None:
+        raise ConfigError(f"{origin}: its tensors are not those of the adapted modules ({difference})")
+    for name, shape in wanted.items():
+        if tuple(lora.state[name].shape) != shape:
+            raise ConfigError(
+                f"{origin}: {name} has shape {tuple(lora.state[name].shape)}, this model needs {shape}; "
+                "choose the model= the adapter was trained on"
+            )

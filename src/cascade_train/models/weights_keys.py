@@ -84,3 +84,34 @@ def compare_keys(wanted: Iterable[str], found: Iterable[str], *, limit: int = 3)
             more = f" and {len(names) - limit} more" if len(names) > limit else ""
             parts.append(f"{len(names)} {title}: {', '.join(names[:limit])}{more}")
     return "; ".join(parts) or None
+
+
+def recognise_adapter_size(shapes: Iterable[Shape]) -> tuple[str | None, int]:
+    """Return the `model=` name of the size whose widths stored adapters have, and the width that tells it.
+
+    The widest level of Stage C is 2048 or 1536 wide, that of Stage B 1152 or 1280. (None, 0) = no published width.
+    """
+    widths = {width for shape in shapes for width in shape[:2]}
+    sizes = {2048: "c_3b", 1536: "c_1b", 1152: "b_700m", 1280: "b_3b"}
+    return next(((size, width) for width, size in sizes.items() if width in widths), (None, 0))
+
+
+def original_layout(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """Return the original's name of each tensor -> diffusers' names of the parts whose rows make it up.
+
+    The inverse of `map_keys`; in the original's order except for the mappers of the conditions.
+    """
+    names = list(names)
+    is_stage_b = "clip_txt_mapper.weight" not in names
+    layout: dict[str, tuple[str, ...]] = {}
+    for name in names:
+        stem, found, leaf = name.partition(".attention.to_q.")
+        if found:
+            layout[f"{stem}.attention.attn.in_proj_{leaf}"] = tuple(f"{stem}.attention.to_{p}.{leaf}" for p in "qkv")
+        elif ".attention.to_k." in name or ".attention.to_v." in name:
+            continue
+        elif is_stage_b and name.startswith("clip_txt_pooled_mapper."):
+            layout["clip_mapper." + name.removeprefix("clip_txt_pooled_mapper.")] = (name,)
+        else:
+            layout[name.replace(".attention.to_out.0.", ".attention.attn.out_proj.")] = (name,)
+    return layout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -161,7 +162,9 @@ def test_an_adapter_that_reads_back_differently_never_appears(tmp_path: Path, mo
     monkeypatch.setattr(
         export,
         "write_single_file",
-        lambda path, tensors, *rest: write(path, {name: value + 1e-3 for name, value in tensors.items()}, *rest),
+        lambda path, lora, *rest: write(
+            path, replace(lora, state={name: value + 1e-3 for name, value in lora.state.items()}), *rest
+        ),
     )
     with pytest.raises(RunError, match="reads back with a relative error of"):
         save_lora(state, lora_spec(network), network.config, tmp_path / "lora", {})

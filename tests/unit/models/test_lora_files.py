@@ -14,8 +14,9 @@ from torch import Tensor
 from cascade_train.errors import ConfigError
 from cascade_train.models.cascade_unet import CascadeUNet
 from cascade_train.models.export import build_plain_network, fixed_prediction, save_lora
-from cascade_train.models.lora import ADAPTER, adapted_layers, adapter_state, inject_lora, lora_spec
+from cascade_train.models.lora import ADAPTER, LoraSpec, adapted_layers, adapter_state, inject_lora, lora_spec
 from cascade_train.models.lora_files import ADAPTER_CONFIG, SINGLE_FILE, load_lora, write_single_file
+from cascade_train.models.lora_files_content import StoredLora
 from tests.unit.models.networks import empty_network, predict, small_network
 
 
@@ -75,10 +76,9 @@ def tiny_state(rows: int = 2, name: str = "clip_txt_mapper") -> dict[str, Tensor
 
 
 def write(path: Path, state: dict[str, Tensor], base_size: str | None = None, targets: tuple[str, ...] = ()) -> str:
-    from cascade_train.models.lora import LoraSpec
-
     names = targets or tuple({name.rsplit(".lora_", 1)[0] for name in state})
-    write_single_file(path, state, LoraSpec(rank=2, alpha=1.0, targets=names, base_size=base_size), {})
+    spec = LoraSpec(rank=2, alpha=1.0, targets=names, base_size=base_size)
+    write_single_file(path, StoredLora(spec=spec, state=state), {})
     return str(path)
 
 
@@ -118,8 +118,8 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "broken.safetensors").write_text("broken")
     with pytest.raises(ConfigError, match="is no readable adapter file"):
         load_lora(empty_network(), str(tmp_path / "broken.safetensors"))
-    save_file(tiny_state(), tmp_path / "foreign.safetensors")
-    with pytest.raises(ConfigError, match="its header does not say cascade_train.lora/1"):
+    save_file({"something.weight": torch.ones(1)}, tmp_path / "foreign.safetensors")
+    with pytest.raises(ConfigError, match="holds no adapters in a format that is read here, but something.weight; see"):
         load_lora(empty_network(), str(tmp_path / "foreign.safetensors"))
     with pytest.raises(
         ConfigError, match=f"is no adapter folder, it lacks {ADAPTER_CONFIG} or adapter_model.safetensors"

@@ -1,0 +1,207 @@
+"""Adapters under ComfyUI's and kohya's names: one safetensors file, one name per adapted module.
+
+Both spell a module's path with underscores. ComfyUI maps `lora_prior_unet_` and `lora_unet_` onto the names of its own
+Stage C, and `lora_prior_te_` onto its text encoder (comfy/lora.py); kohya's branch for the cascade writes `lora_unet_`
+and `lora_te_` (networks/lora.py). Both keep q, k and v apart below `attention.attn` and call the output `out_proj`.
+
+Lives here: those names, in and out. Must not live here: which network the adapters fit (lora_files.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from cascade_train.errors import ConfigError
+from cascade_train.models.lora import LoraSpec
+from cascade_train.models.lora_files_content import StoredLora
+
+PREFIXES = {"comfyui": ("lora_prior_unet_", "lora_prior_te_"), "kohya": ("lora_unet_", "lora_te_")}
+"""Format -> prefixes of the network's and of the text encoder's modules."""
+
+_HALVES = {
+    ".lora_down.weight": "down",
+    ".lora_up.weight": "up",
+    ".lora_A.weight": "down",
+    ".lora_B.weight": "up",
+    ".alpha": "alpha",
+    ".dora_scale": "magnitude",
+    ".lora_magnitude_vector": "magnitude",
+    ".lora_magnitude_vector.weight": "magnitude",
+}
+_DOTTED = ("base_model.model.", "prior.", "unet.", "diffusion_model.")
+_TEXT_MODULE = re.compile(r"text_model_encoder_layers_(\d+)_(self_attn_[kqv]_proj|self_attn_out_proj|mlp_fc[12])")
+
+
+@dataclass
+class Adapter:
+    """One module's adapter as it is stored: down (r, in, …), up (out, r, …), alpha (None = r), magnitude (out, …)."""
+
+    down: Tensor | None = None
+    up: Tensor | None = None
+    alpha: Tensor | None = None
+    magnitude: Tensor | None = None
+
+    @property
+    def scale(self) -> float:
+        """Return alpha / rank."""
+        assert self.down is not None
+        return 1.0 if self.alpha is None else float(self.alpha) / self.down.shape[0]
+
+
+def foreign_name(name: str, *, is_stage_b: bool = False) -> str:
+    """Return a module's dotted name in ComfyUI's and kohya's networks."""
+    name = name.replace(".attention.to_out.0", ".attention.attn.out_proj").replace(
+        ".attention.to_", ".attention.attn.to_"
+    )
+    return "clip_mapper" if is_stage_b and name == "clip_txt_pooled_mapper" else name
+
+
+def write_keyed(path: Path, lora: StoredLora, metadata: Mapping[str, str], *, style: str) -> None:
+    """Write adapters under ComfyUI's or kohya's names.
+
+    Args:
+        path: ends in `.safetensors`.
+        lora: the adapters; trained tokens are not part of these formats, see `write_token_files`.
+        metadata: further facts for the header.
+        style: "comfyui" or "kohya".
+    """
+    is_stage_b = any(name.startswith("clip_mapper") for name in lora.spec.targets)
+    tensors: dict[str, Tensor] = {}
+    for prefix, state in zip(PREFIXES[style], (lora.state, lora.text_encoder), strict=True):
+        for name in dict.fromkeys(key.rsplit(".lora_", 1)[0] for key in state):
+            stem = prefix + foreign_name(name, is_stage_b=is_stage_b).replace(".", "_")
+            up = state[f"{name}.lora_B.weight"]
+            tensors[f"{stem}.lora_down.weight"] = state[f"{name}.lora_A.weight"].contiguous()
+            tensors[f"{stem}.lora_up.weight"] = up.contiguous()
+            tensors[f"{stem}.alpha"] = torch.tensor(lora.spec.alpha)
+            magnitude = state.get(f"{name}.lora_magnitude_vector.weight")
+            if magnitude is not None:
+                tensors[f"{stem}.dora_scale"] = magnitude.reshape(-1, *[1] * (up.ndim - 1)).contiguous()
+    save_file(tensors, path, metadata={**metadata, **_header(lora.spec)})
+
+
+def _header(spec: LoraSpec) -> dict[str, str]:
+    """Return what other programs look for in the header (kohya's `ss_` keys, Stability's modelspec)."""
+    return {
+        "ss_network_module": "networks.lora",
+        "ss_network_dim": str(spec.rank),
+        "ss_network_alpha": str(spec.alpha),
+        "modelspec.architecture": "stable-cascade/lora",
+        "base_size": spec.base_size or "",
+    }
+
+
+def write_token_files(folder: Path, lora: StoredLora) -> None:
+    """Write each trained token as an embedding that ComfyUI finds by file name, into `folder` (made anew)."""
+    assert lora.tokens is not None
+    folder.mkdir(parents=True, exist_ok=True)
+    for string, row in zip(lora.tokens.strings, lora.tokens.rows, strict=True):
+        safe = re.sub(r"[^\w-]+", "", string.removesuffix("</w>")) or "token"
+        save_file({"clip_g": row[None].contiguous()}, folder / f"{safe}.safetensors", metadata={"token": string})
+
+
+def is_keyed(names: Iterable[str]) -> bool:
+    """Return whether stored names are adapters by module name."""
+    return any(name.endswith(tuple(_HALVES)) and not name.endswith(".alpha") for name in names)
+
+
+def read_keyed(tensors: Mapping[str, Tensor], modules: Iterable[str], origin: str) -> StoredLora:
+    """Read adapters under ComfyUI's, kohya's or dotted names.
+
+    Args:
+        tensors: as stored.
+        modules: names of the network's modules.
+        origin: what the tensors were read from, for messages.
+
+    Raises:
+        ConfigError: a module that the network has not, half an adapter, or another kind of adapter.
+    """
+    found = _collect(tensors, origin)
+    names = _known_names(modules)
+    network: dict[str, Adapter] = {}
+    text: dict[str, Adapter] = {}
+    for stem, adapter in found.items():
+        if stem in names:
+            network[names[stem]] = adapter
+        elif (text_name := _text_name(stem)) is not None:
+            text[text_name] = adapter
+        else:
+            raise ConfigError(f"{origin}: adapts {stem}, which this model has not; choose the model= it was trained on")
+    return unify(network, text)
+
+
+def _collect(tensors: Mapping[str, Tensor], origin: str) -> dict[str, Adapter]:
+    found: dict[str, Adapter] = {}
+    for name, tensor in tensors.items():
+        ending = next((end for end in sorted(_HALVES, key=len, reverse=True) if name.endswith(end)), None)
+        if ending is None:
+            raise ConfigError(f"{origin}: {name} is no part of a low-rank adapter; other kinds are not read")
+        setattr(found.setdefault(name.removesuffix(ending), Adapter()), _HALVES[ending], tensor)
+    for stem, adapter in found.items():
+        if adapter.down is None or adapter.up is None:
+            raise ConfigError(f"{origin}: {stem} lacks half of its adapter; copy the file again")
+    return found
+
+
+def _known_names(modules: Iterable[str]) -> dict[str, str]:
+    """Return every spelling of the network's modules -> our name."""
+    names: dict[str, str] = {}
+    for module in modules:
+        for spelling in {module, foreign_name(module), foreign_name(module, is_stage_b=True)}:
+            names |= {f"{prefix}{spelling}": module for prefix in ("", *_DOTTED)}
+            names |= {f"{prefix}{spelling.replace('.', '_')}": module for prefix, _ in PREFIXES.values()}
+    return names
+
+
+def _text_name(stem: str) -> str | None:
+    """Return the text encoder's module that a stored name means; None = not one of its modules."""
+    for prefix in (*(text for _, text in PREFIXES.values()), "lora_te1_"):
+        inner = stem.removeprefix(prefix)
+        if inner == stem:
+            continue
+        if inner == "text_projection":
+            return inner
+        if (match := _TEXT_MODULE.fullmatch(inner)) is not None:
+            layer = match[2].replace("self_attn_", "self_attn.").replace("mlp_", "mlp.")
+            return f"text_model.encoder.layers.{match[1]}.{layer}"
+    return stem.removeprefix("text_encoder.") if stem.startswith("text_encoder.") else None
+
+
+def unify(network: Mapping[str, Adapter], text: Mapping[str, Adapter]) -> StoredLora:
+    """Bring adapters to one rank and alpha without changing what they compute.
+
+    Smaller ranks are filled up with zeros; where alpha / rank differs, it is multiplied into the up half.
+    """
+    adapters = [*network.values(), *text.values()]
+    rank = max(a.down.shape[0] for a in adapters if a.down is not None)
+    scales = {a.scale for a in adapters}
+    scale = scales.pop() if len(scales) == 1 else 1.0
+    state, text_state = (
+        {k: v for n, a in d.items() for k, v in _plain(n, a, rank, scale).items()} for d in (network, text)
+    )
+    dora = any(a.magnitude is not None for a in adapters)
+    spec = LoraSpec(rank=rank, alpha=scale * rank, targets=tuple(network), base_size=None, dora=dora)
+    return StoredLora(spec=spec, state=state, text_encoder=text_state)
+
+
+def _plain(name: str, adapter: Adapter, rank: int, scale: float) -> dict[str, Tensor]:
+    assert adapter.down is not None
+    assert adapter.up is not None
+    down, up, missing = adapter.down.float(), adapter.up.float(), rank - adapter.down.shape[0]
+    if adapter.scale != scale:
+        up = up * (adapter.scale / scale)
+    if missing:
+        down = torch.cat([down, down.new_zeros(missing, *down.shape[1:])])
+        up = torch.cat([up, up.new_zeros(up.shape[0], missing, *up.shape[2:])], dim=1)
+    plain = {f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up}
+    if adapter.magnitude is not None:
+        shape = (1, -1, 1, 1) if up.ndim == 4 else (-1,)
+        plain[f"{name}.lora_magnitude_vector.weight"] = adapter.magnitude.float().reshape(shape)
+    return plain

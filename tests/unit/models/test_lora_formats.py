@@ -1,0 +1,277 @@
+"""Every format of adapters computes the same when read back, and foreign files mean what their programs mean."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from cascade_train.errors import ConfigError
+from cascade_train.models.cascade_unet import CascadeUNet
+from cascade_train.models.export import build_plain_network, fixed_prediction, lora_error
+from cascade_train.models.lora import ADAPTER, adapted_layers, adapter_state, inject_lora, lora_spec
+from cascade_train.models.lora_files import (
+    load_lora,
+    module_shapes,
+    read_lora,
+    refill_lora,
+    write_peft_folder,
+    write_single_file,
+)
+from cascade_train.models.lora_files_content import StoredLora, TrainedTokens
+from cascade_train.models.lora_files_keyed import write_keyed, write_token_files
+from cascade_train.models.lora_files_original import original_places, write_original
+from tests.unit.models.networks import empty_network, small_network
+
+TOKENS = TrainedTokens(strings=("[fernando]",), ids=(49408,), is_new=(True,), rows=torch.linspace(0, 1, 24)[None])
+TEXT = {
+    "text_model.encoder.layers.0.self_attn.q_proj.lora_A.weight": torch.ones(2, 24),
+    "text_model.encoder.layers.0.self_attn.q_proj.lora_B.weight": torch.ones(24, 2),
+}
+FORMATS: dict[str, Callable[[Path, StoredLora], None]] = {
+    "single": lambda path, lora: write_single_file(path, lora, {}),
+    "comfyui": lambda path, lora: write_keyed(path, lora, {}, style="comfyui"),
+    "kohya": lambda path, lora: write_keyed(path, lora, {}, style="kohya"),
+    "original": lambda path, lora: write_original(path, lora, module_shapes(empty_network()), {}),
+}
+
+
+def adapted(filters: list[str] | None = None, **options: Any) -> CascadeUNet:
+    """Return a network whose adapters are not zero."""
+    network = small_network()
+    inject_lora(network, rank=2, alpha=3.0, dropout=0.0, module_filters=filters or [".attn"], seed=0, **options)
+    for index, (_, layer) in enumerate(adapted_layers(network)):
+        torch.nn.init.normal_(layer.lora_B[ADAPTER].weight, generator=torch.Generator().manual_seed(index))
+    return network.eval()
+
+
+def stored(network: CascadeUNet, **more: Any) -> StoredLora:
+    return StoredLora(spec=lora_spec(network), state=adapter_state(network.state_dict()), **more)
+
+
+@pytest.fixture(scope="module")
+def trained() -> CascadeUNet:
+    return adapted([".attn", "embedding", "channelwise.0"])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_file_computes_the_same_on_a_fresh_network(name: str, trained: CascadeUNet, tmp_path: Path) -> None:
+    FORMATS[name](tmp_path / "lora.safetensors", stored(trained))
+    network = small_network()
+    load_lora(network, str(tmp_path / "lora.safetensors"))
+    torch.testing.assert_close(fixed_prediction(network), fixed_prediction(trained), atol=1e-6, rtol=1e-6)
+    plain = build_plain_network(trained.config, small_network().state_dict())
+    load_lora(plain, str(tmp_path / "lora.safetensors"))
+    torch.testing.assert_close(fixed_prediction(plain), fixed_prediction(trained), atol=1e-6, rtol=1e-6)
+    assert (fixed_prediction(small_network()) - fixed_prediction(trained)).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("name", ["single", "comfyui", "kohya"])
+def test_text_encoder_and_magnitudes_go_along(name: str, tmp_path: Path) -> None:
+    network = adapted([".attn", "embedding"], dora=True)
+    lora = stored(network, text_encoder=TEXT)
+    FORMATS[name](tmp_path / "lora.safetensors", lora)
+    found = read_lora(str(tmp_path / "lora.safetensors"), key="from", modules=module_shapes(network))
+    assert found.spec.dora
+    assert all(torch.equal(found.state[each], value) for each, value in lora.state.items())
+    assert found.text_encoder.keys() == TEXT.keys()
+    assert lora_error(lora, found, tmp_path) == 0.0
+
+
+def test_our_two_formats_keep_trained_tokens(trained: CascadeUNet, tmp_path: Path) -> None:
+    lora = stored(trained, text_encoder=TEXT, tokens=TOKENS)
+    write_single_file(tmp_path / "lora.safetensors", lora, {})
+    (tmp_path / "folder").mkdir()
+    write_peft_folder(tmp_path / "folder", lora)
+    for source in ("lora.safetensors", "folder"):
+        found = read_lora(str(tmp_path / source), key="from", modules=module_shapes(trained))
+        assert found.tokens is not None
+        assert (found.tokens.strings, found.tokens.ids, found.tokens.is_new) == (("[fernando]",), (49408,), (True,))
+        assert torch.equal(found.tokens.rows, TOKENS.rows)
+        assert found.text_encoder.keys() == TEXT.keys()
+
+
+def test_comfyui_maps_every_key_that_is_written_for_it(tmp_path: Path, trained: CascadeUNet) -> None:
+    # ComfyUI, comfy/lora.py: prefix and path with underscores; comfy/ldm/cascade: q, k, v below attention.attn
+    write_keyed(tmp_path / "lora.safetensors", stored(trained, text_encoder=TEXT), {}, style="comfyui")
+    paths = [name.removesuffix(".weight") for name in comfyui_weights(empty_network())]
+    mapped = {f"lora_prior_unet_{path}".replace(".", "_") for path in paths}
+    mapped.add("lora_prior_te_text_model_encoder_layers_0_self_attn_q_proj")
+    keys = set(load_file(tmp_path / "lora.safetensors"))
+    stems = {key.split(".")[0] for key in keys}
+    assert stems <= mapped
+    assert "lora_prior_unet_down_blocks_0_2_attention_attn_to_q" in stems
+    assert "lora_prior_unet_down_blocks_0_2_attention_attn_out_proj" in stems
+    assert keys == {f"{s}.{end}" for s in stems for end in ("lora_down.weight", "lora_up.weight", "alpha")}
+
+
+def comfyui_weights(network: CascadeUNet) -> list[str]:
+    """Return the weights of ComfyUI's Stage C: those of diffusers below `attention.attn`, the output as `out_proj`."""
+    names = [name for name in network.state_dict() if name.endswith(".weight")]
+    return [
+        n.replace("attention.to_out.0", "attention.attn.out_proj").replace("attention.to_", "attention.attn.to_")
+        for n in names
+    ]
+
+
+def test_a_trained_token_becomes_an_embedding_file(trained: CascadeUNet, tmp_path: Path) -> None:
+    write_token_files(tmp_path / "embeddings", stored(trained, tokens=TOKENS))
+    assert torch.equal(load_file(tmp_path / "embeddings" / "fernando.safetensors")["clip_g"], TOKENS.rows)
+
+
+def test_ranks_and_alphas_that_differ_are_brought_together(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    a1, b1, a2, b2 = torch.randn(2, 24), torch.randn(32, 2), torch.randn(4, 32), torch.randn(128, 4)
+    tensors = {
+        "lora_unet_clip_txt_mapper.lora_down.weight": a1,
+        "lora_unet_clip_txt_mapper.lora_up.weight": b1,
+        "lora_unet_clip_txt_mapper.alpha": torch.tensor(1.0),
+        "lora_unet_down_blocks_0_0_channelwise_0.lora_down.weight": a2,
+        "lora_unet_down_blocks_0_0_channelwise_0.lora_up.weight": b2,
+    }
+    save_file(tensors, tmp_path / "lora.safetensors")
+    lora = read_lora(str(tmp_path / "lora.safetensors"), key="from", modules=module_shapes(empty_network()))
+    scale = lora.spec.alpha / lora.spec.rank
+
+    def delta(name: str) -> Tensor:
+        return scale * lora.state[f"{name}.lora_B.weight"] @ lora.state[f"{name}.lora_A.weight"]
+
+    assert lora.spec.rank == 4
+    torch.testing.assert_close(delta("clip_txt_mapper"), 0.5 * b1 @ a1)
+    torch.testing.assert_close(delta("down_blocks.0.0.channelwise.0"), b2 @ a2)
+
+
+def test_dotted_names_with_a_prefix_are_read(trained: CascadeUNet, tmp_path: Path) -> None:
+    lora = stored(trained)
+    dotted = {
+        f"diffusion_model.{n.replace('.attention.to_out.0', '.attention.attn.out_proj')}": v
+        for n, v in lora.state.items()
+    }
+    save_file(dotted, tmp_path / "lora.safetensors")
+    found = read_lora(str(tmp_path / "lora.safetensors"), key="from", modules=module_shapes(empty_network()))
+    assert found.state.keys() == lora.state.keys()
+    assert found.spec.alpha == found.spec.rank == 2
+
+
+def test_the_original_layout_of_independent_projections_has_three_times_the_rank(tmp_path: Path) -> None:
+    network = adapted()
+    write_original(tmp_path / "lora.safetensors", stored(network, tokens=TOKENS), module_shapes(network), {})
+    tensors = load_file(tmp_path / "lora.safetensors")
+    assert tensors["weights.0.lora_down"].shape == (6, 32)  # out_proj comes first, filled up with zeros
+    assert tensors["weights.1.lora_up"].shape == (96, 6)
+    assert tensors["embeddings.indices"].tolist() == [49408]
+    with safe_open(tmp_path / "lora.safetensors", framework="pt") as file:
+        assert file.metadata()["rank"] == "6"
+    found = read_lora(str(tmp_path / "lora.safetensors"), key="from", modules=module_shapes(network))
+    assert found.tokens is not None
+    assert found.tokens.strings == ("[fernando]",)
+    # what was joint stays joint: written again, the rank does not grow
+    write_original(tmp_path / "again.safetensors", found, module_shapes(network), {})
+    again = load_file(tmp_path / "again.safetensors")
+    assert again["weights.1.lora_up"].shape == (96, 6)
+    torch.testing.assert_close(again, tensors)
+
+
+def test_the_original_order_is_that_of_its_modules() -> None:
+    names = [place.name for place in original_places(module_shapes(empty_network()), None)]
+    assert names[:5] == [
+        "clip_txt_mapper",
+        "clip_txt_pooled_mapper",
+        "clip_img_mapper",
+        "embedding.1",
+        "down_blocks.0.0.depthwise",
+    ]
+    attention = [place.name for place in original_places(module_shapes(empty_network()), [".attn"])]
+    assert attention[:2] == ["down_blocks.0.2.attention.attn.out_proj", "down_blocks.0.2.attention.attn"]
+    assert len(attention) == 12
+
+
+def test_the_original_layout_refuses_what_it_has_no_place_for(tmp_path: Path, trained: CascadeUNet) -> None:
+    lora, path = stored(trained), tmp_path / "lora.safetensors"
+    modules = module_shapes(trained)
+    known = replace(TOKENS, is_new=(False,))
+    bare = replace(TOKENS, strings=("fernando",))
+    for other, reason in (
+        (replace(lora, spec=replace(lora.spec, dora=True)), "weights that are decomposed"),
+        (replace(lora, text_encoder=TEXT), "adapters of the text encoder"),
+        (replace(lora, tokens=known), "tokens that the vocabulary held before"),
+        (replace(lora, tokens=bare), "new tokens without brackets"),
+        (
+            replace(lora, spec=replace(lora.spec, targets=("down_blocks.0.0.depthwise",))),
+            "convolutions that are larger",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=f"the original's layout has no place for {reason}"):
+            write_original(path, other, modules, {})
+
+
+def originals(network: CascadeUNet, filters: list[str] | None) -> dict[str, Tensor]:
+    shapes = module_shapes(network)
+    tensors = {}
+    for index, place in enumerate(original_places(shapes, filters)):
+        rows = sum(shapes[name][0] for name in place.ours)
+        tensors[f"weights.{index}.lora_down"] = torch.ones(2, shapes[place.ours[0]][1])
+        tensors[f"weights.{index}.lora_up"] = torch.ones(rows, 2)
+    return tensors
+
+
+def test_a_file_of_the_original_needs_its_filters(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    network, path = empty_network(), tmp_path / "lora.safetensors"
+    shapes = module_shapes(network)
+    tensors = originals(network, ["channelwise.0"])
+    save_file(tensors | {"embeddings.embeddings": torch.ones(1, 24)}, path)
+    with pytest.raises(ConfigError, match=r'adapts 6 modules, but module_filters=\[".attn"\] selects 12 of this model'):
+        read_lora(str(path), key="from", modules=shapes)
+    with caplog.at_level(logging.WARNING):
+        assert len(read_lora(str(path), key="from", modules=shapes, module_filters=["channelwise.0"]).spec.targets) == 6
+    assert "its 1 trained tokens are left out" in caplog.text
+    save_file(originals(network, None), path)
+    with pytest.raises(ConfigError, match="adapts the depthwise layer down_blocks.0.0.depthwise, which has no"):
+        read_lora(str(path), key="from", modules=shapes, module_filters=None)
+    save_file(originals(empty_network(block_out_channels=[64, 64]), [".attn"]), path)
+    with pytest.raises(
+        ConfigError, match=r"the adapter of down_blocks.0.2.attention.attn.out_proj is for 64 x 64, this"
+    ):
+        read_lora(str(path), key="from", modules=shapes)
+
+
+@pytest.mark.parametrize(("width", "says"), [(2048, "Stage C 3.6B"), (1536, "Stage C 1B"), (1152, "Stage B 700M")])
+def test_a_file_without_a_header_still_says_its_size(tmp_path: Path, width: int, says: str) -> None:
+    tensors = {"weights.0.lora_down": torch.ones(1, width), "weights.0.lora_up": torch.ones(width, 1)}
+    save_file(tensors, tmp_path / "lora.safetensors")
+    with pytest.raises(ConfigError, match=f"the adapter belongs to {says}, but the network is of another size; use"):
+        read_lora(str(tmp_path / "lora.safetensors"), key="from", modules=module_shapes(empty_network()))
+
+
+def test_broken_files_are_refused(tmp_path: Path) -> None:
+    path, shapes = tmp_path / "lora.safetensors", module_shapes(empty_network())
+    down = {"lora_unet_clip_txt_mapper.lora_down.weight": torch.ones(2, 24)}
+    save_file(down, path)
+    with pytest.raises(ConfigError, match="lora_unet_clip_txt_mapper lacks half of its adapter"):
+        read_lora(str(path), key="from", modules=shapes)
+    save_file(down | {"lora_unet_clip_txt_mapper.hada_w1_a": torch.ones(1)}, path)
+    with pytest.raises(ConfigError, match="hada_w1_a is no part of a low-rank adapter"):
+        read_lora(str(path), key="from", modules=shapes)
+    save_file(
+        {"lora_unet_mid.lora_down.weight": torch.ones(2, 24), "lora_unet_mid.lora_up.weight": torch.ones(2, 2)}, path
+    )
+    with pytest.raises(ConfigError, match="adapts lora_unet_mid, which this model has not"):
+        read_lora(str(path), key="from", modules=shapes)
+
+
+def test_a_run_starts_from_any_format(tmp_path: Path) -> None:
+    first = adapted()
+    write_keyed(tmp_path / "lora.safetensors", stored(first), {}, style="kohya")
+    second = small_network()
+    inject_lora(second, rank=2, alpha=3.0, dropout=0.0, module_filters=[".attn"], seed=5)
+    refill_lora(second, str(tmp_path / "lora.safetensors"), key="task.weights")
+    assert torch.equal(fixed_prediction(second.eval()), fixed_prediction(first))
+    assert all(p.requires_grad == (".lora_" in n) for n, p in second.named_parameters())
