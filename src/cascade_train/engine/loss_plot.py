@@ -1,0 +1,97 @@
+"""The unweighted loss by noise level: gathered at every step on the device, drawn beside the sample grids.
+
+What a run measured as numbers lives in metrics.py.
+
+Shape legend: G samples of the global batch, N levels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+
+FILE_NAME = "loss_by_logsnr.png"
+LOWEST, HIGHEST, LEVELS = -16.0, 16.0, 64
+"""Range of logSNR and how many levels it is cut into; what lies outside counts for the level at its end."""
+
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 720, 360, 60, 16, 44, 44
+_NOW, _BEFORE = "#2040a0", "#b0b0b0"
+
+
+class LossPlot:
+    """Mean loss of each noise level since the last drawing; of fixed size, whatever the length of a run."""
+
+    def __init__(self, *, directory: Path, device: torch.device, is_main: bool) -> None:
+        """Store.
+
+        Args:
+            directory: where `step_<n>/` folders go.
+            device: where losses are gathered.
+            is_main: whether this rank draws.
+        """
+        self._directory = directory
+        self._is_main = is_main
+        self._sums_2N = torch.zeros(2, LEVELS, device=device)
+        self._levels_N = torch.arange(LEVELS, device=device)
+        self._before: list[tuple[float, float]] = []
+
+    def add(self, logsnr_G: Tensor, loss_raw_G: Tensor) -> None:
+        """Take in the samples of an optimizer step, (G,) each. Does not sync with the host."""
+        position_G = (logsnr_G.float() - LOWEST) / (HIGHEST - LOWEST) * LEVELS
+        level_G = position_G.clamp(0, LEVELS - 1).long()
+        is_level_GN = (level_G[:, None] == self._levels_N).float()
+        self._sums_2N += torch.stack([loss_raw_G.float() @ is_level_GN, is_level_GN.sum(dim=0)])
+
+    def draw(self, step: int) -> list[Path]:
+        """Draw what came in since the last call, and what came before it in grey; start over.
+
+        Returns:
+            The file written; none on other ranks than 0, and where nothing came in.
+        """
+        losses, counts = self._sums_2N.tolist()
+        self._sums_2N.zero_()
+        points = [
+            (LOWEST + (level + 0.5) * (HIGHEST - LOWEST) / LEVELS, loss / count)
+            for level, (loss, count) in enumerate(zip(losses, counts, strict=True))
+            if count
+        ]
+        before, self._before = self._before, points
+        if not self._is_main or not points:
+            return []
+        file = self._directory / f"step_{step}" / FILE_NAME
+        file.parent.mkdir(parents=True, exist_ok=True)
+        draw_losses(points, before).save(file)
+        return [file]
+
+
+def draw_losses(points: Sequence[tuple[float, float]], before: Sequence[tuple[float, float]]) -> Image.Image:
+    """Return a picture of (logSNR, loss) points, the earlier ones in grey."""
+    picture = Image.new("RGB", (_WIDTH, _HEIGHT), "white")
+    canvas, font = ImageDraw.Draw(picture), ImageFont.load_default(size=13)
+    everything = [*points, *before]
+    left, right = (f(logsnr for logsnr, _ in everything) for f in (min, max))
+    top = max(loss for _, loss in everything) or 1.0
+
+    def place(logsnr: float, loss: float) -> tuple[float, float]:
+        across = (logsnr - left) / (right - left) if right > left else 0.5
+        return _LEFT + across * (_WIDTH - _LEFT - _RIGHT), _HEIGHT - _BOTTOM - loss / top * (_HEIGHT - _TOP - _BOTTOM)
+
+    for part in range(5):
+        y = place(left, top * part / 4)[1]
+        canvas.line([(_LEFT, y), (_WIDTH - _RIGHT, y)], fill="#dddddd")
+        canvas.text((8, y - 8), f"{top * part / 4:.3g}", fill="black", font=font)
+        logsnr = left + (right - left) * part / 4
+        canvas.text((place(logsnr, 0)[0] - 14, _HEIGHT - _BOTTOM + 8), f"{logsnr:.1f}", fill="black", font=font)
+    canvas.text((_LEFT, 4), "unweighted loss over logSNR (left: noise, right: data)", fill="black", font=font)
+    canvas.text((_LEFT, 22), "since the last plot", fill=_NOW, font=font)
+    canvas.text((_LEFT + 160, 22), "before it", fill=_BEFORE, font=font)
+    for series, colour in ((before, _BEFORE), (points, _NOW)):
+        places = [place(*point) for point in series]
+        canvas.line(places, fill=colour, width=2)
+        for x, y in places:
+            canvas.ellipse((x - 2, y - 2, x + 2, y + 2), fill=colour)
+    return picture
