@@ -41,7 +41,8 @@ def test_a_run_leaves_what_it_promises(finished):
     for step in (2, 4):
         assert (finished / "checkpoints" / f"step_{step}" / "manifest.json").is_file()
         pictures = sorted(path.name for path in (finished / "samples" / f"step_{step}").iterdir())
-        assert pictures == ["00_ema_sample.png", "00_sample.png", "01_ema_sample.png", "01_sample.png", "grid.png"]
+        samples = ["00_ema_sample.png", "00_sample.png", "01_ema_sample.png", "01_sample.png"]
+        assert pictures == [*samples, "grid.png", "loss_by_logsnr.png"]
     assert len(list(finished.rglob("events.out.tfevents*"))) >= 1
 
 

@@ -139,6 +139,31 @@ class MinSNRLossWeight(LossWeight):
 
 
 @dataclass(frozen=True, kw_only=True)
+class MinSNRGammaLossWeight(LossWeight):
+    """min(SNR, gamma) in the loss of x0, written for what the network predicts (Hang et al. 2023, eq. 7, section 3.4).
+
+    Attributes:
+        gamma: from this SNR on, less noise gets no more weight; 5 in the paper.
+        target: what the network predicts: the weight is divided by SNR for epsilon, by SNR + 1 for v.
+    """
+
+    gamma: float
+    target: Literal["epsilon", "v", "x0"]
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError where an option is out of range."""
+        check_above("gamma", self.gamma, 0.0)
+        check_choice("target", self.target, ("epsilon", "v", "x0"))
+        super().__post_init__()
+
+    def weight(self, logsnr_B: Tensor) -> Tensor:
+        """See `LossWeight.weight`."""
+        snr_B = logsnr_B.exp()
+        divisor_B = {"epsilon": snr_B, "v": snr_B + 1, "x0": torch.ones_like(snr_B)}[self.target]
+        return snr_B.clamp(max=self.gamma) / divisor_B
+
+
+@dataclass(frozen=True, kw_only=True)
 class MinSNRPlusOneLossWeight(MinSNRLossWeight):
     """min(SNR + 1, gamma)."""
 

@@ -8,6 +8,7 @@ Shape legend: B batch, G samples of the global batch, C channels, H W latent siz
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ from cascade_train.diffusion.noise_condition import NoiseCondition
 from cascade_train.diffusion.scaling import Scaling, per_sample
 from cascade_train.diffusion.schedule import Schedule
 from cascade_train.diffusion.target import Target
+from cascade_train.diffusion.timestep_bias import TimestepBias
 from cascade_train.errors import RunError
 
 
@@ -56,6 +58,8 @@ class Objective:
         loss_weight: LossWeight,
         offset_noise: float,
         shift: float,
+        base_latent_size: float | None = None,
+        timestep_bias: TimestepBias | None = None,
     ) -> None:
         """Store the five parts.
 
@@ -67,12 +71,17 @@ class Objective:
             loss_weight: logSNR to the weight of the loss.
             offset_noise: scale of the noise that is constant over a channel; 0 = off.
             shift: shift of the training noise level, 1 = none (see `Schedule`).
+            base_latent_size: side of the latents that train with `shift` alone; others shift by their side over this
+                one too (Hoogeboom et al. 2023, eq. 4), where H W latents have the side sqrt(H W). None = no such shift.
+            timestep_bias: which times are drawn more often; None = none.
 
         Raises:
             ConfigError: an option is out of range.
         """
         check_within("offset_noise", offset_noise, 0.0, 10.0)
         check_above("shift", shift, 0.0)
+        if base_latent_size is not None:
+            check_above("base_latent_size", base_latent_size, 0.0)
         self.schedule = schedule
         self.scaling = scaling
         self.target = target
@@ -80,6 +89,8 @@ class Objective:
         self.loss_weight = loss_weight
         self.offset_noise = offset_noise
         self.shift = shift
+        self.base_latent_size = base_latent_size
+        self.timestep_bias = timestep_bias
 
     def diffuse(self, x0_BCHW: Tensor, noise_BCHW: Tensor, u_B: Tensor, offset_BC11: Tensor | None = None) -> Diffused:
         """Add training noise.
@@ -95,7 +106,15 @@ class Objective:
         """
         if self.offset_noise and offset_BC11 is None:
             raise RunError(f"offset_noise={self.offset_noise} needs normals of shape (B, C, 1, 1); pass them")
-        return self.diffuse_at(x0_BCHW, noise_BCHW, self.schedule.sample(u_B, shift=self.shift), offset_BC11)
+        u_B = u_B if self.timestep_bias is None else self.timestep_bias(u_B)
+        logsnr_B = self.schedule.sample(u_B, shift=self.shift_for(*x0_BCHW.shape[-2:]))
+        return self.diffuse_at(x0_BCHW, noise_BCHW, logsnr_B, offset_BC11)
+
+    def shift_for(self, height: int, width: int) -> float:
+        """Return the shift of training latents of this size."""
+        if self.base_latent_size is None:
+            return self.shift
+        return self.shift * math.sqrt(height * width) / self.base_latent_size
 
     def diffuse_at(
         self, x0_BCHW: Tensor, noise_BCHW: Tensor, logsnr_B: Tensor, offset_BC11: Tensor | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ def shipped() -> list[str]:
 def build() -> Callable[..., Objective]:
     """Build a shipped objective by name, with some of its own values changed."""
 
-    def build_objective(name: str, **changes: float) -> Objective:
+    def build_objective(name: str, **changes: Any) -> Objective:
         return instantiate(OmegaConf.merge(OmegaConf.load(FOLDER / f"{name}.yaml"), changes), _convert_="all")
 
     return build_objective

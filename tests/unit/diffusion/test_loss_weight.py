@@ -13,6 +13,7 @@ from cascade_train.diffusion.loss_weight import (
     ConstantLossWeight,
     DebiasedLossWeight,
     LossWeight,
+    MinSNRGammaLossWeight,
     MinSNRLossWeight,
     MinSNRPlusOneLossWeight,
     P2LossWeight,
@@ -146,6 +147,8 @@ def test_a_composed_weight_keeps_the_state_of_its_parts() -> None:
         (lambda: replace(P2, clamp_range=[2.0, 1.0]), "clamp_range=.*low < high"),
         (lambda: replace(P2, k=0.0), "k=0.0 must be greater"),
         (lambda: MinSNRLossWeight(max_snr=0.0), "max_snr=0.0 must be greater"),
+        (lambda: MinSNRGammaLossWeight(gamma=0.0, target="v"), "gamma=0.0 must be greater"),
+        (lambda: MinSNRGammaLossWeight(gamma=5.0, target="noise"), "target=noise is unknown"),
         (lambda: SechLossWeight(div=0.0), "div=0.0 must be greater"),
         (lambda: ComposedLossWeight(mul=[], div=[]), "leave nothing to compose; name at least one"),
         (lambda: adaptive(buckets=2), "buckets=2 must be greater"),
@@ -179,3 +182,11 @@ def test_parts_of_a_composed_weight_learn_from_micro_batches() -> None:
 def test_another_time_to_learn_is_refused() -> None:
     with pytest.raises(ConfigError, match="update=epoch is unknown"):
         adaptive(update="epoch")
+
+
+@pytest.mark.parametrize("target", ["epsilon", "v", "x0"])
+def test_min_snr_gamma_is_the_weight_in_x0_whatever_is_predicted(target: str) -> None:
+    divisor = {"epsilon": [SNRLossWeight()], "v": [SNRPlusOneLossWeight()], "x0": []}[target]
+    composed = ComposedLossWeight(mul=[MinSNRLossWeight(max_snr=5.0)], div=divisor)
+    weight = MinSNRGammaLossWeight(gamma=5.0, target=target)
+    torch.testing.assert_close(weight(LOGSNR), composed(LOGSNR))

@@ -109,6 +109,26 @@ def test_a_shift_trains_at_more_noise(build: Build, latents: Latents) -> None:
     assert shifted.mean() < plain.mean() - 1
 
 
+def test_larger_latents_train_at_more_noise_by_their_size(build: Build, latents: Latents) -> None:
+    x0, noise, u_B = latents
+    based = build("gdf", base_latent_size=30**0.5)
+    assert torch.equal(based.diffuse(x0, noise, u_B).logsnr_B, build("gdf").diffuse(*latents).logsnr_B)
+    wide_x0, wide_noise = x0.repeat(1, 1, 2, 2), noise.repeat(1, 1, 2, 2)
+    expected = build("gdf", shift=2.0).diffuse(*latents).logsnr_B
+    torch.testing.assert_close(based.diffuse(wide_x0, wide_noise, u_B).logsnr_B, expected)
+    assert build("gdf", shift=3.0, base_latent_size=12.0).shift_for(24, 24) == pytest.approx(6.0)
+
+
+def test_a_favoured_span_of_times_is_trained_more_often(build: Build, latents: Latents) -> None:
+    x0, noise, _ = latents
+    u_B = torch.linspace(0, 0.999, 32)
+    noisy = {"timestep_bias": {"strategy": "later", "multiplier": 4.0, "portion": 0.25}}
+    plain, favoured = (build("gdf", **changes).diffuse(x0, noise, u_B).logsnr_B for changes in ({}, noisy))
+    bound = build("gdf").schedule(torch.tensor([0.75]))
+    assert (plain < bound).float().mean() == pytest.approx(1 / 4, abs=0.05)
+    assert (favoured < bound).float().mean() == pytest.approx(4 / 7, abs=0.05)
+
+
 def test_edm_is_what_its_paper_trains(build: Build, latents: Latents) -> None:
     """Karras et al. 2022, table 1 and eq. 8, with data of unit variance; its target is minus the velocity."""
     x0, noise, u_B = latents
@@ -147,7 +167,11 @@ def test_the_state_of_another_objective_is_refused(build: Build) -> None:
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"offset_noise": -0.1}, "offset_noise=-0.1 must lie in"), ({"shift": 0.0}, "shift=0.0 must be greater")],
+    [
+        ({"offset_noise": -0.1}, "offset_noise=-0.1 must lie in"),
+        ({"shift": 0.0}, "shift=0.0 must be greater"),
+        ({"base_latent_size": 0.0}, "base_latent_size=0.0 must be greater"),
+    ],
 )
 def test_values_out_of_range_are_refused(build: Build, changes: dict[str, float], message: str) -> None:
     parts = vars(build("gdf"))

@@ -1,0 +1,82 @@
+"""Training some noise levels more often than others, without changing schedule or loss weight.
+
+Lives here: how a uniform number is bent towards a span of times. What a time means belongs to schedule.py.
+
+Shape legend: B batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from cascade_train.diffusion.checks import check_above, check_choice, check_within
+from cascade_train.errors import ConfigError
+
+STRATEGIES = ("none", "earlier", "later", "range")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimestepBias:
+    """A span of times t (0 = data, 1 = noise) that is drawn `multiplier` times as often as the rest.
+
+    The continuous form of the discrete weights that diffusers' and mindone's SDXL trainers give their timesteps.
+
+    Attributes:
+        strategy: none; earlier = the `portion` of times with the least noise, later = with the most, range = from
+            `begin` to `end`.
+        multiplier: how often the span is drawn compared with the rest, > 0; below 1 = less often.
+        begin: first time of a range, in [0, 1]; timestep 200 of 1000 is 0.2.
+        end: last time of a range, above `begin`.
+        portion: share of the times that earlier and later mean, in (0, 1].
+    """
+
+    strategy: Literal["none", "earlier", "later", "range"]
+    multiplier: float
+    begin: float
+    end: float
+    portion: float
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError where an option is out of range."""
+        check_choice("timestep_bias.strategy", self.strategy, STRATEGIES)
+        check_above("timestep_bias.multiplier", self.multiplier, 0.0)
+        for key, value in (("begin", self.begin), ("end", self.end), ("portion", self.portion)):
+            check_within(f"timestep_bias.{key}", value, 0.0, 1.0)
+        check_above("timestep_bias.portion", self.portion, 0.0)
+        if not self.begin < self.end:
+            raise ConfigError(
+                f"timestep_bias.begin={self.begin} must lie below timestep_bias.end={self.end}; both are times from 0"
+                " (data) to 1 (noise)"
+            )
+
+    @property
+    def span(self) -> tuple[float, float]:
+        """First and last time of the span; all times where nothing is favoured."""
+        return {
+            "none": (0.0, 1.0),
+            "earlier": (0.0, self.portion),
+            "later": (1.0 - self.portion, 1.0),
+            "range": (self.begin, self.end),
+        }[self.strategy]
+
+    def __call__(self, u_B: Tensor) -> Tensor:
+        """Bend uniform numbers u = 1 - t, so that times in the span become `multiplier` times as frequent as others.
+
+        Args:
+            u_B: (B,) uniform in [0, 1); small numbers are much noise, as in `Schedule.sample`.
+
+        Returns:
+            (B,) fp32 in [0, 1), to be taken in place of `u_B`; the same tensor where nothing is favoured.
+        """
+        if self.strategy == "none" or self.multiplier == 1.0:
+            return u_B
+        low, high = 1.0 - self.span[1], 1.0 - self.span[0]
+        mass = self.multiplier * (high - low)
+        drawn_B = u_B.float() * (low + mass + 1.0 - high)
+        inside_B = low + (drawn_B - low) / self.multiplier
+        behind_B = drawn_B + (high - low) - mass
+        bent_B = drawn_B.where(drawn_B < low, inside_B.where(drawn_B < low + mass, behind_B))
+        return bent_B.clamp(0.0, 1.0 - 2**-24)
