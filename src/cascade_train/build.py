@@ -27,6 +27,7 @@ from cascade_train.distributed.rng import set_deterministic
 from cascade_train.engine.checkpoint import CheckpointStore
 from cascade_train.engine.ema import Ema
 from cascade_train.engine.loop import Cadence, Trainer
+from cascade_train.engine.loss_plot import LossPlot
 from cascade_train.engine.lr_schedule import LrSchedule
 from cascade_train.engine.manifest import read_manifest
 from cascade_train.engine.metrics import MetricsLog
@@ -267,6 +268,7 @@ def build_trainer(
         profiler=Profiler(directory=run.path, start_step=cfg.profile.start_step, steps=cfg.profile.steps),
         validation=build_validation(cfg, parts, phases, data, world),
         sampling=build_sampling(cfg, parts, phases, data, run, world),
+        loss_plot=LossPlot(directory=run.samples, device=world.device, is_main=world.is_main),
     )
 
 
