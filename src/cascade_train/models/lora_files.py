@@ -226,6 +226,34 @@ def _adapters(tensors: Mapping[str, Tensor], config: Mapping[str, object]) -> di
     return found
 
 
+def holds_lora(source: str) -> bool:
+    """Return whether a local file or folder holds adapters rather than a network's weights."""
+    path = Path(source).expanduser()
+    if path.is_dir():
+        lora = [folder for folder in (path / "export" / "lora", path / "lora", path) if folder.is_dir()]
+        return any((folder / ADAPTER_CONFIG).is_file() for folder in lora)
+    if path.suffix != ".safetensors" or not path.is_file():
+        return False
+    with safe_open(path, framework="pt") as file:
+        names = list(file.keys())
+    return is_original(names) or is_keyed(names)
+
+
+def adapter_size(source: str, *, key: str) -> str | None:
+    """Return the `model=` name of the base of stored adapters, from header or widths; None = no published size.
+
+    Raises:
+        ConfigError: nothing there that can be read.
+    """
+    path = Path(source).expanduser()
+    header: Mapping[str, str] = {}
+    if path.is_dir():
+        tensors = _folder_tensors(find_part(path, "lora", key), key)[1]
+    else:
+        header, tensors = read_tensors(path, key)
+    return header.get("base_size") or recognise_adapter_size(tuple(t.shape) for t in tensors.values())[0]
+
+
 def module_shapes(network: nn.Module) -> dict[str, Shape]:
     """Return the shapes of the weights of a network's own modules by name, adapters left out, in its order."""
     shapes: dict[str, Shape] = {}
@@ -254,7 +282,7 @@ def load_lora(
     lora = read_lora(source, key=key, modules=module_shapes(network), module_filters=module_filters)
     spec = lora.spec
     attach_adapters(network, rank=spec.rank, alpha=spec.alpha, dropout=0.0, targets=spec.targets, dora=spec.dora)
-    _fill(network, lora.state, f"{key}={source}")
+    fill_adapters(network, lora.state, f"{key}={source}")
     return spec
 
 
@@ -279,11 +307,16 @@ def refill_lora(
             f"{key}={source}: its adapters have rank {spec.rank} and alpha {spec.alpha:g}, the task asks for "
             f"task.rank={carried.rank} task.alpha={carried.alpha:g}; set both as they were trained"
         )
-    _fill(network, lora.state, f"{key}={source}")
+    fill_adapters(network, lora.state, f"{key}={source}")
     return lora
 
 
-def _fill(network: nn.Module, state: Mapping[str, Tensor], origin: str) -> None:
+def fill_adapters(network: nn.Module, state: Mapping[str, Tensor], origin: str) -> None:
+    """Give the adapters that a network carries their values, by plain names.
+
+    Raises:
+        ConfigError: they are other adapters.
+    """
     wanted = {
         name.replace(f".{ADAPTER}.", "."): parameter
         for name, parameter in network.named_parameters()

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer
 
 from cascade_train.errors import ConfigError
@@ -158,6 +158,10 @@ class TextEncoder:
                     "set the sizes of the tower that the weights belong to"
                 )
         return module.to(device)
+
+    def units(self) -> list[list[nn.Module]]:
+        """Return the tower's layers, each of which shards by itself, in execution order."""
+        return [[layer] for layer in self.module.text_model.encoder.layers]
 
     def tokenize(self, captions: Sequence[str]) -> Tokens:
         """Turn captions into `input_ids` and `attention_mask`, (B, pieces * `max_tokens`) int64 on the host."""

@@ -1,7 +1,7 @@
-"""Low-rank adapters on a frozen Stage C network, trained on captioned images.
+"""Low-rank adapters on a frozen Stage C, and tokens of its text encoder, trained on captioned images.
 
-Lives here: what trains and what is left behind. Must not live here: the loss (text_to_image.py) and what an adapter is
-(models/lora.py).
+Lives here: what trains and what is left behind. Must not live here: the loss (text_to_image.py), what an adapter is
+(models/lora.py) and what a trained token is (models/tokens.py).
 """
 
 from __future__ import annotations
@@ -10,19 +10,26 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cascade_train.diffusion.objective import Objective
+from cascade_train.errors import ConfigError
 from cascade_train.models.export import network_config, save_lora
 from cascade_train.models.lora import LoraSpec, adapter_state, inject_lora, lora_spec, set_adapter_mode
-from cascade_train.models.lora_files import refill_lora
+from cascade_train.models.lora_files import fill_adapters, refill_lora
 from cascade_train.models.stage import Stage
-from cascade_train.tasks.base import Export
+from cascade_train.models.stage_c import StageC
+from cascade_train.models.text_encoder import TextEncoder
+from cascade_train.models.tokens import put_tokens, train_tokens, trained_tokens
+from cascade_train.tasks.base import Export, Phase
 from cascade_train.tasks.text_to_image import TextToImage
+
+TABLE = "text_model.embeddings.token_embedding."
+"""Where the trained tokens lie in the state of the text encoder."""
 
 
 class LoRA(TextToImage):
-    """Trains adapters alone, fp32 on a frozen base; the base's dropout is off.
+    """Trains adapters and named tokens alone, fp32 on a frozen base; the base's dropout is off.
 
     Args:
         rank: of every adapter, >= 1.
@@ -30,6 +37,13 @@ class LoRA(TextToImage):
         dropout: on the adapters' input, in [0, 1).
         module_filters: substrings (else regular expressions) of the names of the modules that get adapters, under
             diffusers' names or the original's; null = every linear and ungrouped convolution layer.
+        dora: also train the magnitude of each adapted output (Liu et al. 2024).
+        text_encoder_filters: the same for the text encoder's modules, e.g. `.self_attn`; null = no adapters there.
+        train_tokens: pairs. `['[fernando]', '^dog</w>']` adds a token, in `[ ]` or `< >`, that begins as the mean of
+            the vocabulary's entries that the regular expression matches; `['^snail', null]` trains the entries that
+            it matches. null = none.
+        weights: adapters to start from: a run, its export, a peft folder or a file; tokens stored there train on.
+            null = new ones.
         seed: of the adapters' first values.
         cond_drop_prob: share of samples whose caption is replaced by the empty one, in [0, 1].
         image_keep_prob: share of samples whose own image embedding is a condition, in [0, 1]; the others get zeros.
@@ -48,6 +62,10 @@ class LoRA(TextToImage):
         alpha: float,
         dropout: float,
         module_filters: list[str] | None,
+        dora: bool,
+        text_encoder_filters: list[str] | None,
+        train_tokens: list[list[str | None]] | None,
+        weights: str | None,
         seed: int,
         cond_drop_prob: float,
         image_keep_prob: float,
@@ -59,43 +77,105 @@ class LoRA(TextToImage):
             raise ValueError(f"alpha={alpha}: the adapters' scale is alpha / rank, give a number above 0")
         if not 0.0 <= dropout < 1.0:
             raise ValueError(f"dropout={dropout}: is a probability on the adapters' input, give 0 or more, below 1")
+        if train_tokens == []:
+            raise ValueError("train_tokens=[]: names no token; give pairs like ['[fernando]', '^dog</w>'], or null")
         self.rank = rank
         self.alpha = alpha
         self.dropout = dropout
         self.module_filters = module_filters
+        self.dora = dora
+        self.text_encoder_filters = text_encoder_filters
+        self.train_tokens = train_tokens
+        self.weights = weights
         self.seed = seed
         self._spec: LoraSpec
+        self._encoder: TextEncoder
 
     def attach(self, stage: Stage, objective: Objective, device: torch.device) -> None:
-        """Take the built stage, freeze its network and give the selected modules adapters.
+        """Take the built stage, freeze it, and add what trains: adapters and tokens.
 
         Raises:
-            ConfigError: a module filter that selects nothing.
+            ConfigError: a filter or a token's expression that selects nothing, or weights that do not fit.
         """
         super().attach(stage, objective, device)
+        if not isinstance(stage, StageC):
+            raise AssertionError(f"adapters and tokens are for Stage C, not for {stage.name}")
+        self._encoder = stage.text_encoder
+        self._inject(stage.network, self.module_filters, "task.module_filters")
+        if self.text_encoder_filters is not None:
+            self._inject(self._encoder.module, self.text_encoder_filters, "task.text_encoder_filters")
+        if self.train_tokens is not None:
+            train_tokens(self._encoder, self.train_tokens)
+        if self.weights is not None:
+            self._load(self.weights, key="task.weights")
+        self._spec = lora_spec(stage.network)
+        self.trains_conditions = any(p.requires_grad for p in self._encoder.module.parameters())
+
+    def _inject(self, module: nn.Module, filters: list[str] | None, key: str) -> None:
         inject_lora(
-            stage.network,
+            module,
             rank=self.rank,
             alpha=self.alpha,
             dropout=self.dropout,
-            module_filters=self.module_filters,
+            module_filters=filters,
             seed=self.seed,
+            dora=self.dora,
+            key=key,
         )
-        set_adapter_mode(stage.network)
-        self._spec = lora_spec(stage.network)
+        set_adapter_mode(module)
+
+    def phases(self) -> list[Phase]:
+        """Return the one phase; the text encoder is its second root where something in it trains.
+
+        Every trainable parameter must lie under a sharded root, else ranks would not share its gradient.
+        """
+        modules, units = self._roots(), {"network": self.stage.units()}
+        if self.trains_conditions:
+            units["text_encoder"] = self._encoder.units()
+        return [Phase(name="train", modules=modules, units=units, loss=self.loss)]
+
+    def _roots(self) -> dict[str, nn.Module]:
+        roots = {"network": self.stage.network}
+        return roots | {"text_encoder": self._encoder.module} if self.trains_conditions else roots
 
     def exports(self) -> Mapping[str, Export]:
-        """Return `lora`, a peft folder with a single file beside it."""
-        return {"lora": Export(module=self.stage.network, write=self._write_lora)}
+        """Return `lora`, a peft folder with a single file beside it; both hold the trained tokens' whole rows."""
+        return {"lora": Export(module=nn.ModuleDict(self._roots()), write=self._write_lora)}
 
     def load_export(self, export: Path) -> None:
-        """Give the adapters the values that a run left in `export/lora`.
+        """Give adapters and tokens the values that a run left in `export/lora`.
 
         Raises:
             ConfigError: no adapters there, or others than the task's.
         """
-        refill_lora(self.stage.network, str(export), key="from")
+        self._load(str(export), key="from")
+
+    def _load(self, source: str, *, key: str) -> None:
+        """Fill the adapters with stored ones, and lay stored tokens over the table, where they train on."""
+        lora = refill_lora(self.stage.network, source, key=key, module_filters=self.module_filters)
+        if lora.text_encoder and self.text_encoder_filters is None:
+            raise ConfigError(
+                f"{key}={source}: holds adapters of the text encoder; set task.text_encoder_filters to the modules "
+                "that they were trained on"
+            )
+        if lora.text_encoder:
+            fill_adapters(self._encoder.module, lora.text_encoder, f"{key}={source}")
+        if lora.tokens is not None:
+            put_tokens(self._encoder, lora.tokens, origin=f"{key}={source}")
 
     def _write_lora(self, state: Mapping[str, Tensor], directory: Path) -> float:
-        config = network_config(self.stage.network)
-        return save_lora(adapter_state(state), self._spec, config, directory, metadata={}).max_error
+        network, text = (_under(f"{root}.", state) for root in ("network", "text_encoder"))
+        table = trained_tokens(self._encoder)
+        return save_lora(
+            adapter_state(network),
+            self._spec,
+            network_config(self.stage.network),
+            directory,
+            metadata={},
+            text_encoder=adapter_state(text),
+            tokens=None if table is None else table.stored(_under(TABLE, text)),
+        ).max_error
+
+
+def _under(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from cascade_train.models.lora import adapted_layers
 from cascade_train.models.lora_files import load_lora
 from cascade_train.tasks.lora import LoRA
 from tests.unit.models.stages import build_stage
-from tests.unit.tasks.task_contract import TaskContract, attached, component, make_batch
+from tests.unit.tasks.task_contract import TaskContract, attached, component, make_batch, trainable
 
 
 class TestLoRA(TaskContract):
@@ -26,6 +27,23 @@ class TestLoRAOnEveryLayer(TestLoRA):
     @classmethod
     def task(cls) -> Any:
         return attached(component("task", "lora", module_filters=None, rank=2), cls.model)
+
+
+TOKENS = [["[fernando]", "^star</w>"], ["^red</w>", None]]
+
+
+class TestLoRAWithTokens(TestLoRA):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def task(cls) -> Any:
+        return attached(component("task", "lora", train_tokens=TOKENS), cls.model)
+
+
+class TestLoRAOnBothWithMagnitudes(TestLoRA):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def task(cls) -> Any:
+        return attached(component("task", "lora", dora=True, text_encoder_filters=[".self_attn"]), cls.model)
 
 
 def test_the_frozen_base_is_in_eval_mode_and_only_adapter_dropout_trains() -> None:
@@ -82,6 +100,85 @@ def test_a_task_takes_up_what_it_left_behind(tmp_path: Path) -> None:
         task.load_export(tmp_path / "nothing")
 
 
+def with_values(task: Any) -> Any:
+    """Return the task with everything that trains far from where it began."""
+    for phase in task.phases():
+        for index, parameter in enumerate(trainable(phase).values()):
+            torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(index))
+    return task
+
+
+def predictions(task: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    noised = torch.randn(1, 16, 3, 3, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        return task.predictor(["a red [fernando]"], None)(noised, torch.tensor([0.4]))
+
+
+FULL = {"train_tokens": TOKENS, "text_encoder_filters": [".self_attn"], "dora": True}
+
+
+@pytest.fixture(scope="module")
+def left_behind(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """A task whose adapters of both modules and whose tokens have values, and what it left."""
+    task, folder = with_values(attached(component("task", "lora", **FULL), "c_tiny")), tmp_path_factory.mktemp("run")
+    export = task.exports()["lora"]
+    assert export.write(export.module.state_dict(), folder / "export" / "lora") < 1e-6
+    return task, folder
+
+
+def test_tokens_and_adapters_of_both_modules_train_and_the_caption_reaches_them() -> None:
+    task = attached(component("task", "lora", **FULL), "c_tiny")
+    (phase,) = task.phases()
+    assert list(phase.modules) == ["network", "text_encoder"]
+    shift = "text_encoder.text_model.embeddings.token_embedding.shift"
+    assert shift in trainable(phase)
+    batch = make_batch(0, 1, captions=("a [fernando]", "a circle"))
+    prepared = task.prepare_batch(batch)
+    prepared.drop_caption_B.zero_()
+    task.loss(prepared).loss_B.mean().backward()
+    used, unused = trainable(phase)[shift].grad
+    assert used.abs().sum() > 0
+    assert unused.abs().sum() == 0
+
+
+def test_a_generation_finds_tokens_and_adapters_by_name(left_behind: tuple[Any, Path]) -> None:
+    task, folder = left_behind
+    fresh = attached(component("task", "lora", **FULL), "c_tiny")
+    assert not torch.allclose(predictions(fresh)[0], predictions(task)[0], atol=1e-3)
+    fresh.load_export(folder / "export")
+    for found, expected in zip(predictions(fresh), predictions(task), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("place", ["", "export", "export/lora", "export/lora/lora.safetensors"])
+def test_a_new_run_starts_from_given_adapters_and_trains_their_tokens_on(
+    left_behind: tuple[Any, Path], place: str
+) -> None:
+    task, folder = left_behind
+    options = FULL | {"train_tokens": [["[new]", "^ring</w>"]]}
+    fresh = attached(component("task", "lora", **options, weights=str(folder / place)), "c_tiny")
+    torch.testing.assert_close(predictions(fresh)[0], predictions(task)[0], rtol=1e-5, atol=1e-6)
+    (phase,) = fresh.phases()
+    table = phase.modules["text_encoder"].get_input_embeddings()
+    assert table.names == ("[new]", "[fernando]", "red</w>")
+    assert table.shift.requires_grad
+
+
+def test_adapters_of_the_text_encoder_need_their_filters(left_behind: tuple[Any, Path]) -> None:
+    with pytest.raises(ConfigError, match="task.weights=.*: holds adapters of the text encoder; set"):
+        attached(component("task", "lora", dora=True, weights=str(left_behind[1])), "c_tiny")
+
+
+def test_a_filter_of_the_text_encoder_names_its_own_key() -> None:
+    with pytest.raises(ConfigError, match="task.text_encoder_filters: '.atn' selects no linear"):
+        attached(component("task", "lora", text_encoder_filters=[".atn"]), "c_tiny")
+
+
+def test_only_stage_c_is_adapted() -> None:
+    with pytest.raises(AssertionError, match="adapters and tokens are for Stage C, not for"):
+        component("task", "lora").attach(SimpleNamespace(name="stage_x", tokenize=lambda _: {}), None, None)
+
+
 def test_first_values_follow_the_seed() -> None:
     down = [
         next(iter(adapted_layers(attached(component("task", "lora", seed=seed), "c_tiny").stage.network)))[1]
@@ -104,6 +201,7 @@ def test_a_filter_that_selects_nothing_is_refused() -> None:
         ({"rank": 0}, "rank=0: an adapter needs at least one column"),
         ({"alpha": 0.0}, r"alpha=0.0: the adapters' scale is alpha / rank, give a number above 0"),
         ({"dropout": 1.0}, "dropout=1.0: is a probability on the adapters' input"),
+        ({"train_tokens": []}, r"train_tokens=\[\]: names no token; give pairs like"),
         ({"cond_drop_prob": 1.5}, "cond_drop_prob=1.5: is a share of the samples"),
     ],
 )
@@ -113,6 +211,10 @@ def test_numbers_out_of_range_are_refused(change: dict[str, float], message: str
         "alpha": 4.0,
         "dropout": 0.0,
         "module_filters": None,
+        "dora": False,
+        "text_encoder_filters": None,
+        "train_tokens": None,
+        "weights": None,
         "seed": 0,
         "cond_drop_prob": 0.05,
         "image_keep_prob": 0.1,
