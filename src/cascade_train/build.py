@@ -72,23 +72,29 @@ def train(cfg: DictConfig) -> int:
         parts = build_parts(cfg)
         data = open_data(cfg, world)
         run = claim(Path(cfg.run.dir), config=to_plain(cfg), resume=cfg.run.resume)
-        if run.finished:
-            log.info("%s is finished. Raise train.max_steps to train on, or choose another run.name.", run.path)
-            return 0
-        with run.withdrawn_on_failure():
-            phases = build_phases(cfg, parts, world)
-            trainer = build_trainer(cfg, parts, phases, data, run, world)
-            if run.resume_from is not None:
-                trainer.restore(run.resume_from)
-                run.cut_metrics(trainer.step)
-        try:
-            trainer.run()
-            write_exports(cfg, parts.task, phases, run.export)
-        finally:
-            trainer.close()
-            data.close()
-        log.info("Finished at step %d. Everything lies in %s.", trainer.step, run.path)
+        with run.held():
+            if run.finished:
+                log.info("%s is finished. Raise train.max_steps to train on, or choose another run.name.", run.path)
+            else:
+                train_in(run, cfg, parts, data, world)
     return 0
+
+
+def train_in(run: RunDirectory, cfg: DictConfig, parts: Parts, data: DataSet, world: World) -> None:
+    """Train in a claimed directory, to the end and the exports. Collective."""
+    with run.withdrawn_on_failure():
+        phases = build_phases(cfg, parts, world)
+        trainer = build_trainer(cfg, parts, phases, data, run, world)
+        if run.resume_from is not None:
+            trainer.restore(run.resume_from)
+        run.cut_metrics(trainer.step)
+    try:
+        trainer.run()
+        write_exports(cfg, parts.task, phases, run.export)
+    finally:
+        trainer.close()
+        data.close()
+    log.info("Finished at step %d. Everything lies in %s.", trainer.step, run.path)
 
 
 def absolute(weights: str | None) -> str | None:

@@ -1,6 +1,9 @@
 """What cannot train is refused in one paragraph, and a refused start leaves nothing."""
 
 import io
+import signal
+import subprocess
+import sys
 import tarfile
 
 import pytest
@@ -127,3 +130,33 @@ def test_ranks_that_do_not_divide_the_batch_are_refused_with_the_sizes_that_fit(
     assert "6" in done.stderr
     assert "9" in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_ends_in_order_and_the_next_start_continues(tmp_path):
+    overrides = [*SMALL, "task=finetune", "checkpoint.every_steps=1", "log.every_steps=1", "run.dir=run"]
+    command = [sys.executable, "-m", "cascade_train", *overrides, "train.max_steps=100000"]
+    training = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    assert training.stderr.readline().startswith("step 1/")
+    training.send_signal(signal.SIGINT)
+    rest = training.communicate(timeout=60)[1].splitlines()
+    assert training.returncode == 130
+    lines = [line for line in rest if not line.startswith("step ")]
+    assert len(lines) == 1
+    assert "Interrupted. The same command continues" in lines[0]
+    steps = len(read_metrics(tmp_path / "run"))
+    train(tmp_path / "run", "task=finetune", "checkpoint.every_steps=1", f"train.max_steps={steps + 1}")
+    assert [row["step"] for row in read_metrics(tmp_path / "run")] == list(range(1, steps + 2))
+
+
+def test_a_run_in_use_by_another_process_is_refused(tmp_path, capfd):
+    run = train(tmp_path / "run", "task=finetune", "train.max_steps=1")
+    hold = (
+        "import sys; from pathlib import Path; from cascade_train.engine.run_lock import RunLock;"
+        f"RunLock(Path({str(run)!r})).acquire(); print('held', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen([sys.executable, "-c", hold], stdin=-1, stdout=-1, text=True) as holder:
+        assert holder.stdout.readline() == "held\n"
+        assert launch([*SMALL, f"run.dir={run}", "task=finetune"]) == 2
+        assert f"is in use by process {holder.pid}" in capfd.readouterr().err
+        holder.stdin.close()
+    train(run, "task=finetune", "train.max_steps=2")

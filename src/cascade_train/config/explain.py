@@ -36,17 +36,43 @@ SECONDS_FOR_RANK_ZERO = 10.0
 """torchrun ends all ranks with the first that exits; the silent ones wait until rank 0 has spoken."""
 
 
-def exit_code(action: Callable[[], Any]) -> int:
+LOST_PEER = re.compile(r"Connection (closed|reset) by peer")
+"""What gloo says on the ranks that are left when one has ended."""
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it: 128 and the number of the signal."""
+
+
+def exit_code(action: Callable[[], Any], *, remedy: str = "") -> int:
     """Run `action` and return its exit code, None being 0.
 
+    Args:
+        action: what to do.
+        remedy: what to say after the word that it was interrupted.
+
     Returns:
-        0 done, 1 stopped by the world or a defect (traceback with the rank), 2 refused. What all ranks know is one
-        paragraph on rank 0; what happened to one rank is said by that rank.
+        0 done, 1 stopped by the world or a defect (traceback with the rank), 2 refused, 130 interrupted. What all
+        ranks know is one paragraph on rank 0; what happened to one rank is said by that rank.
     """
     try:
         return int(action() or 0)
+    except KeyboardInterrupt:
+        return _interrupted(remedy)
     except Exception as error:
-        return _report(error)
+        return _interrupted(remedy) if _comes_from_interrupt(error) else _report(error)
+
+
+def _comes_from_interrupt(error: BaseException | None) -> bool:
+    """Return whether an error is what a library made of Ctrl-C."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
+def _interrupted(remedy: str) -> int:
+    if os.environ.get("RANK", "0") == "0":
+        sys.stderr.write(f"Interrupted. {remedy}".rstrip() + "\n")
+    return INTERRUPTED
 
 
 def _report(error: Exception) -> int:
@@ -62,7 +88,7 @@ def _report(error: Exception) -> int:
         sys.stderr.write(f"[rank {rank}] {paragraph}\n")
     elif "TORCHELASTIC_RUN_ID" in os.environ:
         time.sleep(SECONDS_FOR_RANK_ZERO)
-    return 1 if isinstance(error, RunError | BrokenPipeError) else 2
+    return 1 if isinstance(error, RunError | BrokenPipeError | RuntimeError) else 2
 
 
 def explain(error: Exception) -> str | None:
@@ -78,6 +104,8 @@ def explain(error: Exception) -> str | None:
             return _value(error, None)
         case yaml.YAMLError():
             return f"A configuration file is not valid YAML: {_one_line(error)}"
+        case RuntimeError() if LOST_PEER.search(str(error)):
+            return "The connection to another rank was lost: that rank ended first; what it said tells why."
         case BrokenPipeError():
             return "Whoever read the output has closed it."
         case ValueError():

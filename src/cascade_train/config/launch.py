@@ -36,6 +36,9 @@ LONGEST_NAME = 120
 """Characters of a sweep job's name before it is cut and hashed; folder names end at 255 bytes."""
 
 
+CONTINUED = "The same command continues from the newest checkpoint, or from the start where there is none yet."
+
+
 def compose_and_run(argv: Sequence[str], train: Callable[[DictConfig], int]) -> int:
     """Run one command line and return the exit code.
 
@@ -44,7 +47,7 @@ def compose_and_run(argv: Sequence[str], train: Callable[[DictConfig], int]) -> 
         train: what to do with each composed and checked configuration; returns an exit code.
 
     Returns:
-        0 done, 1 stopped by the world, 2 refused.
+        0 done, 1 stopped by the world, 2 refused, 130 interrupted.
     """
     register_schema()
     raw = "HYDRA_FULL_ERROR" in os.environ
@@ -56,7 +59,7 @@ def compose_and_run(argv: Sequence[str], train: Callable[[DictConfig], int]) -> 
         return train(ready)
 
     def job(cfg: DictConfig) -> None:
-        code = checked(cfg) if raw else exit_code(functools.partial(checked, cfg))
+        code = checked(cfg) if raw else exit_code(functools.partial(checked, cfg), remedy=CONTINUED)
         if code:
             raise SystemExit(code)
 

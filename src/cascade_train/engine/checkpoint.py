@@ -239,7 +239,8 @@ def _write_tensors(hidden: Path, tensors: dict[str, Any]) -> None:
     try:
         state_dict_saver.save(tensors, storage_writer=FileSystemWriter(hidden, sync_files=True))
     except CheckpointException as error:
-        raise RunError(f"a checkpoint could not be written to {hidden.parent}: {_first_failure(error)!r}") from error
+        first = _first_failure(error)
+        raise RunError(f"a checkpoint could not be written to {hidden.parent}: {first!r}") from first
 
 
 def _first_failure(error: CheckpointException) -> BaseException:

@@ -24,6 +24,7 @@ from cascade_train.engine.config_difference import Difference, describe, find_di
 from cascade_train.engine.durable_files import append_durably, write_durably
 from cascade_train.engine.environment import describe_environment
 from cascade_train.engine.manifest import find_fault, read_manifest
+from cascade_train.engine.run_lock import LOCK_NAME, RunLock
 from cascade_train.errors import ConfigError, RunError
 
 log = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ _CONFIG = "config.yaml"
 _ENVIRONMENT = "environment.json"
 _HISTORY = "config_history.jsonl"
 _METRICS = "metrics.jsonl"
-_BEFORE_THE_FIRST_STEP = {_CONFIG, _ENVIRONMENT, "tensorboard", "wandb"}
+_BEFORE_THE_FIRST_STEP = {_CONFIG, _ENVIRONMENT, _HISTORY, LOCK_NAME, "tensorboard", "wandb"}
 """What a start makes before there is anything to lose: our files, and the folders of trackers."""
 
 
@@ -45,12 +46,14 @@ class RunDirectory:
         resume_from: a verified checkpoint to continue from; None = from the start.
         finished: the run has reached its end already; there is nothing to do.
         created: this claim made the directory.
+        lock: keeps other processes out; held by rank 0.
     """
 
     path: Path
     resume_from: Path | None
     finished: bool
     created: bool
+    lock: RunLock
 
     @property
     def checkpoints(self) -> Path:
@@ -96,8 +99,16 @@ class RunDirectory:
             self.withdraw()
             raise
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Let others claim the directory once the block ends, however it ends. Not collective."""
+        try:
+            yield
+        finally:
+            self.lock.release()
+
     def _remove_if_untouched(self) -> None:
-        if self.created and {path.name for path in self.path.iterdir()} <= _BEFORE_THE_FIRST_STEP:
+        if self.created and _is_untouched(self.path):
             shutil.rmtree(self.path)
 
 
@@ -107,7 +118,8 @@ def claim(directory: Path, *, config: Mapping[str, Any], resume: str) -> RunDire
     To be called once preflight passed and the data opened: what is refused here leaves nothing behind.
     A run is continued from its newest checkpoint that verifies. Settings that do not change what is
     learned from which sample may differ from the run's; they are applied and recorded in
-    `config_history.jsonl`.
+    `config_history.jsonl`. A start that ended before its first step has nothing to lose: all settings may differ.
+    The claim lasts until `RunDirectory.held` ends, or the process.
 
     Args:
         directory: `run.dir`.
@@ -117,7 +129,8 @@ def claim(directory: Path, *, config: Mapping[str, Any], resume: str) -> RunDire
 
     Raises:
         ConfigError: the directory is not writable, belongs to something else or to a run of another config,
-            holds a run that may not be continued as asked, or `resume` names no checkpoint that verifies.
+            is in use by another process, holds a run that may not be continued as asked, or `resume` names no
+            checkpoint that verifies.
         RunError: none of the run's checkpoints verifies.
     """
     plain: dict[str, Any] = yaml.safe_load(yaml.safe_dump(dict(config)))
@@ -126,7 +139,13 @@ def claim(directory: Path, *, config: Mapping[str, Any], resume: str) -> RunDire
 
 def _decide(directory: Path, config: dict[str, Any], resume: str) -> RunDirectory:
     if (directory / _CONFIG).is_file():
-        return _continue_run(directory, config, resume)
+        lock = RunLock(directory)
+        lock.acquire()
+        try:
+            return _continue_run(directory, config, resume, lock)
+        except BaseException:
+            lock.release()
+            raise
     if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
         raise ConfigError(
             f"run.dir={directory} exists, is not empty and is not a run (it has no {_CONFIG}). "
@@ -134,10 +153,17 @@ def _decide(directory: Path, config: dict[str, Any], resume: str) -> RunDirector
         )
     origin = None if resume in ("auto", "never") else _find_origin(resume)
     _create(directory, config)
-    return RunDirectory(path=directory, resume_from=origin, finished=False, created=True)
+    lock = RunLock(directory)
+    lock.acquire()
+    return RunDirectory(path=directory, resume_from=origin, finished=False, created=True, lock=lock)
 
 
-def _continue_run(directory: Path, config: dict[str, Any], resume: str) -> RunDirectory:
+def _is_untouched(directory: Path) -> bool:
+    """Whether nothing was trained in a run directory yet."""
+    return {path.name for path in directory.iterdir()} <= _BEFORE_THE_FIRST_STEP
+
+
+def _continue_run(directory: Path, config: dict[str, Any], resume: str, lock: RunLock) -> RunDirectory:
     other_name = "another run.name (or run.dir)"
     if resume == "never":
         raise ConfigError(
@@ -146,7 +172,7 @@ def _continue_run(directory: Path, config: dict[str, Any], resume: str) -> RunDi
         )
     saved = _read_config(directory / _CONFIG)
     differences = find_differences(saved, config)
-    if blocking := refused(differences):
+    if (blocking := refused(differences)) and not _is_untouched(directory):
         raise ConfigError(
             f"run.dir={directory} holds a run of another config:\n{describe(blocking)}\n"
             f"Remedy: {other_name} for a new run, or the old values to continue this one"
@@ -157,7 +183,7 @@ def _continue_run(directory: Path, config: dict[str, Any], resume: str) -> RunDi
     finished = checkpoint is not None and _is_finished(directory, checkpoint, saved, config)
     if not finished:
         _record_continuation(directory, config, differences, checkpoint)
-    return RunDirectory(path=directory, resume_from=checkpoint, finished=finished, created=False)
+    return RunDirectory(path=directory, resume_from=checkpoint, finished=finished, created=False, lock=lock)
 
 
 def _is_finished(directory: Path, checkpoint: Path, saved: dict[str, Any], config: dict[str, Any]) -> bool:
@@ -244,6 +270,10 @@ def _create(directory: Path, config: dict[str, Any]) -> None:
         beside.rename(directory)
     except OSError as error:
         shutil.rmtree(beside, ignore_errors=True)
+        if (directory / _CONFIG).is_file():
+            raise ConfigError(
+                f"run.dir={directory} was made by another process just now. Remedy: another run.name"
+            ) from error
         for parent in missing_parents:
             if parent.is_dir() and not any(parent.iterdir()):
                 parent.rmdir()

@@ -7,7 +7,7 @@ from hydra.errors import InstantiationException
 
 from cascade_train.config.explain import SECONDS_FOR_RANK_ZERO, exit_code, explain
 from cascade_train.config.groups import did_you_mean, group_options, groups, option_targets
-from cascade_train.errors import ConfigError
+from cascade_train.errors import ConfigError, RunError
 
 Start = Callable[..., tuple[int, str]]
 TINY = ("model=c_tiny", "task=lora")
@@ -156,3 +156,38 @@ def test_groups_and_options_are_read_from_the_folder():
     assert "_base" not in group_options("data")
     assert group_options("nothing") == []
     assert option_targets("lr_scheduler")["cosine"].endswith("CosineSchedule")
+
+
+def test_an_interrupt_is_one_line_on_rank_zero(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    assert exit_code(interrupted, remedy="Start again.") == 130
+    assert capsys.readouterr().err == "Interrupted. Start again.\n"
+    assert exit_code(interrupted) == 130
+    assert capsys.readouterr().err == "Interrupted.\n"
+    monkeypatch.setenv("RANK", "1")
+    assert exit_code(interrupted) == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_an_interrupt_that_a_library_made_an_error_of_is_still_one(capsys: pytest.CaptureFixture[str]):
+    def swallowed() -> None:
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt as interrupt:
+            raise RunError("a checkpoint could not be written") from interrupt
+
+    assert exit_code(swallowed) == 130
+    assert capsys.readouterr().err == "Interrupted.\n"
+
+
+def test_ranks_whose_peer_ended_say_so_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    def lost() -> None:
+        raise RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:40879. This is typically caused by")
+
+    assert exit_code(lost) == 1
+    assert capsys.readouterr().err.startswith("The connection to another rank was lost")
+    monkeypatch.setenv("RANK", "1")
+    assert exit_code(lost) == 1
+    assert capsys.readouterr().err == ""

@@ -1,5 +1,6 @@
 """Claiming a run directory, and what is refused."""
 
+import contextlib
 import json
 import logging
 import shutil
@@ -49,7 +50,7 @@ def damage(path):
 
 
 def listing(directory):
-    return sorted(str(path.relative_to(directory)) for path in directory.rglob("*"))
+    return sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.name != ".lock")
 
 
 def history(directory):
@@ -132,7 +133,8 @@ def test_settings_that_may_change_are_applied_and_recorded(directory, caplog):
 
 def test_another_config_is_refused_with_the_difference(directory):
     claim(directory, config=CONFIG, resume="auto")
-    before = (directory / "config.yaml").read_text()
+    save(directory, 2)
+    before = listing(directory), (directory / "config.yaml").read_text()
     other = changed(train__global_batch_size=16, data__urls=["c.tar"], optimizer__lr=3e-4)
     with pytest.raises(
         ConfigError,
@@ -140,8 +142,43 @@ def test_another_config_is_refused_with_the_difference(directory):
         r"  train\.global_batch_size: 8 -> 16\nRemedy: another run\.name",
     ):
         claim(directory, config=other, resume="auto")
-    assert (directory / "config.yaml").read_text() == before
-    assert listing(directory) == ["config.yaml", "environment.json"]
+    assert (listing(directory), (directory / "config.yaml").read_text()) == before
+
+
+def test_a_start_that_trained_nothing_may_be_repeated_with_another_config(directory):
+    claim(directory, config=CONFIG, resume="auto")
+    run = claim(directory, config=changed(train__global_batch_size=16), resume="auto")
+    assert (run.resume_from, run.finished) == (None, False)
+    assert yaml.safe_load((directory / "config.yaml").read_text())["train"]["global_batch_size"] == 16
+
+
+def test_a_claim_ends_with_its_block(directory):
+    run = claim(directory, config=CONFIG, resume="auto")
+    with run.held():
+        assert (directory / ".lock").is_file()
+    assert not (directory / ".lock").exists()
+    run = claim(directory, config=CONFIG, resume="auto")
+    with contextlib.suppress(ZeroDivisionError), run.held():
+        raise ZeroDivisionError
+    assert not (directory / ".lock").exists()
+
+
+def test_a_refused_claim_leaves_no_lock(directory):
+    claim(directory, config=CONFIG, resume="auto").lock.release()
+    with pytest.raises(ConfigError, match=r"already holds a run"):
+        claim(directory, config=CONFIG, resume="never")
+    assert not (directory / ".lock").exists()
+
+
+def test_of_two_that_make_a_directory_at_once_one_is_refused(directory, monkeypatch):
+    def overtaken(path, text):
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "config.yaml").write_text("of another")
+
+    monkeypatch.setattr(module, "write_durably", overtaken)
+    with pytest.raises(ConfigError, match=r"was made by another process just now"):
+        claim(directory, config=CONFIG, resume="auto")
+    assert listing(directory.parent) == ["one", "one/config.yaml"]
 
 
 def test_a_config_that_is_damaged_is_a_run_error(directory):

@@ -1,0 +1,90 @@
+"""One live process per run directory."""
+
+import errno
+import fcntl
+import os
+import pickle
+import subprocess
+import sys
+
+import pytest
+
+from cascade_train.engine.run_lock import RunLock
+from cascade_train.errors import ConfigError
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from cascade_train.engine.run_lock import RunLock
+RunLock(Path(sys.argv[1])).acquire()
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """Another process that holds the lock of `tmp_path`, without having imported torch."""
+    process = subprocess.Popen([sys.executable, "-c", HOLD, tmp_path], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def test_a_directory_in_use_is_refused_and_its_holder_named(tmp_path, holder):
+    with pytest.raises(ConfigError, match=rf"is in use by process {holder.pid} on .*another run\.name"):
+        RunLock(tmp_path).acquire()
+
+
+def test_a_killed_process_holds_nothing(tmp_path, holder):
+    holder.kill()
+    holder.wait()
+    lock = RunLock(tmp_path)
+    lock.acquire()
+    assert (tmp_path / ".lock").read_text().startswith(f"process {os.getpid()} on ")
+    lock.release()
+    lock.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lock_that_travels_to_another_rank_is_not_held_there(tmp_path):
+    lock = RunLock(tmp_path)
+    lock.acquire()
+    pickle.loads(pickle.dumps(lock)).release()
+    assert (tmp_path / ".lock").is_file()
+    lock.release()
+
+
+def test_a_lock_file_that_its_holder_just_removed_is_made_anew(tmp_path, monkeypatch):
+    lockf, calls = fcntl.lockf, []
+
+    def removed_in_between(handle, how):
+        if not calls:
+            (tmp_path / ".lock").unlink()
+        calls.append(how)
+        lockf(handle, how)
+
+    monkeypatch.setattr(fcntl, "lockf", removed_in_between)
+    lock = RunLock(tmp_path)
+    lock.acquire()
+    assert len(calls) == 2
+    assert (tmp_path / ".lock").is_file()
+    lock.release()
+
+
+def test_a_file_system_without_locks_is_used_with_a_warning(tmp_path, monkeypatch, caplog):
+    def unsupported(handle, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", unsupported)
+    lock = RunLock(tmp_path)
+    lock.acquire()
+    assert "cannot be locked (No locks available): start no second run in it" in caplog.text
+    lock.release()
+
+
+def test_a_directory_that_cannot_be_locked_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"cannot be locked: No such file or directory\. Remedy: make it writable"):
+        RunLock(tmp_path / "nowhere").acquire()
