@@ -1,8 +1,8 @@
 """The denoising network of Stage B and C: diffusers' `StableCascadeUNet` with its own walk through the levels.
 
-Lives here: the forward pass in (residual, timestep, attention) units, control maps, the fp32 time embedding, and the
-choice of attention kernel. Must not live here: weights (initialize.py, weights.py) and what the network is conditioned
-on (stage_c.py).
+Lives here: the forward pass in (residual, timestep, attention) units, control maps, and the fp32 time embedding. Must
+not live here: weights (initialize.py, weights.py), attention kernels (attention.py) and what the network is conditioned on
+(stage_c.py).
 
 Same state-dict keys and config as the parent, so folders and pipelines of diffusers fit.
 
@@ -14,16 +14,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from diffusers.models.attention_processor import Attention, AttnProcessor, AttnProcessor2_0, XFormersAttnProcessor
 from diffusers.models.unets.unet_stable_cascade import StableCascadeUNet, StableCascadeUNetOutput, UpDownBlock2d
-from diffusers.utils import is_xformers_available
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from cascade_train.errors import ConfigError
-
-PROCESSORS = {"sdpa": AttnProcessor2_0, "xformers": XFormersAttnProcessor, "math": AttnProcessor}
-"""Attention kernels by the name that a user gives."""
+from cascade_train.models.attention import set_attention
 
 
 class CascadeUNet(StableCascadeUNet):
@@ -33,7 +28,7 @@ class CascadeUNet(StableCascadeUNet):
     without attention. Every block is called as `block(...)`, so that hooks of FSDP2 and `block.compile()` act on it.
 
     Setting `gradient_checkpointing` recomputes a whole unit in backward. The dropout of the config acts inside the
-    residual blocks and on the attention's output.
+    residual blocks and on the attention's output, or on its probabilities after `drop_probabilities` of attention.py.
     """
 
     def units(self) -> list[list[nn.Module]]:
@@ -63,16 +58,7 @@ class CascadeUNet(StableCascadeUNet):
         Raises:
             ConfigError: an unknown name, or xformers is not installed.
         """
-        if name not in PROCESSORS:
-            raise ConfigError(f"attention={name}: must be one of {', '.join(PROCESSORS)}")
-        if name == "xformers" and not is_xformers_available():
-            raise ConfigError(
-                "attention=xformers: the package xformers is not installed; "
-                "install cascade-train[xformers] or use attention=sdpa"
-            )
-        for module in self.modules():
-            if isinstance(module, Attention):
-                module.set_processor(PROCESSORS[name]())
+        set_attention(self, name)
 
     def time_embedding(self, timestep_ratio: Tensor, sca: Tensor | None, crp: Tensor | None) -> Tensor:
         """Embed (B,) timestep ratios and their side conditions in fp32: (B, D * (1 + number of side conditions)).

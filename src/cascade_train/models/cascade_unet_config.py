@@ -5,7 +5,7 @@ Must not live here: weights, and anything that imports diffusers before `build`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -39,7 +39,9 @@ class CascadeUNetConfig:
         effnet_in_channels: channels of the semantic latent condition; null = none.
         pixel_mapper_in_channels: channels of the pixel condition; null = none.
         kernel_size: side of the depthwise convolutions, odd.
-        dropout: dropout probability of each level.
+        dropout: dropout probability of each level, in residual blocks and in attention.
+        attention_dropout: where dropout acts in attention: on its probabilities, as in the original, or on its output,
+            as in diffusers.
         self_attn: whether attention also sees the image positions.
         timestep_conditioning_type: names of the side conditions of time.
         switch_level: per transition whether it halves the resolution; null = strided convolutions.
@@ -74,8 +76,10 @@ class CascadeUNetConfig:
         self_attn: bool,
         timestep_conditioning_type: list[str],
         switch_level: list[bool] | None,
+        attention_dropout: Literal["probabilities", "output"] = "probabilities",
     ) -> None:
-        self.arguments = {name: value for name, value in locals().items() if name != "self"}
+        self.arguments = {k: value for k, value in locals().items() if k not in ("self", "attention_dropout")}
+        self.attention_dropout = attention_dropout
         self.in_channels = in_channels
         self.clip_text_in_channels = clip_text_in_channels
         self.clip_text_pooled_in_channels = clip_text_pooled_in_channels
@@ -120,10 +124,18 @@ class CascadeUNetConfig:
             raise ValueError(f"network.kernel_size={self.arguments['kernel_size']}: must be odd")
         if not all(0 <= p < 1 for p in self.arguments["dropout"]):
             raise ValueError(f"network.dropout={self.arguments['dropout']}: must lie in [0, 1)")
+        if self.attention_dropout not in ("probabilities", "output"):
+            raise ValueError(
+                f"network.attention_dropout={self.attention_dropout}: choose probabilities (the original's) or output"
+            )
 
     def build(self) -> CascadeUNet:
         """Make the network on the meta device, without memory and without values."""
+        from cascade_train.models.attention import drop_probabilities
         from cascade_train.models.cascade_unet import CascadeUNet
 
         with torch.device("meta"):
-            return CascadeUNet(**self.arguments)
+            network = CascadeUNet(**self.arguments)
+        if self.attention_dropout == "probabilities":
+            drop_probabilities(network)
+        return network

@@ -1,0 +1,107 @@
+"""Attention kernels, and dropout on probabilities against torch's MultiheadAttention, which the original uses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from diffusers.models.attention_processor import Attention
+from torch import Tensor, nn
+
+from cascade_train.errors import ConfigError
+from cascade_train.models import attention
+from cascade_train.models.attention import drop_probabilities, set_attention
+from cascade_train.models.cascade_unet import CascadeUNet
+from tests.unit.models.stages import filled_network, network_inputs
+
+WIDTH, HEADS, P = 32, 4, 0.5
+
+
+@pytest.fixture(scope="module")
+def network() -> CascadeUNet:
+    return filled_network(dropout=[0.5, 0.5]).eval()
+
+
+def predict(network: CascadeUNet) -> Tensor:
+    return network(**network_inputs(), return_dict=False)[0]
+
+
+def kernels(network: CascadeUNet) -> set[str]:
+    return {type(unit[2].attention.processor).__name__ for unit in network.units()}
+
+
+def pair() -> tuple[nn.MultiheadAttention, nn.Sequential]:
+    """Return torch's attention and a network that holds diffusers' with the same weights."""
+    torch.manual_seed(0)
+    original = nn.MultiheadAttention(WIDTH, HEADS, dropout=P, bias=True, batch_first=True)
+    nn.init.normal_(original.in_proj_bias)
+    ours = Attention(query_dim=WIDTH, heads=HEADS, dim_head=WIDTH // HEADS, dropout=P, bias=True)
+    fused = (original.in_proj_weight.chunk(3), original.in_proj_bias.chunk(3))
+    for linear, weight, bias in zip((ours.to_q, ours.to_k, ours.to_v), *fused, strict=True):
+        linear.load_state_dict({"weight": weight, "bias": bias})
+    ours.to_out[0].load_state_dict(original.out_proj.state_dict())
+    network = nn.Sequential(ours)
+    drop_probabilities(network)
+    return original, network
+
+
+@pytest.mark.parametrize("kernel", ["sdpa", "math"])
+@pytest.mark.parametrize("training", [True, False])
+def test_dropped_probabilities_are_the_originals_draw_for_draw(kernel: str, training: bool) -> None:
+    original, network = pair()
+    set_attention(network, kernel)
+    original.train(training)
+    network.train(training)
+    latent, tokens = torch.randn(2, WIDTH, 3, 5), torch.randn(2, 7, WIDTH)
+    query = latent.flatten(2).transpose(1, 2)
+    torch.manual_seed(3)
+    expected = original(query, tokens, tokens, need_weights=kernel == "math")[0]
+    torch.manual_seed(3)
+    got = network[0](latent, encoder_hidden_states=tokens)
+    torch.testing.assert_close(got.flatten(2).transpose(1, 2), expected, atol=1e-6, rtol=1e-5)
+
+
+def test_the_output_itself_is_not_dropped() -> None:
+    _, network = pair()
+    network.train()
+    out = network[0](torch.randn(2, WIDTH, 3, 5), encoder_hidden_states=torch.randn(2, 7, WIDTH))
+    assert (out != 0).all()
+
+
+def test_where_dropout_acts_changes_training_alone(network: CascadeUNet) -> None:
+    elsewhere = filled_network(dropout=[0.5, 0.5], attention_dropout="output").eval()
+    elsewhere.load_state_dict(network.state_dict())
+    assert torch.equal(predict(elsewhere), predict(network))
+    results = []
+    for each in (network, elsewhere):
+        torch.manual_seed(1)
+        results.append(predict(each.train()))
+        each.eval()
+    assert not torch.allclose(*results)
+
+
+@pytest.mark.parametrize("where", ["probabilities", "output"])
+def test_kernels_agree_with_each_other(where: str) -> None:
+    network = filled_network(dropout=[0.5, 0.5], attention_dropout=where).eval()
+    expected = predict(network)
+    network.set_attention("math")
+    torch.testing.assert_close(predict(network), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_a_chosen_kernel_reaches_every_block() -> None:
+    network = filled_network(attention_dropout="output")
+    network.set_attention("math")
+    assert kernels(network) == {"AttnProcessor"}
+    network.set_attention("sdpa")
+    assert kernels(network) == {"AttnProcessor2_0"}
+    assert kernels(filled_network()) == {"ProbabilityDropout"}
+
+
+def test_an_unknown_kernel_is_refused(network: CascadeUNet) -> None:
+    with pytest.raises(ConfigError, match="attention=flash: must be one of sdpa, xformers, math"):
+        network.set_attention("flash")
+
+
+def test_missing_xformers_names_the_extra(network: CascadeUNet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "is_xformers_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"install cascade-train\[xformers\]"):
+        network.set_attention("xformers")
