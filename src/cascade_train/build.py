@@ -91,6 +91,7 @@ def train_in(run: RunDirectory, cfg: DictConfig, parts: Parts, data: DataSet, wo
     try:
         trainer.run()
         write_exports(cfg, parts.task, phases, run.export)
+        run.record_exports(trainer.step)
     finally:
         trainer.close()
         data.close()
@@ -181,16 +182,16 @@ def build_model(cfg: DictConfig, parts: Parts, world: World, *, masters: bool) -
 def build_phases(cfg: DictConfig, parts: Parts, world: World) -> list[BoundPhase]:
     """Build the model, shard what trains, and bind each phase to its optimizer. Collective."""
     build_model(cfg, parts, world, masters=True)
+    if world.is_main and cfg.model.weights is None and not parts.task.trains_network:
+        log.warning(
+            "model.weights=null: the network has its first values, and its last layer begins at zero, so that nothing "
+            "in front of it can learn. Name trained weights, unless you only try a machine."
+        )
     phases = parts.task.phases()
-    mesh = build_mesh(
-        world,
-        mesh_shape(
-            cfg.parallel.mode.value,
-            world.ranks,
-            shard_size=cfg.parallel.shard_size,
-            fits=fits_one_device([root for p in phases for root in p.modules.values()], world.device),
-        ),
-    )
+    roots = [root for phase in phases for root in phase.modules.values()]
+    fits = all(from_every_rank(lambda: fits_one_device(roots, world.device)))
+    shape = mesh_shape(cfg.parallel.mode.value, world.ranks, shard_size=cfg.parallel.shard_size, fits=fits)
+    mesh = build_mesh(world, shape)
     for phase in phases:
         for name, root in phase.modules.items():
             parallelize(

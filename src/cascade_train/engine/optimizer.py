@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim import Optimizer
+
+from cascade_train.errors import ConfigError
 
 NO_DECAY_SUFFIXES = (".gamma", ".beta", ".lora_magnitude_vector.weight")
 """Parameters with two or more dimensions that are still scales or shifts (the response norm's)."""
@@ -53,19 +59,51 @@ class OptimizerSpec:
         return self.lr * global_batch_size if self.scale_lr else self.lr
 
     def build(self, parameters: Mapping[str, nn.Parameter], global_batch_size: int) -> Optimizer:
-        """Return the algorithm over two groups, with and without weight decay; empty groups are left out."""
+        """Return the algorithm over two groups, with and without weight decay; empty groups are left out. Collective.
+
+        Raises:
+            ConfigError: the algorithm refuses these parameters, or cannot work on sharded ones.
+        """
         decayed = [p for name, p in parameters.items() if self.decay_all or decays(name, p)]
         kept = [p for name, p in parameters.items() if not (self.decay_all or decays(name, p))]
         groups: list[dict[str, Any]] = [
             {"params": decayed, "weight_decay": self.weight_decay},
             {"params": kept, "weight_decay": 0.0},
         ]
-        return self.algorithm([g for g in groups if g["params"]], lr=self.base_lr(global_batch_size))
+        try:
+            optimizer = self.algorithm([g for g in groups if g["params"]], lr=self.base_lr(global_batch_size))
+            self._try_on_shards(next((p.device_mesh for p in parameters.values() if isinstance(p, DTensor)), None))
+        except ValueError as error:
+            name = getattr(getattr(self.algorithm, "func", self.algorithm), "__name__", self.algorithm)
+            raise ConfigError(
+                f"optimizer.algorithm={name} cannot train these weights: {str(error).splitlines()[0]} Remedy: another "
+                "algorithm, such as torch.optim.AdamW; or this one without fused, where it was given"
+            ) from error
+        return optimizer
+
+    def _try_on_shards(self, mesh: DeviceMesh | None) -> None:
+        """Take a step with a matrix of two rows a rank, so that what cannot work is found before the first batch."""
+        if mesh is None:
+            return
+        placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
+        values = torch.ones(2 * mesh.size(mesh.ndim - 1), 2, device=mesh.device_type)
+        weight = nn.Parameter(distribute_tensor(values, mesh, placements))
+        weight.grad = torch.zeros_like(weight)
+        try:
+            self.algorithm([weight], lr=self.lr).step()
+        except RuntimeError as error:
+            raise ValueError(f"it does not work on sharded weights ({str(error).splitlines()[0]}).") from error
 
 
 def decays(name: str, parameter: nn.Parameter) -> bool:
     """Return whether weight decay applies: matrices and kernels, not biases, norms, response norms or tokens."""
     return parameter.ndim >= 2 and not name.endswith(NO_DECAY_SUFFIXES) and "token" not in name
+
+
+def settings(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return, per parameter group, what the constructor was given: the configuration's part, not the progress."""
+    names = inspect.signature(type(optimizer).__init__).parameters.keys() - {"params"}
+    return [{name: group[name] for name in names & group.keys()} for group in optimizer.param_groups]
 
 
 def can_withhold(optimizer: Optimizer) -> bool:

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from cascade_train.engine.checkpoint import CheckpointStore
 from cascade_train.engine.ema import Ema
 from cascade_train.engine.lr_schedule import LrSchedule
-from cascade_train.engine.optimizer import can_withhold
+from cascade_train.engine.optimizer import can_withhold, settings
 from cascade_train.tasks.base import Phase, Task
 
 _SHARDED = StateDictOptions(ignore_frozen_params=True)
@@ -108,10 +108,13 @@ class BoundPhase:
         return state if self.ema is None else {**state, "ema": self.ema.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned. Collective."""
+        """Restore what `state_dict` returned, except settings: those are the configuration's. Collective."""
         not_frozen = StateDictOptions(ignore_frozen_params=True, strict=False)
         set_model_state_dict(self._container, state["weights"], options=not_frozen)
+        configured = settings(self.optimizer)
         set_optimizer_state_dict(self._container, self.optimizer, state["optimizer"], options=_SHARDED)
+        for group, ours in zip(self.optimizer.param_groups, configured, strict=True):
+            group.update(ours)
         if self.ema is not None:
             self.ema.load_state_dict(state["ema"])
 

@@ -33,6 +33,7 @@ _CONFIG = "config.yaml"
 _ENVIRONMENT = "environment.json"
 _HISTORY = "config_history.jsonl"
 _METRICS = "metrics.jsonl"
+_EXPORTED = "exported.json"
 _BEFORE_THE_FIRST_STEP = {_CONFIG, _ENVIRONMENT, _HISTORY, LOCK_NAME, "tensorboard", "wandb"}
 """What a start makes before there is anything to lose: our files, and the folders of trackers."""
 
@@ -82,6 +83,14 @@ class RunDirectory:
             RunError: the file could not be rewritten; it is as it was.
         """
         from_rank_zero(lambda: _cut_lines(self.metrics_path, step))
+
+    def record_exports(self, step: int) -> None:
+        """Note that the results of `step` lie in `export/`: only then is a run finished. Collective.
+
+        Raises:
+            RunError: the file could not be written.
+        """
+        from_rank_zero(lambda: write_durably(self.export / _EXPORTED, json.dumps({"step": step}) + "\n"))
 
     def withdraw(self) -> None:
         """Remove a directory that this claim made and that holds no results yet. Collective.
@@ -187,7 +196,7 @@ def _continue_run(directory: Path, config: dict[str, Any], resume: str, lock: Ru
 
 
 def _is_finished(directory: Path, checkpoint: Path, saved: dict[str, Any], config: dict[str, Any]) -> bool:
-    """Whether the run ended with this checkpoint and is not asked to train longer than it was then.
+    """Whether the run ended with this checkpoint, left its results, and is not asked to train longer than then.
 
     The limits of then are the saved ones, less what was changed by earlier attempts to continue from it.
     """
@@ -200,7 +209,13 @@ def _is_finished(directory: Path, checkpoint: Path, saved: dict[str, Any], confi
             node, _, name = key.rpartition(".")
             if node == "train":
                 then[name] = old
-    return bool(manifest.facts.get("finished")) and not is_limit_raised({"train": then}, config)
+    ended = bool(manifest.facts.get("finished")) and _exported_step(directory) == manifest.step
+    return ended and not is_limit_raised({"train": then}, config)
+
+
+def _exported_step(directory: Path) -> int | None:
+    path = directory / "export" / _EXPORTED
+    return _step_of(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
 def _read_history(directory: Path) -> list[dict[str, Any]]:

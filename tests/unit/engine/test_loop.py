@@ -150,6 +150,32 @@ def test_stopping_and_restoring_continues_bit_for_bit(world, tmp_path):
         assert torch.equal(local(average), local(whole.phases[0].ema.state_dict()[name]))
 
 
+def test_a_continued_run_takes_the_settings_of_its_own_configuration(world, tmp_path):
+    before, after = (partial(torch.optim.AdamW, betas=betas) for betas in ((0.5, 0.6), (0.7, 0.8)))
+    first = build_trainer(world, tmp_path, max_steps=2, checkpoint=2, algorithm=before)
+    first.run()
+    second = build_trainer(world, tmp_path, algorithm=after)
+    second.phases[0].optimizer.param_groups[0]["weight_decay"] = 0.5
+    second.restore(second.store.newest())
+    groups = second.phases[0].optimizer.param_groups
+    assert [(group["betas"], group["weight_decay"]) for group in groups] == [((0.7, 0.8), 0.5), ((0.7, 0.8), 0.0)]
+    moments = second.phases[0].optimizer.state_dict()["state"]
+    assert [float(state["step"]) for state in moments.values()] == [2.0] * 4
+
+
+@pytest.mark.parametrize(
+    "algorithm", [torch.optim.SGD, partial(torch.optim.SGD, momentum=0.9), torch.optim.Adagrad, torch.optim.NAdam]
+)
+def test_other_algorithms_continue_bit_for_bit(world, tmp_path, algorithm):
+    whole = build_trainer(world, tmp_path / "whole", algorithm=algorithm)
+    whole.run()
+    build_trainer(world, tmp_path / "parts", max_steps=3, checkpoint=3, algorithm=algorithm).run()
+    parts = build_trainer(world, tmp_path / "parts", algorithm=algorithm)
+    parts.restore(parts.store.newest())
+    parts.run()
+    assert torch.equal(weights(parts), weights(whole))
+
+
 def test_a_feed_that_ends_early_is_an_error(world, tmp_path):
     trainer = build_trainer(world, tmp_path)
     trainer.feed = EndingFeed(global_batch_size=4, micro_batch_size=4)

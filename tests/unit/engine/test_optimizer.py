@@ -5,8 +5,11 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
-from cascade_train.engine.optimizer import OptimizerSpec, can_withhold
+from cascade_train.distributed.process_group import build_mesh
+from cascade_train.engine.optimizer import OptimizerSpec, can_withhold, settings
+from cascade_train.errors import ConfigError
 
 
 def spec(**changes):
@@ -66,6 +69,29 @@ def test_fused_adamw_leaves_weights_and_moments_when_withheld():
 
 def test_unfused_optimizers_cannot_withhold():
     assert not can_withhold(torch.optim.Adagrad([nn.Parameter(torch.ones(1))]))
+
+
+def test_an_algorithm_that_refuses_these_weights_is_a_mistake_of_the_configuration():
+    with pytest.raises(ConfigError, match=r"optimizer.algorithm=Muon cannot train these weights: .*2D.*Remedy"):
+        spec(algorithm=torch.optim.Muon).build(parameters(), 1)
+
+
+@pytest.mark.parametrize(
+    "algorithm", [torch.optim.Adafactor, torch.optim.Rprop, partial(torch.optim.SGD, fused=True)]
+)
+def test_an_algorithm_that_cannot_work_on_shards_is_refused_before_the_first_batch(world, algorithm):
+    layer = nn.Linear(4, 4)
+    fully_shard(layer, mesh=build_mesh(world, (1, 1)))
+    with pytest.raises(ConfigError, match=r"optimizer.algorithm=\w+ cannot train these weights: .* sharded"):
+        spec(algorithm=algorithm).build(dict(layer.named_parameters()), 1)
+
+
+def test_settings_are_what_the_constructor_takes_not_what_an_optimizer_keeps():
+    optimizer = spec(algorithm=torch.optim.SGD).build({"a.weight": nn.Parameter(torch.ones(2, 2))}, 1)
+    optimizer.param_groups[0]["progress"] = 7
+    (found,) = settings(optimizer)
+    assert (found["lr"], found["weight_decay"], found["momentum"]) == (1e-3, 0.1, 0)
+    assert not {"params", "progress"} & found.keys()
 
 
 @pytest.mark.parametrize(

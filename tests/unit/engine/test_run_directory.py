@@ -42,7 +42,11 @@ def directory(world, tmp_path):
 
 def save(directory, *steps, finished=False):
     store = CheckpointStore(directory / "checkpoints", keep_last=None, keep_every_steps=None)
-    return [store.save(step, {"a": torch.zeros(3)}, {"finished": finished}) for step in steps][-1]
+    saved = [store.save(step, {"a": torch.zeros(3)}, {"finished": finished}) for step in steps][-1]
+    if finished:
+        (directory / "export").mkdir(exist_ok=True)
+        (directory / "export" / "exported.json").write_text(json.dumps({"step": steps[-1]}) + "\n")
+    return saved
 
 
 def damage(path):
@@ -211,6 +215,20 @@ def test_a_finished_run_says_so_and_is_left_alone(directory):
     assert run.finished
     assert run.resume_from == path
     assert listing(directory) == before
+
+
+@pytest.mark.parametrize("exported", [None, 4])
+def test_a_run_that_ended_before_its_exports_is_not_finished(directory, exported):
+    claim(directory, config=CONFIG, resume="auto")
+    path = save(directory, 8, finished=True)
+    (directory / "export" / "exported.json").unlink()
+    if exported is not None:
+        (directory / "export" / "exported.json").write_text(json.dumps({"step": exported}) + "\n")
+    run = claim(directory, config=CONFIG, resume="auto")
+    assert (run.finished, run.resume_from) == (False, path)
+    run.export.mkdir(exist_ok=True)
+    run.record_exports(8)
+    assert claim(directory, config=CONFIG, resume="auto").finished
 
 
 def test_a_finished_run_continues_when_its_limit_is_raised(directory):
