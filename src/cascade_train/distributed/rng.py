@@ -5,6 +5,8 @@ Choices about a sample come from `cascade_train.batch.Batch`; nothing else draws
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from cascade_train.batch import sample_seed
@@ -16,6 +18,11 @@ def seed_micro_batch(seed: int, *, step: int, micro: int, rank: int) -> None:
 
 
 def set_deterministic(enabled: bool) -> None:
-    """Ask torch for deterministic kernels (slower on CUDA; the CPU path is deterministic either way)."""
+    """Ask torch for deterministic kernels (slower on CUDA; the CPU path is deterministic either way).
+
+    To be called before the first matrix product: cuBLAS takes its workspace from the environment then.
+    """
+    if enabled:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(enabled)
     torch.backends.cudnn.benchmark = not enabled

@@ -58,7 +58,7 @@ class Profiler:
         upcoming = ended + 1
         if self._running is None and self._start_step <= upcoming < self._end_step:
             self._first = upcoming
-            self._running = profile(activities=_activities())
+            self._running = profile(activities=_activities(), acc_events=True)  # without it, torch 2.11 warns
             self._running.start()
         elif self._running is not None and upcoming >= self._end_step:
             self.close()

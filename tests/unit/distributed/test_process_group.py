@@ -1,5 +1,7 @@
 """Meshes, agreement on errors, and an orderly end."""
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -47,11 +49,13 @@ def test_the_group_is_left_after_an_error_too():
     assert not dist.is_initialized()
 
 
-def test_deterministic_switch_is_torchs_own():
+def test_deterministic_switch_is_torchs_own(monkeypatch):
     from cascade_train.distributed.rng import seed_micro_batch, set_deterministic
 
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     set_deterministic(True)
     assert torch.are_deterministic_algorithms_enabled()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8", "cuBLAS refuses deterministic products without"
     set_deterministic(False)
     assert not torch.are_deterministic_algorithms_enabled()
     draws = []
