@@ -76,9 +76,7 @@ def test_an_algorithm_that_refuses_these_weights_is_a_mistake_of_the_configurati
         spec(algorithm=torch.optim.Muon).build(parameters(), 1)
 
 
-@pytest.mark.parametrize(
-    "algorithm", [torch.optim.Adafactor, torch.optim.Rprop, partial(torch.optim.SGD, fused=True)]
-)
+@pytest.mark.parametrize("algorithm", [torch.optim.Adafactor, torch.optim.Rprop, partial(torch.optim.SGD, fused=True)])
 def test_an_algorithm_that_cannot_work_on_shards_is_refused_before_the_first_batch(world, algorithm):
     layer = nn.Linear(4, 4)
     fully_shard(layer, mesh=build_mesh(world, (1, 1)))
