@@ -1,17 +1,30 @@
-"""Write a run's result for other programs from one of its checkpoints: `python -m cascade_train.export from=runs/x`.
+"""Write weights or adapters for other programs: `python -m cascade_train.export from=runs/x format=original`.
 
-A run that ends writes its export itself; this verb serves runs that have not ended. Formats live in models/.
+From a run's checkpoint, or from any weights or adapters that the library reads. Formats live in models/.
 """
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from cascade_train.config.explain import exit_code
-from cascade_train.config.saved import load_saved_config
+from cascade_train.config.groups import did_you_mean
+from cascade_train.config.saved import CONFIG_NAME, load_saved_config
 from cascade_train.config.verb import parse_verb
+from cascade_train.errors import ConfigError
+
+NETWORK = {"diffusers": "prior", "original": "prior.original.safetensors"}
+LORA = {
+    "peft": "lora",
+    "single": "lora.safetensors",
+    "comfyui": "lora.comfyui.safetensors",
+    "kohya": "lora.kohya.safetensors",
+    "original": "lora.original.safetensors",
+}
+"""Format -> what it is called in `out`."""
 
 
 @dataclass(kw_only=True)
@@ -19,34 +32,105 @@ class ExportArgs:
     """Arguments of `python -m cascade_train.export`."""
 
     source: str
-    """Folder of a run."""
+    """A run, or weights or adapters in any format that is read: an export, a folder, a file, a hub id."""
+    format: Any = None
+    """Formats to write, one or a list. Weights: diffusers, original. Adapters: peft, single, comfyui, kohya, original.
+    null = what a run leaves by itself: diffusers, or peft with a single file in it."""
     step: int | None = None
-    """Checkpoint to export; null = the newest whole one."""
+    """Checkpoint of the run to export; null = the newest whole one."""
     out: str | None = None
-    """Folder to write; null = `<run>/export`."""
+    """Folder to write into; null = `<run>/export`, or `export` for anything else."""
+    model: str | None = None
+    """Size that weights or adapters belong to, an option of the group model; null = told by the run or the tensors."""
+    module_filters: list[str] | None = field(default_factory=lambda: [".attn"])
+    """Modules that a LoRA of the original was trained on, which its file does not say; null = all."""
+    dtype: str | None = None
+    """bf16 or fp32 for weights in the formats asked for; null = as they are."""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in (None, "bf16", "fp32"):
+            raise ConfigError(f"dtype={self.dtype} must be bf16, fp32 or null.")
+        for name in self.formats():
+            if name not in NETWORK | LORA:
+                raise ConfigError(f"format={name} is unknown.{did_you_mean(name, NETWORK | LORA)}")
+
+    def formats(self) -> list[str]:
+        """Return the formats asked for."""
+        if self.format is None:
+            return []
+        return [str(each) for each in self.format] if isinstance(self.format, list) else [str(self.format)]
 
 
 def export(args: ExportArgs) -> int:
-    """Write what the run's task leaves behind, read back and compared; return 0.
+    """Write what is asked for, each read back and compared with its error told; return 0.
 
     Raises:
-        ConfigError: no run at `from=`, or no such checkpoint.
+        ConfigError: nothing at `from=`, no such checkpoint, or a format that is not of its kind.
         RunError: what was written reads back differently.
     """
-    run = Path(args.source)
+    source = Path(args.source)
+    is_run = (source / CONFIG_NAME).is_file() and (source / "checkpoints").is_dir()
+    out = Path(args.out) if args.out is not None else source / "export" if is_run else Path("export")
+    if is_run:
+        _export_checkpoint(args, source, out)
+    elif not args.formats():
+        raise ConfigError(f"from={source}: is no run with checkpoints; say what to write it as, e.g. format=original.")
+    if args.formats():
+        _convert(args, str(out if is_run else source), out)
+    return 0
+
+
+def _export_checkpoint(args: ExportArgs, run: Path, out: Path) -> None:
     cfg = load_saved_config(run)
-    out = run / "export" if args.out is None else Path(args.out)
 
     from cascade_train.trained import export_checkpoint  # heavy: torch and everything above it
 
     checkpoint = export_checkpoint(cfg, run / "checkpoints", step=args.step, out=out)
     sys.stdout.write(f"{checkpoint.name} of {run} is exported to {out}\n")
-    return 0
+
+
+def _convert(args: ExportArgs, source: str, out: Path) -> None:
+    from cascade_train.architecture import stored_network  # heavy: torch and diffusers
+    from cascade_train.models.export import network_config
+    from cascade_train.models.export_formats import DTYPES, export_lora, load_state, save_network
+    from cascade_train.models.lora_files import holds_lora, module_shapes, read_lora
+
+    is_lora = holds_lora(source)
+    names = LORA if is_lora else NETWORK
+    for name in args.formats():
+        if name not in names:
+            kind = "adapters" if is_lora else "a network's weights"
+            raise ConfigError(f"format={name}: from={source} holds {kind}, whose formats are {', '.join(names)}.")
+    network = stored_network(source, model=args.model, key="from")
+    if is_lora:
+        lora = read_lora(source, key="from", modules=module_shapes(network), module_filters=args.module_filters)
+        written = [export_lora(lora, network, out / names[n], format=n, metadata={}) for n in args.formats()]
+    else:
+        config = network_config(network)
+        state = load_state(network, source, dtype=DTYPES.get(args.dtype or ""), key="from")
+        wanted = [name for name in args.formats() if not _is_there(name, source, out, args.dtype)]
+        written = [save_network(state, config, out / names[n], format=n) for n in wanted]
+    for each in written:
+        sys.stdout.write(f"{each.path}: read back with a relative error of {each.max_error:.1e}\n")
+
+
+def _is_there(name: str, source: str, out: Path, dtype: str | None) -> bool:
+    """Return whether a run's whole pipeline stands where its network alone would go."""
+    return name == "diffusers" and Path(source) == out and dtype is None
 
 
 def main() -> None:
     """Parse the arguments, export, and exit: 0 done, 1 stopped by the world, 2 refused."""
-    sys.exit(exit_code(lambda: export(parse_verb(ExportArgs, sys.argv[1:]))))
+    sys.exit(exit_code(lambda: _main(sys.argv[1:])))
+
+
+def _main(argv: list[str]) -> int:
+    args = parse_verb(ExportArgs, argv)
+
+    from cascade_train.architecture import show_log
+
+    show_log()
+    return export(args)
 
 
 if __name__ == "__main__":

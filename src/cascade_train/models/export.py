@@ -210,20 +210,25 @@ def build_plain_network(config: Mapping[str, Any], state: Mapping[str, Tensor] |
 
 @torch.no_grad()
 def fixed_prediction(network: nn.Module) -> Tensor:
-    """Return the prediction (1, C, 4, 4) of a Stage C network on a fixed latent and fixed conditions, as fp32."""
+    """Return the prediction (1, C, H, W) of a network on a fixed latent and fixed conditions, as fp32.
+
+    The latent is the smallest that every level can halve; 4 x 4 for Stage C.
+    """
     config, dtype, generator = network.config, network.dtype, torch.Generator().manual_seed(0)
+    is_stage_c = config.clip_text_in_channels is not None
+    side = 4 if is_stage_c else config.patch_size * 2 ** (len(config.block_out_channels) - 1)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(dtype)
 
-    return network(
-        draw(1, config.in_channels, 4, 4),
-        torch.full((1,), 0.5, dtype=dtype),
-        clip_text_pooled=draw(1, 1, config.clip_text_pooled_in_channels),
-        clip_text=draw(1, 5, config.clip_text_in_channels),
-        clip_img=draw(1, 1, config.clip_image_in_channels),
-        return_dict=False,
-    )[0].float()
+    latent = draw(1, config.in_channels, side, side)
+    conditions = {"clip_text_pooled": draw(1, 1, config.clip_text_pooled_in_channels)}
+    if is_stage_c:
+        conditions["clip_text"] = draw(1, 5, config.clip_text_in_channels)
+        conditions["clip_img"] = draw(1, 1, config.clip_image_in_channels)
+    else:
+        conditions["effnet"] = draw(1, config.effnet_in_channels, 2, 2)
+    return network(latent, torch.full((1,), 0.5, dtype=dtype), **conditions, return_dict=False)[0].float()
 
 
 def fixed_contribution(state: Mapping[str, Tensor], name: str, spec: LoraSpec) -> Tensor:

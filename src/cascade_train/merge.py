@@ -1,0 +1,82 @@
+"""Merge LoRAs into weights: `python -m cascade_train.merge from=runs/base lora=[runs/a] strength=[0.8] out=merged`.
+
+Thin: reads, merges and writes with models/.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cascade_train.config.explain import exit_code
+from cascade_train.config.verb import parse_verb
+from cascade_train.errors import ConfigError
+
+
+@dataclass(kw_only=True)
+class MergeArgs:
+    """Arguments of `python -m cascade_train.merge`."""
+
+    source: str
+    """Weights to merge into: a run, a diffusers folder, a file, a hub id."""
+    lora: list[str]
+    """Adapters to merge, in any format that is read: runs, peft folders, files."""
+    out: str
+    """What to write: a name that ends in .safetensors = the original's single file, else a diffusers network folder."""
+    strength: list[float] = field(default_factory=list)
+    """How much of each, in their order; 1 = as trained; empty = 1 for all."""
+    model: str | None = None
+    """Size of the weights, an option of the group model; null = told by the run or the tensors."""
+    module_filters: list[str] | None = field(default_factory=lambda: [".attn"])
+    """Modules that a LoRA of the original was trained on, which its file does not say; null = all."""
+    dtype: str | None = None
+    """bf16 or fp32; null = as the weights are. Sums are fp32."""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in (None, "bf16", "fp32"):
+            raise ConfigError(f"dtype={self.dtype} must be bf16, fp32 or null.")
+        if not self.lora:
+            raise ConfigError("lora=[] names nothing to merge, e.g. lora=[runs/mine].")
+        if self.strength and len(self.strength) != len(self.lora):
+            raise ConfigError(f"strength={self.strength} must have one number for each of lora={self.lora}.")
+
+
+def merge(args: MergeArgs) -> int:
+    """Write the merged weights, read back and compared with the error told; return 0.
+
+    Raises:
+        ConfigError: weights or adapters that do not exist or do not fit each other.
+        RunError: what was written reads back differently.
+    """
+    from cascade_train.architecture import stored_network  # heavy: torch and diffusers
+    from cascade_train.models.export import network_config
+    from cascade_train.models.export_formats import DTYPES, load_state, merge_all, save_network
+
+    network = stored_network(args.source, model=args.model, key="from")
+    config = network_config(network)
+    state = load_state(network, args.source, dtype=DTYPES.get(args.dtype or ""), key="from")
+    strengths = args.strength or [1.0] * len(args.lora)
+    merge_all(network, state, args.lora, strengths, key="lora", module_filters=args.module_filters)
+    out = Path(args.out)
+    written = save_network(state, config, out, format="original" if out.suffix == ".safetensors" else "diffusers")
+    sys.stdout.write(f"{written.path}: read back with a relative error of {written.max_error:.1e}\n")
+    return 0
+
+
+def main() -> None:
+    """Parse the arguments, merge, and exit: 0 done, 1 stopped by the world, 2 refused."""
+    sys.exit(exit_code(lambda: _main(sys.argv[1:])))
+
+
+def _main(argv: list[str]) -> int:
+    args = parse_verb(MergeArgs, argv)
+
+    from cascade_train.architecture import show_log
+
+    show_log()
+    return merge(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""Weights in the original's layout are those that went in, and merged adapters do what they did beside the weights."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from cascade_train.errors import ConfigError, RunError
+from cascade_train.models import export_formats
+from cascade_train.models.cascade_unet import CascadeUNet
+from cascade_train.models.export import fixed_prediction
+from cascade_train.models.export_formats import (
+    LORA_FORMATS,
+    export_lora,
+    load_state,
+    merge_all,
+    original_state,
+    save_network,
+    stored_size,
+)
+from cascade_train.models.lora_files import adapter_size, holds_lora, load_lora, module_shapes, read_lora
+from tests.unit.models import networks
+from tests.unit.models.networks import SMALL_B, empty_network, small_network
+from tests.unit.models.test_lora_formats import TOKENS, adapted, stored
+
+
+@pytest.mark.parametrize("stage", ["b", "c"])
+def test_a_single_file_has_the_original_names_and_comes_back(stage: str, tmp_path: Path) -> None:
+    network = small_network(**(SMALL_B if stage == "b" else {}))
+    state = {name: value.bfloat16() for name, value in network.state_dict().items()}
+    exported = save_network(state, network.config, tmp_path / "stage.safetensors", format="original")
+    assert exported.max_error < 1e-2
+    found, expected = load_file(exported.path), networks.original_state(state)
+    assert found.keys() == expected.keys()
+    assert ("clip_mapper.weight" in found) == (stage == "b")
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    fresh = empty_network(**(SMALL_B if stage == "b" else {}))
+    back = load_state(fresh, str(exported.path), dtype=None, key="from")
+    assert all(value.dtype == torch.bfloat16 and torch.equal(value, state[name]) for name, value in back.items())
+    assert [path.name for path in tmp_path.iterdir()] == ["stage.safetensors"]
+
+
+def test_a_network_folder_is_weights_again(tmp_path: Path) -> None:
+    network = small_network()
+    save_network(network.state_dict(), network.config, tmp_path / "prior", format="diffusers")
+    fresh = empty_network()
+    load_state(fresh, str(tmp_path), dtype=torch.float32, key="from")
+    assert torch.equal(fixed_prediction(fresh), fixed_prediction(network))
+    assert (tmp_path / "prior" / "config.json").is_file()
+
+
+def test_a_file_that_reads_back_differently_never_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    network = small_network()
+    monkeypatch.setattr(
+        export_formats, "original_state", lambda state: {n: v + 1e-3 for n, v in original_state(state).items()}
+    )
+    with pytest.raises(RunError, match="reads back differently from what was written"):
+        save_network(network.state_dict(), network.config, tmp_path / "stage.safetensors", format="original")
+    assert not list(tmp_path.iterdir())
+
+
+def test_sizes_are_told_from_the_tensors(tmp_path: Path) -> None:
+    network = small_network(conditioning_dim=1536, block_out_channels=[4, 4])
+    save_network(network.state_dict(), network.config, tmp_path / "c.safetensors", format="original")
+    assert stored_size(str(tmp_path / "c.safetensors"), key="from") == "c_1b"
+    assert not holds_lora(str(tmp_path / "c.safetensors"))
+    assert not holds_lora("owner/name")
+    torch.save({}, tmp_path / "empty.pt")
+    with pytest.raises(ConfigError, match="holds no tensors"):
+        load_state(empty_network(), str(tmp_path / "empty.pt"), dtype=None, key="from")
+
+
+@pytest.mark.parametrize("name", LORA_FORMATS)
+def test_adapters_go_out_in_every_format(name: str, tmp_path: Path) -> None:
+    network = adapted()
+    out = tmp_path / ("lora" if name == "peft" else "lora.safetensors")
+    exported = export_lora(stored(network, tokens=TOKENS), network, out, format=name, metadata={"run": "mine"})
+    assert exported.max_error < 1e-5
+    assert holds_lora(str(out))
+    assert adapter_size(str(out), key="from") is None
+    fresh = small_network()
+    load_lora(fresh, str(out))
+    torch.testing.assert_close(fixed_prediction(fresh), fixed_prediction(network), atol=1e-6, rtol=1e-6)
+    assert (tmp_path / "lora.embeddings" / "fernando.safetensors").is_file() == (name in ("comfyui", "kohya"))
+
+
+def test_adapters_that_read_back_differently_never_appear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    network = adapted()
+    lora = stored(network, tokens=TOKENS)
+    write = export_formats.write_single_file
+    fewer = {name: value for name, value in lora.state.items() if "down_blocks.0" not in name}
+    some = replace(
+        lora,
+        state=fewer,
+        spec=replace(lora.spec, targets=tuple(t for t in lora.spec.targets if f"{t}.lora_A.weight" in fewer)),
+    )
+    for other, reason in (
+        (replace(lora, tokens=None), "trained tokens read back"),
+        (some, "other modules are adapted"),
+    ):
+        monkeypatch.setattr(
+            export_formats, "write_single_file", lambda path, _, rest, other=other: write(path, other, rest)
+        )
+        with pytest.raises(RunError, match=reason):
+            export_lora(lora, network, tmp_path / "lora.safetensors", format="single", metadata={})
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_merged_weights_predict_what_the_adapted_network_does(dora: bool, tmp_path: Path) -> None:
+    network = adapted([".attn", "embedding"], dora=dora)
+    source = tmp_path / "lora.safetensors"
+    export_lora(stored(network), network, source, format="single", metadata={})
+    plain = small_network()
+    before = {name: value.clone() for name, value in plain.state_dict().items()}
+    merge_all(plain, plain.state_dict(), [str(source)], [1.0], key="lora")
+    torch.testing.assert_close(fixed_prediction(plain), fixed_prediction(network), atol=1e-5, rtol=1e-5)
+    full = {name: value.clone() for name, value in plain.state_dict().items()}
+    half = small_network()
+    merge_all(half, half.state_dict(), [str(source), str(source)], [0.75, -0.25], key="lora")
+    if not dora:
+        for name, value in half.state_dict().items():
+            torch.testing.assert_close(value, (before[name] + full[name]) / 2)
+    changed = {name for name, value in full.items() if not torch.equal(value, before[name])}
+    assert changed == {f"{name}.weight" for name in stored(network).spec.targets}
+
+
+def test_a_merge_says_what_it_leaves_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    network = adapted()
+    source = tmp_path / "lora.safetensors"
+    export_lora(stored(network, tokens=TOKENS), network, source, format="single", metadata={})
+    plain = small_network()
+    with caplog.at_level(logging.WARNING):
+        merge_all(plain, plain.state_dict(), [str(source)], [1.0], key="lora")
+    assert "only what belongs to the network is merged" in caplog.text
+
+
+def test_a_network_of_another_size_is_refused_by_name(tmp_path: Path) -> None:
+    big: CascadeUNet = small_network(block_out_channels=[4, 1536])
+    lora_path = tmp_path / "lora.safetensors"
+    from cascade_train.models.lora import inject_lora
+
+    inject_lora(big, rank=1, alpha=1.0, dropout=0.0, module_filters=["down_blocks.1.2.attention.to_q"], seed=0)
+    export_lora(stored(big), big, lora_path, format="kohya", metadata={})
+    with pytest.raises(ConfigError, match="the adapter belongs to Stage C 1B, but the network is of another size"):
+        read_lora(str(lora_path), key="lora", modules=module_shapes(small_network()))
