@@ -138,8 +138,16 @@ class EmaConfig:
     """Optimizer steps between updates."""
     device: EmaDevice | None
     """cpu = in host memory; null = beside the weights."""
+    weights: str | None = None
+    """What the average starts from, in any format of model.weights; null = the weights that train."""
 
     def __post_init__(self) -> None:
+        if self.weights is not None and (self.decay is None or self.start_step > 0):
+            raise ConfigError(
+                f"ema.weights={self.weights} has no effect: until ema.start_step={self.start_step} the average is"
+                f" a copy of the weights, and with ema.decay={self.decay} there may be none. Set ema.start_step=0 and a"
+                " decay, e.g. ema.decay=0.999, or ema.weights=null."
+            )
         if self.decay is not None and not 0.0 < self.decay < 1.0:
             raise ConfigError(f"ema.decay={self.decay} must lie between 0 and 1, e.g. 0.999; null switches it off.")
         at_least("ema.start_step", self.start_step, 0)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from cascade_train.distributed.parallelize import local, reshard
 
@@ -45,6 +45,23 @@ class Ema:
             name: local(p.detach()).to(device=device or p.device, dtype=torch.float32, copy=True)
             for name, p in parameters.items()
         }
+
+    def start_from(self, values: Iterable[tuple[str, Tensor]]) -> None:
+        """Begin at given values instead of the parameters' own.
+
+        Args:
+            values: name and whole, unsharded value of tensors; those that are not averaged are passed over.
+
+        Raises:
+            AssertionError: a parameter is not among them.
+        """
+        missing = set(self._average)
+        for name, value in values:
+            if name in missing:
+                missing.remove(name)
+                self._average[name].copy_(_own_shard(self._parameters[name], value))
+        if missing:
+            raise AssertionError(f"no value to start from for {', '.join(sorted(missing)[:5])}")
 
     @torch.no_grad()
     def update(self, step: int) -> None:
@@ -85,6 +102,14 @@ class Ema:
         """Restore what `state_dict` returned."""
         for name, average in self._average.items():
             average.copy_(local(state[name]))
+
+
+def _own_shard(parameter: nn.Parameter, value: Tensor) -> Tensor:
+    """Return this rank's part of a whole tensor that every rank has; nothing is sent."""
+    if not isinstance(parameter, DTensor):
+        return value
+    whole = value.to(parameter.device)
+    return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None).to_local()
 
 
 def _like(parameter: nn.Parameter, average: Tensor) -> Tensor:

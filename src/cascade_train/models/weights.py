@@ -5,7 +5,7 @@ Must not live here: weights out (export.py), adapters (lora.py), values of an un
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,25 @@ def load_network(
         shapes = {name: tensors.shape(where) for name, where in stored.items()}
         check_size(network, shapes, f"{key}={source}")
         _assign(network, tensors, stored, f"{key}={source}", dtype, device)
+
+
+def read_network(network: nn.Module, source: str, *, key: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the name and the whole fp32 value, on the host, of every tensor of a network that is stored elsewhere.
+
+    Args:
+        network: as for `load_network`; stays as it is, and may be sharded.
+        source: see `weights_source.find_weight_files`; keys of diffusers or of the original.
+        key: the config key that named the source.
+
+    Raises:
+        ConfigError: no such weights, or weights of another model, saying which.
+    """
+    with StoredTensors(find_weight_files(source, key=key), key=key) as tensors:
+        stored = map_keys(tensors.shapes())
+        check_size(network, {name: tensors.shape(where) for name, where in stored.items()}, f"{key}={source}")
+        _check_shapes(network, tensors, stored, f"{key}={source}")
+        for name, where in stored.items():
+            yield name, copy_to(tensors.read(where), torch.float32, torch.device("cpu"))
 
 
 def load_module(module: nn.Module, source: str, *, dtype: torch.dtype, device: torch.device, key: str) -> None:
@@ -79,6 +98,13 @@ def _assign(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
+    _check_shapes(module, tensors, stored, origin)
+    for name, where in stored.items():
+        set_tensor(module, name, copy_to(tensors.read(where), dtype, device))
+
+
+def _check_shapes(module: nn.Module, tensors: StoredTensors, stored: Mapping[str, Stored], origin: str) -> None:
+    """Refuse tensors whose names or shapes are not the module's."""
     wanted = {name: tuple(value.shape) for name, value in module.state_dict().items()}
     difference = compare_keys(wanted, stored)
     if difference is not None:
@@ -89,8 +115,6 @@ def _assign(
                 f"{origin}: {name} has shape {tensors.shape(stored[name])}, this model needs {shape}; "
                 "choose the model= they belong to"
             )
-    for name, where in stored.items():
-        set_tensor(module, name, copy_to(tensors.read(where), dtype, device))
 
 
 def copy_to(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -8,7 +8,7 @@ Shape legend: B batch, C channels, H W size.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from cascade_train.batch import Batch
 from cascade_train.diffusion.objective import Objective
+from cascade_train.errors import ConfigError
 from cascade_train.models.stage import Stage
 
 Predictor = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -131,6 +132,19 @@ class Task(abc.ABC):
         Raises:
             ConfigError: the export is not there, or of another model.
         """
+
+    def initial_average(self, source: str) -> Iterator[tuple[str, Tensor]]:
+        """Yield name and whole value, fp32 on the host, of the trainable tensors that `ema.weights` names.
+
+        Names are those of the phases' parameters, with their root's name in front. Called after sharding.
+
+        Raises:
+            ConfigError: the task's average cannot start from weights of its own, or these are of another model.
+        """
+        raise ConfigError(
+            f"ema.weights={source}: the average of a {type(self).__name__} starts from the weights that train; leave"
+            " ema.weights=null"
+        )
 
     def after_step(self, report: Mapping[str, Tensor]) -> None:
         """Update the task's own state after an optimizer step. Collective: all ranks call it with equal values.

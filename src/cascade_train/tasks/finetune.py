@@ -5,7 +5,7 @@ Lives here: what trains and what is left behind. Must not live here: the loss (t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -15,6 +15,7 @@ from cascade_train.diffusion.objective import Objective
 from cascade_train.models.export import prior_parts, save_prior
 from cascade_train.models.stage import Stage
 from cascade_train.models.stage_c import StageC
+from cascade_train.models.weights import read_network
 from cascade_train.tasks.base import Export
 from cascade_train.tasks.text_to_image import TextToImage
 
@@ -33,6 +34,12 @@ class Finetune(TextToImage):
     def exports(self) -> Mapping[str, Export]:
         """Return `prior`, a folder that diffusers' prior pipeline loads."""
         return {"prior": Export(module=self.stage.network, write=self._write_prior)}
+
+    def initial_average(self, source: str) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of another network of this size, in any format that `model.weights` takes."""
+        return (
+            (f"network.{name}", value) for name, value in read_network(self.stage.network, source, key="ema.weights")
+        )
 
     def _write_prior(self, state: Mapping[str, Tensor], directory: Path) -> float:
         if not isinstance(self.stage, StageC):

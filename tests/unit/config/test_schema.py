@@ -21,6 +21,7 @@ RANGES = {
     "train.micro_batch_size=0": r"train.micro_batch_size=0 must be 1 or more",
     "train.max_grad_norm=0": r"train.max_grad_norm=0.0 must be greater than 0",
     "ema.decay=1": r"ema.decay=1.0 must lie between 0 and 1",
+    "ema.weights=a": r"ema.weights=a has no effect: .* with ema.decay=None there may be none",
     "ema.every_steps=0": r"ema.every_steps=0 must be 1 or more",
     "ema.start_step=-1": r"ema.start_step=-1 must be 0 or more",
     "parallel.shard_size=0": r"parallel.shard_size=0 must be 1 or more",

@@ -77,3 +77,16 @@ def test_state_returns_exactly(world):
 def test_average_can_live_on_the_host(world, device):
     _, ema = build(world, device=device)
     assert local(ema.state_dict()["bias"]).device.type == "cpu"
+
+
+def test_average_starts_from_given_values_and_leaves_the_weights_alone(world):
+    network, ema = build(world)
+    before = weight(network)
+    given = {"weight": torch.full((2, 3), 7.0), "bias": torch.full((2,), 5.0), "elsewhere": torch.zeros(1)}
+    ema.start_from(given.items())
+    assert torch.equal(local(ema.state_dict()["weight"]), given["weight"])
+    assert torch.equal(weight(network), before)
+    ema.update(1)
+    torch.testing.assert_close(local(ema.state_dict()["weight"]), 0.9 * given["weight"] + 0.1 * before)
+    with pytest.raises(AssertionError, match="no value to start from for weight"):
+        ema.start_from([("bias", given["bias"])])

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from diffusers import StableCascadePriorPipeline
+from safetensors.torch import save_file
 
+from cascade_train.engine.phase import trainable_parameters
+from cascade_train.errors import ConfigError
 from cascade_train.tasks.finetune import Finetune
 from tests.unit.models.stages import build_stage
 from tests.unit.tasks.task_contract import TaskContract, attached, component
@@ -58,3 +62,20 @@ def test_bf16_towers_are_exported_in_the_networks_dtype(tmp_path: Path) -> None:
     pipeline = StableCascadePriorPipeline.from_pretrained(tmp_path / "prior")
     assert pipeline.text_encoder.dtype == pipeline.prior.dtype == torch.float32
     assert stage.text_encoder.module.dtype == torch.bfloat16
+
+
+def test_an_average_may_start_from_another_network(tmp_path: Path) -> None:
+    task, other = (attached(component("task", "finetune"), "c_tiny") for _ in range(2))
+    with torch.no_grad():
+        for parameter in other.stage.network.parameters():
+            parameter.add_(1.0)
+    expected = {f"network.{name}": value.clone() for name, value in other.stage.network.state_dict().items()}
+    save_file(other.stage.network.state_dict(), tmp_path / "ema.safetensors")
+    found = dict(task.initial_average(str(tmp_path / "ema.safetensors")))
+    assert {name for phase in task.phases() for name in trainable_parameters(phase)} <= found.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_an_average_of_adapters_starts_from_what_trains() -> None:
+    with pytest.raises(ConfigError, match="ema.weights=a: the average of a LoRA starts from the weights that train"):
+        component("task", "lora").initial_average("a")
