@@ -69,6 +69,7 @@ def train(cfg: DictConfig) -> int:
     with process_group() as world:
         set_deterministic(cfg.run.deterministic)
         cfg.model.weights = absolute(cfg.model.weights)
+        cfg.ema.weights = absolute(cfg.ema.weights)
         parts = build_parts(cfg)
         data = open_data(cfg, world)
         run = claim(Path(cfg.run.dir), config=to_plain(cfg), resume=cfg.run.resume)
@@ -218,6 +219,8 @@ def bind(cfg: DictConfig, phase: Phase, parts: Parts) -> BoundPhase:
             every_steps=cfg.ema.every_steps,
             device=None if cfg.ema.device is None else torch.device(cfg.ema.device.value),
         )
+        if cfg.ema.weights is not None:
+            from_every_rank(partial(ema.start_from, parts.task.initial_average(cfg.ema.weights)))
     return BoundPhase(
         phase,
         optimizer=spec.build(parameters, cfg.train.global_batch_size),
