@@ -63,6 +63,7 @@ def inject_lora(
     module_filters: Sequence[str] | None,
     seed: int,
     dora: bool = False,
+    joint_qkv: bool = False,
     key: str = "task.module_filters",
 ) -> list[str]:
     """Freeze `network`, give the selected modules fp32 adapters in place, and return their names.
@@ -78,6 +79,7 @@ def inject_lora(
         module_filters: see `select_modules`.
         seed: the run's seed.
         dora: also train the magnitude of each output, which begins as the base's.
+        joint_qkv: q, k and v of an attention share one A.
         key: the config key that named the filters.
 
     Raises:
@@ -93,8 +95,20 @@ def inject_lora(
         if dora:
             weight = layer.get_base_layer().weight
             _magnitude(layer).data.copy_(output_norms(weight).view_as(_magnitude(layer)))
+    if joint_qkv:
+        share_down_halves(network)
     assert_only_adapters_train(network)
     return targets
+
+
+def share_down_halves(network: nn.Module) -> None:
+    """Let k and v of every adapted attention use the A of q, in place (the original adapts them as one layer)."""
+    layers = dict(adapted_layers(network))
+    for name, layer in layers.items():
+        for projection in ("to_k", "to_v") if name.endswith(".to_q") else ():
+            other = layers.get(f"{name.removesuffix('to_q')}{projection}")
+            if other is not None:
+                other.lora_A[ADAPTER].weight = layer.lora_A[ADAPTER].weight
 
 
 def select_modules(
@@ -218,9 +232,17 @@ def assert_only_adapters_train(network: nn.Module) -> None:
             raise AssertionError(f"{name}: adapters must be fp32 masters, this one is {parameter.dtype}")
 
 
+def halves_are_shared(state: Mapping[str, Tensor]) -> bool:
+    """Return whether q, k and v of every attention have equal As in a state by plain names."""
+    downs = {name: value for name, value in state.items() if name.endswith(".to_q.lora_A.weight")}
+    others = ((state.get(name.replace(".to_q.", f".to_{p}.")), value) for name, value in downs.items() for p in "kv")
+    return all(other is None or torch.equal(other, value) for other, value in others)
+
+
 def adapter_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the adapters of a whole network's state dict by plain names, `<module>.lora_A.weight` and so on."""
-    return {name.replace(f".{ADAPTER}.", "."): value for name, value in state.items() if ".lora_" in name}
+    # copied: adapters that share a tensor are stored as if they did not
+    return {name.replace(f".{ADAPTER}.", "."): value.clone() for name, value in state.items() if ".lora_" in name}
 
 
 def lora_spec(network: nn.Module) -> LoraSpec:

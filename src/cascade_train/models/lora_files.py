@@ -319,7 +319,7 @@ def fill_adapters(network: nn.Module, state: Mapping[str, Tensor], origin: str) 
     """
     wanted = {
         name.replace(f".{ADAPTER}.", "."): parameter
-        for name, parameter in network.named_parameters()
+        for name, parameter in network.named_parameters(remove_duplicate=False)  # q, k and v may share one
         if ".lora_" in name
     }
     difference = compare_keys(wanted, state)

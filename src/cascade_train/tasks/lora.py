@@ -15,7 +15,14 @@ from torch import Tensor, nn
 from cascade_train.diffusion.objective import Objective
 from cascade_train.errors import ConfigError
 from cascade_train.models.export import network_config, save_lora
-from cascade_train.models.lora import LoraSpec, adapter_state, inject_lora, lora_spec, set_adapter_mode
+from cascade_train.models.lora import (
+    LoraSpec,
+    adapter_state,
+    halves_are_shared,
+    inject_lora,
+    lora_spec,
+    set_adapter_mode,
+)
 from cascade_train.models.lora_files import fill_adapters, refill_lora
 from cascade_train.models.stage import Stage
 from cascade_train.models.stage_c import StageC
@@ -38,6 +45,7 @@ class LoRA(TextToImage):
         module_filters: substrings (else regular expressions) of the names of the modules that get adapters, under
             diffusers' names or the original's; null = every linear and ungrouped convolution layer.
         dora: also train the magnitude of each adapted output (Liu et al. 2024).
+        joint_qkv: q, k and v of each of the network's attentions share one A, as in the original.
         text_encoder_filters: the same for the text encoder's modules, e.g. `.self_attn`; null = no adapters there.
         train_tokens: pairs. `['[fernando]', '^dog</w>']` adds a token, in `[ ]` or `< >`, that begins as the mean of
             the vocabulary's entries that the regular expression matches; `['^snail', null]` trains the entries that
@@ -69,6 +77,7 @@ class LoRA(TextToImage):
         seed: int,
         cond_drop_prob: float,
         image_keep_prob: float,
+        joint_qkv: bool = False,
     ) -> None:
         super().__init__(cond_drop_prob=cond_drop_prob, image_keep_prob=image_keep_prob)
         if rank < 1:
@@ -84,6 +93,7 @@ class LoRA(TextToImage):
         self.dropout = dropout
         self.module_filters = module_filters
         self.dora = dora
+        self.joint_qkv = joint_qkv
         self.text_encoder_filters = text_encoder_filters
         self.train_tokens = train_tokens
         self.weights = weights
@@ -120,6 +130,7 @@ class LoRA(TextToImage):
             module_filters=filters,
             seed=self.seed,
             dora=self.dora,
+            joint_qkv=self.joint_qkv,
             key=key,
         )
         set_adapter_mode(module)
@@ -153,6 +164,10 @@ class LoRA(TextToImage):
     def _load(self, source: str, *, key: str) -> None:
         """Fill the adapters with stored ones, and lay stored tokens over the table, where they train on."""
         lora = refill_lora(self.stage.network, source, key=key, module_filters=self.module_filters)
+        if self.joint_qkv and not halves_are_shared({**lora.state, **lora.text_encoder}):
+            raise ConfigError(
+                f"{key}={source}: its q, k and v begin with halves of their own; set task.joint_qkv=false"
+            )
         if lora.text_encoder and self.text_encoder_filters is None:
             raise ConfigError(
                 f"{key}={source}: holds adapters of the text encoder; set task.text_encoder_filters to the modules "

@@ -46,6 +46,39 @@ class TestLoRAOnBothWithMagnitudes(TestLoRA):
         return attached(component("task", "lora", dora=True, text_encoder_filters=[".self_attn"]), cls.model)
 
 
+class TestLoRAWithJointProjections(TestLoRA):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def task(cls) -> Any:
+        return attached(component("task", "lora", joint_qkv=True), cls.model)
+
+
+def test_joint_projections_share_one_parameter() -> None:
+    apart, joint = (attached(component("task", "lora", joint_qkv=j), "c_tiny") for j in (False, True))
+    attentions = sum(name.endswith(".to_q") for name, _ in adapted_layers(joint.stage.network))
+    assert attentions == 8
+    counts = [len(trainable(task.phases()[0])) for task in (apart, joint)]
+    assert counts[0] - counts[1] == 2 * attentions
+
+
+def test_joint_projections_are_stored_as_three_and_trained_on(tmp_path: Path) -> None:
+    joint = attached(component("task", "lora", joint_qkv=True), "c_tiny")
+    export = joint.exports()["lora"]
+    export.write(export.module.state_dict(), tmp_path / "export" / "lora")
+    for together in (False, True):
+        again = attached(component("task", "lora", joint_qkv=together, seed=7, weights=str(tmp_path)), "c_tiny")
+        found, expected = (dict(task.stage.network.state_dict()) for task in (again, joint))
+        assert all(torch.equal(found[name], value) for name, value in expected.items() if ".lora_" in name)
+
+
+def test_projections_that_were_trained_apart_are_not_joined(tmp_path: Path) -> None:
+    apart = attached(component("task", "lora"), "c_tiny")
+    export = apart.exports()["lora"]
+    export.write(export.module.state_dict(), tmp_path / "export" / "lora")
+    with pytest.raises(ConfigError, match="its q, k and v begin with halves of their own; set task.joint_qkv=false"):
+        attached(component("task", "lora", joint_qkv=True, weights=str(tmp_path)), "c_tiny")
+
+
 def test_the_frozen_base_is_in_eval_mode_and_only_adapter_dropout_trains() -> None:
     task = attached(component("task", "lora", dropout=0.1), "c_tiny")
     training = {name for name, module in task.stage.network.named_modules() if module.training}
