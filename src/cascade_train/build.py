@@ -68,8 +68,9 @@ def train(cfg: DictConfig) -> int:
     """
     with process_group() as world:
         set_deterministic(cfg.run.deterministic)
-        cfg.model.weights = absolute(cfg.model.weights)
-        cfg.ema.weights = absolute(cfg.ema.weights)
+        for node in (cfg.model, cfg.task, cfg.ema):
+            if "weights" in node:
+                node.weights = absolute(node.weights)
         parts = build_parts(cfg)
         data = open_data(cfg, world)
         run = claim(Path(cfg.run.dir), config=to_plain(cfg), resume=cfg.run.resume)

@@ -39,6 +39,8 @@ def load_trained(cfg: DictConfig, export: Path, world: World, *, seed: int) -> P
     """
     if build_component(cfg, "task").trains_network:
         cfg.model.weights = str(export)
+    if "weights" in cfg.task:
+        cfg.task.weights = None  # what they became lies in the export
     parts = build_parts(cfg)
     build_model(cfg, parts, world, masters=False)
     parts.task.load_export(export)

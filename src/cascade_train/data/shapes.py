@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,6 +45,9 @@ POSITIONS = {
     "bottom": (1, 2),
     "bottom right": (2, 2),
 }
+WORDS = (*COLOURS, *SHAPES, *RADII, *POSITIONS)
+"""Words that describe an object."""
+
 _GRID = (0.22, 0.5, 0.78)
 _OVERSAMPLING = 4
 _DRAWS = 16
@@ -69,6 +72,10 @@ class Scene:
     position: str
     background: str
 
+    def renamed(self, names: Mapping[str, str]) -> Scene:
+        """Return the scene in other words."""
+        return Scene(**{field: names.get(word, word) for field, word in vars(self).items()})
+
 
 @dataclass(kw_only=True)
 class Shapes(Source):
@@ -77,10 +84,14 @@ class Shapes(Source):
     Attributes:
         samples: how many.
         seed: which ones; another seed draws other pictures.
+        only: words for colours, shapes, sizes and positions that objects are limited to, e.g. `star`; null = all.
+        names: what captions call a colour, shape, size or position instead, e.g. `star: "[star]"`; null = its word.
     """
 
     samples: int
     seed: int
+    only: list[str] | None = None
+    names: dict[str, str] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -88,25 +99,38 @@ class Shapes(Source):
             raise ValueError(f"data.samples={self.samples} must be at least 1: it counts the pictures")
         if self.image_size < 16:
             raise ValueError(f"data.image_size={self.image_size} must be at least 16 px for shapes")
+        for key, words in (("only", self.only or []), ("names", list(self.names or {}))):
+            unknown = [word for word in words if word not in WORDS]
+            if unknown:
+                raise ValueError(f"data.{key}: {unknown[0]!r} is no word of a scene; choose from {', '.join(WORDS)}")
 
     def open(self) -> Index:
         """Return the index of one virtual shard."""
         table = np.zeros(self.samples, dtype=ROW_FIELDS)
         table["width"] = table["height"] = self.image_size
         keys = np.array([f"{row:07d}".encode() for row in range(self.samples)])
-        return Index(shards=(f"shapes-seed{self.seed}",), table=table, keys=keys)
+        return Index(shards=(self._title(),), table=table, keys=keys)
 
     def read(self, row: int) -> RawSample:
         """Draw one picture."""
         scene, caption, picture = self.draw(row)
         del scene
-        return RawSample(image=np.asarray(picture), caption=caption, key=f"shapes-seed{self.seed}:{row:07d}")
+        return RawSample(image=np.asarray(picture), caption=caption, key=f"{self._title()}:{row:07d}")
+
+    def _title(self) -> str:
+        """Return what tells these pictures from others, so that no run continues with others."""
+        names = [f"{word}={name}" for word, name in (self.names or {}).items()]
+        return "-".join([f"shapes-seed{self.seed}", *sorted(self.only or []), *sorted(names)])
 
     def draw(self, row: int) -> tuple[Scene, str, Image.Image]:
         """Return what is shown, its caption, and the picture, image_size square in RGB."""
         draws = _uniform(self.seed, row)
-        scene = _scene(draws)
-        return scene, _caption(scene, draws[5:10]), _picture(scene, draws[10:], self.image_size)
+        scene = _scene(draws, self.only or ())
+        return (
+            scene,
+            _caption(scene.renamed(self.names or {}), draws[5:10]),
+            _picture(scene, draws[10:], self.image_size),
+        )
 
 
 def _uniform(seed: int, row: int) -> list[float]:
@@ -120,13 +144,14 @@ def _choose(options: Sequence[str], draw: float) -> str:
     return options[int(draw * len(options))]
 
 
-def _scene(draws: list[float]) -> Scene:
-    colour = _choose(list(COLOURS), draws[0])
+def _scene(draws: list[float], only: Collection[str]) -> Scene:
+    options = [[word for word in words if word in only] or list(words) for words in (COLOURS, SHAPES, RADII, POSITIONS)]
+    colour, shape, size, position = (_choose(each, draw) for each, draw in zip(options, draws, strict=False))
     return Scene(
         colour=colour,
-        shape=_choose(SHAPES, draws[1]),
-        size=_choose(list(RADII), draws[2]),
-        position=_choose(list(POSITIONS), draws[3]),
+        shape=shape,
+        size=size,
+        position=position,
         background=_choose([name for name in COLOURS if name != colour], draws[4]),
     )
 

@@ -9,6 +9,7 @@ Shape legend: B batch, P pieces of captions, L text tokens, D width.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -104,6 +105,8 @@ class TextEncoder:
         # The pooled token is the first end of text; the legacy id 2 would pool at the highest id: an added token.
         module.text_model.eos_token_id = module.config.eos_token_id = self.tokenizer.eos_token_id
         self.module = module.eval().requires_grad_(False)
+        # The states before are inputs of layers; a sharded tower must not take them for its results.
+        self.module.register_forward_hook(_keep_last_hidden_state)
 
     def _load_tokenizer(self) -> CLIPTokenizer:
         source = str(FOLDER) if self.tokenizer_source is None else self.tokenizer_source
@@ -200,6 +203,12 @@ class TextEncoder:
         text_PLD = output.hidden_states[-1]
         pooled_BPD = output.text_embeds.unflatten(0, (batch, -1))
         return text_PLD.reshape(batch, -1, text_PLD.shape[-1]), pooled_BPD[:, :1]
+
+
+def _keep_last_hidden_state(_module: nn.Module, _inputs: object, output: Any) -> Any:
+    if output.hidden_states is not None:
+        output.hidden_states = output.hidden_states[-1:]
+    return output
 
 
 def causal_mask(keep_BL: Tensor) -> Tensor:

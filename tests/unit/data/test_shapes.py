@@ -47,6 +47,26 @@ def test_a_picture_depends_on_seed_and_row_alone() -> None:
     assert first.open().digest != other.open().digest
 
 
+def test_objects_can_be_limited_and_captions_can_call_them_otherwise() -> None:
+    plain, stars = shapes(samples=200), shapes(samples=200, only=["star", "red", "blue"], names={"star": "[star]"})
+    scenes, captions = zip(*(stars.draw(row)[:2] for row in range(200)), strict=True)
+    assert {scene.shape for scene in scenes} == {"star"}
+    assert {scene.colour for scene in scenes} == {"red", "blue"}
+    assert {scene.size for scene in scenes} == set(RADII)
+    assert len({scene.background for scene in scenes}) > 8
+    assert sum("[star]" in caption for caption in captions) > 150
+    assert not any(re.search(r"(?<!\[)star", caption) for caption in captions)
+    assert stars.open().digest != plain.open().digest
+    renamed = shapes(samples=200, names={"star": "[star]"})
+    assert [renamed.draw(row)[0] for row in range(200)] == [plain.draw(row)[0] for row in range(200)]
+
+
+@pytest.mark.parametrize("options", [{"only": ["octagon"]}, {"names": {"octagon": "x"}}], ids=["only", "names"])
+def test_a_word_of_no_scene_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"data\.(only|names): 'octagon' is no word of a scene; choose from red"):
+        shapes(**options)
+
+
 def test_captions_use_the_tokenizers_words_only() -> None:
     source = shapes(samples=3000)
     used = {word for row in range(3000) for word in source.draw(row)[1].split()}
