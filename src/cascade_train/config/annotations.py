@@ -60,7 +60,15 @@ def fits(value: Any, annotation: ast.expr | None, module: Module) -> bool:
 def needs_component(annotation: ast.expr | None, module: Module) -> bool:
     """Return whether an annotation is for objects: a component or null fits, a text and a number do not."""
     plain_values: tuple[Any, ...] = ("text", 0, 0.5, True, [])
-    return not any(fits(value, annotation, module) for value in plain_values)
+    return not literals(annotation) and not any(fits(value, annotation, module) for value in plain_values)
+
+
+def literals(annotation: ast.expr | None) -> list[Any]:
+    """Return the values that every `Literal[…]` in an annotation lists, in order; empty where there is none."""
+    found = [n for n in ast.walk(annotation) if isinstance(n, ast.Subscript)] if annotation is not None else []
+    lists = [n.slice for n in found if ast.unparse(n.value).rpartition(".")[2] == "Literal"]
+    items = [item for each in lists for item in (each.elts if isinstance(each, ast.Tuple) else [each])]
+    return [item.value for item in items if isinstance(item, ast.Constant)]
 
 
 def _fits_subscript(value: Any, annotation: ast.Subscript, module: Module) -> bool:

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, get_type_hints
 
-from cascade_train.config.annotations import fits, is_component, needs_component
+from cascade_train.config.annotations import fits, is_component, literals, needs_component
 from cascade_train.config.groups import did_you_mean, group_options, groups
 from cascade_train.config.schema import Root
 from cascade_train.config.signatures import Parameter, Signature, argument_doc, attribute_docs, read_signature
@@ -142,6 +142,10 @@ def _mismatch(path: str, value: Any, parameter: Parameter) -> str:
         return f"{path}={_shown(value)} is not a component ({wanted} is wanted there). {group_form(path, value)}"
     if is_component(value):
         return f"{path} is a {value['_target_']}, but {wanted} is wanted there."
+    if options := literals(parameter.annotation):
+        hint = did_you_mean(value, map(str, options)) if isinstance(value, str) else ""
+        mean = hint if "mean" in hint else ""
+        return f"{path}={_shown(value)} must be one of {', '.join(map(str, options))}.{mean}"
     return f"{path}={_shown(value)} is of type {type(value).__name__}, but {wanted} is wanted there."
 
 

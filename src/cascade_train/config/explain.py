@@ -113,6 +113,27 @@ def explain(error: Exception) -> str | None:
     return None
 
 
+def with_path(error: InstantiationException, node: str) -> str:
+    """Return what a constructor refused, its argument named by the whole path.
+
+    A constructor names its argument alone (`rank=0`), below its own name (`network.dropout=2`), or by the whole path.
+
+    Args:
+        error: Hydra's, caused by the constructor's.
+        node: key of the component that was to be made; what is nested in it is told by the error.
+    """
+    message, place = str(error.__cause__), re.search(r"full_key: (\S+)", str(error))
+    parts = (place[1] if place else node).split(".")
+    named = re.match(r"([\w.]+)(\[\d+\])*(?P<end>[=: ])", message)
+    key = named[1].split(".") if named else []
+    if key[:1] == parts[:1]:
+        return message
+    if named is None or named["end"] == " ":
+        return f"{'.'.join(parts)}: {message}"
+    shared = next((n for n in range(len(parts), 0, -1) if parts[-n:] == key[:n]), 0)
+    return ".".join([*parts[: len(parts) - shared], message])
+
+
 def _composing(error: HydraException) -> str:
     match error:
         case OverrideParseException():

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,10 @@ def preflight(cfg: DictConfig, *, ranks: int | None = None) -> DictConfig:
     root = OmegaConf.to_object(resolved)
     assert isinstance(root, Root)
     check_nothing_added(root)
+    check_numbers(resolved)
     check_components(root)
     check_task_fits_stage(root)
+    check_data_fits(root)
     check_libraries(resolved)
     check_resume(root)
     check_parallel(root, ranks)
@@ -83,6 +86,35 @@ def check_nothing_added(root: Root) -> None:
         for key in vars(node):
             if key not in known:
                 raise ConfigError(f"{prefix}{key} is unknown.{did_you_mean(key, known, prefix)}")
+
+
+def check_numbers(cfg: DictConfig) -> None:
+    """Check that no number is infinite or not a number, which passes most comparisons of ranges.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    for key, value in _leaves(OmegaConf.to_container(cfg)):
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{key}={value} must be a finite number. Where a thing can be switched off, null does.")
+
+
+def check_data_fits(root: Root) -> None:
+    """Check what model and validation ask of the data.
+
+    Raises:
+        ConfigError: pictures of another size than the model's; held-out files for data that reads none.
+    """
+    own, wanted = root.data.get("image_size"), root.model.get("image_size")
+    if own != wanted and isinstance(own, int) and isinstance(wanted, int):
+        raise ConfigError(
+            f"data.image_size={own} differs from model.image_size={wanted}. Set model.image_size; the data follows."
+        )
+    if root.validate.urls is not None and "urls" not in root.data:
+        raise ConfigError(
+            f"validate.urls={','.join(root.validate.urls)} needs data that reads files, and {root.data['_target_']} "
+            "reads none. Use data=webdataset, or hold out a share by validate.share."
+        )
 
 
 def check_components(root: Root) -> None:
@@ -173,6 +205,18 @@ def precision(root: Root) -> Precision:
     if root.train.precision is not Precision.auto:
         return root.train.precision
     return Precision(root.model.get("precision", Precision.auto))
+
+
+def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the path and value of every plain value below a node."""
+    if isinstance(node, Mapping):
+        for key, value in node.items():
+            yield from _leaves(value, f"{path}.{key}" if path else str(key))
+    elif isinstance(node, Sequence) and not isinstance(node, str):
+        for position, value in enumerate(node):
+            yield from _leaves(value, f"{path}[{position}]")
+    else:
+        yield path, node
 
 
 def _constant(node: Mapping[str, Any], name: str) -> Any:

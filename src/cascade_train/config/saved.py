@@ -5,16 +5,30 @@ A run folder may come from someone else: which classes it may name is decided he
 
 from __future__ import annotations
 
+import ast
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from cascade_train.config.annotations import is_component
 from cascade_train.config.preflight import preflight
 from cascade_train.config.schema import Root
+from cascade_train.config.source import UnreadableError, find
 from cascade_train.errors import ConfigError
 
 CONFIG_NAME = "config.yaml"
-TRUSTED_PACKAGES = ("cascade_train", "torch")
+TRUSTED = (
+    "cascade_train.data",
+    "cascade_train.diffusion",
+    "cascade_train.engine.lr_schedule",
+    "cascade_train.engine.optimizer",
+    "cascade_train.models",
+    "cascade_train.tasks",
+    "torch.optim",
+)
+"""Where the classes lie that a folder may name: their constructors check and store, and do nothing else."""
 
 
 def load_saved_config(folder: Path, *, allow_any_target: bool = False) -> DictConfig:
@@ -34,11 +48,37 @@ def load_saved_config(folder: Path, *, allow_any_target: bool = False) -> DictCo
     schema = OmegaConf.structured(Root)
     cfg = OmegaConf.merge(schema, OmegaConf.load(path))
     assert isinstance(cfg, DictConfig)
-    cfg.run.allow_any_target = allow_any_target
-    cfg.run.allowed_packages = list(TRUSTED_PACKAGES)
+    if not allow_any_target:
+        check_trusted(OmegaConf.to_container(cfg), folder)
+    cfg.run.allow_any_target = True  # checked already, and closer
     cfg.train.micro_batch_size = None
     cfg.train.global_batch_size = 1
     return preflight(cfg, ranks=1)
+
+
+def check_trusted(node: Any, folder: Path) -> None:
+    """Check that every `_target_` below a node names a class that is defined where nothing can be misused.
+
+    Raises:
+        ConfigError: it names a function, or something of another place, reached by whatever path.
+    """
+    children = node.values() if isinstance(node, Mapping) else node if isinstance(node, list) else ()
+    for child in children:
+        check_trusted(child, folder)
+    if is_component(node) and not _is_trusted(str(node["_target_"])):
+        raise ConfigError(
+            f"{folder / CONFIG_NAME} names {node['_target_']}, which is none of this library's components or torch's "
+            "optimizers: a folder of someone else could run anything by it. If you trust it: allow_any_target=true."
+        )
+
+
+def _is_trusted(target: str) -> bool:
+    try:
+        definition = find(target)
+    except (ConfigError, UnreadableError):
+        return False
+    home = f"{definition.module.name}."
+    return isinstance(definition.node, ast.ClassDef) and any(home.startswith(f"{place}.") for place in TRUSTED)
 
 
 def export_folder(folder: Path) -> Path:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from hydra.errors import InstantiationException
 
-from cascade_train.config.explain import SECONDS_FOR_RANK_ZERO, exit_code, explain
+from cascade_train.config.explain import SECONDS_FOR_RANK_ZERO, exit_code, explain, with_path
 from cascade_train.config.groups import did_you_mean, group_options, groups, option_targets
 from cascade_train.errors import ConfigError, RunError
 
@@ -191,3 +191,22 @@ def test_ranks_whose_peer_ended_say_so_in_one_line(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("RANK", "1")
     assert exit_code(lost) == 1
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("refused", "place", "said"),
+    [
+        ("rank=0: too small", "task", "task.rank=0: too small"),
+        ("k=0: too small", "objective.loss_weight", "objective.loss_weight.k=0: too small"),
+        ("network.dropout=[2]: too much", "model.network", "model.network.dropout=[2]: too much"),
+        ("network.types[1]=x: unknown", "model.network", "model.network.types[1]=x: unknown"),
+        ("data.urls=[]: names nothing", "data", "data.urls=[]: names nothing"),
+        ("model.network.a and b belong together", "model", "model.network.a and b belong together"),
+        ("clip_text and clip_img belong together", "model", "model: clip_text and clip_img belong together"),
+        ("too small", "task", "task: too small"),
+    ],
+)
+def test_a_refused_argument_is_named_by_its_whole_path(refused: str, place: str, said: str):
+    error = InstantiationException(f"Error in call to target 'a.B':\nValueError('...')\nfull_key: {place}")
+    error.__cause__ = ValueError(refused)
+    assert with_path(error, place.partition(".")[0]) == said

@@ -95,6 +95,42 @@ def test_component_outside_the_allowed_packages_needs_a_word(tiny: DictConfig):
     preflight(tiny, ranks=1)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_numbers_are_finite(tiny: DictConfig, value: float):
+    tiny.validate.logsnr = [0.0, value]
+    with pytest.raises(ConfigError, match=rf"validate.logsnr\[1\]={value} must be a finite number"):
+        preflight(tiny, ranks=1)
+    tiny.validate.logsnr = [0.0]
+    tiny.optimizer.lr = value
+    with pytest.raises(ConfigError, match=rf"optimizer.lr={value} must be a finite number"):
+        preflight(tiny, ranks=1)
+
+
+def test_pictures_have_the_size_that_the_model_trains_on(tiny: DictConfig):
+    tiny.data.image_size = 64
+    with pytest.raises(ConfigError, match="data.image_size=64 differs from model.image_size=96"):
+        preflight(tiny, ranks=1)
+
+
+def test_held_out_files_need_data_that_reads_files(tiny: DictConfig):
+    tiny.validate.urls = ["b.tar"]
+    preflight(tiny, ranks=1)
+    with open_dict(tiny):
+        tiny.data = composed("model=c_tiny", "task=lora").data
+    with pytest.raises(ConfigError, match="validate.urls=b.tar needs data that reads files, and .*Shapes reads none"):
+        preflight(tiny, ranks=1)
+
+
+@pytest.mark.parametrize("value", ["first", 3])
+def test_an_argument_with_a_list_of_words_names_them(tiny: DictConfig, value: object):
+    tiny.data.crop = value
+    with pytest.raises(ConfigError, match=f"data.crop={value} must be one of center, random"):
+        preflight(tiny, ranks=1)
+    tiny.data.crop = "centre"
+    with pytest.raises(ConfigError, match=r"must be one of center, random\. Did you mean center\?"):
+        preflight(tiny, ranks=1)
+
+
 def test_resume_is_a_word_or_a_path_that_exists(tiny: DictConfig, tmp_path: Path):
     for resume in ("auto", "never", str(tmp_path)):
         tiny.run.resume = resume

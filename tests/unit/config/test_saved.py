@@ -1,0 +1,65 @@
+"""A folder of someone else may name components, and nothing that could run its wishes."""
+
+from pathlib import Path
+
+import pytest
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from cascade_train.config.preflight import preflight
+from cascade_train.config.saved import load_saved_config
+from cascade_train.errors import ConfigError
+from tests.unit.config.composing import composed
+
+
+@pytest.fixture(scope="module")
+def checked() -> DictConfig:
+    return preflight(composed("model=c_tiny", "task=lora"), ranks=1)
+
+
+def write(cfg: DictConfig, folder: Path) -> Path:
+    OmegaConf.save(cfg, folder / "config.yaml")
+    return folder
+
+
+def test_a_saved_configuration_comes_back(checked: DictConfig, tmp_path: Path):
+    cfg = load_saved_config(write(checked, tmp_path))
+    assert cfg.model == checked.model
+    assert cfg.task == checked.task
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "os.system",
+        "torch.load",
+        "torch.hub.load",
+        "cascade_train.__main__.launch",
+        "cascade_train.engine.durable_files.write_durably",
+        "cascade_train.engine.optimizer.Any",
+        "cascade_train.models.export.shutil.rmtree",
+        "cascade_train.data.tar_index.os.system",
+        "cascade_train.models.stage_c.Missing",
+    ],
+)
+@pytest.mark.parametrize("place", ["model.previewer", "model.seed", "optimizer.algorithm"])
+def test_what_is_no_component_is_refused(checked: DictConfig, tmp_path: Path, target: str, place: str):
+    cfg = checked.copy()
+    with open_dict(cfg):
+        OmegaConf.update(cfg, place, {"_target_": target}, merge=False)
+    with pytest.raises(ConfigError, match=f"names {target}, which is none of this library's components"):
+        load_saved_config(write(cfg, tmp_path))
+
+
+def test_whoever_trusts_a_folder_may_say_so(checked: DictConfig, tmp_path: Path):
+    cfg = checked.copy()
+    cfg.optimizer.algorithm = {"_target_": "textwrap.dedent", "_partial_": True}
+    with pytest.raises(ConfigError, match="names textwrap.dedent"):
+        load_saved_config(write(cfg, tmp_path))
+    assert load_saved_config(tmp_path, allow_any_target=True).optimizer.algorithm._target_ == "textwrap.dedent"
+
+
+def test_a_folder_without_a_configuration_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match="no such folder. Name the folder of a run"):
+        load_saved_config(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"no config.yaml in it\. Name the folder"):
+        load_saved_config(tmp_path)
