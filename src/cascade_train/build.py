@@ -16,6 +16,7 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
+from cascade_train.config.explain import with_path
 from cascade_train.data.data_set import DataSet, open_data_set
 from cascade_train.data.source import Source
 from cascade_train.diffusion.objective import Objective
@@ -120,20 +121,20 @@ def build_parts(cfg: DictConfig) -> Parts:
     )
 
 
-def build_component(cfg: DictConfig, node: str) -> Any:
-    """Construct one component node.
+def build_component(cfg: DictConfig, node: str, **changed: Any) -> Any:
+    """Construct one component node, `changed` in the place of some of its arguments.
 
     Raises:
         ConfigError: the component refuses an argument.
     """
     try:
-        return instantiate(cfg[node], _convert_="all")
+        return instantiate(cfg[node], **changed, _convert_="all")
     except InstantiationException as error:
         cause = error.__cause__
         if isinstance(cause, ConfigError):
             raise cause from error
         if isinstance(cause, ValueError):
-            raise ConfigError(f"{node}: {cause}") from error
+            raise ConfigError(with_path(error, node)) from error
         raise
 
 
@@ -146,7 +147,7 @@ def open_data(cfg: DictConfig, world: World) -> DataSet:
     source: Source = build_component(cfg, "data")
     held_out: Source | None = None
     if cfg.validate.urls is not None:
-        held_out = instantiate(cfg.data, urls=list(cfg.validate.urls), _convert_="all")
+        held_out = build_component(cfg, "data", urls=list(cfg.validate.urls))
     opened: list[DataSet] = []
     from_every_rank(lambda: opened.append(open_data_set(source, share=cfg.validate.share, held_out=held_out)))
     return opened[0]
