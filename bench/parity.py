@@ -15,6 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `bench` is a package of this checkout
 
 import torch
+from transformers.utils import logging as transformers_logging
 
 from bench.parity_case import Comparison, NotCoveredError, Outcome, Variant, compare, find_cases, variants
 from bench.parity_cases import run
@@ -131,6 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except FileNotFoundError as error:
         print(error, file=sys.stderr)
         return 2
+    transformers_logging.disable_progress_bar()
     torch.set_num_threads(1)  # as the original's numbers were made
     chosen = [folder for folder in folders if given.case is None or folder.name in given.case]
     report = measure(variant for folder in chosen for variant in variants(folder))

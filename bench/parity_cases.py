@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from bench import parity_data as data
 from bench import parity_diffusion as diffusion
+from bench import parity_lora as lora
 from bench import parity_networks as networks
+from bench import parity_text as text
 from bench import parity_training as training
 from bench.parity_case import NotCoveredError, Outcome, Variant
 
 RUNNERS: dict[str, Callable[[Variant], Outcome]] = {
     "adaptive_loss": diffusion.adaptive_loss,
+    "conditions": text.conditions,
     "effnet_encoder": networks.compressor,
     "ema": training.ema,
     "gdf_diffuse": diffusion.diffuse,
@@ -19,11 +23,15 @@ RUNNERS: dict[str, Callable[[Variant], Outcome]] = {
     "gdf_samplers": diffusion.samplers,
     "gdf_scalers_targets": diffusion.scalers_and_targets,
     "gdf_schedules": diffusion.schedules,
+    "lora": lora.lora,
+    "multifilter": data.multifilter,
     "previewer": networks.previewer,
+    "retoken": text.retoken,
     "stage_b_forward": networks.forward,
     "stage_c_cnet": networks.forward,
     "stage_c_forward": networks.forward,
     "train_steps_c": training.finetune_steps,
+    "train_steps_lora": lora.lora_steps,
     "warmup_lr": training.warmup,
 }
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bench import parity_originals as originals
-from bench.parity_case import Outcome, Variant, fact
+from bench.parity_case import Outcome, Variant, fact, recorded
 from cascade_train.diffusion.sampler import SampleStep, ddim_step, sample
 from cascade_train.diffusion.scaling import StretchedScaling, per_sample
 
@@ -130,8 +130,8 @@ def diffuse(variant: Variant) -> Outcome:
         logsnr_B = objective.schedule(given["t"], shift=shift)
         diffused = objective.diffuse_at(given["x0"], given["epsilon"], logsnr_B, given.get("offset"))
     else:
-        noise, offset, u_B = variant.draws
-        diffused = objective.diffuse(given["x0"], noise, u_B, offset)
+        (noise,), (u_B,), offset = (recorded(given, kind) for kind in ("randn_like", "rand", "randn"))
+        diffused = objective.diffuse(given["x0"], noise, u_B, offset[0] if offset else None)
     got = {
         "noised": diffused.noised,
         "epsilon_used": diffused.noise,

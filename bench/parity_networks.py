@@ -30,15 +30,15 @@ CPU = torch.device("cpu")
 BLOCKS = dict(zip("CTA", BLOCK_TYPES, strict=True))
 
 
-def build_network(args: Mapping[str, Any], weights: Mapping[str, Tensor]) -> CascadeUNet:
-    """Build and load the network of Stage B or C that a case describes in the original's words, in eval mode.
+def network_config(args: Mapping[str, Any]) -> CascadeUNetConfig:
+    """Return the architecture of Stage B or C that a case describes in the original's words.
 
     Raises:
         NotCoveredError: it has parts that no published model has.
     """
     if any("F" in level for level in args["level_config"]):
         raise NotCoveredError("feed-forward blocks belong to no published model; neither diffusers nor we build them")
-    network = CascadeUNetConfig(
+    return CascadeUNetConfig(
         in_channels=args["c_in"],
         out_channels=args["c_out"],
         timestep_ratio_embedding_dim=args["c_r"],
@@ -62,7 +62,12 @@ def build_network(args: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Cas
         self_attn=args["self_attn"],
         timestep_conditioning_type=args["t_conds"],
         switch_level=args.get("switch_level"),
-    ).build()
+    )
+
+
+def build_network(args: Mapping[str, Any], weights: Mapping[str, Tensor]) -> CascadeUNet:
+    """Build such a network in eval mode, its weights loaded as a user's are."""
+    network = network_config(args).build()
     with tempfile.TemporaryDirectory() as folder:
         load_network(network, store(weights, Path(folder)), dtype=torch.float32, device=CPU)
     return network.eval()
