@@ -39,7 +39,7 @@ LEGACY_END = 2
 """An id of the end of text in old configurations that made transformers pool at the highest id."""
 
 SET_ORDER = "the order of trained tokens is not compared: the original's is that of a Python set"
-MATCHES_NOTHING = (
+MATCHES_NOTHING = "expressions that match no token are refused: null stands in for a new token's, others are left out"
     "an expression that matches no token is refused; null stands in for a new token's, others are left out"
 )
 
