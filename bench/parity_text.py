@@ -40,8 +40,6 @@ LEGACY_END = 2
 
 SET_ORDER = "the order of trained tokens is not compared: the original's is that of a Python set"
 MATCHES_NOTHING = "expressions that match no token are refused: null stands in for a new token's, others are left out"
-    "an expression that matches no token is refused; null stands in for a new token's, others are left out"
-)
 
 
 def text_encoder(args: Mapping[str, Any], weights: Mapping[str, Tensor]) -> TextEncoder:
