@@ -1,6 +1,6 @@
 """A full-size single-file checkpoint goes in, trains a step, comes out in both layouts, equal but for the step.
 
-    python bench/roundtrip_1b.py               # 1B parameters: about 12 GB of memory and 12 GB of disk, on a CPU
+    python bench/roundtrip_1b.py               # 1B parameters: about 20 GB of memory and 12 GB of disk, on a CPU
     python bench/roundtrip_1b.py --model c_tiny
 
 Writes random bf16 values under the original's names, trains one step of plain gradient descent on it, exports, and

@@ -275,3 +275,12 @@ def test_a_run_starts_from_any_format(tmp_path: Path) -> None:
     refill_lora(second, str(tmp_path / "lora.safetensors"), key="task.weights")
     assert torch.equal(fixed_prediction(second.eval()), fixed_prediction(first))
     assert all(p.requires_grad == (".lora_" in n) for n, p in second.named_parameters())
+
+
+def test_a_joint_adapter_keeps_its_rank_in_the_original_layout(tmp_path: Path) -> None:
+    network = adapted(joint_qkv=True)
+    write_original(tmp_path / "lora.safetensors", stored(network), module_shapes(network), {})
+    assert load_file(tmp_path / "lora.safetensors")["weights.1.lora_down"].shape == (2, 32)
+    fresh = small_network()
+    load_lora(fresh, str(tmp_path / "lora.safetensors"))
+    torch.testing.assert_close(fixed_prediction(fresh), fixed_prediction(network), atol=1e-6, rtol=1e-6)
