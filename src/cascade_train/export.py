@@ -46,6 +46,8 @@ class ExportArgs:
     """Modules that a LoRA of the original was trained on, which its file does not say; null = all."""
     dtype: str | None = None
     """bf16 or fp32 for weights in the formats asked for; null = as they are."""
+    allow_any_target: bool = False
+    """Build whatever classes the run's configuration names, as for components of your own; trust it first."""
 
     def __post_init__(self) -> None:
         if self.dtype not in (None, "bf16", "fp32"):
@@ -81,7 +83,7 @@ def export(args: ExportArgs) -> int:
 
 
 def _export_checkpoint(args: ExportArgs, run: Path, out: Path) -> None:
-    cfg = load_saved_config(run)
+    cfg = load_saved_config(run, allow_any_target=args.allow_any_target)
 
     from cascade_train.trained import export_checkpoint  # heavy: torch and everything above it
 

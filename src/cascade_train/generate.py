@@ -12,6 +12,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from cascade_train.config.explain import exit_code
+from cascade_train.config.preflight import preflight
 from cascade_train.config.saved import export_folder, load_saved_config
 from cascade_train.config.verb import parse_verb
 from cascade_train.errors import ConfigError
@@ -41,6 +42,8 @@ class GenerateArgs:
     """logSNR shift of the sampling schedule; 1 = none."""
     batch_size: int = 8
     """Images denoised at once; does not change them."""
+    allow_any_target: bool = False
+    """Build whatever classes the folder's configuration names, as for components of your own; trust it first."""
 
     def __post_init__(self) -> None:
         if not self.prompts:
@@ -57,7 +60,8 @@ def generate(args: GenerateArgs) -> int:
         ConfigError: no run or export at `from=`, or arguments that its model refuses.
     """
     folder = Path(args.source)
-    cfg, export = load_saved_config(folder), export_folder(folder)
+    cfg = load_saved_config(folder, allow_any_target=args.allow_any_target)
+    export = export_folder(folder)
     override_sampling(cfg, args)
 
     from cascade_train.distributed.process_group import process_group  # heavy: torch and everything above it
@@ -67,10 +71,9 @@ def generate(args: GenerateArgs) -> int:
     jobs = [(prompt, number) for prompt in args.prompts for number in range(args.count)]
     with process_group() as world:
         paint = load_trained(cfg, export, world, seed=args.seed)
+        out = make_folder(args.out)
         chunks = [jobs[start : start + args.batch_size] for start in range(0, len(jobs), args.batch_size)]
         images = [image for chunk in chunks for image in paint(*zip(*chunk, strict=True))]
-    out = Path(args.out)
-    out.mkdir(parents=True, exist_ok=True)
     for place, ((_, number), image) in enumerate(zip(jobs, images, strict=True)):
         image.save(out / f"{place // args.count:02d}_{number:02d}.png")
     columns = {f"image {number}": images[number :: args.count] for number in range(args.count)}
@@ -80,10 +83,29 @@ def generate(args: GenerateArgs) -> int:
 
 
 def override_sampling(cfg: DictConfig, args: GenerateArgs) -> None:
-    """Put the arguments that are given in the place of what the run sampled with."""
+    """Put the arguments that are given in the place of what the run sampled with.
+
+    Raises:
+        ConfigError: a value out of its range.
+    """
     for key in ("sampler", "steps", "guidance_scale", "shift"):
         if getattr(args, key) is not None:
             cfg.sample[key] = getattr(args, key)
+    preflight(cfg, ranks=1)
+
+
+def make_folder(name: str) -> Path:
+    """Return the folder `name`, made if it is missing.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    folder = Path(name)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"out={name} cannot be a folder: {error.strerror}. Choose another.") from error
+    return folder
 
 
 def main() -> None:

@@ -17,9 +17,10 @@ from cascade_train.build import build_component, build_model, build_painter, bui
 from cascade_train.distributed.parallelize import evaluating
 from cascade_train.distributed.process_group import World, process_group
 from cascade_train.engine.checkpoint import CheckpointStore
+from cascade_train.engine.manifest import find_fault
 from cascade_train.engine.phase import restore_training_state
 from cascade_train.engine.sampling import to_images
-from cascade_train.errors import ConfigError
+from cascade_train.errors import ConfigError, RunError
 
 Paint = Callable[[Sequence[str], Sequence[int]], list[Image.Image]]
 """Maps captions and one image number each to pictures; a picture depends on its caption and number alone."""
@@ -60,7 +61,7 @@ def export_checkpoint(cfg: DictConfig, checkpoints: Path, *, step: int | None, o
 
     Raises:
         ConfigError: no such checkpoint, or one of another model.
-        RunError: what was written reads back differently.
+        RunError: the checkpoint asked for is damaged, or what was written reads back differently.
     """
     with process_group() as world:
         parts = build_parts(cfg)
@@ -68,7 +69,13 @@ def export_checkpoint(cfg: DictConfig, checkpoints: Path, *, step: int | None, o
         store = CheckpointStore(checkpoints, keep_last=None, keep_every_steps=None)
         path = store.newest() if step is None else checkpoints / f"step_{step}"
         if path is None or not path.is_dir():
-            raise ConfigError(f"from={checkpoints.parent}: no checkpoint{'' if step is None else f' of step {step}'}.")
+            there = ", ".join(map(str, store.steps())) or "none"
+            raise ConfigError(
+                f"from={checkpoints.parent}: no checkpoint{'' if step is None else f' of step {step}'}; steps that are "
+                f"there: {there}."
+            )
+        if step is not None and (fault := find_fault(path)) is not None:
+            raise RunError(f"from={checkpoints.parent}: the checkpoint of step {step} is damaged: {fault}.")
         restore_training_state(store, path, phases, parts.task)
         write_exports(cfg, parts.task, phases, out)
     return path
