@@ -12,10 +12,12 @@ from cascade_train.errors import ConfigError
 from tests.unit.config.composing import checked, composed
 
 CHOSEN = {"model": "c_tiny", "task": "finetune"}
+OFFICIAL = ("finetune_c_3b", "finetune_c_3b_lowres", "finetune_c_3b_v", "finetune_c_1b", "finetune_c_3b_lora")
 NEEDED = {
     "data=webdataset": ["data.urls=[a.tar]"],
     "tracker=wandb": ["tracker.project=p"],
     "optimizer=torch": ["optimizer.algorithm._target_=torch.optim.SGD"],
+    **{f"experiment={name}": ["data.urls=[a.tar]"] for name in OFFICIAL},
 }
 """Options that leave something to the user, and the least that they need."""
 

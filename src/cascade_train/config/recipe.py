@@ -1,0 +1,107 @@
+"""An experiment made from another trainer's configuration: what it chooses and sets, and what was left behind.
+
+Which key of which trainer means what lives in recipe_official.py and recipe_open_diffusion.py. Nothing is trained here,
+and no expression of a configuration is run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from cascade_train.config.groups import conf_dir, group_options
+from cascade_train.config.signatures import read_signature
+
+DEFAULTS = {"data": "webdataset", "objective": "gdf"}
+"""Options of groups that a recipe may leave out."""
+
+
+@dataclass(kw_only=True)
+class Recipe:
+    """An experiment in the making.
+
+    Attributes:
+        groups: group -> option, in the order of the file.
+        values: dotted key -> value.
+        notes: source key -> why it has no equivalent, or what to do about it.
+        later: dotted key or group=option that this version does not know yet -> value; see `set_aside`.
+    """
+
+    groups: dict[str, str] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
+    later: dict[str, Any] = field(default_factory=dict)
+
+    def set_aside(self) -> None:
+        """Move keys that this version's components do not take to `later`, and note options that are not there.
+
+        Such options stay chosen: the recipe composes once they exist.
+        """
+        for group, option in self.groups.items():
+            if option not in group_options(group.partition("@")[0]):
+                self.later[f"{group}={option}"] = None
+        for key in list(self.values):
+            if not self._known(key):
+                self.later[key] = self.values.pop(key)
+
+    def _known(self, key: str) -> bool:
+        """Return whether the component that a key goes to takes its first argument; typed nodes are checked later."""
+        node, *rest = key.split(".")
+        option = self.groups.get(node, DEFAULTS.get(node, ""))
+        file = conf_dir() / node / f"{option}.yaml"
+        if not rest or not file.is_file():
+            return True
+        target = yaml.safe_load(file.read_text()).get("_target_")
+        return target is None or rest[0] in read_signature(target).parameters
+
+    def text(self, *, title: str, command: str) -> str:
+        """Return the experiment's file: what it is, the command that runs it, its choices, its values, what is left."""
+        choices = [f"override /{group}: {option}" for group, option in self.groups.items()]
+        body = {"defaults": [dict([each.split(": ", 1)]) for each in choices]} if choices else {}
+        parts = [f"# @package _global_\n# {title}\n# {command}\n", _dump(body)]
+        parts += [f"\n{_dump({node: value})}" for node, value in nested(self.values).items()]
+        aside = {key: value for key, value in self.later.items() if "=" not in key}
+        if aside:
+            lines = _dump(nested(aside)).splitlines()
+            parts.append("\n# Not here yet:\n" + "".join(f"#   {line}\n" for line in lines))
+        return "".join(parts)
+
+    def report(self) -> list[str]:
+        """Return one line for each thing that was left behind or that the user should see to."""
+        lines = [f"{key}: {why}" for key, why in self.notes.items()]
+        for key, value in self.later.items():
+            given = "" if value is None else f"={value}"
+            lines.append(f"{key}{given}: not here yet" + ("; the recipe composes once it is" if "=" in key else ""))
+        return lines
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return dotted keys as nested mappings."""
+    tree: dict[str, Any] = {}
+    for key, value in values.items():
+        *path, leaf = key.split(".")
+        node = tree
+        for name in path:
+            node = node.setdefault(name, {})
+        node[leaf] = value
+    return tree
+
+
+class _Dumper(yaml.SafeDumper):
+    """Mappings over lines, lists of values in one."""
+
+    def represent_list(self, data: list[Any]) -> yaml.Node:
+        """Represent a list."""
+        flow = not any(isinstance(item, dict) for item in data)
+        return self.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=flow)
+
+
+_Dumper.add_representer(list, _Dumper.represent_list)
+
+
+def _dump(value: Mapping[str, Any]) -> str:
+    dumped: str = yaml.dump(dict(value), Dumper=_Dumper, sort_keys=False, default_flow_style=False, width=120)
+    return dumped if value else ""

@@ -1,0 +1,176 @@
+"""What the keys of Stable Cascade's own training files (configs/training/*.yaml) mean here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from cascade_train.config.recipe import Recipe
+from cascade_train.errors import ConfigError
+
+MODELS = {"3.6B": "c_3b", "1B": "c_1b", "3B": "b_3b", "700M": "b_700m"}
+FILTERS = {
+    "CannyFilter": "canny",
+    "InpaintFilter": "inpaint",
+    "SRFilter": "sr",
+    "SREffnetFilter": "sr_effnet",
+    "IdentityFilter": "identity",
+    "QRFilter": "qr",
+    "PidiFilter": "sketch",
+}
+FILTER_ARGUMENTS = {"thresold": "threshold"}
+"""Arguments of filters whose name has a slip of the pen."""
+
+PLAIN = {
+    "experiment_id": "run.name",
+    "image_size": "model.image_size",
+    "batch_size": "train.global_batch_size",
+    "updates": "train.max_steps",
+    "lr": "optimizer.lr",
+    "warmup_updates": "lr_scheduler.warmup_steps",
+    "backup_every": "checkpoint.keep_every_steps",
+    "multi_aspect_ratio": "data.aspect_ratios",
+    "webdataset_path": "data.urls",
+    "dataset_filters": "data.row_filters",
+    "generator_checkpoint_path": "model.weights",
+    "effnet_checkpoint_path": "model.semantic_compressor.weights",
+    "previewer_checkpoint_path": "model.previewer.weights",
+    "stage_a_checkpoint_path": "model.stage_a.weights",
+    "lora_checkpoint_path": "task.weights",
+    "controlnet_checkpoint_path": "task.weights",
+    "module_filters": "task.module_filters",
+    "rank": "task.rank",
+    "train_tokens": "task.train_tokens",
+    "controlnet_blocks": "task.blocks",
+    "controlnet_bottleneck_mode": "task.bottleneck",
+    "offset_noise": "objective.offset_noise",
+    "ema_beta": "ema.decay",
+    "wandb_project": "tracker.project",
+    "wandb_entity": "tracker.entity",
+}
+"""Keys whose value is taken over as it is."""
+
+READ_ELSEWHERE = {
+    "model_version",
+    "grad_accum_steps",
+    "save_every",
+    "use_fsdp",
+    "checkpoint_path",
+    "adaptive_loss_weight",
+    "edm_objective",
+    "ema_start_iters",
+    "ema_iters",
+    "controlnet_filter",
+    "controlnet_filter_params",
+    "captions_getter",
+    "dtype",
+}
+NOTES = {
+    "output_path": "sample grids lie in the run's own folder, run.dir",
+    "shift": "the original reads it and trains with 1; objective.shift would shift for real",
+}
+FIRST = ("run", "model", "data", "task", "objective", "train", "optimizer", "lr_scheduler", "ema", "parallel")
+
+
+def is_official(source: Mapping[str, Any]) -> bool:
+    """Return whether a configuration is one of the original trainer's."""
+    return {"experiment_id", "model_version"} <= source.keys()
+
+
+def from_official(source: Mapping[str, Any], *, ranks: int) -> Recipe:
+    """Translate one configuration.
+
+    Args:
+        source: its keys and values.
+        ranks: processes that it will run on; the original gives accumulation steps, this library the micro-batch.
+
+    Raises:
+        ConfigError: a model that does not exist, or a batch that does not divide.
+    """
+    given = {key: value for key, value in source.items() if value is not None}
+    recipe = Recipe(groups=_groups(given))
+    for key, value in given.items():
+        if key in PLAIN:
+            recipe.values[PLAIN[key]] = value
+        elif key not in READ_ELSEWHERE:
+            recipe.notes[key] = NOTES.get(key, "has no equivalent")
+    recipe.values |= _values(given, ranks) | _ema(given) | _control(given)
+    _note(given, recipe)
+    order = {node: number for number, node in enumerate(FIRST)}
+    recipe.values = dict(sorted(recipe.values.items(), key=lambda item: order.get(item[0].split(".")[0], len(order))))
+    return recipe
+
+
+def _groups(given: Mapping[str, Any]) -> dict[str, str]:
+    version = str(given["model_version"])
+    if version not in MODELS:
+        raise ConfigError(f"model_version={version} is no model of Stable Cascade: {', '.join(MODELS)} are.")
+    task = "controlnet" if "controlnet_blocks" in given else "lora" if "module_filters" in given else "finetune"
+    chosen = {"task": task, "model": MODELS[version], "data": "webdataset"}
+    if "controlnet_filter" in given:
+        name = str(given["controlnet_filter"])
+        chosen["filter@task.filter"] = FILTERS.get(name, name)
+    if given.get("adaptive_loss_weight"):
+        chosen["objective"] = "adaptive"
+    elif given.get("edm_objective"):
+        chosen["objective"] = "v"
+    if given.get("use_fsdp"):
+        chosen["parallel"] = "fsdp"
+    if "wandb_project" in given:
+        chosen["tracker"] = "wandb"
+    return chosen
+
+
+def _values(given: Mapping[str, Any], ranks: int) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    if "checkpoint_path" in given:
+        values["run.dir"] = f"{str(given['checkpoint_path']).rstrip('/')}/{given['experiment_id']}"
+    if "save_every" in given:
+        values |= {"checkpoint.every_steps": given["save_every"], "sample.every_steps": given["save_every"]}
+    if "generator_checkpoint_path" not in given:
+        values["model.weights"] = None
+    passes = int(given.get("grad_accum_steps", 1))
+    if passes > 1:
+        batch = int(given["batch_size"])
+        if batch % (passes * ranks):
+            raise ConfigError(
+                f"batch_size={batch} does not divide into grad_accum_steps={passes} passes of {ranks} ranks. "
+                "Give the number of processes: ranks=<number>."
+            )
+        values["train.micro_batch_size"] = batch // passes // ranks
+    if given.get("adaptive_loss_weight") and given.get("edm_objective"):
+        values["objective.target._target_"] = "cascade_train.diffusion.target.VTarget"
+    if "module_filters" in given:
+        values |= {"task.alpha": 1.0, "task.joint_qkv": True}
+    return values | {"sample.guidance_scale": 5.0}
+
+
+def _ema(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the average's cadence in optimizer steps; the original counts micro-batches."""
+    if "ema_beta" not in given:
+        return {}
+    passes = int(given.get("grad_accum_steps", 1))
+    return {
+        "ema.start_step": int(given.get("ema_start_iters", 0)) // passes + 1,
+        "ema.every_steps": max(1, int(given.get("ema_iters", 1)) // passes),
+    }
+
+
+def _control(given: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = given.get("controlnet_filter_params") or {}
+    return {f"task.filter.{FILTER_ARGUMENTS.get(key, key)}": value for key, value in arguments.items()}
+
+
+def _note(given: Mapping[str, Any], recipe: Recipe) -> None:
+    if given.get("captions_getter", ["txt", "identity"])[-1] != "identity":
+        recipe.notes["captions_getter"] = f"{given['captions_getter']} has no equivalent; captions are read from .txt"
+    if "dtype" in given:
+        recipe.notes["dtype"] = f"{given['dtype']}: trained weights stay fp32, compute is train.precision"
+    urls = given.get("webdataset_path", [])
+    remote = [url for url in ([urls] if isinstance(urls, str) else urls) if url.startswith(("s3:", "pipe:", "http"))]
+    if remote:
+        recipe.notes["webdataset_path"] = f"{remote[0]} is remote, which is not read yet; copy it and change data.urls"
+    if given.get("edm_objective"):
+        recipe.notes["edm_objective"] = (
+            "the original cannot load this key; taken as its file's name says: a velocity target"
+        )

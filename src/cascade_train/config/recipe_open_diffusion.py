@@ -1,0 +1,136 @@
+"""What the keys of open-diffusion's OmegaConf file mean here; its network, Stable Diffusion's, has no equivalent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from cascade_train.config.recipe import Recipe
+
+PLAIN = {
+    "experiment.name": "run.name",
+    "experiment.project": "tracker.project",
+    "wandb.entity": "tracker.entity",
+    "system.workers": "data.num_workers",
+    "dataset.params.path": "data.urls",
+    "dataset.params.resolution": "model.image_size",
+    "optimizer.params.learning_rate": "optimizer.lr",
+    "optimizer.params.weight_decay": "optimizer.weight_decay",
+    "optimizer.params.epsilon": "optimizer.algorithm.eps",
+    "lr_scheduler.params.warmup_length": "lr_scheduler.warmup_steps",
+    "model.gradient_checkpointing": "activation_checkpointing",
+    "model.ema.path": "ema.weights",
+}
+SCHEDULERS = {"ConstantWithWarmup": "constant", "CosineWithWarmup": "cosine"}
+READ_ELSEWHERE = {
+    "system.gradient_accumulation",
+    "system.batch_size",
+    "experiment.log_dir",
+    "experiment.num_examples_to_see",
+    "experiment.save_every",
+    "experiment.save_only_most_recent",
+    "experiment.requeue",
+    "optimizer.name",
+    "optimizer.params.beta1",
+    "optimizer.params.beta2",
+    "model.use_ema",
+    "model.mixed_precision",
+    "model.xformers",
+    "dataset.type",
+    "lr_scheduler.scheduler",
+}
+SAME_AGAIN = {
+    "dataset.params.batch_size",
+    "dataset.params.workers",
+    "dataset.params.num_examples_to_see",
+    "lr_scheduler.params.learning_rate",
+}
+"""Keys that repeat another."""
+
+NOTES = {
+    "wandb.api_key": "never copied; log in once by wandb login",
+    "system": "processes meet through torchrun",
+    "distributed": "processes meet through torchrun",
+    "experiment": "has no equivalent yet",
+    "model": "describes Stable Diffusion, which is not trained here; the model is the one of model=",
+}
+EMA_DECAY = 0.9999
+
+
+def is_open_diffusion(source: Mapping[str, Any]) -> bool:
+    """Return whether a configuration is one of open-diffusion's."""
+    return {"system", "experiment", "dataset"} <= source.keys()
+
+
+def from_open_diffusion(source: Mapping[str, Any], *, ranks: int, model: str) -> Recipe:
+    """Translate one configuration, full training of `model` in the place of its own network.
+
+    Args:
+        source: nested keys and values, interpolations resolved; what is left to the user is `???`.
+        ranks: processes that it will run on; its batch size is that of one.
+        model: option of the group model.
+    """
+    flat = dict(_flatten(source))
+    given = {key: value for key, value in flat.items() if value is not None and value != "???"}
+    recipe = Recipe(groups={"task": "finetune", "model": model, "data": "webdataset"})
+    recipe.values = {PLAIN[key]: value for key, value in given.items() if key in PLAIN}
+    filters = (source["dataset"].get("params") or {}).get("filters")
+    if filters:
+        recipe.values["data.row_filters"] = dict(filters)
+    _train(given, recipe, ranks)
+    _rest(given, recipe)
+    for key, value in flat.items():
+        if value == "???" and PLAIN.get(key) in ("data.urls", "tracker.project"):
+            recipe.notes[key] = f"is left to you: {PLAIN[key]}="
+        elif key in given and key not in PLAIN.keys() | READ_ELSEWHERE | SAME_AGAIN and ".filters." not in key:
+            node = key.partition(".")[0]
+            recipe.notes[key if key in NOTES else node] = NOTES.get(key, NOTES.get(node, "has no equivalent"))
+    return recipe
+
+
+def _train(given: Mapping[str, Any], recipe: Recipe, ranks: int) -> None:
+    micro, passes = int(given.get("system.batch_size", 1)), int(given.get("system.gradient_accumulation", 1))
+    batch = micro * passes * ranks
+    recipe.values |= {"train.global_batch_size": batch, "train.micro_batch_size": micro}
+    if "experiment.num_examples_to_see" in given:
+        recipe.values["train.max_steps"] = -(-int(given["experiment.num_examples_to_see"]) // batch)
+    else:
+        recipe.notes["experiment.num_examples_to_see"] = "is left to you: train.max_steps="
+    if "experiment.save_every" in given:
+        every = int(given["experiment.save_every"])
+        recipe.values |= {"checkpoint.every_steps": every, "sample.every_steps": every}
+    recipe.values["checkpoint.keep_last"] = 1 if given.get("experiment.save_only_most_recent", True) else None
+    if given.get("experiment.requeue") is False:
+        recipe.values["run.resume"] = "never"
+    if "experiment.log_dir" in given and "experiment.name" in given:
+        recipe.values["run.dir"] = f"{str(given['experiment.log_dir']).rstrip('/')}/{given['experiment.name']}"
+
+
+def _rest(given: Mapping[str, Any], recipe: Recipe) -> None:
+    if "tracker.project" in recipe.values:
+        recipe.groups["tracker"] = "wandb"
+    scheduler = str(given.get("lr_scheduler.scheduler", "ConstantWithWarmup"))
+    recipe.groups["lr_scheduler"] = SCHEDULERS.get(scheduler, "constant")
+    if scheduler not in SCHEDULERS:
+        recipe.notes["lr_scheduler.scheduler"] = f"{scheduler} has no equivalent; constant after the warmup"
+    if str(given.get("optimizer.name", "adamw")) != "adamw":
+        recipe.notes["optimizer.name"] = f"{given['optimizer.name']}: AdamW in its place"
+    if str(given.get("dataset.type", "WebDataset")) != "WebDataset":
+        recipe.notes["dataset.type"] = f"{given['dataset.type']}: not read yet; webdataset in its place"
+    if {"optimizer.params.beta1", "optimizer.params.beta2"} <= given.keys():
+        recipe.values["optimizer.algorithm.betas"] = [given[f"optimizer.params.beta{i}"] for i in (1, 2)]
+    if given.get("model.use_ema"):
+        recipe.values["ema.decay"] = EMA_DECAY
+    elif recipe.values.pop("ema.weights", None) is not None:
+        recipe.notes["model.ema.path"] = "has no use without model.use_ema"
+    if given.get("model.xformers"):
+        recipe.values["attention"] = "xformers"
+    recipe.values["train.precision"] = "bf16" if given.get("model.mixed_precision") == "bf16" else "fp32"
+
+
+def _flatten(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in node.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

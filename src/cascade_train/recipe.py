@@ -1,0 +1,152 @@
+"""Bring a recipe along: `python -m cascade_train.recipe import official.yaml out=conf-dir/experiment/name.yaml`.
+
+Reads a training file of the original trainer, or of open-diffusion, and writes an experiment. Thin: what a key means is
+told by config/.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from cascade_train.config.explain import exit_code
+from cascade_train.config.recipe import Recipe
+from cascade_train.config.recipe_official import from_official, is_official
+from cascade_train.config.recipe_open_diffusion import from_open_diffusion, is_open_diffusion
+from cascade_train.config.verb import parse_verb
+from cascade_train.data.row_filter import parse_row_filters
+from cascade_train.errors import ConfigError
+
+MAX_BYTES = 1_000_000
+
+
+@dataclass(kw_only=True)
+class ImportArgs:
+    """Arguments of `python -m cascade_train.recipe import <file>`: another trainer's file becomes an experiment."""
+
+    source: str
+    """The file: a training configuration of Stable Cascade's own trainer, or of open-diffusion."""
+    out: str
+    """What to write: experiment/<name>.yaml in a folder of yours, which --config-dir names."""
+    ranks: int = 1
+    """Processes that it will run on, where the file counts per process."""
+    model: str = "c_3b"
+    """Model to train in the place of open-diffusion's own."""
+    overwrite: bool = False
+    """Whether an existing file may be replaced."""
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1:
+            raise ConfigError(f"ranks={self.ranks} must be at least 1: it counts processes.")
+
+
+def import_recipe(args: ImportArgs) -> int:
+    """Write the experiment, say how it is run and what was left behind; return 0.
+
+    Raises:
+        ConfigError: a file that cannot be read or is of no known trainer, a refused filter, or an `out` that is taken.
+    """
+    out = Path(args.out)
+    if out.suffix != ".yaml" or out.parent.name != "experiment":
+        raise ConfigError(f"out={args.out} must be named experiment/<name>.yaml, in a folder that --config-dir names.")
+    if out.exists() and not args.overwrite:
+        raise ConfigError(f"out={args.out} exists. Choose another name, or replace it by overwrite=true.")
+    recipe = translate(read_source(Path(args.source)), args)
+    command = f"python -m cascade_train --config-dir {out.absolute().parents[1]} experiment={out.stem}"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    shown = f"python -m cascade_train --config-dir {out.parents[1]} experiment={out.stem}"
+    out.write_text(recipe.text(title=f"Imported from {Path(args.source).name}.", command=shown))
+    print(f"Wrote {out}. Run it: {command}")
+    for line in recipe.report():
+        print(f"  {line}")
+    return 0
+
+
+def read_source(path: Path) -> dict[str, Any]:
+    """Return the nested values of a YAML file; interpolations are resolved where they can be.
+
+    Raises:
+        ConfigError: it is not there, too large, no YAML, or no mapping.
+    """
+    if not path.is_file() or path.stat().st_size > MAX_BYTES:
+        raise ConfigError(f"{path} is no file of at most {MAX_BYTES} bytes. Name a training configuration.")
+    try:
+        source = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        if isinstance(source, dict):
+            return resolved(source)
+    except (OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read as YAML: {str(error).splitlines()[0]}.") from error
+    raise ConfigError(f"{path} holds no keys and values. Name a training configuration.")
+
+
+def resolved(source: dict[Any, Any]) -> dict[str, Any]:
+    """Return plain values, `???` where an interpolation leads to nothing. No resolver of the environment is run."""
+    cfg = OmegaConf.create(source)
+
+    def plain(node: Any, path: str) -> Any:
+        if isinstance(node, dict):
+            return {str(key): plain(value, f"{path}.{key}" if path else str(key)) for key, value in node.items()}
+        if not isinstance(node, str) or "${" not in node:
+            return node
+        if ":" in node:
+            return "???"
+        try:
+            return OmegaConf.select(cfg, path, default="???")
+        except OmegaConfBaseException:
+            return "???"
+
+    return {str(key): plain(value, str(key)) for key, value in source.items()}
+
+
+def translate(source: dict[str, Any], args: ImportArgs) -> Recipe:
+    """Return what a configuration means here.
+
+    Raises:
+        ConfigError: it is of no known trainer, or one of its row filters is refused.
+    """
+    if is_official(source):
+        recipe = from_official(source, ranks=args.ranks)
+    elif is_open_diffusion(source):
+        recipe = from_open_diffusion(source, ranks=args.ranks, model=args.model)
+    else:
+        raise ConfigError(
+            f"{args.source} is neither a training file of Stable Cascade (experiment_id, model_version) nor one of"
+            " open-diffusion (system, experiment, dataset)."
+        )
+    try:
+        parse_row_filters(recipe.values.get("data.row_filters"))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    recipe.set_aside()
+    return recipe
+
+
+def parse(argv: Sequence[str]) -> ImportArgs:
+    """Return the arguments behind `import <file>`.
+
+    Raises:
+        ConfigError: another command, or none.
+    """
+    command, *rest = argv or [""]
+    if command not in ("import", "-h", "--help"):
+        raise ConfigError(
+            f"{command!r} is no command of this verb. Write: import <file> out=<folder>/experiment/<name>.yaml"
+        )
+    named = [f"from={word}" if number == 0 and "=" not in word else word for number, word in enumerate(rest)]
+    return parse_verb(ImportArgs, named if command == "import" and "--help" not in rest else ["--help"])
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Import and return the exit code: 0 done, 2 refused."""
+    return exit_code(lambda: import_recipe(parse(sys.argv[1:] if argv is None else argv)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

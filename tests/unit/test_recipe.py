@@ -1,0 +1,229 @@
+"""Recipes: another trainer's file becomes an experiment that composes, and says what it left behind."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from cascade_train import recipe
+from tests.unit.config.composing import checked
+from tests.unit.config.test_every_option import OFFICIAL
+
+RATIOS = ["1/1", "1/2", "1/3", "2/3", "3/4", "1/5", "2/5", "3/5", "4/5", "1/6", "5/6", "9/16"]
+COMMON = {
+    "checkpoint_path": "/path/to/checkpoint",
+    "output_path": "/path/to/samples",
+    "wandb_project": "StableCascade",
+    "wandb_entity": "wandb_username",
+    "lr": 1.0e-4,
+    "warmup_updates": 1,
+    "grad_accum_steps": 1,
+    "use_fsdp": True,
+    "model_version": "3.6B",
+    "batch_size": 512,
+    "image_size": 768,
+    "updates": 100000,
+    "backup_every": 20000,
+    "save_every": 2000,
+    "multi_aspect_ratio": RATIOS,
+    "webdataset_path": ["s3://path/to/your/first/dataset/on/s3", "file:/path/to/your/local/dataset.tar"],
+    "effnet_checkpoint_path": "models/effnet_encoder.safetensors",
+    "previewer_checkpoint_path": "models/previewer.safetensors",
+    "generator_checkpoint_path": "models/stage_c_bf16.safetensors",
+}
+LORA = {"batch_size": 32, "updates": 10000, "backup_every": 1000, "save_every": 100, "grad_accum_steps": 4,
+        "use_fsdp": False, "rank": 4, "module_filters": [".attn"],
+        "train_tokens": [["[fernando]", "^dog</w>"]]}  # fmt: skip
+LITE = {"model_version": "1B", "batch_size": 1024, "updates": 10000, "multi_aspect_ratio": None,
+        "generator_checkpoint_path": "models/stage_c_lite_bf16.safetensors"}  # fmt: skip
+DIFFERENCES: dict[str, dict[str, Any]] = {
+    "finetune_c_3b": {"adaptive_loss_weight": True},
+    "finetune_c_3b_lowres": {"adaptive_loss_weight": True, "image_size": 384, "batch_size": 1024},
+    "finetune_c_3b_v": {"adaptive_loss_weight": True, "edm_objective": True},
+    "finetune_c_1b": LITE,
+    "finetune_c_3b_lora": LORA,
+}
+"""What each official file sets beside what they share."""
+
+OPEN_DIFFUSION = """
+wandb: {api_key: secret-key, entity: me}
+system: {gradient_accumulation: 2, batch_size: 32, workers: 6, dist_backend: "${distributed.dist_backend}"}
+distributed: {dist_backend: nccl, dist_url: "env://"}
+experiment: {log_dir: logs, name: first, project: diffusion, num_examples_to_see: 1000, save_every: 2000, requeue: true,
+  save_only_most_recent: true, eval_caption_file: "???"}
+optimizer: {name: adamw, params: {learning_rate: 0.0001, beta1: 0.9, beta2: 0.98, weight_decay: 0.01, epsilon: 1.0e-8}}
+model: {vae: {pretrained: "???"}, unet: {target: UNet2DConditionModel}, use_ema: true, ema: {path: ema},
+  mixed_precision: bf16, gradient_checkpointing: true, xformers: true}
+dataset: {type: WebDataset, params: {path: "shards/{000..005}.tar", batch_size: "${system.batch_size}", resolution: 512,
+  num_examples_to_see: "${experiment.num_examples_to_see}", filters: {pwatermark: "<=0.5", original_width: ">=512"}}}
+lr_scheduler: {scheduler: ConstantWithWarmup, params: {learning_rate: "${optimizer.params.learning_rate}",
+  warmup_length: 500}}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _every_extra_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    find_spec = importlib.util.find_spec
+    extras = {"wandb", "xformers"}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True if name in extras else find_spec(name))
+
+
+def run(folder: Path, source: dict[str, Any] | str, *more: str) -> tuple[int, Path]:
+    """Import a configuration as experiment `mine` and return the exit code and the folder for --config-dir."""
+    text = source if isinstance(source, str) else yaml.safe_dump(source)
+    (folder / "given.yaml").write_text(text)
+    out = folder / "conf" / "experiment" / "mine.yaml"
+    return recipe.main(["import", str(folder / "given.yaml"), f"out={out}", *more]), folder / "conf"
+
+
+def official(name: str, **changes: Any) -> dict[str, Any]:
+    return {"experiment_id": name, **COMMON, **DIFFERENCES[name], **changes}
+
+
+@pytest.mark.parametrize("name", OFFICIAL)
+def test_an_imported_official_file_equals_the_recipe_that_ships(name: str, tmp_path: Path) -> None:
+    code, folder = run(tmp_path, official(name))
+    assert code == 0
+    mine = checked("experiment=mine", extra=folder)
+    ours = checked(f"experiment={name}", "data.urls=[a.tar]")
+    for node in ("train", "optimizer", "lr_scheduler", "objective", "parallel", "checkpoint", "sample", "ema"):
+        assert mine[node] == ours[node], node
+    assert mine.run.name == ours.run.name == name
+    assert mine.model.image_size == ours.model.image_size
+    assert mine.model.network == ours.model.network
+    assert mine.task == ours.task
+    assert mine.run.dir == f"/path/to/checkpoint/{name}"
+    assert mine.model.weights == COMMON["generator_checkpoint_path"] or name == "finetune_c_1b"
+    assert mine.tracker.project == "StableCascade"
+
+
+def test_the_recipes_that_ship_have_the_official_numbers() -> None:
+    cfg = {name: checked(f"experiment={name}", "data.urls=[a.tar]") for name in OFFICIAL}
+    numbers = {n: (c.train.global_batch_size, c.model.image_size, c.train.max_steps) for n, c in cfg.items()}
+    assert numbers == {
+        "finetune_c_3b": (512, 768, 100000),
+        "finetune_c_3b_lowres": (1024, 384, 100000),
+        "finetune_c_3b_v": (512, 768, 100000),
+        "finetune_c_1b": (1024, 768, 10000),
+        "finetune_c_3b_lora": (32, 768, 10000),
+    }
+    assert cfg["finetune_c_3b_v"].objective.target._target_.endswith(".VTarget")
+    assert cfg["finetune_c_3b_v"].objective.loss_weight._target_.endswith(".AdaptiveLossWeight")
+    assert cfg["finetune_c_3b_lora"].train.micro_batch_size * 4 == 32
+
+
+def test_filters_and_the_average_are_taken_over(tmp_path: Path) -> None:
+    filters = [["normalized_score", "lambda s: s > 9"], ["width", "lambda w: w >= 768"]]
+    given = official("finetune_c_3b", dataset_filters=filters, ema_start_iters=5000, ema_iters=100, ema_beta=0.9)
+    code, folder = run(tmp_path, {**given, "grad_accum_steps": 4})
+    cfg = checked("experiment=mine", extra=folder)
+    assert code == 0
+    assert cfg.data.row_filters == filters
+    assert (cfg.ema.start_step, cfg.ema.every_steps, cfg.ema.decay) == (1251, 25, 0.9)
+    assert cfg.train.micro_batch_size == 128
+
+
+def test_what_has_no_equivalent_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = official("finetune_c_3b_v", captions_getter=["old_caption", "captions_getter"], dtype="bfloat16", odd_key=3)
+    assert run(tmp_path, given)[0] == 0
+    text = capsys.readouterr().out
+    for line in ("odd_key: has no equivalent", "captions_getter: ['old", "dtype: bfloat16", "output_path: sample grids",
+                 "webdataset_path: s3://path/to/your/first", "edm_objective: the original cannot load"):  # fmt: skip
+        assert line in text
+    kept = yaml.safe_load((tmp_path / "conf" / "experiment" / "mine.yaml").read_text())
+    assert "odd_key" not in kept
+    if "aspect_ratios" not in kept["data"]:
+        assert "data.aspect_ratios=['1/1'" in text
+        assert "#     aspect_ratios: [1/1" in (tmp_path / "conf" / "experiment" / "mine.yaml").read_text()
+
+
+def test_keys_of_a_controlnet_are_translated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    control = {"controlnet_blocks": [0, 4, 51, 55], "controlnet_filter": "InpaintFilter", "offset_noise": 0.1,
+               "controlnet_filter_params": {"thresold": [0.04, 0.4], "p_outpaint": 0.4},
+               "controlnet_bottleneck_mode": "simple", "batch_size": 256}  # fmt: skip
+    assert run(tmp_path, official("finetune_c_3b", **control, adaptive_loss_weight=None))[0] == 0
+    kept = yaml.safe_load((tmp_path / "conf" / "experiment" / "mine.yaml").read_text())
+    assert {"override /task": "controlnet"} in kept["defaults"]
+    assert {"override /filter@task.filter": "inpaint"} in kept["defaults"]
+    assert kept["task"]["filter"] == {"threshold": [0.04, 0.4], "p_outpaint": 0.4}
+    assert (kept["task"]["blocks"], kept["task"]["bottleneck"]) == ([0, 4, 51, 55], "simple")
+    assert kept["objective"] == {"offset_noise": 0.1}
+    if not (Path("conf/task") / "controlnet.yaml").exists():
+        assert "task=controlnet: not here yet; the recipe composes once it is" in capsys.readouterr().out
+
+
+def test_the_file_of_open_diffusion_is_translated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, folder = run(tmp_path, OPEN_DIFFUSION, "ranks=2", "model=c_1b")
+    cfg = checked("experiment=mine", extra=folder, ranks=2)
+    assert code == 0
+    assert (cfg.train.global_batch_size, cfg.train.micro_batch_size, cfg.train.max_steps) == (128, 32, 8)
+    assert (cfg.data.row_filters, cfg.data.num_workers) == ({"pwatermark": "<=0.5", "original_width": ">=512"}, 6)
+    assert (cfg.optimizer.algorithm.betas, cfg.lr_scheduler.warmup_steps) == ([0.9, 0.98], 500)
+    assert (cfg.run.dir, cfg.tracker.project, cfg.attention, cfg.ema.weights) == (
+        "logs/first",
+        "diffusion",
+        "xformers",
+        "ema",
+    )
+    assert cfg.model.network.block_out_channels == [1536, 1536]
+    text = capsys.readouterr().out
+    assert "model: describes Stable Diffusion" in text
+    assert "wandb.api_key: never copied" in text
+    assert "secret-key" not in text + (tmp_path / "conf" / "experiment" / "mine.yaml").read_text()
+
+
+def test_the_template_with_everything_left_open_is_translated(tmp_path: Path) -> None:
+    open_ends = OPEN_DIFFUSION.replace("num_examples_to_see: 1000", 'num_examples_to_see: "???"')
+    open_ends = open_ends.replace('"shards/{000..005}.tar"', '"???"').replace("name: first", 'name: "???"')
+    code, folder = run(tmp_path, open_ends)
+    assert code == 0
+    assert checked("experiment=mine", "data.urls=[a.tar]", extra=folder).train.max_steps == 10000
+
+
+@pytest.mark.parametrize(
+    ("source", "more", "message"),
+    [
+        ({"model": 3}, (), "is neither a training file of Stable Cascade"),
+        ("[1, 2]", (), "holds no keys and values"),
+        ("a: [1", (), "cannot be read as YAML"),
+        (official("finetune_c_3b", model_version="7B"), (), "model_version=7B is no model of Stable Cascade"),
+        (official("finetune_c_3b_lora"), ("ranks=3",), "does not divide into grad_accum_steps=4 passes of 3 ranks"),
+        (official("finetune_c_3b", dataset_filters=[["a", "lambda s: __import__('os')"]]), (), "calls are not allowed"),
+        (official("finetune_c_3b"), ("ranks=0",), "ranks=0 must be at least 1"),
+        (official("finetune_c_3b"), ("out=mine.yaml",), "must be named experiment/<name>.yaml"),
+    ],
+)
+def test_what_cannot_be_imported_is_refused_and_nothing_is_written(
+    source: Any, more: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, folder = run(tmp_path, source, *more)
+    assert code == 2
+    assert message in capsys.readouterr().err
+    assert not folder.exists()
+
+
+def test_a_file_is_replaced_only_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(tmp_path, official("finetune_c_3b"))[0] == 0
+    assert run(tmp_path, official("finetune_c_3b"))[0] == 2
+    assert "exists. Choose another name, or replace it by overwrite=true" in capsys.readouterr().err
+    assert run(tmp_path, official("finetune_c_3b"), "overwrite=true")[0] == 0
+
+
+def test_the_command_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert recipe.main(["export", "a.yaml"]) == 2
+    assert "'export' is no command of this verb" in capsys.readouterr().err
+    assert recipe.main(["import", "nowhere.yaml", "out=experiment/a.yaml"]) == 2
+    assert "is no file of at most" in capsys.readouterr().err
+
+
+def test_an_expression_of_the_environment_is_never_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CASCADE_SECRET", "told")
+    code, folder = run(tmp_path, official("finetune_c_3b", wandb_entity="${oc.env:CASCADE_SECRET}"))
+    assert code == 0
+    text = (folder / "experiment" / "mine.yaml").read_text()
+    assert "told" not in text
+    assert "oc.env" not in text
