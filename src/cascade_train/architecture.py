@@ -21,23 +21,27 @@ from cascade_train.models.cascade_unet_config import CascadeUNetConfig
 from cascade_train.models.export_formats import stored_size
 from cascade_train.models.lora_files import adapter_size, holds_lora
 
+PARTS = ("lora", "prior", "export")
+"""Names of a run's folders between its configuration and its files."""
 
-def stored_network(source: str, *, model: str | None, key: str) -> nn.Module:
+
+def stored_network(source: str, *, model: str | None, key: str, allow_any_target: bool = False) -> nn.Module:
     """Return the network that `source` belongs to, on the meta device.
 
     Args:
         source: weights or adapters: a run, its export or a folder in it, another folder, a file, or a hub id.
         model: an option of the group `model`; None = the run's, else the published size that the tensors tell.
         key: the argument that named the source.
+        allow_any_target: build classes of any package that a run's configuration names.
 
     Raises:
         ConfigError: nothing there, or tensors of no published size and no `model`.
     """
-    folder = Path(source)
+    run = _run_of(Path(source))
+    if model is None and run is not None:
+        cfg = load_saved_config(run, allow_any_target=allow_any_target)
+        return _architecture(build_component(cfg, "model").network_config)
     if model is None:
-        for candidate in (folder, folder.parent):
-            if (candidate / CONFIG_NAME).is_file():
-                return _architecture(build_component(load_saved_config(candidate), "model").network_config)
         model = adapter_size(source, key=key) if holds_lora(source) else stored_size(source, key=key)
     if model is None:
         options = ", ".join(group_options("model"))
@@ -45,6 +49,16 @@ def stored_network(source: str, *, model: str | None, key: str) -> nn.Module:
     if model not in group_options("model"):
         raise ConfigError(f"model={model}: no such option.{did_you_mean(model, group_options('model'))}")
     return _architecture(instantiate(OmegaConf.load(conf_dir() / "model" / f"{model}.yaml").network, _convert_="all"))
+
+
+def _run_of(path: Path) -> Path | None:
+    """Return the folder that holds the configuration of the run that left `path`; None = no run did."""
+    folder = path.parent if path.is_file() else path
+    while not (folder / CONFIG_NAME).is_file():
+        if folder.name not in PARTS:
+            return None
+        folder = folder.parent
+    return folder
 
 
 def _architecture(config: CascadeUNetConfig) -> nn.Module:

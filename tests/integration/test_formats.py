@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -54,10 +55,11 @@ def test_a_run_is_exported_in_every_format(lora: Path, tmp_path: Path, capsys: p
 
 def test_weights_are_converted_without_a_run(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     export(ExportArgs(source=str(base / "export"), format="original", dtype="bf16", out=str(tmp_path)))
+    export(ExportArgs(source=str(base / "export" / "prior" / "prior"), format="original", out=str(tmp_path / "deep")))
     single = tmp_path / "prior.original.safetensors"
     assert {value.dtype for value in load_file(single).values()} == {torch.bfloat16}
     export(ExportArgs(source=str(single), format="diffusers", model="c_tiny", out=str(tmp_path)))
-    assert capsys.readouterr().out.count("read back with a relative error of") == 2
+    assert capsys.readouterr().out.count("read back with a relative error of") == 3
     found = load_file(tmp_path / "prior" / "diffusion_pytorch_model.safetensors")
     wanted = load_file(base / "export" / "prior" / "prior" / "diffusion_pytorch_model.safetensors")
     assert all(torch.equal(found[name], value.bfloat16()) for name, value in wanted.items())
@@ -86,7 +88,7 @@ def test_what_does_not_fit_is_refused(base: Path, lora: Path, tmp_path: Path) ->
     with pytest.raises(ConfigError, match="format=kohya: from=.* holds a network's weights, whose formats are"):
         export(ExportArgs(source=str(base / "export" / "prior"), format="kohya"))
     with pytest.raises(ConfigError, match="no published size; name it by model=, one of c_1b, c_3b, c_tiny"):
-        export(ExportArgs(source=str(base / "export" / "prior" / "prior"), format="original"))
+        export(ExportArgs(source=str(shutil.copy(single, tmp_path / "lora.safetensors")), format="kohya"))
     with pytest.raises(ConfigError, match="model=c_4b: no such option"):
         export(ExportArgs(source=str(single), format="kohya", model="c_4b"))
     with pytest.raises(ConfigError, match="dtype=fp16 must be bf16, fp32 or null"):
