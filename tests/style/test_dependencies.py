@@ -1,0 +1,66 @@
+"""What the library imports is declared by the project: nothing is there only because another package needs it."""
+
+from __future__ import annotations
+
+import re
+import sys
+import tomllib
+from functools import cache
+from importlib.metadata import packages_distributions
+from typing import Any
+
+import pytest
+
+from tests.style.source import ROOT, library
+
+EXTRAS = {"wandb": "wandb", "xformers": "xformers", "tensorboard": "tensorboard"}
+"""Libraries that are imported only when chosen -> the extra that brings them."""
+
+
+@cache
+def project() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def names(requirements: list[str]) -> set[str]:
+    """Return the normalised names of distributions in a list of requirements."""
+    return {normal(re.split(r"[\s<>=!~\[;]", each, maxsplit=1)[0]) for each in requirements}
+
+
+def normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+@cache
+def imported() -> dict[str, list[str]]:
+    """Return package -> the places of the library that import it, without the standard library and ourselves."""
+    found: dict[str, list[str]] = {}
+    for file in library():
+        for module, line in file.imports():
+            package = module.partition(".")[0]
+            if package not in {*sys.stdlib_module_names, "cascade_train"}:
+                found.setdefault(package, []).append(f"{file.name}:{line}")
+    return found
+
+
+def test_every_import_is_a_declared_dependency() -> None:
+    declared = names(project()["dependencies"])
+    distributions = packages_distributions()
+    assert len(imported()) >= 15
+    assert imported().keys() - EXTRAS.keys() <= distributions.keys()
+    undeclared = {
+        package: places
+        for package, places in imported().items()
+        if package not in EXTRAS and not {normal(d) for d in distributions[package]} & declared
+    }
+    assert not undeclared
+
+
+@pytest.mark.parametrize("package", sorted(EXTRAS))
+def test_what_is_imported_on_demand_is_an_extra(package: str) -> None:
+    assert package in names(project()["optional-dependencies"][EXTRAS[package]])
+
+
+def test_every_dependency_is_imported() -> None:
+    distributions = {normal(d) for package in imported() for d in packages_distributions().get(package, [])}
+    assert names(project()["dependencies"]) <= distributions
