@@ -172,7 +172,7 @@ def write_original(path: Path, lora: StoredLora, modules: Mapping[str, Shape], m
     Raises:
         ConfigError: something that the original has no place for.
     """
-    _check_expressible(lora, modules, path)
+    _check_expressible(lora, modules)
     places = [p for p in original_places(modules, None) if any(f"{n}.lora_A.weight" in lora.state for n in p.ours)]
     joined = [_join(place, lora, modules) for place in places]
     rank = max(down.shape[0] for down, _ in joined)
@@ -189,7 +189,7 @@ def write_original(path: Path, lora: StoredLora, modules: Mapping[str, Shape], m
     save_file(tensors, path, metadata={**metadata, **header, "base_size": lora.spec.base_size or ""})
 
 
-def _check_expressible(lora: StoredLora, modules: Mapping[str, Shape], path: Path) -> None:
+def _check_expressible(lora: StoredLora, modules: Mapping[str, Shape]) -> None:
     reason = None
     if lora.spec.dora:
         reason = "weights that are decomposed (dora)"
@@ -204,7 +204,7 @@ def _check_expressible(lora: StoredLora, modules: Mapping[str, Shape], path: Pat
     ):
         reason = "new tokens without brackets such as [name]"
     if reason is not None:
-        raise ConfigError(f"{path}: the original's layout has no place for {reason}; choose another format")
+        raise ConfigError(f"the original's layout has no place for {reason}; choose another format")
 
 
 def _join(place: Place, lora: StoredLora, modules: Mapping[str, Shape]) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ Must not live here: weights out (export.py), adapters (lora.py), values of an un
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ def load_network(
     """
     with StoredTensors(find_weight_files(source, key=key), key=key) as tensors:
         stored = map_keys(tensors.shapes())
+        _refuse_adapters(stored, f"{key}={source}")
         shapes = {name: tensors.shape(where) for name, where in stored.items()}
         check_size(network, shapes, f"{key}={source}")
         _assign(network, tensors, stored, f"{key}={source}", dtype, device)
@@ -51,6 +52,7 @@ def read_network(network: nn.Module, source: str, *, key: str) -> Iterator[tuple
     """
     with StoredTensors(find_weight_files(source, key=key), key=key) as tensors:
         stored = map_keys(tensors.shapes())
+        _refuse_adapters(stored, f"{key}={source}")
         check_size(network, {name: tensors.shape(where) for name, where in stored.items()}, f"{key}={source}")
         _check_shapes(network, tensors, stored, f"{key}={source}")
         for name, where in stored.items():
@@ -73,6 +75,14 @@ def load_module(module: nn.Module, source: str, *, dtype: torch.dtype, device: t
     with StoredTensors(find_weight_files(source, key=key, part=None), key=key) as tensors:
         stored = {name: Stored(name) for name in tensors.shapes()}
         _assign(module, tensors, stored, f"{key}={source}", dtype, device)
+
+
+def _refuse_adapters(names: Iterable[str], origin: str) -> None:
+    if any(".lora_" in name for name in names):
+        raise ConfigError(
+            f"{origin}: holds adapters, not a network's weights; train on them with task=lora task.weights=…, or merge "
+            "them into weights: python -m cascade_train.merge"
+        )
 
 
 def check_size(network: nn.Module, shapes: Mapping[str, Shape], origin: str) -> None:

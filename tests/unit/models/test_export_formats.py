@@ -149,3 +149,10 @@ def test_a_network_of_another_size_is_refused_by_name(tmp_path: Path) -> None:
     export_lora(stored(big), big, lora_path, format="kohya", metadata={})
     with pytest.raises(ConfigError, match="the adapter belongs to Stage C 1B, but the network is of another size"):
         read_lora(str(lora_path), key="lora", modules=module_shapes(small_network()))
+
+
+def test_adapters_are_not_taken_for_weights(tmp_path: Path) -> None:
+    network = adapted()
+    export_lora(stored(network), network, tmp_path / "lora.safetensors", format="comfyui", metadata={})
+    with pytest.raises(ConfigError, match="from=.*: holds adapters, not a network's weights; train on them with task"):
+        load_state(empty_network(), str(tmp_path / "lora.safetensors"), dtype=None, key="from")
