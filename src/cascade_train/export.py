@@ -103,7 +103,7 @@ def _convert(args: ExportArgs, source: str, out: Path) -> None:
         if name not in names:
             kind = "adapters" if is_lora else "a network's weights"
             raise ConfigError(f"format={name}: from={source} holds {kind}, whose formats are {', '.join(names)}.")
-    network = stored_network(source, model=args.model, key="from")
+    network = stored_network(source, model=args.model, key="from", allow_any_target=args.allow_any_target)
     if is_lora:
         lora = read_lora(source, key="from", modules=module_shapes(network), module_filters=args.module_filters)
         written = [export_lora(lora, network, out / names[n], format=n, metadata={}) for n in args.formats()]

@@ -32,6 +32,8 @@ class MergeArgs:
     """Modules that a LoRA of the original was trained on, which its file does not say; null = all."""
     dtype: str | None = None
     """bf16 or fp32; null = as the weights are. Sums are fp32."""
+    allow_any_target: bool = False
+    """Build whatever classes the run's configuration names, as for components of your own; trust it first."""
 
     def __post_init__(self) -> None:
         if self.dtype not in (None, "bf16", "fp32"):
@@ -53,7 +55,7 @@ def merge(args: MergeArgs) -> int:
     from cascade_train.models.export import network_config
     from cascade_train.models.export_formats import DTYPES, load_state, merge_all, save_network
 
-    network = stored_network(args.source, model=args.model, key="from")
+    network = stored_network(args.source, model=args.model, key="from", allow_any_target=args.allow_any_target)
     config = network_config(network)
     state = load_state(network, args.source, dtype=DTYPES.get(args.dtype or ""), key="from")
     strengths = args.strength or [1.0] * len(args.lora)
