@@ -80,7 +80,7 @@ def _add(report: Report, variant: Variant, outcome: Outcome) -> None:
 def summary(quantity: str) -> str:
     """Return what quantities of the same kind are called together: step.03.x0 is step.*.x0."""
     first, _, rest = quantity.partition(".")
-    return f"{first}.*" if rest and first in MANY else re.sub(r"\d+", "*", quantity)
+    return f"{first}.*" if rest and first in MANY else re.sub(r"(?<=[._])\d+(?=\.|$)", "*", quantity)
 
 
 def table(rows: Sequence[tuple[Variant, Comparison]], *, full: bool) -> list[tuple[str, ...]]:

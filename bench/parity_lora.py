@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from bench.parity_case import NotCoveredError, Outcome, Variant, recorded
+from bench.parity_case import Comparison, NotCoveredError, Outcome, Variant, fact, recorded
 from bench.parity_networks import build_network, fetch, network_config
 from bench.parity_text import (
     CAPTION_DROP,
@@ -45,9 +46,11 @@ def lora(variant: Variant) -> Outcome:
     args = variant.args
     places = _places(variant)
     network = build_network(args["ctor"], variant.weights)
+    order = original_places(module_shapes(network), args["filters"])
+    facts = [fact("modules out of order", sum(a != b for a, b in zip_longest(places, order)), 0, 0.0)]
     got = {"y.before_lora": _run(network, variant)}
     if any("depthwise" in place.name for place in places):
-        return _without_depthwise(variant, network, places, got)
+        return _without_depthwise(variant, network, places, got, facts)
     fresh = build_network(args["ctor"], variant.weights)
     inject_lora(fresh, rank=args["rank"], alpha=1.0, dropout=0.0, module_filters=args["filters"], seed=0)
     _load(network, variant, places)
@@ -60,17 +63,21 @@ def lora(variant: Variant) -> Outcome:
     got["y.lora_disabled"] = _run(network, variant)
     _enable(network, enabled=True)
     merge_lora(network)
-    return Outcome(got | {"y.merged": _run(network, variant)} | _merged(variant, network))
+    return Outcome(got | {"y.merged": _run(network, variant)} | _merged(variant, network), facts=facts)
 
 
 def _without_depthwise(
-    variant: Variant, network: CascadeUNet, places: Sequence[Place], got: dict[str, Tensor]
+    variant: Variant,
+    network: CascadeUNet,
+    places: Sequence[Place],
+    got: dict[str, Tensor],
+    facts: list[Comparison],
 ) -> Outcome:
     _load(network, variant, [place for place in places if "depthwise" not in place.name])
     merge_lora(network)
     got |= {name: value for name, value in _merged(variant, network).items() if "depthwise" not in name}
     whole = ("y.fresh_lora", "y.with_lora", "y.lora_disabled", "y.merged", "grad.*", "merged.*depthwise*")
-    return Outcome(got, left_out=dict.fromkeys(whole, DEPTHWISE))
+    return Outcome(got, left_out=dict.fromkeys(whole, DEPTHWISE), facts=facts)
 
 
 def _run(network: CascadeUNet, variant: Variant) -> Tensor:
