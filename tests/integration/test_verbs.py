@@ -91,7 +91,7 @@ def test_a_lora_on_a_run_paints_otherwise_than_its_base(finetuned: Path, lora: P
         ({"steps": 0}, "sample.steps=0 must be 1 or more"),
         ({"shift": 0.0}, "sample.shift=0.0 must be greater than 0"),
         ({"guidance_scale": float("nan")}, "sample.guidance_scale=nan must be a finite number"),
-        ({"prompts": []}, r"prompts=\[\] names nothing to draw"),
+        ({"prompts": []}, r"prompts=\[\] names nothing to draw, e.g. "),
         ({"count": 0}, "count=0 must be 1 or more"),
     ],
 )

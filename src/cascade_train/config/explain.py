@@ -39,6 +39,9 @@ SECONDS_FOR_RANK_ZERO = 10.0
 LOST_PEER = re.compile(r"Connection (closed|reset) by peer")
 """What gloo says on the ranks that are left when one has ended."""
 
+DEAD_WORKER = re.compile(r"DataLoader worker \(pid")
+"""What torch raises, from its handler of signals, when a worker process has died."""
+
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it: 128 and the number of the signal."""
 
@@ -59,7 +62,17 @@ def exit_code(action: Callable[[], Any], *, remedy: str = "") -> int:
     except KeyboardInterrupt:
         return _interrupted(remedy)
     except Exception as error:
-        return _interrupted(remedy) if _comes_from_interrupt(error) else _report(error)
+        return _interrupted(remedy) if _comes_from_interrupt(error) else _report(_as_of_the_world(error))
+
+
+def _as_of_the_world(error: Exception) -> Exception:
+    """Return an error that torch raises wherever the program stands when a data worker dies, as what it means."""
+    if isinstance(error, RuntimeError) and DEAD_WORKER.match(str(error)):
+        return RunError(
+            f"A data worker process ended unexpectedly ({_one_line(error).rstrip('. ')}); it may have run out of "
+            "memory or shared memory: lower data.num_workers, or set it to 0 to see the cause."
+        )
+    return error
 
 
 def _comes_from_interrupt(error: BaseException | None) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from cascade_train.data.sample import UnreadableSampleError
 
@@ -116,5 +116,7 @@ def _damage_reported() -> Iterator[None]:
             yield
     except MemoryError:
         raise
+    except UnidentifiedImageError as error:  # its own text is the address of a buffer
+        raise UnreadableSampleError("not a picture of a known format, or one without a beginning") from error
     except Exception as error:
         raise UnreadableSampleError(f"{type(error).__name__}: {error}") from error

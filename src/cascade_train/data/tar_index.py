@@ -30,6 +30,7 @@ TAR_FIELDS = ROW_FIELDS + [
 ]
 _FORMAT = 1
 _HEADER_BYTES = 64 * 1024
+_LONGEST_PADDING = 1024 * 1024  # tar fills up to a multiple of its record, mostly 10 KiB
 # webdataset's rule: the key is the path up to the first dot of the file name, the rest is the extension.
 _KEY = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
@@ -156,8 +157,27 @@ def _members(path: Path) -> Iterator[tuple[str, str, _Span]]:
                 match = _KEY.match(member.name)
                 if match is not None and member.isreg() and not member.issparse():
                     yield match[1], match[2].lower(), _Span(start=member.offset_data, size=member.size)
+            _refuse_unended(path, tar.offset)  # type: ignore[attr-defined]
     except tarfile.TarError as error:
         raise ConfigError(f"data.urls: {path} is not a readable tar file ({error}); write or copy it again") from error
+
+
+def _refuse_unended(path: Path, end: int) -> None:
+    """Check that the tar ends where its members do: tarfile stops in silence where a header is cut short.
+
+    Raises:
+        ConfigError: there is no end mark, or something comes after it.
+    """
+    with path.open("rb") as file:
+        file.seek(end)
+        rest = file.read(_LONGEST_PADDING)
+    if len(rest) < tarfile.BLOCKSIZE:
+        raise ConfigError(f"data.urls: {path} is cut short: it has no end mark. Copy or write it again")
+    if any(rest):
+        raise ConfigError(
+            f"data.urls: {path} goes on after its end mark at byte {end}, as when tars are joined by cat or the file is"
+            " damaged: give the tars one by one, or write it again"
+        )
 
 
 def _refuse_compressed(path: Path) -> None:

@@ -210,3 +210,17 @@ def test_a_refused_argument_is_named_by_its_whole_path(refused: str, place: str,
     error = InstantiationException(f"Error in call to target 'a.B':\nValueError('...')\nfull_key: {place}")
     error.__cause__ = ValueError(refused)
     assert with_path(error, place.partition(".")[0]) == said
+
+
+def test_a_dead_data_worker_is_told_by_its_rank_wherever_it_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def in_the_middle_of_a_step() -> None:
+        raise RuntimeError("DataLoader worker (pid 6079) is killed by signal: Killed. ")
+
+    monkeypatch.setenv("RANK", "1")
+    assert exit_code(in_the_middle_of_a_step) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("[rank 1] A data worker process ended unexpectedly (DataLoader worker (pid 6079) is killed")
+    assert "lower data.num_workers" in said
+    assert said.count("\n") == 1

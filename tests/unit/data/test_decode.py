@@ -130,9 +130,9 @@ def test_a_file_cut_short_is_unreadable(kind: str) -> None:
 
 @pytest.mark.parametrize("encoded", [b"", b"<html>404</html>", b"\x89PNG\r\n\x1a\n" + b"\0" * 50])
 def test_what_is_no_picture_is_unreadable(encoded: bytes) -> None:
-    with pytest.raises(UnreadableSampleError, match=r"UnidentifiedImageError|SyntaxError"):
+    with pytest.raises(UnreadableSampleError, match="not a picture of a known format|SyntaxError"):
         decode(encoded, 8, 8, offset=CENTER)
-    with pytest.raises(UnreadableSampleError, match=r"UnidentifiedImageError|SyntaxError"):
+    with pytest.raises(UnreadableSampleError, match="not a picture of a known format|SyntaxError"):
         upright_size(encoded)
 
 

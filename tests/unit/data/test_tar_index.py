@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import gzip
+import io
 import subprocess
+import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -165,3 +167,51 @@ def test_a_tar_without_samples_says_what_it_holds(tmp_path: Path, files: list[st
     path = tars.write(tmp_path / "a.tar", [(name, b"content") for name in files])
     with pytest.raises(ConfigError, match=f"a.tar holds no usable sample: .*{message}"):
         scan_shard(path)
+
+
+def test_a_tar_cut_short_anywhere_is_refused(tmp_path: Path) -> None:
+    whole = tars.write(tmp_path / "whole.tar", tars.samples(range(3))).read_bytes()
+    end = len(whole.rstrip(b"\0")) // 512 * 512 + 512
+    cut = tmp_path / "cut.tar"
+    lengths = [*range(512, end + 1, 512), end - 100, end + 300]
+    assert len(lengths) > 12
+    for length in lengths:
+        cut.write_bytes(whole[:length])
+        with pytest.raises(ConfigError, match=r"is cut short: it has no end mark|unexpected end of data"):
+            scan_shard(cut)
+    cut.write_bytes(whole[: end + 512])  # the first of the two blocks of the mark is enough
+    assert len(scan_shard(cut).table) == 3
+
+
+@pytest.mark.parametrize("fault", ["joined", "damaged"])
+def test_a_tar_that_goes_on_where_it_seems_to_end_is_refused(tmp_path: Path, fault: str) -> None:
+    path = tars.write(tmp_path / "a.tar", tars.samples(range(3)))
+    content = bytearray(path.read_bytes())
+    if fault == "joined":
+        content *= 2
+    else:
+        second = content.index(b"0001.png")
+        content[second + 148 : second + 156] = b"notanumb"  # the checksum of its header
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"goes on after its end mark at byte \d+, as when tars are joined"):
+        scan_shard(path)
+
+
+def test_the_cache_of_another_tar_at_the_same_place_is_not_used(tmp_path: Path) -> None:
+    path = tars.write(tmp_path / "a.tar", tars.samples([0, 1]))
+    load_shard(path, tmp_path / "cache")
+    other = tars.write(tmp_path / "b.tar", tars.samples([4, 5]))
+    assert other.stat().st_size == path.stat().st_size
+    other.replace(path)
+    assert load_shard(path, tmp_path / "cache").keys.tolist() == [b"0004", b"0005"]
+
+
+def test_keys_of_any_alphabet_length_and_format_of_tar_are_kept(tmp_path: Path) -> None:
+    key = "данные/日本 " + "x" * 120
+    for name in ("GNU_FORMAT", "PAX_FORMAT"):
+        with tarfile.open(tmp_path / "a.tar", "w", format=getattr(tarfile, name)) as tar:
+            for end, content in ((".png", tars.picture()), (".txt", b"a")):
+                info = tarfile.TarInfo(key + end)
+                info.size = len(content)
+                tar.addfile(info, io.BytesIO(content))
+        assert scan_shard(tmp_path / "a.tar").keys.tolist() == [key.encode()]
