@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -284,3 +285,27 @@ def test_a_joint_adapter_keeps_its_rank_in_the_original_layout(tmp_path: Path) -
     fresh = small_network()
     load_lora(fresh, str(tmp_path / "lora.safetensors"))
     torch.testing.assert_close(fixed_prediction(fresh), fixed_prediction(network), atol=1e-6, rtol=1e-6)
+
+
+def test_peft_itself_loads_a_dora_folder(tmp_path: Path) -> None:
+    network = adapted([".attn", "embedding"], dora=True)
+    write_peft_folder(tmp_path, stored(network))
+    plain = build_plain_network(network.config, small_network().state_dict())
+    loaded = PeftModel.from_pretrained(plain, str(tmp_path)).get_base_model().eval()
+    torch.testing.assert_close(fixed_prediction(loaded), fixed_prediction(network), atol=1e-6, rtol=1e-6)
+
+
+def test_comfyui_computes_from_its_file_what_the_adapted_network_does(tmp_path: Path) -> None:
+    network = adapted([".attn", "embedding", "channelwise"])
+    write_keyed(tmp_path / "lora.safetensors", stored(network), {}, style="comfyui")
+    file, plain = load_file(tmp_path / "lora.safetensors"), small_network()
+    with torch.no_grad():
+        for ours, theirs in zip(
+            [name for name in plain.state_dict() if name.endswith(".weight")], comfyui_weights(plain), strict=True
+        ):
+            stem = "lora_prior_unet_" + theirs.removesuffix(".weight").replace(".", "_")
+            if f"{stem}.lora_up.weight" in file:
+                up, down, alpha = (file[f"{stem}.{end}"] for end in ("lora_up.weight", "lora_down.weight", "alpha"))
+                weight = plain.get_parameter(ours)
+                weight += (alpha / len(down)) * (up.flatten(1) @ down.flatten(1)).reshape(weight.shape)
+    torch.testing.assert_close(fixed_prediction(plain), fixed_prediction(network), atol=1e-5, rtol=1e-5)
