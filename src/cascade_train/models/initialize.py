@@ -13,6 +13,7 @@ import hashlib
 import math
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
 
@@ -90,10 +91,15 @@ def materialise(module: nn.Module, device: torch.device, dtype: torch.dtype) -> 
 
 
 def initialise(module: nn.Module, rule: Rule, *, device: torch.device, dtype: torch.dtype, seed: int) -> None:
-    """Give a module on the meta device memory on `device` and fill every parameter by `rule`."""
+    """Give a module on the meta device memory on `device` and fill every parameter by `rule`.
+
+    On as many threads as torch has: each parameter has its own generator, so that they do not change a value.
+    """
     materialise(module, device, dtype)
-    for name, parameter in module.named_parameters():
-        fill_(parameter, rule(name, parameter), seed, name)
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        filled = [pool.submit(fill_, p, rule(name, p), seed, name) for name, p in module.named_parameters()]
+    for each in filled:
+        each.result()
 
 
 def xavier(parameter: Tensor, gain: float = 1.0) -> Fill:

@@ -142,3 +142,18 @@ def test_unknown_buffers_are_not_guessed() -> None:
     module.register_buffer("table", torch.zeros(2, device="meta"))
     with pytest.raises(AssertionError, match="buffer table: no start value"):
         materialise(module, CPU, torch.float32)
+
+
+def test_the_number_of_threads_changes_no_value(network):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        config = tiny_network(
+            effnet_in_channels=16, pixel_mapper_in_channels=3, switch_level=None, block_out_channels=[64, 128]
+        )
+        other = config.build()
+        initialise(other, unet_rule(config.residual_blocks), device=CPU, dtype=torch.float32, seed=0)
+    finally:
+        torch.set_num_threads(threads)
+    values = other.state_dict()
+    assert all(torch.equal(value, values[name]) for name, value in network.state_dict().items())
