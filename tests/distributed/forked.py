@@ -1,0 +1,184 @@
+"""Runs on several ranks that pay for importing torch once: each rank of each run is a fork of one process.
+
+usage: forked.py FILE, a JSON list of runs [{"ranks": 2, "argv": [...], "hook": null, "out": "folder"}, ...]
+
+Every rank writes what it said to `<out>/said_<rank>`; a hook changes what a rank does, or notes what it sees. Prints
+the exit codes, per run and rank, as JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import socket
+import sys
+import traceback
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cascade_train import build
+from cascade_train.__main__ import launch
+from cascade_train.engine.loop import Trainer
+from cascade_train.engine.phase import averaged
+from cascade_train.tasks.text_to_image import TextToImage
+
+
+def poison_last_rank(out: Path) -> None:
+    """Make the loss of one sample of the last rank not finite, in the third step."""
+    loss, steps = TextToImage.loss, Counter()
+
+    def poisoned(self: TextToImage, prepared: Any) -> Any:
+        output = loss(self, prepared)
+        steps["seen"] += 1
+        if dist.get_rank() == dist.get_world_size() - 1 and steps["seen"] == 3:
+            output.loss_B.data[0] = float("nan")
+        return output
+
+    TextToImage.loss = poisoned
+
+
+def count_reductions(out: Path) -> None:
+    """Write how often gradients were reduced in each step to `<out>/reductions_<rank>`."""
+    counted: Counter[str] = Counter()
+    for name in ("reduce_scatter_single", "reduce_scatter_tensor", "all_reduce"):
+        if not hasattr(dist, name):
+            continue  # torch has renamed one of them
+        original = getattr(dist, name)
+
+        def counting(*args: Any, _original: Any = original, _name: str = name, **kwargs: Any) -> Any:
+            counted[_name] += 1
+            return _original(*args, **kwargs)
+
+        setattr(dist, name, counting)
+    train_step = Trainer.train_step
+
+    def step(self: Trainer, micro_batches: Any) -> Any:
+        counted.clear()
+        values = train_step(self, micro_batches)
+        (out / f"reductions_{dist.get_rank()}").write_text(json.dumps(counted))
+        return values
+
+    Trainer.train_step = step
+
+
+def look_at_averages(out: Path) -> None:
+    """After the run, write predictions with the weights, with the average, and with the weights again."""
+    run = Trainer.run
+
+    def then_look(self: Trainer) -> None:
+        run(self)
+        prepared = self.task.prepare_batch(next(iter(self.feed))[0])
+        seen = []
+        for _ in range(2):
+            seen.append(self.task.evaluate(prepared, 0.0).tolist())
+            with averaged(self.phases):
+                seen.append(self.task.evaluate(prepared, 0.0).tolist())
+        dtypes = sorted({str(p.dtype) for p in self.phases[0].parameters.values()})
+        (out / f"averages_{dist.get_rank()}").write_text(json.dumps({"seen": seen, "dtypes": dtypes}))
+
+    Trainer.run = then_look
+
+
+def look_at_dtypes(out: Path) -> None:
+    """Write the dtypes of weights, gradients, optimizer state and average before each update."""
+    train_step = Trainer.train_step
+
+    def step(self: Trainer, micro_batches: Any) -> Any:
+        phase = self.phases[0]
+        seen: dict[str, list[str]] = {}
+        clip = phase.clip
+
+        def looking() -> Any:
+            network = self.task.stage.network
+            seen["trained"] = sorted({str(p.dtype) for p in phase.parameters.values()})
+            seen["gradients"] = sorted({str(p.grad.dtype) for p in phase.parameters.values()})
+            frozen = [p for p in network.parameters() if not p.requires_grad]
+            seen["frozen"] = sorted({str(p.dtype) for p in frozen})
+            seen["frozen_with_gradients"] = [str(p.dtype) for p in frozen if p.grad is not None]
+            return clip()
+
+        phase.clip = looking
+        values = train_step(self, micro_batches)
+        state = [v for s in phase.optimizer.state.values() for v in s.values() if torch.is_tensor(v)]
+        seen["state"] = sorted({str(v.dtype) for v in state})
+        (out / f"dtypes_{dist.get_rank()}").write_text(json.dumps(seen))
+        return values
+
+    Trainer.train_step = step
+
+
+def die_before_exports(out: Path) -> None:
+    """End the process between the last checkpoint and the exports."""
+    build.write_exports = lambda *_: os._exit(9)
+
+
+HOOKS = {
+    hook.__name__: hook
+    for hook in (poison_last_rank, count_reductions, look_at_averages, look_at_dtypes, die_before_exports)
+}
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def be_rank(rank: int, port: int, run: dict[str, Any]) -> int:
+    """Do one rank's part of a run; return its exit code."""
+    out = Path(run["out"])
+    with (out / f"said_{rank}").open("a") as said:
+        os.dup2(said.fileno(), 1)
+        os.dup2(said.fileno(), 2)
+    if run["ranks"] > 1:
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": run["ranks"], "MASTER_PORT": port}
+        os.environ.update({key: str(value) for key, value in place.items()}, MASTER_ADDR="127.0.0.1")
+    if run["hook"] is not None:
+        HOOKS[run["hook"]](out)
+    try:
+        return launch(run["argv"])
+    except BaseException:
+        traceback.print_exc()
+        return 99
+    finally:
+        (out / "said_modules").write_text("\n".join(sys.modules))
+
+
+def import_what_ranks_imported(file: Path) -> None:
+    """Import here, once, what ranks have imported as they went, so that later ones find it."""
+    for name in file.read_text().splitlines() if file.exists() else ():
+        if name not in sys.modules:
+            with contextlib.suppress(Exception), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                importlib.import_module(name)
+
+
+def main() -> None:
+    """Fork the ranks of each run, one run after the other."""
+    codes = []
+    for run in json.loads(Path(sys.argv[1]).read_text()):
+        port, children = free_port(), []
+        Path(run["out"]).mkdir(parents=True, exist_ok=True)
+        for rank in range(run["ranks"]):
+            child = os.fork()
+            if child == 0:
+                code = be_rank(rank, port, run)
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+            children.append(child)
+        codes.append([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children])
+        import_what_ranks_imported(Path(run["out"]) / "said_modules")
+    sys.stdout.write(json.dumps(codes) + "\n")
+
+
+if __name__ == "__main__":
+    main()

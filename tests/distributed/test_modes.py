@@ -1,0 +1,167 @@
+"""Precision, sharding, recomputation, averages and accumulation, each on as many ranks as it takes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.integration.runs import SMALL, exported_weights, read_metrics
+
+pytestmark = pytest.mark.distributed
+
+FORKED = Path(__file__).with_name("forked.py")
+AVERAGE = ("ema.decay=0.5", "ema.start_step=2", "ema.every_steps=2")
+LOOKING = (
+    *("validate.share=0.2", "validate.samples=4", "validate.logsnr=[0]"),
+    *("sample.count=2", "sample.steps=2", "sample.guidance_scale=2"),
+)
+BASE = ("task=finetune", *AVERAGE, *LOOKING)
+LORA = ("task=lora", "optimizer.lr=1e-2", "activation_checkpointing=true")
+RUNS = {
+    "base": (1, None, BASE),
+    "looked": (1, None, (*BASE, "validate.every_steps=1", "sample.every_steps=2")),
+    "hybrid": (4, "count_reductions", (*BASE, "parallel=fsdp", "parallel.shard_size=2", "train.micro_batch_size=1")),
+    "averages": (2, "look_at_averages", (*BASE, "parallel=fsdp", "ema.device=cpu")),
+    "kept_whole": (2, "look_at_averages", (*BASE, "parallel=fsdp", "parallel.reshard_after_forward=false")),
+    "unclipped": (2, None, (*BASE, "train.max_grad_norm=null", "train.micro_batch_size=2")),
+    "bf16": (2, "look_at_dtypes", (*BASE, "train.precision=bf16", "parallel=fsdp", "activation_checkpointing=true")),
+    "lora": (2, "look_at_dtypes", (*LORA, "model.weights={base}", "train.precision=bf16", "parallel=fsdp")),
+    "poisoned": (2, "poison_last_rank", (*BASE, "parallel=fsdp", "checkpoint.every_steps=1")),
+    "continued@poisoned": (1, None, (*BASE, "checkpoint.every_steps=1", "train.micro_batch_size=4")),
+    "lora_alone": (1, None, (*LORA, "model.weights={base}", "train.precision=bf16")),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Where all runs lie, each beside a folder of what its ranks noted."""
+    return fork(tmp_path_factory.mktemp("modes"), RUNS, {"poisoned": 1})
+
+
+def fork(directory, runs, expected=None):
+    """Make the runs, check their exit codes, and return where they lie; `name@other` runs in the folder of `other`."""
+    listed = [
+        {
+            "ranks": ranks,
+            "hook": hook,
+            "out": str(directory / f"{name}_notes"),
+            "argv": [
+                *SMALL,
+                f"run.dir={directory / name.rpartition('@')[2]}",
+                *(override.format(base=directory / "base") for override in overrides),
+            ],
+        }
+        for name, (ranks, hook, overrides) in runs.items()
+    ]
+    file = directory / "runs.json"
+    file.write_text(json.dumps(listed))
+    done = subprocess.run(
+        [sys.executable, str(FORKED), str(file)], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    for (name, (ranks, _, _)), codes in zip(runs.items(), json.loads(done.stdout.splitlines()[-1]), strict=True):
+        wanted = (expected or {}).get(name, 0)
+        assert codes == [wanted] * ranks, (name, codes, said(directory, name))
+    return directory
+
+
+def said(directory, name):
+    """Return what the ranks of a run said."""
+    return "\n".join(file.read_text() for file in sorted((directory / f"{name}_notes").glob("said_[0-9]")))
+
+
+def notes(directory, name):
+    """Return what a hook noted, rank by rank."""
+    files = sorted(f for f in (directory / f"{name}_notes").iterdir() if not f.name.startswith("said_"))
+    return [json.loads(file.read_text()) for file in files]
+
+
+def without_measures(directory):
+    return [{k: v for k, v in row.items() if not k.startswith("validate")} for row in read_metrics(directory)]
+
+
+def test_looking_at_a_run_changes_nothing_in_it(runs):
+    assert without_measures(runs / "looked") == read_metrics(runs / "base")
+    assert "validate_ema/loss" in read_metrics(runs / "looked")[0]
+    weights = exported_weights(runs / "looked")
+    assert all(torch.equal(value, weights[name]) for name, value in exported_weights(runs / "base").items())
+
+
+@pytest.mark.parametrize("name", ["hybrid", "averages", "kept_whole", "unclipped", "poisoned"])
+def test_losses_and_the_global_gradient_norm_are_those_of_one_rank(runs, name):
+    for one, several in zip(read_metrics(runs / "base"), read_metrics(runs / name), strict=True):
+        assert one == pytest.approx(several, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["hybrid", "averages", "kept_whole"])
+def test_the_average_is_that_of_one_rank_wherever_it_is_kept(runs, name):
+    weights = exported_weights(runs / name)
+    for key, value in exported_weights(runs / "base").items():
+        torch.testing.assert_close(value, weights[key], rtol=1e-3, atol=1e-5, msg=key)
+
+
+def test_gradients_are_reduced_once_a_step_however_many_micro_batches(runs):
+    first, *others = notes(runs, "hybrid")
+    assert others == [first] * 3
+    units_and_root = 8 + 1
+    (scattered,) = (count for name, count in first.items() if name.startswith("reduce_scatter"))
+    assert (scattered, first["all_reduce"]) == (units_and_root, units_and_root)
+
+
+@pytest.mark.parametrize("name", ["averages", "kept_whole"])
+def test_a_forward_sees_the_average_while_it_is_swapped_in_and_the_weights_after(runs, name):
+    for rank in notes(runs, name):
+        weights, average, weights_again, average_again = rank["seen"]
+        assert weights != average
+        assert (weights, average) == (weights_again, average_again)
+
+
+def test_bf16_trains_fp32_masters(runs):
+    for rank in notes(runs, "bf16"):
+        assert {kind: rank[kind] for kind in ("trained", "gradients", "state")} == dict.fromkeys(
+            ("trained", "gradients", "state"), ["torch.float32"]
+        )
+    rows, exact = read_metrics(runs / "bf16"), read_metrics(runs / "base")
+    assert rows[0]["loss"] == pytest.approx(exact[0]["loss"], rel=1e-2)
+    assert rows[0]["grad_norm"] != exact[0]["grad_norm"], "compute was fp32"
+    assert rows[-1]["grad_norm"] == pytest.approx(exact[-1]["grad_norm"], rel=2e-2)
+    first = exported_weights(runs / "base")
+    changed = [name for name, value in exported_weights(runs / "bf16").items() if not torch.equal(value, first[name])]
+    assert len(changed) > len(first) / 2
+
+
+def test_lora_in_bf16_trains_fp32_adapters_on_a_bf16_base_without_gradients(runs):
+    for rank in notes(runs, "lora"):
+        assert rank == {
+            "trained": ["torch.float32"],
+            "gradients": ["torch.float32"],
+            "state": ["torch.float32"],
+            "frozen": ["torch.bfloat16"],
+            "frozen_with_gradients": [],
+        }
+    adapters = load_file(runs / "lora" / "export" / "lora" / "adapter_model.safetensors")
+    assert all(value.abs().max() > 0 for name, value in adapters.items() if "lora_B" in name)
+    assert {value.dtype for value in adapters.values()} == {torch.float32}
+
+
+def test_lora_on_two_ranks_has_the_losses_of_one(runs):
+    for one, several in zip(read_metrics(runs / "lora_alone"), read_metrics(runs / "lora"), strict=True):
+        assert one == pytest.approx(several, rel=1e-2)
+        assert one["grad_norm"] > 0
+
+
+def test_a_loss_that_is_not_finite_on_one_rank_stops_all_and_is_named_once(runs):
+    heard = said(runs, "poisoned")
+    assert heard.count("the loss of 1 of 8 samples is not finite (rank 1: shapes-") == 1
+    assert heard.count("Step 3, phase train") == 1
+    assert "Traceback" not in heard
+
+
+def test_the_next_start_continues_from_the_last_good_step_on_other_ranks(runs):
+    heard = said(runs, "continued@poisoned")
+    assert "Continuing at step 2" in heard
+    assert [row["step"] for row in read_metrics(runs / "poisoned")] == [1, 2, 3, 4]
