@@ -8,6 +8,10 @@ import sys
 import pytest
 import torch
 
+from cascade_train import build
+from cascade_train.__main__ import launch
+from cascade_train.engine.loop import Trainer
+from cascade_train.errors import RunError
 from tests.integration.runs import SMALL, exported_weights, read_metrics, train
 
 KILLED_IN_STEP = 4
@@ -70,9 +74,102 @@ def test_a_new_run_starts_from_a_named_checkpoint(tmp_path):
     assert read_metrics(branch) == read_metrics(origin)[2:]
 
 
-def test_lora_with_dropout_continues_exactly(tmp_path):
-    overrides = ["task=lora", "task.dropout=0.5", "task.rank=2"]
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A network whose last layer is not zero any more, so that adapters in it learn."""
+    return train(tmp_path_factory.mktemp("trained") / "run", "task=finetune", "train.max_steps=2", "optimizer.lr=1e-3")
+
+
+@pytest.mark.parametrize("filters", ["[.attn]", "null"])
+def test_lora_with_dropout_continues_exactly(tmp_path, trained, filters):
+    overrides = ["task=lora", "task.dropout=0.5", "task.rank=2", f"model.weights={trained}", "optimizer.lr=1e-2"]
+    overrides += [f"task.module_filters={filters}", "train.precision=bf16", "activation_checkpointing=true"]
     whole = train(tmp_path / "whole", *overrides)
     train(tmp_path / "parts", *overrides, "train.max_steps=2")
     parts = train(tmp_path / "parts", *overrides)
     assert read_metrics(parts) == read_metrics(whole)
+    assert all(row["grad_norm"] > 0 for row in read_metrics(whole)), "adapters that get no gradient continue anyhow"
+
+
+def test_adapters_in_an_untrained_network_are_warned_about(tmp_path, caplog):
+    run = train(tmp_path / "run", "task=lora", "train.max_steps=1")
+    assert "its last layer begins at zero" in caplog.text
+    assert read_metrics(run)[0]["grad_norm"] == 0.0
+
+
+OBJECTIVES = ["adaptive", "edm", "gdf", "min_snr", "rectified_flow", "v"]
+
+
+def test_every_objective_is_among_those_that_continue(repository):
+    assert sorted(path.stem for path in (repository / "conf" / "objective").glob("*.yaml")) == OBJECTIVES
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_every_objective_continues_with_other_micro_batches_and_workers(tmp_path, objective):
+    overrides = ["task=finetune", f"objective={objective}", "ema.decay=0.9", "optimizer.lr=1e-3"]
+    whole = train(tmp_path / "whole", *overrides)
+    train(tmp_path / "parts", *overrides, "train.max_steps=2", "train.micro_batch_size=2", "data.num_workers=1")
+    parts = train(tmp_path / "parts", *overrides, "train.micro_batch_size=4")
+    for one, other in zip(read_metrics(whole), read_metrics(parts), strict=True):
+        assert one == pytest.approx(other, rel=1e-3)
+
+
+def test_optimizer_settings_of_the_new_start_count(tmp_path):
+    def rows(name, *changes):
+        train(tmp_path / name, "task=finetune", "train.max_steps=2")
+        return read_metrics(train(tmp_path / name, "task=finetune", *changes))
+
+    same, faster, decaying = rows("same"), rows("faster", "optimizer.lr=2e-3"), rows("d", "optimizer.weight_decay=300")
+    assert [row["lr"] for row in faster] == [1e-4, 1e-4, 2e-3, 2e-3]
+    for changed in (faster, decaying):
+        assert changed[2] == {**same[2], "lr": changed[2]["lr"]}, "the loss of step 3 precedes its update"
+        assert changed[3]["loss"] != pytest.approx(same[3]["loss"], rel=1e-3)
+
+
+def test_a_run_that_died_before_its_first_checkpoint_starts_over_with_its_metrics(tmp_path, monkeypatch):
+    stopping = ["task=finetune", "checkpoint.every_steps=null", "log.every_steps=1"]
+    die_in_step(monkeypatch, 3)
+    assert launch([*SMALL, f"run.dir={tmp_path / 'run'}", *stopping]) == 1
+    assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1, 2]
+    monkeypatch.undo()
+    run = train(tmp_path / "run", *stopping)
+    assert [row["step"] for row in read_metrics(run)] == [1, 2, 3, 4]
+
+
+def die_in_step(monkeypatch, number):
+    train_step = Trainer.train_step
+
+    def dying(self, micro_batches):
+        if self.step + 1 == number:
+            raise RunError("a stroke of lightning")
+        return train_step(self, micro_batches)
+
+    monkeypatch.setattr(Trainer, "train_step", dying)
+
+
+def test_a_run_that_died_before_its_exports_writes_them_at_the_next_start(tmp_path, monkeypatch):
+    def die(*_):
+        raise RunError("a stroke of lightning")
+
+    monkeypatch.setattr(build, "write_exports", die)
+    assert launch([*SMALL, f"run.dir={tmp_path / 'run'}", "task=finetune"]) == 1
+    monkeypatch.undo()
+    run = train(tmp_path / "run", "task=finetune")
+    assert [row["step"] for row in read_metrics(run)] == [1, 2, 3, 4]
+    weights = exported_weights(train(tmp_path / "whole", "task=finetune"))
+    assert all(torch.equal(value, weights[name]) for name, value in exported_weights(run).items())
+
+
+def test_epochs_end_a_run_and_more_of_them_continue_it(tmp_path):
+    overrides = ["task=finetune", "data.samples=24", "train.max_steps=100"]
+    assert len(read_metrics(train(tmp_path / "run", *overrides, "train.max_epochs=1"))) == 3
+    assert len(read_metrics(train(tmp_path / "run", *overrides, "train.max_epochs=2"))) == 6
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own, on its way to the compiler
+def test_compiled_units_have_the_losses_of_plain_ones(tmp_path):
+    plain = train(tmp_path / "plain", "task=finetune", "train.max_steps=2")
+    compiled = train(tmp_path / "compiled", "task=finetune", "train.max_steps=2", "compile=regional")
+    for one, other in zip(read_metrics(plain), read_metrics(compiled), strict=True):
+        assert one == pytest.approx(other, rel=1e-4)

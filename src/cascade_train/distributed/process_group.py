@@ -46,6 +46,9 @@ def process_group() -> Iterator[World]:
 
     Collective. On CUDA, tensors on the host go through gloo and tensors on the device through nccl.
     After an error the group is left without the final barrier: the peers may never reach it.
+
+    Raises:
+        ConfigError: more processes on this machine than it has GPUs.
     """
     world = _join()
     try:
@@ -58,6 +61,12 @@ def process_group() -> Iterator[World]:
 def _join() -> World:
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     cuda = torch.cuda.is_available()
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if cuda and local_ranks > torch.cuda.device_count():
+        raise ConfigError(
+            f"torchrun started {local_ranks} processes on a machine with {torch.cuda.device_count()} GPUs: each needs "
+            f"its own. Use --nproc_per_node {torch.cuda.device_count()}, or fewer."
+        )
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)

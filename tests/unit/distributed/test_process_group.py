@@ -43,6 +43,14 @@ def test_a_rank_alone_has_a_group_and_a_mesh_and_leaves_them():
     assert not dist.is_initialized()
 
 
+def test_more_processes_than_gpus_are_refused_on_every_rank_of_the_machine(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with pytest.raises(ConfigError, match="4 processes on a machine with 2 GPUs.*--nproc_per_node 2"), process_group():
+        pass
+
+
 def test_the_group_is_left_after_an_error_too():
     with pytest.raises(RunError, match="torn"), process_group():
         raise RunError("torn")
