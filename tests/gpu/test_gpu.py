@@ -130,7 +130,7 @@ def test_the_device_trains_what_the_host_trains(tmp_path, monkeypatch):
         assert one == pytest.approx(other, rel=1e-3)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore")  # the compiler warns about its own parts
 def test_compiled_units_have_the_losses_of_plain_ones(tmp_path):
     plain = train(tmp_path / "plain", "task=finetune", "train.precision=fp32", "train.max_steps=2")
     compiled = train(

@@ -164,12 +164,3 @@ def test_epochs_end_a_run_and_more_of_them_continue_it(tmp_path):
     overrides = ["task=finetune", "data.samples=24", "train.max_steps=100"]
     assert len(read_metrics(train(tmp_path / "run", *overrides, "train.max_epochs=1"))) == 3
     assert len(read_metrics(train(tmp_path / "run", *overrides, "train.max_epochs=2"))) == 6
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own, on its way to the compiler
-def test_compiled_units_have_the_losses_of_plain_ones(tmp_path):
-    plain = train(tmp_path / "plain", "task=finetune", "train.max_steps=2")
-    compiled = train(tmp_path / "compiled", "task=finetune", "train.max_steps=2", "compile=regional")
-    for one, other in zip(read_metrics(plain), read_metrics(compiled), strict=True):
-        assert one == pytest.approx(other, rel=1e-4)
