@@ -35,6 +35,7 @@ class Batch:
         epoch_B: (B,) int64 on the host, the epoch in which each sample was drawn.
         index_B: (B,) int64 on the host, the row of each sample in the index of the data.
         seed: the run's seed.
+        weight_B: (B,) fp32 on the host, the weight of each sample's loss; None = 1 each.
         skipped: names of unreadable samples that others in this batch stand in for.
     """
 
@@ -44,6 +45,7 @@ class Batch:
     epoch_B: Tensor
     index_B: Tensor
     seed: int
+    weight_B: Tensor | None = None
     skipped: tuple[str, ...] = ()
 
     def __len__(self) -> int:

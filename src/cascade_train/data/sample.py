@@ -24,8 +24,10 @@ class RawSample:
         image: an encoded picture (jpg, png, webp), or (H, W, 3) uint8 RGB.
         caption: the text, without dropout.
         key: where the sample came from, for messages.
+        weight: of its loss.
     """
 
     image: bytes | np.ndarray
     caption: str
     key: str
+    weight: float = 1.0

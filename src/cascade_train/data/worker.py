@@ -43,6 +43,7 @@ class _Sample:
     caption: str
     key: str
     row: int
+    weight: float
     skipped: tuple[str, ...]
 
 
@@ -79,6 +80,7 @@ class MicroBatches(Dataset[Batch | Failure]):
             epoch_B=torch.from_numpy(step.epochs.copy()),
             index_B=torch.tensor([sample.row for sample in samples], dtype=torch.int64),
             seed=self._seed,
+            weight_B=torch.tensor([sample.weight for sample in samples], dtype=torch.float32),
             skipped=tuple(key for sample in samples for key in sample.skipped),
         )
 
@@ -93,7 +95,14 @@ class MicroBatches(Dataset[Batch | Failure]):
             except UnreadableSampleError as error:
                 skipped.append(f"{self._index.name(candidate)} ({error})")
                 continue
-            return _Sample(image=image, caption=raw.caption, key=raw.key, row=candidate, skipped=tuple(skipped))
+            return _Sample(
+                image=image,
+                caption=raw.caption,
+                key=raw.key,
+                row=candidate,
+                weight=raw.weight,
+                skipped=tuple(skipped),
+            )
         raise RunError(f"unreadable, and so are the samples after it: {'; '.join(dict.fromkeys(skipped))}")
 
     def _crop_offset(self, row: int, epoch: int) -> tuple[float, float]:

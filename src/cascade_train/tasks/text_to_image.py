@@ -32,6 +32,7 @@ class PreparedBatch:
         timestep_B: (B,) fp32 uniform in [0, 1), from which the noise level follows.
         noise_BCHW: (B, C, H, W) fp32 standard normal, in the latent's shape.
         offset_BC11: (B, C, 1, 1) fp32 standard normal; None where the objective has no offset noise.
+        weight_B: (B,) fp32 weight of each sample's loss; None = 1 each.
     """
 
     image_BCHW: Tensor
@@ -41,6 +42,7 @@ class PreparedBatch:
     timestep_B: Tensor
     noise_BCHW: Tensor
     offset_BC11: Tensor | None
+    weight_B: Tensor | None = None
 
 
 class TextToImage(Task):
@@ -91,6 +93,7 @@ class TextToImage(Task):
             timestep_B=self._copy(batch.uniform("timestep")),
             noise_BCHW=self._copy(batch.normal("noise", (channels, *size))),
             offset_BC11=None if offset_BC11 is None else self._copy(offset_BC11),
+            weight_B=None if batch.weight_B is None else self._copy(batch.weight_B),
         )
 
     def loss(self, prepared: PreparedBatch) -> StepOutput:
@@ -107,7 +110,7 @@ class TextToImage(Task):
         loss_B, loss_raw_B = self.objective.loss(pred_BCHW, diffused)
         self.objective.after_micro_batch(diffused.logsnr_B, loss_raw_B)
         report = {"loss_raw": loss_raw_B.detach(), "logsnr": diffused.logsnr_B}
-        return StepOutput(loss_B=loss_B, report=report)
+        return StepOutput(loss_B=loss_B if prepared.weight_B is None else loss_B * prepared.weight_B, report=report)
 
     @torch.no_grad()
     def evaluate(self, prepared: PreparedBatch, logsnr: float) -> Tensor:

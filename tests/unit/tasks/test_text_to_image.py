@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -108,6 +109,13 @@ def test_the_report_holds_what_the_objective_learns_from(task: Any, monkeypatch:
     assert seen[1] is output.report["loss_raw"]
     weight_B = task.objective.loss_weight(output.report["logsnr"])
     torch.testing.assert_close(output.loss_B, weight_B * output.report["loss_raw"])
+
+
+def test_a_samples_weight_multiplies_its_loss_alone(task: Any) -> None:
+    plain = task.loss(task.prepare_batch(make_batch(0, 1)))
+    weighted = task.loss(task.prepare_batch(replace(make_batch(0, 1), weight_B=torch.tensor([1.0, 0.25]))))
+    assert torch.equal(weighted.loss_B, plain.loss_B * torch.tensor([1.0, 0.25]))
+    assert torch.equal(weighted.report["loss_raw"], plain.report["loss_raw"])
 
 
 def test_adaptive_weights_are_the_tasks_state() -> None:
