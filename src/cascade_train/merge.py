@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from cascade_train.config.explain import exit_code
 from cascade_train.config.verb import parse_verb
@@ -20,12 +21,12 @@ class MergeArgs:
 
     source: str
     """Weights to merge into: a run, a diffusers folder, a file, a hub id."""
-    lora: list[str]
-    """Adapters to merge, in any format that is read: runs, peft folders, files."""
+    lora: Any
+    """Adapters to merge, one or a list, in any format that is read: runs, peft folders, files."""
     out: str
     """What to write: a name that ends in .safetensors = the original's single file, else a diffusers network folder."""
-    strength: list[float] = field(default_factory=list)
-    """How much of each, in their order; 1 = as trained; empty = 1 for all."""
+    strength: Any = 1.0
+    """How much of each: a number for all, or a list in their order; 1 = as trained."""
     model: str | None = None
     """Size of the weights, an option of the group model; null = told by the run or the tensors."""
     module_filters: list[str] | None = field(default_factory=lambda: [".attn"])
@@ -38,10 +39,19 @@ class MergeArgs:
     def __post_init__(self) -> None:
         if self.dtype not in (None, "bf16", "fp32"):
             raise ConfigError(f"dtype={self.dtype} must be bf16, fp32 or null.")
-        if not self.lora:
+        sources, strengths = self.sources(), self.strengths()
+        if not sources:
             raise ConfigError("lora=[] names nothing to merge, e.g. lora=[runs/mine].")
-        if self.strength and len(self.strength) != len(self.lora):
-            raise ConfigError(f"strength={self.strength} must have one number for each of lora={self.lora}.")
+        if len(strengths) != len(sources) or not all(isinstance(each, int | float) for each in strengths):
+            raise ConfigError(f"strength={self.strength} must be a number, or have one for each of lora={sources}.")
+
+    def sources(self) -> list[str]:
+        """Return the adapters to merge."""
+        return [str(each) for each in self.lora] if isinstance(self.lora, list) else [str(self.lora)]
+
+    def strengths(self) -> list[float]:
+        """Return one strength for each."""
+        return self.strength if isinstance(self.strength, list) else [self.strength] * len(self.sources())
 
 
 def merge(args: MergeArgs) -> int:
@@ -58,8 +68,7 @@ def merge(args: MergeArgs) -> int:
     network = stored_network(args.source, model=args.model, key="from", allow_any_target=args.allow_any_target)
     config = network_config(network)
     state = load_state(network, args.source, dtype=DTYPES.get(args.dtype or ""), key="from")
-    strengths = args.strength or [1.0] * len(args.lora)
-    merge_all(network, state, args.lora, strengths, key="lora", module_filters=args.module_filters)
+    merge_all(network, state, args.sources(), args.strengths(), key="lora", module_filters=args.module_filters)
     out = Path(args.out)
     written = save_network(state, config, out, format="original" if out.suffix == ".safetensors" else "diffusers")
     sys.stdout.write(f"{written.path}: read back with a relative error of {written.max_error:.1e}\n")

@@ -67,7 +67,7 @@ def test_weights_are_converted_without_a_run(base: Path, tmp_path: Path, capsys:
 
 def test_a_lora_is_merged_and_the_result_trains(base: Path, lora: Path, tmp_path: Path) -> None:
     merge(MergeArgs(source=str(base), lora=[str(lora)], strength=[0.5], out=str(tmp_path / "merged")))
-    merge(MergeArgs(source=str(base), lora=[str(lora)], out=str(tmp_path / "merged.safetensors"), dtype="bf16"))
+    merge(MergeArgs(source=str(base), lora=str(lora), out=str(tmp_path / "merged.safetensors"), dtype="bf16"))
     before = load_file(base / "export" / "prior" / "prior" / "diffusion_pytorch_model.safetensors")
     after = load_file(tmp_path / "merged" / "diffusion_pytorch_model.safetensors")
     changed = {name for name, value in after.items() if not torch.equal(value, before[name])}
@@ -97,5 +97,6 @@ def test_what_does_not_fit_is_refused(base: Path, lora: Path, tmp_path: Path) ->
         MergeArgs(source="x", lora=["y"], out="z", dtype="fp16")
     with pytest.raises(ConfigError, match=r"lora=\[\] names nothing to merge"):
         MergeArgs(source="x", lora=[], out="z")
-    with pytest.raises(ConfigError, match=r"strength=\[1.0, 2.0\] must have one number for each of lora=\['y'\]"):
-        MergeArgs(source="x", lora=["y"], strength=[1.0, 2.0], out="z")
+    for strength in ([1.0, 2.0], "much"):
+        with pytest.raises(ConfigError, match=r"strength=.* must be a number, or have one for each of lora=\['y'\]"):
+            MergeArgs(source="x", lora="y", strength=strength, out="z")
