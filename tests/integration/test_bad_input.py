@@ -1,10 +1,13 @@
 """What cannot train is refused in one paragraph, and a refused start leaves nothing."""
 
 import io
+import os
+import resource
 import signal
 import subprocess
 import sys
 import tarfile
+from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -143,6 +146,7 @@ def test_ctrl_c_ends_in_order_and_the_next_start_continues(tmp_path):
     rest = training.communicate(timeout=60)[1].splitlines()
     assert training.returncode == 130
     lines = [line for line in rest if not line.startswith("step ")]
+    assert len(set(rest)) == len(rest), "no line is said twice"
     assert len(lines) == 1
     assert "Interrupted. The same command continues" in lines[0]
     steps = len(read_metrics(tmp_path / "run"))
@@ -162,3 +166,34 @@ def test_a_run_in_use_by_another_process_is_refused(tmp_path, capfd):
         assert f"is in use by process {holder.pid}" in capfd.readouterr().err
         holder.stdin.close()
     train(run, "task=finetune", "train.max_steps=2")
+
+
+def test_a_full_disk_stops_the_run_which_then_starts_over(tmp_path, capfd):
+    run = tmp_path / "run"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4 * 2**20, hard))  # as a disk that is full after that
+    try:
+        assert launch([*SMALL, "task=finetune", f"run.dir={run}"]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    said = capfd.readouterr().err
+    assert "GiB are free" in said
+    assert "Traceback" not in said
+    assert list((run / "checkpoints").iterdir()) == []
+    train(run, "task=finetune")
+    assert [row["step"] for row in read_metrics(run)] == [1, 2, 3, 4]
+
+
+def test_a_data_worker_that_is_killed_ends_the_run_in_one_line(tmp_path):
+    tar = write_tar(tmp_path / "data.tar", pairs(8, broken=()))
+    overrides = [*SMALL, *data_overrides(tar), "data.num_workers=2", "log.every_steps=1", "checkpoint.every_steps=null"]
+    command = [sys.executable, "-m", "cascade_train", *overrides, "train.max_steps=100000", "run.dir=run"]
+    training = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    assert training.stderr.readline().startswith("step 1/")
+    workers = [int(pid) for pid in Path(f"/proc/{training.pid}/task/{training.pid}/children").read_text().split()]
+    os.kill(workers[0], signal.SIGKILL)
+    rest = training.communicate(timeout=60)[1].splitlines()
+    assert training.returncode == 1
+    (line,) = [line for line in rest if not line.startswith("step ")]
+    assert "data worker process ended unexpectedly" in line
+    assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()], "the other worker ends too"

@@ -240,7 +240,10 @@ def _write_tensors(hidden: Path, tensors: dict[str, Any]) -> None:
         state_dict_saver.save(tensors, storage_writer=FileSystemWriter(hidden, sync_files=True))
     except CheckpointException as error:
         first = _first_failure(error)
-        raise RunError(f"a checkpoint could not be written to {hidden.parent}: {first!r}") from first
+        free = shutil.disk_usage(hidden.parent).free / 2**30  # torch words a full disk as a wrong position in a file
+        raise RunError(
+            f"a checkpoint could not be written to {hidden.parent}, where {free:.2f} GiB are free: {first!r}"
+        ) from first
 
 
 def _first_failure(error: CheckpointException) -> BaseException:
