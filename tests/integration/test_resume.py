@@ -106,9 +106,9 @@ def test_every_objective_is_among_those_that_continue(repository):
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_every_objective_continues_with_other_micro_batches_and_workers(tmp_path, objective):
-    overrides = ["task=finetune", f"objective={objective}", "ema.decay=0.9", "optimizer.lr=1e-3"]
+    overrides = ["task=finetune", f"objective={objective}", "optimizer.lr=1e-3", "train.max_steps=2"]
     whole = train(tmp_path / "whole", *overrides)
-    train(tmp_path / "parts", *overrides, "train.max_steps=2", "train.micro_batch_size=2", "data.num_workers=1")
+    train(tmp_path / "parts", *overrides, "train.max_steps=1", "train.micro_batch_size=2", "data.num_workers=1")
     parts = train(tmp_path / "parts", *overrides, "train.micro_batch_size=4")
     for one, other in zip(read_metrics(whole), read_metrics(parts), strict=True):
         assert one == pytest.approx(other, rel=1e-3)
@@ -119,11 +119,11 @@ def test_optimizer_settings_of_the_new_start_count(tmp_path):
         train(tmp_path / name, "task=finetune", "train.max_steps=2")
         return read_metrics(train(tmp_path / name, "task=finetune", *changes))
 
-    same, faster, decaying = rows("same"), rows("faster", "optimizer.lr=2e-3"), rows("d", "optimizer.weight_decay=300")
+    same, faster, decaying = rows("same"), rows("faster", "optimizer.lr=2e-3"), rows("d", "optimizer.weight_decay=5000")
     assert [row["lr"] for row in faster] == [1e-4, 1e-4, 2e-3, 2e-3]
     for changed in (faster, decaying):
         assert changed[2] == {**same[2], "lr": changed[2]["lr"]}, "the loss of step 3 precedes its update"
-        assert changed[3]["loss"] != pytest.approx(same[3]["loss"], rel=1e-3)
+        assert changed[3]["grad_norm"] != pytest.approx(same[3]["grad_norm"], rel=1e-2)
 
 
 def test_a_run_that_died_before_its_first_checkpoint_starts_over_with_its_metrics(tmp_path, monkeypatch):
