@@ -117,3 +117,12 @@ def test_recomputing_activations_changes_no_number(tmp_path):
     recomputed = train(tmp_path / "recomputed", "task=finetune", "activation_checkpointing=true")
     for one, other in zip(read_metrics(kept), read_metrics(recomputed), strict=True):
         assert one == pytest.approx(other, rel=1e-5)
+
+
+def test_a_sweep_trains_each_of_its_runs_in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sweep = ["run.name=sweep", "task=finetune", "optimizer.lr=1e-4,1e-5", "train.max_steps=1"]
+    assert launch(["--multirun", *[each for each in SMALL if "max_steps" not in each], *sweep]) == 0
+    runs = sorted((tmp_path / "runs").iterdir())
+    assert len(runs) == 2
+    assert {row["lr"] for run in runs for row in read_metrics(run)} == {1e-4, 1e-5}

@@ -157,7 +157,7 @@ def _members(path: Path) -> Iterator[tuple[str, str, _Span]]:
                 match = _KEY.match(member.name)
                 if match is not None and member.isreg() and not member.issparse():
                     yield match[1], match[2].lower(), _Span(start=member.offset_data, size=member.size)
-            _refuse_unended(path, tar.offset)  # type: ignore[attr-defined]
+            _refuse_unended(path, tar.offset)
     except tarfile.TarError as error:
         raise ConfigError(f"data.urls: {path} is not a readable tar file ({error}); write or copy it again") from error
 
