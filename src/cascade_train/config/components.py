@@ -144,8 +144,8 @@ def _mismatch(path: str, value: Any, parameter: Parameter) -> str:
         return f"{path} is a {value['_target_']}, but {wanted} is wanted there."
     if options := literals(parameter.annotation):
         hint = did_you_mean(value, map(str, options)) if isinstance(value, str) else ""
-        mean = hint if "mean" in hint else ""
-        return f"{path}={_shown(value)} must be one of {', '.join(map(str, options))}.{mean}"
+        near = hint if hint.startswith(" Did you mean") else ""
+        return f"{path}={_shown(value)} must be one of {', '.join(map(str, options))}.{near}"
     return f"{path}={_shown(value)} is of type {type(value).__name__}, but {wanted} is wanted there."
 
 
