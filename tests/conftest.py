@@ -1,4 +1,4 @@
-"""What every test stands on: one thread per process, no network, fixed seeds, one multi-process test at a time."""
+"""What every test stands on: one thread per process, no network, fixed seeds."""
 
 from __future__ import annotations
 
@@ -30,11 +30,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep a file's tests, and all distributed tests, on one worker; skip what this machine cannot run."""
+    """Skip what this machine cannot run."""
     for item in items:
-        distributed = item.get_closest_marker("distributed") is not None
-        name = "distributed" if distributed else item.path.relative_to(ROOT).as_posix()
-        item.add_marker(pytest.mark.xdist_group(name))
         if item.get_closest_marker("gpu") and not has_gpu():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if item.get_closest_marker("slurm") and shutil.which("sbatch") is None:
