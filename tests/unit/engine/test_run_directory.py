@@ -376,8 +376,11 @@ def test_every_kind_of_torn_line_is_dropped(directory, torn):
 def test_metrics_that_need_no_cut_are_not_rewritten(directory, monkeypatch):
     run = claim(directory, config=CONFIG, resume="auto")
     run.metrics_path.write_text('{"step": 1}\n')
-    monkeypatch.setattr(module, "write_durably", lambda *_: pytest.fail("rewritten"))
+    written = []
+    monkeypatch.setattr(module, "write_durably", lambda *arguments: written.append(arguments))
     run.cut_metrics(1)
+    assert written == []
+    assert run.metrics_path.read_text() == '{"step": 1}\n'
 
 
 def test_metrics_that_cannot_be_rewritten_stay_as_they_are(directory, monkeypatch):

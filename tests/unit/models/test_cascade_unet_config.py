@@ -31,4 +31,5 @@ def test_numbers_that_make_no_network_are_refused(change: dict, message: str) ->
 
 
 def test_levels_without_attention_need_no_heads() -> None:
-    tiny_network(block_types_per_layer=[RES_TIME, RES_TIME], num_attention_heads=[0, -1])
+    network = tiny_network(block_types_per_layer=[RES_TIME, RES_TIME], num_attention_heads=[0, -1])
+    assert not any("attention" in name for name, _ in network.build().named_parameters())
