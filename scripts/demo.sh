@@ -18,7 +18,7 @@ tell() {
   printf '  metrics     %s\n' "$run/metrics.jsonl"
   printf '  loss curve  %s\n' "$(.venv/bin/python scripts/draw_curve.py "$run/metrics.jsonl" "$run/loss.png")"
   printf '  checkpoint  %s\n' "$(ls -d "$run"/checkpoints/step_* | sort -V | tail -n 1)"
-  printf '  images      %s\n' "$(ls "$run"/samples/step_*/*.png | sort -V | tail -n 1)"
+  printf '  images      %s\n' "$(ls "$run"/samples/step_*/grid.png | sort -V | tail -n 1)"
   printf '  weights     %s\n' "$(ls -d "$run"/export/*/)"
 }
 
