@@ -25,6 +25,19 @@ class Rows:
     index: Index
     rows: np.ndarray
 
+    def load(self, *, seed: int, global_batch_size: int, micro_batch_size: int, rank: int, ranks: int) -> Loader:
+        """Return the endless loader over these samples for one rank."""
+        return Loader(
+            self.source,
+            index=self.index,
+            rows=self.rows,
+            seed=seed,
+            global_batch_size=global_batch_size,
+            micro_batch_size=micro_batch_size,
+            rank=rank,
+            ranks=ranks,
+        )
+
 
 class HeldOutFeed:
     """The same held-out global batches each time it is started over."""
@@ -58,16 +71,8 @@ class DataSet:
         self, *, seed: int, global_batch_size: int, micro_batch_size: int, rank: int, ranks: int
     ) -> Loader:
         """Return the endless feed of training batches for one rank."""
-        part = self.training
-        loader = Loader(
-            part.source,
-            index=part.index,
-            rows=part.rows,
-            seed=seed,
-            global_batch_size=global_batch_size,
-            micro_batch_size=micro_batch_size,
-            rank=rank,
-            ranks=ranks,
+        loader = self.training.load(
+            seed=seed, global_batch_size=global_batch_size, micro_batch_size=micro_batch_size, rank=rank, ranks=ranks
         )
         self._open.append(loader)
         return loader
@@ -87,15 +92,8 @@ class DataSet:
         samples = min(samples, len(part.rows))
         micro_batch_size = max(1, min(micro_batch_size, samples // ranks))
         global_batch_size = micro_batch_size * ranks
-        loader = Loader(
-            part.source,
-            index=part.index,
-            rows=part.rows,
-            seed=seed,
-            global_batch_size=global_batch_size,
-            micro_batch_size=micro_batch_size,
-            rank=rank,
-            ranks=ranks,
+        loader = part.load(
+            seed=seed, global_batch_size=global_batch_size, micro_batch_size=micro_batch_size, rank=rank, ranks=ranks
         )
         feed = HeldOutFeed(loader, max(1, samples // global_batch_size))
         self._open.append(feed)
@@ -105,16 +103,7 @@ class DataSet:
         """Return `count` fixed samples to show, held-out ones where there are any, equal on all ranks."""
         part = self.held_out or self.training
         count = min(count, len(part.rows))
-        loader = Loader(
-            part.source,
-            index=part.index,
-            rows=part.rows,
-            seed=seed,
-            global_batch_size=count,
-            micro_batch_size=count,
-            rank=0,
-            ranks=1,
-        )
+        loader = part.load(seed=seed, global_batch_size=count, micro_batch_size=count, rank=0, ranks=1)
         try:
             return next(loader)[0]
         finally:
