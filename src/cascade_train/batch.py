@@ -8,11 +8,19 @@ Shape legend: B batch, C channels, H W image size in pixels.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
+
+SampleTransform = Callable[[np.ndarray, torch.Generator], Mapping[str, np.ndarray]]
+"""Makes further arrays of a sample, by name, from its picture, (3, H, W) uint8 RGB as it enters the batch.
+
+Runs in the data workers with a CPU generator of the sample's own: it must be picklable and stay off the accelerator.
+Of pictures of one size it returns arrays of one shape and dtype.
+"""
 
 
 def sample_seed(seed: int, epoch: int, index: int, purpose: str) -> int:
@@ -36,6 +44,12 @@ class Batch:
         index_B: (B,) int64 on the host, the row of each sample in the index of the data.
         seed: the run's seed.
         weight_B: (B,) fp32 on the host, the weight of each sample's loss; None = 1 each.
+        tensors: further tensors of the samples, (B, ...) each, by name: what the task's `SampleTransform` made
+            of the pictures, what a cache holds, or `mask`, (B, 1, H, W) uint8, 255 where the loss counts.
+        original_size_B2: (B, 2) int64 on the host, height and width in pixels before cropping, upright; None where
+            the source cannot say.
+        crop_B4: (B, 4) int64 on the host, top, left, height and width of the crop in the original's pixels; None
+            where the source cannot say.
         skipped: names of unreadable samples that others in this batch stand in for.
     """
 
@@ -46,18 +60,25 @@ class Batch:
     index_B: Tensor
     seed: int
     weight_B: Tensor | None = None
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    original_size_B2: Tensor | None = None
+    crop_B4: Tensor | None = None
     skipped: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.captions)
 
     def to(self, device: torch.device) -> Batch:
-        """Return the batch with its image on `device`; identities stay on the host."""
-        return replace(self, image_BCHW=self.image_BCHW.to(device, non_blocking=True))
+        """Return the batch with its image and further tensors on `device`; identities stay on the host."""
+        return self._moved(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> Batch:
-        """Return the batch with its image in pinned memory (called by torch's DataLoader)."""
-        return replace(self, image_BCHW=self.image_BCHW.pin_memory())
+        """Return the batch with its image and further tensors in pinned memory (called by torch's DataLoader)."""
+        return self._moved(Tensor.pin_memory)
+
+    def _moved(self, move: Callable[[Tensor], Tensor]) -> Batch:
+        tensors = {name: move(tensor) for name, tensor in self.tensors.items()}
+        return replace(self, image_BCHW=move(self.image_BCHW), tensors=tensors)
 
     def generators(self, purpose: str) -> list[torch.Generator]:
         """Return one CPU generator per sample, seeded by (run seed, epoch, index, purpose)."""

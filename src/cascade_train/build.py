@@ -73,7 +73,7 @@ def train(cfg: DictConfig) -> int:
             if "weights" in node:
                 node.weights = absolute(node.weights)
         parts = build_parts(cfg)
-        data = open_data(cfg, world)
+        data = open_data(cfg, parts.task, world)
         run = claim(Path(cfg.run.dir), config=to_plain(cfg), resume=cfg.run.resume)
         with run.held():
             if run.finished:
@@ -138,7 +138,7 @@ def build_component(cfg: DictConfig, node: str, **changed: Any) -> Any:
         raise
 
 
-def open_data(cfg: DictConfig, world: World) -> DataSet:
+def open_data(cfg: DictConfig, task: Task, world: World) -> DataSet:
     """Open the training and held-out samples; each rank reads or makes the same index. Collective.
 
     Raises:
@@ -149,7 +149,10 @@ def open_data(cfg: DictConfig, world: World) -> DataSet:
     if cfg.validate.urls is not None:
         held_out = build_component(cfg, "data", urls=list(cfg.validate.urls))
     opened: list[DataSet] = []
-    from_every_rank(lambda: opened.append(open_data_set(source, share=cfg.validate.share, held_out=held_out)))
+    open_all = partial(
+        open_data_set, source, share=cfg.validate.share, held_out=held_out, transform=task.sample_transform()
+    )
+    from_every_rank(lambda: opened.append(open_all()))
     return opened[0]
 
 

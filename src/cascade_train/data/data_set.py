@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
-from cascade_train.batch import Batch
+from cascade_train.batch import Batch, SampleTransform
 from cascade_train.data.index import Index, split
 from cascade_train.data.loader import Loader
 from cascade_train.data.source import Source
@@ -19,11 +20,19 @@ from cascade_train.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """Samples that belong together: an opened source, its index, and which rows of it."""
+    """Samples that belong together: an opened source, its index, and which rows of it.
+
+    Attributes:
+        source: opened.
+        index: what its `open` returned.
+        rows: sorted rows of the index.
+        transform: what the workers make of each picture for the task; None = nothing.
+    """
 
     source: Source
     index: Index
     rows: np.ndarray
+    transform: SampleTransform | None = None
 
     def load(self, *, seed: int, global_batch_size: int, micro_batch_size: int, rank: int, ranks: int) -> Loader:
         """Return the endless loader over these samples for one rank."""
@@ -36,6 +45,7 @@ class Rows:
             micro_batch_size=micro_batch_size,
             rank=rank,
             ranks=ranks,
+            transform=self.transform,
         )
 
 
@@ -115,26 +125,28 @@ class DataSet:
             feed.close()
 
 
-def open_data_set(source: Source, *, share: float | None, held_out: Source | None) -> DataSet:
+def open_data_set(
+    source: Source, *, share: float | None, held_out: Source | None, transform: SampleTransform | None = None
+) -> DataSet:
     """Open `source` and hold samples out of it, or take them from a source of their own.
 
     Args:
         source: constructed, not opened.
         share: share of the samples held out by a hash of their keys; None = none.
         held_out: another source for held-out samples; None = `share` decides.
+        transform: what the workers make of each picture for the task; None = nothing.
 
     Raises:
         ConfigError: the data is missing or not of its source's form.
         RunError: too much of the data is damaged.
     """
     index = source.open()
+    of_source = partial(Rows, source=source, index=index, transform=transform)
     if held_out is not None:
         other = held_out.open()
-        return DataSet(
-            Rows(source=source, index=index, rows=np.arange(len(index))),
-            Rows(source=held_out, index=other, rows=np.arange(len(other))),
-        )
+        apart = Rows(source=held_out, index=other, rows=np.arange(len(other)), transform=transform)
+        return DataSet(of_source(rows=np.arange(len(index))), apart)
     if share is None:
-        return DataSet(Rows(source=source, index=index, rows=np.arange(len(index))), None)
+        return DataSet(of_source(rows=np.arange(len(index))), None)
     training, kept = split(index, share)
-    return DataSet(Rows(source=source, index=index, rows=training), Rows(source=source, index=index, rows=kept))
+    return DataSet(of_source(rows=training), of_source(rows=kept))

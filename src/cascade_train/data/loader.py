@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from cascade_train.batch import Batch
+from cascade_train.batch import Batch, SampleTransform
 from cascade_train.data.index import Index
 from cascade_train.data.plan import ORDER_VERSION, Plan, Step
 from cascade_train.data.source import Source
@@ -51,6 +51,7 @@ class Loader:
         rank: this process, from 0.
         ranks: how many processes share the global batch.
         position: global batches already handed out.
+        transform: what the workers make of each picture for the task; None = nothing.
 
     Attributes:
         position: global batches handed out.
@@ -69,6 +70,7 @@ class Loader:
         rank: int,
         ranks: int,
         position: int = 0,
+        transform: SampleTransform | None = None,
     ) -> None:
         if len(rows) == 0:
             raise ConfigError("data: no sample is left to read; check data and validate.share")
@@ -92,7 +94,7 @@ class Loader:
             self._identity += f" filters={index.filters}"
         references = _References(self, plan, micro_batch_size, rank * global_batch_size // ranks)
         self._micros: Iterator[Batch | Failure] | None = None
-        dataset = MicroBatches(source, index, rows, seed, source.crop)
+        dataset = MicroBatches(source, index, rows, seed, source.crop, transform)
         self._data_loader: DataLoader[Batch | Failure] | None = _data_loader(source, dataset, references)
 
     @property

@@ -5,7 +5,9 @@ No reading and no decoding here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -25,9 +27,15 @@ class RawSample:
         caption: the text, without dropout.
         key: where the sample came from, for messages.
         weight: of its loss.
+        mask: where the loss counts: an encoded picture of the image's size, or (H, W) uint8; None = everywhere.
+        values: what else is known of the sample (its json, its columns), for captions and their templates.
+        tensors: arrays that go into the batch as they are, by name (what a cache holds).
     """
 
     image: bytes | np.ndarray
     caption: str
     key: str
     weight: float = 1.0
+    mask: bytes | np.ndarray | None = None
+    values: Mapping[str, Any] = field(default_factory=dict)
+    tensors: Mapping[str, np.ndarray] = field(default_factory=dict)

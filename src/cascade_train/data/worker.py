@@ -6,6 +6,7 @@ A worker holds no state: the same references give the same batch in any process.
 from __future__ import annotations
 
 import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from cascade_train.batch import Batch, sample_seed
+from cascade_train.batch import Batch, SampleTransform, sample_seed
 from cascade_train.data.decode import decode
 from cascade_train.data.index import Index
 from cascade_train.data.plan import Step
@@ -44,6 +45,7 @@ class _Sample:
     key: str
     row: int
     weight: float
+    tensors: dict[str, np.ndarray]
     skipped: tuple[str, ...]
 
 
@@ -56,13 +58,20 @@ class MicroBatches(Dataset[Batch | Failure]):
         rows: (N,) rows that take part, sorted; stand-ins for unreadable samples come from them.
         seed: the run's seed.
         crop: which square of a picture.
+        transform: what is made of each picture for the task; None = nothing.
     """
 
     def __init__(
-        self, source: Source, index: Index, rows: np.ndarray, seed: int, crop: Literal["center", "random"]
+        self,
+        source: Source,
+        index: Index,
+        rows: np.ndarray,
+        seed: int,
+        crop: Literal["center", "random"],
+        transform: SampleTransform | None = None,
     ) -> None:
         self._source, self._index, self._rows = source, index, rows
-        self._seed, self._crop = seed, crop
+        self._seed, self._crop, self._transform = seed, crop, transform
 
     def __getitem__(self, step: Step) -> Batch | Failure:
         """Read, decode and stack the samples of one micro-batch."""
@@ -81,6 +90,7 @@ class MicroBatches(Dataset[Batch | Failure]):
             index_B=torch.tensor([sample.row for sample in samples], dtype=torch.int64),
             seed=self._seed,
             weight_B=torch.tensor([sample.weight for sample in samples], dtype=torch.float32),
+            tensors=_stacked([sample.tensors for sample in samples]),
             skipped=tuple(key for sample in samples for key in sample.skipped),
         )
 
@@ -101,6 +111,7 @@ class MicroBatches(Dataset[Batch | Failure]):
                 key=raw.key,
                 row=candidate,
                 weight=raw.weight,
+                tensors={**raw.tensors, **self._transformed(image, candidate, epoch)},
                 skipped=tuple(skipped),
             )
         raise RunError(f"unreadable, and so are the samples after it: {'; '.join(dict.fromkeys(skipped))}")
@@ -108,6 +119,15 @@ class MicroBatches(Dataset[Batch | Failure]):
     def _crop_offset(self, row: int, epoch: int) -> tuple[float, float]:
         if self._crop == "center":
             return 0.5, 0.5
-        generator = torch.Generator().manual_seed(sample_seed(self._seed, epoch, row, "crop"))
-        across, down = torch.rand(2, generator=generator).tolist()
+        across, down = torch.rand(2, generator=self._generator(row, epoch, "crop")).tolist()
         return across, down
+
+    def _transformed(self, image: np.ndarray, row: int, epoch: int) -> Mapping[str, np.ndarray]:
+        return {} if self._transform is None else self._transform(image, self._generator(row, epoch, "transform"))
+
+    def _generator(self, row: int, epoch: int, purpose: str) -> torch.Generator:
+        return torch.Generator().manual_seed(sample_seed(self._seed, epoch, row, purpose))
+
+
+def _stacked(arrays: list[dict[str, np.ndarray]]) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(np.stack([sample[name] for sample in arrays])) for name in arrays[0]}

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from cascade_train.batch import Batch
+from cascade_train.batch import Batch, SampleTransform
 from cascade_train.diffusion.objective import Objective
 from cascade_train.errors import ConfigError
 from cascade_train.models.stage import Stage
@@ -94,6 +94,13 @@ class Task(abc.ABC):
     @abc.abstractmethod
     def phases(self) -> list[Phase]:
         """Return the phases in the order in which they run within a step."""
+
+    def sample_transform(self) -> SampleTransform | None:
+        """Return what the data workers make of each picture for this task; None = nothing, the default.
+
+        Called before the model is built.
+        """
+        return None
 
     @abc.abstractmethod
     def prepare_batch(self, batch: Batch) -> Any:
