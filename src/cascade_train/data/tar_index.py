@@ -8,11 +8,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import re
 import tarfile
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -21,6 +19,7 @@ import numpy as np
 
 from cascade_train.data.decode import upright_size
 from cascade_train.data.index import ROW_FIELDS
+from cascade_train.data.index_cache import default_cache_dir, read_cache, write_cache
 from cascade_train.data.sample import UnreadableSampleError
 from cascade_train.errors import ConfigError
 
@@ -102,7 +101,7 @@ def load_shard(path: Path, cache_dir: Path | None) -> ShardIndex:
 
 def cache_file(path: Path, cache_dir: Path | None) -> Path:
     """Return where what was read from a tar is kept; the name changes with the tar. See `load_shard`."""
-    return (_default_cache_dir(path) if cache_dir is None else cache_dir) / _cache_name(path)
+    return (default_cache_dir(path) if cache_dir is None else cache_dir) / _cache_name(path)
 
 
 def scan_shard(path: Path) -> ShardIndex:
@@ -225,39 +224,14 @@ def _cache_name(path: Path) -> str:
     return f"{path.stem}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.npz"
 
 
-def _default_cache_dir(path: Path) -> Path:
-    beside = path.resolve().parent / ".cascade_train_index"
-    if os.access(beside if beside.is_dir() else beside.parent, os.W_OK):
-        return beside
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cascade_train" / "index"
-
-
 def _read_cache(cached: Path) -> ShardIndex | None:
-    """Return the cached index, or None if there is none; a damaged file counts as none and is written again."""
-    if not cached.is_file():
+    """Return the cached index, or None if there is none; one of another form counts as none."""
+    parts = read_cache(cached)
+    if parts is None:
         return None
     try:
-        with cached.open("rb") as file, np.load(file, allow_pickle=False) as parts:
-            dropped = Dropped(**json.loads(str(parts["dropped"])))
-            shard = ShardIndex(table=parts["table"], keys=parts["keys"], dropped=dropped)
-    except Exception as error:  # numpy and zipfile answer damage in many ways
+        dropped = Dropped(**json.loads(str(parts["dropped"])))
+        return ShardIndex(table=parts["table"], keys=parts["keys"], dropped=dropped)
+    except (KeyError, TypeError, ValueError) as error:
         _log.warning("cached index %s is damaged (%s); reading the tar again", cached, error)
         return None
-    return shard
-
-
-def write_cache(cached: Path, parts: Mapping[str, np.ndarray], *, required: bool) -> None:
-    """Write arrays beside their final name and move them there, so that processes may race.
-
-    Raises:
-        ConfigError: they are required and cannot be written.
-    """
-    try:
-        cached.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=cached.parent, suffix=".part", delete=False) as file:
-            np.savez(file, **parts)  # type: ignore[arg-type] # numpy has a keyword of its own
-        Path(file.name).replace(cached)
-    except OSError as error:
-        if required:
-            raise ConfigError(f"data.index_dir={cached.parent} cannot be written ({error}); choose another") from error
-        _log.warning("the index of %s is not kept, since %s cannot be written (%s)", cached.stem, cached.parent, error)

@@ -5,15 +5,13 @@ What a filter is lives in row_filter.py; where the json of each sample lies is k
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import numpy as np
 
+from cascade_train.data.index_cache import read_cache, write_cache
 from cascade_train.data.row_filter import RowFilters
-from cascade_train.data.tar_index import ShardIndex, cache_file, write_cache
-
-_log = logging.getLogger(__name__)
+from cascade_train.data.tar_index import ShardIndex, cache_file
 
 
 def load_verdicts(path: Path, shard: ShardIndex, filters: RowFilters, cache_dir: Path | None) -> np.ndarray:
@@ -57,12 +55,5 @@ def judge_shard(path: Path, shard: ShardIndex, filters: RowFilters) -> np.ndarra
 
 
 def _read_cache(cached: Path, shape: tuple[int, int]) -> np.ndarray | None:
-    if not cached.is_file():
-        return None
-    try:
-        with cached.open("rb") as file, np.load(file, allow_pickle=False) as parts:
-            verdicts = parts["verdicts"]
-    except Exception as error:  # numpy and zipfile answer damage in many ways
-        _log.warning("cached verdicts %s are damaged (%s); reading the tar again", cached, error)
-        return None
-    return verdicts if isinstance(verdicts, np.ndarray) and verdicts.shape == shape else None
+    verdicts = (read_cache(cached) or {}).get("verdicts")
+    return verdicts if verdicts is not None and verdicts.shape == shape else None

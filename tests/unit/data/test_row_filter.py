@@ -102,7 +102,7 @@ def test_damaged_verdicts_are_made_again(tmp_path: Path, caplog: pytest.LogCaptu
     (kept,) = (tmp_path / ".cascade_train_index").glob("*-filters-*.npz")
     kept.write_bytes(b"damaged")
     assert tars.webdataset(path, row_filters={"score": "> 4.5"}).open().digest == first.digest
-    assert "cached verdicts" in caplog.text
+    assert f"cached index {kept} is damaged" in caplog.text
 
 
 def test_changed_filters_are_refused_on_resume_even_if_they_keep_the_same_samples(tmp_path: Path) -> None:

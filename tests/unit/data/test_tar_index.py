@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cascade_train.data import tar_index
+from cascade_train.data import index_cache, tar_index
 from cascade_train.data.tar_index import load_shard, scan_shard
 from cascade_train.errors import ConfigError
 from tests.unit.data import tars
@@ -92,7 +92,7 @@ def test_a_folder_that_cannot_be_written_moves_the_cache_to_the_user(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tars.write(tmp_path / "a.tar", tars.samples(range(3)))
-    monkeypatch.setattr(tar_index.os, "access", lambda *_: False)
+    monkeypatch.setattr(index_cache.os, "access", lambda *_: False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     load_shard(path, None)
     assert len(list((tmp_path / "home/cascade_train/index").iterdir())) == 1

@@ -1,0 +1,52 @@
+"""Where what was read from data is kept, and how it is written. What is kept is each reader's business."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from cascade_train.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+
+
+def default_cache_dir(path: Path) -> Path:
+    """Return `.cascade_train_index` beside a file or folder if that can be written, else the user's cache folder."""
+    beside = path.resolve().parent / ".cascade_train_index"
+    if os.access(beside if beside.is_dir() else beside.parent, os.W_OK):
+        return beside
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cascade_train" / "index"
+
+
+def read_cache(cached: Path) -> dict[str, np.ndarray] | None:
+    """Return the arrays of a file, or None if there is none; a damaged file counts as none."""
+    if not cached.is_file():
+        return None
+    try:
+        with cached.open("rb") as file, np.load(file, allow_pickle=False) as parts:
+            return dict(parts)
+    except Exception as error:  # numpy and zipfile answer damage in many ways
+        _log.warning("cached index %s is damaged (%s); reading the data again", cached, error)
+        return None
+
+
+def write_cache(cached: Path, parts: Mapping[str, np.ndarray], *, required: bool) -> None:
+    """Write arrays beside their final name and move them there, so that processes may race.
+
+    Raises:
+        ConfigError: they are required and cannot be written.
+    """
+    try:
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=cached.parent, suffix=".part", delete=False) as file:
+            np.savez(file, **parts)  # type: ignore[arg-type] # numpy has a keyword of its own
+        Path(file.name).replace(cached)
+    except OSError as error:
+        if required:
+            raise ConfigError(f"data.index_dir={cached.parent} cannot be written ({error}); choose another") from error
+        _log.warning("the index of %s is not kept, since %s cannot be written (%s)", cached.stem, cached.parent, error)
