@@ -1,0 +1,1 @@
+"""Control filters: what makes the image that a ControlNet is conditioned on. One file and one YAML each."""

@@ -1,0 +1,174 @@
+"""The contract of a control filter: from a training picture to the map that a ControlNet is conditioned on.
+
+A filter has two halves. The first runs in the data workers, on one picture with a generator of its own, and returns
+small arrays. The second runs on the device, on the whole batch, and makes the map of them and of the pictures. A filter
+itself holds its arguments alone: it is cheap to make and can be sent to a worker.
+
+Must not live here: any one filter; what a ControlNet does with the map (models/).
+
+Shape legend: B batch, C channels of the map, H W image size, h w size of the map (any).
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from cascade_train.batch import SampleTransform
+from cascade_train.errors import ConfigError
+
+CONTROL = "control"
+"""Name of a finished map among a batch's tensors, as a cache holds it; what workers make is named `control_…`."""
+
+Encode = Callable[[Tensor], Tensor]
+"""The stage's own frozen encoder: images (B, 3, H, W) float in [0, 1] to latents (B, C, h, w) fp32."""
+
+ControlMap = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
+"""The half on the device: images (B, 3, H, W) float in [0, 1], and what the workers made of them, to maps (B, C, h, w).
+
+Maps are fp32, without gradient. Must not sync with the host.
+"""
+
+
+class ControlFilter(abc.ABC):
+    """What a ControlNet is conditioned on. Constructors take keywords, are cheap, and check their arguments.
+
+    Every argument is kept as a public attribute of the same name, so that `node` can tell it.
+
+    Attributes:
+        channels: of the map.
+        deterministic: equal pictures always have equal maps, so that maps may be kept beside latents.
+    """
+
+    channels: int
+    deterministic: bool = True
+
+    def sample_transform(self) -> SampleTransform:
+        """Return the half that runs in the workers; it can be pickled. By default it makes nothing.
+
+        Every array it returns is named `control_…`. Called once in each training process, before any worker starts.
+
+        Raises:
+            ConfigError: a file that the half needs is not there, with its licence and where it is usually found.
+        """
+        return make_nothing
+
+    @abc.abstractmethod
+    def build(self, *, device: torch.device, encode: Encode) -> ControlMap:
+        """Make the half that runs on the device.
+
+        Args:
+            device: where its modules go.
+            encode: the encoder of the stage that is controlled, for filters whose map is a latent.
+
+        Raises:
+            ConfigError: a file that the half needs is not there, with its licence and where it is usually found.
+        """
+
+    def preview(self, control_BCHW: Tensor, image_BCHW: Tensor | None = None) -> Tensor:
+        """Return what people see of a map, (B, 3, h, w) in [0, 1].
+
+        Args:
+            control_BCHW: (B, C, h, w) map.
+            image_BCHW: (B, 3, H, W) float in [0, 1], the pictures that it was made of, where they are known.
+        """
+        return coloured(control_BCHW)
+
+    def node(self) -> dict[str, Any]:
+        """Return the filter as a configuration node, `_target_` and arguments, for the metadata of weights."""
+        arguments = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        return {"_target_": f"{type(self).__module__}.{type(self).__qualname__}", **arguments}
+
+
+class ImageFilter(ControlFilter):
+    """A filter that needs no device: `apply` makes the map of one picture, in the data workers."""
+
+    @abc.abstractmethod
+    def apply(self, image: np.ndarray, generator: torch.Generator) -> np.ndarray:
+        """Return the map of one picture.
+
+        Args:
+            image: (3, H, W) uint8 RGB.
+            generator: of the sample's own, on the CPU; the only source of random choices.
+
+        Returns:
+            (C, h, w); uint8 stands for value / 255, float32 for itself. Pictures of one size have maps of one size.
+        """
+
+    def sample_transform(self) -> SampleTransform:
+        """Return `apply` as the workers call it."""
+        return self._make
+
+    def build(self, *, device: torch.device, encode: Encode) -> ControlMap:
+        """Return the map as it arrives, in fp32."""
+        return arrived
+
+    def _make(self, image: np.ndarray, generator: torch.Generator) -> Mapping[str, np.ndarray]:
+        made = self.apply(image, generator)
+        if made.ndim != 3 or made.shape[0] != self.channels or made.dtype not in (np.uint8, np.float32):
+            raise ConfigError(
+                f"task.filter: {type(self).__name__} made a map of shape {made.shape} and {made.dtype}; it must be"
+                f" ({self.channels}, height, width), uint8 or float32: mend `apply`, or `channels`"
+            )
+        return {"control_map": made}
+
+
+def make_nothing(image: np.ndarray, generator: torch.Generator) -> Mapping[str, np.ndarray]:
+    """Return nothing: the workers' half of a filter that has none."""
+    return {}
+
+
+@torch.no_grad()
+def arrived(image_BCHW: Tensor, made: Mapping[str, Tensor]) -> Tensor:
+    """Return the workers' `control_map`, (B, C, h, w) fp32; of uint8, 255 becomes 1."""
+    map_BCHW = made["control_map"]
+    return map_BCHW / 255 if map_BCHW.dtype == torch.uint8 else map_BCHW.float()
+
+
+def transform_images(
+    transform: SampleTransform, image_BCHW: Tensor, generators: Sequence[torch.Generator]
+) -> dict[str, Tensor]:
+    """Make in this process what the workers make of training pictures; for pictures that are no training data.
+
+    Args:
+        transform: a filter's `sample_transform`.
+        image_BCHW: (B, 3, H, W) uint8 on the host.
+        generators: B, one for each picture.
+
+    Returns:
+        Tensors (B, …) on the host, by name.
+    """
+    pairs = zip(image_BCHW.numpy(), generators, strict=True)
+    made = [transform(image, generator) for image, generator in pairs]
+    return {name: torch.from_numpy(np.stack([each[name] for each in made])) for name in made[0]}
+
+
+def resized(map_BCHW: Tensor, size: Sequence[int]) -> Tensor:
+    """Resize maps (B, C, h, w) to `size` (height, width), bilinear, without antialiasing."""
+    if map_BCHW.shape[-2:] == torch.Size(size):
+        return map_BCHW
+    return F.interpolate(map_BCHW, size=tuple(size), mode="bilinear", align_corners=False)
+
+
+def coloured(control_BCHW: Tensor) -> Tensor:
+    """Return colours (B, 3, h, w) in [0, 1] of maps of any number of channels.
+
+    One channel becomes grey, the first three of three or four are red, green and blue; of more, each channel has a
+    colour of its own on the colour wheel, and each picture is scaled to its range.
+    """
+    channels = control_BCHW.shape[1]
+    if channels <= 4:
+        shown_BCHW = control_BCHW[:, :3] if channels >= 3 else control_BCHW[:, :1].expand(-1, 3, -1, -1)
+        return shown_BCHW.float().clamp(0, 1)
+    angle = torch.arange(channels, device=control_BCHW.device) / channels
+    shift = torch.arange(3, device=control_BCHW.device) / 3
+    wheel = torch.cos(2 * torch.pi * (angle[None] - shift[:, None])) / channels**0.5
+    shown_BCHW = torch.einsum("dc,bchw->bdhw", wheel, control_BCHW.float())
+    low, high = shown_BCHW.amin(dim=(1, 2, 3), keepdim=True), shown_BCHW.amax(dim=(1, 2, 3), keepdim=True)
+    return (shown_BCHW - low) / (high - low).clamp(min=1e-6)
