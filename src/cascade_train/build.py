@@ -249,7 +249,7 @@ def build_trainer(
     )
     max_steps = cfg.train.max_steps
     if cfg.train.max_epochs is not None:
-        max_steps = min(max_steps, cfg.train.max_epochs * feed.steps_per_epoch)
+        max_steps = min(max_steps, feed.steps_of_epochs(cfg.train.max_epochs))
     tracker = build_tracker(
         cfg.tracker.name.value,
         project=cfg.tracker.project,

@@ -12,8 +12,10 @@ from functools import partial
 import numpy as np
 
 from cascade_train.batch import Batch, SampleTransform
+from cascade_train.data.feed import Feed, FeedRequest
 from cascade_train.data.index import Index, split
 from cascade_train.data.loader import Loader
+from cascade_train.data.selection import selected
 from cascade_train.data.source import Source
 from cascade_train.errors import ConfigError
 
@@ -34,10 +36,9 @@ class Rows:
     rows: np.ndarray
     transform: SampleTransform | None = None
 
-    def load(self, *, seed: int, global_batch_size: int, micro_batch_size: int, rank: int, ranks: int) -> Loader:
-        """Return the endless loader over these samples for one rank."""
-        return Loader(
-            self.source,
+    def load(self, *, seed: int, global_batch_size: int, micro_batch_size: int, rank: int, ranks: int) -> Feed:
+        """Return the endless feed of these samples for one rank."""
+        request = FeedRequest(
             index=self.index,
             rows=self.rows,
             seed=seed,
@@ -47,12 +48,13 @@ class Rows:
             ranks=ranks,
             transform=self.transform,
         )
+        return self.source.own_feed(request) or Loader(self.source, **vars(request))
 
 
 class HeldOutFeed:
     """The same held-out global batches each time it is started over."""
 
-    def __init__(self, loader: Loader, steps: int) -> None:
+    def __init__(self, loader: Feed, steps: int) -> None:
         """Store; `steps` is how many global batches make one measurement."""
         self.steps = steps
         self._loader = loader
@@ -75,11 +77,9 @@ class DataSet:
         """Store; `held_out` is None where nothing is held out."""
         self.training = training
         self.held_out = held_out
-        self._open: list[Loader | HeldOutFeed] = []
+        self._open: list[Feed | HeldOutFeed] = []
 
-    def training_feed(
-        self, *, seed: int, global_batch_size: int, micro_batch_size: int, rank: int, ranks: int
-    ) -> Loader:
+    def training_feed(self, *, seed: int, global_batch_size: int, micro_batch_size: int, rank: int, ranks: int) -> Feed:
         """Return the endless feed of training batches for one rank."""
         loader = self.training.load(
             seed=seed, global_batch_size=global_batch_size, micro_batch_size=micro_batch_size, rank=rank, ranks=ranks
@@ -141,12 +141,19 @@ def open_data_set(
         RunError: too much of the data is damaged.
     """
     index = source.open()
+    kept = selected(index, source.selectors())
     of_source = partial(Rows, source=source, index=index, transform=transform)
     if held_out is not None:
         other = held_out.open()
-        apart = Rows(source=held_out, index=other, rows=np.arange(len(other)), transform=transform)
-        return DataSet(of_source(rows=np.arange(len(index))), apart)
+        rows = np.flatnonzero(selected(other, held_out.selectors()))
+        apart = Rows(source=held_out, index=other, rows=rows, transform=transform)
+        return DataSet(of_source(rows=np.flatnonzero(kept)), apart)
     if share is None:
-        return DataSet(of_source(rows=np.arange(len(index))), None)
-    training, kept = split(index, share)
-    return DataSet(of_source(rows=training), of_source(rows=kept))
+        return DataSet(of_source(rows=np.flatnonzero(kept)), None)
+    training, held = (side[kept[side]] for side in split(index, share))
+    if len(training) == 0 or len(held) == 0:
+        raise ConfigError(
+            f"validate.share={share}: of {int(kept.sum())} samples that take part {len(training)} are left to train on"
+            f" and {len(held)} held out; both must be at least 1: change the share, or add data"
+        )
+    return DataSet(of_source(rows=training), of_source(rows=held))

@@ -102,10 +102,9 @@ class Loader:
         """How many samples take part."""
         return len(self._rows)
 
-    @property
-    def steps_per_epoch(self) -> int:
-        """Optimizer steps until every sample was drawn once, rounded up: the last step may open the next epoch."""
-        return -(-len(self._rows) // self._global_batch_size)
+    def steps_of_epochs(self, epochs: int) -> int:
+        """Return how many optimizer steps the first `epochs` epochs take; the last may open the next epoch."""
+        return -(-epochs * len(self._rows) // self._global_batch_size)
 
     @property
     def micro_batches(self) -> int:

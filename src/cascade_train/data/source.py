@@ -10,8 +10,10 @@ import abc
 from dataclasses import dataclass
 from typing import Literal
 
+from cascade_train.data.feed import Feed, FeedRequest
 from cascade_train.data.index import Index
 from cascade_train.data.sample import RawSample
+from cascade_train.data.selection import RowSelector
 
 START_METHODS = ("fork", "forkserver", "spawn")
 
@@ -68,3 +70,15 @@ class Source(abc.ABC):
             UnreadableSampleError: the sample's content is damaged.
             OSError: the data cannot be reached.
         """
+
+    def selectors(self) -> list[RowSelector]:
+        """Return what decides, by the index alone, which rows take part; nothing is left out by default."""
+        return []
+
+    def own_feed(self, request: FeedRequest) -> Feed | None:
+        """Return a feed of the source's own; None = `loader.Loader` over the index, the default.
+
+        For sources that cannot be indexed.
+        """
+        del request
+        return None

@@ -202,11 +202,11 @@ def test_a_random_crop_is_drawn_anew_each_epoch(tmp_path: Path) -> None:
     assert len(images["center"].unique(dim=0)) == 1
 
 
-def test_steps_per_epoch_covers_every_sample() -> None:
+def test_the_steps_of_epochs_cover_every_sample() -> None:
     with loading(shapes()) as loader:
-        assert (loader.samples_per_epoch, loader.steps_per_epoch) == (37, 5)
+        assert (loader.samples_per_epoch, loader.steps_of_epochs(1), loader.steps_of_epochs(3)) == (37, 5, 14)
     with loading(shapes(samples=40)) as loader:
-        assert loader.steps_per_epoch == 5
+        assert loader.steps_of_epochs(1) == 5
 
 
 @pytest.mark.parametrize(
