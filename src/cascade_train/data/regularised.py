@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from cascade_train.data.captions import Captions
 from cascade_train.data.index import ROW_FIELDS, Index
 from cascade_train.data.sample import RawSample
 from cascade_train.data.source import Source
@@ -40,6 +41,11 @@ class Regularised(Source):
             raise ValueError(f"data.share={self.share} must lie between 0 and 1: it is the regularisation's part")
         if self.weight <= 0.0:
             raise ValueError(f"data.weight={self.weight} must be above 0: it multiplies the regularisation's loss")
+        if not self.captions.changes_nothing:
+            raise ValueError(
+                "data.captions belongs to each of the two sources here: set data.source.captions and"
+                " data.regularisation.captions"
+            )
         for key, part in (("source", self.source), ("regularisation", self.regularisation)):
             if part.image_size != self.image_size:
                 raise ValueError(
@@ -70,8 +76,17 @@ class Regularised(Source):
 
     def read(self, row: int) -> RawSample:
         """Read one row of the side that it belongs to."""
+        side, side_row = self._side(row)
+        raw = side.read(side_row)
+        return raw if side is self.source else replace(raw, weight=self.weight)
+
+    def captions_of(self, row: int) -> Captions:
+        """Return what makes the captions of the side that the row belongs to."""
+        side, side_row = self._side(row)
+        return side.captions_of(side_row)
+
+    def _side(self, row: int) -> tuple[Source, int]:
+        """Return which of the two a row belongs to, and its row there."""
         part = int(np.searchsorted(self._ends, row, side="right"))
-        own_row = row - (int(self._ends[part - 1]) if part else 0)
-        if part < self._own_times:
-            return self.source.read(own_row)
-        return replace(self.regularisation.read(own_row), weight=self.weight)
+        side = self.source if part < self._own_times else self.regularisation
+        return side, row - (int(self._ends[part - 1]) if part else 0)

@@ -77,7 +77,7 @@ class RowFilters:
         Returns:
             PASSED or ABSENT for the json itself, then a verdict of each filter.
         """
-        values = _read(metadata)
+        values = read_metadata(metadata)
         if values is None:
             return [ABSENT] * (1 + len(self.filters))
         return [PASSED, *(each.verdict(values) for each in self.filters)]
@@ -135,7 +135,8 @@ def _row_filter(where: str, entry: Any) -> RowFilter:
     return RowFilter(keys=tuple(keys), text=entry[1], condition=parse_expression(entry[1], keys, where=where))
 
 
-def _read(metadata: bytes | None) -> Mapping[str, Any] | None:
+def read_metadata(metadata: bytes | None) -> Mapping[str, Any] | None:
+    """Return what a sample's json says, None where there is none or it is no mapping that can be read."""
     try:
         values = None if metadata is None else json.loads(metadata)
     except (ValueError, RecursionError):

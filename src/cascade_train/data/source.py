@@ -7,9 +7,10 @@ batches and workers belong to `plan.py` and `loader.py`.
 from __future__ import annotations
 
 import abc
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
+from cascade_train.data.captions import Captions
 from cascade_train.data.feed import Feed, FeedRequest
 from cascade_train.data.index import Index
 from cascade_train.data.sample import RawSample
@@ -29,6 +30,7 @@ class Source(abc.ABC):
             keeps reads close together.
         num_workers: processes that read and decode; 0 reads in the training process.
         worker_start: how a worker process starts.
+        captions: makes each sample's caption from what `read` returns.
     """
 
     image_size: int
@@ -36,6 +38,7 @@ class Source(abc.ABC):
     shuffle_window_shards: int
     num_workers: int
     worker_start: Literal["fork", "forkserver", "spawn"]
+    captions: Captions = field(default_factory=Captions)
 
     def __post_init__(self) -> None:
         if self.image_size < 1:
@@ -52,6 +55,10 @@ class Source(abc.ABC):
             )
         if self.worker_start not in START_METHODS:
             raise ValueError(f"data.worker_start={self.worker_start} is unknown: choose {', '.join(START_METHODS)}")
+
+    def captions_of(self, row: int) -> Captions:
+        """Return what makes the caption of one row; a source made of others asks the row's own."""
+        return self.captions
 
     @abc.abstractmethod
     def open(self) -> Index:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from cascade_train.data.index import Index
-from cascade_train.data.row_filter import parse_row_filters, passing
+from cascade_train.data.row_filter import parse_row_filters, passing, read_metadata
 from cascade_train.data.sample import RawSample, UnreadableSampleError
 from cascade_train.data.source import Source
 from cascade_train.data.tar_index import ShardIndex, load_shard
@@ -97,10 +98,16 @@ class WebDataset(Source):
         path, key = self._paths[entry["shard"]], self._index.name(row)
         image = self._files.read(path, int(entry["image_start"]), int(entry["image_bytes"]))
         caption = self._files.read(path, int(entry["caption_start"]), int(entry["caption_bytes"]))
+        values = self._values(path, entry) if self.captions.needs_values else {}
         try:
-            return RawSample(image=image, caption=caption.decode().strip(), key=key)
+            return RawSample(image=image, caption=caption.decode().strip(), key=key, values=values)
         except UnicodeDecodeError as error:
             raise UnreadableSampleError(f"the caption is not UTF-8: {error}") from error
+
+    def _values(self, path: Path, entry: np.void) -> Mapping[str, Any]:
+        """Read what the sample's json says; nothing where it has none, or one that cannot be read."""
+        size = int(entry["json_bytes"])
+        return read_metadata(self._files.read(path, int(entry["json_start"]), size) if size else None) or {}
 
 
 def _refuse_unreadable(index: Index) -> None:

@@ -101,13 +101,14 @@ class MicroBatches(Dataset[Batch | Failure]):
         for candidate in self._rows.take(range(place, place + MAX_STAND_INS), mode="wrap").tolist():
             try:
                 raw = self._source.read(candidate)
+                caption = self._source.captions_of(candidate)(raw, self._generator(candidate, epoch, "caption"))
                 image = decode(raw.image, step.height, step.width, offset=self._crop_offset(candidate, epoch))
             except UnreadableSampleError as error:
                 skipped.append(f"{self._index.name(candidate)} ({error})")
                 continue
             return _Sample(
                 image=image,
-                caption=raw.caption,
+                caption=caption,
                 key=raw.key,
                 row=candidate,
                 weight=raw.weight,

@@ -1,0 +1,173 @@
+"""Captions that are lists of tags: shuffled, dropped and shortened, with the first ones or heavy ones preferred."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cascade_train.data.sample import UnreadableSampleError
+
+LIST_SEPARATOR = ","
+"""What parts the tags of a list, where no separator is named."""
+
+Weighted = tuple[str, float]
+_ACTING = ("keep_first", "shuffle", "drop_prob", "max_tags", "max_characters")
+
+
+@dataclass(kw_only=True)
+class Tags:
+    """What becomes of a caption's tags. The defaults take a caption as it is.
+
+    Attributes:
+        separator: what parts a caption into tags, such as a comma; null = the caption is one text.
+        key: of the sample's json or columns, a list of tags that follow the caption: texts, or `{tag: smiling, weight:
+            0.8}`, or a mapping of tags to weights; null = none.
+        keep_first: tags at the beginning that are never moved or dropped.
+        shuffle: draw another order each epoch; a tag of twice the weight comes first twice as often.
+        drop_prob: share of the other tags that is left out, drawn anew each epoch.
+        max_tags: at most so many, the kept ones included; null = all.
+        max_characters: of the caption; tags that would make it longer are left out, from the end; null = no limit.
+    """
+
+    separator: str | None = None
+    key: str | None = None
+    keep_first: int = 0
+    shuffle: bool = False
+    drop_prob: float = 0.0
+    max_tags: int | None = None
+    max_characters: int | None = None
+
+    def __post_init__(self) -> None:
+        self._check_ranges()
+        if self.separator is None and self.key is None:
+            acting = [name for name in _ACTING if getattr(self, name) != getattr(Tags, name)]
+            if acting:
+                raise ValueError(
+                    f"data.captions.tags.{acting[0]}={getattr(self, acting[0])} finds no tags: name what parts them by"
+                    " data.captions.tags.separator, or the key that lists them by data.captions.tags.key"
+                )
+        separator = LIST_SEPARATOR if self.separator is None else self.separator
+        self._separator, self._joint = separator, f"{separator.strip()} "
+
+    def _check_ranges(self) -> None:
+        where = "data.captions.tags."
+        if self.separator == "" or self.key == "":
+            raise ValueError(f"{where}separator and key are texts; null, not an empty text, means none")
+        if self.keep_first < 0:
+            raise ValueError(f"{where}keep_first={self.keep_first} is a number of tags: 0 or more")
+        if not 0.0 <= self.drop_prob < 1.0:
+            raise ValueError(
+                f"{where}drop_prob={self.drop_prob} is a share of the tags: at least 0 and below 1; whole captions are"
+                " dropped by task.cond_drop_prob"
+            )
+        for name in ("max_tags", "max_characters"):
+            limit = getattr(self, name)
+            if limit is not None and limit < max(1, self.keep_first if name == "max_tags" else 0):
+                raise ValueError(f"{where}{name}={limit} must be at least 1 and leave room for keep_first; null = off")
+        if self.keep_first and not (self.shuffle or self.drop_prob):
+            raise ValueError(
+                f"{where}keep_first={self.keep_first} has nothing to keep tags from: set {where}shuffle=true or"
+                f" {where}drop_prob, or leave it 0"
+            )
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether nothing is drawn."""
+        return not self.shuffle and self.drop_prob == 0.0
+
+    def apply(self, caption: str, values: Mapping[str, Any], generator: torch.Generator) -> str:
+        """Return the caption with its tags as they come this time.
+
+        Args:
+            caption: a text, parted by the separator where there is one.
+            values: what else is known of the sample.
+            generator: of the sample's own, on the CPU.
+
+        Raises:
+            UnreadableSampleError: there is something else than tags under the key.
+        """
+        if self.separator is None and self.key is None:
+            return caption
+        head, tags = ([caption], []) if self.separator is None else ([], self._split(caption))
+        tags += self._listed(values)
+        kept, rest = tags[: self.keep_first], tags[self.keep_first :]
+        if self.drop_prob > 0.0:
+            rest = [tag for tag, u in zip(rest, _uniform(len(rest), generator), strict=True) if u >= self.drop_prob]
+        if self.shuffle:
+            rest = _shuffled(rest, generator)
+        words = [word for word in [*head, *(tag for tag, _ in kept)] if word]
+        room = None if self.max_tags is None else self.max_tags - len(kept)
+        return self._joined(words, [tag for tag, _ in rest[:room]])
+
+    def _split(self, text: str) -> list[Weighted]:
+        return [(tag, 1.0) for part in text.split(self._separator) if (tag := part.strip())]
+
+    def _listed(self, values: Mapping[str, Any]) -> list[Weighted]:
+        if self.key is None or values.get(self.key) is None:
+            return []
+        value = values[self.key]
+        return self._split(value) if isinstance(value, str) else weighted_texts(value, self.key)
+
+    def _joined(self, words: list[str], tags: list[str]) -> str:
+        for tag in tags:
+            if self.max_characters is not None and len(self._joint.join([*words, tag])) > self.max_characters:
+                break
+            words = [*words, tag]
+        return self._joint.join(words)
+
+
+def weighted_texts(value: Any, key: str) -> list[Weighted]:
+    """Return the texts of a list with their weights, 1 where none is given.
+
+    Args:
+        value: texts, or mappings of one text and a `weight`; or one mapping of texts to weights.
+        key: where it comes from, for the message.
+
+    Raises:
+        UnreadableSampleError: the value has another form, or a weight is not above 0.
+    """
+    if isinstance(value, Mapping):
+        entries = list(value.items())
+    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        entries = [_entry(each) for each in value]
+    else:
+        raise UnreadableSampleError(f"{key} is {type(value).__name__}, not a list of texts")
+    for text, weight in entries:
+        number = isinstance(weight, int | float) and not isinstance(weight, bool)
+        if not (isinstance(text, str) and number and 0 < weight < float("inf")):
+            raise UnreadableSampleError(f"{key} holds neither texts nor texts with a weight above 0: {text}, {weight}")
+    return [(text.strip(), float(weight)) for text, weight in entries if text.strip()]
+
+
+def drawn(weights: Sequence[float], generator: torch.Generator) -> int:
+    """Return a position, drawn in proportion to the weights; of one position nothing is drawn."""
+    if len(weights) == 1:
+        return 0
+    return max(range(len(weights)), key=_races(weights, generator).__getitem__)
+
+
+def _shuffled(tags: list[Weighted], generator: torch.Generator) -> list[Weighted]:
+    """Return the tags in an order in which each next one is drawn by weight from those that are left."""
+    races = _races([weight for _, weight in tags], generator)
+    return [tags[i] for i in sorted(range(len(tags)), key=races.__getitem__, reverse=True)]
+
+
+def _races(weights: Sequence[float], generator: torch.Generator) -> list[float]:
+    """Return a number per weight, the largest being each one's in proportion to them (Efraimidis and Spirakis 2006)."""
+    u = torch.rand(len(weights), generator=generator, dtype=torch.float64)
+    return (torch.log1p(-u) / torch.tensor(list(weights), dtype=torch.float64)).tolist()
+
+
+def _uniform(count: int, generator: torch.Generator) -> list[float]:
+    return torch.rand(count, generator=generator, dtype=torch.float64).tolist()
+
+
+def _entry(value: Any) -> tuple[Any, Any]:
+    """Return text and weight of a list's element; anything else as it is, to be refused."""
+    if not isinstance(value, Mapping):
+        return value, 1.0
+    others = [each for name, each in value.items() if name != "weight"]
+    return (others[0] if len(others) == 1 else dict(value)), value.get("weight", 1.0)

@@ -1,0 +1,213 @@
+"""Captions: which text, which of several, tags and templates, all drawn from the sample's own generator."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cascade_train.batch import sample_seed
+from cascade_train.data.captions import Captions
+from cascade_train.data.loader import Loader
+from cascade_train.data.sample import RawSample, UnreadableSampleError
+from cascade_train.data.tags import Tags
+from cascade_train.errors import RunError
+from tests.unit.data import tars
+from tests.unit.data.dataset_contract import loading
+from tests.unit.data.test_regularised import regularised
+
+PIXELS = np.zeros((1, 1, 3), dtype=np.uint8)
+
+
+def raw(caption: str = "a cat", /, **values: Any) -> RawSample:
+    return RawSample(image=PIXELS, caption=caption, key="0001", values=values)
+
+
+def draws(captions: Captions, sample: RawSample, count: int = 400) -> Counter[str]:
+    """Return how often each caption came in so many epochs."""
+    generators = (torch.Generator().manual_seed(sample_seed(0, epoch, 7, "caption")) for epoch in range(count))
+    return Counter(captions(sample, generator) for generator in generators)
+
+
+def only(captions: Captions, sample: RawSample) -> str:
+    """Return the caption that comes in every epoch."""
+    (caption,) = draws(captions, sample, 20)
+    return caption
+
+
+def test_the_defaults_leave_captions_as_they_are() -> None:
+    captions = Captions()
+    assert captions.changes_nothing
+    assert captions.is_constant
+    assert not captions.needs_values
+    for text in ("a cat", "", "one\ntwo", "a, b, c", "{caption}", "猫 🐈"):
+        assert only(captions, raw(text, caption="other")) == text
+
+
+def test_a_key_names_the_text_and_dots_lead_into_it() -> None:
+    values = {"caption": "new", "old": json.dumps({"og_caption": "older"}), "meta": {"title": "T"}, "a.b": "literal"}
+    for key, expected in (("caption", "new"), ("old.og_caption", "older"), ("meta.title", "T"), ("a.b", "literal")):
+        assert only(Captions(key=key), raw(**values)) == expected
+        assert Captions(key=key).needs_values
+
+
+def test_keys_are_drawn_by_their_weights_among_those_a_sample_has() -> None:
+    captions = Captions(key={"long": 3, "txt": 1, "short": 4})
+    assert not captions.is_constant
+    counts = draws(captions, raw("own", long="long", short="short"), 1600)
+    assert counts["own"] == pytest.approx(200, abs=50)
+    assert counts["long"] == pytest.approx(600, abs=80)
+    assert draws(captions, raw("own", long=None, short="short"), 1600)["own"] == pytest.approx(320, abs=60)
+
+
+@pytest.mark.parametrize("values", [{}, {"caption": None}, {"other": "x"}])
+def test_a_sample_without_the_key_is_unreadable(values: dict[str, Any]) -> None:
+    with pytest.raises(UnreadableSampleError, match="it lacks caption, which data.captions.key names"):
+        only(Captions(key="caption"), raw(**values))
+
+
+@pytest.mark.parametrize("text", ["one\n\n two \nthree", ["one", "two", "three"], {"one": 1, "two": 1, "three": 1}])
+def test_one_of_several_captions_is_the_first_or_drawn(text: Any) -> None:
+    sample = raw(text) if isinstance(text, str) else raw(captions=text)
+    key = "txt" if isinstance(text, str) else "captions"
+    first = Captions(key=key, choose="first")
+    assert first.is_constant
+    assert only(first, sample) == "one"
+    drawn = Captions(key=key, choose="random")
+    assert not drawn.is_constant
+    counts = draws(drawn, sample, 900)
+    assert set(counts) == {"one", "two", "three"}
+    assert max(counts.values()) - min(counts.values()) < 100
+
+
+def test_captions_of_a_list_may_have_weights() -> None:
+    listed = [{"caption": "often", "weight": 9}, {"caption": "seldom"}]
+    counts = draws(Captions(key="captions", choose="random"), raw(captions=listed), 1000)
+    assert counts["seldom"] == pytest.approx(100, abs=40)
+
+
+def test_an_empty_text_is_an_empty_caption_and_an_empty_list_is_none() -> None:
+    assert only(Captions(choose="random"), raw(" \n ")) == ""
+    with pytest.raises(UnreadableSampleError, match="captions holds no caption"):
+        only(Captions(key="captions", choose="first"), raw(captions=[]))
+    with pytest.raises(UnreadableSampleError, match="captions is int, not a list of texts"):
+        only(Captions(key="captions", choose="first"), raw(captions=3))
+
+
+def test_a_list_where_one_text_is_wanted_ends_the_run() -> None:
+    with pytest.raises(RunError, match="data.captions.key=captions is no single text but list: choose one of several"):
+        only(Captions(key="captions"), raw(captions=["a", "b"]))
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("a photo of {}", "a photo of a cat"),
+        ("{caption}, by {artist} ({year})", "a cat, by {Ann} (1907)"),
+        ("a photo of [dog]", "a photo of [dog]"),
+        ("{{{caption}}}", "{a cat}"),
+    ],
+)
+def test_a_template_is_filled(template: str, expected: str) -> None:
+    captions = Captions(template=template)
+    assert captions.is_constant
+    assert only(captions, raw(artist="{Ann}", year=1907)) == expected
+    assert captions.needs_values is ("artist" in template)
+
+
+def test_of_several_templates_one_is_drawn() -> None:
+    captions = Captions(template=["a photo of {}", "a painting of {}"])
+    assert not captions.is_constant
+    assert draws(captions, raw())["a photo of a cat"] == pytest.approx(200, abs=50)
+
+
+@pytest.mark.parametrize("value", [None, ["Ann"], {"name": "Ann"}])
+def test_a_sample_without_a_name_of_the_template_is_unreadable(value: Any) -> None:
+    with pytest.raises(UnreadableSampleError, match="no text or number artist, which data.captions.template names"):
+        only(Captions(template="by {artist}"), raw(artist=value))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"key": ""}, "data.captions.key= must be the name of a key, or a mapping"),
+        ({"key": {}}, "data.captions.key={} must be"),
+        ({"key": {"txt": 0}}, "must be the name of a key, or a mapping of names to weights above 0"),
+        ({"choose": "last"}, "data.captions.choose=last is unknown: choose whole, first, random"),
+        ({"template": []}, r"data.captions.template=\[\] holds no template to draw"),
+        ({"template": "a {"}, "data.captions.template=a { is no template"),
+        ({"template": "{caption.__class__}"}, "must be the plain name of a value.*attributes, indices"),
+        ({"template": "{caption[0]}"}, "must be the plain name of a value"),
+        ({"template": "{caption!r}"}, "must be the plain name of a value"),
+        ({"template": "{caption:>9}"}, "must be the plain name of a value"),
+        ({"template": "{0}"}, "must be the plain name of a value"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Captions(**options)
+
+
+def scored(folder: Path) -> Path:
+    files = tars.samples(range(12))
+    files += [(f"{key:04d}.json", json.dumps({"tags": [f"t{key}", "x", "y", "z"]}).encode()) for key in range(12)]
+    return tars.write(folder / "a.tar", sorted(files))
+
+
+def test_batches_carry_the_same_captions_on_any_ranks_and_workers(tmp_path: Path) -> None:
+    captions = Captions(template="{caption}!", tags=Tags(key="tags", shuffle=True))
+    path = scored(tmp_path)
+    with loading(tars.webdataset(path, captions=captions)) as loader:
+        whole = [tuple(text for micro in next(loader) for text in micro.captions) for _ in range(3)]
+    assert all(text.startswith("picture ") and text.endswith("!") and " x" in text for step in whole for text in step)
+    epochs: dict[str, set[str]] = {}
+    for text in (text for step in whole for text in step):
+        epochs.setdefault(text.split(",")[0], set()).add(text)
+    assert max(map(len, epochs.values())) == 2
+    parts: list[list[str]] = [[], [], []]
+    for rank in range(2):
+        source = pickle.loads(pickle.dumps(tars.webdataset(path, captions=captions, num_workers=rank)))
+        with loading(source, rank=rank, ranks=2) as loader:
+            for part in parts:
+                part += [text for micro in next(loader) for text in micro.captions]
+    assert [tuple(part) for part in parts] == whole
+
+
+def titles(loader: Loader, steps: int) -> None:
+    for _ in range(steps):
+        assert {text for micro in next(loader) for text in micro.captions} == {"T"}
+
+
+def test_a_missing_json_is_counted_where_captions_need_it(tmp_path: Path) -> None:
+    files = [*tars.samples(range(40)), ("0000.json", b"{")]
+    files += [(f"{key:04d}.json", b'{"title": "T"}') for key in range(2, 40)]
+    path = tars.write(tmp_path / "a.tar", sorted(files))
+    with loading(tars.webdataset(path, captions=Captions(key="title")), micro_batch_size=8) as loader:
+        with pytest.raises(RunError, match="2 unreadable samples.*it lacks title"):
+            titles(loader, 5)
+        assert len(loader.skipped) == 2
+    either = Captions(key={"title": 1.0, "txt": 1e-9})
+    with loading(tars.webdataset(path, captions=either)) as loader:
+        texts = [text for _ in range(5) for micro in next(loader) for text in micro.captions]
+        assert sorted(texts)[-2:] == ["picture 0", "picture 1"]
+        assert not loader.skipped
+
+
+def test_each_of_two_sources_has_captions_of_its_own() -> None:
+    source = regularised()
+    source.source.captions = Captions(template="own: {}")
+    with loading(source) as loader:
+        pairs = {
+            (key.split(":")[0], text.startswith("own: "))
+            for b in next(loader)
+            for key, text in zip(b.keys, b.captions, strict=True)
+        }
+    assert pairs == {("shapes-seed0-star-star=[star]", True), ("shapes-seed1-circle", False)}
+    with pytest.raises(ValueError, match="data.captions belongs to each of the two sources here: set data.source"):
+        regularised(captions=Captions(choose="first"))
