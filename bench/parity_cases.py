@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from bench import parity_controlnet as controlnet
 from bench import parity_data as data
 from bench import parity_diffusion as diffusion
 from bench import parity_lora as lora
@@ -15,6 +16,7 @@ from bench.parity_case import NotCoveredError, Outcome, Variant
 RUNNERS: dict[str, Callable[[Variant], Outcome]] = {
     "adaptive_loss": diffusion.adaptive_loss,
     "conditions": text.conditions,
+    "controlnet_modules": controlnet.modules,
     "effnet_encoder": networks.compressor,
     "ema": training.ema,
     "gdf_diffuse": diffusion.diffuse,
@@ -38,7 +40,6 @@ RUNNERS: dict[str, Callable[[Variant], Outcome]] = {
 LATER = {
     "bucketeer": "aspect-ratio buckets are not built yet",
     "control_filters": "control filters are not built yet",
-    "controlnet_modules": "the ControlNet is not built yet",
     "pyramid_noise": "pyramid noise comes with Stage B's training, which is not built yet",
     "stage_a_roundtrip": "Stage A is not built yet",
 }

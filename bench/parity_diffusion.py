@@ -140,7 +140,7 @@ def diffuse(variant: Variant) -> Outcome:
         "noise_cond": diffused.timestep_ratio_B,
         "loss_weight": diffused.loss_weight_B,
         "undiffuse.x0": objective.x0(given["pred"], diffused.noised, diffused.logsnr_B),
-        "undiffuse.epsilon": objective.noise(given["pred"], diffused.noised, diffused.logsnr_B),
+        "undiffuse.epsilon": objective.predicted_noise(given["pred"], diffused.noised, diffused.logsnr_B),
     }
     return Outcome(got)
 

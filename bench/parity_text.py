@@ -93,11 +93,15 @@ class ProbedStage(StageC):
     told: list[Tokens]
 
     def conditions(
-        self, tokens: Tokens, image_BCHW: Tensor | None = None, keep_image_B: Tensor | None = None
+        self,
+        tokens: Tokens,
+        image_BCHW: Tensor | None = None,
+        keep_image_B: Tensor | None = None,
+        drawn: Any = None,
     ) -> Conditions:
         """Encode the tokens and keep them."""
         self.told.append(tokens)
-        return super().conditions(tokens, image_BCHW, keep_image_B)
+        return super().conditions(tokens, image_BCHW, keep_image_B, drawn)
 
     def predict(
         self, noised_BCHW: Tensor, timestep_ratio_B: Tensor, cond: Conditions, control: dict[int, Tensor] | None = None

@@ -18,6 +18,7 @@ from bench import parity_originals as originals
 from bench.parity_case import Comparison, Outcome, Variant, recorded, stack
 from bench.parity_networks import build_network, fetch
 from cascade_train.batch import Batch
+from cascade_train.diffusion.noise import Noise
 from cascade_train.diffusion.objective import Objective
 from cascade_train.distributed.parallelize import local, parallelize
 from cascade_train.distributed.process_group import World, build_mesh, process_group
@@ -90,6 +91,20 @@ class RecordedBatch(Batch):
         assert self.draws[purpose].shape[1:] == tuple(shape), purpose
         return self.draws[purpose]
 
+    def generators(self, purpose: str) -> list[Any]:
+        """Return the recorded (B, ...) numbers themselves, one sample each, for `RecordedNoise`."""
+        return list(self.draws[purpose])
+
+
+class RecordedNoise(Noise):
+    """Noise that was recorded: its generators are the numbers."""
+
+    def draw(self, generators: Sequence[Any], shape: tuple[int, int, int]) -> Tensor:
+        """Return the recorded (B, *shape) numbers."""
+        drawn = torch.stack(list(generators))
+        assert drawn.shape[1:] == tuple(shape)
+        return drawn
+
 
 def recorded_batch(micro: int, latents: Tensor, captions: Sequence[str], draws: Mapping[str, Tensor]) -> RecordedBatch:
     """Return micro-batch number `micro`; its image stands for the number, in the latents' size."""
@@ -114,6 +129,8 @@ class RecordedStage(Stage):
     """A network whose latents and conditions were recorded; a caption is the number of its micro-batch."""
 
     name = "stage_c"
+    image_keep_prob = 0.1
+    needs_image = False
 
     def __init__(self, network: CascadeUNet, inputs: Mapping[str, Tensor]) -> None:
         self.network = network
@@ -138,7 +155,11 @@ class RecordedStage(Stage):
         return self.inputs[f"mb.{micro_of(image_BCHW):02d}.latents"]
 
     def conditions(
-        self, tokens: Tokens, image_BCHW: Tensor | None = None, keep_image_B: Tensor | None = None
+        self,
+        tokens: Tokens,
+        image_BCHW: Tensor | None = None,
+        keep_image_B: Tensor | None = None,
+        drawn: Any = None,
     ) -> Conditions:
         """Return recorded conditions."""
         prefix = f"mb.{int(tokens['micro'][0, 0]):02d}."
@@ -202,7 +223,10 @@ def build_objective(*, adaptive: bool) -> Objective:
         "loss_weight": "P2LossWeight",
     }
     spec: dict[str, Any] = {part: {"cls": name, "pos": [], "kw": {}} for part, name in names.items()}
-    return originals.build_objective(spec | {"offset_noise": 0.0} | ({"loss_weight": learning} if adaptive else {}))
+    spec |= {"offset_noise": 0.0} | ({"loss_weight": learning} if adaptive else {})
+    objective = originals.build_objective(spec)
+    objective.noise = RecordedNoise()
+    return objective
 
 
 def bind(world: World, task: TextToImage, args: Mapping[str, Any]) -> BoundPhase:

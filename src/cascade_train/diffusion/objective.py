@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cascade_train.diffusion.checks import check_above, check_within
 from cascade_train.diffusion.loss_weight import LossWeight
+from cascade_train.diffusion.noise import Noise, PlainNoise
 from cascade_train.diffusion.noise_condition import NoiseCondition
 from cascade_train.diffusion.scaling import Scaling, per_sample
 from cascade_train.diffusion.schedule import Schedule
@@ -60,6 +61,7 @@ class Objective:
         shift: float,
         base_latent_size: float | None = None,
         timestep_bias: TimestepBias | None = None,
+        noise: Noise | None = None,
     ) -> None:
         """Store the five parts.
 
@@ -74,6 +76,7 @@ class Objective:
             base_latent_size: side of the latents that train with `shift` alone; others shift by their side over this
                 one too (Hoogeboom et al. 2023, eq. 4), where H W latents have the side sqrt(H W). None = no such shift.
             timestep_bias: which times are drawn more often; None = none.
+            noise: what is added to latents in training; None = independent standard normals.
 
         Raises:
             ConfigError: an option is out of range.
@@ -91,6 +94,7 @@ class Objective:
         self.shift = shift
         self.base_latent_size = base_latent_size
         self.timestep_bias = timestep_bias
+        self.noise = PlainNoise() if noise is None else noise
 
     def diffuse(self, x0_BCHW: Tensor, noise_BCHW: Tensor, u_B: Tensor, offset_BC11: Tensor | None = None) -> Diffused:
         """Add training noise.
@@ -137,7 +141,7 @@ class Objective:
         """Return the clean latents, (B, C, H, W) fp32, that a prediction implies: one step, no sampling."""
         return self.target.x0(pred_BCHW.float(), noised_BCHW.float(), *self._scales(logsnr_B))
 
-    def noise(self, pred_BCHW: Tensor, noised_BCHW: Tensor, logsnr_B: Tensor) -> Tensor:
+    def predicted_noise(self, pred_BCHW: Tensor, noised_BCHW: Tensor, logsnr_B: Tensor) -> Tensor:
         """Return the noise, (B, C, H, W) fp32, that a prediction implies."""
         return self.target.noise(pred_BCHW.float(), noised_BCHW.float(), *self._scales(logsnr_B))
 

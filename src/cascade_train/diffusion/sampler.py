@@ -176,7 +176,7 @@ def sample(
         scale = _scale_at(guidance_scale, t_S[i])
         if scale is not None and uncond is not None:
             pred = guide(pred, uncond.float(), scale=scale, rescale=guidance_rescale, rescale_over=rescale_over)
-        x0, eps = objective.x0(pred, x, logsnr_B), objective.noise(pred, x, logsnr_B)
+        x0, eps = objective.x0(pred, x, logsnr_B), objective.predicted_noise(pred, x, logsnr_B)
         x = update(x0, eps, noise(), Scales(a=a_S[i], b=b_S[i], a_next=a_S[i + 1], b_next=b_S[i + 1]))
         if on_step is not None:
             on_step(SampleStep(x0=x0, x=x, pred=pred))

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+
+from cascade_train.batch import Batch
 
 Conditions = dict[str, Tensor]
 """Keyword arguments of the network beside the noised latent and the timestep ratio."""
@@ -30,10 +32,14 @@ class Stage(abc.ABC):
         image_size: side in pixels of the square images that the stage trains on.
         precision: "bf16" or "fp32", the compute that the stage is meant for.
         image_multiple: both sides of an image must be multiples of this many pixels.
+        image_keep_prob: share of training samples that keep their image condition, where a task names no other.
+        needs_image: whether evaluation and sampling, too, show the network an image; else they show it text alone.
         network: the module that denoises; exists after `build`.
     """
 
     name: ClassVar[str]
+    image_keep_prob: ClassVar[float]
+    needs_image: ClassVar[bool]
     image_size: int
     precision: str
     image_multiple: int
@@ -68,9 +74,17 @@ class Stage(abc.ABC):
     def encode(self, image_BCHW: Tensor) -> Tensor:
         """Encode images (B, 3, H, W) float in [0, 1] to clean latents x0, fp32. Without gradient. Must not sync."""
 
+    def draw(self, batch: Batch) -> Any:
+        """Make the stage's own random choices about the conditions of a training batch; None = it makes none."""
+        return None
+
     @abc.abstractmethod
     def conditions(
-        self, tokens: Tokens, image_BCHW: Tensor | None = None, keep_image_B: Tensor | None = None
+        self,
+        tokens: Tokens,
+        image_BCHW: Tensor | None = None,
+        keep_image_B: Tensor | None = None,
+        drawn: Any = None,
     ) -> Conditions:
         """Encode what the network is conditioned on. Must not sync.
 
@@ -78,6 +92,7 @@ class Stage(abc.ABC):
             tokens: from `tokenize`, on the device; a dropped caption is the empty string's tokens.
             image_BCHW: (B, 3, H, W) float in [0, 1]; None = no image condition (zeros).
             keep_image_B: (B,) bool, which samples keep their image condition; None = all.
+            drawn: from `draw`, in training; None = without random choices.
         """
 
     @abc.abstractmethod

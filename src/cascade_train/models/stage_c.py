@@ -9,7 +9,7 @@ Shape legend: B batch, C channels, H W image or latent size, L text tokens, D wi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,8 @@ class StageC(Stage):
     """
 
     name = "stage_c"
+    image_keep_prob = 0.1
+    needs_image = False
     network: CascadeUNet
 
     def __init__(
@@ -145,7 +147,11 @@ class StageC(Stage):
         return self.semantic_compressor.encode(image_BCHW)
 
     def conditions(
-        self, tokens: Tokens, image_BCHW: Tensor | None = None, keep_image_B: Tensor | None = None
+        self,
+        tokens: Tokens,
+        image_BCHW: Tensor | None = None,
+        keep_image_B: Tensor | None = None,
+        drawn: Any = None,
     ) -> Conditions:
         """Encode captions and images to `clip_text` (B, L, D), `clip_text_pooled` (B, 1, D), `clip_img` (B, 1, D').
 
@@ -153,6 +159,7 @@ class StageC(Stage):
             tokens: from `tokenize`, on the device.
             image_BCHW: (B, 3, H, W) float in [0, 1]; None, or a stage without image tower = zeros.
             keep_image_B: (B,) bool, which samples keep their image condition, the others get zeros; None = all.
+            drawn: not used: this stage draws nothing.
         """
         text, pooled = self.text_encoder.encode(tokens)
         if self.image_encoder is None or image_BCHW is None:

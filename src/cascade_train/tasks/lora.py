@@ -54,7 +54,7 @@ class LoRA(TextToImage):
             null = new ones.
         seed: of the adapters' first values.
         cond_drop_prob: share of samples whose caption is replaced by the empty one, in [0, 1].
-        image_keep_prob: share of samples whose own image embedding is a condition, in [0, 1]; the others get zeros.
+        image_keep_prob: share of samples whose own image is a condition, in [0, 1]; null = the stage's.
 
     Raises:
         ValueError: a number out of range.
@@ -76,7 +76,7 @@ class LoRA(TextToImage):
         weights: str | None,
         seed: int,
         cond_drop_prob: float,
-        image_keep_prob: float,
+        image_keep_prob: float | None,
         joint_qkv: bool = False,
     ) -> None:
         super().__init__(cond_drop_prob=cond_drop_prob, image_keep_prob=image_keep_prob)

@@ -1,4 +1,4 @@
-"""Denoising with captions as conditions: what every task of Stage C that learns from captioned images shares.
+"""Denoising with captions and images as conditions: what every diffusion task on captioned images shares.
 
 Lives here: the draws about a sample, the loss, evaluation and prediction. Must not live here: which parameters train
 (one file per task) and how noise and loss are defined (diffusion/).
@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cascade_train.batch import Batch
 from cascade_train.diffusion.objective import Diffused, Objective
+from cascade_train.errors import ConfigError
 from cascade_train.models.stage import Stage, Tokens
 from cascade_train.tasks.base import Phase, Predictor, StepOutput, Task
 
@@ -33,6 +35,7 @@ class PreparedBatch:
         noise_BCHW: (B, C, H, W) fp32 standard normal, in the latent's shape.
         offset_BC11: (B, C, 1, 1) fp32 standard normal; None where the objective has no offset noise.
         weight_B: (B,) fp32 weight of each sample's loss; None = 1 each.
+        drawn: the stage's own choices, see `Stage.draw`.
     """
 
     image_BCHW: Tensor
@@ -43,14 +46,16 @@ class PreparedBatch:
     noise_BCHW: Tensor
     offset_BC11: Tensor | None
     weight_B: Tensor | None = None
+    drawn: Any = None
 
 
 class TextToImage(Task):
-    """Base of the tasks that train Stage C's network, or something in it, to denoise captioned images.
+    """Base of the tasks that train a stage's network, or something in it, to denoise captioned images.
 
     Args:
         cond_drop_prob: share of samples whose caption is replaced by the empty one, in [0, 1].
-        image_keep_prob: share of samples whose own image embedding is a condition, in [0, 1]; the others get zeros.
+        image_keep_prob: share of samples whose own image is a condition, in [0, 1], the others get zeros; null = the
+            stage's (0.1 for Stage C, 0.9 for Stage B, as in the original).
 
     Raises:
         ValueError: a share outside [0, 1].
@@ -59,14 +64,15 @@ class TextToImage(Task):
         trains_conditions: whether something in the encoders of conditions trains, so that they need gradients.
     """
 
-    def __init__(self, *, cond_drop_prob: float, image_keep_prob: float) -> None:
+    def __init__(self, *, cond_drop_prob: float, image_keep_prob: float | None) -> None:
         for key, share in (("cond_drop_prob", cond_drop_prob), ("image_keep_prob", image_keep_prob)):
-            if not 0.0 <= share <= 1.0:
+            if share is not None and not 0.0 <= share <= 1.0:
                 raise ValueError(f"{key}={share}: is a share of the samples, give a number between 0 and 1")
         self.cond_drop_prob = cond_drop_prob
         self.image_keep_prob = image_keep_prob
         self.stage: Stage
         self.objective: Objective
+        self._image_keep_prob: float
         self.device: torch.device
         self._empty_tokens: Tokens
         self.trains_conditions = False
@@ -74,6 +80,7 @@ class TextToImage(Task):
     def attach(self, stage: Stage, objective: Objective, device: torch.device) -> None:
         """Take the built stage; a task extends this by what it freezes and adds."""
         self.stage, self.objective, self.device = stage, objective, device
+        self._image_keep_prob = stage.image_keep_prob if self.image_keep_prob is None else self.image_keep_prob
         self._empty_tokens = self._tokens([""])
 
     def phases(self) -> list[Phase]:
@@ -89,11 +96,12 @@ class TextToImage(Task):
             image_BCHW=self._copy(batch.image_BCHW),
             tokens=self._tokens(batch.captions),
             drop_caption_B=self._copy(batch.uniform("caption_drop") < self.cond_drop_prob),
-            keep_image_B=self._copy(batch.uniform("image_keep") < self.image_keep_prob),
+            keep_image_B=self._copy(batch.uniform("image_keep") < self._image_keep_prob),
             timestep_B=self._copy(batch.uniform("timestep")),
-            noise_BCHW=self._copy(batch.normal("noise", (channels, *size))),
+            noise_BCHW=self._copy(self.objective.noise.draw(batch.generators("noise"), (channels, size[0], size[1]))),
             offset_BC11=None if offset_BC11 is None else self._copy(offset_BC11),
             weight_B=None if batch.weight_B is None else self._copy(batch.weight_B),
+            drawn=self.stage.draw(batch),
         )
 
     def loss(self, prepared: PreparedBatch) -> StepOutput:
@@ -101,9 +109,9 @@ class TextToImage(Task):
         with torch.no_grad():
             image_BCHW = prepared.image_BCHW.float() / 255
             tokens = self._drop(prepared.tokens, prepared.drop_caption_B)
-            shown_BCHW = image_BCHW if self.image_keep_prob > 0.0 else None
+            shown_BCHW = image_BCHW if self._image_keep_prob > 0.0 else None
             with torch.set_grad_enabled(self.trains_conditions):
-                cond = self.stage.conditions(tokens, shown_BCHW, prepared.keep_image_B)
+                cond = self.stage.conditions(tokens, shown_BCHW, prepared.keep_image_B, prepared.drawn)
             x0_BCHW = self.stage.encode(image_BCHW)
             diffused = self.objective.diffuse(x0_BCHW, prepared.noise_BCHW, prepared.timestep_B, prepared.offset_BC11)
         pred_BCHW = self.stage.predict(diffused.noised, diffused.timestep_ratio_B, cond)
@@ -114,11 +122,15 @@ class TextToImage(Task):
 
     @torch.no_grad()
     def evaluate(self, prepared: PreparedBatch, logsnr: float) -> Tensor:
-        """Return the unweighted loss (B,) fp32 at one noise level, from whole captions without image condition."""
-        x0_BCHW = self.stage.encode(prepared.image_BCHW.float() / 255)
+        """Return the unweighted loss (B,) fp32 at one noise level, from whole captions.
+
+        An image is a condition only where the stage needs one.
+        """
+        image_BCHW = prepared.image_BCHW.float() / 255
+        x0_BCHW = self.stage.encode(image_BCHW)
         logsnr_B = torch.full_like(prepared.timestep_B, logsnr)
         diffused: Diffused = self.objective.diffuse_at(x0_BCHW, prepared.noise_BCHW, logsnr_B, prepared.offset_BC11)
-        cond = self.stage.conditions(prepared.tokens)
+        cond = self.stage.conditions(prepared.tokens, image_BCHW if self.stage.needs_image else None)
         _, loss_raw_B = self.objective.loss(
             self.stage.predict(diffused.noised, diffused.timestep_ratio_B, cond), diffused
         )
@@ -126,13 +138,26 @@ class TextToImage(Task):
 
     @torch.no_grad()
     def predictor(self, captions: Sequence[str], image_BCHW: Tensor | None) -> Predictor:
-        """Return predictions under the captions and under the empty caption, both from one forward pass.
+        """Return predictions under the conditions and without them, both from one forward pass.
 
         Args:
             captions: B prompts.
-            image_BCHW: not used: no image controls these tasks.
+            image_BCHW: (B, 3, H, W) float in [0, 1], shown where the stage needs an image; else not used.
+
+        Raises:
+            ConfigError: the stage needs an image and there is none.
         """
-        cond = self.stage.conditions(self._tokens([*captions, *[""] * len(captions)]))
+        tokens = self._tokens([*captions, *[""] * len(captions)])
+        if not self.stage.needs_image:
+            cond = self.stage.conditions(tokens)
+        elif image_BCHW is None:
+            raise ConfigError(
+                f"{self.stage.name} reconstructs images and cannot paint from prompts alone: leave sample.prompts=null,"
+                " which shows captioned images of the data"
+            )
+        else:
+            keep_B = torch.arange(2 * len(captions), device=self.device) < len(captions)
+            cond = self.stage.conditions(tokens, image_BCHW.repeat(2, 1, 1, 1), keep_B)
 
         @torch.no_grad()
         def predict(noised_BCHW: Tensor, timestep_ratio_B: Tensor) -> tuple[Tensor, Tensor]:

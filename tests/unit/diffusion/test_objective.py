@@ -40,7 +40,7 @@ def test_noised_latents_are_taken_apart_again(objective: Objective, latents: Lat
     diffused = objective.diffuse_at(x0, noise, torch.linspace(-5, 5, 32))
     again = objective.x0(diffused.target, diffused.noised, diffused.logsnr_B)
     torch.testing.assert_close(again, x0, atol=1e-4, rtol=1e-4)
-    again = objective.noise(diffused.target, diffused.noised, diffused.logsnr_B)
+    again = objective.predicted_noise(diffused.target, diffused.noised, diffused.logsnr_B)
     torch.testing.assert_close(again, noise, atol=1e-4, rtol=1e-4)
 
 

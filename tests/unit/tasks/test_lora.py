@@ -209,7 +209,7 @@ def test_a_filter_of_the_text_encoder_names_its_own_key() -> None:
 
 def test_only_stage_c_is_adapted() -> None:
     with pytest.raises(AssertionError, match="adapters and tokens are for Stage C, not for"):
-        component("task", "lora").attach(SimpleNamespace(name="stage_x", tokenize=lambda _: {}), None, None)
+        component("task", "lora").attach(SimpleNamespace(name="stage_x", image_keep_prob=0.1, tokenize=lambda _: {}), None, None)
 
 
 def test_first_values_follow_the_seed() -> None:
