@@ -1,0 +1,183 @@
+"""Captioned pictures in a folder and the folders below it, as they lie on the disk."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from cascade_train.data.folder_files import (
+    CAPTION_FILES,
+    MASK,
+    MULTIPLY,
+    VALUE_FILES,
+    PictureFile,
+    beside,
+    caption_of_name,
+    find_pictures,
+    read_caption,
+    read_values,
+)
+from cascade_train.data.index import ROW_FIELDS, Index
+from cascade_train.data.picture_files import EXTENSIONS, load_facts, load_picture_sizes, refuse_unreadable
+from cascade_train.data.repeats import repeat_counts, repeated_rows
+from cascade_train.data.row_filter import parse_row_filters
+from cascade_train.data.row_verdicts import judged, passing_rows
+from cascade_train.data.sample import RawSample, UnreadableSampleError
+from cascade_train.data.source import Source
+from cascade_train.errors import ConfigError, RunError
+
+FOLDER_FIELDS = [*ROW_FIELDS, ("bytes", "<i8"), ("caption", "u1"), ("values", "u1"), ("mask", "u1")]
+_SHOWN = 5
+_log = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class Folder(Source):
+    """Pictures (jpg, jpeg, jfif, png, webp, bmp) in a folder and all below it, but not in hidden ones.
+
+    A picture's caption lies beside it, in `name.txt` or `name.caption`, or is its name: of `a cat_(2).jpg`, the part
+    before the first underscore. `name.json` or `name.yaml` may tell more, `name.mask.png` where the loss counts. A file
+    `multiply.txt` with a number says how often the pictures of its own folder come in an epoch; fractions take a part
+    of them once more, the same ones in every epoch.
+
+    Attributes:
+        path: the folder.
+        caption_from: file = a file beside the picture, without one it is left out; name = the picture's name;
+            file_or_name = its name where there is no file.
+        index_dir: folder for the cached index; None = beside the data, else the user's cache folder.
+        row_filters: conditions on each sample's json or yaml: a list of [key, condition], or a mapping; None = all.
+    """
+
+    path: str
+    caption_from: Literal["file_or_name", "file", "name"]
+    index_dir: str | None
+    row_filters: list[list[Any]] | dict[str, str] | None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.caption_from not in ("file_or_name", "file", "name"):
+            raise ValueError(f"data.caption_from={self.caption_from} is unknown: choose file_or_name, file or name")
+        self._filters = parse_row_filters(self.row_filters)
+        self._root = Path(self.path).expanduser()
+        self._cache_dir = None if self.index_dir is None else Path(self.index_dir)
+
+    def open(self) -> Index:
+        """Find the pictures in the order of their names, and read the headers of those that changed.
+
+        Raises:
+            ConfigError: there is no such folder, or no usable picture in it; a `multiply.txt` is no number; no sample
+                meets `row_filters`.
+            RunError: a file cannot be read, or too many pictures have no readable header.
+        """
+        try:
+            found = self._usable(list(find_pictures(self._root)))
+            index = self._indexed(found)
+        except OSError as error:
+            raise RunError(f"data.path={self.path} cannot be read: {error}") from error
+        refuse_unreadable(index, f"data.path={self.path}")
+        self._index = index
+        return index
+
+    def _usable(self, found: list[PictureFile]) -> list[PictureFile]:
+        """Leave out what has no caption, and say what has which."""
+        named = [file for file in found if self.caption_from == "name" or not file.caption]
+        if self.caption_from == "file":
+            missing, named = named, []
+        else:
+            missing = [file for file in named if not caption_of_name(file.name)]
+        left_out = {file.name for file in missing}
+        usable = [file for file in found if file.name not in left_out]
+        if not usable:
+            raise ConfigError(self._nothing_usable_text(len(found)))
+        if missing:
+            _log.warning("%s: left out %d pictures without a caption: %s", self.path, len(missing), _names(missing))
+        if named and self.caption_from != "name":
+            _log.warning(
+                "%s: %d of %d pictures have no caption file (%s), so their names are their captions: %s",
+                self.path, len(named) - len(missing), len(usable), ", ".join(CAPTION_FILES[1:]), _names(named),
+            )  # fmt: skip
+        return usable
+
+    def _nothing_usable_text(self, pictures: int) -> str:
+        if not pictures:
+            return (
+                f"data.path={self.path} holds no picture (.{', .'.join(EXTENSIONS)}), nor do the folders below it;"
+                " hidden files do not count"
+            )
+        return (
+            f"data.path={self.path}: none of {pictures} pictures has a caption beside it"
+            f" ({', '.join(CAPTION_FILES[1:])}); write them, or take names by data.caption_from=file_or_name"
+        )
+
+    def _indexed(self, found: list[PictureFile]) -> Index:
+        """Return the index of these pictures, repeated, and of those that meet the filters."""
+        sizes = load_picture_sizes(self._root, [file.name for file in found], self._cache_dir)
+        table = np.zeros(len(found), dtype=FOLDER_FIELDS)
+        table["width"], table["height"], table["bytes"] = sizes.values[:, 0], sizes.values[:, 1], sizes.size
+        for field in ("caption", "values", "mask"):
+            table[field] = [getattr(file, field) for file in found]
+        if self.caption_from == "name":
+            table["caption"] = 0
+        keys = np.array([file.name.encode() for file in found])
+        counts = _repeat_counts(found, keys)
+        if not counts.any():
+            raise ConfigError(f"data.path={self.path}: {MULTIPLY} leaves no picture; write numbers above 0")
+        if len(self._filters):
+            counts = np.where(passing_rows(self._filters, self._verdicts(found)), counts, 0)
+        rows = repeated_rows(counts)
+        name = self._root.resolve().name
+        return Index(shards=(name,), table=table[rows], keys=keys[rows], filters=self._filters.identity)
+
+    def _verdicts(self, found: list[PictureFile]) -> np.ndarray:
+        """Return what the filters say of each picture's values, (N, 1 + filters)."""
+
+        def judge(path: Path) -> list[int]:
+            return judged(self._filters, read_values(path))
+
+        verdicts = np.zeros((len(found), 1 + len(self._filters)), dtype=np.int32)
+        rows = [row for row, file in enumerate(found) if file.values]
+        names = [beside(found[row].name, VALUE_FILES[found[row].values]) for row in rows]
+        kind, columns = f"verdicts-{self._filters.identity}", verdicts.shape[1]
+        facts = load_facts(self._root, names, judge, columns=columns, kind=kind, cache_dir=self._cache_dir)
+        verdicts[rows] = facts.values
+        return verdicts
+
+    def read(self, row: int) -> RawSample:
+        """Read a picture and what lies beside it."""
+        name, entry = self._index.keys[row].decode(), self._index.table[row]
+        path = self._root / name
+        text = CAPTION_FILES[entry["caption"]]
+        mask = (self._root / beside(name, MASK)).read_bytes() if entry["mask"] else None
+        return RawSample(
+            image=path.read_bytes(),
+            caption=read_caption(self._root / beside(name, text)) if text else caption_of_name(name),
+            key=self._index.name(row),
+            mask=mask,
+            values=self._values(name, VALUE_FILES[entry["values"]]) if self.captions.needs_values else {},
+        )
+
+    def _values(self, name: str, extension: str) -> Mapping[str, Any]:
+        values = read_values(self._root / beside(name, extension)) if extension else None
+        if values is None:
+            raise UnreadableSampleError("it has no readable json or yaml, which data.captions asks for")
+        return values
+
+
+def _repeat_counts(found: list[PictureFile], keys: np.ndarray) -> np.ndarray:
+    """Return how often each picture comes; those of one factor share its fraction."""
+    factors = np.array([file.factor for file in found])
+    counts = np.zeros(len(found), dtype=np.int64)
+    for factor in np.unique(factors).tolist():
+        alike = factors == factor
+        counts[alike] = repeat_counts(keys[alike].tolist(), factor)
+    return counts
+
+
+def _names(files: list[PictureFile]) -> str:
+    shown = ", ".join(file.name for file in files[:_SHOWN])
+    return shown + (", ..." if len(files) > _SHOWN else "")

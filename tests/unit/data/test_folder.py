@@ -1,0 +1,306 @@
+"""Pictures in folders: what is found, where captions come from, and how often a picture comes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from cascade_train.data import picture_files
+from cascade_train.data.captions import Captions
+from cascade_train.data.folder import Folder
+from cascade_train.data.folder_files import caption_of_name, find_pictures
+from cascade_train.data.sample import UnreadableSampleError
+from cascade_train.errors import ConfigError, RunError
+from tests.unit.data import tars
+from tests.unit.data.dataset_contract import DatasetContract, loading
+
+
+def folder(path: Path, **options: Any) -> Folder:
+    """Make a source with small defaults."""
+    defaults = {
+        "image_size": 16,
+        "crop": "center",
+        "shuffle_window_shards": 2,
+        "num_workers": 0,
+        "worker_start": "fork",
+        "caption_from": "file_or_name",
+        "index_dir": None,
+        "row_filters": None,
+    }
+    return Folder(path=str(path), **{**defaults, **options})
+
+
+def write(path: Path, content: bytes | str | None = None) -> Path:
+    """Write a file and its folders; a picture by default."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = tars.picture(tint=len(path.name)) if content is None else content
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def names(source: Folder) -> list[str]:
+    return [key.decode() for key in source.open().keys.tolist()]
+
+
+def captions(source: Folder) -> dict[str, str]:
+    index = source.open()
+    return {index.keys[row].decode(): source.read(row).caption for row in range(len(index))}
+
+
+class TestFolder(DatasetContract):
+    order_digest = "b646e2e75ce09689"
+    samples = 37
+
+    @classmethod
+    def make_source(cls, folder_: Path, **options: Any) -> Folder:
+        root = folder_ / "pictures"
+        if not root.exists():
+            for number in range(37):
+                write(root / f"{number % 3}/{number:04d}.png", tars.picture(tint=number))
+                write(root / f"{number % 3}/{number:04d}.txt", f"picture {number}")
+        return folder(root, **options)
+
+    def test_a_moved_folder_keeps_its_order(self, folder: Path, tmp_path: Path) -> None:
+        with loading(self.make_source(folder)) as loader:
+            state = loader.state_dict()
+        moved = tmp_path / "elsewhere"
+        self.make_source(moved)
+        with loading(self.make_source(moved)) as loader:
+            loader.load_state_dict(state)
+
+    def test_added_pictures_are_refused_on_resume(self, folder: Path, tmp_path: Path) -> None:
+        with loading(self.make_source(folder)) as loader:
+            state = loader.state_dict()
+        self.make_source(tmp_path)
+        write(tmp_path / "pictures/more.png")
+        with (
+            loading(self.make_source(tmp_path)) as loader,
+            pytest.raises(ConfigError, match="the files behind data changed"),
+        ):
+            loader.load_state_dict(state)
+
+
+def test_pictures_are_found_in_all_folders_in_the_order_of_their_names(tmp_path: Path) -> None:
+    for name in ("b.JPG", "a.png", "Ä.webp", "z/2.bmp", "z/10.jfif", "y/deep/1.jpeg"):
+        write(tmp_path / name)
+    for name in (".hidden.png", "._a.png", ".git/x.png", "notes.txt", "a.mask.png", "movie.mp4", "png"):
+        write(tmp_path / name)
+    assert names(folder(tmp_path)) == ["a.png", "b.JPG", "Ä.webp", "y/deep/1.jpeg", "z/10.jfif", "z/2.bmp"]
+
+
+def test_links_are_followed_and_their_loops_end(tmp_path: Path) -> None:
+    write(tmp_path / "data/sub/a.png")
+    write(tmp_path / "other/b.png")
+    (tmp_path / "data/sub/up").symlink_to(tmp_path / "data")
+    (tmp_path / "data/other").symlink_to(tmp_path / "other")
+    (tmp_path / "data/self").symlink_to(tmp_path / "data/self")
+    assert names(folder(tmp_path / "data")) == ["other/b.png", "sub/a.png"]
+
+
+def test_names_that_are_no_text_are_left_out_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(tmp_path / "a.png")
+    (tmp_path / os.fsdecode(b"b\xff.png")).write_bytes(tars.picture())
+    assert names(folder(tmp_path)) == ["a.png"]
+    assert "left out 1 files whose names are not UTF-8" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "caption"),
+    [
+        ("a photo of john riding a bicycle.webp", "a photo of john riding a bicycle"),
+        ("sub_folder/a bench in a park_(1).png", "a bench in a park"),
+        ("a bench_2_3.png", "a bench"),
+        ("St. Mark's at 5.30 p.m..jpg", "St. Mark's at 5.30 p.m."),
+        ("ein Mädchen, 犬.jpg", "ein Mädchen, 犬"),
+        ("_1.jpg", ""),
+    ],
+)
+def test_a_name_is_a_caption_up_to_its_first_underscore(name: str, caption: str) -> None:
+    assert caption_of_name(name) == caption
+
+
+def test_captions_come_from_files_or_names_as_chosen(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(tmp_path / "one_(1).png")
+    write(tmp_path / "two_(1).png")
+    write(tmp_path / "two_(1).txt", "\ufeffa text \n")
+    write(tmp_path / "three.png")
+    write(tmp_path / "three.caption", "a caption")
+    write(tmp_path / "_4.png")
+    by_file = {"three.png": "a caption", "two_(1).png": "a text"}
+    assert captions(folder(tmp_path)) == {"one_(1).png": "one", **by_file}
+    assert "1 of 3 pictures have no caption file (.txt, .caption), so their names are" in caplog.text
+    assert "left out 1 pictures without a caption: _4.png" in caplog.text
+    caplog.clear()
+    assert captions(folder(tmp_path, caption_from="file")) == by_file
+    assert "left out 2 pictures without a caption: _4.png, one_(1).png" in caplog.text
+    caplog.clear()
+    assert captions(folder(tmp_path, caption_from="name")) == {
+        "one_(1).png": "one",
+        "three.png": "three",
+        "two_(1).png": "two",
+    }
+    assert "have no caption file" not in caplog.text
+
+
+def test_values_and_masks_come_with_the_picture(tmp_path: Path) -> None:
+    for name in ("a", "b", "c", "d"):
+        write(tmp_path / f"{name}.png")
+    write(tmp_path / "a.json", json.dumps({"artist": "Ann", "score": 5}))
+    write(tmp_path / "b.yaml", "artist: Bo\nscore: 3\n")
+    write(tmp_path / "c.json", "[1]")
+    mask = write(tmp_path / "a.mask.png")
+    source = folder(tmp_path, captions=Captions(template="{caption} by {artist}"))
+    source.open()
+    assert [source.read(row).values["artist"] for row in (0, 1)] == ["Ann", "Bo"]
+    assert [source.read(row).mask for row in (0, 1)] == [mask.read_bytes(), None]
+    for row in (2, 3):
+        with pytest.raises(UnreadableSampleError, match="no readable json or yaml"):
+            source.read(row)
+    plain = folder(tmp_path)
+    plain.open()
+    assert plain.read(2).values == {}
+
+
+def test_row_filters_judge_values_beside_pictures(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("a", "b", "c", "d"):
+        write(tmp_path / f"{name}.png")
+    write(tmp_path / "a.json", '{"score": 5}')
+    write(tmp_path / "b.yml", "score: 3\n")
+    write(tmp_path / "c.yml", "- [")
+    with caplog.at_level(logging.INFO):
+        assert names(folder(tmp_path, row_filters={"score": "> 2"})) == ["a.png", "b.yml".replace("yml", "png")]
+        assert names(folder(tmp_path, row_filters={"score": "> 4"})) == ["a.png"]
+    assert "keep 1 of 4 samples (25.0%); 2 have no readable json" in caplog.text
+    write(tmp_path / "b.yml", "score: 4.5\n")
+    assert names(folder(tmp_path, row_filters={"score": "> 4"})) == ["a.png", "b.png"]
+    with pytest.raises(ConfigError, match="row_filters leave no sample, so nothing can train"):
+        folder(tmp_path, row_filters={"score": "> 9"}).open()
+
+
+def test_multiply_files_say_how_often_the_pictures_of_their_own_folder_come(tmp_path: Path) -> None:
+    for number in range(10):
+        for name in ("once", "often", "often/below", "rarely", "never"):
+            write(tmp_path / name / f"{number}.png")
+    write(tmp_path / "often/multiply.txt", " 2.3\n")
+    write(tmp_path / "rarely/multiply.txt", "0.4")
+    write(tmp_path / "never/multiply.txt", "0")
+    found = Counter(names(folder(tmp_path)))
+    per_folder = Counter(name.rpartition("/")[0] for name in found.elements())
+    assert per_folder == {"once": 10, "often": 23, "often/below": 10, "rarely": 4}
+    assert Counter(found[f"often/{number}.png"] for number in range(10)) == {2: 7, 3: 3}
+    assert names(folder(tmp_path)) == list(names(folder(tmp_path)))
+    assert names(folder(tmp_path))[:34] != names(folder(tmp_path))[-34:]
+
+
+@pytest.mark.parametrize("text", ["two", "-1", "nan", "inf", ""])
+def test_a_multiply_file_must_hold_a_number(tmp_path: Path, text: str) -> None:
+    write(tmp_path / "a.png")
+    write(tmp_path / "multiply.txt", text)
+    with pytest.raises(ConfigError, match="write one number, 0 or more, such as 2 or 0.5"):
+        folder(tmp_path).open()
+
+
+def test_what_cannot_train_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not a folder; paths are relative to"):
+        folder(tmp_path / "absent").open()
+    write(tmp_path / "notes.txt", "text")
+    with pytest.raises(ConfigError, match="holds no picture .*nor do the folders below it"):
+        folder(tmp_path).open()
+    write(tmp_path / "a.png")
+    with pytest.raises(ConfigError, match="none of 1 pictures has a caption beside it"):
+        folder(tmp_path, caption_from="file").open()
+    write(tmp_path / "multiply.txt", "0")
+    with pytest.raises(ConfigError, match="multiply.txt leaves no picture; write numbers above 0"):
+        folder(tmp_path).open()
+    with pytest.raises(ValueError, match="data.caption_from=title is unknown: choose file_or_name"):
+        folder(tmp_path, caption_from="title")
+
+
+def test_a_folder_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "a.png")
+
+    def refuse(path: Path) -> Any:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(picture_files, "upright_size", refuse)
+    with pytest.raises(RunError, match=f"data.path={tmp_path} cannot be read: .*Permission denied"):
+        folder(tmp_path).open()
+
+
+def test_pictures_without_a_header_are_counted_and_too_many_stop_the_start(tmp_path: Path) -> None:
+    write(tmp_path / "a.png")
+    write(tmp_path / "b.png", b"")
+    (tmp_path / "loop.png").symlink_to(tmp_path / "loop.png")
+    with pytest.raises(RunError, match=r"2 pictures have no readable header, more than 1% of 3: .*:b.png, .*:loop.png"):
+        folder(tmp_path).open()
+    (tmp_path / "loop.png").unlink()
+    assert folder(tmp_path).open().table["width"].tolist() == [40, 0]
+
+
+def test_only_changed_pictures_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path / "root"
+    write(root / "a.png")
+    write(root / "b.png", tars.picture(10, 20))
+    first = folder(root).open()
+    read = []
+    size = picture_files.picture_size
+
+    def watched(path: Path) -> tuple[int, int]:
+        read.append(path.name)
+        return size(path)
+
+    monkeypatch.setattr(picture_files, "picture_size", watched)
+    assert folder(root).open().digest == first.digest
+    assert read == []
+    write(root / "b.png", tars.picture(30, 20))
+    write(root / "c.png")
+    assert folder(root).open().table["width"].tolist() == [40, 30, 40]
+    assert read == ["b.png", "c.png"]
+    (root / "a.png").unlink()
+    assert folder(root).open().table["width"].tolist() == [30, 40]
+    assert read == ["b.png", "c.png"]
+    (cached,) = (tmp_path / ".cascade_train_index").glob("root-*.npz")
+    cached.write_bytes(b"damaged")
+    assert folder(root).open().table["width"].tolist() == [30, 40]
+    assert len(read) == 4
+
+
+def test_sizes_are_those_of_the_picture_as_it_is_seen(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.new("RGB", (30, 20)).save(tmp_path / "a.jpg", exif=exif)
+    source = folder(tmp_path)
+    index = source.open()
+    assert (index.table["width"][0], index.table["height"][0]) == (20, 30)
+
+
+def test_the_readers_of_headers_are_given_the_whole_file_where_its_beginning_does_not_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "a.png")
+    monkeypatch.setattr(picture_files, "_HEADER_BYTES", 20)
+    assert folder(tmp_path).open().table["width"].tolist() == [40]
+
+
+def test_a_caption_that_is_no_text_is_unreadable(tmp_path: Path) -> None:
+    write(tmp_path / "a.png")
+    write(tmp_path / "a.txt", b"\xff\xfe\xfa")
+    source = folder(tmp_path)
+    source.open()
+    with pytest.raises(UnreadableSampleError, match="the caption is not UTF-8"):
+        source.read(0)
+
+
+def test_two_pictures_of_one_stem_share_their_files(tmp_path: Path) -> None:
+    write(tmp_path / "a.png")
+    write(tmp_path / "a.jpg")
+    write(tmp_path / "a.txt", "both")
+    assert [file.name for file in find_pictures(tmp_path)] == ["a.jpg", "a.png"]
+    assert set(captions(folder(tmp_path)).values()) == {"both"}
