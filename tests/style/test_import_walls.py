@@ -29,7 +29,7 @@ OUTSIDE = {
     "diffusion": {"torch"},
     "tasks": {"torch"},
     "distributed": {"torch"},
-    "batch": {"torch"},
+    "batch": {"torch", "numpy"},
     "errors": set(),
     "config": {"hydra", "omegaconf", "yaml"},
 }
