@@ -114,8 +114,8 @@ class Shapes(Source):
     def read(self, row: int) -> RawSample:
         """Draw one picture."""
         scene, caption, picture = self.draw(row)
-        del scene
-        return RawSample(image=np.asarray(picture), caption=caption, key=f"{self._title()}:{row:07d}")
+        words = vars(scene.renamed(self.names or {}))
+        return RawSample(image=np.asarray(picture), caption=caption, key=f"{self._title()}:{row:07d}", values=words)
 
     def _title(self) -> str:
         """Return what tells these pictures from others, so that no run continues with others."""

@@ -21,6 +21,7 @@ from cascade_train.errors import RunError
 from tests.unit.data import tars
 from tests.unit.data.dataset_contract import loading
 from tests.unit.data.test_regularised import regularised
+from tests.unit.data.test_shapes import shapes
 
 PIXELS = np.zeros((1, 1, 3), dtype=np.uint8)
 
@@ -211,3 +212,11 @@ def test_each_of_two_sources_has_captions_of_its_own() -> None:
     assert pairs == {("shapes-seed0-star-star=[star]", True), ("shapes-seed1-circle", False)}
     with pytest.raises(ValueError, match="data.captions belongs to each of the two sources here: set data.source"):
         regularised(captions=Captions(choose="first"))
+
+
+def test_the_words_of_a_scene_fill_templates() -> None:
+    source = shapes(captions=Captions(template="{colour} {shape} on {background}"))
+    with loading(source) as loader:
+        batch = next(loader)[0]
+    scene = source.draw(int(batch.index_B[0]))[0]
+    assert batch.captions[0] == f"{scene.colour} {scene.shape} on {scene.background}"
