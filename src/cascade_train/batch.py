@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,6 +33,22 @@ def sample_seed(seed: int, epoch: int, index: int, purpose: str) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
+class Unreadable(NamedTuple):
+    """A sample that could not be used.
+
+    Attributes:
+        name: shard and key.
+        reason: what is wrong with it.
+    """
+
+    name: str
+    reason: str
+
+    def __str__(self) -> str:
+        """Return both, for messages."""
+        return f"{self.name} ({self.reason})"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Batch:
     """Samples of one shape, on the host or on a device.
@@ -50,7 +67,7 @@ class Batch:
             the source cannot say.
         crop_B4: (B, 4) int64 on the host, top, left, height and width of the crop in the original's pixels; None
             where the source cannot say.
-        skipped: names of unreadable samples that others in this batch stand in for.
+        skipped: unreadable samples that others in this batch stand in for.
     """
 
     image_BCHW: Tensor
@@ -63,7 +80,7 @@ class Batch:
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     original_size_B2: Tensor | None = None
     crop_B4: Tensor | None = None
-    skipped: tuple[str, ...] = ()
+    skipped: tuple[Unreadable, ...] = ()
 
     def __len__(self) -> int:
         return len(self.captions)

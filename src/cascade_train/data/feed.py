@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from cascade_train.batch import Batch, SampleTransform
+from cascade_train.batch import Batch, SampleTransform, Unreadable
 from cascade_train.data.index import Index
 
 
@@ -45,11 +45,11 @@ class Feed(Protocol):
 
     Attributes:
         position: global batches handed out, never those prefetched.
-        skipped: names of the unreadable samples that this rank met, each once.
+        skipped: the unreadable samples that this rank met, each once.
     """
 
     position: int
-    skipped: list[str]
+    skipped: list[Unreadable]
 
     @property
     def samples_per_epoch(self) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from cascade_train.batch import Batch, SampleTransform
+from cascade_train.batch import Batch, SampleTransform, Unreadable
 from cascade_train.data.index import Index
 from cascade_train.data.plan import ORDER_VERSION, Plan, Step
 from cascade_train.data.source import Source
@@ -55,7 +55,7 @@ class Loader:
 
     Attributes:
         position: global batches handed out.
-        skipped: names of the unreadable samples that this rank met, each once.
+        skipped: the unreadable samples that this rank met, each once.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Loader:
             image_size=source.image_size,
         )
         self.position = position
-        self.skipped: list[str] = []
+        self.skipped: list[Unreadable] = []
         self._rows, self._seen, self._global_batch_size = rows, 0, global_batch_size
         self._micro_batches = global_batch_size // ranks // micro_batch_size
         rows_digest = hashlib.sha256(rows.astype("<i8").tobytes()).hexdigest()[:16]
@@ -193,14 +193,14 @@ class Loader:
         Before every sample may have been seen once, three more are allowed, since few samples say little.
         """
         self._seen += len(batch)
-        for name in batch.skipped:
-            if name not in self.skipped:
-                self.skipped.append(name)
-                _log.warning("unreadable sample, another stands in: %s", name)
+        for each in batch.skipped:
+            if each not in self.skipped:
+                self.skipped.append(each)
+                _log.warning("unreadable sample, another stands in: %s", each)
         share = MAX_UNREADABLE_SHARE * min(self._seen, len(self._rows))
         limit = max(1.0, share) if self._seen >= len(self._rows) else share + 3
         if len(self.skipped) > limit:
-            listed = "; ".join(self.skipped[:20]) + ("; ..." if len(self.skipped) > 20 else "")
+            listed = "; ".join(map(str, self.skipped[:20])) + ("; ..." if len(self.skipped) > 20 else "")
             raise RunError(
                 f"{len(self.skipped)} unreadable samples among {self._seen} read, more than {MAX_UNREADABLE_SHARE:.0%}:"
                 f" {listed}; remove or replace them"

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from cascade_train.batch import Batch, SampleTransform, sample_seed
+from cascade_train.batch import Batch, SampleTransform, Unreadable, sample_seed
 from cascade_train.data.decode import decode
 from cascade_train.data.index import Index
 from cascade_train.data.plan import Step
@@ -46,7 +46,7 @@ class _Sample:
     row: int
     weight: float
     tensors: dict[str, np.ndarray]
-    skipped: tuple[str, ...]
+    skipped: tuple[Unreadable, ...]
 
 
 class MicroBatches(Dataset[Batch | Failure]):
@@ -91,12 +91,12 @@ class MicroBatches(Dataset[Batch | Failure]):
             seed=self._seed,
             weight_B=torch.tensor([sample.weight for sample in samples], dtype=torch.float32),
             tensors=_stacked([sample.tensors for sample in samples]),
-            skipped=tuple(key for sample in samples for key in sample.skipped),
+            skipped=tuple(each for sample in samples for each in sample.skipped),
         )
 
     def _sample(self, row: int, epoch: int, step: Step) -> _Sample:
         """Return the row's sample, or the next row's that is readable."""
-        skipped: list[str] = []
+        skipped: list[Unreadable] = []
         place = int(np.searchsorted(self._rows, row))
         for candidate in self._rows.take(range(place, place + MAX_STAND_INS), mode="wrap").tolist():
             try:
@@ -104,7 +104,7 @@ class MicroBatches(Dataset[Batch | Failure]):
                 caption = self._source.captions_of(candidate)(raw, self._generator(candidate, epoch, "caption"))
                 image = decode(raw.image, step.height, step.width, offset=self._crop_offset(candidate, epoch))
             except UnreadableSampleError as error:
-                skipped.append(f"{self._index.name(candidate)} ({error})")
+                skipped.append(Unreadable(self._index.name(candidate), str(error)))
                 continue
             return _Sample(
                 image=image,
@@ -115,7 +115,7 @@ class MicroBatches(Dataset[Batch | Failure]):
                 tensors={**raw.tensors, **self._transformed(image, candidate, epoch)},
                 skipped=tuple(skipped),
             )
-        raise RunError(f"unreadable, and so are the samples after it: {'; '.join(dict.fromkeys(skipped))}")
+        raise RunError(f"unreadable, and so are the samples after it: {'; '.join(map(str, dict.fromkeys(skipped)))}")
 
     def _crop_offset(self, row: int, epoch: int) -> tuple[float, float]:
         if self._crop == "center":

@@ -66,7 +66,7 @@ def test_the_next_readable_sample_stands_in(tmp_path: Path, num_workers: int, ca
             step = next(loader)
             skipped += flat(step, "skipped")
             rows += [row for micro in step for row in micro.index_B.tolist()]
-        assert sorted(name.split()[0] for name in loader.skipped) == ["a.tar:0008", "a.tar:0009"]
+        assert sorted(each.name for each in loader.skipped) == ["a.tar:0008", "a.tar:0009"]
     assert {8, 9} & set(rows) == set()
     assert rows.count(12) >= 3 * 2  # itself, and for 8 and for 9, in each of two epochs
     assert len(skipped) >= 6
@@ -118,7 +118,7 @@ def test_a_caption_that_is_not_text_is_unreadable(tmp_path: Path) -> None:
         for _ in range(4):
             next(loader)
         assert len(loader.skipped) == 1
-        assert loader.skipped[0].startswith("a.tar:x (the caption is not UTF-8: ")
+        assert str(loader.skipped[0]).startswith("a.tar:x (the caption is not UTF-8: ")
 
 
 def test_a_killed_worker_is_explained_and_the_others_end(monkeypatch: pytest.MonkeyPatch) -> None:
