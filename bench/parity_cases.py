@@ -28,6 +28,7 @@ RUNNERS: dict[str, Callable[[Variant], Outcome]] = {
     "lora": lora.lora,
     "multifilter": data.multifilter,
     "previewer": networks.previewer,
+    "pyramid_noise": diffusion.pyramid_noise,
     "retoken": text.retoken,
     "stage_b_forward": networks.forward,
     "stage_c_cnet": networks.forward,
@@ -40,7 +41,6 @@ RUNNERS: dict[str, Callable[[Variant], Outcome]] = {
 LATER = {
     "bucketeer": "aspect-ratio buckets are not built yet",
     "control_filters": "control filters are not built yet",
-    "pyramid_noise": "pyramid noise comes with Stage B's training, which is not built yet",
     "stage_a_roundtrip": "Stage A is not built yet",
 }
 

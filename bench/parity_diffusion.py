@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from bench import parity_originals as originals
-from bench.parity_case import Outcome, Variant, fact, recorded
+from bench.parity_case import NotCoveredError, Outcome, Variant, fact, recorded
+from cascade_train.diffusion.noise import PyramidNoise
 from cascade_train.diffusion.sampler import SampleStep, ddim_step, sample
 from cascade_train.diffusion.scaling import StretchedScaling, per_sample
 
@@ -197,3 +198,18 @@ def adaptive_loss(variant: Variant) -> Outcome:
     got |= {"weight_grid": weight(given["grid"]), "weight_grid_shift2": shifted(given["grid"])}
     got["bucket_ranges"] = torch.linspace(*weight.logsnr_range, weight.buckets - 1)
     return Outcome(got)
+
+
+def pyramid_noise(variant: Variant) -> Outcome:
+    """Run pyramid_noise: the recorded normals of every level, mixed."""
+    given = dict(variant.args["kw"])
+    noise = PyramidNoise(
+        levels=given.pop("levels", 10),
+        discount=given.pop("multiplier", 0.75),
+        side_range=given.pop("size_range", None),
+        interpolation=given.pop("scale_mode", "nearest"),
+        square_grids=True,
+    )
+    if given:
+        raise NotCoveredError(f"{', '.join(given)}: no such option of ours")
+    return Outcome({"y": noise.mix(variant.inputs["epsilon"], recorded(variant.inputs, "randn"))})

@@ -21,6 +21,9 @@ NEEDED = {
 }
 """Options that leave something to the user, and the least that they need."""
 
+MOUNTED = {"noise": "noise@objective.noise"}
+"""Groups whose options go into another node, and how they are chosen there."""
+
 RECIPES = ("experiment", "debug")
 OPTIONS = [(group, option) for group in groups() for option in group_options(group)]
 PAIRS = [(model, task) for model in group_options("model") for task in group_options("task")]
@@ -47,7 +50,7 @@ def test_every_file_is_tried():
 def test_option_composes_and_passes_preflight(group: str, option: str):
     chosen = {**CHOSEN, group: option} if group != "experiment" else {group: option}
     choice = f"{group}={option}"
-    cfg = checked(*[f"{key}={value}" for key, value in chosen.items()], *NEEDED.get(choice, []))
+    cfg = checked(*[f"{MOUNTED.get(key, key)}={value}" for key, value in chosen.items()], *NEEDED.get(choice, []))
     assert cfg.run.dir == f"runs/{cfg.run.name}"
 
 

@@ -76,18 +76,19 @@ def test_a_dropped_caption_is_the_empty_one_and_the_others_stay(task: Any, asked
 def test_images_are_conditions_in_training_alone(task: Any, asked: list[tuple[Any, ...]]) -> None:
     prepared = task.prepare_batch(make_batch(0, 1))
     task.loss(prepared)
-    _, image, keep = asked[0]
+    _, image, keep, drawn = asked[0]
+    assert drawn is None
     assert image.dtype == torch.float32
     assert torch.equal(image, prepared.image_BCHW / 255)
     assert torch.equal(keep, prepared.keep_image_B)
     task.evaluate(prepared, 0.0)
-    assert len(asked[1]) == 1
+    assert asked[1][1] is None
 
 
 def test_without_kept_images_none_are_encoded(
     task: Any, asked: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(task, "image_keep_prob", 0.0)
+    monkeypatch.setattr(task, "_image_keep_prob", 0.0)
     task.loss(task.prepare_batch(make_batch(0)))
     assert asked[0][1] is None
 
