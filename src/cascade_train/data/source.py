@@ -7,6 +7,7 @@ batches and workers belong to `plan.py` and `loader.py`.
 from __future__ import annotations
 
 import abc
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -17,6 +18,7 @@ from cascade_train.data.sample import RawSample
 from cascade_train.data.selection import RowSelector
 
 START_METHODS = ("fork", "forkserver", "spawn")
+CROPS = ("center", "random", "saliency")
 
 
 @dataclass(kw_only=True)
@@ -25,26 +27,35 @@ class Source(abc.ABC):
 
     Attributes:
         image_size: side of the square training picture in pixels.
-        crop: which square of a picture that is not square; random draws anew each epoch.
+        crop: which part of a picture that has another shape than its batch: the middle, one drawn anew each epoch, or
+            the one that stands out most.
         shuffle_window_shards: shards whose samples are mixed with each other; larger mixes better, smaller
             keeps reads close together.
         num_workers: processes that read and decode; 0 reads in the training process.
         worker_start: how a worker process starts.
         captions: makes each sample's caption from what `read` returns.
+        flip_prob: share of the pictures that are mirrored left to right, drawn anew each epoch.
+        max_pixels: pixels of the largest picture that is decoded; larger ones count as unreadable. None = any.
+        max_unreadable_share: share of unreadable samples above which a run stops.
+        max_wait_seconds: how long to wait for one batch of the workers before the run stops; None = for ever.
     """
 
     image_size: int
-    crop: Literal["center", "random"]
+    crop: Literal["center", "random", "saliency"]
     shuffle_window_shards: int
     num_workers: int
     worker_start: Literal["fork", "forkserver", "spawn"]
     captions: Captions = field(default_factory=Captions)
+    flip_prob: float = 0.0
+    max_pixels: int | None = 2**27
+    max_unreadable_share: float = 0.01
+    max_wait_seconds: float | None = 600.0
 
     def __post_init__(self) -> None:
         if self.image_size < 1:
             raise ValueError(f"data.image_size={self.image_size} must be at least 1 px: it is the side of a picture")
-        if self.crop not in ("center", "random"):
-            raise ValueError(f"data.crop={self.crop} is unknown: choose center or random")
+        if self.crop not in CROPS:
+            raise ValueError(f"data.crop={self.crop} is unknown: choose {', '.join(CROPS)}")
         if self.shuffle_window_shards < 1:
             raise ValueError(
                 f"data.shuffle_window_shards={self.shuffle_window_shards} must be at least 1 (1 mixes within a shard)"
@@ -55,6 +66,19 @@ class Source(abc.ABC):
             )
         if self.worker_start not in START_METHODS:
             raise ValueError(f"data.worker_start={self.worker_start} is unknown: choose {', '.join(START_METHODS)}")
+        self._check_limits()
+
+    def _check_limits(self) -> None:
+        if not 0.0 <= self.flip_prob <= 1.0:
+            raise ValueError(f"data.flip_prob={self.flip_prob} must lie between 0 and 1: it is a share of the pictures")
+        if self.max_pixels is not None and self.max_pixels < 1:
+            raise ValueError(f"data.max_pixels={self.max_pixels} must be at least 1, or null to decode any picture")
+        if not 0.0 <= self.max_unreadable_share <= 1.0:
+            raise ValueError(
+                f"data.max_unreadable_share={self.max_unreadable_share} must lie between 0 and 1: 0.03 allows 3 in 100"
+            )
+        if self.max_wait_seconds is not None and self.max_wait_seconds <= 0.0:
+            raise ValueError(f"data.max_wait_seconds={self.max_wait_seconds} must be above 0, or null to wait for ever")
 
     def captions_of(self, row: int) -> Captions:
         """Return what makes the caption of one row; a source made of others asks the row's own."""
@@ -77,6 +101,13 @@ class Source(abc.ABC):
             UnreadableSampleError: the sample's content is damaged.
             OSError: the data cannot be reached.
         """
+
+    def prefetch(self, rows: Sequence[int]) -> None:
+        """Begin to read rows that `read` is about to be asked for, where that is worth it. Runs in a worker process."""
+        del rows
+
+    def record(self) -> None:
+        """Write down what a resumed run must find again; called once the run directory is claimed, by one rank."""
 
     def selectors(self) -> list[RowSelector]:
         """Return what decides, by the index alone, which rows take part; nothing is left out by default."""
