@@ -210,7 +210,7 @@ def test_each_of_two_sources_has_captions_of_its_own() -> None:
             for key, text in zip(b.keys, b.captions, strict=True)
         }
     assert pairs == {("shapes-seed0-star-star=[star]", True), ("shapes-seed1-circle", False)}
-    with pytest.raises(ValueError, match="data.captions belongs to each of the two sources here: set data.source"):
+    with pytest.raises(ValueError, match="data.captions belongs to each of the joined sources here: set data.source"):
         regularised(captions=Captions(choose="first"))
 
 

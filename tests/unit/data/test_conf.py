@@ -9,6 +9,7 @@ from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 
 from cascade_train.data.folder import Folder
+from cascade_train.data.mixture import Mixture
 from cascade_train.data.shapes import Shapes
 from cascade_train.data.source import Source
 from cascade_train.data.webdataset import WebDataset
@@ -27,6 +28,10 @@ def build(repository: Path, *overrides: str) -> Source:
         (["+data=webdataset", 'data.urls=["a/{000..005}.tar"]'], WebDataset),
         (["+data=webdataset", 'data.urls="file:a.tar"', "data.crop=random"], WebDataset),
         (["+data=folder", "data.path=pictures"], Folder),
+        (
+            ["+data=mixture", "+data@data.sources.a=shapes", "+data@data.sources.b=folder", "data.sources.b.path=x"],
+            Mixture,
+        ),
     ],
 )
 def test_every_source_is_built_from_its_file(repository: Path, overrides: list[str], kind: type[Source]) -> None:

@@ -1,0 +1,130 @@
+"""Any number of sources as one, each as often as you say."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from cascade_train.data.captions import Captions
+from cascade_train.data.index import Index
+from cascade_train.data.joined import Joined, Part, check_parts
+from cascade_train.data.repeats import repeat_counts, repeated_rows
+from cascade_train.data.sample import RawSample
+from cascade_train.data.selection import selected
+from cascade_train.data.source import Source
+from cascade_train.errors import ConfigError
+
+LEAST_BLOCK = 1024  # samples: a block of fewer would hold too few of a small source to keep its share
+_log = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class Mixture(Source):
+    """Sources by name. Crop, buckets and workers are the mixture's; captions and filters are each source's own.
+
+    A sample that comes more than once in an epoch is another sample each time, with draws of its own. Where a number
+    is not whole, the samples that come once more are the same in every epoch.
+
+    Attributes:
+        sources: what is mixed, by names of your own.
+        repeats: how often the samples of a source come in an epoch, by its name; fractions take a part of them once
+            more, below 1 only a part; null or left out = once.
+        shares: of each source among all samples of an epoch, by its name, or equal. The source that there is least
+            of for its share, once per sample; the others are repeated until it is met. null = by size.
+        loss_weights: of each source, by its name; null or left out = 1.
+    """
+
+    sources: dict[str, Source]
+    repeats: dict[str, float] | None
+    shares: dict[str, float] | Literal["equal"] | None
+    loss_weights: dict[str, float] | None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.sources:
+            raise ValueError("data.sources={} names nothing to mix: +data@data.sources.mine=folder adds a source")
+        if isinstance(self.shares, str) and self.shares != "equal":
+            raise ValueError(f"data.shares={self.shares} is unknown: write equal, or {{{self._names()[0]}: 0.5, ...}}")
+        if self.shares is not None and self.repeats is not None:
+            raise ValueError("data.repeats and data.shares both say how often samples come: set one of them to null")
+        for key in ("repeats", "shares", "loss_weights"):
+            given = getattr(self, key)
+            if isinstance(given, Mapping):
+                self._check_numbers(key, given)
+        if isinstance(self.shares, Mapping) and (missing := set(self.sources) - set(self.shares)):
+            raise ValueError(f"data.shares has none for {', '.join(sorted(missing))}: give every source a share")
+        check_parts(self, {f"sources.{name}": source for name, source in self.sources.items()})
+
+    def _names(self) -> list[str]:
+        return list(self.sources)
+
+    def _check_numbers(self, key: str, given: Mapping[str, float]) -> None:
+        for name, number in given.items():
+            if name not in self.sources:
+                raise ValueError(f"data.{key}.{name} names no source; there are {', '.join(self._names())}")
+            if number <= 0:
+                raise ValueError(f"data.{key}.{name}={number} must be above 0; leave the source out instead")
+
+    def open(self) -> Index:
+        """Open every source and lay their samples out, as often as they come."""
+        indexes = {name: source.open() for name, source in self.sources.items()}
+        kept = {
+            name: np.flatnonzero(selected(indexes[name], source.selectors())) for name, source in self.sources.items()
+        }
+        factors = self._factors({name: len(rows) for name, rows in kept.items()})
+        weights = self.loss_weights or {}
+        parts = [
+            Part(
+                source=source,
+                index=indexes[name],
+                rows=_repeated(name, indexes[name], kept[name], factors[name]),
+                prefix=f"{name}/",
+                weight=weights.get(name, 1.0),
+            )
+            for name, source in self.sources.items()
+        ]
+        self._report(parts, factors)
+        self._joined = Joined(parts, "mixture", _blocks(parts))
+        return self._joined.index
+
+    def _factors(self, sizes: Mapping[str, int]) -> dict[str, float]:
+        """Return how often each source's samples come."""
+        if self.shares is None:
+            return {name: (self.repeats or {}).get(name, 1.0) for name in sizes}
+        shares = dict.fromkeys(sizes, 1.0) if isinstance(self.shares, str) else self.shares
+        epoch = max(size / shares[name] for name, size in sizes.items())  # its length, in shares
+        return {name: epoch * shares[name] / size for name, size in sizes.items()}
+
+    def _report(self, parts: Iterable[Part], factors: Mapping[str, float]) -> None:
+        total = sum(len(part.rows) for part in parts)
+        for name, part in zip(self.sources, parts, strict=True):
+            _log.info(
+                "%s: %d samples an epoch (%.1f %%), each %.3g times.",
+                name, len(part.rows), 100 * len(part.rows) / total, factors[name],
+            )  # fmt: skip
+
+    def read(self, row: int) -> RawSample:
+        """Read one row from the source that it belongs to."""
+        return self._joined.read(row)
+
+    def captions_of(self, row: int) -> Captions:
+        """Return what makes the captions of the source that a row belongs to."""
+        return self._joined.captions_of(row)
+
+
+def _repeated(name: str, index: Index, kept: np.ndarray, factor: float) -> np.ndarray:
+    counts = np.zeros(len(index), dtype=np.int64)
+    counts[kept] = repeat_counts(index.keys[kept].tolist(), factor)
+    if not counts.any():
+        raise ConfigError(f"data.repeats.{name}={factor} of {len(kept)} samples is less than one; raise it")
+    return repeated_rows(counts)
+
+
+def _blocks(parts: Iterable[Part]) -> int:
+    """Return into how many blocks the whole is cut: as many as the source of most shards has, none of them small."""
+    shards = max(len(part.index.shards) for part in parts)
+    return max(1, min(shards, sum(len(part.rows) for part in parts) // LEAST_BLOCK))

@@ -1,0 +1,154 @@
+"""Any number of sources as one: how often each sample comes, in which weight, and the same order for all."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cascade_train.data.captions import Captions
+from cascade_train.data.mixture import Mixture
+from cascade_train.data.repeats import repeat_counts
+from cascade_train.data.shapes import Shapes
+from cascade_train.errors import ConfigError
+from tests.unit.data import tars
+from tests.unit.data.dataset_contract import DatasetContract, loading
+from tests.unit.data.test_shapes import shapes
+
+ORDER = ("image_size", "crop", "shuffle_window_shards", "num_workers", "worker_start")
+
+
+def mixture(sizes: dict[str, int], **options: Any) -> Mixture:
+    """Mix procedural pictures, as many of each name as `sizes` says."""
+    order = {key: options.pop(key) for key in ORDER if key in options}
+    sources = {name: shapes(samples=size, seed=place, **order) for place, (name, size) in enumerate(sizes.items())}
+    top = {key: getattr(next(iter(sources.values())), key) for key in ORDER}
+    return Mixture(sources=sources, **{"repeats": None, "shares": None, "loss_weights": None, **top, **options})
+
+
+def counts(source: Mixture) -> Counter[str]:
+    """Return how many rows each source has."""
+    return Counter(key.decode().partition("/")[0] for key in source.open().keys.tolist())
+
+
+class TestMixture(DatasetContract):
+    order_digest = "b646e2e75ce09689"
+    samples = 37
+
+    @classmethod
+    def make_source(cls, folder: Path, **options: Any) -> Mixture:
+        return mixture({"a": 6, "b": 10, "c": 5}, repeats={"a": 2.5, "c": 2.4}, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, {"a": 10, "b": 40, "c": 7}),
+        ({"repeats": {"a": 2.5, "b": 0.3}}, {"a": 25, "b": 12, "c": 7}),
+        ({"shares": "equal"}, {"a": 40, "b": 40, "c": 40}),
+        ({"shares": {"a": 2, "b": 1, "c": 1}}, {"a": 80, "b": 40, "c": 40}),
+        ({"shares": {"a": 0.05, "b": 0.9, "c": 0.05}}, {"a": 10, "b": 180, "c": 10}),
+    ],
+)
+def test_sources_come_as_often_as_they_should(options: dict[str, Any], expected: dict[str, int]) -> None:
+    assert counts(mixture({"a": 10, "b": 40, "c": 7}, **options)) == expected
+
+
+def test_fractions_take_the_same_samples_every_time_and_move_few_when_some_are_added() -> None:
+    source = mixture({"a": 10, "b": 1}, repeats={"a": 1.5})
+    found = Counter(source.open().keys.tolist())
+    assert sorted(found.values()) == [1] * 6 + [2] * 5
+    assert Counter(mixture({"a": 10, "b": 1}, repeats={"a": 1.5}).open().keys.tolist()) == found
+    keys = [str(number).encode() for number in range(1000)]
+    few, more = repeat_counts(keys[:900], 0.3), repeat_counts(keys, 0.3)
+    assert (few.sum(), more.sum()) == (270, 300)
+    assert (few != more[:900]).sum() < 40
+
+
+def test_rows_read_from_their_source_with_its_captions_and_weight() -> None:
+    parts = {
+        "a": shapes(samples=3, captions=Captions(template="one: {caption}")),
+        "b": shapes(samples=4, seed=1, captions=Captions(template="two: {caption}")),
+    }
+    top = {key: getattr(parts["a"], key) for key in ORDER}
+    source = Mixture(sources=parts, repeats=None, shares=None, loss_weights={"b": 0.25}, **top)
+    with loading(source, global_batch_size=7, micro_batch_size=7) as loader:
+        (batch,) = next(loader)
+    is_a = [key.startswith("shapes-seed0") for key in batch.keys]
+    assert sum(is_a) == 3
+    assert batch.weight_B is not None
+    assert torch.equal(batch.weight_B, torch.tensor([1.0 if a else 0.25 for a in is_a]))
+    assert all(text.startswith("one: " if a else "two: ") for text, a in zip(batch.captions, is_a, strict=True))
+    index = source.open()
+    assert all(index.name(row).partition("/")[2] == source.read(row).key for row in range(7))
+
+
+def test_every_window_holds_the_share_and_keeps_what_lies_together_close(tmp_path: Path) -> None:
+    for shard in range(8):
+        tars.write(tmp_path / f"{shard}.tar", tars.samples(range(shard * 300, shard * 300 + 300)))
+    big, small = tars.webdataset(tmp_path / "{0..7}.tar"), tars.webdataset(tmp_path / "0.tar")
+    top = {key: getattr(big, key) for key in ORDER}
+    source = Mixture(
+        sources={"big": big, "small": small}, repeats={"small": 2.0}, shares=None, loss_weights=None, **top
+    )
+    index = source.open()
+    assert len(index.shards) == 2
+    for shard in range(2):
+        names = [index.name(row) for row in range(len(index)) if index.table["shard"][row] == shard]
+        assert sum("small/" in name for name in names) == 300
+        assert {name.partition("big/")[2][0] for name in names if "big/" in name} == set(
+            "0123" if shard == 0 else "4567"
+        )
+
+
+class _Odd(Shapes):
+    """Every other row only."""
+
+    def selectors(self) -> list[Any]:
+        from cascade_train.data.selection import Selection
+
+        return [lambda index: Selection(kept=index.table["shard"] == 0, reason="are odd")]
+
+    def open(self) -> Any:
+        index = super().open()
+        index.table["shard"][len(index) // 2 :] = 1
+        return index
+
+
+def test_what_a_source_leaves_out_stays_out() -> None:
+    base = shapes(samples=6)
+    source = mixture({"b": 2})
+    odd = _Odd(**{key: getattr(base, key) for key in (*ORDER, "samples", "seed")})
+    source.sources["a"] = odd
+    assert counts(source) == {"a": 3, "b": 2}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"repeats": {"z": 2.0}}, "data.repeats.z names no source; there are a, b"),
+        ({"loss_weights": {"a": 0.0}}, "data.loss_weights.a=0.0 must be above 0; leave the source out"),
+        ({"shares": "even"}, "data.shares=even is unknown: write equal, or"),
+        ({"shares": {"a": 1.0}}, "data.shares has none for b: give every source a share"),
+        ({"shares": "equal", "repeats": {"a": 2.0}}, "both say how often samples come"),
+        ({"captions": Captions(template="x")}, "set data.sources.a.captions, data.sources.b.captions"),
+        ({"image_size": 64}, "data.sources.a.image_size=32 differs from data.image_size=64"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:
+    source = mixture({"a": 3, "b": 3})
+    fields = {key: getattr(source, key) for key in (*ORDER, "sources", "repeats", "shares", "loss_weights")}
+    with pytest.raises(ValueError, match=message):
+        Mixture(**{**fields, **options})
+
+
+def test_no_sources_and_no_samples_are_refused() -> None:
+    with pytest.raises(ConfigError, match="data.repeats.b=0.01 of 10 samples is less than one; raise it"):
+        mixture({"a": 3, "b": 10}, repeats={"b": 0.01}).open()
+    source = shapes()
+    top = {key: getattr(source, key) for key in ORDER}
+    with pytest.raises(ValueError, match="names nothing to mix"):
+        Mixture(sources={}, repeats=None, shares=None, loss_weights=None, **top)
