@@ -54,7 +54,7 @@ class Batch:
     """Samples of one shape, on the host or on a device.
 
     Attributes:
-        image_BCHW: (B, 3, H, W) uint8 RGB in [0, 255].
+        image_BCHW: (B, 3, H, W) uint8 RGB in [0, 255]; None where `tensors` hold what is made of it.
         captions: B strings, without dropout.
         keys: B names of where each sample came from, for messages.
         epoch_B: (B,) int64 on the host, the epoch in which each sample was drawn.
@@ -70,7 +70,7 @@ class Batch:
         skipped: unreadable samples that others in this batch stand in for.
     """
 
-    image_BCHW: Tensor
+    image_BCHW: Tensor | None
     captions: tuple[str, ...]
     keys: tuple[str, ...]
     epoch_B: Tensor
@@ -95,7 +95,8 @@ class Batch:
 
     def _moved(self, move: Callable[[Tensor], Tensor]) -> Batch:
         tensors = {name: move(tensor) for name, tensor in self.tensors.items()}
-        return replace(self, image_BCHW=move(self.image_BCHW), tensors=tensors)
+        image_BCHW = None if self.image_BCHW is None else move(self.image_BCHW)
+        return replace(self, image_BCHW=image_BCHW, tensors=tensors)
 
     def generators(self, purpose: str) -> list[torch.Generator]:
         """Return one CPU generator per sample, seeded by (run seed, epoch, index, purpose)."""

@@ -326,7 +326,7 @@ def build_sampling(
     prompts, images = cfg.sample.prompts, None
     if prompts is None:
         batch = data.shown_batch(cfg.sample.count, seed=cfg.run.seed)
-        prompts, images = batch.captions, batch.image_BCHW.float() / 255
+        prompts, images = batch.captions, None if batch.image_BCHW is None else batch.image_BCHW.float() / 255
     return SampleGrid(
         task=parts.task,
         phases=phases,

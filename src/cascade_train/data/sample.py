@@ -23,7 +23,8 @@ class RawSample:
     """What a source returns for one row of its index.
 
     Attributes:
-        image: an encoded picture (jpg, png, webp), or (H, W, 3) uint8 RGB.
+        image: an encoded picture (jpg, png, webp), or (H, W, 3) uint8 RGB; None where `tensors` hold what is made
+            of it.
         caption: the text, without dropout.
         key: where the sample came from, for messages.
         weight: of its loss.
@@ -32,7 +33,7 @@ class RawSample:
         tensors: arrays that go into the batch as they are, by name (what a cache holds).
     """
 
-    image: bytes | np.ndarray
+    image: bytes | np.ndarray | None
     caption: str
     key: str
     weight: float = 1.0

@@ -8,17 +8,18 @@ from __future__ import annotations
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
 from cascade_train.batch import Batch, SampleTransform, Unreadable, sample_seed
-from cascade_train.data.decode import decode
+from cascade_train.data.framing import Framed, Framing
 from cascade_train.data.index import Index
 from cascade_train.data.plan import Step
-from cascade_train.data.sample import UnreadableSampleError
+from cascade_train.data.sample import RawSample, UnreadableSampleError
 from cascade_train.data.source import Source
 from cascade_train.errors import RunError
 
@@ -40,7 +41,7 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True)
 class _Sample:
-    image: np.ndarray
+    framed: Framed | None
     caption: str
     key: str
     row: int
@@ -57,7 +58,6 @@ class MicroBatches(Dataset[Batch | Failure]):
         index: what `source.open` returned.
         rows: (N,) rows that take part, sorted; stand-ins for unreadable samples come from them.
         seed: the run's seed.
-        crop: which square of a picture.
         transform: what is made of each picture for the task; None = nothing.
     """
 
@@ -67,11 +67,11 @@ class MicroBatches(Dataset[Batch | Failure]):
         index: Index,
         rows: np.ndarray,
         seed: int,
-        crop: Literal["center", "random"],
         transform: SampleTransform | None = None,
     ) -> None:
         self._source, self._index, self._rows = source, index, rows
-        self._seed, self._crop, self._transform = seed, crop, transform
+        self._seed, self._transform = seed, transform
+        self._framing = Framing(crop=source.crop, flip_prob=source.flip_prob, max_pixels=source.max_pixels)
 
     def __getitem__(self, step: Step) -> Batch | Failure:
         """Read, decode and stack the samples of one micro-batch."""
@@ -83,15 +83,14 @@ class MicroBatches(Dataset[Batch | Failure]):
                 cause = str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
                 return Failure(text=f"sample {self._index.name(row)}: {cause}", trace=traceback.format_exc())
         return Batch(
-            image_BCHW=torch.from_numpy(np.stack([sample.image for sample in samples])),
             captions=tuple(sample.caption for sample in samples),
             keys=tuple(sample.key for sample in samples),
             epoch_B=torch.from_numpy(step.epochs.copy()),
             index_B=torch.tensor([sample.row for sample in samples], dtype=torch.int64),
             seed=self._seed,
             weight_B=torch.tensor([sample.weight for sample in samples], dtype=torch.float32),
-            tensors=_stacked([sample.tensors for sample in samples]),
             skipped=tuple(each for sample in samples for each in sample.skipped),
+            **_stacked(samples),
         )
 
     def _sample(self, row: int, epoch: int, step: Step) -> _Sample:
@@ -102,33 +101,53 @@ class MicroBatches(Dataset[Batch | Failure]):
             try:
                 raw = self._source.read(candidate)
                 caption = self._source.captions_of(candidate)(raw, self._generator(candidate, epoch, "caption"))
-                image = decode(raw.image, step.height, step.width, offset=self._crop_offset(candidate, epoch))
+                framed = self._framed(raw, candidate, epoch, step)
             except UnreadableSampleError as error:
                 skipped.append(Unreadable(self._index.name(candidate), str(error)))
                 continue
             return _Sample(
-                image=image,
+                framed=framed,
                 caption=caption,
                 key=raw.key,
                 row=candidate,
                 weight=raw.weight,
-                tensors={**raw.tensors, **self._transformed(image, candidate, epoch)},
+                tensors={**raw.tensors, **self._transformed(framed, candidate, epoch)},
                 skipped=tuple(skipped),
             )
         raise RunError(f"unreadable, and so are the samples after it: {'; '.join(map(str, dict.fromkeys(skipped)))}")
 
-    def _crop_offset(self, row: int, epoch: int) -> tuple[float, float]:
-        if self._crop == "center":
-            return 0.5, 0.5
-        across, down = torch.rand(2, generator=self._generator(row, epoch, "crop")).tolist()
-        return across, down
+    def _framed(self, raw: RawSample, row: int, epoch: int, step: Step) -> Framed | None:
+        if raw.image is None:  # what is made of it is among the sample's tensors
+            return None
+        return self._framing(raw.image, raw.mask, step.height, step.width, partial(self._generator, row, epoch))
 
-    def _transformed(self, image: np.ndarray, row: int, epoch: int) -> Mapping[str, np.ndarray]:
-        return {} if self._transform is None else self._transform(image, self._generator(row, epoch, "transform"))
+    def _transformed(self, framed: Framed | None, row: int, epoch: int) -> Mapping[str, np.ndarray]:
+        if self._transform is None or framed is None:
+            return {}
+        return self._transform(framed.image, self._generator(row, epoch, "transform"))
 
     def _generator(self, row: int, epoch: int, purpose: str) -> torch.Generator:
         return torch.Generator().manual_seed(sample_seed(self._seed, epoch, row, purpose))
 
 
-def _stacked(arrays: list[dict[str, np.ndarray]]) -> dict[str, torch.Tensor]:
-    return {name: torch.from_numpy(np.stack([sample[name] for sample in arrays])) for name in arrays[0]}
+def _stacked(samples: list[_Sample]) -> dict[str, Any]:
+    """Return what a batch holds of its samples' arrays, by the batch's field."""
+    names = samples[0].tensors
+    tensors = {name: _tensor([sample.tensors[name] for sample in samples]) for name in names}
+    framed = [sample.framed for sample in samples if sample.framed is not None]
+    if not framed:
+        return {"image_BCHW": None, "tensors": tensors}
+    if any(each.mask is not None for each in framed):
+        everywhere = np.full((1, *framed[0].image.shape[1:]), 255, dtype=np.uint8)
+        tensors["mask"] = _tensor([everywhere if each.mask is None else each.mask for each in framed])
+    boxes = [(each.box.top, each.box.left, each.box.height, each.box.width) for each in framed]
+    return {
+        "image_BCHW": _tensor([each.image for each in framed]),
+        "tensors": tensors,
+        "original_size_B2": torch.tensor([each.size for each in framed], dtype=torch.int64),
+        "crop_B4": torch.tensor(boxes, dtype=torch.int64),
+    }
+
+
+def _tensor(arrays: list[np.ndarray]) -> torch.Tensor:
+    return torch.from_numpy(np.stack(arrays))

@@ -9,7 +9,8 @@ Shape legend: B batch, C channels, H W image or latent size, L text tokens, D wi
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -21,7 +22,21 @@ Conditions = dict[str, Tensor]
 """Keyword arguments of the network beside the noised latent and the timestep ratio."""
 
 Tokens = dict[str, Tensor]
-"""What the tokenizer makes of captions: `input_ids` and `attention_mask`, (B, L) int64."""
+"""What the tokenizer makes of captions: `input_ids` and `attention_mask`, (B, L) int64.
+
+Where a cache holds captions, it is the stage's `caption_products` instead, (B, ...) each.
+"""
+
+Products = Mapping[str, Tensor]
+"""What a stage makes of images or captions alone, (B, ...) each, by name: what a cache can hold in their place."""
+
+Images = Tensor | Products
+"""Images (B, 3, H, W) float in [0, 1], or what a cache holds in their place."""
+
+
+def product(images: Images, name: str, make: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return what the cache holds of images under a name, or what `make` makes of them."""
+    return make(images) if isinstance(images, Tensor) else images[name]
 
 
 class Stage(abc.ABC):
@@ -34,12 +49,25 @@ class Stage(abc.ABC):
         image_multiple: both sides of an image must be multiples of this many pixels.
         image_keep_prob: share of training samples that keep their image condition, where a task names no other.
         needs_image: whether evaluation and sampling, too, show the network an image; else they show it text alone.
+        latent_name: what the clean latents are called among the products.
+        image_products: what the stage makes of an image alone, without a random choice, by name; the value is the part
+            that makes it, the key below `model.`.
+        caption_products: what it makes of a caption alone, likewise.
+        encodes_nothing: parts that no product needs.
+        left_out: parts that `build` leaves out; set before it.
+        caption_lookup: finds the products of captions in a cache, on the host; None = the stage makes them itself.
         network: the module that denoises; exists after `build`.
     """
 
     name: ClassVar[str]
     image_keep_prob: ClassVar[float]
     needs_image: ClassVar[bool]
+    latent_name: ClassVar[str]
+    image_products: Mapping[str, str] = MappingProxyType({})
+    caption_products: Mapping[str, str] = MappingProxyType({})
+    encodes_nothing: ClassVar[frozenset[str]] = frozenset({"network"})
+    left_out: frozenset[str] = frozenset()
+    caption_lookup: Callable[[Sequence[str]], Tokens] | None = None
     image_size: int
     precision: str
     image_multiple: int
@@ -70,9 +98,24 @@ class Stage(abc.ABC):
         """Return what people should hear about the captions since the last call; nothing by default."""
         return []
 
+    def complete(self) -> None:
+        """Build on the host what `build` left out, for an export that holds it."""
+        raise AssertionError(f"{self.name} has nothing to leave out")
+
+    def make_image_products(self, image_BCHW: Tensor) -> dict[str, Tensor]:
+        """Return `image_products` of images (B, 3, H, W) float in [0, 1], without gradient."""
+        return {}
+
+    def make_caption_products(self, captions: Sequence[str]) -> dict[str, Tensor]:
+        """Return `caption_products` of captions, without gradient."""
+        return {}
+
     @abc.abstractmethod
-    def encode(self, image_BCHW: Tensor) -> Tensor:
-        """Encode images (B, 3, H, W) float in [0, 1] to clean latents x0, fp32. Without gradient. Must not sync."""
+    def encode(self, images: Images) -> Tensor:
+        """Encode images, (B, 3, H, W) float in [0, 1] or cached, to clean latents x0, fp32.
+
+        Without gradient. Must not sync.
+        """
 
     def draw(self, batch: Batch) -> Any:
         """Make the stage's own random choices about the conditions of a training batch; None = it makes none."""
@@ -82,7 +125,7 @@ class Stage(abc.ABC):
     def conditions(
         self,
         tokens: Tokens,
-        image_BCHW: Tensor | None = None,
+        images: Images | None = None,
         keep_image_B: Tensor | None = None,
         drawn: Any = None,
     ) -> Conditions:
@@ -90,7 +133,7 @@ class Stage(abc.ABC):
 
         Args:
             tokens: from `tokenize`, on the device; a dropped caption is the empty string's tokens.
-            image_BCHW: (B, 3, H, W) float in [0, 1]; None = no image condition (zeros).
+            images: (B, 3, H, W) float in [0, 1], or cached; None = no image condition (zeros).
             keep_image_B: (B,) bool, which samples keep their image condition; None = all.
             drawn: from `draw`, in training; None = without random choices.
         """

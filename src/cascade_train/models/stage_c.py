@@ -8,7 +8,8 @@ Shape legend: B batch, C channels, H W image or latent size, L text tokens, D wi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -20,7 +21,7 @@ from cascade_train.models.image_encoder import ImageEncoder
 from cascade_train.models.initialize import initialise, unet_rule
 from cascade_train.models.previewer import Previewer
 from cascade_train.models.semantic_compressor import SemanticCompressor
-from cascade_train.models.stage import Conditions, Stage, Tokens
+from cascade_train.models.stage import Conditions, Images, Stage, Tokens, product
 from cascade_train.models.text_encoder import TextEncoder
 from cascade_train.models.weights import load_network
 
@@ -49,6 +50,8 @@ class StageC(Stage):
     name = "stage_c"
     image_keep_prob = 0.1
     needs_image = False
+    latent_name = "effnet_latent"
+    encodes_nothing = frozenset({"network", "previewer"})
     network: CascadeUNet
 
     def __init__(
@@ -75,6 +78,10 @@ class StageC(Stage):
         self.image_encoder = image_encoder
         self.semantic_compressor = semantic_compressor
         self.previewer = previewer
+        self.image_products = {"effnet_latent": "semantic_compressor"}
+        if image_encoder is not None:
+            self.image_products["clip_img"] = "image_encoder"
+        self.caption_products = dict.fromkeys(("clip_text", "clip_text_pooled"), "text_encoder")
         self._check()
         if random_encoders:
             for part in self._parts().values():
@@ -109,21 +116,41 @@ class StageC(Stage):
         Raises:
             ConfigError: weights that do not exist or belong to another model.
         """
+        self._frozen_dtype = frozen_dtype
+        for name, make in self._makers(device, network_dtype).items():
+            if name not in self.left_out:
+                make()
+
+    def complete(self) -> None:
+        """Build on the host what `build` left out."""
+        makers = self._makers(torch.device("cpu"), self._frozen_dtype)
+        missing, self.left_out = self.left_out, frozenset()
+        for name in missing:
+            makers[name]()
+
+    def _makers(self, device: torch.device, network_dtype: torch.dtype) -> dict[str, Callable[[], None]]:
+        """Return what builds each part, by its name."""
+        makers: dict[str, Callable[[], None]] = {
+            "network": partial(self._build_network, device, network_dtype),
+            "text_encoder": partial(self.text_encoder.build, device=device, dtype=self._frozen_dtype),
+            "semantic_compressor": partial(self.semantic_compressor.build, device=device),
+            "previewer": partial(self.previewer.build, device=device),
+        }
+        if self.image_encoder is not None:
+            makers["image_encoder"] = partial(self.image_encoder.build, device=device, dtype=self._frozen_dtype)
+        return makers
+
+    def _build_network(self, device: torch.device, dtype: torch.dtype) -> None:
         self.network = self.network_config.build()
         if self.weights is None:
             rule = unet_rule(self.network_config.residual_blocks)
-            initialise(self.network, rule, device=device, dtype=network_dtype, seed=self.seed)
+            initialise(self.network, rule, device=device, dtype=dtype, seed=self.seed)
         else:
-            load_network(self.network, self.weights, dtype=network_dtype, device=device)
-        self.text_encoder.build(device=device, dtype=frozen_dtype)
-        if self.image_encoder is not None:
-            self.image_encoder.build(device=device, dtype=frozen_dtype)
-        self.semantic_compressor.build(device=device)
-        self.previewer.build(device=device)
+            load_network(self.network, self.weights, dtype=dtype, device=device)
 
     def frozen_modules(self) -> dict[str, nn.Module]:
-        """Return text tower, compressor, previewer and, where there is one, the image tower."""
-        return {name: part.module for name, part in self._parts().items()}
+        """Return text tower, compressor, previewer and, where there is one, the image tower; not what is left out."""
+        return {name: part.module for name, part in self._parts().items() if name not in self.left_out}
 
     def _parts(self) -> dict[str, TextEncoder | ImageEncoder | SemanticCompressor | Previewer]:
         parts = {
@@ -135,21 +162,21 @@ class StageC(Stage):
         return {name: part for name, part in parts.items() if part is not None}
 
     def tokenize(self, captions: Sequence[str]) -> Tokens:
-        """Turn captions into token ids and attention mask, (B, L) int64 on the host."""
-        return self.text_encoder.tokenize(captions)
+        """Turn captions into token ids and attention mask, (B, L) int64 on the host; or find their products."""
+        return self.text_encoder.tokenize(captions) if self.caption_lookup is None else self.caption_lookup(captions)
 
     def notices(self) -> list[str]:
         """Say how many captions were cut since the last call, if any."""
         return self.text_encoder.notices()
 
-    def encode(self, image_BCHW: Tensor) -> Tensor:
-        """Encode images (B, 3, H, W) float in [0, 1] to latents x0 (B, 16, H / 32, W / 32) fp32. No gradient."""
-        return self.semantic_compressor.encode(image_BCHW)
+    def encode(self, images: Images) -> Tensor:
+        """Encode images (B, 3, H, W) in [0, 1] to latents x0 (B, 16, H / 32, W / 32) fp32, or find them there."""
+        return product(images, "effnet_latent", self.semantic_compressor.encode)
 
     def conditions(
         self,
         tokens: Tokens,
-        image_BCHW: Tensor | None = None,
+        images: Images | None = None,
         keep_image_B: Tensor | None = None,
         drawn: Any = None,
     ) -> Conditions:
@@ -157,18 +184,38 @@ class StageC(Stage):
 
         Args:
             tokens: from `tokenize`, on the device.
-            image_BCHW: (B, 3, H, W) float in [0, 1]; None, or a stage without image tower = zeros.
+            images: (B, 3, H, W) float in [0, 1], or cached; None, or a stage without image tower = zeros.
             keep_image_B: (B,) bool, which samples keep their image condition, the others get zeros; None = all.
             drawn: not used: this stage draws nothing.
         """
-        text, pooled = self.text_encoder.encode(tokens)
-        if self.image_encoder is None or image_BCHW is None:
+        text, pooled = self._encode_text(tokens)
+        if self.image_encoder is None or images is None:
             image = text.new_zeros(text.shape[0], 1, self.network_config.clip_image_in_channels)
         else:
-            image = self.image_encoder.encode(image_BCHW)
+            image = product(images, "clip_img", self.image_encoder.encode).to(text.dtype)
             if keep_image_B is not None:
                 image = image * keep_image_B[:, None, None].to(image.dtype)
         return {"clip_text": text, "clip_text_pooled": pooled, "clip_img": image}
+
+    def _encode_text(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        if self.caption_lookup is None:
+            return self.text_encoder.encode(tokens)
+        return tokens["clip_text"].to(self._frozen_dtype), tokens["clip_text_pooled"].to(self._frozen_dtype)
+
+    @torch.no_grad()
+    def make_image_products(self, image_BCHW: Tensor) -> dict[str, Tensor]:
+        """Return `effnet_latent` (B, 16, H / 32, W / 32) fp32 and, with an image tower, `clip_img` (B, 1, D')."""
+        products = {"effnet_latent": self.semantic_compressor.encode(image_BCHW)}
+        if self.image_encoder is not None:
+            products["clip_img"] = self.image_encoder.encode(image_BCHW)
+        return products
+
+    @torch.no_grad()
+    def make_caption_products(self, captions: Sequence[str]) -> dict[str, Tensor]:
+        """Return `clip_text` (B, L, D) and `clip_text_pooled` (B, 1, D)."""
+        device = self.text_encoder.module.device
+        tokens = {name: value.to(device) for name, value in self.text_encoder.tokenize(captions).items()}
+        return dict(zip(("clip_text", "clip_text_pooled"), self.text_encoder.encode(tokens), strict=True))
 
     def latent_shape(self, height: int, width: int) -> tuple[int, int, int]:
         """Return (C, H, W) of the latent of an image of `height` x `width` pixels."""

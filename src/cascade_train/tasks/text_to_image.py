@@ -9,7 +9,7 @@ Shape legend: B batch, G samples of the global batch, C channels, H W image or l
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from cascade_train.batch import Batch
 from cascade_train.diffusion.objective import Diffused, Objective
 from cascade_train.errors import ConfigError
-from cascade_train.models.stage import Stage, Tokens
+from cascade_train.models.stage import Images, Products, Stage, Tokens
 from cascade_train.tasks.base import Phase, Predictor, StepOutput, Task
 
 
@@ -27,7 +27,7 @@ class PreparedBatch:
     """A micro-batch with every random choice made, on the device.
 
     Attributes:
-        image_BCHW: (B, 3, H, W) uint8 in [0, 255].
+        image_BCHW: (B, 3, H, W) uint8 in [0, 255]; None where `cached` holds what is made of it.
         tokens: of the whole captions, (B, L) each.
         drop_caption_B: (B,) bool, whose caption becomes the empty one in training.
         keep_image_B: (B,) bool, whose image is a condition in training.
@@ -36,9 +36,10 @@ class PreparedBatch:
         offset_BC11: (B, C, 1, 1) fp32 standard normal; None where the objective has no offset noise.
         weight_B: (B,) fp32 weight of each sample's loss; None = 1 each.
         drawn: the stage's own choices, see `Stage.draw`.
+        cached: products of the images where there are none.
     """
 
-    image_BCHW: Tensor
+    image_BCHW: Tensor | None
     tokens: Tokens
     drop_caption_B: Tensor
     keep_image_B: Tensor
@@ -47,6 +48,12 @@ class PreparedBatch:
     offset_BC11: Tensor | None
     weight_B: Tensor | None = None
     drawn: Any = None
+    cached: Products = field(default_factory=dict)
+
+    @property
+    def images(self) -> Images:
+        """(B, 3, H, W) float in [0, 1], or what a cache holds in their place."""
+        return self.cached if self.image_BCHW is None else self.image_BCHW.float() / 255
 
 
 class TextToImage(Task):
@@ -90,29 +97,37 @@ class TextToImage(Task):
 
     def prepare_batch(self, batch: Batch) -> PreparedBatch:
         """Draw noise level, noise and dropped conditions, tokenize, and copy to the device."""
-        channels, *size = self.stage.latent_shape(*batch.image_BCHW.shape[-2:])
-        offset_BC11 = batch.normal("offset_noise", (channels, 1, 1)) if self.objective.offset_noise else None
+        shape = self._latent_shape(batch)
+        offset_BC11 = batch.normal("offset_noise", (shape[0], 1, 1)) if self.objective.offset_noise else None
         return PreparedBatch(
-            image_BCHW=self._copy(batch.image_BCHW),
+            image_BCHW=None if batch.image_BCHW is None else self._copy(batch.image_BCHW),
             tokens=self._tokens(batch.captions),
             drop_caption_B=self._copy(batch.uniform("caption_drop") < self.cond_drop_prob),
             keep_image_B=self._copy(batch.uniform("image_keep") < self._image_keep_prob),
             timestep_B=self._copy(batch.uniform("timestep")),
-            noise_BCHW=self._copy(self.objective.noise.draw(batch.generators("noise"), (channels, size[0], size[1]))),
+            noise_BCHW=self._copy(self.objective.noise.draw(batch.generators("noise"), shape)),
             offset_BC11=None if offset_BC11 is None else self._copy(offset_BC11),
             weight_B=None if batch.weight_B is None else self._copy(batch.weight_B),
             drawn=self.stage.draw(batch),
+            cached={n: self._copy(batch.tensors[n]) for n in self.stage.image_products if n in batch.tensors},
         )
+
+    def _latent_shape(self, batch: Batch) -> tuple[int, int, int]:
+        """Return (C, H, W) of the batch's latents."""
+        if batch.image_BCHW is None:
+            channels, height, width = batch.tensors[self.stage.latent_name].shape[1:]
+            return channels, height, width
+        return self.stage.latent_shape(*batch.image_BCHW.shape[-2:])
 
     def loss(self, prepared: PreparedBatch) -> StepOutput:
         """Return the weighted loss (B,), and `loss_raw` and `logsnr` (B,) as report. Does not sync."""
         with torch.no_grad():
-            image_BCHW = prepared.image_BCHW.float() / 255
+            images = prepared.images
             tokens = self._drop(prepared.tokens, prepared.drop_caption_B)
-            shown_BCHW = image_BCHW if self._image_keep_prob > 0.0 else None
+            shown = images if self._image_keep_prob > 0.0 else None
             with torch.set_grad_enabled(self.trains_conditions):
-                cond = self.stage.conditions(tokens, shown_BCHW, prepared.keep_image_B, prepared.drawn)
-            x0_BCHW = self.stage.encode(image_BCHW)
+                cond = self.stage.conditions(tokens, shown, prepared.keep_image_B, prepared.drawn)
+            x0_BCHW = self.stage.encode(images)
             diffused = self.objective.diffuse(x0_BCHW, prepared.noise_BCHW, prepared.timestep_B, prepared.offset_BC11)
         pred_BCHW = self.stage.predict(diffused.noised, diffused.timestep_ratio_B, cond)
         loss_B, loss_raw_B = self.objective.loss(pred_BCHW, diffused)
@@ -126,11 +141,11 @@ class TextToImage(Task):
 
         An image is a condition only where the stage needs one.
         """
-        image_BCHW = prepared.image_BCHW.float() / 255
-        x0_BCHW = self.stage.encode(image_BCHW)
+        images = prepared.images
+        x0_BCHW = self.stage.encode(images)
         logsnr_B = torch.full_like(prepared.timestep_B, logsnr)
         diffused: Diffused = self.objective.diffuse_at(x0_BCHW, prepared.noise_BCHW, logsnr_B, prepared.offset_BC11)
-        cond = self.stage.conditions(prepared.tokens, image_BCHW if self.stage.needs_image else None)
+        cond = self.stage.conditions(prepared.tokens, images if self.stage.needs_image else None)
         _, loss_raw_B = self.objective.loss(
             self.stage.predict(diffused.noised, diffused.timestep_ratio_B, cond), diffused
         )
@@ -185,8 +200,8 @@ class TextToImage(Task):
 
     def _drop(self, tokens: Tokens, drop_caption_B: Tensor) -> Tokens:
         return {
-            name: torch.where(drop_caption_B[:, None], self._empty_tokens[name], value_BL)
-            for name, value_BL in tokens.items()
+            name: torch.where(drop_caption_B.view(-1, *[1] * (value.dim() - 1)), self._empty_tokens[name], value)
+            for name, value in tokens.items()
         }
 
     def _tokens(self, captions: Sequence[str]) -> Tokens:
