@@ -16,6 +16,7 @@ from tests.golden.conftest import CASES
 EXPECTED = {
     "adaptive_loss": 3,
     "conditions": 11,
+    "controlnet_modules": 7,
     "effnet_encoder": 2,
     "ema": 4,
     "gdf_diffuse": 8,

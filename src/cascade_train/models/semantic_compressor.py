@@ -14,6 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from cascade_train.models.efficientnet import build_features
 from cascade_train.models.initialize import FROZEN_SEED, convolution_rule, initialise
 from cascade_train.models.weights import load_module
 
@@ -61,9 +62,7 @@ class EfficientNetEncoder(nn.Module):
 
     def __init__(self, latent_channels: int = 16) -> None:
         super().__init__()
-        from torchvision.models import efficientnet_v2_s  # seconds to import, and only this class needs it
-
-        self.backbone = efficientnet_v2_s(weights=None).features
+        self.backbone = build_features()
         self.mapper = nn.Sequential(
             nn.Conv2d(1280, latent_channels, kernel_size=1, bias=False),
             nn.BatchNorm2d(latent_channels, affine=False),

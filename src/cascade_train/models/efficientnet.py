@@ -1,0 +1,121 @@
+"""EfficientNet-V2-S as torchvision lays it out, without its classifier: features at a 32nd of the size, 1280 channels.
+
+Lives here: making the module and reading its trained values. Must not live here: what it is used for
+(semantic_compressor.py, controlnet.py).
+
+Shape legend: B batch, C channels, H W image size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from urllib.error import URLError
+
+import torch
+from torch import Tensor, nn
+
+from cascade_train.errors import ConfigError
+from cascade_train.models.weights import set_tensor
+from cascade_train.models.weights_keys import Stored, compare_keys
+from cascade_train.models.weights_source import find_weight_files
+from cascade_train.models.weights_tensors import StoredTensors
+
+IMAGENET = "imagenet"
+"""In the place of a path: torchvision's own values, trained on ImageNet, which it downloads."""
+
+STEM = "0.0.weight"
+"""The first convolution, (24, C, 3, 3)."""
+
+_PREFIXES = ("features.", "backbone.", "")
+"""In front of the features' names: of torchvision, of the original's compressor and ControlNets, and of neither."""
+
+
+class FixedBatchNorm2d(nn.BatchNorm2d):
+    """Batch norm by its stored statistics in any mode, so that a sample never depends on its neighbours.
+
+    Scale and shift train. Computes in fp32 whatever the dtype of its parameters and input, which it returns.
+    """
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        """Normalise (B, C, H, W)."""
+        scale_C, shift_C = self.weight.float(), self.bias.float()
+        return nn.functional.batch_norm(x_BCHW, self.running_mean, self.running_var, scale_C, shift_C, eps=self.eps)
+
+
+def build_features() -> nn.Sequential:
+    """Return the features of EfficientNet-V2-S for (B, 3, H, W), without download, on torch's current device."""
+    from torchvision.models import efficientnet_v2_s  # seconds to import, and few runs need it
+
+    return efficientnet_v2_s(weights=None).features
+
+
+def build_control_features(channels: int) -> nn.Sequential:
+    """Return features that train with fixed batch statistics, for images of any number of channels.
+
+    Where that is not 3, the first convolution has no padding, so that maps need 3 x 3 pixels at least (Stable Cascade,
+    modules/controlnet.py).
+    """
+    features = build_features()
+    for name, module in list(features.named_modules()):
+        if isinstance(module, nn.BatchNorm2d):
+            features.set_submodule(name, FixedBatchNorm2d(module.num_features, eps=module.eps))
+    if channels != 3:
+        features[0][0] = nn.Conv2d(channels, 24, kernel_size=3, stride=2, bias=False)
+    return features
+
+
+def load_features(features: nn.Module, source: str, *, key: str) -> None:
+    """Give features their trained values, in place.
+
+    Where the first convolution takes another number of channels than 3, the first three are those of red, green and
+    blue as far as there are as many, and the others begin at zero.
+
+    Args:
+        features: from `build_control_features`, with memory.
+        source: "imagenet", or where a file of torchvision, of the compressor or of bare features lies.
+        key: the config key that named the source.
+
+    Raises:
+        ConfigError: nothing there, or not the weights of EfficientNet-V2-S.
+    """
+    origin = f"{key}={source}"
+    found = {name: value.float() for name, value in _read(source, key).items()}
+    wanted = features.state_dict()
+    difference = compare_keys(wanted, found)
+    if difference is not None:
+        raise ConfigError(f"{origin}: not the weights of EfficientNet-V2-S ({difference}); name those, or null")
+    stem = torch.zeros_like(wanted[STEM], device="cpu")
+    kept = min(stem.shape[1], found[STEM].shape[1])
+    stem[:, :kept] = found[STEM][:, :kept]
+    for name, value in {**found, STEM: stem}.items():
+        if value.shape != wanted[name].shape:
+            raise ConfigError(
+                f"{origin}: {name} has shape {tuple(value.shape)}, EfficientNet-V2-S has {tuple(wanted[name].shape)}; "
+                "name the weights of the small model, or null"
+            )
+        set_tensor(features, name, value.to(wanted[name]))
+
+
+def _read(source: str, key: str) -> Mapping[str, Tensor]:
+    """Return the features' tensors by their own names, from whatever is around them."""
+    if source == IMAGENET:
+        return _features(_download(key))
+    with StoredTensors(find_weight_files(source, key=key, part=None), key=key) as tensors:
+        return _features({name: tensors.read(Stored(name)).clone() for name in tensors.shapes()})
+
+
+def _features(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    prefix = next(prefix for prefix in _PREFIXES if f"{prefix}{STEM}" in tensors or not prefix)
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+
+def _download(key: str) -> Mapping[str, Tensor]:
+    from torchvision.models import EfficientNet_V2_S_Weights
+
+    try:
+        return EfficientNet_V2_S_Weights.IMAGENET1K_V1.get_state_dict(progress=False)
+    except (URLError, OSError) as error:
+        raise ConfigError(
+            f"{key}={IMAGENET}: torchvision cannot download its weights ({error}); name a file that you copied here, "
+            "or null for values from a seed"
+        ) from error
