@@ -12,6 +12,7 @@ Shape legend: B batch, C channels of the map, H W image size, h w size of the ma
 from __future__ import annotations
 
 import abc
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -39,7 +40,7 @@ Maps are fp32, without gradient. Must not sync with the host.
 class ControlFilter(abc.ABC):
     """What a ControlNet is conditioned on. Constructors take keywords, are cheap, and check their arguments.
 
-    Every argument is kept as a public attribute of the same name, so that `node` can tell it.
+    Every argument is kept as an attribute of the same name, so that `node` can tell it.
 
     Attributes:
         channels: of the map.
@@ -82,7 +83,7 @@ class ControlFilter(abc.ABC):
 
     def node(self) -> dict[str, Any]:
         """Return the filter as a configuration node, `_target_` and arguments, for the metadata of weights."""
-        arguments = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        arguments = {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
         return {"_target_": f"{type(self).__module__}.{type(self).__qualname__}", **arguments}
 
 
@@ -131,6 +132,11 @@ def arrived(image_BCHW: Tensor, made: Mapping[str, Tensor]) -> Tensor:
     return map_BCHW / 255 if map_BCHW.dtype == torch.uint8 else map_BCHW.float()
 
 
+def restored(image_BCHW: Tensor, made: Mapping[str, Tensor]) -> Tensor:
+    """Return the workers' `control_map` at the size of the pictures, (B, C, H, W) fp32."""
+    return resized(arrived(image_BCHW, made), image_BCHW.shape[-2:])
+
+
 def transform_images(
     transform: SampleTransform, image_BCHW: Tensor, generators: Sequence[torch.Generator]
 ) -> dict[str, Tensor]:
@@ -154,6 +160,16 @@ def resized(map_BCHW: Tensor, size: Sequence[int]) -> Tensor:
     if map_BCHW.shape[-2:] == torch.Size(size):
         return map_BCHW
     return F.interpolate(map_BCHW, size=tuple(size), mode="bilinear", align_corners=False)
+
+
+def pick(options: Sequence[int], generator: torch.Generator) -> int:
+    """Draw one of the options, each as likely as the others."""
+    return options[int(torch.randint(len(options), (1,), generator=generator))]
+
+
+def between(low: float, high: float, generator: torch.Generator) -> float:
+    """Draw a number, uniform in [low, high)."""
+    return low + (high - low) * float(torch.rand(1, generator=generator))
 
 
 def coloured(control_BCHW: Tensor) -> Tensor:

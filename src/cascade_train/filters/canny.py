@@ -1,0 +1,55 @@
+"""Edges by Canny's detector, as for the original's `canny` ControlNet."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cascade_train.filters.base import ControlMap, Encode, ImageFilter, resized, restored
+from cascade_train.filters.libraries import require
+
+
+class CannyFilter(ImageFilter):
+    """One channel, 1 on edges: found in a small copy, and brought back to the picture's size.
+
+    Stable Cascade, modules/controlnet.py, `CannyFilter`. The small copy is square whatever the picture's sides are.
+
+    Args:
+        resize: side in pixels of the copy in which edges are searched; null = the picture itself.
+        low: gradient above which a pixel continues an edge, of 8-bit colours.
+        high: gradient above which a pixel begins one.
+
+    Raises:
+        ValueError: a number out of range.
+        ConfigError: OpenCV is not installed.
+    """
+
+    channels = 1
+
+    def __init__(self, *, resize: int | None, low: float, high: float) -> None:
+        require("cv2")
+        if resize is not None and resize < 1:
+            raise ValueError(f"resize={resize}: edges are searched in a copy of this side, give 1 px or more, or null")
+        if not 0 <= low <= high:
+            raise ValueError(f"low={low}, high={high}: edges need 0 <= low <= high; raise high, or lower low")
+        self.resize = resize
+        self.low = low
+        self.high = high
+
+    def apply(self, image: np.ndarray, generator: torch.Generator) -> np.ndarray:
+        """Return the edges of one picture, (1, h, w) uint8, 0 or 255, at the size of the copy."""
+        return self.edges(torch.from_numpy(image).float())
+
+    def edges(self, image_CHW: Tensor) -> np.ndarray:
+        """Return the edges (1, h, w) uint8, 0 or 255, of a picture (3, H, W) float in [0, 255]."""
+        import cv2
+
+        if self.resize is not None:
+            image_CHW = resized(image_CHW[None], (self.resize, self.resize))[0]
+        pixels = np.ascontiguousarray(image_CHW.byte().numpy().transpose(1, 2, 0))
+        return cv2.Canny(pixels, self.low, self.high)[None]
+
+    def build(self, *, device: torch.device, encode: Encode) -> ControlMap:
+        """Return the edges at the size of the pictures, (B, 1, H, W); between 0 and 1 where they were resized."""
+        return restored

@@ -1,0 +1,23 @@
+"""Libraries that some filters need and that are installed on demand, by the extra `filters`."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from cascade_train.errors import ConfigError
+
+PACKAGES = {"cv2": "OpenCV", "onnxruntime": "onnxruntime"}
+"""What people call each library."""
+
+
+def require(library: str) -> None:
+    """Check that a library of the extra is installed, without importing it.
+
+    Raises:
+        ConfigError: it is not; names the extra.
+    """
+    if importlib.util.find_spec(library) is None:
+        raise ConfigError(
+            f"task.filter: this filter needs {PACKAGES[library]}, which is not installed; install it with the extra:"
+            " pip install 'cascade-train[filters]'"
+        )

@@ -1,0 +1,28 @@
+"""Discs, by which maps are dilated and eroded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+DISC = 0.3
+"""Largest squared distance from the middle of a disc's square of side 1; its corners, at 0.5, are left out."""
+
+
+def disc(diameter: int) -> np.ndarray:
+    """Return a disc (diameter, diameter) uint8, 1 inside (Stable Cascade, modules/controlnet.py)."""
+    square = np.linspace(-0.5, 0.5, diameter, dtype=np.float32) ** 2
+    return (square[None, :] + square[:, None] < DISC).astype(np.uint8)
+
+
+def check_kernels(key: str, kernels: Sequence[int]) -> None:
+    """Check widths of which one is drawn.
+
+    Raises:
+        ValueError: there is none, or one is neither 0 nor odd from 3 on.
+    """
+    if not kernels or any(kernel != 0 and (kernel < 3 or kernel % 2 == 0) for kernel in kernels):
+        raise ValueError(
+            f"{key}={kernels}: each sample draws one of these widths, give odd numbers of pixels from 3 on, or 0"
+        )

@@ -1,0 +1,86 @@
+"""Where a picture is bright and where it is dark: for QR codes and other patterns that a picture should hide."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cascade_train.filters.base import ControlMap, Encode, ImageFilter, between, pick, resized, restored
+from cascade_train.filters.libraries import require
+from cascade_train.filters.morphology import check_kernels, disc
+
+LEVEL_SHARE = 0.33
+"""Which share of the range between a picture's darkest and brightest pixel counts as dark, and as bright."""
+
+BLUR_SIGMA = (0.1, 2.0)
+
+
+class BrightnessFilter(ImageFilter):
+    """One channel: 1 where a picture is bright, 0 where it is dark, 0.5 between, in blobs of random size.
+
+    Stable Cascade, modules/controlnet.py, `QRFilter`; there the first picture of a batch sets the levels of all.
+
+    Args:
+        resize: side in pixels of the square copy that is looked at; null = the picture itself.
+        blobify: melt detail into blobs, by a blur, a dilation and an erosion with a disc.
+        dilation_kernels: diameters in pixels of which each sample draws one; 0 = none.
+        blur_kernels: widths in pixels of which each sample draws one, odd; 0 = none.
+
+    Raises:
+        ValueError: a number out of range.
+        ConfigError: OpenCV is not installed.
+    """
+
+    channels = 1
+
+    def __init__(
+        self, *, resize: int | None, blobify: bool, dilation_kernels: list[int], blur_kernels: list[int]
+    ) -> None:
+        require("cv2")
+        if resize is not None and resize < 1:
+            raise ValueError(f"resize={resize}: brightness is seen in a copy of this side, give 1 px or more, or null")
+        check_kernels("dilation_kernels", dilation_kernels)
+        check_kernels("blur_kernels", blur_kernels)
+        self.resize = resize
+        self.blobify = blobify
+        self.dilation_kernels = dilation_kernels
+        self.blur_kernels = blur_kernels
+        self.deterministic = not blobify
+
+    def apply(self, image: np.ndarray, generator: torch.Generator) -> np.ndarray:
+        """Return 0, 0.5 or 1 at each pixel of the copy, (1, h, w) float32."""
+        value = self.value(torch.from_numpy(image).float() / 255)
+        if self.blobify:
+            kernel, blur = pick(self.dilation_kernels, generator), pick(self.blur_kernels, generator)
+            value = blobs(value, kernel, blur, between(*BLUR_SIGMA, generator))
+        return levels(value, value)[None]
+
+    def value(self, image_CHW: Tensor) -> np.ndarray:
+        """Return the value of HSV, (h, w) float32, of the copy of a picture (3, H, W) float in [0, 1]."""
+        if self.resize is not None:
+            image_CHW = resized(image_CHW[None], (self.resize, self.resize))[0]
+        return image_CHW.amax(dim=0).numpy()
+
+    def build(self, *, device: torch.device, encode: Encode) -> ControlMap:
+        """Return the levels at the size of the pictures, (B, 1, H, W)."""
+        return restored
+
+
+def blobs(value: np.ndarray, kernel: int, blur: int, sigma: float) -> np.ndarray:
+    """Melt detail of a map (h, w) float32: a Gaussian blur, then a closing with a disc; a width of 0 leaves one out."""
+    import cv2
+
+    if blur > 0:
+        value = cv2.GaussianBlur(value, (blur, blur), sigma, borderType=cv2.BORDER_REFLECT_101)
+    if kernel > 0:
+        value = cv2.erode(cv2.dilate(value, disc(kernel)), disc(kernel))
+    return value
+
+
+def levels(value: np.ndarray, reference: np.ndarray) -> np.ndarray:
+    """Return 0, 0.5 or 1, float32, at each pixel of `value`, by the darkest and brightest pixel of `reference`."""
+    low, high = reference.min(), reference.max()
+    margin = (high - low) * np.float32(LEVEL_SHARE)
+    bright, dark = value > high - margin, value < low + margin
+    return (1 + bright.astype(np.float32) - dark.astype(np.float32)) / 2
