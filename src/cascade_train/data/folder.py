@@ -79,7 +79,7 @@ class Folder(Source):
             index = self._indexed(found)
         except OSError as error:
             raise RunError(f"data.path={self.path} cannot be read: {error}") from error
-        refuse_unreadable(index, f"data.path={self.path}")
+        refuse_unreadable(index, f"data.path={self.path}", self.max_unreadable_share)
         self._index = index
         return index
 
@@ -116,7 +116,7 @@ class Folder(Source):
 
     def _indexed(self, found: list[PictureFile]) -> Index:
         """Return the index of these pictures, repeated, and of those that meet the filters."""
-        sizes = load_picture_sizes(self._root, [file.name for file in found], self._cache_dir)
+        sizes = load_picture_sizes(self._root, self._root, [file.name for file in found], self._cache_dir)
         table = np.zeros(len(found), dtype=FOLDER_FIELDS)
         table["width"], table["height"], table["bytes"] = sizes.values[:, 0], sizes.values[:, 1], sizes.size
         for field in ("caption", "values", "mask"):
@@ -143,7 +143,7 @@ class Folder(Source):
         rows = [row for row, file in enumerate(found) if file.values]
         names = [beside(found[row].name, VALUE_FILES[found[row].values]) for row in rows]
         kind, columns = f"verdicts-{self._filters.identity}", verdicts.shape[1]
-        facts = load_facts(self._root, names, judge, columns=columns, kind=kind, cache_dir=self._cache_dir)
+        facts = load_facts(self._root, self._root, names, judge, columns=columns, kind=kind, cache_dir=self._cache_dir)
         verdicts[rows] = facts.values
         return verdicts
 

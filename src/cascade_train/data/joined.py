@@ -81,6 +81,18 @@ class Joined:
         part, own_row = self._place(row)
         return part.source.captions_of(own_row)
 
+    def prefetch(self, rows: Sequence[int]) -> None:
+        """Let each source begin to read those of the rows that are its own."""
+        for number, part in enumerate(self._parts):
+            own = [int(self._row[row]) for row in rows if self._part[row] == number]
+            if own:
+                part.source.prefetch(own)
+
+    def record(self) -> None:
+        """Let each source write down what a resumed run must find again."""
+        for part in self._parts:
+            part.source.record()
+
     def _place(self, row: int) -> tuple[Part, int]:
         return self._parts[self._part[row]], int(self._row[row])
 

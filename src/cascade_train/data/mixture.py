@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -114,6 +114,14 @@ class Mixture(Source):
     def captions_of(self, row: int) -> Captions:
         """Return what makes the captions of the source that a row belongs to."""
         return self._joined.captions_of(row)
+
+    def prefetch(self, rows: Sequence[int]) -> None:
+        """Let each source begin to read its own rows."""
+        self._joined.prefetch(rows)
+
+    def record(self) -> None:
+        """Let each source write down what a resumed run must find again."""
+        self._joined.record()
 
 
 def _repeated(name: str, index: Index, kept: np.ndarray, factor: float) -> np.ndarray:

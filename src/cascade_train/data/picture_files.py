@@ -29,7 +29,6 @@ EXTENSIONS = ("jpg", "jpeg", "jfif", "png", "webp", "bmp")
 THREADS = 16
 """Readers of headers: one waits for the disk or the network while another decodes."""
 
-MAX_UNREADABLE_SHARE = 0.01
 _FORMAT = 1
 _HEADER_BYTES = 64 * 1024
 _BLOCK = 256  # files that a thread takes at once
@@ -62,12 +61,13 @@ def picture_size(path: Path) -> tuple[int, int]:
     return 0, 0
 
 
-def load_picture_sizes(root: Path, names: Sequence[str], cache_dir: Path | None) -> Facts:
+def load_picture_sizes(owner: Path, root: Path, names: Sequence[str], cache_dir: Path | None) -> Facts:
     """Return (width, height) of pictures below a folder, in the order of their names. See `load_facts`."""
-    return load_facts(root, names, picture_size, columns=2, kind="sizes", cache_dir=cache_dir)
+    return load_facts(owner, root, names, picture_size, columns=2, kind="sizes", cache_dir=cache_dir)
 
 
 def load_facts(
+    owner: Path,
     root: Path,
     names: Sequence[str],
     read: Callable[[Path], Sequence[int]],
@@ -79,43 +79,49 @@ def load_facts(
     """Return facts of files, from the cache for each one that has the same size and time of change.
 
     Args:
+        owner: the folder or table that names the files; the cache is its own.
         root: folder that the names are relative to.
         names: of the files, any of which may be missing.
         read: returns the facts of one file; called by several threads.
         columns: how many facts a file has.
         kind: what is read, and by which settings: another kind is kept in another file.
-        cache_dir: where the cache lies; None = beside `root` if that can be written, else the user's cache folder.
+        cache_dir: where the cache lies; None = beside `owner` if that can be written, else the user's cache folder.
 
     Raises:
         ConfigError: `cache_dir` cannot be written.
         OSError: a file is there and cannot be read.
     """
-    text = f"{root.resolve()}|{kind}|{_FORMAT}"
-    folder = default_cache_dir(root) if cache_dir is None else cache_dir
-    cached = folder / f"{root.resolve().name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.npz"
+    text = f"{owner.resolve()}|{root.resolve()}|{kind}|{_FORMAT}"
+    folder = default_cache_dir(owner) if cache_dir is None else cache_dir
+    cached = folder / f"{owner.resolve().name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.npz"
     marks = np.array(list(_in_threads(_mark, [root / name for name in names])), dtype=np.int64).reshape(-1, 2)
     keys = [name.encode() for name in names]
     values = np.zeros((len(names), columns), dtype=np.int32)
     known = _take_known(read_cache(cached), keys, marks, values)
     wanted = np.flatnonzero(~known & (marks[:, 0] >= 0))
     if len(wanted):
-        _log.info("Reading the %s of %d files in %s; they are kept in %s.", kind, len(wanted), root, folder)
+        _log.info("Reading the %s of %d files of %s; they are kept in %s.", kind, len(wanted), owner, folder)
         values[wanted] = list(_in_threads(read, [root / names[row] for row in wanted.tolist()]))
         write_cache(cached, {"keys": np.array(keys), "marks": marks, "values": values}, required=cache_dir is not None)
     return Facts(size=marks[:, 0], values=values)
 
 
-def refuse_unreadable(index: Index, where: str) -> None:
+def refuse_unreadable(index: Index, where: str, share: float) -> None:
     """Check that nearly all pictures have a header that tells their size.
 
+    Args:
+        index: of the samples.
+        where: the key and value that names them, for the message.
+        share: of the samples that may have none; one always may.
+
     Raises:
-        RunError: more than 1 % have none, and more than one.
+        RunError: more have none.
     """
     names = sorted({index.name(row) for row in np.flatnonzero(index.table["width"] == 0).tolist()})
-    if len(names) > max(1, MAX_UNREADABLE_SHARE * len(index)):
+    if len(names) > max(1, share * len(index)):
         raise RunError(
-            f"{where}: {len(names)} pictures have no readable header, more than {MAX_UNREADABLE_SHARE:.0%} of"
-            f" {len(index)}: {', '.join(names[:10])}{', ...' if len(names) > 10 else ''}; remove or replace them"
+            f"{where}: {len(names)} pictures have no readable header, more than data.max_unreadable_share={share:.0%}"
+            f" of {len(index)}: {', '.join(names[:10])}{', ...' if len(names) > 10 else ''}; remove or replace them"
         )
 
 

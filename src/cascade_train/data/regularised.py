@@ -5,6 +5,7 @@ The loss of the second is what DreamBooth calls prior preservation (Ruiz et al. 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -68,3 +69,11 @@ class Regularised(Source):
     def captions_of(self, row: int) -> Captions:
         """Return what makes the captions of the side that the row belongs to."""
         return self._joined.captions_of(row)
+
+    def prefetch(self, rows: Sequence[int]) -> None:
+        """Let each source begin to read its own rows."""
+        self._joined.prefetch(rows)
+
+    def record(self) -> None:
+        """Let each source write down what a resumed run must find again."""
+        self._joined.record()

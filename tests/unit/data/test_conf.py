@@ -12,6 +12,7 @@ from cascade_train.data.folder import Folder
 from cascade_train.data.mixture import Mixture
 from cascade_train.data.shapes import Shapes
 from cascade_train.data.source import Source
+from cascade_train.data.table import Table
 from cascade_train.data.webdataset import WebDataset
 
 
@@ -28,6 +29,7 @@ def build(repository: Path, *overrides: str) -> Source:
         (["+data=webdataset", 'data.urls=["a/{000..005}.tar"]'], WebDataset),
         (["+data=webdataset", 'data.urls="file:a.tar"', "data.crop=random"], WebDataset),
         (["+data=folder", "data.path=pictures"], Folder),
+        (["+data=csv", "data.path=pictures.csv"], Table),
         (
             ["+data=mixture", "+data@data.sources.a=shapes", "+data@data.sources.b=folder", "data.sources.b.path=x"],
             Mixture,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,29 @@ def test_every_window_holds_the_share_and_keeps_what_lies_together_close(tmp_pat
         assert {name.partition("big/")[2][0] for name in names if "big/" in name} == set(
             "0123" if shard == 0 else "4567"
         )
+
+
+class _Watched(Shapes):
+    """Keeps what it is asked for."""
+
+    def prefetch(self, rows: Sequence[int]) -> None:
+        self.asked = list(rows)
+
+    def record(self) -> None:
+        self.recorded = True
+
+
+def test_sources_are_told_what_is_about_to_be_read_and_when_a_run_begins() -> None:
+    base = shapes(samples=3)
+    source = mixture({"a": 3, "b": 3}, repeats={"b": 2.0})
+    watched = _Watched(**{key: getattr(base, key) for key in (*ORDER, "samples", "seed")})
+    source.sources["b"] = watched
+    index = source.open()
+    source.prefetch([0, 3, 5, 8])
+    assert [f"b/{watched.read(row).key}".encode() for row in watched.asked] == index.keys[[3, 5, 8]].tolist()
+    assert watched.asked == [0, 2, 2]
+    source.record()
+    assert watched.recorded
 
 
 class _Odd(Shapes):

@@ -1,0 +1,188 @@
+"""Tables that name pictures: csv, tsv and jsonl, their columns, and rows that cannot be used."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cascade_train.data.sample import UnreadableSampleError
+from cascade_train.data.table import Table
+from cascade_train.errors import ConfigError, RunError
+from tests.unit.data import tars
+from tests.unit.data.dataset_contract import DatasetContract, loading
+
+
+def table(path: Any, **options: Any) -> Table:
+    """Make a source with small defaults."""
+    defaults = {
+        "image_size": 16,
+        "crop": "center",
+        "shuffle_window_shards": 2,
+        "num_workers": 0,
+        "worker_start": "fork",
+        "image_column": "image",
+        "caption_column": "caption",
+        "mask_column": None,
+        "root": None,
+        "index_dir": None,
+        "row_filters": None,
+    }
+    return Table(path=path if isinstance(path, list) else str(path), **{**defaults, **options})
+
+
+def pictures(folder: Path, *names: str) -> None:
+    """Write pictures of these names."""
+    for place, name in enumerate(names):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(tars.picture(tint=place))
+
+
+def text(path: Path, content: str) -> Path:
+    path.write_text(content, encoding="utf-8", newline="")
+    return path
+
+
+def captions(source: Table) -> list[tuple[str, str]]:
+    index = source.open()
+    return [(index.keys[row].decode(), source.read(row).caption) for row in range(len(index))]
+
+
+class TestTable(DatasetContract):
+    order_digest = "b646e2e75ce09689"
+    samples = 37
+
+    @classmethod
+    def make_source(cls, folder: Path, **options: Any) -> Table:
+        if not (folder / "all.csv").exists():
+            names = [f"pictures/{number}.png" for number in range(37)]
+            pictures(folder, *names)
+            text(folder / "all.csv", "image,caption\n" + "".join(f"{name},picture {name}\n" for name in names))
+        return table(folder / "all.csv", **options)
+
+    def test_an_added_row_is_refused_on_resume(self, folder: Path, tmp_path: Path) -> None:
+        with loading(self.make_source(folder)) as loader:
+            state = loader.state_dict()
+        source = self.make_source(tmp_path)
+        with (tmp_path / "all.csv").open("a") as file:
+            file.write("pictures/0.png,again\n")
+        with loading(source) as loader, pytest.raises(ConfigError, match="the files behind data changed"):
+            loader.load_state_dict(state)
+
+
+def test_cells_may_be_quoted_and_span_lines(tmp_path: Path) -> None:
+    pictures(tmp_path, "a.png", "b, c.png", "ü.png")
+    content = '\ufeffcaption,image\r\n"one, ""two""\r\nthree",a.png\r\n\r\nfour,"b, c.png",more\r\nfünf,ü.png'
+    assert captions(table(text(tmp_path / "t.csv", content))) == [
+        ("a.png", 'one, "two"\r\nthree'),
+        ("b, c.png", "four"),
+        ("ü.png", "fünf"),
+    ]
+
+
+def test_tabs_and_json_lines_are_tables_too(tmp_path: Path) -> None:
+    pictures(tmp_path / "below", "a.png", "b.png")
+    tab = text(tmp_path / "t.tsv", "file\ttext\na.png\tone, two\n")
+    lines = [{"file": "b.png", "text": ["three", "four"], "score": 5}, {"file": "a.png", "text": "犬"}]
+    jsonl = text(tmp_path / "t.jsonl", "\n\n".join(json.dumps(line, ensure_ascii=False) for line in lines))
+    options = {"image_column": "file", "caption_column": "text", "root": str(tmp_path / "below")}
+    source = table([str(tab), str(jsonl)], **options)
+    assert captions(source) == [("a.png", "one, two"), ("b.png", "three\nfour"), ("a.png", "犬")]
+    assert source.read(1).values == lines[0]
+    assert source.open().shards == ("t.tsv", "t.jsonl")
+
+
+def test_masks_and_rows_without_captions_as_chosen(tmp_path: Path) -> None:
+    pictures(tmp_path, "a.png", "b.png", "m.png")
+    path = text(tmp_path / "t.csv", "image,mask,caption\na.png,m.png,\nb.png,,\n")
+    source = table(path, caption_column=None, mask_column="mask")
+    source.open()
+    assert [source.read(row).caption for row in (0, 1)] == ["", ""]
+    assert [source.read(row).mask for row in (0, 1)] == [(tmp_path / "m.png").read_bytes(), None]
+    with pytest.raises(ConfigError, match="holds no row with a picture's path and a caption; 2 lack one of them"):
+        table(path).open()
+
+
+def test_rows_without_pictures_or_captions_are_left_out_and_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pictures(tmp_path, "a.png")
+    path = text(tmp_path / "t.csv", "image,caption\na.png,one\n,two\na.png,\nabsent.png,three\na.png\n")
+    assert captions(table(path)) == [("a.png", "one")]
+    assert "left out 3 rows without a picture's path or a caption" in caplog.text
+    assert "left out 1 pictures that are not there: absent.png" in caplog.text
+
+
+def test_row_filters_compare_texts_that_are_numbers_as_numbers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pictures(tmp_path, "a.png", "b.png", "c.png")
+    path = text(tmp_path / "t.csv", "image,caption,score,lang\na.png,1984,5.5,en\nb.png,two,10,de\nc.png,three,,en\n")
+    with caplog.at_level(logging.INFO):
+        source = table(path, row_filters={"score": "> 5", "lang": "in ['en']"})
+        assert captions(source) == [("a.png", "1984")]
+    assert "data.row_filters score: > 5: 2 pass (66.7%)" in caplog.text
+    assert source.read(0).values["score"] == "5.5"
+    assert source.open().filters != ""
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("t.csv", "file,caption\na.png,x\n", "data.image_column=image is no column of .*, which has file, caption"),
+        ("t.jsonl", '{"image": "a.png"}\n', "data.caption_column=caption is no column of .*, which has image"),
+        ("t.csv", "", "data.image_column=image is no column of .*, which has no rows"),
+        ("t.csv", "image,caption\nno.png,x\n", "none of 1 pictures is there: no.png; paths are relative to"),
+        ("t.csv", 'image,caption\na.png,"x\n', "line 2: unexpected end of data; cells with quotes or line ends must"),
+        ("t.jsonl", "\n[1]\n", "line 2 is no json mapping, as .*: it is a list"),
+        ("t.jsonl", '{"image"\n', "line 1 is no json mapping"),
+        ("t.xls", "x", "t.xls is no table that can be read: give a file ending in .csv, .tsv"),
+    ],
+)
+def test_tables_that_cannot_be_used_are_refused(tmp_path: Path, name: str, content: str, message: str) -> None:
+    pictures(tmp_path, "a.png")
+    with pytest.raises(ConfigError, match=message):
+        table(text(tmp_path / name, content)).open()
+
+
+def test_missing_and_foreign_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not there; paths are relative to the current folder"):
+        table(tmp_path / "absent.csv").open()
+    (tmp_path / "t.csv").write_bytes(b"image,caption\n\xff,x\n")
+    with pytest.raises(ConfigError, match=r"t.csv is not UTF-8 after byte 14 \(invalid start byte\)"):
+        table(tmp_path / "t.csv").open()
+    with pytest.raises(ValueError, match=r"data.path=\[\] names no table"):
+        table([])
+
+
+def test_a_table_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = text(tmp_path / "t.csv", "image,caption\n")
+
+    def refuse(self: Path, *_: Any) -> None:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(RunError, match="t.csv cannot be read: .*Permission denied"):
+        table(path).open()
+
+
+def test_a_table_that_changes_during_the_run_is_noticed(tmp_path: Path) -> None:
+    pictures(tmp_path, "a.png", "b.png")
+    lines = [json.dumps({"image": name, "caption": "x" * 20}) for name in ("a.png", "b.png")]
+    source = table(text(tmp_path / "t.jsonl", "\n".join(lines)))
+    source.open()
+    text(tmp_path / "t.jsonl", "x" + "\n".join(lines))
+    with pytest.raises(UnreadableSampleError, match="has no row at byte .*; it changed during the run"):
+        source.read(1)
+
+
+@pytest.mark.parametrize("value", [7, {"a": 1}, ["a", 3]])
+def test_a_caption_must_be_text(tmp_path: Path, value: Any) -> None:
+    pictures(tmp_path, "a.png")
+    source = table(text(tmp_path / "t.jsonl", json.dumps({"image": "a.png", "caption": value})))
+    source.open()
+    with pytest.raises(UnreadableSampleError, match="its caption is no text: "):
+        source.read(0)
