@@ -20,6 +20,11 @@ def default_cache_dir(path: Path) -> Path:
     beside = path.resolve().parent / ".cascade_train_index"
     if os.access(beside if beside.is_dir() else beside.parent, os.W_OK):
         return beside
+    return user_cache_dir()
+
+
+def user_cache_dir() -> Path:
+    """Return the user's cache folder for indexes, for data that has no folder to keep one beside."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cascade_train" / "index"
 
 

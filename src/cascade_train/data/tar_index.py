@@ -5,33 +5,29 @@ Payloads are skipped, except for the beginning of each picture, whose header giv
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import logging
-import re
-import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
 from cascade_train.data.decode import upright_size
 from cascade_train.data.index import ROW_FIELDS
-from cascade_train.data.index_cache import default_cache_dir, read_cache, write_cache
+from cascade_train.data.index_cache import default_cache_dir, read_cache, user_cache_dir, write_cache
 from cascade_train.data.sample import UnreadableSampleError
+from cascade_train.data.tar_files import Tar
+from cascade_train.data.tar_members import Forward, Member, samples
+from cascade_train.data.tar_sample import IMAGE_EXTENSIONS, PARTS, image_extension
 from cascade_train.errors import ConfigError
 
-IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
-TAR_FIELDS = ROW_FIELDS + [
-    (f"{part}_{what}", "<i8") for part in ("image", "caption", "json") for what in ("start", "bytes")
-]
-_FORMAT = 1
+TAR_FIELDS = ROW_FIELDS + [(f"{part}_{what}", "<i8") for part in ("image", *PARTS) for what in ("start", "bytes")]
+_FORMAT = 2
 _HEADER_BYTES = 64 * 1024
-_LONGEST_PADDING = 1024 * 1024  # tar fills up to a multiple of its record, mostly 10 KiB
-# webdataset's rule: the key is the path up to the first dot of the file name, the rest is the extension.
-_KEY = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 _log = logging.getLogger(__name__)
 
@@ -63,7 +59,7 @@ class ShardIndex:
     """The usable samples of one shard, in its order.
 
     Attributes:
-        table: (N,) structured array with the fields of `TAR_FIELDS`; a missing json has 0 bytes at 0.
+        table: (N,) structured array with the fields of `TAR_FIELDS`; a missing part has 0 bytes at 0.
         keys: (N,) bytes.
         dropped: what is not usable.
     """
@@ -77,151 +73,127 @@ class ShardIndex:
 class _Span:
     start: int
     size: int
+    width: int = 0
+    height: int = 0
 
 
-def load_shard(path: Path, cache_dir: Path | None) -> ShardIndex:
+_ABSENT = _Span(start=0, size=0)
+
+
+def load_shard(tar: Tar, cache_dir: Path | None) -> ShardIndex:
     """Return the index of a tar, from the cache if it is there, else from the headers.
 
     Args:
-        path: the tar.
+        tar: one that has places.
         cache_dir: where the cache lies; None = `.cascade_train_index` beside the tar if that can be written, else
-            the user's cache folder.
+            the user's cache folder, as for tars that are no local files.
 
     Raises:
         ConfigError: the tar cannot be indexed or holds no usable sample.
+        RunError: its store fails.
     """
-    cached = cache_file(path, cache_dir)
+    cached = cache_file(tar, cache_dir)
     shard = _read_cache(cached)
-    if shard is None:
-        shard = scan_shard(path)
+    if shard is not None:
+        return shard
+    with _one_reader(cached, tar):
+        shard = _read_cache(cached) or scan_shard(tar)
         parts = {"table": shard.table, "keys": shard.keys, "dropped": np.array(json.dumps(asdict(shard.dropped)))}
         write_cache(cached, parts, required=cache_dir is not None)
     return shard
 
 
-def cache_file(path: Path, cache_dir: Path | None) -> Path:
+def cache_file(tar: Tar, cache_dir: Path | None) -> Path:
     """Return where what was read from a tar is kept; the name changes with the tar. See `load_shard`."""
-    return (default_cache_dir(path) if cache_dir is None else cache_dir) / _cache_name(path)
+    if cache_dir is None:
+        cache_dir = user_cache_dir() if tar.is_remote else default_cache_dir(Path(tar.item.url))
+    place = tar.item.url if tar.is_remote else Path(tar.item.url).resolve()
+    extensions = (*IMAGE_EXTENSIONS, *PARTS.values())
+    text = f"{place}|{tar.item.size}|{tar.item.version}|{extensions}|{_FORMAT}"
+    return cache_dir / f"{Path(tar.name).stem}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.npz"
 
 
-def scan_shard(path: Path) -> ShardIndex:
+@contextmanager
+def _one_reader(cached: Path, tar: Tar) -> Iterator[None]:
+    """Let one process of this machine read a remote tar while the others wait for what it keeps."""
+    if not tar.is_remote:
+        yield
+        return
+    lock = cached.with_suffix(".lock")
+    with ExitStack() as held:
+        with suppress(OSError):  # nowhere to keep anything: each reads for itself
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            fcntl.flock(held.enter_context(lock.open("a")), fcntl.LOCK_EX)
+        yield
+    lock.unlink(missing_ok=True)
+
+
+def scan_shard(tar: Tar) -> ShardIndex:
     """Build the index of a tar from its headers.
 
     Raises:
         ConfigError: the tar is empty, compressed, damaged, not sorted by key, or holds no usable sample.
+        RunError: its store fails.
     """
     rows, keys, dropped = [], [], Dropped()
-    with path.open("rb") as file:
-        for key, spans in _samples(path):
-            image = next((spans[extension] for extension in IMAGE_EXTENSIONS if extension in spans), None)
-            if image is None or "txt" not in spans:
-                _count_dropped(dropped, key, spans, image is None)
+    with tar.open() as file:
+        _refuse_compressed(tar, file.read(5))
+        file.seek(0)
+        for key, spans in samples(tar.item.url, Forward(file, seekable=True), _span):
+            extension = image_extension(spans)
+            if extension is None or PARTS["caption"] not in spans:
+                _count_dropped(dropped, key, spans, extension is None)
                 continue
-            width, height = _picture_size(file, image)
-            absent = _Span(start=0, size=0)
-            parts = (image, spans["txt"], spans.get("json", absent))
-            rows.append((0, width, height, *(number for part in parts for number in (part.start, part.size))))
+            image = spans[extension]
+            parts = (image, *(spans.get(part, _ABSENT) for part in PARTS.values()))
+            places = (number for part in parts for number in (part.start, part.size))
+            rows.append((0, image.width, image.height, *places))
             keys.append(key.encode())
     if not rows:
-        raise ConfigError(_nothing_usable_text(path, dropped))
+        raise ConfigError(_nothing_usable_text(tar.item.url, dropped))
     return ShardIndex(table=np.array(rows, dtype=TAR_FIELDS), keys=np.array(keys), dropped=dropped)
 
 
-def _samples(path: Path) -> Iterator[tuple[str, dict[str, _Span]]]:
-    """Group consecutive members by key."""
-    seen: set[str] = set()
-    current, spans = "", dict[str, _Span]()
-    for key, extension, span in _members(path):
-        if key != current and spans:
-            yield current, spans
-            spans = {}
-        if (key != current and key in seen) or extension in spans:
-            raise ConfigError(
-                f"data.urls: {path}: the files of key {key} are not next to each other, or one is there twice; write"
-                " the tar with tar --sort=name -cf dataset.tar dataset/"
-            )
-        seen.add(key)
-        current, spans[extension] = key, span
-    if spans:
-        yield current, spans
-
-
-def _members(path: Path) -> Iterator[tuple[str, str, _Span]]:
-    """Yield key, extension and place of each regular file that has an extension."""
-    _refuse_compressed(path)
-    try:
-        with tarfile.open(path, "r:") as tar:
-            for member in tar:
-                tar.members = []  # type: ignore[attr-defined] # tarfile keeps every header otherwise
-                match = _KEY.match(member.name)
-                if match is not None and member.isreg() and not member.issparse():
-                    yield match[1], match[2].lower(), _Span(start=member.offset_data, size=member.size)
-            _refuse_unended(path, tar.offset)
-    except tarfile.TarError as error:
-        raise ConfigError(f"data.urls: {path} is not a readable tar file ({error}); write or copy it again") from error
-
-
-def _refuse_unended(path: Path, end: int) -> None:
-    """Check that the tar ends where its members do: tarfile stops in silence where a header is cut short.
-
-    Raises:
-        ConfigError: there is no end mark, or something comes after it.
-    """
-    with path.open("rb") as file:
-        file.seek(end)
-        rest = file.read(_LONGEST_PADDING)
-    if len(rest) < tarfile.BLOCKSIZE:
-        raise ConfigError(f"data.urls: {path} is cut short: it has no end mark. Copy or write it again")
-    if any(rest):
-        raise ConfigError(
-            f"data.urls: {path} goes on after its end mark at byte {end}, as when tars are joined by cat or the file is"
-            " damaged: give the tars one by one, or write it again"
-        )
-
-
-def _refuse_compressed(path: Path) -> None:
-    with path.open("rb") as file:
-        head = file.read(5)
+def _refuse_compressed(tar: Tar, head: bytes) -> None:
     for magic, name in _COMPRESSED.items():
         if head.startswith(magic):
             raise ConfigError(
-                f"data.urls: {path} is compressed ({name}), so that samples have no place to be read at; decompress it"
-                " (pictures gain nothing from it)"
+                f"data.urls: {tar.item.url} is compressed ({name}), so that samples have no place to be read at;"
+                " decompress it (pictures gain nothing from it), or name it .tar.gz, .tar.bz2 or .tar.xz to stream it"
             )
 
 
-def _picture_size(file: BinaryIO, image: _Span) -> tuple[int, int]:
+def _span(member: Member) -> _Span:
+    width, height = _picture_size(member) if member.extension in IMAGE_EXTENSIONS else (0, 0)
+    return _Span(start=member.start, size=member.size, width=width, height=height)
+
+
+def _picture_size(member: Member) -> tuple[int, int]:
     """Return (width, height), or (0, 0) if the header cannot be read."""
-    for limit in (_HEADER_BYTES, image.size):  # large metadata may come before the size; webp wants the whole file
-        file.seek(image.start)
+    content = b""
+    for limit in (_HEADER_BYTES, member.size):  # large metadata may come before the size; webp wants the whole file
+        content += member.read(limit - len(content))
         try:
-            return upright_size(file.read(min(limit, image.size)))
+            return upright_size(content)
         except UnreadableSampleError:
             continue
     return 0, 0
 
 
-def _count_dropped(dropped: Dropped, key: str, spans: dict[str, _Span], no_image: bool) -> None:
+def _count_dropped(dropped: Dropped, key: str, spans: Iterable[str], no_image: bool) -> None:
     dropped.without_image += no_image
     dropped.without_caption += not no_image
     if len(dropped.examples) < 5:
         dropped.examples.append(f"{key} ({', '.join(sorted(spans))})")
 
 
-def _nothing_usable_text(path: Path, dropped: Dropped) -> str:
+def _nothing_usable_text(path: str, dropped: Dropped) -> str:
     if not dropped.examples:
         return f"data.urls: {path} is an empty tar, or holds no file with an extension"
     return (
         f"data.urls: {path} holds no usable sample: {dropped.text()}. A sample is KEY.jpg with KEY.txt, and a key ends"
         " at the first dot of the file name"
     )
-
-
-def _cache_name(path: Path) -> str:
-    stat = path.stat()
-    extensions = (*IMAGE_EXTENSIONS, "txt", "json")
-    text = f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}|{extensions}|{_FORMAT}"
-    return f"{path.stem}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.npz"
 
 
 def _read_cache(cached: Path) -> ShardIndex | None:

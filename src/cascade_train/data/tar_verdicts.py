@@ -11,14 +11,15 @@ import numpy as np
 
 from cascade_train.data.index_cache import read_cache, write_cache
 from cascade_train.data.row_filter import RowFilters
+from cascade_train.data.tar_files import Tar
 from cascade_train.data.tar_index import ShardIndex, cache_file
 
 
-def load_verdicts(path: Path, shard: ShardIndex, filters: RowFilters, cache_dir: Path | None) -> np.ndarray:
+def load_verdicts(tar: Tar, shard: ShardIndex, filters: RowFilters, cache_dir: Path | None) -> np.ndarray:
     """Return the verdict of each filter on each sample, from the cache if it is there, else from the tar.
 
     Args:
-        path: the tar.
+        tar: one that has places.
         shard: its index.
         filters: at least one.
         cache_dir: see `load_shard`.
@@ -29,24 +30,26 @@ def load_verdicts(path: Path, shard: ShardIndex, filters: RowFilters, cache_dir:
     Raises:
         ConfigError: the verdicts cannot be kept where the user wants them.
         OSError: the tar cannot be read.
+        RunError: its store fails.
     """
-    index = cache_file(path, cache_dir)
+    index = cache_file(tar, cache_dir)
     cached = index.with_name(f"{index.stem}-filters-{filters.identity}.npz")
     verdicts = _read_cache(cached, (len(shard.table), 1 + len(filters)))
     if verdicts is None:
-        verdicts = judge_shard(path, shard, filters)
+        verdicts = judge_shard(tar, shard, filters)
         write_cache(cached, {"verdicts": verdicts}, required=cache_dir is not None)
     return verdicts
 
 
-def judge_shard(path: Path, shard: ShardIndex, filters: RowFilters) -> np.ndarray:
+def judge_shard(tar: Tar, shard: ShardIndex, filters: RowFilters) -> np.ndarray:
     """Read every sample's json once and judge it, see `load_verdicts`.
 
     Raises:
         OSError: the tar cannot be read.
+        RunError: its store fails.
     """
     verdicts = np.zeros((len(shard.table), 1 + len(filters)), dtype=np.uint8)
-    with path.open("rb") as file:
+    with tar.open() as file:
         for row, entry in enumerate(shard.table):
             file.seek(int(entry["json_start"]))
             content = file.read(int(entry["json_bytes"])) if entry["json_bytes"] else None

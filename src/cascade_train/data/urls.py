@@ -1,6 +1,6 @@
-"""What a user writes for `data.urls` -> local paths of tar files, in order.
+"""What a user writes for `data.urls` -> one url per tar or prefix, in order. Nothing is read here.
 
-Local files only; remote stores come as their own readers.
+A url is then a path, `s3://bucket/key`, `s3://bucket/prefix/`, or `pipe:command`.
 """
 
 from __future__ import annotations
@@ -12,41 +12,61 @@ from braceexpand import UnbalancedBracesError, braceexpand
 
 from cascade_train.errors import ConfigError
 
-_SCHEME = re.compile(r"^([a-z][a-z0-9+.-]+):")
+PIPE, S3 = "pipe:", "s3://"
+_SCHEME = re.compile(r"^([a-zA-Z][a-zA-Z0-9+.-]+):")
+_WEB = "pipe:curl --fail --silent --show-error --location"
 
 
-def expand_urls(urls: str | list[str]) -> list[Path]:
-    """Expand brace patterns and `file:` in one entry or a list of them; every path must be a file.
+def expand_urls(urls: str | list[str]) -> list[str]:
+    """Expand brace patterns, `file:` and `~` in one entry or a list of them.
 
     Raises:
-        ConfigError: a pattern is malformed, a scheme is not local, or a file is missing.
+        ConfigError: a pattern is malformed, or a scheme is not known.
     """
     patterns = [urls] if isinstance(urls, str) else urls
-    paths = [_local_path(url) for pattern in patterns for url in _braces(pattern)]
+    return [_normal(url) for pattern in patterns for url in _braces(pattern)]
+
+
+def refuse_missing(urls: str | list[str], paths: list[Path]) -> None:
+    """Check that every local path is a file.
+
+    Args:
+        urls: what the user wrote, for the message.
+        paths: what became of it.
+
+    Raises:
+        ConfigError: some are not.
+    """
     missing = [path for path in paths if not path.is_file()]
     if missing:
-        raise ConfigError(_missing_text(patterns, missing, len(paths)))
-    return paths
+        raise ConfigError(_missing_text([urls] if isinstance(urls, str) else urls, missing, len(paths)))
 
 
 def _braces(pattern: str) -> list[str]:
     try:
-        return list(braceexpand(pattern))
+        expanded = list(braceexpand(pattern))
     except UnbalancedBracesError as error:
         raise ConfigError(f"data.urls={pattern} has unbalanced braces: write {{000..005}} or {{a,b}}") from error
+    return expanded if len(expanded) > 1 else [pattern]  # one alone may be a command, whose backslashes stay
 
 
-def _local_path(url: str) -> Path:
+def _normal(url: str) -> str:
     scheme = _SCHEME.match(url)
     if scheme is None:
-        return Path(url).expanduser()
-    if scheme[1] != "file":
-        raise ConfigError(
-            f"data.urls={url} is not a local file: {scheme[1]}: is not supported; copy the tars to a local or shared"
-            " disk and give their paths"
-        )
-    path = url.removeprefix("file:")
-    return Path(path.removeprefix("//") if path.startswith("//") else path)
+        return str(Path(url).expanduser())
+    if url.startswith(S3):
+        return url
+    if url.startswith(PIPE):
+        if not url.removeprefix(PIPE).strip():
+            raise ConfigError("data.urls=pipe: has no command: write pipe:cat train.tar")
+        return url
+    if scheme[1] == "file":
+        path = url.removeprefix("file:")
+        return str(Path(path.removeprefix("//") if path.startswith("//") else path))
+    remedy = f"stream it by '{_WEB} {url}'" if scheme[1] in ("http", "https") else "copy the tars to a disk or to S3"
+    raise ConfigError(
+        f"data.urls={url} has a scheme that is not read, {scheme[1]}: (paths, file:, s3:// and pipe: are); {remedy}"
+    )
 
 
 def _missing_text(patterns: list[str], missing: list[Path], total: int) -> str:

@@ -1,4 +1,4 @@
-"""Captioned pictures in tar files of the webdataset layout, read by offset.
+"""Captioned pictures in tar files of the webdataset layout, read by offset, or as streams where that is not possible.
 
 Order, sharding and shuffling are not read from the tars here: the plan decides them.
 """
@@ -6,8 +6,9 @@ Order, sharding and shuffling are not read from the tars here: the plan decides 
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Mapping
+import random
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,32 +16,38 @@ from typing import Any
 import numpy as np
 
 from cascade_train.data.index import Index
-from cascade_train.data.row_filter import parse_row_filters, passing, read_metadata
-from cascade_train.data.sample import RawSample, UnreadableSampleError
+from cascade_train.data.read_ahead import ReadAhead
+from cascade_train.data.row_filter import parse_row_filters, passing
+from cascade_train.data.sample import RawSample
 from cascade_train.data.source import Source
+from cascade_train.data.tar_files import Listings, Tar, find_tars
 from cascade_train.data.tar_index import ShardIndex, load_shard
+from cascade_train.data.tar_sample import PARTS, raw_sample
 from cascade_train.data.tar_verdicts import load_verdicts
-from cascade_train.data.urls import expand_urls
 from cascade_train.errors import ConfigError, RunError
 
 MAX_UNREADABLE_SHARE = 0.01
-_MAX_OPEN_FILES = 64
+_INDEXED_AT_ONCE = 8  # remote tars, each with a buffer of 8 MiB
+_READ_ACROSS_BYTES = 64 * 1024  # what lies between two parts of a sample is read along rather than asked for apart
 _log = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
 class WebDataset(Source):
-    """Samples KEY.jpg (or jpeg, png, webp) with KEY.txt in tar files.
+    """Samples KEY.jpg (or jpeg, png, webp) with KEY.txt in tar files; KEY.json and KEY.mask.png where they are there.
 
     Attributes:
-        urls: a local path, a `file:` path, a brace pattern such as `shards/{000..005}.tar`, or a list of them.
+        urls: a local path, a `file:` path, `s3://bucket/key`, an S3 prefix that ends in /, a brace pattern such as
+            `shards/{000..005}.tar`, or a list of them.
         index_dir: folder for the cached index; None = beside the tars, else the user's cache folder.
         row_filters: conditions on each sample's json: a list of [key, condition], or a mapping; None = all samples.
+        listing: file that keeps what S3 prefixes held when the run began; None = list them at every start.
     """
 
     urls: list[str] | str
     index_dir: str | None
     row_filters: list[list[Any]] | dict[str, str] | None
+    listing: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -48,8 +55,9 @@ class WebDataset(Source):
         if not entries or not all(isinstance(entry, str) and entry for entry in entries):
             raise ValueError(f"data.urls={self.urls} must be a path or a list of paths, as in data.urls=[a.tar,b.tar]")
         self._filters = parse_row_filters(self.row_filters)
-        self._paths: list[Path] = []
-        self._files = _OpenFiles()
+        self._tars: list[Tar] = []
+        self._listings = Listings(None if self.listing is None else Path(self.listing))
+        self._ahead: ReadAhead[dict[str, bytes]] | None = None
 
     def open(self) -> Index:
         """Index every tar, or take its index from the cache.
@@ -59,31 +67,40 @@ class WebDataset(Source):
                 `row_filters`.
             RunError: a tar cannot be read, or more than 1 % of the pictures have no readable header.
         """
-        self._paths = expand_urls(self.urls)
         cache_dir = None if self.index_dir is None else Path(self.index_dir)
         try:
-            shards = [load_shard(path, cache_dir) for path in self._paths]
+            self._tars = find_tars(self.urls, self._listings)
+            if streams := [tar.name for tar in self._tars if not tar.has_places]:
+                raise ConfigError(f"data.urls: {streams[0]} has no places to read samples at: decompress or copy it")
+            shards = _load_shards(self._tars, cache_dir)
             kept = self._judge(shards, cache_dir)
         except OSError as error:
             raise RunError(f"data.urls: a tar cannot be read: {error}") from error
-        for path, shard in zip(self._paths, shards, strict=True):
+        for tar, shard in zip(self._tars, shards, strict=True):
             if shard.dropped.examples:
-                _log.warning("%s: left out %s", path, shard.dropped.text())
+                _log.warning("%s: left out %s", tar.item.url, shard.dropped.text())
         table = np.concatenate([shard.table for shard in shards])
         table["shard"] = np.repeat(np.arange(len(shards)), [len(shard.table) for shard in shards])
-        names = tuple(path.name for path in self._paths)
+        names = tuple(tar.name for tar in self._tars)
         keys = np.concatenate([shard.keys for shard in shards])
         index = Index(shards=names, table=table[kept], keys=keys[kept], filters=self._filters.identity)
         _refuse_unreadable(index)
         self._index = index
+        self._stores = list({id(tar.store): tar.store for tar in self._tars if tar.store is not None}.values())
+        threads = max(store.parallel_reads for store in self._stores)
+        self._ahead = ReadAhead(threads) if threads > 1 else None
         return index
+
+    def record(self) -> None:
+        """Write down what S3 prefixes held."""
+        self._listings.write()
 
     def _judge(self, shards: list[ShardIndex], cache_dir: Path | None) -> np.ndarray | slice:
         """Return which samples of all shards meet the row filters, and log how many do."""
         if not len(self._filters):
             return slice(None)
-        parts = zip(self._paths, shards, strict=True)
-        verdicts = np.concatenate([load_verdicts(path, shard, self._filters, cache_dir) for path, shard in parts])
+        parts = zip(self._tars, shards, strict=True)
+        verdicts = np.concatenate([load_verdicts(tar, shard, self._filters, cache_dir) for tar, shard in parts])
         report = self._filters.report(verdicts)
         for line in report:
             _log.info("%s", line)
@@ -92,22 +109,58 @@ class WebDataset(Source):
             raise ConfigError("no sample is left, so nothing can train; relax the filters. " + "; ".join(report))
         return kept
 
-    def read(self, row: int) -> RawSample:
-        """Read picture and caption of one row."""
-        entry = self._index.table[row]
-        path, key = self._paths[entry["shard"]], self._index.name(row)
-        image = self._files.read(path, int(entry["image_start"]), int(entry["image_bytes"]))
-        caption = self._files.read(path, int(entry["caption_start"]), int(entry["caption_bytes"]))
-        values = self._values(path, entry) if self.captions.needs_values else {}
-        try:
-            return RawSample(image=image, caption=caption.decode().strip(), key=key, values=values)
-        except UnicodeDecodeError as error:
-            raise UnreadableSampleError(f"the caption is not UTF-8: {error}") from error
+    def prefetch(self, rows: Sequence[int]) -> None:
+        """Begin to read rows from a store that answers late, several at a time."""
+        if self._ahead is not None:
+            for store in self._stores:
+                store.prepare()
+            self._ahead.begin(rows, self._parts)
 
-    def _values(self, path: Path, entry: np.void) -> Mapping[str, Any]:
-        """Read what the sample's json says; nothing where it has none, or one that cannot be read."""
-        size = int(entry["json_bytes"])
-        return read_metadata(self._files.read(path, int(entry["json_start"]), size) if size else None) or {}
+    def read(self, row: int) -> RawSample:
+        """Read the parts of one row."""
+        parts = self._parts(row) if self._ahead is None else self._ahead.take(row, self._parts)
+        return raw_sample(parts, self._index.name(row), needs_values=self.captions.needs_values)
+
+    def _parts(self, row: int) -> dict[str, bytes]:
+        """Return the bytes of the parts that are there, with as few reads as possible."""
+        entry = self._index.table[row]
+        tar = self._tars[entry["shard"]]
+        wanted = ["image", *(part for part in PARTS if part != "json" or self.captions.needs_values)]
+        places = {part: (int(entry[f"{part}_start"]), int(entry[f"{part}_bytes"])) for part in wanted}
+        found = {}
+        for group in _neighbours({part: place for part, place in places.items() if place[0]}):
+            begin = group[0][1]
+            content = tar.read(begin, group[-1][1] + group[-1][2] - begin)
+            found.update({part: content[start - begin : start - begin + size] for part, start, size in group})
+        return found
+
+
+def _load_shards(tars: list[Tar], cache_dir: Path | None) -> list[ShardIndex]:
+    """Return each tar's index; remote ones several at a time, in an order that differs between processes.
+
+    So processes that start together read different tars, instead of waiting for each other.
+    """
+    if not any(tar.is_remote for tar in tars):
+        return [load_shard(tar, cache_dir) for tar in tars]
+    order = list(range(len(tars)))
+    random.SystemRandom().shuffle(order)
+    for tar in tars:
+        if tar.store is not None:
+            tar.store.prepare()
+    with ThreadPoolExecutor(_INDEXED_AT_ONCE) as pool:
+        shards = dict(zip(order, pool.map(lambda number: load_shard(tars[number], cache_dir), order), strict=True))
+    return [shards[number] for number in range(len(tars))]
+
+
+def _neighbours(places: dict[str, tuple[int, int]]) -> Iterator[list[tuple[str, int, int]]]:
+    """Group parts (name, start, size) that lie close to each other, in the order of the tar."""
+    group: list[tuple[str, int, int]] = []
+    for part, (start, size) in sorted(places.items(), key=lambda each: each[1]):
+        if group and start - sum(group[-1][1:]) > _READ_ACROSS_BYTES:
+            yield group
+            group = []
+        group.append((part, start, size))
+    yield group
 
 
 def _refuse_unreadable(index: Index) -> None:
@@ -118,26 +171,3 @@ def _refuse_unreadable(index: Index) -> None:
             f"data.urls: {len(rows)} of {len(index)} pictures are unreadable, more than {MAX_UNREADABLE_SHARE:.0%}:"
             f" {names}{', ...' if len(rows) > 10 else ''}; remove or replace them"
         )
-
-
-class _OpenFiles:
-    """Descriptors of the tars read last. A process that gets a copy, by fork or pickle, may read on."""
-
-    def __init__(self) -> None:
-        self._descriptors: dict[Path, int] = {}
-
-    def __getstate__(self) -> dict[str, object]:
-        return {"_descriptors": {}}
-
-    def read(self, path: Path, start: int, size: int) -> bytes:
-        content = os.pread(self._descriptor(path), size, start)
-        if len(content) != size:
-            raise OSError(f"{path} ended at {start + len(content)} of {start + size} bytes: it changed during the run")
-        return content
-
-    def _descriptor(self, path: Path) -> int:
-        if path not in self._descriptors:
-            if len(self._descriptors) >= _MAX_OPEN_FILES:
-                os.close(self._descriptors.pop(next(iter(self._descriptors))))
-            self._descriptors[path] = os.open(path, os.O_RDONLY)
-        return self._descriptors[path]

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from cascade_train.data.store import LocalFiles
+from cascade_train.data.tar_files import Tar
 from cascade_train.data.webdataset import WebDataset
 
 
@@ -41,6 +43,12 @@ def samples(keys: Iterable[int], *, damaged: Iterable[int] = ()) -> list[tuple[s
         image = image[: len(image) // 2] if key in set(damaged) else image
         files += [(f"{key:04d}.png", image), (f"{key:04d}.txt", f"picture {key}".encode())]
     return files
+
+
+def found(path: Path) -> Tar:
+    """Return a local tar as the index takes it."""
+    store = LocalFiles()
+    return Tar(item=store.stat(str(path)), store=store)
 
 
 def webdataset(urls: Any, **options: Any) -> WebDataset:

@@ -19,7 +19,7 @@ def test_places_of_every_part_are_found(tmp_path: Path) -> None:
     image = tars.picture(50, 20, kind="jpeg")
     files = [("set/0.jpg", image), ("set/0.json", b"{}"), ("set/0.txt", b"one"), ("set/1.png", tars.picture())]
     path = tars.write(tmp_path / "a.tar", [*files, ("set/1.txt", b"two")])
-    shard = scan_shard(path)
+    shard = scan_shard(tars.found(path))
     content = path.read_bytes()
 
     def part(row: int, name: str) -> bytes:
@@ -35,7 +35,7 @@ def test_places_of_every_part_are_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["jpg", "JPG", "jpeg", "png", "webp"])
 def test_every_kind_of_picture_is_taken(tmp_path: Path, kind: str) -> None:
     image = tars.picture(kind="jpeg" if kind.lower() == "jpg" else kind)
-    shard = scan_shard(tars.write(tmp_path / "a.tar", [(f"a.{kind}", image), ("a.txt", b"")]))
+    shard = scan_shard(tars.found(tars.write(tmp_path / "a.tar", [(f"a.{kind}", image), ("a.txt", b"")])))
     assert shard.table[["width", "height"]].tolist() == [(40, 32)]
 
 
@@ -47,23 +47,23 @@ def test_a_folder_packed_by_gnu_tar_is_indexed(tmp_path: Path) -> None:
     (folder / "._0000.png").write_bytes(b"left by another system")
     command = ["tar", "--sort=name", "-cf", "dataset.tar", "./my.dataset/"]
     subprocess.run(command, cwd=tmp_path, check=True)
-    shard = scan_shard(tmp_path / "dataset.tar")
+    shard = scan_shard(tars.found(tmp_path / "dataset.tar"))
     assert shard.keys.tolist() == [b"./my.dataset/0000", b"./my.dataset/0001", b"./my.dataset/0002"]
     assert shard.dropped.examples == []
 
 
 def test_a_header_behind_much_metadata_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tar_index, "_HEADER_BYTES", 20)
-    shard = scan_shard(tars.write(tmp_path / "a.tar", tars.samples([0])))
+    shard = scan_shard(tars.found(tars.write(tmp_path / "a.tar", tars.samples([0]))))
     assert shard.table["width"].tolist() == [40]
 
 
 def test_the_cache_lies_beside_the_data_and_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tars.write(tmp_path / "a.tar", [*tars.samples(range(3)), ("x.txt", b"")])
-    first = load_shard(path, None)
+    first = load_shard(tars.found(path), None)
     assert len(list((tmp_path / ".cascade_train_index").glob("a-*.npz"))) == 1
     monkeypatch.setattr(tar_index, "scan_shard", None)
-    again = load_shard(path, None)
+    again = load_shard(tars.found(path), None)
     assert np.array_equal(first.table, again.table)
     assert np.array_equal(first.keys, again.keys)
     assert first.dropped == again.dropped
@@ -71,20 +71,20 @@ def test_the_cache_lies_beside_the_data_and_is_used(tmp_path: Path, monkeypatch:
 
 def test_a_rewritten_tar_is_indexed_again(tmp_path: Path) -> None:
     path = tars.write(tmp_path / "a.tar", tars.samples(range(3)))
-    load_shard(path, tmp_path / "cache")
+    load_shard(tars.found(path), tmp_path / "cache")
     tars.write(path, tars.samples(range(5)))
-    assert len(load_shard(path, tmp_path / "cache").table) == 5
+    assert len(load_shard(tars.found(path), tmp_path / "cache").table) == 5
 
 
 def test_a_damaged_cache_is_written_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tars.write(tmp_path / "a.tar", tars.samples(range(3)))
-    load_shard(path, tmp_path / "cache")
+    load_shard(tars.found(path), tmp_path / "cache")
     (cached,) = (tmp_path / "cache").iterdir()
     cached.write_bytes(cached.read_bytes()[:100])
-    assert len(load_shard(path, tmp_path / "cache").table) == 3
+    assert len(load_shard(tars.found(path), tmp_path / "cache").table) == 3
     assert "is damaged" in caplog.text
     caplog.clear()
-    assert len(load_shard(path, tmp_path / "cache").table) == 3
+    assert len(load_shard(tars.found(path), tmp_path / "cache").table) == 3
     assert not caplog.text
 
 
@@ -94,7 +94,7 @@ def test_a_folder_that_cannot_be_written_moves_the_cache_to_the_user(
     path = tars.write(tmp_path / "a.tar", tars.samples(range(3)))
     monkeypatch.setattr(index_cache.os, "access", lambda *_: False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    load_shard(path, None)
+    load_shard(tars.found(path), None)
     assert len(list((tmp_path / "home/cascade_train/index").iterdir())) == 1
     assert not (tmp_path / ".cascade_train_index").exists()
 
@@ -104,34 +104,34 @@ def test_no_place_for_the_cache_is_no_reason_to_stop(
 ) -> None:
     path = tars.write(tmp_path / "a.tar", tars.samples(range(3)))
     (tmp_path / ".cascade_train_index").touch()
-    assert len(load_shard(path, None).table) == 3
+    assert len(load_shard(tars.found(path), None).table) == 3
     assert "cannot be written" in caplog.text
 
 
 def test_a_chosen_cache_folder_must_be_writable(tmp_path: Path) -> None:
     path = tars.write(tmp_path / "a.tar", tars.samples(range(3)))
     with pytest.raises(ConfigError, match="data.index_dir=.*a.tar cannot be written .*; choose another"):
-        load_shard(path, path)
+        load_shard(tars.found(path), path)
 
 
 def test_files_of_a_key_must_be_neighbours(tmp_path: Path) -> None:
     files = tars.samples(range(2))
     path = tars.write(tmp_path / "a.tar", [files[0], files[2], files[1], files[3]])
     with pytest.raises(ConfigError, match="the files of key 0000 are not next to each other"):
-        scan_shard(path)
+        scan_shard(tars.found(path))
 
 
 def test_a_file_that_is_there_twice_is_refused(tmp_path: Path) -> None:
     files = tars.samples(range(1))
     with pytest.raises(ConfigError, match="key 0000 are not next to each other, or one is there twice"):
-        scan_shard(tars.write(tmp_path / "a.tar", [files[0], *files]))
+        scan_shard(tars.found(tars.write(tmp_path / "a.tar", [files[0], *files])))
 
 
 def test_a_compressed_tar_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.tar"
     path.write_bytes(gzip.compress(tars.write(path, tars.samples([0])).read_bytes()))
     with pytest.raises(ConfigError, match=r"is compressed \(gzip\)"):
-        scan_shard(path)
+        scan_shard(tars.found(path))
 
 
 @pytest.mark.parametrize("content", [b"", b"no tar at all" * 100])
@@ -139,19 +139,19 @@ def test_what_is_no_tar_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "a.tar"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match="a.tar is not a readable tar file"):
-        scan_shard(path)
+        scan_shard(tars.found(path))
 
 
 def test_a_tar_cut_short_is_refused(tmp_path: Path) -> None:
     path = tars.write(tmp_path / "a.tar", [("a.png", tars.picture(400, 300)), ("a.txt", b"text" * 1000)])
     path.write_bytes(path.read_bytes()[:6000])
     with pytest.raises(ConfigError, match="a.tar is not a readable tar file"):
-        scan_shard(path)
+        scan_shard(tars.found(path))
 
 
 def test_an_empty_tar_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="a.tar is an empty tar, or holds no file with an extension"):
-        scan_shard(tars.write(tmp_path / "a.tar", []))
+        scan_shard(tars.found(tars.write(tmp_path / "a.tar", [])))
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_an_empty_tar_is_refused(tmp_path: Path) -> None:
 def test_a_tar_without_samples_says_what_it_holds(tmp_path: Path, files: list[str], message: str) -> None:
     path = tars.write(tmp_path / "a.tar", [(name, b"content") for name in files])
     with pytest.raises(ConfigError, match=f"a.tar holds no usable sample: .*{message}"):
-        scan_shard(path)
+        scan_shard(tars.found(path))
 
 
 def test_a_tar_cut_short_anywhere_is_refused(tmp_path: Path) -> None:
@@ -178,9 +178,9 @@ def test_a_tar_cut_short_anywhere_is_refused(tmp_path: Path) -> None:
     for length in lengths:
         cut.write_bytes(whole[:length])
         with pytest.raises(ConfigError, match=r"is cut short: it has no end mark|unexpected end of data"):
-            scan_shard(cut)
+            scan_shard(tars.found(cut))
     cut.write_bytes(whole[: end + 512])  # the first of the two blocks of the mark is enough
-    assert len(scan_shard(cut).table) == 3
+    assert len(scan_shard(tars.found(cut)).table) == 3
 
 
 @pytest.mark.parametrize("fault", ["joined", "damaged"])
@@ -194,16 +194,16 @@ def test_a_tar_that_goes_on_where_it_seems_to_end_is_refused(tmp_path: Path, fau
         content[second + 148 : second + 156] = b"notanumb"  # the checksum of its header
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=r"goes on after its end mark at byte \d+, as when tars are joined"):
-        scan_shard(path)
+        scan_shard(tars.found(path))
 
 
 def test_the_cache_of_another_tar_at_the_same_place_is_not_used(tmp_path: Path) -> None:
     path = tars.write(tmp_path / "a.tar", tars.samples([0, 1]))
-    load_shard(path, tmp_path / "cache")
+    load_shard(tars.found(path), tmp_path / "cache")
     other = tars.write(tmp_path / "b.tar", tars.samples([4, 5]))
     assert other.stat().st_size == path.stat().st_size
     other.replace(path)
-    assert load_shard(path, tmp_path / "cache").keys.tolist() == [b"0004", b"0005"]
+    assert load_shard(tars.found(path), tmp_path / "cache").keys.tolist() == [b"0004", b"0005"]
 
 
 def test_keys_of_any_alphabet_length_and_format_of_tar_are_kept(tmp_path: Path) -> None:
@@ -214,4 +214,4 @@ def test_keys_of_any_alphabet_length_and_format_of_tar_are_kept(tmp_path: Path) 
                 info = tarfile.TarInfo(key + end)
                 info.size = len(content)
                 tar.addfile(info, io.BytesIO(content))
-        assert scan_shard(tmp_path / "a.tar").keys.tolist() == [key.encode()]
+        assert scan_shard(tars.found(tmp_path / "a.tar")).keys.tolist() == [key.encode()]

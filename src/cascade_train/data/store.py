@@ -1,0 +1,179 @@
+"""The contract of a byte store, from which objects are read by range, and local files as one.
+
+What the bytes mean, and which object a sample lies in, is the source's business.
+"""
+
+from __future__ import annotations
+
+import abc
+import io
+import logging
+import os
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, TypeVar
+
+from cascade_train.errors import RunError
+
+ATTEMPTS = 8
+_FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 0.5, 30.0
+_MAX_OPEN_FILES = 64
+_CHUNK_BYTES = 8 * 1024**2
+_chance = random.SystemRandom()  # a seeded generator would make all workers try again at the same moments
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredObject:
+    """One object as it was when it was found.
+
+    Attributes:
+        url: where it lies; for a local file its path.
+        size: in bytes.
+        version: changes when the content does: an ETag, or a file's time of change.
+    """
+
+    url: str
+    size: int
+    version: str
+
+    @property
+    def name(self) -> str:
+        """The last part of the url."""
+        return self.url.rpartition("/")[2]
+
+
+class Store(abc.ABC):
+    """Objects that are read by range. A process that gets a copy, by fork or pickle, may read on.
+
+    Attributes:
+        parallel_reads: how many reads at a time are worth it.
+    """
+
+    parallel_reads: int = 1
+
+    @abc.abstractmethod
+    def stat(self, url: str) -> StoredObject:
+        """Return size and version of an object.
+
+        Raises:
+            ConfigError: it is not there, or may not be read.
+            RunError: the store cannot be reached.
+        """
+
+    @abc.abstractmethod
+    def read(self, item: StoredObject, start: int, size: int) -> bytes:
+        """Read exactly `size` bytes from `start`.
+
+        Raises:
+            OSError: a local file cannot be read, or ended early.
+            RunError: the object changed, or the store did not answer as it must, also after trying again.
+        """
+
+    def open(self, item: StoredObject) -> BinaryIO:
+        """Return the object as a file, for reading from its beginning to its end with skips."""
+        return io.BufferedReader(ObjectFile(self, item), buffer_size=_CHUNK_BYTES)
+
+    def prepare(self) -> None:
+        """Make what this process needs for reading, before several threads read."""
+
+
+class ObjectFile(io.RawIOBase):
+    """An object as a file. What is skipped by `seek` is not read from the store."""
+
+    def __init__(self, store: Store, item: StoredObject) -> None:
+        """Store; nothing is read yet."""
+        self._store, self._item, self._position = store, item, 0
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def tell(self) -> int:
+        """Return the position in bytes."""
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Move without reading."""
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._item.size}[whence]
+        self._position = max(0, base + offset)
+        return self._position
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override] # the interpreter passes a memoryview
+        """Fill a buffer as far as the object goes."""
+        size = max(0, min(len(buffer), self._item.size - self._position))
+        buffer[:size] = self._store.read(self._item, self._position, size)
+        self._position += size
+        return size
+
+
+class LocalFiles(Store):
+    """Files of this machine, or of a shared file system; descriptors of those read last stay open."""
+
+    def __init__(self) -> None:
+        self._descriptors: dict[str, int] = {}
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"_descriptors": {}}
+
+    def stat(self, url: str) -> StoredObject:
+        """Return size and time of change of a file."""
+        found = Path(url).stat()
+        return StoredObject(url=url, size=found.st_size, version=str(found.st_mtime_ns))
+
+    def read(self, item: StoredObject, start: int, size: int) -> bytes:
+        """Read at a place, whatever else is being read from the file."""
+        content = os.pread(self._descriptor(item.url), size, start)
+        while len(content) < size:  # the system reads at most 2 GiB at once
+            end = start + len(content)
+            more = os.pread(self._descriptor(item.url), size - len(content), end)
+            if not more:
+                raise OSError(f"{item.url} ended at {end} of {start + size} bytes: it changed during the run")
+            content += more
+        return content
+
+    def open(self, item: StoredObject) -> BinaryIO:
+        """Open the file."""
+        return Path(item.url).open("rb")
+
+    def _descriptor(self, path: str) -> int:
+        if path not in self._descriptors:
+            if len(self._descriptors) >= _MAX_OPEN_FILES:
+                os.close(self._descriptors.pop(next(iter(self._descriptors))))
+            self._descriptors[path] = os.open(path, os.O_RDONLY)
+        return self._descriptors[path]
+
+
+class PassingError(Exception):
+    """One attempt failed in a way that may pass: a cut connection, a server that is busy."""
+
+
+def try_again(attempt: Callable[[], T], *, what: str) -> T:
+    """Return what `attempt` returns, after several attempts where it raises `PassingError`.
+
+    Waits between attempts are drawn between nothing and a bound that doubles, so that many readers spread out.
+
+    Args:
+        attempt: one attempt.
+        what: what is attempted, for messages: "reading s3://bucket/a.tar".
+
+    Raises:
+        RunError: every attempt failed.
+    """
+    for number in range(ATTEMPTS):
+        try:
+            return attempt()
+        except PassingError as error:
+            last = error
+            if number + 1 < ATTEMPTS:
+                _log.debug("%s failed (%s), attempt %d of %d", what, error, number + 1, ATTEMPTS)
+                time.sleep(_chance.uniform(0, min(_LONGEST_WAIT_SECONDS, _FIRST_WAIT_SECONDS * 2**number)))
+    raise RunError(f"{what} failed {ATTEMPTS} times: {last}") from last

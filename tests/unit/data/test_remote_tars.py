@@ -1,0 +1,210 @@
+"""Tars behind s3://, through a real server of the protocol: the same samples, order and position as from a disk."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import boto3
+import pytest
+
+from cascade_train.data import tar_index
+from cascade_train.data.webdataset import WebDataset
+from cascade_train.errors import ConfigError
+from tests.unit.data import tars
+from tests.unit.data.dataset_contract import content, contents, loading
+from tests.unit.data.loopback import BUCKET, point_at, s3_server
+
+pytestmark = pytest.mark.s3
+
+PREFIX = f"s3://{BUCKET}/set/"
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    with s3_server() as running:
+        yield running
+
+
+class Bucket:
+    """What the tests do to the bucket."""
+
+    def __init__(self) -> None:
+        self.client = boto3.session.Session().client("s3")
+        self.client.create_bucket(Bucket=BUCKET)
+
+    def put(self, path: Path, key: str) -> None:
+        self.client.put_object(Bucket=BUCKET, Key=key, Body=path.read_bytes())
+
+    def put_all(self, folder: Path) -> None:
+        for path in sorted(folder.glob("*.tar")):
+            self.put(path, f"set/{path.name}")
+
+    def delete(self, key: str) -> None:
+        self.client.delete_object(Bucket=BUCKET, Key=key)
+
+    def empty(self) -> None:
+        for entry in self.client.list_objects_v2(Bucket=BUCKET).get("Contents", []):
+            self.delete(entry["Key"])
+
+
+@pytest.fixture(scope="module")
+def shared_bucket(endpoint: str) -> Bucket:
+    with pytest.MonkeyPatch.context() as patch:
+        point_at(patch, endpoint)
+        return Bucket()
+
+
+@pytest.fixture
+def bucket(shared_bucket: Bucket, endpoint: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Bucket]:
+    point_at(monkeypatch, endpoint)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    yield shared_bucket
+    shared_bucket.empty()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for shard, keys in enumerate([range(8), range(8, 13), range(13, 29)]):
+        files = tars.samples(keys)
+        if shard == 0:
+            files.insert(1, ("0000.big.bin", bytes(200_000)))
+        tars.write(tmp_path / f"part-{shard}.tar", files)
+    return tmp_path
+
+
+def test_remote_tars_give_the_batches_of_local_ones(bucket: Bucket, folder: Path) -> None:
+    bucket.put_all(folder)
+    local, remote = tars.webdataset(folder / "part-{0..2}.tar"), tars.webdataset(f"{PREFIX}part-{{0..2}}.tar")
+    assert local.open().digest == remote.open().digest
+    expected = contents(local, 3)
+    assert contents(tars.webdataset(f"{PREFIX}part-{{0..2}}.tar", num_workers=2), 3) == expected
+    mixed = [str(folder / "part-0.tar"), f"{PREFIX}part-1.tar", f"file:{folder}/part-2.tar"]
+    assert contents(tars.webdataset(mixed), 3) == expected
+
+
+def test_a_run_moves_to_remote_tars_and_goes_on(bucket: Bucket, folder: Path) -> None:
+    bucket.put_all(folder)
+    with loading(tars.webdataset(folder / "part-{0..2}.tar")) as loader:
+        next(loader)
+        state, expected = json.loads(json.dumps(loader.state_dict())), content(next(loader))
+    with loading(tars.webdataset(PREFIX)) as loader:
+        loader.load_state_dict(state)
+        assert content(next(loader)) == expected
+
+
+def test_a_sample_is_read_with_one_request_where_its_parts_are_close(
+    bucket: Bucket, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket.put_all(folder)
+    source = tars.webdataset(f"{PREFIX}part-0.tar")
+    source.open()
+    asked = []
+    read = source._stores[0].read
+    monkeypatch.setattr(source._stores[0], "read", lambda item, *place: asked.append(place) or read(item, *place))
+    assert source.read(1).caption == "picture 1"
+    assert len(asked) == 1
+    assert source.read(0).caption == "picture 0"  # 200 kB lie between its parts
+    assert len(asked) == 3
+    source.prefetch([3, 2])
+    assert [source.read(row).caption for row in (2, 3, 5)] == ["picture 2", "picture 3", "picture 5"]
+    assert len(asked) == 6
+
+
+def test_the_index_of_a_remote_tar_is_kept_until_it_changes(
+    bucket: Bucket, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket.put_all(folder)
+    source = tars.webdataset(f"{PREFIX}part-0.tar")
+    assert len(source.open()) == 8
+    kept = sorted((tmp_path / "home/cascade_train/index").iterdir())
+    assert [path.suffix for path in kept] == [".npz"]
+    with monkeypatch.context() as patch:
+        patch.setattr(tar_index, "scan_shard", None)
+        assert len(tars.webdataset(f"{PREFIX}part-0.tar").open()) == 8
+    bucket.put(folder / "part-1.tar", "set/part-0.tar")
+    assert len(tars.webdataset(f"{PREFIX}part-0.tar").open()) == 5
+
+
+def test_row_filters_judge_remote_samples(bucket: Bucket, tmp_path: Path) -> None:
+    files = [*tars.samples([0]), ("0000.json", b'{"score": 5}'), *tars.samples([1]), ("0001.json", b'{"score": 3}')]
+    tars.write(tmp_path / "part-0.tar", files)
+    bucket.put_all(tmp_path)
+    index = tars.webdataset(PREFIX, row_filters={"score": "> 4"}).open()
+    assert index.keys.tolist() == [b"0000"]
+
+
+def test_a_prefix_is_listed_once_for_a_run(
+    bucket: Bucket, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    bucket.put_all(folder)
+    listing = str(tmp_path / "listing.json")
+    first = tars.webdataset(PREFIX, listing=listing)
+    digest = first.open().digest
+    first.record()
+    bucket.put(folder / "part-0.tar", "set/part-9.tar")
+    bucket.put(folder / "part-0.tar", "set/readme.txt")
+    later = tars.webdataset(PREFIX, listing=listing)
+    assert later.open().digest == digest
+    assert f"{PREFIX} holds 1 more tars than when the run began; they are not used" in caplog.text
+    assert len(tars.webdataset(PREFIX).open().shards) == 4
+    bucket.delete("set/part-1.tar")
+    with pytest.raises(ConfigError, match=r"1 of the 3 tars that the run began with are gone or changed \(part-1.tar"):
+        later.open()
+
+
+def test_sources_of_one_run_share_the_record(bucket: Bucket, folder: Path, tmp_path: Path) -> None:
+    bucket.put_all(folder)
+    bucket.put(folder / "part-0.tar", "other/part-0.tar")
+    listing = tmp_path / "listing.json"
+    for prefix in (PREFIX, f"s3://{BUCKET}/other/"):
+        source = tars.webdataset([prefix, f"{PREFIX}part-0.tar"], listing=str(listing))
+        source.open()
+        source.record()
+    assert {prefix: len(items) for prefix, items in json.loads(listing.read_text()).items()} == {
+        PREFIX: 3,
+        f"s3://{BUCKET}/other/": 1,
+    }
+    listing.write_text("[]")
+    with pytest.raises(ConfigError, match="listing.json is damaged .*; remove it, and the prefixes are listed again"):
+        source.open()
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        (f"{PREFIX}none.tar", r"none.tar is not there \(404\); check bucket, key and AWS_ENDPOINT_URL"),
+        ("s3://elsewhere/a.tar", "s3://elsewhere/a.tar is not there"),
+        (f"s3://{BUCKET}/empty/", "s3://bucket/empty/ holds no tar; check bucket and prefix"),
+    ],
+)
+def test_what_is_not_there_is_named(bucket: Bucket, url: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        tars.webdataset(url).open()
+
+
+def test_a_damaged_remote_tar_is_named(bucket: Bucket, folder: Path) -> None:
+    path = folder / "part-0.tar"
+    path.write_bytes(path.read_bytes()[:-10_000])
+    bucket.put_all(folder)
+    with pytest.raises(ConfigError, match=f"{PREFIX}part-0.tar is cut short"):
+        tars.webdataset(PREFIX).open()
+
+
+def test_an_object_that_changes_under_a_run_ends_it(bucket: Bucket, folder: Path) -> None:
+    bucket.put_all(folder)
+    source: WebDataset = tars.webdataset(f"{PREFIX}part-1.tar")
+    with loading(source, global_batch_size=4, micro_batch_size=4) as loader:
+        next(loader)
+        bucket.put(folder / "part-0.tar", "set/part-1.tar")
+        with pytest.raises(RuntimeError, match="part-1.tar changed during the run: its ETag was"):
+            next(loader)
+
+
+def test_nothing_of_boto_is_logged(bucket: Bucket, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    bucket.put_all(folder)
+    with caplog.at_level(logging.INFO):
+        tars.webdataset(PREFIX).open()
+    assert "never-shown" not in caplog.text
