@@ -18,7 +18,7 @@ from cascade_train.data.webdataset import WebDataset
 
 def build(repository: Path, *overrides: str) -> Source:
     with initialize_config_dir(str(repository / "conf"), version_base="1.3"):
-        cfg = compose(overrides=["+model={image_size: 48}", *overrides])
+        cfg = compose(overrides=["+model={image_size: 48}", "+run={dir: here}", *overrides])
     return instantiate(cfg.data, _convert_="all")
 
 
