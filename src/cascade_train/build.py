@@ -250,6 +250,8 @@ def build_trainer(
     max_steps = cfg.train.max_steps
     if cfg.train.max_epochs is not None:
         max_steps = min(max_steps, feed.steps_of_epochs(cfg.train.max_epochs))
+    if (budget := data.training.source.num_examples_to_see) is not None:
+        max_steps = min(max_steps, -(-budget // cfg.train.global_batch_size))
     tracker = build_tracker(
         cfg.tracker.name.value,
         project=cfg.tracker.project,

@@ -5,19 +5,24 @@ Order lives in `plan.py`, batches in `loader.py`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal
 
 import numpy as np
 
 from cascade_train.batch import Batch, SampleTransform
 from cascade_train.data.feed import Feed, FeedRequest
 from cascade_train.data.index import Index, split
+from cascade_train.data.layout import permutation
 from cascade_train.data.loader import Loader
 from cascade_train.data.selection import selected
 from cascade_train.data.source import Source
 from cascade_train.errors import ConfigError
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +41,28 @@ class Rows:
     rows: np.ndarray
     transform: SampleTransform | None = None
 
-    def load(self, *, seed: int, global_batch_size: int, micro_batch_size: int, rank: int, ranks: int) -> Feed:
+    @property
+    def shapes(self) -> np.ndarray:
+        """How many of the samples are of each shape that occurs, the most first, (K,) int64."""
+        width_N, height_N = (self.index.table[name][self.rows] for name in ("width", "height"))
+        count_K = np.bincount(self.source.bucket_table(self.index).nearest(width_N, height_N))
+        return -np.sort(-count_K[count_K > 0])
+
+    def first(self, count: int, *, seed: int) -> Rows:
+        """Return `count` of the samples, drawn by the seed; all where there are no more."""
+        chosen = permutation(len(self.rows), seed, 0, "part")[:count]
+        return replace(self, rows=np.sort(self.rows[chosen]))
+
+    def load(
+        self,
+        *,
+        seed: int,
+        global_batch_size: int,
+        micro_batch_size: int,
+        rank: int,
+        ranks: int,
+        leftover: Literal["carry", "drop", "flush"] | None = None,
+    ) -> Feed:
         """Return the endless feed of these samples for one rank."""
         request = FeedRequest(
             index=self.index,
@@ -47,6 +73,7 @@ class Rows:
             rank=rank,
             ranks=ranks,
             transform=self.transform,
+            leftover=leftover,
         )
         return self.source.own_feed(request) or Loader(self.source, **vars(request))
 
@@ -85,12 +112,14 @@ class DataSet:
             seed=seed, global_batch_size=global_batch_size, micro_batch_size=micro_batch_size, rank=rank, ranks=ranks
         )
         self._open.append(loader)
+        for line in loader.report():
+            _log.info("%s", line)
         return loader
 
     def held_out_feed(self, *, seed: int, samples: int, micro_batch_size: int, rank: int, ranks: int) -> HeldOutFeed:
-        """Return the feed of the first `samples` held-out samples in their fixed order, as many on every rank.
+        """Return the feed of `samples` held-out samples in a fixed order, as many on every rank.
 
-        Rounded down to whole global batches of at most `micro_batch_size` per rank; at least one.
+        Where a shape does not fill its last batch, samples of weight 0 do.
 
         Raises:
             ConfigError: fewer held-out samples than ranks.
@@ -99,21 +128,25 @@ class DataSet:
         if part is None or len(part.rows) < ranks:
             held_out = 0 if part is None else len(part.rows)
             raise ConfigError(f"validate: {held_out} held-out samples for {ranks} ranks; raise validate.share.")
-        samples = min(samples, len(part.rows))
-        micro_batch_size = max(1, min(micro_batch_size, samples // ranks))
-        global_batch_size = micro_batch_size * ranks
+        part = part.first(samples, seed=seed)
+        micro_batch_size = max(1, min(micro_batch_size, len(part.rows) // len(part.shapes) // ranks))
         loader = part.load(
-            seed=seed, global_batch_size=global_batch_size, micro_batch_size=micro_batch_size, rank=rank, ranks=ranks
+            seed=seed,
+            global_batch_size=micro_batch_size * ranks,
+            micro_batch_size=micro_batch_size,
+            rank=rank,
+            ranks=ranks,
+            leftover="flush",
         )
-        feed = HeldOutFeed(loader, max(1, samples // global_batch_size))
+        feed = HeldOutFeed(loader, loader.steps_of_epochs(1))
         self._open.append(feed)
         return feed
 
     def shown_batch(self, count: int, *, seed: int) -> Batch:
-        """Return `count` fixed samples to show, held-out ones where there are any, equal on all ranks."""
+        """Return up to `count` fixed samples of one shape to show, held-out ones where there are any, on all ranks."""
         part = self.held_out or self.training
-        count = min(count, len(part.rows))
-        loader = part.load(seed=seed, global_batch_size=count, micro_batch_size=count, rank=0, ranks=1)
+        count = min(count, int(part.shapes[0]))
+        loader = part.load(seed=seed, global_batch_size=count, micro_batch_size=count, rank=0, ranks=1, leftover="drop")
         try:
             return next(loader)[0]
         finally:

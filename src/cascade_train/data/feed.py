@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -28,6 +28,8 @@ class FeedRequest:
         rank: this process, from 0.
         ranks: how many processes share the global batch.
         transform: what the workers make of each picture for the task; None = nothing.
+        leftover: what becomes of samples that fill no global batch of their shape when an epoch ends; None = what the
+            source says.
     """
 
     index: Index
@@ -38,6 +40,7 @@ class FeedRequest:
     rank: int
     ranks: int
     transform: SampleTransform | None = None
+    leftover: Literal["carry", "drop", "flush"] | None = None
 
 
 class Feed(Protocol):
@@ -58,6 +61,9 @@ class Feed(Protocol):
     @property
     def micro_batches(self) -> int:
         """Micro-batches of one step on one rank."""
+
+    def report(self) -> list[str]:
+        """Return what people should know of the samples before training starts, a line each."""
 
     def steps_of_epochs(self, epochs: int) -> int:
         """Return how many optimizer steps the first `epochs` epochs take."""

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from cascade_train.data.buckets import Buckets, BucketTable
 from cascade_train.data.captions import Captions
 from cascade_train.data.feed import Feed, FeedRequest
 from cascade_train.data.index import Index
@@ -19,6 +20,7 @@ from cascade_train.data.selection import RowSelector
 
 START_METHODS = ("fork", "forkserver", "spawn")
 CROPS = ("center", "random", "saliency")
+LEFTOVERS = ("carry", "drop", "flush")
 
 
 @dataclass(kw_only=True)
@@ -26,7 +28,7 @@ class Source(abc.ABC):
     """Where samples come from. The constructor checks ranges and touches no file.
 
     Attributes:
-        image_size: side of the square training picture in pixels.
+        image_size: side of the square training picture in pixels; other shapes have about its area.
         crop: which part of a picture that has another shape than its batch: the middle, one drawn anew each epoch, or
             the one that stands out most.
         shuffle_window_shards: shards whose samples are mixed with each other; larger mixes better, smaller
@@ -38,6 +40,16 @@ class Source(abc.ABC):
         max_pixels: pixels of the largest picture that is decoded; larger ones count as unreadable. None = any.
         max_unreadable_share: share of unreadable samples above which a run stops.
         max_wait_seconds: how long to wait for one batch of the workers before the run stops; None = for ever.
+        aspect_ratios: shapes of the training pictures, width to height: fractions or decimals, whose reciprocals are
+            added, or a preset, original or wide; None = squares.
+        buckets: how sizes follow from the ratios, and which pictures are too small.
+        leftover: what becomes of samples that fill no global batch of their shape when an epoch ends: `carry` = they
+            wait for the next epoch's, `drop` = they are left out, `flush` = they fill a batch together with repeats
+            that do not count.
+        replacement: draw shards with replacement, so that an epoch misses some and repeats others.
+        num_examples_to_see: samples after which the run ends; None = as the training says.
+        on_change: what a resume does where the data, its order or the batch size changed: `refuse`, or `restart`, which
+            begins another epoch, or with another batch size continues the same one.
     """
 
     image_size: int
@@ -50,6 +62,12 @@ class Source(abc.ABC):
     max_pixels: int | None = 2**27
     max_unreadable_share: float = 0.01
     max_wait_seconds: float | None = 600.0
+    aspect_ratios: list[str | float] | str | None = None
+    buckets: Buckets = field(default_factory=Buckets)
+    leftover: Literal["carry", "drop", "flush"] = "carry"
+    replacement: bool = False
+    num_examples_to_see: int | None = None
+    on_change: Literal["refuse", "restart"] = "refuse"
 
     def __post_init__(self) -> None:
         if self.image_size < 1:
@@ -67,6 +85,7 @@ class Source(abc.ABC):
         if self.worker_start not in START_METHODS:
             raise ValueError(f"data.worker_start={self.worker_start} is unknown: choose {', '.join(START_METHODS)}")
         self._check_limits()
+        self._check_order()
 
     def _check_limits(self) -> None:
         if not 0.0 <= self.flip_prob <= 1.0:
@@ -79,6 +98,15 @@ class Source(abc.ABC):
             )
         if self.max_wait_seconds is not None and self.max_wait_seconds <= 0.0:
             raise ValueError(f"data.max_wait_seconds={self.max_wait_seconds} must be above 0, or null to wait for ever")
+
+    def _check_order(self) -> None:
+        self._bucket_table = self.buckets.table(self.image_size, self.aspect_ratios)
+        if self.leftover not in LEFTOVERS:
+            raise ValueError(f"data.leftover={self.leftover} is unknown: choose {', '.join(LEFTOVERS)}")
+        if self.on_change not in ("refuse", "restart"):
+            raise ValueError(f"data.on_change={self.on_change} is unknown: choose refuse or restart")
+        if self.num_examples_to_see is not None and self.num_examples_to_see < 1:
+            raise ValueError(f"data.num_examples_to_see={self.num_examples_to_see} must be at least 1; null = no limit")
 
     def captions_of(self, row: int) -> Captions:
         """Return what makes the caption of one row; a source made of others asks the row's own."""
@@ -109,9 +137,14 @@ class Source(abc.ABC):
     def record(self) -> None:
         """Write down what a resumed run must find again; called once the run directory is claimed, by one rank."""
 
+    def bucket_table(self, index: Index) -> BucketTable:
+        """Return the sizes that the samples are trained at; a source whose samples have theirs already names those."""
+        del index
+        return self._bucket_table
+
     def selectors(self) -> list[RowSelector]:
-        """Return what decides, by the index alone, which rows take part; nothing is left out by default."""
-        return []
+        """Return what decides, by the index alone, which rows take part."""
+        return [lambda index: self.buckets.selection(index, self.bucket_table(index))]
 
     def own_feed(self, request: FeedRequest) -> Feed | None:
         """Return a feed of the source's own; None = `loader.Loader` over the index, the default.

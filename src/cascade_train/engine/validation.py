@@ -59,11 +59,14 @@ class Validation:
         return {f"{name}/loss": torch.stack(losses).mean(), **levels}
 
     def _mean_losses(self) -> Tensor:
-        sums, count = torch.zeros(len(self.logsnr), device=self.device), 0
+        """Return the mean loss of each noise level over the samples that count: those of weight 0 only fill a batch."""
+        sums = torch.zeros(len(self.logsnr) + 1, device=self.device)
         for _, micro_batches in zip(range(self.steps), self.open_feed(), strict=False):
             for batch in micro_batches:
                 prepared = self.task.prepare_batch(batch)
-                sums += torch.stack([self.task.evaluate(prepared, level).sum() for level in self.logsnr])
-                count += len(batch)
+                weight_B = torch.ones(len(batch)) if batch.weight_B is None else batch.weight_B
+                counted_B = (weight_B > 0).to(self.device, torch.float32)
+                levels = [(self.task.evaluate(prepared, level) * counted_B).sum() for level in self.logsnr]
+                sums += torch.stack([*levels, counted_B.sum()])
         dist.all_reduce(sums)
-        return sums / (count * dist.get_world_size())
+        return sums[:-1] / sums[-1]

@@ -24,8 +24,10 @@ def test_the_held_out_feed_repeats_itself() -> None:
     data = open_data_set(shapes(samples=100, num_workers=1), share=0.2, held_out=None)
     feed = data.held_out_feed(seed=0, samples=10, **ONE_RANK)
     first = [content(step) for step in feed.from_start()]
-    assert len(first) == feed.steps == 2
+    assert len(first) == feed.steps == 3
     assert [content(step) for step in feed.from_start()] == first
+    weights = [float(micro.weight_B.sum()) for step in feed.from_start() for micro in step]
+    assert sum(weights) == 10, "two samples fill the last batch and do not count"
     data.close()
 
 

@@ -1,0 +1,204 @@
+"""Aspect-ratio buckets: which sizes pictures are trained at, and which size each picture takes.
+
+Sizes follow from the ratios, the area and the multiple alone; pictures are assigned by the sizes in the index, never by
+their pixels. An aspect ratio is width / height. The original's tables and choices: Stable Cascade, core/data/bucketeer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
+
+import numpy as np
+
+from cascade_train.data.index import Index
+from cascade_train.data.selection import Selection
+
+PRESETS: dict[str, tuple[str, ...]] = {
+    "original": ("1/1", "1/2", "1/3", "2/3", "3/4", "1/5", "2/5", "3/5", "4/5", "1/6", "5/6", "9/16"),
+    "wide": ("1/1", "7/8", "3/4", "2/3", "4/7", "1/2", "3/7", "3/8", "1/3", "2/7", "1/4"),
+}
+"""Lists of aspect ratios by name: of the original's training files, and in even steps to 4:1. Reciprocals are added."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class BucketTable:
+    """The sizes that pictures are trained at.
+
+    Attributes:
+        sizes_K2: (K, 2) int64, height and width of each bucket in pixels, all different.
+        ratio_E: (E,) width / height of the entries that pictures are compared with.
+        bucket_E: (E,) int64, the bucket of each entry: two ratios may round to one size.
+        distance: how far a picture is from an entry: `log` = |ln(a / b)|, `linear` = |a - b|.
+    """
+
+    sizes_K2: np.ndarray
+    ratio_E: np.ndarray
+    bucket_E: np.ndarray
+    distance: Literal["log", "linear"]
+
+    @property
+    def identity(self) -> str:
+        """8 hex digits that change with any size, ratio, or the distance."""
+        text = repr((self.sizes_K2.tolist(), self.ratio_E.tolist(), self.bucket_E.tolist(), self.distance))
+        return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+    def nearest(self, width_N: np.ndarray, height_N: np.ndarray) -> np.ndarray:
+        """Return the (N,) int64 bucket nearest to each picture; of equal distances the entry that comes first.
+
+        Args:
+            width_N: in pixels; 0 = unknown, taken as square.
+            height_N: in pixels; 0 = unknown.
+        """
+        known = (width_N > 0) & (height_N > 0)
+        ratio_N = np.where(known, width_N, 1) / np.where(known, height_N, 1)
+        own, other = (np.log(ratio_N), np.log(self.ratio_E)) if self.distance == "log" else (ratio_N, self.ratio_E)
+        order = np.argsort(other, kind="stable")
+        above = np.searchsorted(other[order], own).clip(1, max(1, len(order) - 1))
+        near = order[np.stack([above - 1, np.minimum(above, len(order) - 1)])]
+        near.sort(axis=0)
+        first, second = np.abs(other[near] - own)
+        return self.bucket_E[np.where(second < first, near[1], near[0])]
+
+    def enlargement(self, width_N: np.ndarray, height_N: np.ndarray) -> np.ndarray:
+        """Return by how much each picture is enlarged to cover its bucket, (N,); below 1 it shrinks, 0 = unknown."""
+        known = (width_N > 0) & (height_N > 0)
+        height_of, width_of = self.sizes_K2[self.nearest(width_N, height_N)].T
+        scale = np.maximum(width_of / np.maximum(width_N, 1), height_of / np.maximum(height_N, 1))
+        return np.where(known, scale, 0.0)
+
+
+@dataclass(kw_only=True)
+class Buckets:
+    """How sizes are made of aspect ratios, how pictures find theirs, and which are too small.
+
+    Attributes:
+        multiple_px: both sides of every bucket are multiples of this; the model must allow it.
+        distance: nearest by `log`, the logarithm of the ratio, or `linear`, the original's difference.
+        random_share: of the pictures, chosen anew each epoch, that go to any bucket whatever their shape; the original
+            has 0.05, and loses most of such a picture.
+        min_side_px: pictures whose shorter side is below it are left out; None = none.
+        max_upscale: pictures that would be enlarged by more are left out, 1 = none is enlarged; None = no limit.
+    """
+
+    multiple_px: int = 32
+    distance: Literal["log", "linear"] = "log"
+    random_share: float = 0.0
+    min_side_px: int | None = None
+    max_upscale: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.multiple_px < 1:
+            raise ValueError(f"data.buckets.multiple_px={self.multiple_px} must be at least 1 px")
+        if self.distance not in ("log", "linear"):
+            raise ValueError(f"data.buckets.distance={self.distance} is unknown: choose log or linear")
+        if not 0.0 <= self.random_share <= 1.0:
+            raise ValueError(f"data.buckets.random_share={self.random_share} is a share, give a number from 0 to 1")
+        if self.min_side_px is not None and self.min_side_px < 1:
+            raise ValueError(f"data.buckets.min_side_px={self.min_side_px} must be at least 1 px; null = no limit")
+        if self.max_upscale is not None and self.max_upscale < 1.0:
+            raise ValueError(
+                f"data.buckets.max_upscale={self.max_upscale} must be at least 1 (none is enlarged); null = no limit"
+            )
+
+    def table(self, image_size: int, aspect_ratios: list[str | float] | str | None) -> BucketTable:
+        """Return the sizes of about image_size² pixels.
+
+        With the distance `log`, pictures are compared with the sizes as they came out, so that the least is cropped;
+        with `linear`, with the ratios that were asked for.
+
+        Args:
+            image_size: side of the square picture of the same area.
+            aspect_ratios: as `data.aspect_ratios` has them; None = the square alone.
+
+        Raises:
+            ValueError: a ratio that is none, or too extreme for the area.
+        """
+        if aspect_ratios is None:
+            return _square(image_size)
+        ratio_E = with_reciprocals(parse_ratios(aspect_ratios))
+        size_E2 = np.array([bucket_size(ratio, image_size**2, self.multiple_px) for ratio in ratio_E])
+        thin = np.flatnonzero(size_E2.min(axis=1) == 0)
+        if len(thin):
+            raise ValueError(
+                f"data.aspect_ratios: {ratio_E[thin[0]]:g} leaves a side below data.buckets.multiple_px="
+                f"{self.multiple_px} at data.image_size={image_size}: leave it out, or train larger pictures"
+            )
+        sizes: dict[tuple[int, int], int] = {}
+        bucket_E = np.array([sizes.setdefault((height, width), len(sizes)) for height, width in size_E2.tolist()])
+        shape_E = size_E2[:, 1] / size_E2[:, 0] if self.distance == "log" else np.array(ratio_E)
+        return BucketTable(sizes_K2=np.array(list(sizes)), ratio_E=shape_E, bucket_E=bucket_E, distance=self.distance)
+
+    def selection(self, index: Index, table: BucketTable) -> Selection:
+        """Return which samples are large enough; those whose size is unknown are."""
+        width_N, height_N = index.table["width"].astype(np.int64), index.table["height"].astype(np.int64)
+        kept, rules = np.ones(len(index), dtype=bool), []
+        if self.min_side_px is not None:
+            side_N = np.minimum(width_N, height_N)
+            kept &= (side_N >= self.min_side_px) | (side_N == 0)
+            rules.append(f"data.buckets.min_side_px={self.min_side_px}")
+        if self.max_upscale is not None:
+            kept &= table.enlargement(width_N, height_N) <= self.max_upscale
+            rules.append(f"data.buckets.max_upscale={self.max_upscale:g}")
+        return Selection(kept=kept, reason=f"are smaller than {' and '.join(rules)} allow")
+
+
+def table_of_sizes(width_N: np.ndarray, height_N: np.ndarray) -> BucketTable:
+    """Return a bucket for each size that occurs, for pictures that have their final size already.
+
+    Args:
+        width_N: in pixels, known.
+        height_N: in pixels, known.
+    """
+    sizes_K2 = np.unique(np.stack([height_N, width_N], axis=1).astype(np.int64), axis=0)
+    ratio_E = sizes_K2[:, 1] / sizes_K2[:, 0]
+    return BucketTable(sizes_K2=sizes_K2, ratio_E=ratio_E, bucket_E=np.arange(len(sizes_K2)), distance="log")
+
+
+def parse_ratios(aspect_ratios: list[str | float] | str) -> list[float]:
+    """Return aspect ratios as numbers: of a preset's name, or of a list of fractions and decimals.
+
+    Raises:
+        ValueError: an unknown preset, an empty list, or an entry that is no positive number.
+    """
+    if isinstance(aspect_ratios, str):
+        if aspect_ratios not in PRESETS:
+            raise ValueError(
+                f"data.aspect_ratios={aspect_ratios} is no preset: choose {', '.join(PRESETS)}, or list ratios of width"
+                " to height, as in data.aspect_ratios=[1/1,3/4,9/16]"
+            )
+        return parse_ratios(list(PRESETS[aspect_ratios]))
+    if not aspect_ratios:
+        raise ValueError("data.aspect_ratios=[] leaves no size to train at: list ratios, or null for squares")
+    return [_ratio(entry) for entry in aspect_ratios]
+
+
+def with_reciprocals(ratios: Iterable[float]) -> list[float]:
+    """Return the ratios, each once, and behind them the reciprocals of those that were not among them."""
+    ratios = list(dict.fromkeys(ratios))
+    return list(dict.fromkeys([*ratios, *(1 / ratio for ratio in ratios)]))
+
+
+def bucket_size(ratio: float, area: int, multiple_px: int) -> tuple[int, int]:
+    """Return (height, width) of at most `area` pixels in this ratio of width to height, rounded down to multiples."""
+    height, width = math.sqrt(area / ratio), math.sqrt(area * ratio)
+    return int(height // multiple_px) * multiple_px, int(width // multiple_px) * multiple_px
+
+
+def _square(image_size: int) -> BucketTable:
+    sizes = np.full((1, 2), image_size)
+    return BucketTable(sizes_K2=sizes, ratio_E=np.ones(1), bucket_E=np.zeros(1, dtype=np.int64), distance="log")
+
+
+def _ratio(entry: str | float) -> float:
+    try:
+        ratio = float(Fraction(str(entry).replace(":", "/").replace(" ", "")))
+    except (ValueError, ZeroDivisionError, OverflowError):
+        ratio = 0.0
+    if not ratio > 0:
+        raise ValueError(f"data.aspect_ratios: {entry!r} is no ratio of width to height, as 3/4, 16/9 or 0.5 are")
+    return ratio
