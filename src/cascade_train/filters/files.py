@@ -1,0 +1,99 @@
+"""Files that filters need and that do not ship with the library: finding them, and saying where they come from."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from cascade_train.errors import ConfigError
+
+_HUB_FILE = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+):(?P<name>[\w./-]+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightsFile:
+    """What is known of a file that a user has to bring.
+
+    Attributes:
+        key: the configuration key that names it.
+        what: what it is, in words.
+        usual_name: the name under which it is published.
+        licence: under which it is published.
+        found: where it is usually found.
+    """
+
+    key: str
+    what: str
+    usual_name: str
+    licence: str
+    found: str
+
+    def __str__(self) -> str:
+        return f"It is {self.what}, usually {self.usual_name} (licence: {self.licence}), found at {self.found}."
+
+
+def find_file(source: str, known: WeightsFile) -> Path:
+    """Return the path of a local file, or of `owner/name:file` on the hub, downloaded if needed.
+
+    Raises:
+        ConfigError: it is neither; says what it is, its licence, and where it is usually found.
+    """
+    path = Path(source).expanduser()
+    if path.is_file():
+        return path
+    match = _HUB_FILE.fullmatch(source)
+    if match is None:
+        raise ConfigError(
+            f"{known.key}={source}: no such file; give a path that exists, or owner/name:file on the hub. {known}"
+        )
+    from huggingface_hub import hf_hub_download  # a second to import, and only needed here
+
+    try:
+        return Path(hf_hub_download(match["repo"], match["name"]))
+    except Exception as error:  # whatever hub or network say, the user reads one sentence
+        raise ConfigError(
+            f"{known.key}={source}: cannot be had from the hub ({type(error).__name__}); download it where there is a"
+            f" network and give its path. {known}"
+        ) from error
+
+
+def load_weights(module: nn.Module, source: str, known: WeightsFile, *, device: torch.device) -> None:
+    """Load a module in place, in fp32, from a safetensors file or a pickle of tensors, and move it to `device`.
+
+    Raises:
+        ConfigError: the file is not there, or holds other weights than the module's.
+    """
+    path = find_file(source, known)
+    state = read_tensors(path, known)
+    state = {name.removeprefix("module."): value for name, value in state.items()}
+    try:
+        module.load_state_dict(state)
+    except RuntimeError as error:
+        first = [line.strip() for line in str(error).splitlines()][1]
+        raise ConfigError(f"{known.key}={path}: holds other weights than these ({first}). {known}") from error
+    module.to(device)
+
+
+def read_tensors(path: Path, known: WeightsFile) -> dict[str, Tensor]:
+    """Read tensors by name, without running code from the file.
+
+    Raises:
+        ConfigError: it holds something else.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        state = load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
+    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, ValueError, OSError) as error:
+        raise ConfigError(f"{known.key}={path}: cannot be read as weights ({type(error).__name__}). {known}") from error
+    if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
+        state = state["state_dict"]
+    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+        raise ConfigError(f"{known.key}={path}: holds something else than tensors by name. {known}")
+    return state
