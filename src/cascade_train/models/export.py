@@ -106,14 +106,14 @@ def save_prior(state: Mapping[str, Tensor], parts: PriorParts, directory: Path) 
         RunError: what was read back differs; `directory` is as it was.
     """
     network = build_plain_network(parts.network_config, state)
-    with replaced_directory(directory) as partial, _quiet():
+    with replaced_directory(directory) as partial, quiet():
         pipeline = StableCascadePriorPipeline(
-            tokenizer=_tokenizer_of_length(parts.tokenizer, parts.max_tokens),
-            text_encoder=_copy_on_host(parts.text_encoder, network.dtype),
+            tokenizer=tokenizer_of_length(parts.tokenizer, parts.max_tokens),
+            text_encoder=copy_on_host(parts.text_encoder, network.dtype),
             prior=network,
             scheduler=DDPMWuerstchenScheduler(),
             resolution_multiple=parts.resolution_multiple,
-            image_encoder=None if parts.image_encoder is None else _copy_on_host(parts.image_encoder, network.dtype),
+            image_encoder=None if parts.image_encoder is None else copy_on_host(parts.image_encoder, network.dtype),
             feature_extractor=_image_processor(parts.image_encoder),
         )
         pipeline.save_pretrained(partial)
@@ -267,7 +267,7 @@ def check_equal_tensors(expected: Mapping[str, Tensor], found: Mapping[str, Tens
             raise RunError(f"{directory}: {name} reads back differently from what was written; nothing was kept")
 
 
-def _copy_on_host(tower: Any, dtype: torch.dtype) -> Any:
+def copy_on_host(tower: Any, dtype: torch.dtype) -> Any:
     """Return a CLIP tower of the network's dtype on the host: the pipeline feeds the network what the towers give."""
     with torch.device("meta"):
         copied = type(tower)(tower.config)
@@ -276,7 +276,7 @@ def _copy_on_host(tower: Any, dtype: torch.dtype) -> Any:
     return copied.eval()
 
 
-def _tokenizer_of_length(tokenizer: Any, max_tokens: int) -> Any:
+def tokenizer_of_length(tokenizer: Any, max_tokens: int) -> Any:
     """Return a copy that pads to `max_tokens`: the pipeline knows no other place for that length."""
     copied = copy.deepcopy(tokenizer)
     copied.model_max_length = max_tokens
@@ -291,7 +291,7 @@ def _image_processor(image_encoder: nn.Module | None) -> CLIPImageProcessor | No
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Keep diffusers' notice of deprecation and transformers' progress bar out of the run's output."""
     verbosity, bars = diffusers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     diffusers_logging.set_verbosity_error()

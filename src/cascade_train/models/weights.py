@@ -6,6 +6,7 @@ Must not live here: weights out (export.py), adapters (lora.py), values of an un
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,13 @@ from cascade_train.models.weights_tensors import StoredTensors
 
 
 def load_network(
-    network: nn.Module, source: str, *, dtype: torch.dtype, device: torch.device, key: str = "model.weights"
+    network: nn.Module,
+    source: str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    key: str = "model.weights",
+    part: str = "prior",
 ) -> None:
     """Load a denoising network of Stage B or C in place, tensor by tensor.
 
@@ -27,11 +34,12 @@ def load_network(
         dtype: of the loaded floating-point tensors.
         device: of the loaded tensors.
         key: the config key that named the source.
+        part: the folder of a pipeline or an export that holds such a network.
 
     Raises:
         ConfigError: no such weights, or weights of another model, saying which.
     """
-    with StoredTensors(find_weight_files(source, key=key), key=key) as tensors:
+    with StoredTensors(find_weight_files(source, key=key, part=part), key=key) as tensors:
         stored = map_keys(tensors.shapes())
         _refuse_adapters(stored, f"{key}={source}")
         shapes = {name: tensors.shape(where) for name, where in stored.items()}
@@ -39,18 +47,19 @@ def load_network(
         _assign(network, tensors, stored, f"{key}={source}", dtype, device)
 
 
-def read_network(network: nn.Module, source: str, *, key: str) -> Iterator[tuple[str, Tensor]]:
+def read_network(network: nn.Module, source: str, *, key: str, part: str = "prior") -> Iterator[tuple[str, Tensor]]:
     """Yield the name and the whole fp32 value, on the host, of every tensor of a network that is stored elsewhere.
 
     Args:
         network: as for `load_network`; stays as it is, and may be sharded.
         source: see `weights_source.find_weight_files`; keys of diffusers or of the original.
         key: the config key that named the source.
+        part: the folder of a pipeline or an export that holds such a network.
 
     Raises:
         ConfigError: no such weights, or weights of another model, saying which.
     """
-    with StoredTensors(find_weight_files(source, key=key), key=key) as tensors:
+    with StoredTensors(find_weight_files(source, key=key, part=part), key=key) as tensors:
         stored = map_keys(tensors.shapes())
         _refuse_adapters(stored, f"{key}={source}")
         check_size(network, {name: tensors.shape(where) for name, where in stored.items()}, f"{key}={source}")
@@ -59,8 +68,17 @@ def read_network(network: nn.Module, source: str, *, key: str) -> Iterator[tuple
             yield name, copy_to(tensors.read(where), torch.float32, torch.device("cpu"))
 
 
-def load_module(module: nn.Module, source: str, *, dtype: torch.dtype, device: torch.device, key: str) -> None:
-    """Load any other module (compressor, previewer) in place, whose own names are the stored ones.
+def load_module(
+    module: nn.Module,
+    source: str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    key: str,
+    part: str | None = None,
+    renamed: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Load any other module (compressor, previewer, Stage A) in place, whose own names are the stored ones.
 
     Args:
         module: on the meta device or not; its tensors are replaced.
@@ -68,13 +86,22 @@ def load_module(module: nn.Module, source: str, *, dtype: torch.dtype, device: t
         dtype: of the loaded floating-point tensors.
         device: of the loaded tensors.
         key: the config key that named the source.
+        part: the folder of a pipeline that holds such a module; None = the source itself.
+        renamed: beginnings of stored names, by what the module calls them.
 
     Raises:
         ConfigError: no such weights, or weights of another module.
     """
-    with StoredTensors(find_weight_files(source, key=key, part=None), key=key) as tensors:
-        stored = {name: Stored(name) for name in tensors.shapes()}
+    with StoredTensors(find_weight_files(source, key=key, part=part), key=key) as tensors:
+        stored = {_begin_with(name, renamed): Stored(name) for name in tensors.shapes()}
         _assign(module, tensors, stored, f"{key}={source}", dtype, device)
+
+
+def _begin_with(name: str, renamed: Mapping[str, str]) -> str:
+    for old, new in renamed.items():
+        if name.startswith(old):
+            return new + name.removeprefix(old)
+    return name
 
 
 def _refuse_adapters(names: Iterable[str], origin: str) -> None:

@@ -1,45 +1,30 @@
 """Full training of Stage C's network on captioned images.
 
-Lives here: what trains and what is left behind. Must not live here: the loss (text_to_image.py).
+Lives here: what is left behind. Must not live here: what trains (whole_network.py) and the loss (text_to_image.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
-from cascade_train.diffusion.objective import Objective
 from cascade_train.models.export import prior_parts, save_prior
-from cascade_train.models.stage import Stage
 from cascade_train.models.stage_c import StageC
-from cascade_train.models.weights import read_network
 from cascade_train.tasks.base import Export
-from cascade_train.tasks.text_to_image import TextToImage
+from cascade_train.tasks.whole_network import WholeNetwork
 
 
-class Finetune(TextToImage):
-    """Trains every weight of the network; encoders stay frozen."""
+class Finetune(WholeNetwork):
+    """Trains every weight of Stage C's network; encoders stay frozen."""
 
     fits = ("stage_c",)
-    trains_network = True
-
-    def attach(self, stage: Stage, objective: Objective, device: torch.device) -> None:
-        """Take the built stage and let every weight of its network train, with the network's own dropout."""
-        super().attach(stage, objective, device)
-        stage.network.requires_grad_(requires_grad=True).train()
+    part = "prior"
 
     def exports(self) -> Mapping[str, Export]:
         """Return `prior`, a folder that diffusers' prior pipeline loads."""
-        return {"prior": Export(module=self.stage.network, write=self._write_prior)}
-
-    def initial_average(self, source: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of another network of this size, in any format that `model.weights` takes."""
-        return (
-            (f"network.{name}", value) for name, value in read_network(self.stage.network, source, key="ema.weights")
-        )
+        return {self.part: Export(module=self.stage.network, write=self._write_prior)}
 
     def _write_prior(self, state: Mapping[str, Tensor], directory: Path) -> float:
         if not isinstance(self.stage, StageC):

@@ -25,6 +25,7 @@ from cascade_train.models.lora import (
 )
 from cascade_train.models.lora_files import fill_adapters, refill_lora
 from cascade_train.models.stage import Stage
+from cascade_train.models.stage_b import StageB
 from cascade_train.models.stage_c import StageC
 from cascade_train.models.text_encoder import TextEncoder
 from cascade_train.models.tokens import put_tokens, train_tokens, trained_tokens
@@ -60,7 +61,7 @@ class LoRA(TextToImage):
         ValueError: a number out of range.
     """
 
-    fits = ("stage_c",)
+    fits = ("stage_c", "stage_b")
     trains_network = False
 
     def __init__(
@@ -108,8 +109,8 @@ class LoRA(TextToImage):
             ConfigError: a filter or a token's expression that selects nothing, or weights that do not fit.
         """
         super().attach(stage, objective, device)
-        if not isinstance(stage, StageC):
-            raise AssertionError(f"adapters and tokens are for Stage C, not for {stage.name}")
+        if not isinstance(stage, StageB | StageC):
+            raise AssertionError(f"adapters and tokens are for Stage B and C, not for {stage.name}")
         self._encoder = stage.text_encoder
         self._inject(stage.network, self.module_filters, "task.module_filters")
         if self.text_encoder_filters is not None:

@@ -14,7 +14,9 @@ CONF = Path(__file__).parents[3] / "conf"
 
 def model_config(model: str, *changes: dict[str, Any]) -> Any:
     """Return the resolved node of `conf/model/<model>.yaml` with changes merged over it."""
-    nodes = [{"run": {"seed": 0}}, {"model": OmegaConf.load(CONF / "model" / f"{model}.yaml")}]
+    node = OmegaConf.load(CONF / "model" / f"{model}.yaml")
+    node.pop("defaults", None)
+    nodes = [{"run": {"seed": 0}}, {"model": node}]
     config = OmegaConf.merge(*nodes, *({"model": change} for change in changes))
     OmegaConf.resolve(config)
     return config.model

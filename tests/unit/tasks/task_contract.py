@@ -67,10 +67,14 @@ class NoSync(TorchDispatchMode):
 
 
 class TaskContract:
-    """Subclass with `option`, the file in conf/task, and `model`, a small file in conf/model that it fits."""
+    """Subclass with `option`, the file in conf/task, and `model`, a small file in conf/model that it fits.
+
+    `lr` is one at which a single step of plain gradient descent shows in fp32.
+    """
 
     option: ClassVar[str]
     model: ClassVar[str]
+    lr: ClassVar[float] = 1e-3
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -171,7 +175,8 @@ class TaskContract:
         assert cond.dtype == uncond.dtype == torch.float32
         assert not cond.requires_grad
         assert not torch.allclose(cond[0], uncond[0], rtol=1e-3)
-        torch.testing.assert_close(cond[1], uncond[1], rtol=1e-4, atol=1e-5)
+        same = torch.isclose(cond[1], uncond[1], rtol=1e-4, atol=1e-5).all()
+        assert same != task.stage.needs_image, "without a caption only an image is left to tell the two apart"
 
     def test_state_survives_a_step_and_a_round_trip(self, task: Task, prepared: Any) -> None:
         task.after_step(dict(task.phases()[0].loss(prepared).report))
@@ -194,7 +199,7 @@ class TaskContract:
             modules = {**phase.modules, **task.stage.frozen_modules()}
             tensors = {f"{m}.{n}": t for m, module in modules.items() for n, t in module.state_dict().items()}
             before = {name: tensor.clone() for name, tensor in tensors.items()}
-            optimizer = torch.optim.SGD(trainable(phase).values(), lr=1e-3)
+            optimizer = torch.optim.SGD(trainable(phase).values(), lr=self.lr)
             first = phase.loss(prepared).loss_B.mean()
             first.backward()
             optimizer.step()

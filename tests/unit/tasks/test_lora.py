@@ -207,9 +207,11 @@ def test_a_filter_of_the_text_encoder_names_its_own_key() -> None:
         attached(component("task", "lora", text_encoder_filters=[".atn"]), "c_tiny")
 
 
-def test_only_stage_c_is_adapted() -> None:
-    with pytest.raises(AssertionError, match="adapters and tokens are for Stage C, not for"):
-        component("task", "lora").attach(SimpleNamespace(name="stage_x", image_keep_prob=0.1, tokenize=lambda _: {}), None, None)
+def test_only_stages_with_text_are_adapted() -> None:
+    with pytest.raises(AssertionError, match="adapters and tokens are for Stage B and C, not for"):
+        component("task", "lora").attach(
+            SimpleNamespace(name="stage_x", image_keep_prob=0.1, tokenize=lambda _: {}), None, None
+        )
 
 
 def test_first_values_follow_the_seed() -> None:

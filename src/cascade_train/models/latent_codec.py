@@ -1,0 +1,137 @@
+"""Stage A as Stage B sees it: a frozen map between images and the latents that Stage B models, both ways.
+
+Lives here: the contract of a codec and the original's VQGAN. Must not live here: the training of Stage A, and the
+semantic latents (semantic_compressor.py).
+
+Shape legend: B batch, C channels, H W image or latent size.
+"""
+
+from __future__ import annotations
+
+import abc
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cascade_train.models.initialize import FROZEN_SEED, convolution_rule, initialise
+from cascade_train.models.weights import load_module
+
+ORIGINAL_NAMES = {"vquantizer.codebook.": "vquantizer.embedding."}
+"""Beginnings of names that the original and diffusers spell differently."""
+
+
+class LatentCodec(abc.ABC):
+    """A frozen map between images and latents, in fp32. The constructor is cheap; `build` makes the module.
+
+    Attributes:
+        latent_channels: channels of the latent.
+        stride: image pixels for each latent position.
+        weights: where its values come from; None = a fixed seed, or a module without any.
+        module: the frozen module; exists after `build`.
+    """
+
+    latent_channels: int
+    stride: int
+    weights: str | None = None
+    module: nn.Module
+
+    def forget_weights(self) -> None:
+        """Take values from a fixed seed, whatever was named."""
+        self.weights = None
+
+    @abc.abstractmethod
+    def build(self, *, device: torch.device) -> None:
+        """Make the module on `device`.
+
+        Raises:
+            ConfigError: weights that do not exist or belong to another module.
+        """
+
+    @abc.abstractmethod
+    def encode(self, image_BCHW: Tensor) -> Tensor:
+        """Encode (B, 3, H, W) float in [0, 1] to latents (B, C, ...) fp32. Without gradient. Must not sync."""
+
+    @abc.abstractmethod
+    def decode(self, latent_BCHW: Tensor) -> Tensor:
+        """Decode latents (B, C, H, W) to (B, 3, stride H, stride W) fp32, not clamped. Without gradient."""
+
+
+class VQGAN(LatentCodec):
+    """The original's Stage A: diffusers' `PaellaVQModel`, whose latents are not quantised (modules/stage_a.py).
+
+    Args:
+        weights: local safetensors file or folder, or a hub id (`owner/name:file` or `owner/name:subfolder`), with the
+            original's names or diffusers'; null = values from a fixed seed.
+        scale_factor: what latents are divided by. Stage B was trained with 0.43; folders of diffusers often say 0.3764,
+            which belongs to another model, so that the number is given here and never read from them.
+        levels: levels, each of half the resolution; the stride is 2 to this power.
+        bottleneck_blocks: residual blocks at the lowest resolution of the decoder.
+        embed_dim: width at the lowest resolution.
+        latent_channels: channels of the latent.
+        num_vq_embeddings: entries of the codebook.
+
+    Raises:
+        ValueError: a scale factor that is not above 0.
+    """
+
+    def __init__(
+        self,
+        *,
+        weights: str | None,
+        scale_factor: float,
+        levels: int,
+        bottleneck_blocks: int,
+        embed_dim: int,
+        latent_channels: int,
+        num_vq_embeddings: int,
+    ) -> None:
+        if not scale_factor > 0.0:
+            raise ValueError(f"stage_a.scale_factor={scale_factor}: divides the latents, give a number above 0")
+        self.weights = weights
+        self.scale_factor = scale_factor
+        self.latent_channels = latent_channels
+        self.stride = 2**levels
+        self.arguments = {
+            "levels": levels,
+            "bottleneck_blocks": bottleneck_blocks,
+            "embed_dim": embed_dim,
+            "latent_channels": latent_channels,
+            "num_vq_embeddings": num_vq_embeddings,
+            "scale_factor": scale_factor,
+        }
+        self.module: Any
+
+    def build(self, *, device: torch.device) -> None:
+        """Make the module on `device` in fp32.
+
+        Raises:
+            ConfigError: weights that do not exist or belong to another module.
+        """
+        from diffusers.pipelines.deprecated.wuerstchen.modeling_paella_vq_model import PaellaVQModel
+
+        with torch.device("meta"):
+            module = PaellaVQModel(**self.arguments)
+        if self.weights is None:
+            initialise(module, convolution_rule(1.0), device=device, dtype=torch.float32, seed=FROZEN_SEED)
+        else:
+            load_module(
+                module,
+                self.weights,
+                dtype=torch.float32,
+                device=device,
+                key="model.stage_a.weights",
+                part="vqgan",
+                renamed=ORIGINAL_NAMES,
+            )
+        self.module = module.eval().requires_grad_(False)
+
+    @torch.no_grad()
+    def encode(self, image_BCHW: Tensor) -> Tensor:
+        """Encode (B, 3, H, W) float in [0, 1] to (B, C, H / stride, W / stride) fp32, in units of `scale_factor`."""
+        return self.module.encode(image_BCHW.float()).latents / self.scale_factor
+
+    @torch.no_grad()
+    def decode(self, latent_BCHW: Tensor) -> Tensor:
+        """Decode (B, C, H, W) to (B, 3, stride H, stride W) fp32, not clamped."""
+        return self.module.decode(latent_BCHW.float() * self.scale_factor).sample

@@ -1,0 +1,246 @@
+"""Stage B: the latents of Stage A from semantic latents and text.
+
+Lives here: which modules make up the stage, and how images and captions become latents and conditions. Must not live
+here: the modules themselves, and anything about what trains.
+
+Shape legend: B batch, C channels, H W image or latent size, L text tokens, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from cascade_train.batch import Batch
+from cascade_train.models.cascade_unet import CascadeUNet
+from cascade_train.models.cascade_unet_config import CascadeUNetConfig
+from cascade_train.models.initialize import initialise, unet_rule
+from cascade_train.models.latent_codec import LatentCodec
+from cascade_train.models.semantic_compressor import SemanticCompressor
+from cascade_train.models.stage import Conditions, Images, Stage, Tokens
+from cascade_train.models.text_encoder import TextEncoder
+from cascade_train.models.weights import load_network
+
+Size = tuple[int, int]
+"""Height and width in pixels."""
+
+
+class StageB(Stage):
+    """Stage B of Stable Cascade, at any size.
+
+    In training the semantic latents are those of a shrunken image (nearest neighbours), so that the network learns to
+    decode latents of any resolution. Each sample has a factor of its own, where the original draws one for a batch.
+
+    Args:
+        image_size: side in pixels of the training images; a multiple of the compressor's stride.
+        precision: number format of compute that the size is meant for, used where `train.precision` is auto.
+        seed: of the network's first values when `weights` is null.
+        random_encoders: true = the frozen parts take values from a fixed seed and the packaged tokenizer, whatever
+            their own `weights` say (nothing is downloaded).
+        weights: of the network: hub id (`owner/name:subfolder`), local diffusers folder, or single file; null = from
+            scratch with the original's initialisation.
+        shrink_range: smallest and largest factor by which images shrink in front of the compressor, in (0, 1].
+        network: architecture of the network.
+        text_encoder: frozen text tower, whose pooled embedding is a condition.
+        semantic_compressor: images to the semantic latents that are a condition.
+        stage_a: images to the latents that are modelled, and back.
+
+    Raises:
+        ValueError: an image size that does not divide, factors out of range, or parts whose widths do not fit.
+    """
+
+    name = "stage_b"
+    image_keep_prob = 0.9
+    needs_image = True
+    latent_name = "vq_latent"
+    network: CascadeUNet
+
+    def __init__(
+        self,
+        *,
+        image_size: int,
+        precision: Literal["bf16", "fp32"],
+        seed: int,
+        random_encoders: bool,
+        weights: str | None,
+        shrink_range: list[float],
+        network: CascadeUNetConfig,
+        text_encoder: TextEncoder,
+        semantic_compressor: SemanticCompressor,
+        stage_a: LatentCodec,
+    ) -> None:
+        self.image_size = image_size
+        self.precision = precision
+        self.image_multiple = semantic_compressor.stride
+        self.weights = weights
+        self.seed = seed
+        self.shrink_range = shrink_range
+        self.network_config = network
+        self.text_encoder = text_encoder
+        self.semantic_compressor = semantic_compressor
+        self.stage_a = stage_a
+        self._check()
+        if random_encoders:
+            for part in self._parts().values():
+                part.forget_weights()
+
+    def _check(self) -> None:
+        if self.image_size < self.image_multiple or self.image_size % self.image_multiple:
+            raise ValueError(
+                f"model.image_size={self.image_size}: must be a multiple of {self.image_multiple} pixels, "
+                "the stride of the semantic compressor"
+            )
+        if len(self.shrink_range) != 2 or not 0.0 < self.shrink_range[0] <= self.shrink_range[1] <= 1.0:
+            raise ValueError(
+                f"model.shrink_range={self.shrink_range}: give the smallest and the largest factor, between 0 and 1, "
+                "as in [0.5, 1.0]"
+            )
+        arguments = self.network_config.arguments
+        widths = (
+            ("in_channels", "stage_a.latent_channels", self.stage_a.latent_channels),
+            ("effnet_in_channels", "semantic_compressor.latent_channels", self.semantic_compressor.latent_channels),
+            ("clip_text_pooled_in_channels", "text_encoder.projection_dim", self.text_encoder.projection_dim),
+        )
+        for key, other, width in widths:
+            if arguments[key] != width:
+                raise ValueError(f"model.network.{key}={arguments[key]}: must equal model.{other}={width}")
+
+    def build(self, *, device: torch.device, network_dtype: torch.dtype, frozen_dtype: torch.dtype) -> None:
+        """Make every module on the meta device, then load or initialise it on `device`.
+
+        The text tower takes `frozen_dtype`; compressor and Stage A stay fp32, as in the original.
+
+        Raises:
+            ConfigError: weights that do not exist or belong to another model.
+        """
+        self.network = self.network_config.build()
+        if self.weights is None:
+            rule = unet_rule(self.network_config.residual_blocks)
+            initialise(self.network, rule, device=device, dtype=network_dtype, seed=self.seed)
+        else:
+            load_network(self.network, self.weights, dtype=network_dtype, device=device, part="decoder")
+        self.text_encoder.build(device=device, dtype=frozen_dtype)
+        self.semantic_compressor.build(device=device)
+        self.stage_a.build(device=device)
+
+    def frozen_modules(self) -> dict[str, nn.Module]:
+        """Return text tower, compressor and Stage A."""
+        return {name: part.module for name, part in self._parts().items()}
+
+    def _parts(self) -> dict[str, TextEncoder | SemanticCompressor | LatentCodec]:
+        return {
+            "text_encoder": self.text_encoder,
+            "semantic_compressor": self.semantic_compressor,
+            "stage_a": self.stage_a,
+        }
+
+    def tokenize(self, captions: Sequence[str]) -> Tokens:
+        """Turn captions into token ids and attention mask, (B, L) int64 on the host."""
+        return self.text_encoder.tokenize(captions)
+
+    def notices(self) -> list[str]:
+        """Say how many captions were cut since the last call, if any."""
+        return self.text_encoder.notices()
+
+    def encode(self, images: Images) -> Tensor:
+        """Encode images (B, 3, H, W) float in [0, 1] to latents x0 (B, 4, H / 4, W / 4) fp32. No gradient."""
+        return self.stage_a.encode(pixels(images))
+
+    def draw(self, batch: Batch) -> list[Size]:
+        """Draw the size to which each image shrinks in front of the compressor, in multiples of its stride."""
+        low, high = self.shrink_range
+        height, width = batch.image_BCHW.shape[-2:]
+        factors_B = low + (high - low) * batch.uniform("shrink")
+        return [self.shrunken(height, width, factor) for factor in factors_B.tolist()]
+
+    def shrunken(self, height: int, width: int, factor: float) -> Size:
+        """Return the size of an image of `height` x `width` pixels that shrinks by `factor`."""
+        stride = self.semantic_compressor.stride
+        rows, columns = (max(1, int(side * factor // stride)) * stride for side in (height, width))
+        return rows, columns
+
+    def conditions(
+        self,
+        tokens: Tokens,
+        images: Images | None = None,
+        keep_image_B: Tensor | None = None,
+        drawn: list[Size] | None = None,
+    ) -> Conditions:
+        """Encode captions and images to `clip_text_pooled` (B, 1, D) and `effnet` (B, 16, H', W').
+
+        Args:
+            tokens: from `tokenize`, on the device.
+            images: (B, 3, H, W) float in [0, 1]; None = zeros.
+            keep_image_B: (B,) bool, which samples keep their semantic latents, the others get zeros; None = all.
+            drawn: from `draw`; None = images are not shrunk.
+        """
+        _, pooled = self.text_encoder.encode(tokens)
+        if images is None:
+            zeros = pooled.new_zeros(len(pooled), self.semantic_compressor.latent_channels, 1, 1)
+            return {"clip_text_pooled": pooled, "effnet": zeros}
+        effnet = self._semantic_latents(pixels(images), drawn)
+        if keep_image_B is not None:
+            effnet = effnet * keep_image_B[:, None, None, None].to(effnet.dtype)
+        return {"clip_text_pooled": pooled, "effnet": effnet}
+
+    def _semantic_latents(self, image_BCHW: Tensor, drawn: Sequence[Size] | None) -> Tensor:
+        """Encode each image at its size, and bring latents of several sizes to the network's resolution.
+
+        That is what the network itself does with latents of one size, so neighbours do not change a sample.
+        """
+        if drawn is None:
+            return self.semantic_compressor.encode(image_BCHW)
+        return self._at_sizes(image_BCHW, drawn)
+
+    def _at_sizes(self, image_BCHW: Tensor, sizes: Sequence[Size]) -> Tensor:
+        latents: dict[int, Tensor] = {}
+        for size in dict.fromkeys(sizes):
+            members = [i for i, other in enumerate(sizes) if other == size]
+            images = torch.cat([image_BCHW[i : i + 1] for i in members])
+            encoded = self.semantic_compressor.encode(functional.interpolate(images, size, mode="nearest"))
+            latents |= dict(zip(members, encoded.split(1), strict=True))
+        if len(set(sizes)) > 1:
+            _, height, width = self.latent_shape(*image_BCHW.shape[-2:])
+            patch = self.network_config.arguments["patch_size"]
+            target = (height // patch, width // patch)
+            latents = {
+                i: functional.interpolate(latent, target, mode="bilinear", align_corners=True)
+                for i, latent in latents.items()
+            }
+        return torch.cat([latents[i] for i in range(len(sizes))])
+
+    def latent_shape(self, height: int, width: int) -> tuple[int, int, int]:
+        """Return (C, H, W) of the latent of an image of `height` x `width` pixels."""
+        stride = self.stage_a.stride
+        return self.stage_a.latent_channels, -(-height // stride), -(-width // stride)
+
+    def decode(self, latent_BCHW: Tensor) -> Tensor:
+        """Decode latents to images, (B, 3, 4 H, 4 W) fp32 in [0, 1], without gradient."""
+        return self.stage_a.decode(latent_BCHW).clamp(0, 1)
+
+    def units(self) -> list[list[nn.Module]]:
+        """Return the network's (residual, timestep, attention) triples, in execution order."""
+        return self.network.units()
+
+    def set_attention(self, name: str) -> None:
+        """Choose the attention kernel of the network: "sdpa", "xformers" or "math".
+
+        Raises:
+            ConfigError: the kernel's library is missing.
+        """
+        self.network.set_attention(name)
+
+    def set_activation_checkpointing(self, enabled: bool) -> None:
+        """Recompute the activations of each triple in backward instead of keeping them."""
+        self.network.gradient_checkpointing = enabled
+
+
+def pixels(images: Images) -> Tensor:
+    """Return images (B, 3, H, W) that are none of a cache: this stage sees each of them at a size of its own."""
+    if not isinstance(images, Tensor):
+        raise AssertionError("nothing that Stage B makes of images can be cached")
+    return images

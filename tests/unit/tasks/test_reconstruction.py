@@ -1,0 +1,105 @@
+"""Training of Stage B: every weight of its network, and a decoder that diffusers loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from diffusers import StableCascadeDecoderPipeline
+
+from cascade_train.errors import ConfigError
+from cascade_train.models.export import build_plain_network
+from cascade_train.models.export_decoder import DecoderParts, decoder_parts, save_decoder
+from cascade_train.models.latent_codec import VQGAN
+from cascade_train.models.weights import load_network
+from cascade_train.tasks.reconstruction import Reconstruction
+from tests.unit.tasks.task_contract import TaskContract, attached, component, make_batch
+
+SMALL_VQGAN = {"bottleneck_blocks": 1, "embed_dim": 16, "latent_channels": 4, "num_vq_embeddings": 32, "levels": 2}
+
+
+class TestReconstruction(TaskContract):
+    option = "reconstruction"
+    model = "b_tiny"
+
+
+class TestLoraOfStageB(TaskContract):
+    option = "lora"
+    model = "b_tiny"
+    lr = 1.0
+
+
+@pytest.fixture(scope="module")
+def task() -> Any:
+    return attached(component("task", "reconstruction"), "b_tiny")
+
+
+def test_nine_of_ten_samples_keep_their_semantic_latents(task: Any) -> None:
+    kept = task.prepare_batch(make_batch(*range(300), side=32)).keep_image_B.float().mean()
+    assert 0.84 < kept < 0.95
+
+
+def test_evaluation_shows_the_whole_image(task: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Any, ...]] = []
+    of_stage = task.stage.conditions
+    monkeypatch.setattr(task.stage, "conditions", lambda *given: asked.append(given) or of_stage(*given))
+    prepared = task.prepare_batch(make_batch(0, 1))
+    task.evaluate(prepared, 0.0)
+    assert torch.equal(asked[0][1], prepared.image_BCHW / 255)
+    assert len(asked[0]) == 2
+
+
+def test_a_prediction_without_conditions_has_neither_caption_nor_image(task: Any) -> None:
+    image, noised, ratio = torch.rand(1, 3, 96, 96), torch.randn(1, 4, 24, 24), torch.tensor([0.5])
+    shown, bare = task.predictor(["a blue square"], image)(noised, ratio)
+    tokens = [task.stage.tokenize([caption]) for caption in ("a blue square", "")]
+    conds = [task.stage.conditions(tokens[0], image), task.stage.conditions(tokens[1])]
+    for pred, cond in zip((shown, bare), conds, strict=True):
+        torch.testing.assert_close(pred, task.stage.predict(noised, ratio, cond), rtol=1e-4, atol=1e-5)
+
+
+def test_it_cannot_paint_without_an_image(task: Any) -> None:
+    with pytest.raises(ConfigError, match="stage_b reconstructs images and cannot paint from prompts alone"):
+        task.predictor(["a blue square"], None)
+
+
+def test_the_decoder_left_behind_is_found_again_as_weights(task: Any, tmp_path: Path) -> None:
+    export = task.exports()["decoder"]
+    export.write(export.module.state_dict(), tmp_path / "export" / "decoder")
+    network = task.stage.network_config.build()
+    load_network(network, str(tmp_path), dtype=torch.float32, device=torch.device("cpu"), part="decoder")
+    assert all(torch.equal(value, network.state_dict()[name]) for name, value in export.module.state_dict().items())
+    read = dict(task.initial_average(str(tmp_path)))
+    assert read.keys() == {f"network.{name}" for name in network.state_dict()}
+
+
+def test_with_a_vqgan_the_folder_is_a_decoder_pipeline(task: Any, tmp_path: Path) -> None:
+    stage_a = VQGAN(weights=None, scale_factor=0.43, **SMALL_VQGAN)
+    stage_a.build(device=torch.device("cpu"))
+    parts = decoder_parts(task.stage)
+    parts = DecoderParts(**(vars(parts) | {"vqgan": stage_a.module}))
+    save_decoder(task.stage.network.state_dict(), parts, tmp_path / "decoder")
+    pipeline = StableCascadeDecoderPipeline.from_pretrained(tmp_path / "decoder")
+    pipeline.set_progress_bar_config(disable=True)
+    assert pipeline.vqgan.config.scale_factor == 0.43
+    assert pipeline.config.latent_dim_scale == 8.0
+    image = torch.rand(1, 3, 96, 96)
+    latents = task.stage.semantic_compressor.encode(image)
+    painted = pipeline(latents, "a circle", num_inference_steps=2, output_type="pt").images
+    assert painted.shape == image.shape
+    plain = build_plain_network(parts.network_config, task.stage.network.state_dict())
+    noised, ratio = torch.randn(1, 4, 24, 24), torch.tensor([0.5])
+    cond = task.stage.conditions(task.stage.tokenize(["a circle"]), image)
+    expected = plain(noised, ratio, **cond, return_dict=False)[0]
+    torch.testing.assert_close(pipeline.decoder(noised, ratio, **cond, return_dict=False)[0], expected)
+
+
+def test_another_stage_is_no_decoder(tmp_path: Path) -> None:
+    task = component("task", "reconstruction")
+    assert isinstance(task, Reconstruction)
+    task.stage = SimpleNamespace(name="stage_x", network=torch.nn.Linear(1, 1))
+    with pytest.raises(AssertionError, match="a decoder is made of Stage B, not of stage_x"):
+        task.exports()["decoder"].write({}, tmp_path)
