@@ -1,6 +1,11 @@
 from __future__ import annotations
 
 import io
+import struct
+import tracemalloc
+import warnings
+import zlib
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -10,7 +15,8 @@ from PIL import Image
 from cascade_train.data.decode import decode, to_rgb, upright_size
 from cascade_train.data.sample import UnreadableSampleError
 
-CENTER = (0.5, 0.5)
+WHOLE = (10**6, 10**6)
+"""A target so large that nothing is decoded at a fraction."""
 
 
 def encode(image: Image.Image, kind: str, **options: Any) -> bytes:
@@ -26,41 +32,21 @@ def halves(width: int = 40, height: int = 20) -> Image.Image:
     return image
 
 
-def test_a_crop_has_the_documented_shape() -> None:
-    pixels = decode(encode(halves(), "png"), 8, 12, offset=CENTER)
-    assert pixels.shape == (3, 8, 12)
-    assert pixels.dtype == np.uint8
-    assert pixels.flags.c_contiguous
+def pixels_of(encoded: bytes) -> np.ndarray:
+    """Decode the whole picture, (H, W, 3)."""
+    return decode(encoded, WHOLE, max_pixels=None).pixels
 
 
-def test_a_picture_of_the_target_size_is_not_touched() -> None:
-    pixels = np.random.default_rng(0).integers(0, 256, (24, 24, 3), dtype=np.uint8)
-    assert np.array_equal(decode(pixels, 24, 24, offset=(0.3, 0.9)), pixels.transpose(2, 0, 1))
+def test_pixels_and_size_have_the_documented_form() -> None:
+    decoded = decode(encode(halves(), "png"), WHOLE, max_pixels=None)
+    assert (decoded.pixels.shape, decoded.pixels.dtype, decoded.size) == ((20, 40, 3), np.uint8, (20, 40))
 
 
-@pytest.mark.parametrize(("across", "red", "blue"), [(0.0, 200, 0), (1.0, 0, 200)])
-def test_the_offset_moves_the_crop_from_edge_to_edge(across: float, red: int, blue: int) -> None:
-    pixels = decode(encode(halves(), "png"), 10, 10, offset=(across, 0.5))
-    assert np.unique(pixels[0, :, 1:-1]).tolist() == [red]
-    assert np.unique(pixels[2, :, 1:-1]).tolist() == [blue]
-
-
-def test_the_centre_crop_is_symmetric() -> None:
-    pixels = decode(encode(halves(), "png"), 10, 10, offset=CENTER)
-    assert np.array_equal(pixels[0], pixels[2][:, ::-1])
-
-
-def test_shrinking_averages_instead_of_picking() -> None:
-    board = (np.indices((64, 64)).sum(axis=0) % 2 * 255).astype(np.uint8)
-    pixels = decode(encode(Image.fromarray(board), "png"), 8, 8, offset=CENTER)
-    assert np.abs(pixels.astype(int) - 127).max() < 20
-
-
-@pytest.mark.parametrize(("width", "height"), [(1, 500), (500, 1), (3, 3), (101, 99)])
-def test_odd_sizes_are_covered_not_padded(width: int, height: int) -> None:
-    image = Image.new("RGB", (width, height), (120, 60, 30))
-    pixels = decode(encode(image, "png"), 16, 16, offset=CENTER)
-    assert np.array_equal(np.unique(pixels.reshape(3, -1), axis=1).ravel(), [120, 60, 30])
+def test_an_array_is_taken_as_it_is() -> None:
+    pixels = np.zeros((3, 5, 3), dtype=np.uint8)
+    decoded = decode(pixels, (1, 1), max_pixels=1)
+    assert decoded.pixels is pixels
+    assert decoded.size == (3, 5)
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
@@ -74,9 +60,10 @@ def test_orientation_is_applied_and_the_size_agrees(orientation: int, kind: str)
     stored = upright.transpose(Image.Transpose(undo[orientation])) if orientation in undo else upright
     encoded = encode(stored, kind, exif=exif)
     assert upright_size(encoded) == (32, 16)
-    pixels = decode(encoded, 16, 32, offset=CENTER)
-    assert pixels[:, 2:6, 2:6].min() > 200
-    assert pixels[:, 10:, 12:].max() < 40
+    pixels = pixels_of(encoded)
+    assert pixels.shape == (16, 32, 3)
+    assert pixels[2:6, 2:6].min() > 200
+    assert pixels[10:, 12:].max() < 40
 
 
 def test_an_unknown_orientation_is_none() -> None:
@@ -98,21 +85,21 @@ def sixteen_bit() -> Image.Image:
         (Image.new("RGBA", (8, 8), (255, 0, 0, 0)), "png", (255, 255, 255)),
         (Image.new("RGBA", (8, 8), (0, 0, 0, 128)), "webp", (127, 127, 127)),
         (Image.new("RGB", (8, 8), (10, 200, 30)).quantize(2), "png", (10, 200, 30)),
+        (Image.new("L", (8, 8), 77), "jpeg", (77, 77, 77)),
         (Image.new("CMYK", (8, 8), (0, 255, 255, 0)), "jpeg", (254, 0, 0)),
         (sixteen_bit(), "png", (128, 128, 128)),
     ],
     ids=lambda value: value.mode if isinstance(value, Image.Image) else None,
 )
 def test_every_mode_becomes_rgb(image: Image.Image, kind: str, rgb: tuple[int, int, int]) -> None:
-    pixels = decode(encode(image, kind), 8, 8, offset=CENTER).reshape(3, -1).astype(int)
-    assert np.abs(pixels - np.array(rgb)[:, None]).max() <= 3
+    pixels = pixels_of(encode(image, kind)).astype(int)
+    assert np.abs(pixels - np.array(rgb)).max() <= 3
 
 
 def test_a_transparent_palette_lies_on_white() -> None:
     image = Image.new("P", (8, 8), 1)
     image.putpalette([0, 0, 0, 200, 0, 0])
-    pixels = decode(encode(image, "png", transparency=1), 8, 8, offset=CENTER)
-    assert pixels.min() == 255
+    assert pixels_of(encode(image, "png", transparency=1)).min() == 255
 
 
 def test_wide_integers_that_hold_bytes_are_kept() -> None:
@@ -125,30 +112,90 @@ def test_a_file_cut_short_is_unreadable(kind: str) -> None:
     noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
     encoded = encode(Image.fromarray(noise), kind)
     with pytest.raises(UnreadableSampleError, match=r"Error: .+"):
-        decode(encoded[: len(encoded) // 2], 8, 8, offset=CENTER)
+        pixels_of(encoded[: len(encoded) // 2])
 
 
 @pytest.mark.parametrize("encoded", [b"", b"<html>404</html>", b"\x89PNG\r\n\x1a\n" + b"\0" * 50])
 def test_what_is_no_picture_is_unreadable(encoded: bytes) -> None:
     with pytest.raises(UnreadableSampleError, match="not a picture of a known format|SyntaxError"):
-        decode(encoded, 8, 8, offset=CENTER)
+        pixels_of(encoded)
     with pytest.raises(UnreadableSampleError, match="not a picture of a known format|SyntaxError"):
         upright_size(encoded)
 
 
-def test_a_decompression_bomb_is_unreadable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 500)
-    with pytest.raises(UnreadableSampleError, match="DecompressionBomb"):
-        decode(encode(halves(), "png"), 8, 8, offset=CENTER)
+@pytest.mark.parametrize("kind", ["png", "jpeg", "webp", "gif"])
+def test_a_decompression_bomb_is_refused_by_its_header(kind: str) -> None:
+    encoded = encode(halves(), kind)
+    with pytest.raises(UnreadableSampleError, match="more pixels than data.max_pixels=799 allows"):
+        decode(encoded, WHOLE, max_pixels=799)
+    assert decode(encoded, WHOLE, max_pixels=800).size == (20, 40)
+    assert upright_size(encoded) == (40, 20)
+
+
+def test_a_bomb_is_never_unpacked() -> None:
+    """30000 x 30000 px in a few hundred bytes; a header is all that is read of it."""
+    header = struct.pack(">IIBBBBB", 30000, 30000, 8, 2, 0, 0, 0)
+    chunk = struct.pack(">I", len(header)) + b"IHDR" + header + struct.pack(">I", zlib.crc32(b"IHDR" + header))
+    idat = zlib.compress(b"\0" * 100_000)
+    data = struct.pack(">I", len(idat)) + b"IDAT" + idat + struct.pack(">I", zlib.crc32(b"IDAT" + idat))
+    bomb = b"\x89PNG\r\n\x1a\n" + chunk + data
+    assert upright_size(bomb) == (30000, 30000)
+    tracemalloc.start()
+    try:
+        with pytest.raises(UnreadableSampleError, match="more pixels than data.max_pixels=134217728"):
+            decode(bomb, (64, 64), max_pixels=2**27)
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
+
+
+def test_the_limit_of_the_process_stays() -> None:
+    before = Image.MAX_IMAGE_PIXELS
+    decode(encode(halves(), "png"), WHOLE, max_pixels=None)
+    with pytest.raises(UnreadableSampleError):
+        decode(encode(halves(), "png"), WHOLE, max_pixels=1)
+    assert before == Image.MAX_IMAGE_PIXELS
+
+
+@pytest.mark.parametrize("content", [b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n", b"GRIB" + b"\0" * 60])
+def test_formats_that_start_other_programs_are_not_pictures(content: bytes) -> None:
+    """Whatever their extension: PIL would hand the first to Ghostscript."""
+    with pytest.raises(UnreadableSampleError, match="not a picture of a known format"):
+        pixels_of(content)
+
+
+def test_headers_are_read_by_threads_and_leave_the_process_as_it_was() -> None:
+    exif = b"Exif\0\0MM\0*\0\0\0\x08\0\x09broken"  # PIL warns of it
+    files = [encode(halves(40 + side, 20), "jpeg", exif=exif) for side in range(8)]
+    filters, limit = list(warnings.filters), Image.MAX_IMAGE_PIXELS
+    with ThreadPoolExecutor(8) as pool:
+        sizes = list(pool.map(upright_size, files * 20))
+    assert sizes == [(40 + side, 20) for side in range(8)] * 20
+    assert (warnings.filters, Image.MAX_IMAGE_PIXELS) == (filters, limit)
 
 
 def test_damaged_metadata_does_not_warn() -> None:
     encoded = encode(halves(), "jpeg", exif=b"Exif\0\0MM\0*\0\0\0\x08\0\x09broken")
-    assert decode(encoded, 8, 8, offset=CENTER).shape == (3, 8, 8)
+    assert pixels_of(encoded).shape == (20, 40, 3)
+
+
+@pytest.mark.parametrize("orientation", [1, 6])
+@pytest.mark.parametrize(("target", "shorter"), [(50, 125), (100, 125), (101, 250), (200, 250), (201, 1000)])
+def test_a_large_jpeg_is_decoded_at_a_fraction_that_leaves_room(orientation: int, target: int, shorter: int) -> None:
+    """1000 px of the shorter side at 1.25 times the target: an eighth, a quarter, or whole."""
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    decoded = decode(encode(halves(1600, 1000), "jpeg", exif=exif), (target, target), max_pixels=None)
+    turned = orientation == 6
+    assert decoded.size == ((1600, 1000) if turned else (1000, 1600))
+    assert min(decoded.pixels.shape[:2]) == shorter
+    red, blue = decoded.pixels[0, 0], decoded.pixels[-1, -1]
+    assert np.abs(red.astype(int) - (200, 0, 0)).max() <= 3
+    assert np.abs(blue.astype(int) - (0, 0, 200)).max() <= 3
 
 
 def test_lack_of_memory_is_not_blamed_on_the_picture(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise MemoryError
 
     monkeypatch.setattr(Image, "open", fail)
