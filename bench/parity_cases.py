@@ -7,6 +7,7 @@ from collections.abc import Callable
 from bench import parity_controlnet as controlnet
 from bench import parity_data as data
 from bench import parity_diffusion as diffusion
+from bench import parity_filters as filters
 from bench import parity_lora as lora
 from bench import parity_networks as networks
 from bench import parity_text as text
@@ -16,6 +17,7 @@ from bench.parity_case import NotCoveredError, Outcome, Variant
 RUNNERS: dict[str, Callable[[Variant], Outcome]] = {
     "adaptive_loss": diffusion.adaptive_loss,
     "conditions": text.conditions,
+    "control_filters": filters.filters,
     "controlnet_modules": controlnet.modules,
     "effnet_encoder": networks.compressor,
     "ema": training.ema,
@@ -40,7 +42,6 @@ RUNNERS: dict[str, Callable[[Variant], Outcome]] = {
 
 LATER = {
     "bucketeer": "aspect-ratio buckets are not built yet",
-    "control_filters": "control filters are not built yet",
     "stage_a_roundtrip": "Stage A is not built yet",
 }
 

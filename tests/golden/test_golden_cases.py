@@ -16,6 +16,7 @@ from tests.golden.conftest import CASES
 EXPECTED = {
     "adaptive_loss": 3,
     "conditions": 11,
+    "control_filters": 18,
     "controlnet_modules": 7,
     "effnet_encoder": 2,
     "ema": 4,
@@ -28,6 +29,7 @@ EXPECTED = {
     "lora": 3,
     "multifilter": 9,
     "previewer": 2,
+    "pyramid_noise": 7,
     "retoken": 7,
     "stage_b_forward": 6,
     "stage_c_cnet": 5,

@@ -74,7 +74,7 @@ def test_other_weights_are_refused_with_the_first_difference(tmp_path: Path) -> 
 @pytest.mark.parametrize("name", ["e.pth", "e.safetensors"])
 def test_a_file_of_something_else_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("not weights")
-    with pytest.raises(ConfigError, match="cannot be read as weights"):
+    with pytest.raises(ConfigError, match=r"cannot be read as weights \("):
         load_weights(network(), str(tmp_path / name), KNOWN, device=CPU)
 
 
