@@ -6,11 +6,10 @@ out, never those prefetched, so that any number of ranks and workers may continu
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import traceback
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -18,20 +17,13 @@ from torch.utils.data import DataLoader, Sampler
 
 from cascade_train.batch import Batch, SampleTransform, Unreadable
 from cascade_train.data.index import Index
-from cascade_train.data.plan import ORDER_VERSION, Plan, Step
+from cascade_train.data.order import Order
+from cascade_train.data.plan import Step
 from cascade_train.data.source import Source
 from cascade_train.data.worker import Failure, MicroBatches
 from cascade_train.errors import ConfigError, RunError
 
 MAX_UNREADABLE_SHARE = 0.01
-_REMEDIES = {
-    "filters": "data.row_filters changed; set it back",
-    "index": "the files behind data changed; put them back",
-    "rows": "the held-out share changed; set validate.share back",
-    "seed": "set run.seed back",
-    "window": "set data.shuffle_window_shards back",
-    "order": "this version of the library orders samples in another way; use the version that wrote the checkpoint",
-}
 _log = logging.getLogger(__name__)
 
 
@@ -52,6 +44,8 @@ class Loader:
         ranks: how many processes share the global batch.
         position: global batches already handed out.
         transform: what the workers make of each picture for the task; None = nothing.
+        leftover: what becomes of samples that fill no global batch of their shape when an epoch ends; None = what the
+            source says.
 
     Attributes:
         position: global batches handed out.
@@ -71,30 +65,26 @@ class Loader:
         ranks: int,
         position: int = 0,
         transform: SampleTransform | None = None,
+        leftover: Literal["carry", "drop", "flush"] | None = None,
     ) -> None:
         if len(rows) == 0:
             raise ConfigError("data: no sample is left to read; check data and validate.share")
         _check_batch_sizes(global_batch_size, micro_batch_size, ranks)
-        window = source.shuffle_window_shards
-        plan = Plan(
-            shards=index.table["shard"][rows],
+        self._order = Order(
+            source,
+            index=index,
             rows=rows,
             seed=seed,
             global_batch_size=global_batch_size,
-            window_shards=window,
-            image_size=source.image_size,
+            leftover=leftover or source.leftover,
         )
         self.position = position
         self.skipped: list[Unreadable] = []
-        self._rows, self._seen, self._global_batch_size = rows, 0, global_batch_size
+        self._rows, self._seen = rows, 0
         self._micro_batches = global_batch_size // ranks // micro_batch_size
-        rows_digest = hashlib.sha256(rows.astype("<i8").tobytes()).hexdigest()[:16]
-        self._identity = f"order={ORDER_VERSION} index={index.digest} rows={rows_digest} seed={seed} window={window}"
-        if index.filters:
-            self._identity += f" filters={index.filters}"
-        references = _References(self, plan, micro_batch_size, rank * global_batch_size // ranks)
+        references = _References(self, self._order, micro_batch_size, rank * global_batch_size // ranks)
         self._micros: Iterator[Batch | Failure] | None = None
-        dataset = MicroBatches(source, index, rows, seed, transform)
+        dataset = MicroBatches(source, index, self._order.stand_ins(), seed, transform)
         self._data_loader: DataLoader[Batch | Failure] | None = _data_loader(source, dataset, references)
 
     @property
@@ -102,9 +92,13 @@ class Loader:
         """How many samples take part."""
         return len(self._rows)
 
+    def report(self) -> list[str]:
+        """Return the histogram of shapes, which of them fill slowly, and how many samples are enlarged."""
+        return self._order.report()
+
     def steps_of_epochs(self, epochs: int) -> int:
         """Return how many optimizer steps the first `epochs` epochs take; the last may open the next epoch."""
-        return -(-epochs * len(self._rows) // self._global_batch_size)
+        return self._order.steps_of_epochs(epochs)
 
     @property
     def micro_batches(self) -> int:
@@ -131,33 +125,15 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position and what it is a position in, equal on all ranks."""
-        return {
-            "position": self.position,
-            "identity": self._identity,
-            "global_batch_size": self._global_batch_size,
-        }
+        return self._order.state(self.position)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where the state was taken.
 
         Raises:
-            ConfigError: the state counts batches of another order or size.
+            ConfigError: the state counts batches of another order or size, and `data.on_change` is refuse.
         """
-        saved, own = _fields(state["identity"]), _fields(self._identity)
-        for name, remedy in _REMEDIES.items():
-            was, now = saved.get(name, "none"), own.get(name, "none")
-            if was != now:
-                raise ConfigError(
-                    f"the checkpoint's data position does not fit this run's data: {name} was {was}, is {now}:"
-                    f" {remedy}, or start another run with a new run.name"
-                )
-        if state["global_batch_size"] != self._global_batch_size:
-            raise ConfigError(
-                f"the checkpoint's data position counts global batches of {state['global_batch_size']} samples, but"
-                f" train.global_batch_size={self._global_batch_size}: set it back (ranks and micro-batches may change),"
-                " or start another run with a new run.name"
-            )
-        self.seek(state["position"])
+        self.seek(self._order.restore(state))
 
     def _next_micro(self) -> Batch:
         batch = self._receive()
@@ -210,14 +186,14 @@ class Loader:
 class _References(Sampler[Step]):
     """This rank's micro-batches as references, from the loader's position on, without end."""
 
-    def __init__(self, loader: Loader, plan: Plan, micro_batch_size: int, first: int) -> None:
-        self._loader, self._plan = loader, plan
+    def __init__(self, loader: Loader, order: Order, micro_batch_size: int, first: int) -> None:
+        self._loader, self._order = loader, order
         self._micro_batch_size, self._first = micro_batch_size, first
 
     def __iter__(self) -> Iterator[Step]:
         position = self._loader.position
         while True:
-            step = self._plan.step(position)
+            step = self._order.step(position)
             for micro in range(self._loader.micro_batches):
                 start = self._first + micro * self._micro_batch_size
                 yield step.part(start, start + self._micro_batch_size)
@@ -240,10 +216,6 @@ def _data_loader(source: Source, micro_batches: MicroBatches, references: _Refer
 
 def _unchanged(batch: Any) -> Any:
     return batch
-
-
-def _fields(identity: str) -> dict[str, str]:
-    return dict(item.split("=", 1) for item in identity.split())
 
 
 def _check_batch_sizes(global_batch_size: int, micro_batch_size: int, ranks: int) -> None:

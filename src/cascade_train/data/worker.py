@@ -57,7 +57,7 @@ class MicroBatches(Dataset[Batch | Failure]):
     Args:
         source: the opened source.
         index: what `source.open` returned.
-        rows: (N,) rows that take part, sorted; stand-ins for unreadable samples come from them.
+        stand_ins: the sorted rows of each shape, (height, width), that others stand in from for unreadable ones.
         seed: the run's seed.
         transform: what is made of each picture for the task; None = nothing.
     """
@@ -66,11 +66,11 @@ class MicroBatches(Dataset[Batch | Failure]):
         self,
         source: Source,
         index: Index,
-        rows: np.ndarray,
+        stand_ins: Mapping[tuple[int, int], np.ndarray],
         seed: int,
         transform: SampleTransform | None = None,
     ) -> None:
-        self._source, self._index, self._rows = source, index, rows
+        self._source, self._index, self._stand_ins = source, index, stand_ins
         self._seed, self._transform = seed, transform
         self._framing = Framing(crop=source.crop, flip_prob=source.flip_prob, max_pixels=source.max_pixels)
         if source.num_workers > 0:
@@ -91,7 +91,7 @@ class MicroBatches(Dataset[Batch | Failure]):
             epoch_B=torch.from_numpy(step.epochs.copy()),
             index_B=torch.tensor([sample.row for sample in samples], dtype=torch.int64),
             seed=self._seed,
-            weight_B=torch.tensor([sample.weight for sample in samples], dtype=torch.float32),
+            weight_B=_weights([sample.weight for sample in samples], step),
             skipped=tuple(each for sample in samples for each in sample.skipped),
             **_stacked(samples),
         )
@@ -99,8 +99,9 @@ class MicroBatches(Dataset[Batch | Failure]):
     def _sample(self, row: int, epoch: int, step: Step) -> _Sample:
         """Return the row's sample, or the next row's that is readable."""
         skipped: list[Unreadable] = []
-        place = int(np.searchsorted(self._rows, row))
-        for candidate in self._rows.take(range(place, place + MAX_STAND_INS), mode="wrap").tolist():
+        others = self._stand_ins[step.height, step.width]
+        place = int(np.searchsorted(others, row, side="right"))
+        for candidate in [row, *others.take(range(place, place + MAX_STAND_INS - 1), mode="wrap").tolist()]:
             try:
                 raw = self._source.read(candidate)
                 caption = self._source.captions_of(candidate)(raw, self._generator(candidate, epoch, "caption"))
@@ -154,3 +155,8 @@ def _stacked(samples: list[_Sample]) -> dict[str, Any]:
 
 def _tensor(arrays: list[np.ndarray]) -> torch.Tensor:
     return torch.from_numpy(np.stack(arrays))
+
+
+def _weights(weights: list[float], step: Step) -> torch.Tensor:
+    weight_B = torch.tensor(weights, dtype=torch.float32)
+    return weight_B if step.weights is None else weight_B * torch.from_numpy(step.weights)
