@@ -18,6 +18,7 @@ EXTRAS = {
     "xformers": "xformers",
     "tensorboard": "tensorboard",
     "cv2": "filters",
+    "pyarrow": "parquet",
     "onnxruntime": "filters",
 }
 """Libraries that are imported only when chosen -> the extra that brings them."""

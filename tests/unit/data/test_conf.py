@@ -10,6 +10,7 @@ from hydra.utils import instantiate
 
 from cascade_train.data.folder import Folder
 from cascade_train.data.mixture import Mixture
+from cascade_train.data.parquet import Parquet
 from cascade_train.data.shapes import Shapes
 from cascade_train.data.source import Source
 from cascade_train.data.table import Table
@@ -30,6 +31,7 @@ def build(repository: Path, *overrides: str) -> Source:
         (["+data=webdataset", 'data.urls="file:a.tar"', "data.crop=random"], WebDataset),
         (["+data=folder", "data.path=pictures"], Folder),
         (["+data=csv", "data.path=pictures.csv"], Table),
+        (["+data=parquet", "data.path=[a.parquet,b]"], Parquet),
         (
             ["+data=mixture", "+data@data.sources.a=shapes", "+data@data.sources.b=folder", "data.sources.b.path=x"],
             Mixture,

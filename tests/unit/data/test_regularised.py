@@ -83,8 +83,8 @@ def test_a_repeated_picture_is_another_sample_with_draws_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"share": 1.0}, "data.share=1.0 must lie between 0 and 1"),
-        ({"weight": 0.0}, "data.weight=0.0 must be above 0"),
+        ({"share": 1.0}, "data.share=1.0 must lie between 0 and 1: it is the regularisation's part"),
+        ({"weight": 0.0}, "data.weight=0.0 must be above 0: it multiplies the regularisation's loss"),
     ],
 )
 def test_numbers_out_of_range_are_refused(options: dict[str, float], message: str) -> None:

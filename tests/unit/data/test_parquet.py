@@ -1,0 +1,218 @@
+"""Parquet files: pictures in columns or files, row groups as shards, columns as metadata."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from cascade_train.data import parquet_files
+from cascade_train.data.captions import Captions
+from cascade_train.data.parquet import Parquet
+from cascade_train.data.sample import UnreadableSampleError
+from cascade_train.errors import ConfigError, RunError
+from tests.unit.data import tars
+from tests.unit.data.dataset_contract import DatasetContract, contents
+
+
+def parquet(path: Any, **options: Any) -> Parquet:
+    """Make a source with small defaults."""
+    defaults = {
+        "image_size": 16,
+        "crop": "center",
+        "shuffle_window_shards": 2,
+        "num_workers": 0,
+        "worker_start": "fork",
+        "image_column": "image",
+        "caption_column": "text",
+        "width_column": None,
+        "height_column": None,
+        "root": None,
+        "index_dir": None,
+        "row_filters": None,
+    }
+    return Parquet(path=path if isinstance(path, list) else str(path), **{**defaults, **options})
+
+
+def write(path: Path, rows: list[dict[str, Any]], group: int = 4) -> Path:
+    """Write rows into a file, `group` of them in a row group."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=group)
+    return path
+
+
+def rows_of(numbers: range, **more: Any) -> list[dict[str, Any]]:
+    return [{"image": tars.picture(tint=n), "text": f"picture {n}", **more} for n in numbers]
+
+
+class TestParquet(DatasetContract):
+    order_digest = "c59c57df5a7d9f9e"
+    samples = 37
+
+    @classmethod
+    def make_source(cls, folder: Path, **options: Any) -> Parquet:
+        if not (folder / "set").exists():
+            write(folder / "set/0.parquet", rows_of(range(20)), group=8)
+            write(folder / "set/below/1.parquet", rows_of(range(20, 37)), group=20)
+        return parquet(folder / "set", **options)
+
+    def test_spawned_workers_give_the_same_batches(self, folder: Path, uninterrupted: list[str]) -> None:
+        source = self.make_source(folder, crop="random", num_workers=1, worker_start="spawn")
+        assert contents(source, 2) == uninterrupted[:2]
+
+
+def test_row_groups_are_shards_and_rows_come_from_them(tmp_path: Path) -> None:
+    write(tmp_path / "b.parquet", rows_of(range(3)), group=2)
+    write(tmp_path / "a.parquet", rows_of(range(3, 5)), group=2)
+    source = parquet(tmp_path)
+    index = source.open()
+    assert index.shards == ("a.parquet#0", "b.parquet#0", "b.parquet#1")
+    assert [source.read(row).caption for row in range(5)] == [f"picture {n}" for n in (3, 4, 0, 1, 2)]
+    assert source.read(4).image == tars.picture(tint=2)
+    assert source.read(4).key == index.name(4) == "b.parquet#1:b.parquet/00000002"
+    assert set(index.table["width"].tolist()) == {40}
+
+
+def test_pictures_may_be_bytes_or_paths_or_both(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "a.png").write_bytes(tars.picture(10, 20))
+    inside = {"bytes": tars.picture(), "path": "far/away.png"}
+    both = write(tmp_path / "both.parquet", [
+        {"image": inside, "text": "one"},
+        {"image": {"bytes": None, "path": "a.png"}, "text": "two"},
+        {"image": {"bytes": None, "path": "absent.png"}, "text": "three"},
+        {"image": None, "text": "four"},
+        {"image": inside, "text": None},
+    ])  # fmt: skip
+    source = parquet(both)
+    index = source.open()
+    assert index.keys.tolist() == [b"far/away.png", b"a.png"]
+    assert index.table["width"].tolist() == [40, 10]
+    assert [source.read(row).image for row in (0, 1)] == [tars.picture(), tars.picture(10, 20)]
+    assert "left out 2 rows without a picture or a caption" in caplog.text
+    assert "left out 1 rows whose pictures are not there: absent.png" in caplog.text
+    paths = write(tmp_path / "paths/paths.parquet", [{"image": "a.png", "text": "two"}])
+    source = parquet(paths, root=str(tmp_path))
+    assert (source.open().table["height"].tolist(), source.read(0).image) == ([20], tars.picture(10, 20))
+
+
+def test_sizes_from_columns_need_no_picture(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", rows_of(range(2), w=640, h=480))
+    index = parquet(path, width_column="w", height_column="h").open()
+    assert (index.table["width"].tolist(), index.table["height"].tolist()) == ([640] * 2, [480] * 2)
+
+
+def test_columns_are_filtered_and_serve_captions(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [{**row, "score": score} for row, score in zip(rows_of(range(4)), (5.0, 3.0, None, 6.0), strict=True)]
+    path = write(tmp_path / "a.parquet", rows, group=2)
+    captions = Captions(template="{caption}, {score}")
+    with caplog.at_level(logging.INFO):
+        source = parquet(path, row_filters={"score": "> 4"}, captions=captions)
+        assert len(source.open()) == 2
+    assert "score: > 4: 2 pass (50.0%), 1 lack the key" in caplog.text
+    assert source.read(1).values == {"text": "picture 3", "score": 6.0}
+    with pytest.raises(ConfigError, match="row_filters leave no sample"):
+        parquet(path, row_filters={"absent": "> 4"}).open()
+
+
+def test_the_index_is_kept_until_the_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "a.parquet", rows_of(range(3)))
+    first = parquet(path).open()
+    monkeypatch.setattr(parquet_files, "scan_file", None)
+    assert parquet(path).open().digest == first.digest
+    monkeypatch.undo()
+    write(path, rows_of(range(4)))
+    assert len(parquet(path).open()) == 4
+
+
+def test_row_groups_in_memory_are_few_and_each_copy_reads_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = parquet(write(tmp_path / "a.parquet", rows_of(range(12)), group=2), shuffle_window_shards=1)
+    source.open()
+    read = []
+    group_of = parquet_files._read_group
+
+    def watched(path: Path, group: int, names: Any) -> Any:
+        read.append(group)
+        return group_of(path, group, names)
+
+    monkeypatch.setattr(parquet_files, "_read_group", watched)
+    for row in (0, 2, 1, 3, 4, 5, 2):
+        source.read(row)
+    assert read == [0, 1, 2]
+    source.read(0)
+    assert read == [0, 1, 2, 0]
+    copy = pickle.loads(pickle.dumps(source))
+    assert copy.read(0).caption == "picture 0"
+    assert read == [0, 1, 2, 0, 0]
+
+
+def test_much_memory_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    path = write(tmp_path / "a.parquet", rows_of(range(4)))
+    parquet(path).open()
+    assert not [record for record in caplog.records if record.levelno == logging.WARNING]
+    monkeypatch.setattr("cascade_train.data.parquet.MUCH_MEMORY", 10)
+    parquet(path).open()
+    (warning,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert "1 row groups of up to 0 MiB: each worker keeps up to 0.0 GiB of them" in warning.message
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"image_column": "picture"}, "data.image_column=picture is not among the columns of .*: image, text"),
+        ({"image_column": "score"}, "data.image_column holds int: encoded pictures, paths"),
+        ({"caption_column": "empty"}, "holds no row with a picture that is there and a caption"),
+    ],
+)
+def test_columns_that_cannot_serve_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    path = write(tmp_path / "a.parquet", rows_of(range(2), score=3, empty=""))
+    with pytest.raises(ConfigError, match=message):
+        parquet(path, **options).open()
+
+
+def test_what_is_no_parquet_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="is no parquet file, nor a folder that holds some"):
+        parquet(tmp_path).open()
+    with pytest.raises(ConfigError, match=r"data.path=\[\] names no parquet file"):
+        parquet([]).open()
+    with pytest.raises(ValueError, match="belong together: set both, or none"):
+        parquet(tmp_path, width_column="w")
+    (tmp_path / "a.parquet").write_bytes(b"no parquet at all")
+    with pytest.raises(ConfigError, match="is no parquet file that can be read: "):
+        parquet(tmp_path / "a.parquet").open()
+    monkeypatch.setattr("cascade_train.data.parquet.load_file", _denied)
+    path = write(tmp_path / "b.parquet", rows_of(range(2)))
+    with pytest.raises(RunError, match="b.parquet cannot be read: .*denied"):
+        parquet(path).open()
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ConfigError, match="data=parquet needs the library pyarrow, which is not installed"):
+        parquet(path).open()
+
+
+def _denied(*_: Any) -> None:
+    raise PermissionError(13, "denied")
+
+
+def test_damage_is_found_at_the_start_and_during_the_run(tmp_path: Path) -> None:
+    damaged = [{"image": b"no picture", "text": "x"}] * 2
+    with pytest.raises(RunError, match="2 pictures have no readable header"):
+        parquet(write(tmp_path / "a.parquet", [*rows_of(range(4)), *damaged])).open()
+    path = write(tmp_path / "b.parquet", rows_of(range(4)))
+    source = parquet(path)
+    source.open()
+    path.write_bytes(b"PAR1" + bytes(200))
+    with pytest.raises(UnreadableSampleError, match="row group 0 of .* is damaged"):
+        source.read(0)
+
+
+def test_captions_of_several_texts_are_lines(tmp_path: Path) -> None:
+    source = parquet(write(tmp_path / "a.parquet", [{"image": tars.picture(), "text": ["one", "two"]}]))
+    source.open()
+    assert source.read(0).caption == "one\ntwo"
