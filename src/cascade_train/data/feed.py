@@ -48,11 +48,13 @@ class Feed(Protocol):
 
     Attributes:
         position: global batches handed out, never those prefetched.
-        skipped: the unreadable samples that this rank met, each once.
     """
 
     position: int
-    skipped: list[Unreadable]
+
+    @property
+    def skipped(self) -> list[Unreadable]:
+        """The unreadable samples that this rank met, each once."""
 
     @property
     def samples_per_epoch(self) -> int:

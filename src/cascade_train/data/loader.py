@@ -6,8 +6,6 @@ out, never those prefetched, so that any number of ranks and workers may continu
 
 from __future__ import annotations
 
-import logging
-import traceback
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
@@ -19,12 +17,11 @@ from cascade_train.batch import Batch, SampleTransform, Unreadable
 from cascade_train.data.index import Index
 from cascade_train.data.order import Order
 from cascade_train.data.plan import Step
+from cascade_train.data.receiver import Receiver
+from cascade_train.data.skipped import Skipped
 from cascade_train.data.source import Source
 from cascade_train.data.worker import Failure, MicroBatches
-from cascade_train.errors import ConfigError, RunError
-
-MAX_UNREADABLE_SHARE = 0.01
-_log = logging.getLogger(__name__)
+from cascade_train.errors import ConfigError
 
 
 class Loader:
@@ -49,7 +46,6 @@ class Loader:
 
     Attributes:
         position: global batches handed out.
-        skipped: the unreadable samples that this rank met, each once.
     """
 
     def __init__(
@@ -69,7 +65,7 @@ class Loader:
     ) -> None:
         if len(rows) == 0:
             raise ConfigError("data: no sample is left to read; check data and validate.share")
-        _check_batch_sizes(global_batch_size, micro_batch_size, ranks)
+        check_batch_sizes(global_batch_size, micro_batch_size, ranks)
         self._order = Order(
             source,
             index=index,
@@ -79,13 +75,16 @@ class Loader:
             leftover=leftover or source.leftover,
         )
         self.position = position
-        self.skipped: list[Unreadable] = []
-        self._rows, self._seen = rows, 0
+        self._rows, self._skipped = rows, Skipped(len(rows), source.max_unreadable_share)
         self._micro_batches = global_batch_size // ranks // micro_batch_size
         references = _References(self, self._order, micro_batch_size, rank * global_batch_size // ranks)
-        self._micros: Iterator[Batch | Failure] | None = None
         dataset = MicroBatches(source, index, self._order.stand_ins(), seed, transform)
-        self._data_loader: DataLoader[Batch | Failure] | None = _data_loader(source, dataset, references)
+        self._receiver = Receiver(_data_loader(source, dataset, references))
+
+    @property
+    def skipped(self) -> list[Unreadable]:
+        """The unreadable samples that this rank met, each once."""
+        return self._skipped.each
 
     @property
     def samples_per_epoch(self) -> int:
@@ -116,12 +115,11 @@ class Loader:
     def seek(self, position: int) -> None:
         """Continue at another position; what was prefetched is dropped."""
         self.position = position
-        self._micros = None
+        self._receiver.restart()
 
     def close(self) -> None:
         """End the worker processes. The loader cannot be used afterwards."""
-        self._micros = None
-        self._data_loader = None
+        self._receiver.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position and what it is a position in, equal on all ranks."""
@@ -136,51 +134,9 @@ class Loader:
         self.seek(self._order.restore(state))
 
     def _next_micro(self) -> Batch:
-        batch = self._receive()
-        if isinstance(batch, Failure):
-            error = RunError(batch.text)
-            error.add_note(batch.trace)
-            raise error
-        self._count(batch)
+        batch = self._receiver.next()
+        self._skipped.count(batch)
         return batch
-
-    def _receive(self) -> Batch | Failure:
-        """Return what the workers made next; their sudden end is a failure too.
-
-        The iterator stays out of local names, and torch's error is not passed on: a traceback that holds the
-        iterator would keep the other workers alive.
-        """
-        assert self._data_loader is not None, "the loader is closed"
-        try:
-            if self._micros is None:
-                self._micros = iter(self._data_loader)
-            return next(self._micros)
-        except (RuntimeError, OSError, EOFError) as error:
-            self._micros = None
-            return Failure(
-                text=f"a data worker process ended unexpectedly ({error}); it may have run out of memory or shared"
-                " memory: lower data.num_workers, or set it to 0 to see the cause",
-                trace=traceback.format_exc(),
-            )
-
-    def _count(self, batch: Batch) -> None:
-        """Note unreadable samples, and stop when they are more than 1 %.
-
-        Before every sample may have been seen once, three more are allowed, since few samples say little.
-        """
-        self._seen += len(batch)
-        for each in batch.skipped:
-            if each not in self.skipped:
-                self.skipped.append(each)
-                _log.warning("unreadable sample, another stands in: %s", each)
-        share = MAX_UNREADABLE_SHARE * min(self._seen, len(self._rows))
-        limit = max(1.0, share) if self._seen >= len(self._rows) else share + 3
-        if len(self.skipped) > limit:
-            listed = "; ".join(map(str, self.skipped[:20])) + ("; ..." if len(self.skipped) > 20 else "")
-            raise RunError(
-                f"{len(self.skipped)} unreadable samples among {self._seen} read, more than {MAX_UNREADABLE_SHARE:.0%}:"
-                f" {listed}; remove or replace them"
-            )
 
 
 class _References(Sampler[Step]):
@@ -218,7 +174,12 @@ def _unchanged(batch: Any) -> Any:
     return batch
 
 
-def _check_batch_sizes(global_batch_size: int, micro_batch_size: int, ranks: int) -> None:
+def check_batch_sizes(global_batch_size: int, micro_batch_size: int, ranks: int) -> None:
+    """Check that a global batch divides over ranks and micro-batches.
+
+    Raises:
+        ConfigError: it does not.
+    """
     if global_batch_size < 1 or micro_batch_size < 1 or global_batch_size % (ranks * micro_batch_size) != 0:
         below = global_batch_size // (ranks * micro_batch_size) * ranks * micro_batch_size
         fits = [str(size) for size in (below, below + ranks * micro_batch_size) if size > 0]

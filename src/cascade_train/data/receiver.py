@@ -1,0 +1,67 @@
+"""What worker processes make, handed out in order, with their failures told in words.
+
+What they make and how it is counted is the feed's business.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from typing import Generic, TypeVar
+
+from torch.utils.data import DataLoader
+
+from cascade_train.data.worker import Failure
+from cascade_train.errors import RunError
+
+T = TypeVar("T")
+
+
+class Receiver(Generic[T]):
+    """The results of a `DataLoader`, begun when the first is asked for."""
+
+    def __init__(self, data_loader: DataLoader[T | Failure]) -> None:
+        """Store; no worker starts yet."""
+        self._data_loader: DataLoader[T | Failure] | None = data_loader
+        self._results: Iterator[T | Failure] | None = None
+
+    def next(self) -> T:
+        """Return the next result.
+
+        Raises:
+            RunError: a worker could not make it, or ended.
+        """
+        result = self._receive()
+        if isinstance(result, Failure):
+            error = RunError(result.text)
+            error.add_note(result.trace)
+            raise error
+        return result
+
+    def restart(self) -> None:
+        """Drop what was prefetched; the next result is made from the beginning of the loader's sampler."""
+        self._results = None
+
+    def close(self) -> None:
+        """End the worker processes; nothing can be asked for afterwards."""
+        self._results = None
+        self._data_loader = None
+
+    def _receive(self) -> T | Failure:
+        """Return what the workers made next; their sudden end is a failure too.
+
+        The iterator stays out of local names, and torch's error is not passed on: a traceback that holds the
+        iterator would keep the other workers alive.
+        """
+        assert self._data_loader is not None, "the feed is closed"
+        try:
+            if self._results is None:
+                self._results = iter(self._data_loader)
+            return next(self._results)
+        except (RuntimeError, OSError, EOFError) as error:
+            self._results = None
+            return Failure(
+                text=f"a data worker process ended unexpectedly ({error}); it may have run out of memory or shared"
+                " memory: lower data.num_workers, or set it to 0 to see the cause",
+                trace=traceback.format_exc(),
+            )
