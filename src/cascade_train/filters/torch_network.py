@@ -1,0 +1,126 @@
+"""Maps by any network of torch: depth, poses, edges, segments. Runs on the device, on whole batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from cascade_train.errors import ConfigError
+from cascade_train.filters.base import ControlFilter, ControlMap, Encode, resized
+from cascade_train.filters.files import WeightsFile, find_file, load_weights
+from cascade_train.filters.network_images import check_options, network_input, network_map
+
+NETWORK = WeightsFile(
+    key="task.filter.weights",
+    what="the weights of this filter's network, which you choose",
+    usual_name="model.safetensors",
+    licence="its own",
+    found="the network's own pages",
+)
+
+
+class NetworkFilter(ControlFilter):
+    """The output of a network that sees a copy of the picture, at the picture's size.
+
+    Args:
+        network: makes the network: `_target_` names a class or function, `_partial_: true` keeps it for later;
+            e.g. `cascade_train.filters.torch_network.load_exported` with `path: depth.pt2`, or a class of yours.
+        weights: of the network, a local file or `owner/name:file` on the hub; null = it has its own.
+        channels: of the map; where the network has more, the first.
+        resize: side in pixels of the square copy that the network sees; null = the picture itself.
+        mean: of red, green and blue in [0, 1], taken away before the network.
+        std: by which they are divided then.
+        output: key or attribute of the map in what the network returns; null = it returns the map.
+        scaling: picture = each map is brought to [0, 1] by its own range; none = the network's numbers.
+
+    Raises:
+        ValueError: a number out of range, or a network that is made already.
+    """
+
+    def __init__(
+        self,
+        *,
+        network: Callable[[], nn.Module],
+        weights: str | None,
+        channels: int,
+        resize: int | None,
+        mean: list[float],
+        std: list[float],
+        output: str | None,
+        scaling: Literal["picture", "none"],
+    ) -> None:
+        check_options(channels=channels, resize=resize, mean=mean, std=std)
+        if not isinstance(network, partial):
+            raise ValueError("network: is made at once; give it `_partial_: true`, so that it is made on the device")
+        self.network = network
+        self.weights = weights
+        self.channels = channels
+        self.resize = resize
+        self.mean = mean
+        self.std = std
+        self.output = output
+        self.scaling = scaling
+
+    def build(self, *, device: torch.device, encode: Encode) -> ControlMap:
+        """Make the network, frozen and in fp32.
+
+        Raises:
+            ConfigError: its weights are not there, or belong to another network.
+        """
+        network = self.network().float().requires_grad_(False)
+        if self.weights is not None:
+            load_weights(network, self.weights, NETWORK, device=device)
+        network = network.to(device)
+        for part in network.modules():  # as eval() does, which exported programs refuse
+            part.training = False
+
+        @torch.no_grad()
+        def by_network(image_BCHW: Tensor, made: Mapping[str, Tensor]) -> Tensor:
+            seen_BCHW = network_input(image_BCHW, resize=self.resize, mean=self.mean, std=self.std)
+            found = self._chosen(network(seen_BCHW))
+            map_BCHW = network_map(found, channels=self.channels, scaling=self.scaling, key="task.filter")
+            return resized(map_BCHW, image_BCHW.shape[-2:])
+
+        return by_network
+
+    def _chosen(self, returned: Any) -> Tensor:
+        if self.output is not None:
+            is_mapping = isinstance(returned, Mapping)
+            returned = returned.get(self.output) if is_mapping else getattr(returned, self.output, None)
+        if not isinstance(returned, Tensor):
+            raise ConfigError(
+                f"task.filter.output={self.output}: names no tensor in what the network returns,"
+                f" {type(returned).__name__}; name its key or attribute, or null where the network returns the map"
+            )
+        return returned
+
+    def node(self) -> dict[str, Any]:
+        """Return the filter as a configuration node, the network as one of its own."""
+        make: Any = self.network
+        target = {"_target_": f"{make.func.__module__}.{make.func.__qualname__}", "_partial_": True}
+        return {**super().node(), "network": {**target, **make.keywords}}
+
+
+def load_exported(*, path: str) -> nn.Module:
+    """Read a network that `torch.export.save` wrote.
+
+    Args:
+        path: a local `.pt2` file, or `owner/name:file` on the hub.
+
+    Raises:
+        ConfigError: the file is not there, or is no such network.
+    """
+    known = replace(NETWORK, key="task.filter.network.path", usual_name="model.pt2")
+    file = find_file(path, known)
+    try:
+        return torch.export.load(file).module()
+    except Exception as error:  # of zip, of json, of pickle: each has its own
+        raise ConfigError(
+            f"{known.key}={path}: torch.export cannot read this file ({type(error).__name__}); write it by"
+            " torch.export.save"
+        ) from error
