@@ -6,6 +6,7 @@ What the objects do lives in their own files; nothing below this one sees a conf
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -74,6 +75,7 @@ def train(cfg: DictConfig) -> int:
                 node.weights = absolute(node.weights)
         parts = build_parts(cfg)
         data = open_data(cfg, parts.task, world)
+        data.check_sides(parts.stage.image_multiple)
         run = claim(Path(cfg.run.dir), config=to_plain(cfg), resume=cfg.run.resume)
         with run.held():
             if run.finished:
@@ -332,17 +334,19 @@ def build_sampling(
     return SampleGrid(
         task=parts.task,
         phases=phases,
-        painter=build_painter(cfg, parts, world.device),
+        painter=build_painter(cfg, parts, world.device, size=None if images is None else images.shape[-2:]),
         spec=SampleSpec(captions=tuple(prompts), image_BCHW=images, seed=cfg.sample.seed),
         world=world,
         directory=run.samples,
     )
 
 
-def build_painter(cfg: DictConfig, parts: Parts, device: torch.device) -> Painter:
-    """Bind a stage and an objective to the sampler's settings in `cfg.sample`."""
+def build_painter(
+    cfg: DictConfig, parts: Parts, device: torch.device, *, size: Sequence[int] | None = None
+) -> Painter:
+    """Bind a stage and an objective to the settings in `cfg.sample`, for pictures of a height and width, or square."""
     stage, objective = parts.stage, parts.objective
-    shape = stage.latent_shape(stage.image_size, stage.image_size)
+    shape = stage.latent_shape(*(size or (stage.image_size, stage.image_size)))
 
     def one_step(predictor: Predictor, x0_BCHW: torch.Tensor, noise_BCHW: torch.Tensor) -> torch.Tensor:
         diffused = objective.diffuse_at(x0_BCHW, noise_BCHW, x0_BCHW.new_zeros(len(x0_BCHW)))

@@ -59,15 +59,15 @@ class BucketTable:
         own, other = (np.log(ratio_N), np.log(self.ratio_E)) if self.distance == "log" else (ratio_N, self.ratio_E)
         order = np.argsort(other, kind="stable")
         above = np.searchsorted(other[order], own).clip(1, max(1, len(order) - 1))
-        near = order[np.stack([above - 1, np.minimum(above, len(order) - 1)])]
-        near.sort(axis=0)
-        first, second = np.abs(other[near] - own)
-        return self.bucket_E[np.where(second < first, near[1], near[0])]
+        below, above = order[above - 1], order[np.minimum(above, len(order) - 1)]
+        first, second = np.minimum(below, above), np.maximum(below, above)
+        is_second = np.abs(other[second] - own) < np.abs(other[first] - own)
+        return self.bucket_E[np.where(is_second, second, first)]
 
-    def enlargement(self, width_N: np.ndarray, height_N: np.ndarray) -> np.ndarray:
+    def enlargement(self, bucket_N: np.ndarray, width_N: np.ndarray, height_N: np.ndarray) -> np.ndarray:
         """Return by how much each picture is enlarged to cover its bucket, (N,); below 1 it shrinks, 0 = unknown."""
         known = (width_N > 0) & (height_N > 0)
-        height_of, width_of = self.sizes_K2[self.nearest(width_N, height_N)].T
+        height_of, width_of = self.sizes_K2[bucket_N].T
         scale = np.maximum(width_of / np.maximum(width_N, 1), height_of / np.maximum(height_N, 1))
         return np.where(known, scale, 0.0)
 
@@ -142,7 +142,8 @@ class Buckets:
             kept &= (side_N >= self.min_side_px) | (side_N == 0)
             rules.append(f"data.buckets.min_side_px={self.min_side_px}")
         if self.max_upscale is not None:
-            kept &= table.enlargement(width_N, height_N) <= self.max_upscale
+            bucket_N = table.nearest(width_N, height_N)
+            kept &= table.enlargement(bucket_N, width_N, height_N) <= self.max_upscale
             rules.append(f"data.buckets.max_upscale={self.max_upscale:g}")
         return Selection(kept=kept, reason=f"are smaller than {' and '.join(rules)} allow")
 

@@ -106,6 +106,20 @@ class DataSet:
         self.held_out = held_out
         self._open: list[Feed | HeldOutFeed] = []
 
+    def check_sides(self, multiple: int) -> None:
+        """Check that both sides of every training size are multiples of `multiple` pixels, as the model needs.
+
+        Raises:
+            ConfigError: one is not.
+        """
+        for part in filter(None, (self.training, self.held_out)):
+            for height, width in part.source.bucket_table(part.index).sizes_K2.tolist():
+                if height % multiple or width % multiple:
+                    raise ConfigError(
+                        f"data.buckets.multiple_px={part.source.buckets.multiple_px} makes pictures of {height} x"
+                        f" {width} pixels, but the model needs sides that are multiples of {multiple}: set it to that"
+                    )
+
     def training_feed(self, *, seed: int, global_batch_size: int, micro_batch_size: int, rank: int, ranks: int) -> Feed:
         """Return the endless feed of training batches for one rank."""
         loader = self.training.load(

@@ -58,7 +58,7 @@ class Assignment:
         self.sizes_K2 = table.sizes_K2
         self.varies = random_share > 0.0 and len(table.sizes_K2) > 1
         self.nearest_N = table.nearest(width_N, height_N)
-        self.enlarged_N = table.enlargement(width_N, height_N)
+        self.enlarged_N = table.enlargement(self.nearest_N, width_N, height_N)
         self._rows, self._bucket_E = rows, table.bucket_E
         self._random_share, self._seed = random_share, seed
 

@@ -28,6 +28,8 @@ _FREE_KEYS = (
     "train.max_epochs",
     "train.micro_batch_size",
     "data.num_workers",
+    "data.num_examples_to_see",
+    "data.on_change",
     "compile",
     "activation_checkpointing",
     "attention",
@@ -36,6 +38,9 @@ _FREE_KEYS = (
 
 _BOUND_KEYS = ("run.seed",)
 """Below a free node, but part of which sample comes when: a position in the data means nothing under another seed."""
+
+_DATA_KEYS = ("train.global_batch_size",)
+"""Beside the node `data`, what `data.on_change=restart` frees: the data's position is then taken care of."""
 
 ABSENT = "(absent)"
 """Stands for the value of a key that one of two configs lacks."""
@@ -61,6 +66,11 @@ class Difference:
         node = self.key.split(".", 1)[0]
         return self.key not in _BOUND_KEYS and (node in _FREE_NODES or self.key in _FREE_KEYS)
 
+    @property
+    def is_of_data(self) -> bool:
+        """Whether the setting says which samples come, or how many at once."""
+        return self.key.startswith("data.") or self.key in _DATA_KEYS
+
 
 def find_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Difference]:
     """Compare two nested configs, key by key in alphabetical order; lists are compared as a whole."""
@@ -72,9 +82,14 @@ def find_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Dif
     ]
 
 
-def refused(differences: Sequence[Difference]) -> list[Difference]:
-    """Return the differences that make it another run."""
-    return [each for each in differences if not each.is_free]
+def refused(differences: Sequence[Difference], *, data_may_change: bool = False) -> list[Difference]:
+    """Return the differences that make it another run.
+
+    Args:
+        differences: between the run's config and the new one.
+        data_may_change: `data.on_change=restart`: the data and the batch size are free too.
+    """
+    return [each for each in differences if not (each.is_free or (data_may_change and each.is_of_data))]
 
 
 def describe(differences: Sequence[Difference]) -> str:
@@ -83,9 +98,9 @@ def describe(differences: Sequence[Difference]) -> str:
 
 
 def is_limit_raised(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    """Whether the new config trains longer: a higher `train.max_steps` or `train.max_epochs`, or one lifted."""
-    for key in ("max_steps", "max_epochs"):
-        before, after = old.get("train", {}).get(key), new.get("train", {}).get(key)
+    """Whether the new config trains longer: more steps, epochs or samples to see, or a limit lifted."""
+    for node, key in (("train", "max_steps"), ("train", "max_epochs"), ("data", "num_examples_to_see")):
+        before, after = old.get(node, {}).get(key), new.get(node, {}).get(key)
         if before is not None and (after is None or after > before):
             return True
     return False

@@ -181,7 +181,8 @@ def _continue_run(directory: Path, config: dict[str, Any], resume: str, lock: Ru
         )
     saved = _read_config(directory / _CONFIG)
     differences = find_differences(saved, config)
-    if (blocking := refused(differences)) and not _is_untouched(directory):
+    blocking = refused(differences, data_may_change=config.get("data", {}).get("on_change") == "restart")
+    if blocking and not _is_untouched(directory):
         raise ConfigError(
             f"run.dir={directory} holds a run of another config:\n{describe(blocking)}\n"
             f"Remedy: {other_name} for a new run, or the old values to continue this one"

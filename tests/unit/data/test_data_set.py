@@ -1,9 +1,16 @@
 from __future__ import annotations
 
-import pytest
+import json
+from collections import Counter
+from pathlib import Path
 
+import pytest
+import torch
+
+from cascade_train.data.buckets import Buckets
 from cascade_train.data.data_set import open_data_set
 from cascade_train.errors import ConfigError
+from tests.unit.data import tars
 from tests.unit.data.dataset_contract import content
 from tests.unit.data.test_shapes import shapes
 
@@ -45,4 +52,69 @@ def test_nothing_held_out_shows_training_samples_and_refuses_to_measure() -> Non
     assert len(data.shown_batch(3, seed=0)) == 3
     with pytest.raises(ConfigError, match="0 held-out samples for 1 ranks; raise validate.share"):
         data.held_out_feed(seed=0, samples=10, **ONE_RANK)
+    data.close()
+
+
+def test_sizes_that_the_model_cannot_take_are_refused() -> None:
+    data = open_data_set(shapes(image_size=96, aspect_ratios=["1/1", "1/2"]), share=None, held_out=None)
+    data.check_sides(32)
+    with pytest.raises(ConfigError, match="multiple_px=32 makes pictures of 96 x 96 pixels, but the model needs"):
+        data.check_sides(64)
+
+
+def mixed(folder: Path) -> Path:
+    """Write 60 pictures of four shapes, three of them rare."""
+    sizes = [(64, 64)] * 6 + [(120, 60), (60, 120), (128, 64), (96, 64)]
+    files = [
+        member
+        for key in range(60)
+        for member in ((f"{key:03d}.png", tars.picture(*sizes[key % 10])), (f"{key:03d}.txt", b"a gradient"))
+    ]
+    return tars.write(folder / "mixed.tar", files)
+
+
+RATIOS = {"aspect_ratios": ["1/1", "1/2", "2/3"], "buckets": Buckets(multiple_px=8), "image_size": 64}
+
+
+def test_held_out_samples_of_every_shape_are_measured_once(tmp_path: Path) -> None:
+    source = tars.webdataset(mixed(tmp_path), **RATIOS)
+    data = open_data_set(source, share=None, held_out=tars.webdataset(mixed(tmp_path), **RATIOS))
+    for ranks in (1, 2):
+        counted: Counter[int] = Counter()
+        feeds = [data.held_out_feed(seed=0, samples=60, micro_batch_size=4, rank=r, ranks=ranks) for r in range(ranks)]
+        for steps in zip(*(feed.from_start() for feed in feeds), strict=True):
+            micros = [micro for step in steps for micro in step]
+            assert len({micro.image_BCHW.shape for micro in micros}) == 1
+            for micro in micros:
+                rows = zip(micro.index_B.tolist(), micro.weight_B.tolist(), strict=True)
+                counted.update(row for row, weight in rows if weight)
+        assert counted == Counter(range(60))
+    assert len(data.shown_batch(100, seed=0)) == 36
+    data.close()
+
+
+def test_ranks_have_one_shape_at_a_step_and_continue_on_other_ranks(tmp_path: Path) -> None:
+    """2 ranks, then 1, then 3: no sample twice in an epoch, none lost, the same batches as one rank's."""
+    data = open_data_set(tars.webdataset(mixed(tmp_path), **RATIOS), share=None, held_out=None)
+    whole = data.training_feed(seed=0, global_batch_size=6, micro_batch_size=6, rank=0, ranks=1)
+    expected = [next(whole)[0] for _ in range(30)]
+    state, position = whole.state_dict(), 0
+    whole.seek(0)
+    state = whole.state_dict()
+    for ranks, steps in ((2, 7), (1, 9), (3, 14)):
+        feeds = [
+            data.training_feed(seed=0, global_batch_size=6, micro_batch_size=1, rank=r, ranks=ranks)
+            for r in range(ranks)
+        ]
+        for feed in feeds:
+            feed.load_state_dict(json.loads(json.dumps(state)))
+        for _ in range(steps):
+            micros = [micro for feed in feeds for micro in next(feed)]
+            assert torch.equal(torch.cat([micro.image_BCHW for micro in micros]), expected[position].image_BCHW)
+            assert torch.cat([micro.index_B for micro in micros]).tolist() == expected[position].index_B.tolist()
+            position += 1
+        states = [feed.state_dict() for feed in feeds]
+        assert all(each == states[0] for each in states)
+        state = states[0]
+    assert len({batch.image_BCHW.shape for batch in expected}) == 4
     data.close()

@@ -2,13 +2,20 @@
 
 import pytest
 
-from cascade_train.engine.config_difference import ABSENT, Difference, describe, find_differences, is_limit_raised
+from cascade_train.engine.config_difference import (
+    ABSENT,
+    Difference,
+    describe,
+    find_differences,
+    is_limit_raised,
+    refused,
+)
 
 FREE = [
     "run.name", "run.resume", "log.every_steps", "sample.prompts", "checkpoint.keep_last", "tracker.name",
     "profile.steps", "validate.samples", "train.max_steps", "train.max_epochs", "train.micro_batch_size",
     "optimizer.lr", "optimizer.algorithm._target_", "lr_scheduler.warmup_steps", "data.num_workers", "parallel.mode",
-    "compile", "activation_checkpointing", "attention", "ema.device",
+    "compile", "activation_checkpointing", "attention", "ema.device", "data.num_examples_to_see", "data.on_change",
 ]  # fmt: skip
 BOUND = [
     "run.seed", "train.global_batch_size", "train.max_grad_norm", "train.precision", "data.urls", "model._target_",
@@ -24,6 +31,14 @@ def test_a_free_key_may_change(key):
 @pytest.mark.parametrize("key", BOUND)
 def test_a_bound_key_may_not(key):
     assert not Difference(key, 1, 2).is_free
+
+
+def test_the_data_and_the_batch_size_may_change_where_the_user_says_so():
+    data = [Difference("data.urls", "a", "b"), Difference("data.buckets.distance", "log", "linear")]
+    data += [Difference("train.global_batch_size", 8, 4)]
+    model = [Difference("model.network.depth", 1, 2)]
+    assert refused(data + model) == data + model
+    assert refused(data + model, data_may_change=True) == model
 
 
 def test_differences_are_found_below_any_depth_and_on_either_side():
@@ -58,3 +73,8 @@ def test_a_difference_reads_old_arrow_new():
 def test_a_raised_limit_is_one_that_trains_longer(old, new, raised):
     configs = [{"train": {"max_steps": steps, "max_epochs": epochs}} for steps, epochs in (old, new)]
     assert is_limit_raised(*configs) is raised
+
+
+def test_more_examples_to_see_are_a_raised_limit():
+    assert is_limit_raised({"data": {"num_examples_to_see": 8}}, {"data": {"num_examples_to_see": 9}})
+    assert not is_limit_raised({"data": {"num_examples_to_see": 8}}, {"data": {"num_examples_to_see": 8}})

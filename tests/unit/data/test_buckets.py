@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cascade_train.data.buckets import (
+    PRESETS,
+    Buckets,
+    BucketTable,
+    bucket_size,
+    parse_ratios,
+    table_of_sizes,
+    with_reciprocals,
+)
+from cascade_train.data.index import ROW_FIELDS, Index
+
+
+def table(ratios: Any, image_size: int = 768, **options: Any) -> BucketTable:
+    return Buckets(**options).table(image_size, ratios)
+
+
+def nearest(of: BucketTable, *sizes: tuple[int, int]) -> list[tuple[int, ...]]:
+    """Return (height, width) of the bucket of each (width, height)."""
+    width, height = np.array(sizes).T
+    return [tuple(size) for size in of.sizes_K2[of.nearest(width, height)].tolist()]
+
+
+def enlarged(of: BucketTable, *sizes: tuple[int, int]) -> list[float]:
+    width, height = np.array(sizes).T
+    found: list[float] = of.enlargement(of.nearest(width, height), width, height).tolist()
+    return found
+
+
+def test_ratios_are_fractions_or_decimals_and_reciprocals_are_added_once() -> None:
+    assert parse_ratios(["1/1", 0.5, "16/9", "3:4", 2, "0.75"]) == [1.0, 0.5, 16 / 9, 0.75, 2.0, 0.75]
+    assert with_reciprocals([1.0, 0.5, 2.0, 0.75, 0.75]) == [1.0, 0.5, 2.0, 0.75, 4 / 3]
+
+
+def test_sizes_have_about_the_area_and_are_multiples() -> None:
+    for name in PRESETS:
+        for image_size in (384, 768, 1024):
+            found = table(name, image_size)
+            height, width = found.sizes_K2.T
+            assert (found.sizes_K2 % 32 == 0).all()
+            assert (height * width <= image_size**2).all()
+            assert (height * width >= 0.6 * image_size**2).all()
+            assert {(w, h) for h, w in found.sizes_K2.tolist()} == {(h, w) for h, w in found.sizes_K2.tolist()}
+            assert len(np.unique(found.sizes_K2, axis=0)) == len(found.sizes_K2)
+    wide = table("wide").sizes_K2
+    assert (wide[:, 1] / wide[:, 0]).max() == 4.0
+    assert len(table("original").sizes_K2) == 21
+
+
+def test_null_is_one_square_of_any_size() -> None:
+    assert table(None, 250).sizes_K2.tolist() == [[250, 250]]
+    assert nearest(table(None, 250), (10, 400), (0, 0)) == [(250, 250)] * 2
+
+
+def test_the_nearest_ratio_is_by_logarithm_or_by_the_originals_difference() -> None:
+    ratios = ["1/1", "1/2"]
+    assert bucket_size(2.0, 768**2, 32) == (512, 1056)
+    assert nearest(table(ratios), (1430, 1000), (1390, 2000)) == [(768, 768), (1056, 512)]
+    assert nearest(table(ratios), (1450, 1000), (1000, 1450)) == [(512, 1056), (1056, 512)]
+    assert nearest(table(ratios, distance="linear"), (1450, 1000), (1000, 1450)) == [(768, 768), (1056, 512)]
+
+
+def test_nearest_agrees_with_comparing_every_entry() -> None:
+    words = np.random.Philox(key=0).random_raw(4000).reshape(2, -1) % np.uint64(3000) + np.uint64(1)
+    width, height = words.astype(np.int64)
+    for distance in ("log", "linear"):
+        found = table("original", distance=distance)
+        own = np.log(width / height) if distance == "log" else width / height
+        entries = np.log(found.ratio_E) if distance == "log" else found.ratio_E
+        expected = found.bucket_E[np.abs(own[:, None] - entries).argmin(axis=1)]
+        assert (found.nearest(width, height) == expected).all()
+
+
+def test_of_equal_distances_the_first_entry_is_taken_and_unknown_sizes_are_square() -> None:
+    found = table([1.5, 0.5, 1.0], distance="linear", multiple_px=1)
+    assert nearest(found, (5, 4))[0] == bucket_size(1.5, 768**2, 1)
+    assert nearest(found, (0, 0), (0, 7)) == [(768, 768)] * 2
+
+
+def index(*sizes: tuple[int, int]) -> Index:
+    rows = np.zeros(len(sizes), dtype=ROW_FIELDS)
+    rows["width"], rows["height"] = np.array(sizes).T
+    return Index(shards=("a",), table=rows, keys=np.array([b"k"] * len(sizes)))
+
+
+def test_small_pictures_are_left_out_by_side_or_by_enlargement() -> None:
+    pictures = index((768, 768), (600, 2000), (512, 512), (0, 0), (1056, 512), (500, 1100))
+    found = table(["1/1", "1/2"])
+    assert enlarged(found, (768, 768), (384, 768), (0, 0)) == [1.0, 1056 / 768, 0.0]
+
+    def kept(**options: Any) -> list[bool]:
+        return Buckets(**options).selection(pictures, found).kept.tolist()
+
+    assert kept() == [True] * 6
+    assert kept(min_side_px=512) == [True, True, True, True, True, False]
+    assert kept(max_upscale=1.0) == [True, True, False, True, True, False]
+    assert kept(max_upscale=1.03) == [True, True, False, True, True, True]
+    reason = Buckets(max_upscale=1.5, min_side_px=64).selection(pictures, found).reason
+    assert reason == "are smaller than data.buckets.min_side_px=64 and data.buckets.max_upscale=1.5 allow"
+
+
+def test_pictures_of_their_final_size_keep_it() -> None:
+    found = table_of_sizes(np.array([64, 32, 64]), np.array([32, 64, 32]))
+    assert nearest(found, (64, 32), (32, 64)) == [(32, 64), (64, 32)]
+    assert enlarged(found, (64, 32)) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("ratios", "image_size", "words"),
+    [
+        ("extreme", 768, "aspect_ratios=extreme is no preset: choose original, wide"),
+        ([], 768, r"aspect_ratios=\[\] leaves no size"),
+        (["0/1"], 768, "'0/1' is no ratio of width to height"),
+        (["1/0"], 768, "'1/0' is no ratio"),
+        (["-1"], 768, "'-1' is no ratio"),
+        (["wide"], 768, "'wide' is no ratio"),
+        (["nan"], 768, "'nan' is no ratio"),
+        (["1e999"], 768, "'1e999' is no ratio"),
+        ([20], 96, r"20 leaves a side below data.buckets.multiple_px=32 at data.image_size=96"),
+    ],
+)
+def test_ratios_that_are_none_are_refused(ratios: Any, image_size: int, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        table(ratios, image_size)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"multiple_px": 0}, "multiple_px=0 must be at least 1 px"),
+        ({"distance": "cosine"}, "buckets.distance=cosine is unknown"),
+        ({"random_share": 1.5}, "random_share=1.5 is a share, give a number from 0 to 1"),
+        ({"min_side_px": 0}, "min_side_px=0 must be at least 1 px; null"),
+        ({"max_upscale": 0.9}, r"max_upscale=0.9 must be at least 1 \(none is enlarged\)"),
+    ],
+)
+def test_options_out_of_range_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Buckets(**options)
