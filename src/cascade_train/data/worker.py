@@ -78,6 +78,7 @@ class MicroBatches(Dataset[Batch | Failure]):
 
     def __getitem__(self, step: Step) -> Batch | Failure:
         """Read, decode and stack the samples of one micro-batch."""
+        self._source.prefetch(step.rows.tolist())
         samples = []
         for row, epoch in zip(step.rows.tolist(), step.epochs.tolist(), strict=True):
             try:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import boto3
 import pytest
@@ -111,6 +113,23 @@ def test_a_sample_is_read_with_one_request_where_its_parts_are_close(
     source.prefetch([3, 2])
     assert [source.read(row).caption for row in (2, 3, 5)] == ["picture 2", "picture 3", "picture 5"]
     assert len(asked) == 6
+
+
+def test_the_reads_of_a_micro_batch_wait_together(
+    bucket: Bucket, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket.put_all(folder)
+    source = tars.webdataset(f"{PREFIX}part-2.tar")
+    with loading(source, micro_batch_size=8) as loader:
+        together = threading.Barrier(8)
+        read = source._stores[0].read
+
+        def meet(*place: Any) -> bytes:
+            together.wait(10)
+            return read(*place)
+
+        monkeypatch.setattr(source._stores[0], "read", meet)
+        assert len(next(loader)[0]) == 8
 
 
 def test_the_index_of_a_remote_tar_is_kept_until_it_changes(
