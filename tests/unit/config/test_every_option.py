@@ -13,15 +13,23 @@ from tests.unit.config.composing import checked, composed
 
 CHOSEN = {"model": "c_tiny", "task": "finetune"}
 OFFICIAL = ("finetune_c_3b", "finetune_c_3b_lowres", "finetune_c_3b_v", "finetune_c_1b", "finetune_c_3b_lora")
+COMPANIONS = {
+    **{f"model={model}": {"task": "reconstruction"} for model in ("b_3b", "b_700m", "b_tiny")},
+    "task=reconstruction": {"model": "b_tiny"},
+    "filter": {"task": "controlnet"},
+}
+"""What else is chosen, in the place of `CHOSEN`, with an option or with any option of a group."""
+
 NEEDED = {
     "data=webdataset": ["data.urls=[a.tar]"],
+    **{f"data={name}": ["data.path=a"] for name in ("cached", "csv", "folder", "jsonl", "parquet")},
     "tracker=wandb": ["tracker.project=p"],
     "optimizer=torch": ["optimizer.algorithm._target_=torch.optim.SGD"],
     **{f"experiment={name}": ["data.urls=[a.tar]"] for name in OFFICIAL},
 }
 """Options that leave something to the user, and the least that they need."""
 
-MOUNTED = {"noise": "noise@objective.noise"}
+MOUNTED = {"noise": "noise@objective.noise", "filter": "filter@task.filter"}
 """Groups whose options go into another node, and how they are chosen there."""
 
 RECIPES = ("experiment", "debug")
@@ -48,8 +56,9 @@ def test_every_file_is_tried():
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
 def test_option_composes_and_passes_preflight(group: str, option: str):
-    chosen = {**CHOSEN, group: option} if group != "experiment" else {group: option}
     choice = f"{group}={option}"
+    companions = COMPANIONS.get(choice, COMPANIONS.get(group, {}))
+    chosen = {**CHOSEN, **companions, group: option} if group != "experiment" else {group: option}
     cfg = checked(*[f"{MOUNTED.get(key, key)}={value}" for key, value in chosen.items()], *NEEDED.get(choice, []))
     assert cfg.run.dir == f"runs/{cfg.run.name}"
 
