@@ -40,6 +40,7 @@ from cascade_train.engine.progress import Progress
 from cascade_train.engine.run_directory import RunDirectory, claim
 from cascade_train.engine.sampling import Painter, SampleGrid, SampleSpec
 from cascade_train.engine.tracking import build_tracker
+from cascade_train.engine.unreadable import UnreadableList
 from cascade_train.engine.validation import Validation
 from cascade_train.errors import ConfigError
 from cascade_train.models.stage import Stage
@@ -288,6 +289,7 @@ def build_trainer(
         validation=build_validation(cfg, parts, phases, data, world),
         sampling=build_sampling(cfg, parts, phases, data, run, world),
         loss_plot=LossPlot(directory=run.samples, device=world.device, is_main=world.is_main),
+        unreadable=UnreadableList(run.quarantine, rank=world.rank, met=feed.skipped),
     )
 
 

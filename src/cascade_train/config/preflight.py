@@ -103,7 +103,8 @@ def check_data_fits(root: Root) -> None:
     """Check what model and validation ask of the data.
 
     Raises:
-        ConfigError: pictures of another size than the model's; held-out files for data that reads none.
+        ConfigError: pictures of another size than the model's; held-out files for data that reads none; a list of
+            unreadable samples that this run itself writes.
     """
     own, wanted = root.data.get("image_size"), root.model.get("image_size")
     if own != wanted and isinstance(own, int) and isinstance(wanted, int):
@@ -114,6 +115,12 @@ def check_data_fits(root: Root) -> None:
         raise ConfigError(
             f"validate.urls={','.join(root.validate.urls)} needs data that reads files, and {root.data['_target_']} "
             "reads none. Use data=webdataset, or hold out a share by validate.share."
+        )
+    listed, own_list = root.data.get("quarantine"), Path(root.run.dir).absolute()
+    if isinstance(listed, str) and own_list in (Path(listed).absolute(), *Path(listed).absolute().parents):
+        raise ConfigError(
+            f"data.quarantine={listed} is this run's own list, which grows while it trains, so that a resumed run "
+            "would see other samples. Start another run, by another run.name, that leaves the samples out."
         )
 
 

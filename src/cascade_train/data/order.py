@@ -22,7 +22,7 @@ from cascade_train.errors import ConfigError
 _REMEDIES = {
     "filters": "data.row_filters changed; set it back",
     "index": "the files behind data changed; put them back",
-    "rows": "the held-out share changed; set validate.share back (or what else leaves samples out: data.buckets)",
+    "rows": "other samples take part: set validate.share, data.size_filters, data.quarantine and data.buckets back",
     "seed": "set run.seed back",
     "window": "set data.shuffle_window_shards back",
     "buckets": "set data.aspect_ratios and data.buckets back",

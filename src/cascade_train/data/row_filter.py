@@ -98,12 +98,13 @@ def passing(verdicts: np.ndarray) -> np.ndarray:
     return (verdicts == PASSED).all(axis=1)
 
 
-def parse_row_filters(given: object) -> RowFilters:
+def parse_row_filters(given: object, *, key: str = KEY) -> RowFilters:
     """Parse the value of `data.row_filters`.
 
     Args:
         given: a list of [key, condition], with a list of keys for conditions on several; or a mapping of keys to
             conditions; None = no filters.
+        key: of the configuration, for messages.
 
     Raises:
         ValueError: the value has another form, or a condition is refused.
@@ -112,13 +113,13 @@ def parse_row_filters(given: object) -> RowFilters:
         return RowFilters([])
     entries: Iterable[tuple[str, Any]]
     if isinstance(given, Mapping):
-        entries = [(f"{KEY}.{key}", [key, condition]) for key, condition in given.items()]
+        entries = [(f"{key}.{name}", [name, condition]) for name, condition in given.items()]
     elif isinstance(given, list):
-        entries = [(f"{KEY}[{number}]", entry) for number, entry in enumerate(given)]
+        entries = [(f"{key}[{number}]", entry) for number, entry in enumerate(given)]
     else:
         raise ValueError(
-            f"{KEY}={given} must be a list of [key, condition] or a mapping of keys to conditions; as in"
-            f" '{KEY}=[[score,\"lambda s: s > 4.5\"]]'"
+            f"{key}={given} must be a list of [key, condition] or a mapping of keys to conditions; as in"
+            f" '{key}=[[score,\"lambda s: s > 4.5\"]]'"
         )
     return RowFilters([_row_filter(where, entry) for where, entry in entries])
 

@@ -9,14 +9,18 @@ from __future__ import annotations
 import abc
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
 
 from cascade_train.data.buckets import Buckets, BucketTable
 from cascade_train.data.captions import Captions
 from cascade_train.data.feed import Feed, FeedRequest
 from cascade_train.data.index import Index
+from cascade_train.data.quarantine import quarantine_selection, read_quarantine
 from cascade_train.data.sample import RawSample
 from cascade_train.data.selection import RowSelector
+from cascade_train.data.size_filter import parse_size_filters, size_selection
 
 START_METHODS = ("fork", "forkserver", "spawn")
 CROPS = ("center", "random", "saliency")
@@ -36,6 +40,9 @@ class Source(abc.ABC):
         num_workers: processes that read and decode; 0 reads in the training process.
         worker_start: how a worker process starts.
         captions: makes each sample's caption from what `read` returns.
+        size_filters: conditions on the size of each picture, in the forms of `row_filters`, on width, height,
+            short_side, long_side, aspect_ratio and megapixels; None = pictures of all sizes.
+        quarantine: a run, or a list that it left, whose unreadable samples are left out; None = all are tried.
         flip_prob: share of the pictures that are mirrored left to right, drawn anew each epoch.
         max_pixels: pixels of the largest picture that is decoded; larger ones count as unreadable. None = any.
         max_unreadable_share: share of unreadable samples above which a run stops.
@@ -58,6 +65,8 @@ class Source(abc.ABC):
     num_workers: int
     worker_start: Literal["fork", "forkserver", "spawn"]
     captions: Captions = field(default_factory=Captions)
+    size_filters: list[list[Any]] | dict[str, str] | None = None
+    quarantine: str | None = None
     flip_prob: float = 0.0
     max_pixels: int | None = 2**27
     max_unreadable_share: float = 0.01
@@ -85,6 +94,7 @@ class Source(abc.ABC):
         if self.worker_start not in START_METHODS:
             raise ValueError(f"data.worker_start={self.worker_start} is unknown: choose {', '.join(START_METHODS)}")
         self._check_limits()
+        self._size_filters = parse_size_filters(self.size_filters)
         self._check_order()
 
     def _check_limits(self) -> None:
@@ -143,8 +153,18 @@ class Source(abc.ABC):
         return self._bucket_table
 
     def selectors(self) -> list[RowSelector]:
-        """Return what decides, by the index alone, which rows take part."""
-        return [lambda index: self.buckets.selection(index, self.bucket_table(index))]
+        """Return what decides, by the index alone, which rows take part.
+
+        Raises:
+            ConfigError: there is no list of unreadable samples where `quarantine` says.
+        """
+        selectors: list[RowSelector] = []
+        if self._size_filters:
+            selectors.append(partial(size_selection, self._size_filters))
+        if self.quarantine is not None:
+            names = read_quarantine(Path(self.quarantine).expanduser())
+            selectors.append(partial(quarantine_selection, names))
+        return [*selectors, lambda index: self.buckets.selection(index, self.bucket_table(index))]
 
     def own_feed(self, request: FeedRequest) -> Feed | None:
         """Return a feed of the source's own; None = `loader.Loader` over the index, the default.

@@ -31,6 +31,7 @@ from cascade_train.engine.profiler import Profiler
 from cascade_train.engine.progress import Progress
 from cascade_train.engine.sampling import SampleGrid
 from cascade_train.engine.tracking import Tracker
+from cascade_train.engine.unreadable import UnreadableList
 from cascade_train.engine.validation import Validation
 from cascade_train.errors import RunError
 from cascade_train.tasks.base import StepOutput, Task
@@ -94,6 +95,7 @@ class Trainer:
         validation: Validation | None,
         sampling: SampleGrid | None,
         loss_plot: LossPlot | None = None,
+        unreadable: UnreadableList | None = None,
     ) -> None:
         """Take the built parts of a run; `restore` and `run` do the work."""
         self.world = world
@@ -112,6 +114,7 @@ class Trainer:
         self.validation = validation
         self.sampling = sampling
         self.loss_plot = loss_plot
+        self.unreadable = unreadable
         self.step = 0
         self.samples_seen = 0
         self._withheld = torch.zeros((), device=world.device)
@@ -208,6 +211,7 @@ class Trainer:
         for row in self.metrics.flush():
             self.tracker.log(row, row["step"])
             self.progress.update(row)
+        self._list_unreadable()
         for notice in self.task.notices():
             if self.world.is_main:
                 log.warning("%s (Rank 0, since the last such line.)", notice)
@@ -231,10 +235,15 @@ class Trainer:
             self.store.save(self.step, training_state(self.phases, self.task), self._facts())
 
     def close(self) -> None:
-        """End the progress line, the profiler's window and the tracker."""
+        """End the list of unreadable samples, the progress line, the profiler's window and the tracker."""
+        self._list_unreadable()
         self.progress.close()
         self.profiler.close()
         self.tracker.finish()
+
+    def _list_unreadable(self) -> None:
+        if self.unreadable is not None:
+            self.unreadable.write(self.step)
 
     def restore(self, path: Path) -> None:
         """Continue from a checkpoint. Collective."""

@@ -34,7 +34,8 @@ _ENVIRONMENT = "environment.json"
 _HISTORY = "config_history.jsonl"
 _METRICS = "metrics.jsonl"
 _EXPORTED = "exported.json"
-_BEFORE_THE_FIRST_STEP = {_CONFIG, _ENVIRONMENT, _HISTORY, LOCK_NAME, "tensorboard", "wandb"}
+_QUARANTINE = "quarantine"
+_BEFORE_THE_FIRST_STEP = {_CONFIG, _ENVIRONMENT, _HISTORY, LOCK_NAME, _QUARANTINE, "tensorboard", "wandb"}
 """What a start makes before there is anything to lose: our files, and the folders of trackers."""
 
 
@@ -70,6 +71,11 @@ class RunDirectory:
     def export(self) -> Path:
         """Where the result lies in formats for others."""
         return self.path / "export"
+
+    @property
+    def quarantine(self) -> Path:
+        """Where the samples are listed that could not be read, by rank; a later run may leave them out."""
+        return self.path / _QUARANTINE
 
     @property
     def metrics_path(self) -> Path:

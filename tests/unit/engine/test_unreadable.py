@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from cascade_train.batch import Unreadable
+from cascade_train.data.quarantine import FOLDER, read_quarantine
+from cascade_train.engine.unreadable import UnreadableList
+
+
+def rows(file: Path) -> list[tuple[str, int]]:
+    return [(row["sample"], row["step"]) for row in map(json.loads, file.read_text(encoding="utf-8").splitlines())]
+
+
+def test_each_rank_lists_what_it_met_since_the_last_time(tmp_path: Path) -> None:
+    met: list[Unreadable] = []
+    listed = UnreadableList(tmp_path / FOLDER, rank=1, met=met)
+    listed.write(1)
+    assert not (tmp_path / FOLDER).exists()
+    met += [Unreadable("a:猫 (1).jpg", "no picture"), Unreadable("a:2", "cut short")]
+    listed.write(2)
+    met.append(Unreadable("a:3", "cut short"))
+    listed.write(5)
+    listed.write(6)
+    file = tmp_path / FOLDER / "rank_1.jsonl"
+    assert rows(file) == [("a:猫 (1).jpg", 2), ("a:2", 2), ("a:3", 5)]
+    assert json.loads(file.read_text(encoding="utf-8").splitlines()[0])["reason"] == "no picture"
+    assert read_quarantine(tmp_path) == {"a:猫 (1).jpg", "a:2", "a:3"}
+
+
+def test_a_resumed_run_lists_a_sample_once_and_mends_a_torn_line(tmp_path: Path) -> None:
+    UnreadableList(tmp_path, rank=0, met=[Unreadable("a:1", "x")]).write(3)
+    file = tmp_path / "rank_0.jsonl"
+    with file.open("a") as handle:
+        handle.write('{"sample": "a:2", "rea')
+    UnreadableList(tmp_path, rank=0, met=[Unreadable("a:1", "y"), Unreadable("a:2", "x")]).write(4)
+    assert rows(file) == [("a:1", 3), ("a:2", 4)]
+
+
+def test_a_disk_that_refuses_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    with caplog.at_level(logging.WARNING):
+        UnreadableList(tmp_path / "file", rank=0, met=[Unreadable("a:1", "x")]).write(3)
+    assert "could not be written" in caplog.text
