@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from bench import parity_buckets as buckets
 from bench import parity_controlnet as controlnet
 from bench import parity_data as data
 from bench import parity_diffusion as diffusion
@@ -16,6 +17,7 @@ from bench.parity_case import NotCoveredError, Outcome, Variant
 
 RUNNERS: dict[str, Callable[[Variant], Outcome]] = {
     "adaptive_loss": diffusion.adaptive_loss,
+    "bucketeer": buckets.bucketeer,
     "conditions": text.conditions,
     "control_filters": filters.filters,
     "controlnet_modules": controlnet.modules,
@@ -41,7 +43,6 @@ RUNNERS: dict[str, Callable[[Variant], Outcome]] = {
 }
 
 LATER = {
-    "bucketeer": "aspect-ratio buckets are not built yet",
     "stage_a_roundtrip": "Stage A is not built yet",
 }
 
