@@ -40,12 +40,17 @@ LORA = {"batch_size": 32, "updates": 10000, "backup_every": 1000, "save_every": 
         "train_tokens": [["[fernando]", "^dog</w>"]]}  # fmt: skip
 LITE = {"model_version": "1B", "batch_size": 1024, "updates": 10000, "multi_aspect_ratio": None,
         "generator_checkpoint_path": "models/stage_c_lite_bf16.safetensors"}  # fmt: skip
+STAGE_B = {"image_size": 1024, "multi_aspect_ratio": None, "shift": 4, "previewer_checkpoint_path": None,
+           "stage_a_checkpoint_path": "models/stage_a.safetensors"}  # fmt: skip
 DIFFERENCES: dict[str, dict[str, Any]] = {
     "finetune_c_3b": {"adaptive_loss_weight": True},
     "finetune_c_3b_lowres": {"adaptive_loss_weight": True, "image_size": 384, "batch_size": 1024},
     "finetune_c_3b_v": {"adaptive_loss_weight": True, "edm_objective": True},
     "finetune_c_1b": LITE,
     "finetune_c_3b_lora": LORA,
+    "finetune_b_3b": STAGE_B
+    | {"model_version": "3B", "adaptive_loss_weight": True, "batch_size": 256, "save_every": 1000},
+    "finetune_b_700m": STAGE_B | {"model_version": "700M", "batch_size": 512, "updates": 10000},
 }
 """What each official file sets beside what they share."""
 
@@ -99,6 +104,7 @@ def test_an_imported_official_file_equals_the_recipe_that_ships(name: str, tmp_p
     assert mine.run.dir == f"/path/to/checkpoint/{name}"
     assert mine.model.weights == COMMON["generator_checkpoint_path"] or name == "finetune_c_1b"
     assert mine.tracker.project == "StableCascade"
+    assert name.startswith("finetune_c") or mine.model.stage_a.weights == "models/stage_a.safetensors"
 
 
 def test_the_recipes_that_ship_have_the_official_numbers() -> None:
@@ -110,7 +116,11 @@ def test_the_recipes_that_ship_have_the_official_numbers() -> None:
         "finetune_c_3b_v": (512, 768, 100000),
         "finetune_c_1b": (1024, 768, 10000),
         "finetune_c_3b_lora": (32, 768, 10000),
+        "finetune_b_3b": (256, 1024, 100000),
+        "finetune_b_700m": (512, 1024, 10000),
     }
+    assert cfg["finetune_b_3b"].objective.loss_weight._target_.endswith(".AdaptiveLossWeight")
+    assert cfg["finetune_b_3b"].objective.noise._target_.endswith(".PyramidNoise")
     assert cfg["finetune_c_3b_v"].objective.target._target_.endswith(".VTarget")
     assert cfg["finetune_c_3b_v"].objective.loss_weight._target_.endswith(".AdaptiveLossWeight")
     assert cfg["finetune_c_3b_lora"].train.micro_batch_size * 4 == 32

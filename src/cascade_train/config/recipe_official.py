@@ -105,8 +105,7 @@ def _groups(given: Mapping[str, Any]) -> dict[str, str]:
     version = str(given["model_version"])
     if version not in MODELS:
         raise ConfigError(f"model_version={version} is no model of Stable Cascade: {', '.join(MODELS)} are.")
-    task = "controlnet" if "controlnet_blocks" in given else "lora" if "module_filters" in given else "finetune"
-    chosen = {"task": task, "model": MODELS[version], "data": "webdataset"}
+    chosen = {"task": _task(given), "model": MODELS[version], "data": "webdataset"}
     if "controlnet_filter" in given:
         name = str(given["controlnet_filter"])
         chosen["filter@task.filter"] = FILTERS.get(name, name)
@@ -119,6 +118,18 @@ def _groups(given: Mapping[str, Any]) -> dict[str, str]:
     if "wandb_project" in given:
         chosen["tracker"] = "wandb"
     return chosen
+
+
+def _task(given: Mapping[str, Any]) -> str:
+    if "controlnet_blocks" in given:
+        return "controlnet"
+    if "module_filters" in given:
+        return "lora"
+    return "reconstruction" if _is_stage_b(given) else "finetune"
+
+
+def _is_stage_b(given: Mapping[str, Any]) -> bool:
+    return MODELS[str(given["model_version"])].startswith("b_")
 
 
 def _values(given: Mapping[str, Any], ranks: int) -> dict[str, Any]:
@@ -142,7 +153,10 @@ def _values(given: Mapping[str, Any], ranks: int) -> dict[str, Any]:
         values["objective.target._target_"] = "cascade_train.diffusion.target.VTarget"
     if "module_filters" in given:
         values |= {"task.alpha": 1.0, "task.joint_qkv": True}
-    return values | {"sample.guidance_scale": 5.0}
+    sampling = (
+        {"sample.steps": 10, "sample.guidance_scale": 1.5} if _is_stage_b(given) else {"sample.guidance_scale": 5.0}
+    )
+    return values | sampling
 
 
 def _ema(given: Mapping[str, Any]) -> dict[str, Any]:

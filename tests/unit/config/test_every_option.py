@@ -12,7 +12,15 @@ from cascade_train.errors import ConfigError
 from tests.unit.config.composing import checked, composed
 
 CHOSEN = {"model": "c_tiny", "task": "finetune"}
-OFFICIAL = ("finetune_c_3b", "finetune_c_3b_lowres", "finetune_c_3b_v", "finetune_c_1b", "finetune_c_3b_lora")
+OFFICIAL = (
+    "finetune_c_3b",
+    "finetune_c_3b_lowres",
+    "finetune_c_3b_v",
+    "finetune_c_1b",
+    "finetune_c_3b_lora",
+    "finetune_b_3b",
+    "finetune_b_700m",
+)
 COMPANIONS = {
     **{f"model={model}": {"task": "reconstruction"} for model in ("b_3b", "b_700m", "b_tiny")},
     "task=reconstruction": {"model": "b_tiny"},
