@@ -1,4 +1,4 @@
-"""A text with named places, filled with a sample's values by plain substitution: no attributes, calls or formats."""
+"""A text with named places, filled with a sample's values by plain substitution: no attributes, indices or formats."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from string import Formatter
 from typing import Any
 
-from cascade_train.data.sample import UnreadableSampleError
+from cascade_train.data.sample import UnreadableSampleError, value_of
 
 CAPTION = "caption"
 """The place of the caption, which `{}` means too."""
 
-_NAME = re.compile(r"[^\W\d][\w-]*")
+_NAME = re.compile(r"[^\W\d][\w-]*([.][^\W\d][\w-]*)*")
 
 
 class CaptionTemplate:
@@ -42,7 +42,7 @@ class CaptionTemplate:
             if specification or conversion or (name and _NAME.fullmatch(name) is None):
                 raise ValueError(
                     f"{where}: {{{name}}} must be the plain name of a value, as in {{caption}} or {{artist}};"
-                    " attributes, indices, conversions and formats are not read"
+                    " indices, conversions and formats are not read"
                 )
             self._parts.append((literal, CAPTION if name == "" else name))
         self.names = [name for _, name in self._parts if name is not None]
@@ -60,7 +60,7 @@ class CaptionTemplate:
 
 
 def _text(name: str, values: Mapping[str, Any]) -> str:
-    value = values.get(name)
+    value = value_of(values, name)
     if not isinstance(value, str | int | float):
         raise UnreadableSampleError(f"it has no text or number {name}, which data.captions.template names")
     return str(value)

@@ -5,15 +5,13 @@ Only texts here. The empty caption of unconditional training is drawn by the tas
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 
 from cascade_train.data.caption_template import CAPTION, CaptionTemplate
-from cascade_train.data.sample import RawSample, UnreadableSampleError
+from cascade_train.data.sample import RawSample, UnreadableSampleError, value_of
 from cascade_train.data.tags import Tags, drawn, weighted_texts
 from cascade_train.errors import RunError
 
@@ -35,8 +33,8 @@ class Captions:
             a text on the way is read as json.
         choose: which of several captions, one per line of a text or per element of a list (where `{caption: a cat,
             weight: 2}` is drawn twice as often): whole = a text with all its lines, first, random.
-        template: a text in which {caption} or {} stands for the caption and {name} for a key of the sample's json or
-            columns; of a list of them one is drawn; null = the caption as it is.
+        template: a text in which {caption} or {} stands for the caption and any other {name} for a key of the sample's
+            json or columns; of a list of them one is drawn; null = the caption as it is.
         tags: what becomes of a list of tags.
     """
 
@@ -111,19 +109,4 @@ class Captions:
 
 def _value(raw: RawSample, key: str) -> Any:
     """Return what a sample has under a key; None = nothing."""
-    if key == TEXT:
-        return raw.caption
-    if key in raw.values:
-        return raw.values[key]
-    value: Any = raw.values
-    for name in key.split("."):
-        value = _parsed(value) if isinstance(value, str) else value
-        value = value.get(name) if isinstance(value, Mapping) else None
-    return value
-
-
-def _parsed(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
+    return raw.caption if key == TEXT else value_of(raw.values, key)

@@ -14,6 +14,7 @@ from cascade_train.data.captions import Captions
 from cascade_train.data.index import Index
 from cascade_train.data.joined import Joined, Part, check_parts
 from cascade_train.data.sample import RawSample
+from cascade_train.data.selection import selected
 from cascade_train.data.source import Source
 
 
@@ -48,11 +49,13 @@ class Regularised(Source):
     def open(self) -> Index:
         """Open both and return one index, in which the smaller side is repeated."""
         own, other = self.source.open(), self.regularisation.open()
-        rows = np.tile(np.arange(len(own)), self._times(len(own), len(other), 1 - self.share))
-        other_rows = np.tile(np.arange(len(other)), self._times(len(other), len(own), self.share))
+        rows = np.flatnonzero(selected(own, self.source.selectors()))
+        other_rows = np.flatnonzero(selected(other, self.regularisation.selectors()))
+        times = self._times(len(rows), len(other_rows), 1 - self.share)
+        other_times = self._times(len(other_rows), len(rows), self.share)
         parts = [
-            Part(source=self.source, index=own, rows=rows),
-            Part(source=self.regularisation, index=other, rows=other_rows, weight=self.weight),
+            Part(source=self.source, index=own, rows=np.tile(rows, times)),
+            Part(source=self.regularisation, index=other, rows=np.tile(other_rows, other_times), weight=self.weight),
         ]
         self._joined = Joined(parts, "regularised")
         return self._joined.index

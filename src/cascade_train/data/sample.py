@@ -5,6 +5,7 @@ No reading and no decoding here.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,3 +41,26 @@ class RawSample:
     mask: bytes | np.ndarray | None = None
     values: Mapping[str, Any] = field(default_factory=dict)
     tensors: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+
+def value_of(values: Mapping[str, Any], key: str) -> Any:
+    """Return what is known of a sample under a key; None = nothing.
+
+    Args:
+        values: as `RawSample` has them.
+        key: of `values`; where there is none, dots lead into them, `meta.title`, and a text on the way is read as json.
+    """
+    if key in values:
+        return values[key]
+    value: Any = values
+    for name in key.split("."):
+        value = _parsed(value) if isinstance(value, str) else value
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None

@@ -44,5 +44,5 @@ class Skipped:
             listed = "; ".join(map(str, self.each[:20])) + ("; ..." if len(self.each) > 20 else "")
             raise RunError(
                 f"{len(self.each)} unreadable samples among {self._seen} read, more than {self._max_share:.0%}:"
-                f" {listed}; remove or replace them"
+                f" {listed}; remove or replace them, or start another run with data.quarantine=<this run.dir>"
             )

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from cascade_train.data.sample import UnreadableSampleError
+from cascade_train.data.sample import UnreadableSampleError, value_of
 
 LIST_SEPARATOR = ","
 """What parts the tags of a list, where no separator is named."""
@@ -106,9 +106,9 @@ class Tags:
         return [(tag, 1.0) for part in text.split(self._separator) if (tag := part.strip())]
 
     def _listed(self, values: Mapping[str, Any]) -> list[Weighted]:
-        if self.key is None or values.get(self.key) is None:
+        value = None if self.key is None else value_of(values, self.key)
+        if value is None or self.key is None:
             return []
-        value = values[self.key]
         return self._split(value) if isinstance(value, str) else weighted_texts(value, self.key)
 
     def _joined(self, words: list[str], tags: list[str]) -> str:

@@ -113,19 +113,27 @@ def test_a_list_where_one_text_is_wanted_ends_the_run() -> None:
         ("{caption}, by {artist} ({year})", "a cat, by {Ann} (1907)"),
         ("a photo of [dog]", "a photo of [dog]"),
         ("{{{caption}}}", "{a cat}"),
+        ("{meta.title}: {}", "T: a cat"),
     ],
 )
 def test_a_template_is_filled(template: str, expected: str) -> None:
     captions = Captions(template=template)
     assert captions.is_constant
-    assert only(captions, raw(artist="{Ann}", year=1907)) == expected
-    assert captions.needs_values is ("artist" in template)
+    assert only(captions, raw(artist="{Ann}", year=1907, meta='{"title": "T"}')) == expected
+    assert captions.needs_values is ("artist" in template or "meta" in template)
 
 
 def test_of_several_templates_one_is_drawn() -> None:
     captions = Captions(template=["a photo of {}", "a painting of {}"])
     assert not captions.is_constant
     assert draws(captions, raw())["a photo of a cat"] == pytest.approx(200, abs=50)
+
+
+def test_a_template_reads_no_attributes() -> None:
+    with pytest.raises(
+        UnreadableSampleError, match="no text or number caption.__class__, which data.captions.template"
+    ):
+        only(Captions(template="{caption.__class__}"), raw(caption=3))
 
 
 @pytest.mark.parametrize("value", [None, ["Ann"], {"name": "Ann"}])
@@ -143,7 +151,7 @@ def test_a_sample_without_a_name_of_the_template_is_unreadable(value: Any) -> No
         ({"choose": "last"}, "data.captions.choose=last is unknown: choose whole, first, random"),
         ({"template": []}, r"data.captions.template=\[\] holds no template to draw"),
         ({"template": "a {"}, "data.captions.template=a { is no template"),
-        ({"template": "{caption.__class__}"}, "must be the plain name of a value.*attributes, indices"),
+        ({"template": "{caption.}"}, "must be the plain name of a value.*indices, conversions and formats"),
         ({"template": "{caption[0]}"}, "must be the plain name of a value"),
         ({"template": "{caption!r}"}, "must be the plain name of a value"),
         ({"template": "{caption:>9}"}, "must be the plain name of a value"),
@@ -196,8 +204,8 @@ def test_a_missing_json_is_counted_where_captions_need_it(tmp_path: Path) -> Non
     either = Captions(key={"title": 1.0, "txt": 1e-9})
     with loading(tars.webdataset(path, captions=either)) as loader:
         texts = [text for _ in range(5) for micro in next(loader) for text in micro.captions]
-        assert sorted(texts)[-2:] == ["picture 0", "picture 1"]
-        assert not loader.skipped
+        assert set(texts) == {"T", "picture 1"}
+        assert [each.reason for each in loader.skipped] == ["it has no readable json, which data.captions asks for"]
 
 
 def test_each_of_two_sources_has_captions_of_its_own() -> None:

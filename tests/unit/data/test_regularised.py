@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from cascade_train.data.regularised import Regularised
+from cascade_train.errors import ConfigError
 from tests.unit.data.dataset_contract import DatasetContract, loading
 from tests.unit.data.test_shapes import shapes
 
@@ -98,3 +99,12 @@ def test_sides_of_another_size_are_refused() -> None:
     options = {key: getattr(source, key) for key in ORDER}
     with pytest.raises(ValueError, match="data.regularisation.image_size=16 differs from data.image_size=32"):
         Regularised(source=source.source, regularisation=small, share=0.5, weight=1.0, **options)
+
+
+def test_each_side_leaves_out_what_its_own_filters_refuse() -> None:
+    source = regularised(6, 6)
+    source.regularisation = shapes(samples=6, seed=1, size_filters={"width": "> 1000"})
+    with pytest.raises(ConfigError, match="6 of 6 samples do not meet data.size_filters"):
+        source.open()
+    source.regularisation = shapes(samples=6, seed=1, size_filters={"width": "> 1"})
+    assert len(source.open()) == 12
