@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -37,34 +38,40 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
-class Folder(Source):
+class PictureFolder(Source):
     """Pictures (jpg, jpeg, jfif, png, webp, bmp) in a folder and all below it, but not in hidden ones.
-
-    A picture's caption lies beside it, in `name.txt` or `name.caption`, or is its name: of `a cat_(2).jpg`, the part
-    before the first underscore. `name.json` or `name.yaml` may tell more, `name.mask.png` where the loss counts. A file
-    `multiply.txt` with a number says how often the pictures of its own folder come in an epoch; fractions take a part
-    of them once more, the same ones in every epoch.
 
     Attributes:
         path: the folder.
-        caption_from: file = a file beside the picture, without one it is left out; name = the picture's name;
-            file_or_name = its name where there is no file.
         index_dir: folder for the cached index; None = beside the data, else the user's cache folder.
         row_filters: conditions on each sample's json or yaml: a list of [key, condition], or a mapping; None = all.
     """
 
     path: str
-    caption_from: Literal["file_or_name", "file", "name"]
     index_dir: str | None
     row_filters: list[list[Any]] | dict[str, str] | None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.caption_from not in ("file_or_name", "file", "name"):
-            raise ValueError(f"data.caption_from={self.caption_from} is unknown: choose file_or_name, file or name")
         self._filters = parse_row_filters(self.row_filters)
         self._root = Path(self.path).expanduser()
         self._cache_dir = None if self.index_dir is None else Path(self.index_dir)
+
+    @abc.abstractmethod
+    def usable(self, found: list[PictureFile]) -> list[PictureFile]:
+        """Return the pictures that have a caption, and say which have none; `found` holds at least one.
+
+        Raises:
+            ConfigError: none has.
+        """
+
+    @abc.abstractmethod
+    def caption(self, name: str, entry: np.void) -> str:
+        """Return the caption of a picture by its name and its row of the index.
+
+        Raises:
+            UnreadableSampleError: it is no text.
+        """
 
     def open(self) -> Index:
         """Find the pictures in the order of their names, and read the headers of those that changed.
@@ -75,7 +82,7 @@ class Folder(Source):
             RunError: a file cannot be read, or too many pictures have no readable header.
         """
         try:
-            found = self._usable(list(find_pictures(self._root)))
+            found = self._found()
             index = self._indexed(found)
         except OSError as error:
             raise RunError(f"data.path={self.path} cannot be read: {error}") from error
@@ -83,36 +90,15 @@ class Folder(Source):
         self._index = index
         return index
 
-    def _usable(self, found: list[PictureFile]) -> list[PictureFile]:
-        """Leave out what has no caption, and say what has which."""
-        named = [file for file in found if self.caption_from == "name" or not file.caption]
-        if self.caption_from == "file":
-            missing, named = named, []
-        else:
-            missing = [file for file in named if not caption_of_name(file.name)]
-        left_out = {file.name for file in missing}
-        usable = [file for file in found if file.name not in left_out]
-        if not usable:
-            raise ConfigError(self._nothing_usable_text(len(found)))
-        if missing:
-            _log.warning("%s: left out %d pictures without a caption: %s", self.path, len(missing), _names(missing))
-        if named and self.caption_from != "name":
-            _log.warning(
-                "%s: %d of %d pictures have no caption file (%s), so their names are their captions: %s",
-                self.path, len(named) - len(missing), len(usable), ", ".join(CAPTION_FILES[1:]), _names(named),
-            )  # fmt: skip
-        return usable
-
-    def _nothing_usable_text(self, pictures: int) -> str:
-        if not pictures:
-            return (
+    def _found(self) -> list[PictureFile]:
+        """Return the pictures that can be used."""
+        found = list(find_pictures(self._root))
+        if not found:
+            raise ConfigError(
                 f"data.path={self.path} holds no picture (.{', .'.join(EXTENSIONS)}), nor do the folders below it;"
                 " hidden files do not count"
             )
-        return (
-            f"data.path={self.path}: none of {pictures} pictures has a caption beside it"
-            f" ({', '.join(CAPTION_FILES[1:])}); write them, or take names by data.caption_from=file_or_name"
-        )
+        return self.usable(found)
 
     def _indexed(self, found: list[PictureFile]) -> Index:
         """Return the index of these pictures, repeated, and of those that meet the filters."""
@@ -121,8 +107,6 @@ class Folder(Source):
         table["width"], table["height"], table["bytes"] = sizes.values[:, 0], sizes.values[:, 1], sizes.size
         for field in ("caption", "values", "mask"):
             table[field] = [getattr(file, field) for file in found]
-        if self.caption_from == "name":
-            table["caption"] = 0
         keys = np.array([file.name.encode() for file in found])
         counts = _repeat_counts(found, keys)
         if not counts.any():
@@ -150,22 +134,68 @@ class Folder(Source):
     def read(self, row: int) -> RawSample:
         """Read a picture and what lies beside it."""
         name, entry = self._index.keys[row].decode(), self._index.table[row]
-        path = self._root / name
-        text = CAPTION_FILES[entry["caption"]]
-        mask = (self._root / beside(name, MASK)).read_bytes() if entry["mask"] else None
         return RawSample(
-            image=path.read_bytes(),
-            caption=read_caption(self._root / beside(name, text)) if text else caption_of_name(name),
+            image=(self._root / name).read_bytes(),
+            caption=self.caption(name, entry),
             key=self._index.name(row),
-            mask=mask,
+            mask=(self._root / beside(name, MASK)).read_bytes() if entry["mask"] else None,
             values=self._values(name, VALUE_FILES[entry["values"]]) if self.captions.needs_values else {},
         )
 
     def _values(self, name: str, extension: str) -> Mapping[str, Any]:
-        values = read_values(self._root / beside(name, extension)) if extension else None
+        values = read_values(self._root / beside(name, extension)) if extension else {}
         if values is None:
-            raise UnreadableSampleError("it has no readable json or yaml, which data.captions asks for")
+            raise UnreadableSampleError(f"its {extension[1:]} cannot be read, and data.captions asks for it")
         return values
+
+
+@dataclass(kw_only=True)
+class Folder(PictureFolder):
+    """Pictures with their captions beside them, in `name.txt` or `name.caption`, or in their names.
+
+    Of `a cat_(2).jpg`, the caption is the part before the first underscore. `name.json` or `name.yaml` may tell more,
+    `name.mask.png` where the loss counts. A file `multiply.txt` with a number says how often the pictures of its own
+    folder come in an epoch; fractions take a part of them once more, the same ones in every epoch.
+
+    Attributes:
+        caption_from: file = a file beside the picture, without one it is left out; name = the picture's name;
+            file_or_name = its name where there is no file.
+    """
+
+    caption_from: Literal["file_or_name", "file", "name"]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.caption_from not in ("file_or_name", "file", "name"):
+            raise ValueError(f"data.caption_from={self.caption_from} is unknown: choose file_or_name, file or name")
+
+    def usable(self, found: list[PictureFile]) -> list[PictureFile]:
+        """See `PictureFolder.usable`."""
+        named = [file for file in found if self.caption_from == "name" or not file.caption]
+        if self.caption_from == "file":
+            missing, named = named, []
+        else:
+            missing = [file for file in named if not caption_of_name(file.name)]
+        left_out = {file.name for file in missing}
+        usable = [file for file in found if file.name not in left_out]
+        if not usable:
+            raise ConfigError(
+                f"data.path={self.path}: none of {len(found)} pictures has a caption beside it"
+                f" ({', '.join(CAPTION_FILES[1:])}); write them, or take names by data.caption_from=file_or_name"
+            )
+        if missing:
+            _log.warning("%s: left out %d pictures without a caption: %s", self.path, len(missing), _names(missing))
+        if named and self.caption_from != "name":
+            _log.warning(
+                "%s: %d of %d pictures have no caption file (%s), so their names are their captions: %s",
+                self.path, len(named) - len(missing), len(usable), ", ".join(CAPTION_FILES[1:]), _names(named),
+            )  # fmt: skip
+        return usable
+
+    def caption(self, name: str, entry: np.void) -> str:
+        """See `PictureFolder.caption`."""
+        extension = "" if self.caption_from == "name" else CAPTION_FILES[entry["caption"]]
+        return read_caption(self._root / beside(name, extension)) if extension else caption_of_name(name)
 
 
 def _repeat_counts(found: list[PictureFile], keys: np.ndarray) -> np.ndarray:

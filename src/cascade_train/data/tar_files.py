@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 
 from cascade_train.data.s3 import S3
 from cascade_train.data.store import LocalFiles, Store, StoredObject
+from cascade_train.data.tar_sample import PARTS
 from cascade_train.data.urls import PIPE, expand_urls, refuse_missing
 from cascade_train.data.urls import S3 as S3_SCHEME
 from cascade_train.errors import ConfigError
@@ -33,10 +34,17 @@ class Tar:
     Attributes:
         item: where it lies; a pipe's url is `pipe:command`, its size 0.
         store: what reads it; None for a pipe.
+        caption: extension of the files that hold the captions.
     """
 
     item: StoredObject
     store: Store | None
+    caption: str = PARTS["caption"]
+
+    @property
+    def parts(self) -> dict[str, str]:
+        """What is read of a sample beside its picture, by its extension."""
+        return {**PARTS, "caption": self.caption}
 
     @property
     def compression(self) -> str | None:

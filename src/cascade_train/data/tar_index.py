@@ -9,9 +9,9 @@ import fcntl
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +22,7 @@ from cascade_train.data.index_cache import default_cache_dir, read_cache, user_c
 from cascade_train.data.sample import UnreadableSampleError
 from cascade_train.data.tar_files import Tar
 from cascade_train.data.tar_members import Forward, Member, samples
-from cascade_train.data.tar_sample import IMAGE_EXTENSIONS, PARTS, image_extension
+from cascade_train.data.tar_sample import IMAGE_EXTENSIONS, PARTS, Dropped, image_extension
 from cascade_train.errors import ConfigError
 
 TAR_FIELDS = ROW_FIELDS + [(f"{part}_{what}", "<i8") for part in ("image", *PARTS) for what in ("start", "bytes")]
@@ -30,28 +30,6 @@ _FORMAT = 2
 _HEADER_BYTES = 64 * 1024
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 _log = logging.getLogger(__name__)
-
-
-@dataclass(kw_only=True)
-class Dropped:
-    """What a shard holds besides usable samples.
-
-    Attributes:
-        without_caption: keys with a picture but no caption.
-        without_image: keys with neither jpg, jpeg, png nor webp.
-        examples: the first keys of either kind, with their extensions.
-    """
-
-    without_caption: int = 0
-    without_image: int = 0
-    examples: list[str] = field(default_factory=list)
-
-    def text(self) -> str:
-        """Say how many and which."""
-        return (
-            f"{self.without_caption} keys with a picture but no caption (.txt), {self.without_image} keys without a"
-            f" picture (.{', .'.join(IMAGE_EXTENSIONS)}); found: {'; '.join(self.examples) or 'none'}"
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +86,7 @@ def cache_file(tar: Tar, cache_dir: Path | None) -> Path:
     if cache_dir is None:
         cache_dir = user_cache_dir() if tar.is_remote else default_cache_dir(Path(tar.item.url))
     place = tar.item.url if tar.is_remote else Path(tar.item.url).resolve()
-    extensions = (*IMAGE_EXTENSIONS, *PARTS.values())
+    extensions = (*IMAGE_EXTENSIONS, *tar.parts.values())
     text = f"{place}|{tar.item.size}|{tar.item.version}|{extensions}|{_FORMAT}"
     return cache_dir / f"{Path(tar.name).stem}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.npz"
 
@@ -135,17 +113,17 @@ def scan_shard(tar: Tar) -> ShardIndex:
         ConfigError: the tar is empty, compressed, damaged, not sorted by key, or holds no usable sample.
         RunError: its store fails.
     """
-    rows, keys, dropped = [], [], Dropped()
+    rows, keys, dropped = [], [], Dropped(caption=tar.caption)
     with tar.open() as file:
         _refuse_compressed(tar, file.read(5))
         file.seek(0)
         for key, spans in samples(tar.item.url, Forward(file, seekable=True), _span):
             extension = image_extension(spans)
-            if extension is None or PARTS["caption"] not in spans:
-                _count_dropped(dropped, key, spans, extension is None)
+            if extension is None or tar.caption not in spans:
+                dropped.count(key, spans, no_image=extension is None)
                 continue
             image = spans[extension]
-            parts = (image, *(spans.get(part, _ABSENT) for part in PARTS.values()))
+            parts = (image, *(spans.get(part, _ABSENT) for part in tar.parts.values()))
             places = (number for part in parts for number in (part.start, part.size))
             rows.append((0, image.width, image.height, *places))
             keys.append(key.encode())
@@ -180,18 +158,12 @@ def _picture_size(member: Member) -> tuple[int, int]:
     return 0, 0
 
 
-def _count_dropped(dropped: Dropped, key: str, spans: Iterable[str], no_image: bool) -> None:
-    dropped.without_image += no_image
-    dropped.without_caption += not no_image
-    if len(dropped.examples) < 5:
-        dropped.examples.append(f"{key} ({', '.join(sorted(spans))})")
-
-
 def _nothing_usable_text(path: str, dropped: Dropped) -> str:
     if not dropped.examples:
         return f"data.urls: {path} is an empty tar, or holds no file with an extension"
     return (
-        f"data.urls: {path} holds no usable sample: {dropped.text()}. A sample is KEY.jpg with KEY.txt, and a key ends"
+        f"data.urls: {path} holds no usable sample: {dropped.text()}. A sample is KEY.jpg with"
+        f" KEY.{dropped.caption}, and a key ends"
         " at the first dot of the file name"
     )
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass, field
 
 from cascade_train.data.row_filter import read_metadata
 from cascade_train.data.sample import RawSample, UnreadableSampleError
@@ -10,6 +11,37 @@ from cascade_train.data.sample import RawSample, UnreadableSampleError
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
 PARTS = {"caption": "txt", "json": "json", "mask": "mask.png"}
 """What is read of a sample beside its picture, by its extension."""
+
+
+@dataclass(kw_only=True)
+class Dropped:
+    """What a shard holds besides usable samples.
+
+    Attributes:
+        without_caption: keys with a picture but no caption.
+        without_image: keys with neither jpg, jpeg, png nor webp.
+        examples: the first keys of either kind, with their extensions.
+        caption: extension of the files that hold captions.
+    """
+
+    without_caption: int = 0
+    without_image: int = 0
+    examples: list[str] = field(default_factory=list)
+    caption: str = PARTS["caption"]
+
+    def text(self) -> str:
+        """Say how many and which."""
+        return (
+            f"{self.without_caption} keys with a picture but no caption (.{self.caption}), {self.without_image} keys"
+            f" without a picture (.{', .'.join(IMAGE_EXTENSIONS)}); found: {'; '.join(self.examples) or 'none'}"
+        )
+
+    def count(self, key: str, extensions: Iterable[str], *, no_image: bool) -> None:
+        """Note the files of a key that are no usable sample, for want of a picture or else of a caption."""
+        self.without_image += no_image
+        self.without_caption += not no_image
+        if len(self.examples) < 5:
+            self.examples.append(f"{key} ({', '.join(sorted(extensions))})")
 
 
 def image_extension(extensions: Container[str]) -> str | None:
@@ -26,9 +58,9 @@ def raw_sample(parts: Mapping[str, bytes], key: str, *, needs_values: bool) -> R
         needs_values: whether captions are made from the json.
 
     Raises:
-        UnreadableSampleError: the caption is no text, or a json that is needed cannot be read.
+        UnreadableSampleError: the caption is no text, or a json that is there and needed cannot be read.
     """
-    values = read_metadata(parts.get("json")) if needs_values else {}
+    values = read_metadata(parts["json"]) if needs_values and "json" in parts else {}
     if values is None:
         raise UnreadableSampleError("it has no readable json, which data.captions asks for")
     try:

@@ -9,7 +9,7 @@ import logging
 import random
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,8 @@ class WebDataset(Source):
     row_filters: list[list[Any]] | dict[str, str] | None
     listing: str | None = None
 
+    caption = PARTS["caption"]  # the extension of what stands for a caption, for sources that inherit
+
     def __post_init__(self) -> None:
         super().__post_init__()
         entries = [self.urls] if isinstance(self.urls, str) else list(self.urls)
@@ -69,7 +71,7 @@ class WebDataset(Source):
         """
         cache_dir = None if self.index_dir is None else Path(self.index_dir)
         try:
-            self._tars = find_tars(self.urls, self._listings)
+            self._tars = [replace(tar, caption=self.caption) for tar in find_tars(self.urls, self._listings)]
             if streams := [tar.name for tar in self._tars if not tar.has_places]:
                 raise ConfigError(f"data.urls: {streams[0]} has no places to read samples at: decompress or copy it")
             shards = _load_shards(self._tars, cache_dir)

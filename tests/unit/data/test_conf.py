@@ -8,6 +8,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 
+from cascade_train.data.classification import ClassFolders, ClassTars
 from cascade_train.data.folder import Folder
 from cascade_train.data.mixture import Mixture
 from cascade_train.data.parquet import Parquet
@@ -31,6 +32,8 @@ def build(repository: Path, *overrides: str) -> Source:
         (["+data=webdataset", 'data.urls="file:a.tar"', "data.crop=random"], WebDataset),
         (["+data=folder", "data.path=pictures"], Folder),
         (["+data=csv", "data.path=pictures.csv"], Table),
+        (["+data=classification", "data.urls=a.tar"], ClassTars),
+        (["+data=class_folders", "data.path=a", "data.idx_to_prompt=b.json"], ClassFolders),
         (["+data=parquet", "data.path=[a.parquet,b]"], Parquet),
         (
             ["+data=mixture", "+data@data.sources.a=shapes", "+data@data.sources.b=folder", "data.sources.b.path=x"],

@@ -1,0 +1,166 @@
+"""Pictures of classes, captioned by the prompts of their class: in tars, or in a folder for each class."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cascade_train.data.folder import PictureFolder
+from cascade_train.data.folder_files import PictureFile
+from cascade_train.data.index import Index
+from cascade_train.data.sample import RawSample, UnreadableSampleError
+from cascade_train.data.webdataset import WebDataset
+from cascade_train.errors import ConfigError
+
+CHECKED = 50
+"""Samples of tars whose class is looked up when they are opened, so that a wrong file of prompts shows at once."""
+_log = logging.getLogger(__name__)
+
+
+class Prompts:
+    """The prompts of each class.
+
+    Args:
+        given: from a class's name to a prompt or a list of them; or a list of these, from its number; None = a class
+            is its own prompt, underscores as spaces.
+    """
+
+    def __init__(self, given: Mapping[str, Any] | Sequence[Any] | None) -> None:
+        self._given = given
+
+    @classmethod
+    def load(cls, path: str | None) -> Prompts:
+        """Read a json file, or none.
+
+        Raises:
+            ConfigError: it is not there, or not of the form that is needed.
+        """
+        if path is None:
+            return cls(None)
+        try:
+            given = json.loads(Path(path).expanduser().read_bytes())
+        except FileNotFoundError as error:
+            raise ConfigError(f"data.idx_to_prompt={path} is not there; paths start at {Path.cwd()}") from error
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"data.idx_to_prompt={path} cannot be read as json: {error}") from error
+        entries = given.values() if isinstance(given, dict) else given
+        if not isinstance(given, dict | list) or not all(_is_prompts(entry) for entry in entries):
+            raise ConfigError(
+                f"data.idx_to_prompt={path} must map each class to a prompt or a list of prompts, as in"
+                ' {"0": "a photo of a tench"}, or list them in the order of the classes'
+            )
+        return cls(given)
+
+    def of(self, name: str, number: int | None = None) -> list[str]:
+        """Return the prompts of a class, none if it is unknown.
+
+        Args:
+            name: of the class.
+            number: its place among the classes, for a list; None = its name is its number.
+        """
+        if self._given is None:
+            return [name.replace("_", " ")]
+        if isinstance(self._given, Mapping):
+            found = self._given.get(name, [])
+        else:
+            place = int(name) if number is None and name.isdecimal() else number
+            found = self._given[place] if place is not None and place < len(self._given) else []
+        return [found] if isinstance(found, str) else list(found)
+
+
+@dataclass(kw_only=True)
+class ClassTars(WebDataset):
+    """Samples KEY.jpg with KEY.cls, the name or number of a class, in tar files.
+
+    The prompts of a sample's class are its value `prompts`, the class its value `class`; its caption is the first.
+
+    Attributes:
+        idx_to_prompt: json file, from a class to its prompt or a list of its prompts; null = the class is the prompt.
+    """
+
+    idx_to_prompt: str | None
+
+    caption = "cls"
+
+    def open(self) -> Index:
+        """Index every tar, and look up the classes of some samples.
+
+        Raises:
+            ConfigError: see `WebDataset.open`; a tar that has no places to read at; a class without a prompt.
+            RunError: see `WebDataset.open`.
+        """
+        self._prompts = Prompts.load(self.idx_to_prompt)
+        index = super().open()
+        for row in np.unique(np.linspace(0, len(index) - 1, CHECKED).astype(np.int64)).tolist():
+            name = super().read(row).caption
+            if not self._prompts.of(name):
+                raise ConfigError(
+                    f"data.idx_to_prompt={self.idx_to_prompt} has no prompt for {name} of {index.name(row)}"
+                )
+        return index
+
+    def read(self, row: int) -> RawSample:
+        """Read one row, its class told by its prompts."""
+        raw = super().read(row)
+        prompts = self._prompts.of(raw.caption)
+        if not prompts:
+            raise UnreadableSampleError(f"its class {raw.caption!r:.40} has no prompt in {self.idx_to_prompt}")
+        return replace(raw, caption=prompts[0], values={**raw.values, "class": raw.caption, "prompts": prompts})
+
+
+@dataclass(kw_only=True)
+class ClassFolders(PictureFolder):
+    """Pictures in a folder for each class, below one folder; folders within a class's do not count.
+
+    The prompts of a picture's class are its value `prompts`, the class its value `class`; its caption is the first.
+
+    Attributes:
+        idx_to_prompt: json file, from a class's folder to its prompt or a list of its prompts, or a list of these in
+            the order of the folders' names; null = the folder's name is the prompt.
+    """
+
+    idx_to_prompt: str | None
+
+    def usable(self, found: list[PictureFile]) -> list[PictureFile]:
+        """See `PictureFolder.usable`."""
+        usable = [file for file in found if "/" in file.name]
+        if not usable:
+            raise ConfigError(f"data.path={self.path} has no folders of classes: write CLASS/NAME.jpg below it")
+        if len(usable) < len(found):
+            _log.warning("%s: left out %d pictures that lie in no class's folder", self.path, len(found) - len(usable))
+        prompts = Prompts.load(self.idx_to_prompt)
+        classes = sorted({_class_of(file.name) for file in usable})
+        self._prompts = {name: prompts.of(name, number) for number, name in enumerate(classes)}
+        without = [name for name, texts in self._prompts.items() if not texts]
+        if without:
+            raise ConfigError(
+                f"data.idx_to_prompt={self.idx_to_prompt} has no prompt for {len(without)} of {len(classes)} classes:"
+                f" {', '.join(without[:5])}"
+            )
+        return usable
+
+    def caption(self, name: str, entry: np.void) -> str:
+        """See `PictureFolder.caption`."""
+        return self._prompts[_class_of(name)][0]
+
+    def read(self, row: int) -> RawSample:
+        """Read one picture, its class told by its prompts."""
+        raw = super().read(row)
+        name = _class_of(self._index.keys[row].decode())
+        return replace(raw, values={**raw.values, "class": name, "prompts": self._prompts[name]})
+
+
+def _class_of(name: str) -> str:
+    return name.partition("/")[0]
+
+
+def _is_prompts(entry: Any) -> bool:
+    return isinstance(entry, str) or (
+        isinstance(entry, list) and bool(entry) and all(isinstance(text, str) for text in entry)
+    )
