@@ -91,7 +91,9 @@ def read_tensors(path: Path, known: WeightsFile) -> dict[str, Tensor]:
     try:
         state = load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
     except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, ValueError, OSError) as error:
-        raise ConfigError(f"{known.key}={path}: cannot be read as weights ({type(error).__name__}). {known}") from error
+        raise ConfigError(
+            f"{known.key}={path}: is neither safetensors nor a pickle of tensors ({type(error).__name__}). {known}"
+        ) from error
     if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
         state = state["state_dict"]
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -15,9 +13,7 @@ from cascade_train.filters.base import ControlMap, Encode, ImageFilter, restored
 from cascade_train.filters.files import WeightsFile, find_file
 from cascade_train.filters.libraries import require
 from cascade_train.filters.network_images import check_options, network_input, network_map
-
-if TYPE_CHECKING:
-    from onnxruntime import InferenceSession
+from cascade_train.filters.onnx_session import open_session
 
 NETWORK = WeightsFile(
     key="task.filter.weights",
@@ -75,7 +71,7 @@ class OnnxFilter(ImageFilter):
         Raises:
             ConfigError: the file is not there, is no network, or takes and gives something else.
         """
-        session = open_session(find_file(self.weights, NETWORK))
+        session = open_session(find_file(self.weights, NETWORK), NETWORK)
         inputs, outputs = session.get_inputs(), [each.name for each in session.get_outputs()]
         if len(inputs) != 1 or inputs[0].type != "tensor(float)":
             takes = ", ".join(f"{each.name} {each.type}" for each in inputs)
@@ -94,7 +90,7 @@ class OnnxFilter(ImageFilter):
 
     def apply(self, image: np.ndarray, generator: torch.Generator) -> np.ndarray:
         """Return the map of one picture, (C, h, w) float32, of the size that the network gives."""
-        session = open_session(find_file(self.weights, NETWORK))
+        session = open_session(find_file(self.weights, NETWORK), NETWORK)
         image_BCHW = torch.from_numpy(image)[None].float() / 255
         seen = network_input(image_BCHW, resize=self.resize, mean=self.mean, std=self.std)
         wanted = [self.output or session.get_outputs()[0].name]
@@ -105,22 +101,3 @@ class OnnxFilter(ImageFilter):
     def build(self, *, device: torch.device, encode: Encode) -> ControlMap:
         """Return the map at the size of the pictures."""
         return restored
-
-
-@cache
-def open_session(path: Path) -> InferenceSession:
-    """Open a network once in each process, on one thread.
-
-    Raises:
-        ConfigError: the file is no network that onnxruntime can run.
-    """
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = options.inter_op_num_threads = 1
-    options.log_severity_level = 3
-    try:
-        return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # onnxruntime has a class for each cause, and no common one of its own
-        first = str(error).splitlines()[0]
-        raise ConfigError(f"task.filter.weights={path}: onnxruntime cannot run this file ({first})") from error

@@ -21,12 +21,12 @@ CPU = torch.device("cpu")
 
 
 def pictures(count: int, height: int, width: int) -> Tensor:
-    """Return pictures (B, 3, H, W) uint8: a bright box on a dark gradient, each elsewhere."""
+    """Return pictures (B, 3, H, W) uint8: a red box on a dark gradient, each elsewhere."""
     image = np.linspace(0, 90, height * width, dtype=np.float32).reshape(1, 1, height, width)
     image = np.repeat(np.repeat(image, 3, axis=1), count, axis=0)
     for place in range(count):
         top, left = (place + 1) * height // 8, (place + 2) * width // 8
-        image[place, :, top : top + (height + 1) // 2, left : left + (width + 1) // 2] = [[[250]], [[200]], [[20]]]
+        image[place, :, top : top + (height + 1) // 2, left : left + (width + 1) // 2] = [[[250]], [[20]], [[60]]]
     return torch.from_numpy(image.astype(np.uint8))
 
 

@@ -39,3 +39,43 @@ def two_maps(path: Path, size: int | str = "side") -> str:
     ]
     height, width = (size, size) if isinstance(size, int) else ("h", "w")
     return save(path, nodes, [picture(1, 3, height, width)], ["grey", "colours"], {"mean": mean})
+
+
+def detector(path: Path, side: int = 320) -> str:
+    """Write a face detector that finds a face of 64 px wherever a place of a grid is red and not green.
+
+    Outputs are those of an SCRFD network, for three grids each: scores, distances to the sides and offsets of
+    landmarks. Only the coarsest grid ever finds anything.
+    """
+    nodes, constants, outputs = [], {}, []
+    for kind, width in (("score", 1), ("distance", 4), ("offset", 10)):
+        constants[f"{kind}_shape"] = np.array([-1, width], dtype=np.int64)
+        for stride in (8, 16, 32):
+            name = f"{kind}_{stride}"
+            colours = np.zeros((2 * width, 3, 1, 1), dtype=np.float32)
+            offsets = np.tile(np.array([-0.5, -0.5, 0.5, -0.5, 0, 0, -0.5, 0.5, 0.5, 0.5], dtype=np.float32), 2)
+            bias = {"score": np.zeros(2), "distance": np.ones(8), "offset": offsets}[kind].astype(np.float32)
+            if kind == "score" and stride == 32:
+                colours[0, 0], colours[0, 1] = 0.5, -0.5
+            constants |= {f"{name}_colours": colours, f"{name}_bias": bias}
+            nodes += [
+                helper.make_node(
+                    "AveragePool", ["image"], [f"{name}_a"], kernel_shape=[stride] * 2, strides=[stride] * 2
+                ),
+                helper.make_node("Conv", [f"{name}_a", f"{name}_colours", f"{name}_bias"], [f"{name}_b"]),
+                helper.make_node("Transpose", [f"{name}_b"], [f"{name}_c"], perm=[0, 2, 3, 1]),
+                helper.make_node("Reshape", [f"{name}_c", f"{kind}_shape"], [name]),
+            ]
+            outputs.append(name)
+    return save(path, nodes, [picture(1, 3, side, side)], outputs, constants)
+
+
+def recogniser(path: Path, width: int = 512) -> str:
+    """Write a recogniser whose vector is a fixed mixture of the mean colours of the aligned face."""
+    mixture = np.random.default_rng(0).standard_normal((width, 3, 1, 1)).astype(np.float32)
+    nodes = [
+        helper.make_node("GlobalAveragePool", ["image"], ["mean"]),
+        helper.make_node("Conv", ["mean", "mixture"], ["mixed"]),
+        helper.make_node("Flatten", ["mixed"], ["who"]),
+    ]
+    return save(path, nodes, [picture(1, 3, 112, 112)], ["who"], {"mixture": mixture})

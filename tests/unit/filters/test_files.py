@@ -74,10 +74,10 @@ def test_other_weights_are_refused_with_the_first_difference(tmp_path: Path) -> 
 @pytest.mark.parametrize("name", ["e.pth", "e.safetensors"])
 def test_a_file_of_something_else_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("not weights")
-    with pytest.raises(ConfigError, match=r"cannot be read as weights \("):
+    with pytest.raises(ConfigError, match="is neither safetensors nor a pickle of tensors"):
         load_weights(network(), str(tmp_path / name), KNOWN, device=CPU)
 
 
 def test_a_pickle_of_something_else_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="holds something else than tensors by name. It is an edge network"):
+    with pytest.raises(ConfigError, match=r"holds something else than tensors by name\. It is an edge network"):
         load_weights(network(), stored(tmp_path / "e.pth", {"epoch": 3}), KNOWN, device=CPU)

@@ -9,7 +9,8 @@ import torch
 from onnx import TensorProto, helper
 
 from cascade_train.errors import ConfigError
-from cascade_train.filters.onnx_network import OnnxFilter, open_session
+from cascade_train.filters.onnx_network import NETWORK, OnnxFilter
+from cascade_train.filters.onnx_session import open_session
 from tests.unit.filters import onnx_files
 from tests.unit.filters.filter_contract import ControlFilterContract, both_halves, pictures
 
@@ -110,7 +111,7 @@ def test_a_network_that_is_not_there_is_described() -> None:
 
 
 def test_a_process_opens_a_network_once(two_maps: str) -> None:
-    assert open_session(Path(two_maps)) is open_session(Path(two_maps))
+    assert open_session(Path(two_maps), NETWORK) is open_session(Path(two_maps), NETWORK)
 
 
 @pytest.mark.parametrize(
