@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 
 from cascade_train.batch import Batch, SampleTransform
-from cascade_train.data.feed import Feed, FeedRequest
+from cascade_train.data.feed import Feed, FeedRequest, Gather, alone
 from cascade_train.data.index import Index, split
 from cascade_train.data.layout import permutation
 from cascade_train.data.loader import Loader
@@ -43,7 +43,9 @@ class Rows:
 
     @property
     def shapes(self) -> np.ndarray:
-        """How many of the samples are of each shape that occurs, the most first, (K,) int64."""
+        """How many of the samples are of each shape that occurs, the most first, (K,) int64; endless for streams."""
+        if not self.index.rows_are_samples:
+            return np.array([np.iinfo(np.int64).max])
         width_N, height_N = (self.index.table[name][self.rows] for name in ("width", "height"))
         count_K = np.bincount(self.source.bucket_table(self.index).nearest(width_N, height_N))
         return -np.sort(-count_K[count_K > 0])
@@ -62,6 +64,7 @@ class Rows:
         rank: int,
         ranks: int,
         leftover: Literal["carry", "drop", "flush"] | None = None,
+        gather: Gather = alone,
     ) -> Feed:
         """Return the endless feed of these samples for one rank."""
         request = FeedRequest(
@@ -74,8 +77,11 @@ class Rows:
             ranks=ranks,
             transform=self.transform,
             leftover=leftover,
+            gather=gather,
         )
-        return self.source.own_feed(request) or Loader(self.source, **vars(request))
+        own = self.source.own_feed(request)
+        options = {name: value for name, value in vars(request).items() if name != "gather"}
+        return Loader(self.source, **options) if own is None else own
 
 
 class HeldOutFeed:
@@ -120,10 +126,24 @@ class DataSet:
                         f" {width} pixels, but the model needs sides that are multiples of {multiple}: set it to that"
                     )
 
-    def training_feed(self, *, seed: int, global_batch_size: int, micro_batch_size: int, rank: int, ranks: int) -> Feed:
-        """Return the endless feed of training batches for one rank."""
+    def training_feed(
+        self,
+        *,
+        seed: int,
+        global_batch_size: int,
+        micro_batch_size: int,
+        rank: int,
+        ranks: int,
+        gather: Gather = alone,
+    ) -> Feed:
+        """Return the endless feed of training batches for one rank; `gather` lets ranks put their states together."""
         loader = self.training.load(
-            seed=seed, global_batch_size=global_batch_size, micro_batch_size=micro_batch_size, rank=rank, ranks=ranks
+            seed=seed,
+            global_batch_size=global_batch_size,
+            micro_batch_size=micro_batch_size,
+            rank=rank,
+            ranks=ranks,
+            gather=gather,
         )
         self._open.append(loader)
         for line in loader.report():
@@ -165,6 +185,18 @@ class DataSet:
             return next(loader)[0]
         finally:
             loader.close()
+
+    @property
+    def identity(self) -> str:
+        """What every rank must see alike: digests of the indexes, and how many of their rows take part."""
+        parts = [part for part in (self.training, self.held_out) if part is not None]
+        return " ".join(f"{part.index.digest}/{len(part.rows)}" for part in parts)
+
+    def record(self) -> None:
+        """Write down what a resumed run must find again, see `Source.record`."""
+        for part in (self.training, self.held_out):
+            if part is not None:
+                part.source.record()
 
     def close(self) -> None:
         """End every feed's worker processes."""

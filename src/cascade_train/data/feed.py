@@ -5,7 +5,7 @@ The usual feed is `loader.Loader`, over an index; a source that cannot be indexe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -13,6 +13,13 @@ import numpy as np
 
 from cascade_train.batch import Batch, SampleTransform, Unreadable
 from cascade_train.data.index import Index
+
+Gather = Callable[[Any], list[Any]]
+
+
+def alone(value: Any) -> list[Any]:
+    """Gather the value of the only rank."""
+    return [value]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -30,6 +37,7 @@ class FeedRequest:
         transform: what the workers make of each picture for the task; None = nothing.
         leftover: what becomes of samples that fill no global batch of their shape when an epoch ends; None = what the
             source says.
+        gather: collects a value of every rank, in rank order; for feeds whose ranks know different things.
     """
 
     index: Index
@@ -41,6 +49,7 @@ class FeedRequest:
     ranks: int
     transform: SampleTransform | None = None
     leftover: Literal["carry", "drop", "flush"] | None = None
+    gather: Gather = alone
 
 
 class Feed(Protocol):

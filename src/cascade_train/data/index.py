@@ -26,12 +26,14 @@ class Index:
             height in pixels as the picture is seen, 0 where the header cannot be read. A source adds its own.
         keys: (N,) bytes, each sample's key within its shard.
         filters: identity of the row filters that chose these samples; empty = none.
+        rows_are_samples: False where each row stands for a tar that can only be streamed.
     """
 
     shards: tuple[str, ...]
     table: np.ndarray
     keys: np.ndarray
     filters: str = ""
+    rows_are_samples: bool = True
 
     def __len__(self) -> int:
         return len(self.table)
