@@ -47,7 +47,7 @@ NOT_COVERED = (
         "Stage B's conditions are not built yet",
     )
     | {"bucketeer/resize_pairs": "pictures are cut to their bucket's shape"}
-    | dict.fromkeys(["multifilter/getter", "multifilter/getter_one"], "captions read by an expression")
+    | {"multifilter/getter": "a json gives captions and filters here"}
 )
 """Variants that our code does not compute, by the start of the reason."""
 

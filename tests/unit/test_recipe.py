@@ -237,3 +237,12 @@ def test_an_expression_of_the_environment_is_never_resolved(tmp_path: Path, monk
     text = (folder / "experiment" / "mine.yaml").read_text()
     assert "told" not in text
     assert "oc.env" not in text
+
+
+def test_the_originals_choice_of_captions_is_taken_over(tmp_path: Path) -> None:
+    code, folder = run(tmp_path, official("finetune_c_3b", captions_getter=["json", "captions_getter"]))
+    assert code == 0
+    assert checked("experiment=mine", extra=folder).data.captions.key == {
+        "caption": 0.95,
+        "old_caption.og_caption": 0.05,
+    }

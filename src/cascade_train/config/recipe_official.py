@@ -69,6 +69,10 @@ NOTES = {
     "output_path": "sample grids lie in the run's own folder, run.dir",
     "shift": "the original reads it and trains with 1; objective.shift would shift for real",
 }
+PLAIN_CAPTIONS = ("txt", "identity")
+OWN_CAPTIONS = ("json", "captions_getter")
+"""Values of `captions_getter`: the text file, and the original's function that takes an older caption in 1 of 20."""
+
 FIRST = ("run", "model", "data", "task", "objective", "train", "optimizer", "lr_scheduler", "ema", "parallel")
 
 
@@ -153,6 +157,8 @@ def _values(given: Mapping[str, Any], ranks: int) -> dict[str, Any]:
         values["objective.target._target_"] = "cascade_train.diffusion.target.VTarget"
     if "module_filters" in given:
         values |= {"task.alpha": 1.0, "task.joint_qkv": True}
+    if tuple(given.get("captions_getter", PLAIN_CAPTIONS)) == OWN_CAPTIONS:
+        values["data.captions.key"] = {"caption": 0.95, "old_caption.og_caption": 0.05}
     sampling = (
         {"sample.steps": 10, "sample.guidance_scale": 1.5} if _is_stage_b(given) else {"sample.guidance_scale": 5.0}
     )
@@ -176,7 +182,7 @@ def _control(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _note(given: Mapping[str, Any], recipe: Recipe) -> None:
-    if given.get("captions_getter", ["txt", "identity"])[-1] != "identity":
+    if tuple(given.get("captions_getter", PLAIN_CAPTIONS)) not in (PLAIN_CAPTIONS, OWN_CAPTIONS):
         recipe.notes["captions_getter"] = f"{given['captions_getter']} has no equivalent; captions are read from .txt"
     if "dtype" in given:
         recipe.notes["dtype"] = f"{given['dtype']}: trained weights stay fp32, compute is train.precision"
