@@ -30,7 +30,8 @@ COMPANIONS = {
 
 NEEDED = {
     "data=webdataset": ["data.urls=[a.tar]"],
-    **{f"data={name}": ["data.path=a"] for name in ("cached", "csv", "folder", "jsonl", "parquet")},
+    **{f"data={name}": ["data.path=a"] for name in ("cached", "class_folders", "csv", "folder", "parquet")},
+    "data=classification": ["data.urls=[a.tar]"],
     "tracker=wandb": ["tracker.project=p"],
     "optimizer=torch": ["optimizer.algorithm._target_=torch.optim.SGD"],
     **{f"experiment={name}": ["data.urls=[a.tar]"] for name in OFFICIAL},
