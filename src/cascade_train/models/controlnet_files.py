@@ -1,0 +1,158 @@
+"""Control networks on disk: the original's one file, with a header that says what the original leaves out.
+
+Lives here: that format out, and in with or without the header. Must not live here: what a control network is
+(controlnet.py), and when it is written (tasks/controlnet.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from cascade_train.errors import ConfigError
+from cascade_train.models.controlnet import ControlNetwork, ControlSpec
+from cascade_train.models.export import Exported, check_equal_tensors, checked_error, replaced_directory
+from cascade_train.models.weights_source import find_part, find_weight_files
+
+FORMAT = "cascade_train.controlnet/1"
+PART = "controlnet"
+FILE_NAME = "controlnet.safetensors"
+PUBLISHED_BLOCKS = "[0,4,8,12,51,55,59,63]"
+"""Of the original's canny, inpainting and super_resolution."""
+
+_TELLING = {
+    "backbone.0.0.weight": "effnet",
+    "backbone.10.blocks.0.weight": "large",
+    "backbone.8.weight": "small",
+    "backbone.2.weight": "simple",
+}
+"""A tensor's name -> the only bottleneck that has it, if none before it is there."""
+
+_SIDE = 8
+"""Of the control map, in pixels, on which a file that was written is compared."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredControl:
+    """A control network as a file holds it.
+
+    Attributes:
+        spec: what it is.
+        state: its state dict, on the host.
+        base_size: the `model=` name of the network that it controls; None = no published size, or not said.
+        filter: the configuration node of the filter that made its maps; None = not said.
+    """
+
+    spec: ControlSpec
+    state: Mapping[str, Tensor]
+    base_size: str | None = None
+    filter: Mapping[str, Any] | None = None
+
+
+def read_control(source: str, *, key: str, blocks: Sequence[int] | None = None) -> StoredControl:
+    """Read a control network of ours or of the original.
+
+    Args:
+        source: a run, its export, a file, or a file on the hub (`owner/name:folder/file.safetensors`).
+        key: the config key that named the source.
+        blocks: which blocks it controls, where the file does not say; None = the file must.
+
+    Raises:
+        ConfigError: nothing there, no control network, or one that controls other blocks or does not say which.
+    """
+    origin = f"{key}={source}"
+    header, tensors = _read(_find(source, key), key)
+    bottleneck = next((name for tensor, name in _TELLING.items() if tensor in tensors), None)
+    outer = [name for name in tensors if name.startswith("projections.") and name.endswith(".2.weight")]
+    if bottleneck is None or not outer:
+        first = ", ".join(list(tensors)[:2]) or "nothing"
+        raise ConfigError(f"{origin}: holds no control network, but {first}; name a controlnet.safetensors")
+    stem = next(name for name in ("backbone.0.0.weight", "backbone.0.weight") if name in tensors)
+    spec = ControlSpec(
+        channels=tensors[stem].shape[1],
+        bottleneck=bottleneck,
+        blocks=_blocks(header, blocks, len(outer), origin),
+        widths=tuple(tensors[f"projections.{i}.2.weight"].shape[0] for i in range(len(outer))),
+    )
+    told = json.loads(header["filter"]) if "filter" in header else None
+    return StoredControl(spec=spec, state=tensors, base_size=header.get("base_size") or None, filter=told)
+
+
+def _find(source: str, key: str) -> Path:
+    path = Path(source).expanduser()
+    if not path.is_dir():
+        return find_weight_files(source, key=key, part=None)[0]
+    folder = find_part(path, PART, key)
+    if not (folder / FILE_NAME).is_file():
+        raise ConfigError(f"{key}={source}: no {FILE_NAME} in {folder}; name a run of task=controlnet, or a file")
+    return folder / FILE_NAME
+
+
+def _read(path: Path, key: str) -> tuple[dict[str, str], dict[str, Tensor]]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - not a mapping
+            return file.metadata() or {}, tensors
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{key}={path}: is no readable control network ({error}); copy it again") from error
+
+
+def _blocks(header: Mapping[str, str], given: Sequence[int] | None, count: int, origin: str) -> tuple[int, ...]:
+    """Return the blocks that a file's projections belong to, from its header or from the user."""
+    if "blocks" in header:
+        stored = tuple(json.loads(header["blocks"]))
+        if given is not None and tuple(given) != stored:
+            raise ConfigError(
+                f"{origin}: controls the blocks {list(stored)}, not task.blocks={list(given)}; leave task.blocks=null"
+            )
+        return stored
+    if given is None:
+        raise ConfigError(
+            f"{origin}: holds {count} projections and does not say which blocks they control; set task.blocks to these "
+            f"{count} indices, in their order. The original's published files have task.blocks={PUBLISHED_BLOCKS}"
+        )
+    if len(given) != count:
+        raise ConfigError(f"{origin}: holds {count} projections, task.blocks={list(given)} names {len(given)} blocks")
+    return tuple(given)
+
+
+def save_control(stored: StoredControl, directory: Path) -> Exported:
+    """Write a control network, read it back and compare it, replacing `directory` at once.
+
+    Raises:
+        RunError: what was read back differs; `directory` is as it was.
+    """
+    header = {
+        "format": FORMAT,
+        "base_size": stored.base_size or "",
+        "blocks": json.dumps(stored.spec.blocks),
+        "bottleneck": stored.spec.bottleneck,
+        "channels": str(stored.spec.channels),
+        "filter": json.dumps(stored.filter),
+    }
+    with replaced_directory(directory) as partial:
+        save_file({name: value.contiguous() for name, value in stored.state.items()}, partial / FILE_NAME, header)
+        found = read_control(str(partial / FILE_NAME), key="export")
+        check_equal_tensors(stored.state, found.state, directory)
+        error = checked_error(_fixed_output(stored), _fixed_output(found), torch.float32, directory)
+    return Exported(path=directory, max_error=error)
+
+
+@torch.no_grad()
+def _fixed_output(stored: StoredControl) -> Tensor:
+    """Return the features that a stored network makes of a fixed map, flat: its projections may still be zero."""
+    with torch.device("meta"):
+        network = ControlNetwork(stored.spec)
+    network.load_state_dict(stored.state, assign=True)
+    generator = torch.Generator().manual_seed(0)
+    control_BCHW = torch.rand(1, stored.spec.channels, _SIDE, _SIDE, generator=generator)
+    maps = network(control_BCHW).values()
+    return torch.cat([each.flatten() for each in (network.backbone(control_BCHW), *maps)])
