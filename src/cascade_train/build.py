@@ -72,8 +72,8 @@ def train(cfg: DictConfig) -> int:
     with process_group() as world:
         set_deterministic(cfg.run.deterministic)
         for node in (cfg.model, cfg.task, cfg.ema):
-            if "weights" in node:
-                node.weights = absolute(node.weights)
+            for key in {"weights", "backbone_weights"} & set(node):
+                node[key] = absolute(node[key])
         parts = build_parts(cfg)
         data = open_data(cfg, parts.task, world)
         data.check_sides(parts.stage.image_multiple)
@@ -330,9 +330,17 @@ def build_sampling(
     if cfg.sample.every_steps is None:
         return None
     prompts, images = cfg.sample.prompts, None
-    if prompts is None:
-        batch = data.shown_batch(cfg.sample.count, seed=cfg.run.seed)
-        prompts, images = batch.captions, None if batch.image_BCHW is None else batch.image_BCHW.float() / 255
+    if prompts is None or parts.task.needs_image:
+        batch = data.shown_batch(cfg.sample.count if prompts is None else len(prompts), seed=cfg.run.seed)
+        prompts = batch.captions if prompts is None else prompts
+        if batch.image_BCHW is not None:
+            rows = torch.arange(len(prompts)) % len(batch)  # more prompts than pictures begin anew
+            images = batch.image_BCHW[rows].float() / 255
+    if parts.task.needs_image and images is None:
+        raise ConfigError(
+            f"sample.every_steps={cfg.sample.every_steps}: samples of this task follow pictures, and the data holds "
+            "none but what was made of them; set sample.every_steps=null"
+        )
     return SampleGrid(
         task=parts.task,
         phases=phases,

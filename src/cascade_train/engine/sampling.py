@@ -97,6 +97,7 @@ class SampleGrid:
             predictor = self.task.predictor(self.spec.captions, image_BCHW)
             if image_BCHW is not None:
                 columns["original"] = to_images(image_BCHW)
+                columns |= {title: to_images(each) for title, each in self.task.shown(image_BCHW).items()}
                 columns["one-step prediction"] = self._one_step(predictor, image_BCHW)
             columns["sample"] = self._sample(predictor)
         if any(phase.ema is not None for phase in self.phases):

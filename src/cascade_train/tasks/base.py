@@ -72,16 +72,35 @@ class Export:
     write: Callable[[Mapping[str, Tensor], Path], float]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Guide:
+    """What a user lets samples follow, beside their prompts.
+
+    Attributes:
+        image_BCHW: uint8 on the host: (B, 3, H, W) pictures, or (B, C, h, w) finished control maps, 255 for 1.
+        is_map: the latter.
+        strength: what the control is multiplied by; 1 as in training, 0 = none.
+        numbers: of the B samples, on which random choices about their maps depend.
+    """
+
+    image_BCHW: Tensor
+    is_map: bool
+    strength: float
+    numbers: tuple[int, ...]
+
+
 class Task(abc.ABC):
     """What trains, and how a batch becomes a loss. The constructor is cheap and checks its arguments.
 
     Attributes:
         fits: names of the stages that the task can train.
         trains_network: whether the stage's own network gets gradients (fp32 masters) or stays frozen.
+        needs_image: whether samples follow an image even under prompts of the user's own.
     """
 
     fits: ClassVar[tuple[str, ...]]
     trains_network: ClassVar[bool]
+    needs_image: ClassVar[bool] = False
 
     @abc.abstractmethod
     def attach(self, stage: Stage, objective: Objective, device: torch.device) -> None:
@@ -123,6 +142,28 @@ class Task(abc.ABC):
             image_BCHW: (B, 3, H, W) float in [0, 1] on the device, for tasks that are controlled by an
                 image; None = no control.
         """
+
+    def guided_predictor(self, captions: Sequence[str], guide: Guide) -> Predictor:
+        """Return what a sampler denoises with for these captions and a user's images.
+
+        Args:
+            captions: B prompts.
+            guide: B images, and what is to be made of them.
+
+        Raises:
+            ConfigError: no image steers the task's samples; by default.
+        """
+        raise ConfigError(
+            f"image, control and strength are for control networks; a {type(self).__name__} paints from prompts alone"
+        )
+
+    def shown(self, image_BCHW: Tensor) -> Mapping[str, Tensor]:
+        """Return what people see beside samples of these images, (B, 3, h, w) in [0, 1] by title; nothing by default.
+
+        Args:
+            image_BCHW: (B, 3, H, W) float in [0, 1] on the device, as `predictor` gets them.
+        """
+        return {}
 
     @abc.abstractmethod
     def exports(self) -> Mapping[str, Export]:

@@ -129,7 +129,8 @@ class TextToImage(Task):
                 cond = self.stage.conditions(tokens, shown, prepared.keep_image_B, prepared.drawn)
             x0_BCHW = self.stage.encode(images)
             diffused = self.objective.diffuse(x0_BCHW, prepared.noise_BCHW, prepared.timestep_B, prepared.offset_BC11)
-        pred_BCHW = self.stage.predict(diffused.noised, diffused.timestep_ratio_B, cond)
+        control = self.control(prepared, training=True)
+        pred_BCHW = self.stage.predict(diffused.noised, diffused.timestep_ratio_B, cond, control)
         loss_B, loss_raw_B = self.objective.loss(pred_BCHW, diffused)
         self.objective.after_micro_batch(diffused.logsnr_B, loss_raw_B)
         report = {"loss_raw": loss_raw_B.detach(), "logsnr": diffused.logsnr_B}
@@ -146,18 +147,29 @@ class TextToImage(Task):
         logsnr_B = torch.full_like(prepared.timestep_B, logsnr)
         diffused: Diffused = self.objective.diffuse_at(x0_BCHW, prepared.noise_BCHW, logsnr_B, prepared.offset_BC11)
         cond = self.stage.conditions(prepared.tokens, images if self.stage.needs_image else None)
-        _, loss_raw_B = self.objective.loss(
-            self.stage.predict(diffused.noised, diffused.timestep_ratio_B, cond), diffused
-        )
-        return loss_raw_B
+        control = self.control(prepared, training=False)
+        pred_BCHW = self.stage.predict(diffused.noised, diffused.timestep_ratio_B, cond, control)
+        return self.objective.loss(pred_BCHW, diffused)[1]
+
+    def control(self, prepared: PreparedBatch, *, training: bool) -> dict[int, Tensor] | None:
+        """Return maps to add in the network, by index of the executed block; None = none, the default.
+
+        Args:
+            prepared: the micro-batch.
+            training: whether conditions are dropped.
+        """
+        return None
 
     @torch.no_grad()
-    def predictor(self, captions: Sequence[str], image_BCHW: Tensor | None) -> Predictor:
+    def predictor(
+        self, captions: Sequence[str], image_BCHW: Tensor | None, control: dict[int, Tensor] | None = None
+    ) -> Predictor:
         """Return predictions under the conditions and without them, both from one forward pass.
 
         Args:
             captions: B prompts.
             image_BCHW: (B, 3, H, W) float in [0, 1], shown where the stage needs an image; else not used.
+            control: maps (B, …) to add in the network for both predictions; None = none.
 
         Raises:
             ConfigError: the stage needs an image and there is none.
@@ -173,10 +185,11 @@ class TextToImage(Task):
         else:
             keep_B = torch.arange(2 * len(captions), device=self.device) < len(captions)
             cond = self.stage.conditions(tokens, image_BCHW.repeat(2, 1, 1, 1), keep_B)
+        both = None if control is None else {block: value.repeat(2, 1, 1, 1) for block, value in control.items()}
 
         @torch.no_grad()
         def predict(noised_BCHW: Tensor, timestep_ratio_B: Tensor) -> tuple[Tensor, Tensor]:
-            pred_BCHW = self.stage.predict(noised_BCHW.repeat(2, 1, 1, 1), timestep_ratio_B.repeat(2), cond)
+            pred_BCHW = self.stage.predict(noised_BCHW.repeat(2, 1, 1, 1), timestep_ratio_B.repeat(2), cond, both)
             with_caption_BCHW, without_BCHW = pred_BCHW.float().chunk(2)
             return with_caption_BCHW, without_BCHW
 

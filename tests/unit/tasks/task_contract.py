@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from hydra.utils import instantiate
@@ -22,9 +24,15 @@ CPU = torch.device("cpu")
 
 
 def component(group: str, option: str, **changes: Any) -> Any:
-    """Construct the component of `conf/<group>/<option>.yaml` with changes merged over it."""
-    nodes = [{"run": {"seed": 0}}, {"node": OmegaConf.load(CONF / group / f"{option}.yaml")}, {"node": changes}]
-    config = OmegaConf.merge(*nodes)
+    """Construct the component of `conf/<group>/<option>.yaml` with changes merged over it.
+
+    An option of another group in its defaults, such as `/filter@filter: canny`, is mounted where it says.
+    """
+    own: Any = OmegaConf.load(CONF / group / f"{option}.yaml")
+    for place, mounted in [pair for entry in own.pop("defaults", []) if entry != "_self_" for pair in entry.items()]:
+        other, _, key = place.lstrip("/").partition("@")
+        own[key] = OmegaConf.load(CONF / other / f"{mounted}.yaml")
+    config = OmegaConf.merge({"run": {"seed": 0}}, {"node": own}, {"node": changes})
     OmegaConf.resolve(config)
     return instantiate(config.node, _convert_="all")
 
@@ -52,6 +60,16 @@ def make_batch(*indices: int, side: int = 96, captions: tuple[str, ...] | None =
     )
 
 
+def batch_for(task: Task, *indices: int) -> Batch:
+    """Return such a batch with what the data workers make of its pictures for the task."""
+    batch, transform = make_batch(*indices), task.sample_transform()
+    if transform is None or batch.image_BCHW is None:
+        return batch
+    pairs = zip(batch.image_BCHW.numpy(), batch.generators("transform"), strict=True)
+    made = [transform(image, generator) for image, generator in pairs]
+    return replace(batch, tensors={name: torch.from_numpy(np.stack([each[name] for each in made])) for name in made[0]})
+
+
 def trainable(phase: Phase) -> dict[str, torch.nn.Parameter]:
     """Return a phase's trainable parameters."""
     return {n: p for n, p in torch.nn.ModuleDict(phase.modules).named_parameters() if p.requires_grad}
@@ -69,28 +87,31 @@ class NoSync(TorchDispatchMode):
 class TaskContract:
     """Subclass with `option`, the file in conf/task, and `model`, a small file in conf/model that it fits.
 
+    `changes` are arguments of the task that differ from the file's.
+
     `lr` is one at which a single step of plain gradient descent shows in fp32.
     """
 
     option: ClassVar[str]
+    changes: ClassVar[dict[str, Any]] = {}
     model: ClassVar[str]
     lr: ClassVar[float] = 1e-3
 
     @pytest.fixture(scope="class")
     @classmethod
     def task(cls) -> Any:
-        return attached(component("task", cls.option), cls.model)
+        return attached(component("task", cls.option, **cls.changes), cls.model)
 
     @pytest.fixture
     def prepared(self, task: Task) -> Any:
-        return task.prepare_batch(make_batch(0, 1, 2, 3))
+        return task.prepare_batch(batch_for(task, 0, 1, 2, 3))
 
     def losses(self, task: Task, batch: Batch) -> list[Tensor]:
         prepared = task.prepare_batch(batch)
         return [phase.loss(prepared).loss_B.detach() for phase in task.phases()]
 
     def test_construction_touches_no_stage(self) -> None:
-        task = component("task", self.option)
+        task = component("task", self.option, **self.changes)
         assert not hasattr(task, "stage")
         assert task.fits
         assert isinstance(task.trains_network, bool)
@@ -138,8 +159,8 @@ class TaskContract:
         assert all(p.grad is None for module in task.stage.frozen_modules().values() for p in module.parameters())
 
     def test_splitting_and_reordering_a_batch_change_no_sample(self, task: Task) -> None:
-        whole = self.losses(task, make_batch(0, 1, 2, 3))
-        parts = [self.losses(task, make_batch(*ids)) for ids in ((3, 1), (0, 2))]
+        whole = self.losses(task, batch_for(task, 0, 1, 2, 3))
+        parts = [self.losses(task, batch_for(task, *ids)) for ids in ((3, 1), (0, 2))]
         for phase, losses in enumerate(whole):
             reordered = torch.cat([part[phase] for part in parts])
             torch.testing.assert_close(losses[torch.tensor([3, 1, 0, 2])], reordered, rtol=1e-4, atol=1e-6)
@@ -147,7 +168,7 @@ class TaskContract:
 
     def test_no_choice_about_a_sample_comes_from_the_global_generator(self, task: Task) -> None:
         before = torch.get_rng_state()
-        self.losses(task, make_batch(0, 1))
+        self.losses(task, batch_for(task, 0, 1))
         assert torch.equal(torch.get_rng_state(), before)
 
     def test_losses_evaluation_and_prediction_never_wait_for_the_device(self, task: Task, prepared: Any) -> None:
@@ -163,7 +184,7 @@ class TaskContract:
         assert not low.requires_grad
         assert torch.equal(low, again)
         assert not torch.allclose(low, high)
-        alone = task.evaluate(task.prepare_batch(make_batch(2)), -2.0)
+        alone = task.evaluate(task.prepare_batch(batch_for(task, 2)), -2.0)
         torch.testing.assert_close(alone, low[2:3], rtol=1e-4, atol=1e-6)
 
     def test_a_caption_steers_the_prediction(self, task: Any) -> None:
@@ -193,8 +214,8 @@ class TaskContract:
             assert any((tmp_path / name).iterdir())
 
     def test_a_step_lowers_the_loss_and_changes_only_what_trains(self) -> None:
-        task: Any = attached(component("task", self.option), self.model)
-        prepared = task.prepare_batch(make_batch(0, 1, 2, 3))
+        task: Any = attached(component("task", self.option, **self.changes), self.model)
+        prepared = task.prepare_batch(batch_for(task, 0, 1, 2, 3))
         for phase in task.phases():
             modules = {**phase.modules, **task.stage.frozen_modules()}
             tensors = {f"{m}.{n}": t for m, module in modules.items() for n, t in module.state_dict().items()}
