@@ -24,6 +24,7 @@ TRUSTED = (
     "cascade_train.diffusion",
     "cascade_train.engine.lr_schedule",
     "cascade_train.engine.optimizer",
+    "cascade_train.filters",
     "cascade_train.models",
     "cascade_train.tasks",
     "torch.optim",

@@ -1,0 +1,282 @@
+"""A control network beside a frozen Stage C: samples follow a map that a filter makes of a picture.
+
+Lives here: what trains, the maps of a batch and of samples, and what is left behind. Must not live here: the loss
+(text_to_image.py), the network (models/controlnet.py) and what a map shows (filters/).
+
+Shape legend: B batch, C channels of the map, H W image size, h w size of the map.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from cascade_train.batch import Batch, SampleTransform, sample_seed
+from cascade_train.diffusion.objective import Objective
+from cascade_train.errors import ConfigError
+from cascade_train.filters.base import CONTROL, ControlFilter, ControlMap, transform_images
+from cascade_train.models.controlnet import (
+    Bottleneck,
+    ControlNetwork,
+    ControlSpec,
+    block_widths,
+    build_control_network,
+    mirrored_blocks,
+)
+from cascade_train.models.controlnet_files import StoredControl, read_control, save_control
+from cascade_train.models.efficientnet import load_features
+from cascade_train.models.export import network_config
+from cascade_train.models.stage import Stage
+from cascade_train.models.stage_c import StageC
+from cascade_train.models.weights_keys import recognise_size
+from cascade_train.tasks.base import Export, Guide, Phase, Predictor
+from cascade_train.tasks.text_to_image import PreparedBatch, TextToImage
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedControl(PreparedBatch):
+    """A micro-batch with its control maps.
+
+    Attributes:
+        control_BCHW: (B, C, h, w) fp32.
+        drop_control_B: (B,) bool, whose map becomes blank in training.
+    """
+
+    control_BCHW: Tensor
+    drop_control_B: Tensor
+
+
+class ControlNet(TextToImage):
+    """Trains a control network alone; Stage C's network is frozen, with its dropout off.
+
+    Args:
+        filter: makes the maps of pictures.
+        blocks: indices of the network's residual blocks that are controlled, in order of execution, down then up;
+            null = those of `weights`, else the original's eight, scaled to the model.
+        bottleneck: what makes features of a map: effnet (EfficientNet-V2-S) and small (five convolutions, for tiny
+            models) take maps of the picture's size, simple and large of the latent's.
+        backbone_weights: what effnet starts from: imagenet (torchvision's, which it downloads), or a file or hub id of
+            EfficientNet-V2-S, such as the semantic compressor's; null = values from the seed.
+        weights: a control network to start from: a run, its export, a file or a file on the hub, ours or the
+            original's; null = a new one, which begins without effect.
+        control_drop_prob: share of samples whose map is blank in training, in [0, 1].
+        seed: of a new control network's values.
+        cond_drop_prob: share of samples whose caption is replaced by the empty one, in [0, 1].
+        image_keep_prob: share of samples whose own image is a condition, in [0, 1]; null = the stage's.
+
+    Raises:
+        ValueError: a number out of range, or backbone weights for a bottleneck that has none.
+    """
+
+    fits = ("stage_c",)
+    trains_network = False
+    needs_image = True
+
+    def __init__(
+        self,
+        *,
+        filter: ControlFilter,
+        blocks: list[int] | None,
+        bottleneck: Bottleneck,
+        backbone_weights: str | None,
+        weights: str | None,
+        control_drop_prob: float,
+        seed: int,
+        cond_drop_prob: float,
+        image_keep_prob: float | None,
+    ) -> None:
+        super().__init__(cond_drop_prob=cond_drop_prob, image_keep_prob=image_keep_prob)
+        if not 0.0 <= control_drop_prob <= 1.0:
+            raise ValueError(f"control_drop_prob={control_drop_prob}: is a share of the samples, between 0 and 1")
+        if blocks is not None and (not blocks or len(set(blocks)) < len(blocks)):
+            raise ValueError(f"blocks={blocks}: names no block, or one twice; name each once, or null for the default")
+        if backbone_weights is not None and bottleneck != "effnet":
+            raise ValueError(f"backbone_weights={backbone_weights}: are for bottleneck=effnet, not {bottleneck}; null")
+        self.filter = filter
+        self.blocks = blocks
+        self.bottleneck = bottleneck
+        self.backbone_weights = backbone_weights
+        self.weights = weights
+        self.control_drop_prob = control_drop_prob
+        self.seed = seed
+        self.controlnet: ControlNetwork
+        self._base_size: str | None
+        self._transform: SampleTransform | None = None
+        self._map: ControlMap
+
+    def attach(self, stage: Stage, objective: Objective, device: torch.device) -> None:
+        """Take the built stage, freeze it, and add the control network.
+
+        Raises:
+            ConfigError: blocks that the network does not have, or weights that do not fit it or the filter.
+        """
+        super().attach(stage, objective, device)
+        if not isinstance(stage, StageC):
+            raise AssertionError(f"a control network is for Stage C, not for {stage.name}")
+        stage.network.requires_grad_(requires_grad=False).eval()
+        self._base_size = recognise_size({name: tuple(p.shape) for name, p in stage.network.named_parameters()})
+        self._map = self.filter.build(device=device, encode=stage.encode)
+        if self.weights is None:
+            self.controlnet = self._new()
+        else:
+            self._install(read_control(self.weights, key="task.weights", blocks=self.blocks), "task.weights")
+
+    def _new(self) -> ControlNetwork:
+        widths = block_widths(network_config(self.stage.network))
+        blocks = mirrored_blocks(len(widths)) if self.blocks is None else tuple(self.blocks)
+        unknown = [block for block in blocks if not 0 <= block < len(widths)]
+        if unknown:
+            raise ConfigError(
+                f"task.blocks={list(blocks)}: this model executes {len(widths)} residual blocks, 0 to "
+                f"{len(widths) - 1}, and {unknown[0]} is none of them; name others, or null for the default"
+            )
+        spec = ControlSpec(
+            channels=self.filter.channels,
+            bottleneck=self.bottleneck,
+            blocks=blocks,
+            widths=tuple(widths[block] for block in blocks),
+        )
+        network = build_control_network(spec, device=self.device, seed=self.seed)
+        if self.backbone_weights is not None:
+            load_features(network.backbone, self.backbone_weights, key="task.backbone_weights")
+        return network
+
+    def _install(self, stored: StoredControl, key: str) -> None:
+        """Take a stored control network in the place of a new one."""
+        spec, widths = stored.spec, block_widths(network_config(self.stage.network))
+        wanted = tuple(widths[block] if 0 <= block < len(widths) else None for block in spec.blocks)
+        if spec.widths != wanted:
+            fits = {2048: "; use model=c_3b", 1536: "; use model=c_1b"}.get(spec.widths[0], "")
+            raise ConfigError(
+                f"{key}: this control network is for blocks {list(spec.blocks)} of width {spec.widths[0]}, the model "
+                f"has {len(widths)} of width {widths[0]}{fits}"
+            )
+        if spec.channels != self.filter.channels:
+            raise ConfigError(
+                f"{key}: this control network takes maps of {spec.channels} channels, task.filter makes "
+                f"{self.filter.channels}; choose its filter, filter@task.filter={stored.filter or '…'}"
+            )
+        if spec.bottleneck != self.bottleneck:
+            raise ConfigError(f"{key}: this control network has task.bottleneck={spec.bottleneck}; set it so")
+        if stored.filter not in (None, self.filter.node()):
+            log.warning("%s: was trained on maps of %s, and is now given %s", key, stored.filter, self.filter.node())
+        with torch.device("meta"):
+            network = ControlNetwork(spec)
+        network.load_state_dict(stored.state, assign=True)
+        self.controlnet = network.float().to(self.device)
+
+    def sample_transform(self) -> SampleTransform:
+        """Return the filter's half that runs in the data workers."""
+        if self._transform is None:
+            self._transform = self.filter.sample_transform()
+        return self._transform
+
+    def phases(self) -> list[Phase]:
+        """Return the one phase, with the frozen network as a root beside the control network, so that both shard."""
+        modules = {"network": self.stage.network, "controlnet": self.controlnet}
+        units = {"network": self.stage.units(), "controlnet": self.controlnet.units()}
+        return [Phase(name="train", modules=modules, units=units, loss=self.loss)]
+
+    def prepare_batch(self, batch: Batch) -> PreparedControl:
+        """Draw the random choices, and finish the maps on the device.
+
+        Raises:
+            ConfigError: a cache that holds no maps.
+        """
+        prepared = super().prepare_batch(batch)
+        if CONTROL in batch.tensors:
+            control_BCHW = self._copy(batch.tensors[CONTROL]).float()
+        elif prepared.image_BCHW is None:
+            raise ConfigError("the cache holds no control maps; make it with task=controlnet and this task.filter")
+        else:
+            control_BCHW = self._map(prepared.image_BCHW.float() / 255, self._made(batch.tensors))
+        drop_B = self._copy(batch.uniform("control_drop") < self.control_drop_prob)
+        return PreparedControl(**vars(prepared), control_BCHW=control_BCHW, drop_control_B=drop_B)
+
+    def _made(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: self._copy(value) for name, value in tensors.items() if name.startswith("control_")}
+
+    def control(self, prepared: PreparedBatch, *, training: bool) -> dict[int, Tensor]:
+        """Return what the control network makes of the maps, of which some are blank in training."""
+        if not isinstance(prepared, PreparedControl):
+            raise AssertionError("a batch that this task did not prepare")
+        control_BCHW = prepared.control_BCHW
+        if training and self.control_drop_prob > 0.0:
+            control_BCHW = control_BCHW * ~prepared.drop_control_B[:, None, None, None]
+        maps: dict[int, Tensor] = self.controlnet(control_BCHW)
+        return maps
+
+    @torch.no_grad()
+    def predictor(
+        self, captions: Sequence[str], image_BCHW: Tensor | None, control: dict[int, Tensor] | None = None
+    ) -> Predictor:
+        """Return predictions under the captions and the pictures' maps, and under the maps alone.
+
+        Args:
+            captions: B prompts.
+            image_BCHW: (B, 3, H, W) float in [0, 1]; maps are made of them.
+            control: what is added in the network in their place.
+
+        Raises:
+            ConfigError: neither pictures nor what is made of them.
+        """
+        if control is None:
+            if image_BCHW is None:
+                raise ConfigError("a control network paints under an image; give image=… to filter, or control=…")
+            control = self.controlnet(self._maps(image_BCHW, range(len(image_BCHW))))
+        return super().predictor(captions, None, control)
+
+    @torch.no_grad()
+    def guided_predictor(self, captions: Sequence[str], guide: Guide) -> Predictor:
+        """Return predictions under the captions and a user's pictures or maps.
+
+        Raises:
+            ConfigError: maps of another number of channels.
+        """
+        given_BCHW, wanted = self._copy(guide.image_BCHW).float() / 255, self.filter.channels
+        if guide.is_map and wanted == 1:
+            given_BCHW = given_BCHW[:, :3].mean(dim=1, keepdim=True)
+        if guide.is_map and given_BCHW.shape[1] != wanted:
+            raise ConfigError(
+                f"control: a picture of {given_BCHW.shape[1]} channels, the maps of {type(self.filter).__name__} have "
+                f"{wanted}; give image=…, of which it makes them"
+            )
+        maps_BCHW = given_BCHW if guide.is_map else self._maps(given_BCHW, guide.numbers)
+        control = {block: guide.strength * value for block, value in self.controlnet(maps_BCHW).items()}
+        return self.predictor(captions, None, control)
+
+    @torch.no_grad()
+    def shown(self, image_BCHW: Tensor) -> Mapping[str, Tensor]:
+        """Return `control`, the maps of pictures as people see them."""
+        return {"control": self.filter.preview(self._maps(image_BCHW, range(len(image_BCHW))), image_BCHW)}
+
+    def _maps(self, image_BCHW: Tensor, numbers: Sequence[int]) -> Tensor:
+        """Return the maps of pictures (B, 3, H, W) float in [0, 1]; random choices depend on their numbers alone."""
+        generators = [torch.Generator().manual_seed(sample_seed(0, 0, each, "control")) for each in numbers]
+        pixels_BCHW = (image_BCHW * 255).round().to(torch.uint8).cpu()
+        return self._map(image_BCHW, self._made(transform_images(self.sample_transform(), pixels_BCHW, generators)))
+
+    def exports(self) -> Mapping[str, Export]:
+        """Return `controlnet`, a folder with one file in the original's layout that also says what it is."""
+        return {"controlnet": Export(module=self.controlnet, write=self._write)}
+
+    def load_export(self, export: Path) -> None:
+        """Take the control network that a run left in `export/controlnet`.
+
+        Raises:
+            ConfigError: there is none, or one of another model.
+        """
+        self._install(read_control(str(export), key="from"), f"from={export}")
+
+    def _write(self, state: Mapping[str, Tensor], directory: Path) -> float:
+        stored = StoredControl(
+            spec=self.controlnet.spec, state=state, base_size=self._base_size, filter=self.filter.node()
+        )
+        return save_control(stored, directory).max_error
