@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig
 
@@ -42,6 +43,12 @@ class GenerateArgs:
     """logSNR shift of the sampling schedule; 1 = none."""
     batch_size: int = 8
     """Images denoised at once; does not change them."""
+    image: Any = None
+    """For control networks: a picture whose map the images follow, one or a list with one for each prompt."""
+    control: Any = None
+    """For control networks, in the place of image: the map itself as a picture, white for 1."""
+    strength: float = 1.0
+    """What the control is multiplied by; 0 = none."""
     allow_any_target: bool = False
     """Build whatever classes the folder's configuration names, as for components of your own; trust it first."""
 
@@ -51,6 +58,17 @@ class GenerateArgs:
         for key in ("count", "batch_size"):
             if getattr(self, key) < 1:
                 raise ConfigError(f"{key}={getattr(self, key)} must be 1 or more.")
+        if self.image is not None and self.control is not None:
+            raise ConfigError("image and control both say what the images follow; give one of them.")
+        if self.strength < 0 or (self.strength != 1.0 and not self.files()):
+            raise ConfigError(f"strength={self.strength} must be 0 or more, and is for image=… or control=….")
+        if len(self.files()) not in (0, 1, len(self.prompts)):
+            raise ConfigError(f"{len(self.files())} images for {len(self.prompts)} prompts; give one, or one for each.")
+
+    def files(self) -> list[str]:
+        """Return the pictures or maps that the images follow."""
+        given = self.image if self.control is None else self.control
+        return [] if given is None else [str(each) for each in given] if isinstance(given, list) else [str(given)]
 
 
 def generate(args: GenerateArgs) -> int:
@@ -66,14 +84,19 @@ def generate(args: GenerateArgs) -> int:
 
     from cascade_train.distributed.process_group import process_group  # heavy: torch and everything above it
     from cascade_train.engine.sampling import compose_grid
+    from cascade_train.guide import GuideFiles
     from cascade_train.trained import load_trained
 
-    jobs = [(prompt, number) for prompt in args.prompts for number in range(args.count)]
+    files = GuideFiles(paths=args.files(), is_map=args.image is None, strength=args.strength, side=cfg.model.image_size)
+    jobs = [(prompt, number) for prompt in range(len(args.prompts)) for number in range(args.count)]
     with process_group() as world:
         paint = load_trained(cfg, export, world, seed=args.seed)
         out = make_folder(args.out)
-        chunks = [jobs[start : start + args.batch_size] for start in range(0, len(jobs), args.batch_size)]
-        images = [image for chunk in chunks for image in paint(*zip(*chunk, strict=True))]
+        images = []
+        for start in range(0, len(jobs), args.batch_size):
+            prompts, numbers = zip(*jobs[start : start + args.batch_size], strict=True)
+            guide = files.guide(prompts, numbers) if files.paths else None
+            images += paint([args.prompts[prompt] for prompt in prompts], numbers, guide)
     for place, ((_, number), image) in enumerate(zip(jobs, images, strict=True)):
         image.save(out / f"{place // args.count:02d}_{number:02d}.png")
     columns = {f"image {number}": images[number :: args.count] for number in range(args.count)}

@@ -21,9 +21,13 @@ from cascade_train.engine.manifest import find_fault
 from cascade_train.engine.phase import restore_training_state
 from cascade_train.engine.sampling import to_images
 from cascade_train.errors import ConfigError, RunError
+from cascade_train.tasks.base import Guide
 
-Paint = Callable[[Sequence[str], Sequence[int]], list[Image.Image]]
-"""Maps captions and one image number each to pictures; a picture depends on its caption and number alone."""
+Paint = Callable[[Sequence[str], Sequence[int], Guide | None], list[Image.Image]]
+"""Maps captions, one image number each and, where images steer the samples, those to pictures.
+
+A picture depends on its caption, number and image alone.
+"""
 
 
 def load_trained(cfg: DictConfig, export: Path, world: World, *, seed: int) -> Paint:
@@ -40,17 +44,18 @@ def load_trained(cfg: DictConfig, export: Path, world: World, *, seed: int) -> P
     """
     if build_component(cfg, "task").trains_network:
         cfg.model.weights = str(export)
-    if "weights" in cfg.task:
-        cfg.task.weights = None  # what they became lies in the export
+    for key in {"weights", "backbone_weights"} & set(cfg.task):
+        cfg.task[key] = None  # what they became lies in the export
     parts = build_parts(cfg)
     build_model(cfg, parts, world, masters=False)
     parts.task.load_export(export)
     painter = build_painter(cfg, parts, world.device)
 
-    def paint(captions: Sequence[str], numbers: Sequence[int]) -> list[Image.Image]:
+    def paint(captions: Sequence[str], numbers: Sequence[int], guide: Guide | None) -> list[Image.Image]:
         generators = [torch.Generator().manual_seed(sample_seed(seed, 0, number, "generate")) for number in numbers]
         with evaluating([parts.stage.network]):
-            predictor = parts.task.predictor(captions, None)
+            task = parts.task
+            predictor = task.predictor(captions, None) if guide is None else task.guided_predictor(captions, guide)
             return to_images(painter.decode(painter.sample(predictor, generators)))
 
     return paint

@@ -1,0 +1,115 @@
+"""A control network from a command line: runs that train, continue, show and leave something, and painting under it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from torch import Tensor
+
+from cascade_train import generate as generate_verb
+from cascade_train.__main__ import launch
+from cascade_train.engine.sampling import CELL_PX, LABEL_PX
+from tests.integration.runs import SMALL, read_metrics, train
+
+CONTROL = ("task=controlnet", "task.bottleneck=small", "filter@task.filter=canny", "optimizer.lr=3e-3")
+LOOKING = (
+    *("sample.every_steps=4", "sample.count=2", "sample.steps=2"),
+    *("validate.every_steps=4", "validate.share=0.1", "validate.samples=8", "validate.logsnr=[0]"),
+)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A prior whose last layer is not zero any more, so that gradients reach the control."""
+    return train(tmp_path_factory.mktemp("base") / "run", "task=finetune", "optimizer.lr=3e-3", "train.max_steps=3")
+
+
+@pytest.fixture(scope="module")
+def run(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four steps with an average, a validation and a grid."""
+    folder = tmp_path_factory.mktemp("control") / "run"
+    return train(folder, *CONTROL, *LOOKING, f"model.weights={base}", "ema.decay=0.5")
+
+
+def stored(folder: Path) -> dict[str, Tensor]:
+    return load_file(folder / "export" / "controlnet" / "controlnet.safetensors")
+
+
+def paint(source: Path, out: Path, **given: object) -> np.ndarray:
+    """Return what the verb paints of one prompt."""
+    arguments = {"prompts": ["a red circle"], "steps": 2, **given}
+    assert generate_verb.generate(generate_verb.GenerateArgs(source=str(source), out=str(out), **arguments)) == 0
+    return np.asarray(Image.open(out / "00_00.png")).astype(int)
+
+
+def test_the_control_trains_and_is_left_behind(run: Path) -> None:
+    rows = read_metrics(run)
+    assert [row["step"] for row in rows if "grad_norm" in row] == [1, 2, 3, 4]
+    assert all(row["grad_norm"] > 0 for row in rows if "grad_norm" in row)
+    tensors = stored(run)
+    assert len([name for name in tensors if name.startswith("projections.")]) == 8
+    assert all(tensors[f"projections.{i}.2.weight"].any() for i in range(4))
+    kept = [path.name for path in (run / "export").iterdir() if path.is_dir()]
+    assert kept == ["controlnet"]
+
+
+def test_the_grid_shows_the_control_beside_the_rest(run: Path) -> None:
+    grid = Image.open(run / "samples" / "step_4" / "grid.png")
+    titles = ("original", "control", "one-step prediction", "sample", "ema_sample")
+    assert grid.width == LABEL_PX + CELL_PX * len(titles)
+    pixels = np.asarray(grid).astype(int)
+    cell = pixels[30 : 24 + CELL_PX - 8, LABEL_PX + CELL_PX + 4 : LABEL_PX + 2 * CELL_PX - 12]
+    assert np.abs(cell - cell[..., :1]).max() == 0, "edges are grey"
+    assert (cell.min(), cell.max() > 150) == (0, True)
+
+
+def test_a_continued_run_ends_like_one_that_never_stopped(base: Path, run: Path, tmp_path: Path) -> None:
+    given = (*CONTROL, *LOOKING, f"model.weights={base}", "ema.decay=0.5")
+    train(tmp_path / "run", *given, "train.max_steps=2")
+    train(tmp_path / "run", *given)
+    assert [row["loss"] for row in read_metrics(tmp_path / "run") if "loss" in row] == [
+        row["loss"] for row in read_metrics(run) if "loss" in row
+    ]
+    expected, found = stored(run), stored(tmp_path / "run")
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_pictures_and_maps_steer_what_is_painted(run: Path, tmp_path: Path) -> None:
+    picture, edges = Image.new("RGB", (120, 96), "white"), Image.new("L", (96, 96))
+    picture.paste("black", (40, 20, 90, 60))
+    edges.paste(255, (30, 20, 80, 24))
+    for name, image in {"picture": picture, "edges": edges, "grey": edges.convert("RGB")}.items():
+        image.save(tmp_path / f"{name}.png")
+    filtered = paint(run, tmp_path / "a", image=str(tmp_path / "picture.png"))
+    given = paint(run, tmp_path / "b", control=str(tmp_path / "edges.png"))
+    grey = paint(run, tmp_path / "c", control=str(tmp_path / "grey.png"))
+    none = paint(run, tmp_path / "d", control=str(tmp_path / "edges.png"), strength=0.0)
+    same = paint(run, tmp_path / "e", image=str(tmp_path / "picture.png"), strength=0.0)
+    assert np.abs(given - grey).max() == 0
+    assert np.abs(none - same).max() == 0
+    assert np.abs(filtered - given).max() > 0
+    assert np.abs(given - none).max() > 0
+
+
+def test_prompts_of_ones_own_follow_pictures_of_the_data(base: Path, tmp_path: Path) -> None:
+    own = ("sample.every_steps=1", "sample.steps=1", "sample.prompts=[a blue star,a ring,a cross]")
+    train(tmp_path / "run", *CONTROL, f"model.weights={base}", "train.max_steps=1", "data.samples=2", *own,
+          "train.global_batch_size=2")  # fmt: skip
+    assert len(list((tmp_path / "run" / "samples" / "step_1").glob("*_sample.png"))) == 3
+
+
+def test_painting_without_a_picture_says_what_to_give(run: Path, tmp_path: Path, capsys) -> None:
+    with pytest.raises(Exception, match="a control network paints under an image; give image="):
+        paint(run, tmp_path / "out")
+
+
+def test_wrong_blocks_end_the_start_and_leave_nothing(base: Path, tmp_path: Path, capsys) -> None:
+    arguments = [*SMALL, *CONTROL, f"model.weights={base}", f"run.dir={tmp_path / 'run'}", "task.blocks=[0,64]"]
+    assert launch(arguments) == 2
+    assert "this model executes 8 residual blocks, 0 to 7, and 64 is none of them" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,85 @@
+"""Pictures and maps of a user's become a guide: upright, square, and of one kind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from cascade_train.errors import ConfigError
+from cascade_train.generate import GenerateArgs
+from cascade_train.guide import GuideFiles
+
+
+def picture(folder: Path, name: str, mode: str = "RGB", size: tuple[int, int] = (40, 20)) -> str:
+    """Write a picture whose left half is dark and whose right half is bright."""
+    image = Image.new("RGB", size, (10, 20, 30))
+    image.paste((250, 240, 230), (size[0] // 2, 0, *size))
+    image.convert(mode).save(folder / name)
+    return str(folder / name)
+
+
+def files(*paths: str, is_map: bool = False, side: int = 16) -> GuideFiles:
+    return GuideFiles(paths=paths, is_map=is_map, strength=0.5, side=side)
+
+
+def test_pictures_are_given_to_their_prompts(tmp_path: Path) -> None:
+    pair = files(picture(tmp_path, "wide.png"), picture(tmp_path, "tall.png", size=(20, 40)))
+    made = pair.guide([0, 1, 0], [0, 0, 1])
+    assert made.image_BCHW.shape == (3, 3, 16, 16)
+    assert (made.image_BCHW.dtype, made.strength, made.numbers) == (torch.uint8, 0.5, (0, 0, 1))
+    assert torch.equal(made.image_BCHW[0], made.image_BCHW[2])
+    assert made.image_BCHW[0, :, 8, 0].tolist() == [10, 20, 30]
+    assert made.image_BCHW[0, :, 8, -1].tolist() == [250, 240, 230]
+    one = files(pair.paths[0]).guide([0, 1], [0, 0])
+    assert torch.equal(one.image_BCHW[0], one.image_BCHW[1])
+
+
+def test_a_picture_lying_on_its_side_is_turned(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.open(picture(tmp_path, "a.png")).save(tmp_path / "b.jpg", exif=exif, quality=100)
+    turned = files(str(tmp_path / "b.jpg"), side=20).guide([0], [0]).image_BCHW[0]
+    assert turned[0, 0, 10] < 40
+    assert turned[0, -1, 10] > 220
+
+
+@pytest.mark.parametrize(
+    ("mode", "name", "channels"), [("L", "a.png", 1), ("1", "a.png", 1), ("RGB", "a.png", 3), ("RGBA", "a.png", 4),
+                                   ("P", "a.png", 3), ("LA", "a.png", 1)]
+)  # fmt: skip
+def test_a_map_keeps_its_channels(mode: str, name: str, channels: int, tmp_path: Path) -> None:
+    path = picture(tmp_path, name, mode)
+    assert files(path, is_map=True).guide([0], [0]).image_BCHW.shape == (1, channels, 16, 16)
+    assert files(path).guide([0], [0]).image_BCHW.shape == (1, 3, 16, 16)
+
+
+def test_the_smallest_picture_is_enough(tmp_path: Path) -> None:
+    made = files(picture(tmp_path, "a.png", size=(1, 1))).guide([0], [0])
+    assert made.image_BCHW.shape == (1, 3, 16, 16)
+
+
+def test_what_is_no_picture_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("no picture")
+    for path in ("a.txt", "none.png"):
+        with pytest.raises(ConfigError, match=r"image=.*: no picture that can be read"):
+            files(str(tmp_path / path)).guide([0], [0])
+    mixed = files(picture(tmp_path, "a.png", "L"), picture(tmp_path, "b.png"), is_map=True)
+    with pytest.raises(ConfigError, match="maps of one kind are needed"):
+        mixed.guide([0, 1], [0, 0])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"image": "a.png", "control": "b.png"}, "image and control both say what the images follow"),
+        ({"image": "a.png", "strength": -1.0}, "strength=-1.0 must be 0 or more, and is for image"),
+        ({"strength": 0.5}, "strength=0.5 must be 0 or more, and is for image"),
+        ({"image": ["a.png", "b.png"]}, "2 images for 3 prompts; give one, or one for each"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(given: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        GenerateArgs(source="run", prompts=["a", "b", "c"], **given)
