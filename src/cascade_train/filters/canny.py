@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from cascade_train.filters.base import ControlMap, Encode, ImageFilter, resized, restored
-from cascade_train.filters.libraries import require
+from cascade_train.filters.libraries import opencv, require
 
 
 class CannyFilter(ImageFilter):
@@ -43,8 +43,7 @@ class CannyFilter(ImageFilter):
 
     def edges(self, image_CHW: Tensor) -> np.ndarray:
         """Return the edges (1, h, w) uint8, 0 or 255, of a picture (3, H, W) float in [0, 255]."""
-        import cv2
-
+        cv2 = opencv()
         if self.resize is not None:
             image_CHW = resized(image_CHW[None], (self.resize, self.resize))[0]
         pixels = np.ascontiguousarray(image_CHW.byte().numpy().transpose(1, 2, 0))

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from cascade_train.filters.libraries import opencv
+
 if TYPE_CHECKING:
     from onnxruntime import InferenceSession
 
@@ -72,8 +74,7 @@ def detect(detector: InferenceSession, image: np.ndarray, *, max_faces: int) -> 
 
 def letterboxed(image: np.ndarray) -> tuple[np.ndarray, float]:
     """Return a picture (H, W, 3) in the corner of the detector's square, and by how much it was scaled."""
-    import cv2
-
+    cv2 = opencv()
     height, width = image.shape[:2]
     longer = max(height, width)
     tall, wide = max(1, DETECTOR_SIDE * height // longer), max(1, DETECTOR_SIDE * width // longer)
@@ -120,8 +121,7 @@ def prominence(boxes: np.ndarray, size: tuple[int, int]) -> np.ndarray:
 
 def recognise(recogniser: InferenceSession, image: np.ndarray, landmarks: np.ndarray) -> np.ndarray:
     """Return who a face is, (512,) float32 of length 1, of a picture (H, W, 3) uint8 RGB and landmarks (5, 2)."""
-    import cv2
-
+    cv2 = opencv()
     face = cv2.warpAffine(image, similarity(landmarks, LANDMARKS), (FACE_SIDE, FACE_SIDE), borderValue=0)
     network_input = ((face.astype(np.float32) - 127.5) / 127.5).transpose(2, 0, 1)[None]
     [found] = recogniser.run(None, {recogniser.get_inputs()[0].name: network_input})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+from functools import cache
+from typing import Any
 
 from cascade_train.errors import ConfigError
 
@@ -21,3 +23,12 @@ def require(library: str) -> None:
             f"task.filter: this filter needs {PACKAGES[library]}, which is not installed; install it with the extra:"
             " pip install 'cascade-train[filters]'"
         )
+
+
+@cache
+def opencv() -> Any:
+    """Import OpenCV, and keep it on one thread: each data worker has one core, and OpenCV's threads survive no fork."""
+    import cv2
+
+    cv2.setNumThreads(0)
+    return cv2

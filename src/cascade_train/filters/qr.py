@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from cascade_train.filters.base import ControlMap, Encode, ImageFilter, between, pick, resized, restored
-from cascade_train.filters.libraries import require
+from cascade_train.filters.libraries import opencv, require
 from cascade_train.filters.morphology import check_kernels, disc
 
 LEVEL_SHARE = 0.33
@@ -69,8 +69,7 @@ class BrightnessFilter(ImageFilter):
 
 def blobs(value: np.ndarray, kernel: int, blur: int, sigma: float) -> np.ndarray:
     """Melt detail of a map (h, w) float32: a Gaussian blur, then a closing with a disc; a width of 0 leaves one out."""
-    import cv2
-
+    cv2 = opencv()
     if blur > 0:
         value = cv2.GaussianBlur(value, (blur, blur), sigma, borderType=cv2.BORDER_REFLECT_101)
     if kernel > 0:

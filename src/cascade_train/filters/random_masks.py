@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from cascade_train.filters.base import between
+from cascade_train.filters.libraries import opencv
 
 P_BOX = 0.5
 """Share of holes that are a box."""
@@ -37,8 +38,7 @@ def _box(height: int, width: int, generator: torch.Generator) -> np.ndarray:
 
 
 def _strokes(height: int, width: int, generator: torch.Generator) -> np.ndarray:
-    import cv2
-
+    cv2 = opencv()
     mask = np.zeros((height, width), dtype=np.uint8)
     size = math.sqrt(height * width)
     for _ in range(int(between(*STROKES, generator))):
