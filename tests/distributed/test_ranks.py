@@ -40,21 +40,22 @@ def test_a_checkpoint_of_two_ranks_continues_on_one(alone, tmp_path):
         assert one == pytest.approx(several, rel=1e-4)
 
 
-def test_lora_trains_on_two_ranks_from_a_tar_made_with_tar(tmp_path):
+def test_lora_trains_on_two_ranks_on_two_shapes_from_a_tar_made_with_tar(tmp_path):
     folder = tmp_path / "dataset"
     folder.mkdir()
     draw = random.Random(0)
     for index in range(24):
         colour = draw.choice(["red", "green", "blue"])
-        Image.new("RGB", (120, 100), colour).save(folder / f"{index:04d}.jpg")
+        Image.new("RGB", (120, 100 + 140 * (index % 2)), colour).save(folder / f"{index:04d}.jpg")
         (folder / f"{index:04d}.txt").write_text(f"a {colour} background")
     subprocess.run(["tar", "--sort=name", "-cf", "dataset.tar", "dataset/"], cwd=tmp_path, check=True)
     done = torchrun(
         2, "task=lora", "model=c_tiny", "data=webdataset", "data.urls=[dataset.tar]", "train.max_steps=20",
         "train.global_batch_size=8", "data.num_workers=1", "sample.every_steps=20", "sample.steps=2",
-        "sample.count=2", cwd=tmp_path,
+        "sample.count=2", "data.aspect_ratios=[1/1,1/2]", "validate.share=0.2", "validate.every_steps=10", cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    assert "Samples by height x width: 128x64 12, 96x96 11." in done.stderr
     run = tmp_path / "runs" / "lora-c_tiny"
     assert [row["step"] for row in read_metrics(run)] == list(range(1, 21))
     left = {path.name for path in run.iterdir()}

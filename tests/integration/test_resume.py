@@ -13,6 +13,7 @@ from cascade_train.__main__ import launch
 from cascade_train.engine.loop import Trainer
 from cascade_train.errors import RunError
 from tests.integration.runs import SMALL, exported_weights, read_metrics, train
+from tests.unit.data import tars
 
 KILLED_IN_STEP = 4
 SCRIPT = f"""
@@ -33,9 +34,25 @@ sys.exit(launch(sys.argv[1:]))
 LONG = ("task=finetune", "train.max_steps=8", "ema.decay=0.9", "objective=adaptive", "train.micro_batch_size=4")
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_killed_after_step_three_of_eight_and_continued_gives_the_same_run(tmp_path, workers):
+IN_SHAPES = ("data=webdataset", "data.aspect_ratios=[1/1,2/3,1/2]", "validate.share=0.2", "validate.every_steps=4")
+
+
+def pictures_in_shapes(folder):
+    """Write a tar of 60 pictures of five shapes."""
+    sizes = [(96, 96), (96, 100), (64, 128), (144, 96), (90, 200)]
+    members = [
+        member
+        for key in range(60)
+        for member in ((f"{key:02d}.png", tars.picture(*sizes[key % 5], tint=4 * key)), (f"{key:02d}.txt", b"a circle"))
+    ]
+    return f"data.urls={tars.write(folder / 'shapes.tar', members)}"
+
+
+@pytest.mark.parametrize(("workers", "in_shapes"), [(0, False), (2, True)])
+def test_killed_after_step_three_of_eight_and_continued_gives_the_same_run(tmp_path, workers, in_shapes):
     overrides = [*LONG, f"data.num_workers={workers}"]
+    if in_shapes:
+        overrides += [*IN_SHAPES, pictures_in_shapes(tmp_path)]
     whole = train(tmp_path / "whole", *overrides)
     killed = tmp_path / "killed"
     done = subprocess.run(
@@ -164,3 +181,25 @@ def test_epochs_end_a_run_and_more_of_them_continue_it(tmp_path):
     overrides = ["task=finetune", "data.samples=24", "train.max_steps=100"]
     assert len(read_metrics(train(tmp_path / "run", *overrides, "train.max_epochs=1"))) == 3
     assert len(read_metrics(train(tmp_path / "run", *overrides, "train.max_epochs=2"))) == 6
+
+
+def test_examples_to_see_end_a_run_and_more_of_them_continue_it(tmp_path):
+    overrides = ["task=finetune", "train.max_steps=100"]
+    assert len(read_metrics(train(tmp_path / "run", *overrides, "data.num_examples_to_see=17"))) == 3
+    assert len(read_metrics(train(tmp_path / "run", *overrides, "data.num_examples_to_see=32"))) == 4
+
+
+def test_other_batches_and_other_shapes_are_refused_or_continue_by_choice(tmp_path, capfd, caplog):
+    overrides = ["task=finetune", *IN_SHAPES[:2], pictures_in_shapes(tmp_path), "data.num_workers=0"]
+    run = train(tmp_path / "run", *overrides, "train.max_steps=2")
+    other = [*overrides, "data.aspect_ratios=[1/1,1/2]", "train.max_steps=4", "train.global_batch_size=4"]
+    assert launch([*SMALL, f"run.dir={run}", *other]) == 2
+    refused = capfd.readouterr().err
+    assert "data.aspect_ratios: ['1/1', '2/3', '1/2'] -> ['1/1', '1/2']" in refused
+    assert "train.global_batch_size: 8 -> 4" in refused
+    train(run, *other, "data.on_change=restart")
+    assert [row["samples_seen"] for row in read_metrics(run)] == [8, 16, 20, 24]
+    assert "epoch 1 begins." in caplog.text
+    smaller = [*overrides, "train.max_steps=6", "train.global_batch_size=2", "data.on_change=restart"]
+    train(run, *smaller, "data.aspect_ratios=[1/1,1/2]")
+    assert "Epoch 1 continues with global batches of 2." in caplog.text

@@ -156,12 +156,11 @@ class DataSet:
         Where a shape does not fill its last batch, samples of weight 0 do.
 
         Raises:
-            ConfigError: fewer held-out samples than ranks.
+            ConfigError: no samples are held out.
         """
         part = self.held_out
-        if part is None or len(part.rows) < ranks:
-            held_out = 0 if part is None else len(part.rows)
-            raise ConfigError(f"validate: {held_out} held-out samples for {ranks} ranks; raise validate.share.")
+        if part is None:
+            raise ConfigError("validate: no samples are held out; set validate.share, e.g. 0.01, or validate.urls")
         part = part.first(samples, seed=seed)
         micro_batch_size = max(1, min(micro_batch_size, len(part.rows) // len(part.shapes) // ranks))
         loader = part.load(

@@ -208,16 +208,16 @@ def _is_finished(directory: Path, checkpoint: Path, saved: dict[str, Any], confi
     The limits of then are the saved ones, less what was changed by earlier attempts to continue from it.
     """
     manifest = read_manifest(checkpoint)
-    then = dict(saved.get("train", {}))
+    then = {node: dict(saved.get(node, {})) for node in ("train", "data")}
     for line in reversed(_read_history(directory)):
         if line["step"] != manifest.step:
             break
         for key, (old, _) in line["changes"].items():
             node, _, name = key.rpartition(".")
-            if node == "train":
-                then[name] = old
+            if node in then:
+                then[node][name] = old
     ended = bool(manifest.facts.get("finished")) and _exported_step(directory) == manifest.step
-    return ended and not is_limit_raised({"train": then}, config)
+    return ended and not is_limit_raised(then, config)
 
 
 def _exported_step(directory: Path) -> int | None:

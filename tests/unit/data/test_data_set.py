@@ -50,7 +50,7 @@ def test_held_out_samples_may_come_from_a_source_of_their_own() -> None:
 def test_nothing_held_out_shows_training_samples_and_refuses_to_measure() -> None:
     data = open_data_set(shapes(), share=None, held_out=None)
     assert len(data.shown_batch(3, seed=0)) == 3
-    with pytest.raises(ConfigError, match="0 held-out samples for 1 ranks; raise validate.share"):
+    with pytest.raises(ConfigError, match="validate: no samples are held out; set validate.share"):
         data.held_out_feed(seed=0, samples=10, **ONE_RANK)
     data.close()
 
@@ -90,6 +90,14 @@ def test_held_out_samples_of_every_shape_are_measured_once(tmp_path: Path) -> No
                 counted.update(row for row, weight in rows if weight)
         assert counted == Counter(range(60))
     assert len(data.shown_batch(100, seed=0)) == 36
+    data.close()
+
+
+def test_one_held_out_sample_is_enough_for_any_number_of_ranks() -> None:
+    data = open_data_set(shapes(), share=None, held_out=shapes(seed=9, samples=1))
+    feeds = [data.held_out_feed(seed=0, samples=8, micro_batch_size=4, rank=rank, ranks=3) for rank in range(3)]
+    micros = [micro for feed in feeds for step in feed.from_start() for micro in step]
+    assert [micro.weight_B.tolist() for micro in micros] == [[1.0], [0.0], [0.0]]
     data.close()
 
 
