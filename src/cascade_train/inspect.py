@@ -1,0 +1,151 @@
+"""Look at data before training on it: `python -m cascade_train.inspect data.urls=… out=inspect.html`.
+
+Thin: takes its own arguments off the command line, composes the rest as training does, opens the data, and writes a
+page. No model is built, no weights are read.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig
+
+from cascade_train.config.explain import exit_code
+from cascade_train.config.launch import compose_and_run
+from cascade_train.config.verb import help_text, parse_verb
+from cascade_train.errors import ConfigError, RunError
+
+DEFAULTS = {"model": "c_3b", "task": "finetune"}
+"""What is composed where nothing is chosen; only sizes and the tokenizer follow from it."""
+
+
+@dataclass(kw_only=True)
+class InspectArgs:
+    """Arguments of `python -m cascade_train.inspect`, beside those of the run that will train on the data."""
+
+    out: str = "inspect.html"
+    """Page to write."""
+    read: int | None = 2000
+    """Pictures to read and decode, evenly spread over the data; null = all."""
+    pictures: int = 16
+    """Pictures of a batch to show."""
+
+    def __post_init__(self) -> None:
+        for key in ("read", "pictures"):
+            if getattr(self, key) is not None and getattr(self, key) < 1:
+                raise ConfigError(f"{key}={getattr(self, key)} must be 1 or more.")
+
+
+def inspect(args: InspectArgs, cfg: DictConfig) -> int:
+    """Look at the data, write the page, and say what was found; return 0.
+
+    Raises:
+        ConfigError: the data is missing, not of its source's form, or only to be streamed.
+        RunError: the data or the page cannot be read or written.
+    """
+    from cascade_train.build import build_component  # heavy: torch and everything above it
+    from cascade_train.data.data_set import open_data_set
+    from cascade_train.data.survey import survey
+    from cascade_train.inspect_page import Report
+    from cascade_train.models.token_count import token_counter
+
+    allow_unreadable(cfg.data)
+    with library_log() as log:
+        data = open_data_set(build_component(cfg, "data"), share=None, held_out=None)
+        if not data.training.index.rows_are_samples:
+            raise ConfigError("These tars can only be streamed, so there is no index to look at: copy them first.")
+        found = survey(data.training, read=args.read, seed=cfg.run.seed)
+        try:
+            batch = data.shown_batch(args.pictures, seed=cfg.run.seed)
+        except RunError as error:  # a page about data too damaged for a batch is worth having
+            batch = None
+            log.append(f"No batch could be made: {error}")
+    encoder = cfg.model.get("text_encoder") or {}
+    count = token_counter(encoder.get("tokenizer"), encoder.get("tokenizer_subfolder"))
+    report = Report(
+        title=f"Data of {cfg.data._target_.rpartition('.')[2]}, for pictures of {cfg.data.image_size} pixels",
+        survey=found,
+        tokens=tuple(count(list(found.captions.values()))),
+        max_tokens=encoder.get("max_tokens", 77),
+        counted_by=count.name,
+        log=tuple(log),
+        batch=batch,
+    )
+    write_page(Path(args.out), report.page())
+    sys.stdout.write("\n".join([*report.lines(), f"{args.out} shows it all.", ""]))
+    return 0
+
+
+def allow_unreadable(node: Any) -> None:
+    """Let every source below a node open data of which any share is unreadable: that is what is looked for."""
+    children = list(node.values()) if isinstance(node, DictConfig) else list(node)
+    if isinstance(node, DictConfig) and "max_unreadable_share" in node:
+        node.max_unreadable_share = 1.0
+    for child in children:
+        if isinstance(child, DictConfig | ListConfig):
+            allow_unreadable(child)
+
+
+@contextmanager
+def library_log() -> Iterator[list[str]]:
+    """Collect what the library logs: what a source leaves out, and what its filters keep."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("cascade_train.data")
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+
+
+def write_page(path: Path, page: str) -> None:
+    """Write a page.
+
+    Raises:
+        RunError: it cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise RunError(f"out={path} cannot be written: {error.strerror}.") from error
+
+
+def launch(argv: Sequence[str]) -> int:
+    """Inspect what `argv` describes and return the exit code: 0 done, 1 stopped by the world, 2 refused."""
+    names = {field.name for field in fields(InspectArgs)}
+    own = [argument for argument in argv if argument.partition("=")[0] in names]
+    rest = [argument for argument in argv if argument not in own]
+    if {"-h", "--help"} & set(argv):
+        sys.stdout.write(
+            f"{help_text(InspectArgs)}\nAll other arguments are the run's: python -m cascade_train --help\n"
+        )
+        return 0
+    parsed: list[InspectArgs] = []
+    code = exit_code(lambda: parsed.append(parse_verb(InspectArgs, own)))
+    return code or compose_and_run(with_defaults(rest), partial(inspect, parsed[0]))
+
+
+def with_defaults(argv: Sequence[str]) -> list[str]:
+    """Return `argv` with a model and a task where none is chosen, by itself or by an experiment."""
+    given = {argument.partition("=")[0].lstrip("+") for argument in argv}
+    chosen = {} if "experiment" in given else DEFAULTS
+    return [*(f"{group}={option}" for group, option in chosen.items() if group not in given), *argv]
+
+
+def main() -> None:
+    """Inspect, and exit."""
+    sys.exit(launch(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""The doctor: what it finds in a folder that is not well, on a page and in text."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from cascade_train import inspect as verb
+from cascade_train.data.data_set import open_data_set
+from cascade_train.data.survey import survey
+from cascade_train.inspect_page import _histogram
+from cascade_train.models.token_count import token_counter
+from tests.unit.data import tars
+from tests.unit.data.test_folder import folder, write
+
+SMALL = ("model=c_tiny", "data.num_workers=0")
+
+
+def sick_folder(root: Path) -> Path:
+    """Write a folder with one of each fault among pictures that are well."""
+    for number in range(6):
+        write(root / f"good_{number}.png", tars.picture(64, 48, tint=40 * number))
+        write(root / f"good_{number}.txt", f"picture {number}")
+    write(root / "sub/copy.png", (root / "good_3.png").read_bytes())
+    write(root / "sub/copy.txt", "<b>a copy</b> & more")
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.new("RGB", (60, 20)).save(root / "turned.jpg", exif=exif)
+    write(root / "turned.txt", "a picture that is turned")
+    write(root / "cut.png", tars.picture(tint=7)[:90])
+    write(root / "cut.txt", "a picture that ends early")
+    write(root / "header.png", b"no picture at all")
+    write(root / "header.txt", "no header")
+    write(root / "long.png", tars.picture(tint=99))
+    write(root / "long.txt", "star " * 90)
+    write(root / "empty.png", tars.picture(tint=120))
+    write(root / "empty.txt", " \n")
+    write(root / "lonely.png", tars.picture(tint=130))
+    return root
+
+
+class Page(HTMLParser):
+    """The text, the sources of pictures, and the tags left open of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.text, self.sources, self.open = "", [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in ("meta", "img", "br"):
+            self.open.append(tag)
+        self.sources += [value for name, value in attrs if name in ("src", "href")]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Page, Path]:
+    base = tmp_path_factory.mktemp("inspect")
+    root, out = sick_folder(base / "sick"), base / "new/page.html"
+    arguments = ["data=folder", f"data.path={root}", "data.caption_from=file", "data.aspect_ratios=[1/1,1/2]"]
+    assert verb.launch([*SMALL, *arguments, f"out={out}", "pictures=4"]) == 0
+    return Page(out.read_text()), root
+
+
+def test_every_fault_is_found(seen: tuple[Page, Path]) -> None:
+    text = seen[0].text
+    for finding in (
+        "2 cannot be read",
+        "1 have no readable header",
+        "1 contents come more than once",
+        "1 captions are empty",
+        "1 captions have more than 24 tokens, by the packaged tokenizer",
+        "1 pictures are turned by their EXIF tag",
+        "left out 1 pictures without a caption: lonely.png",
+        "12 samples in an epoch, 12 different pictures",
+    ):
+        assert finding in text, finding
+    assert "sick:good_3.png = sick:sub/copy.png" in text
+    assert re.search(r"sick:long.png \(9\d\)", text)
+    assert "sick:turned.jpg" in text
+
+
+def test_the_page_stands_alone_and_shows_a_batch(seen: tuple[Page, Path]) -> None:
+    page, _ = seen
+    assert page.open == []
+    assert len(page.sources) == 4
+    assert all(source.startswith("data:image/jpeg;base64,") for source in page.sources)
+    assert "<b>a copy</b> & more" in page.text
+
+
+def test_histograms_count_sizes_shapes_and_tokens(seen: tuple[Page, Path]) -> None:
+    text = seen[0].text
+    assert "up to 25611" in text  # the label and the count of the shorter sides: 12 pictures, one without a header
+    assert _histogram(np.array([1, 5, 5.5, 10, 11]), [5, 10]) == [("up to 5", 2), ("5 to 10", 2), ("above 10", 1)]
+
+
+def test_findings_are_told_as_text_and_nothing_else_is_where_all_is_well(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tars.write(tmp_path / "a.tar", tars.samples(range(5)))
+    assert verb.launch([*SMALL, f"data.urls={path}", f"out={tmp_path / 'page.html'}", "read=3"]) == 0
+    text = capsys.readouterr().out
+    assert "Data of WebDataset, for pictures of" in text
+    assert "5 samples in an epoch, 5 different pictures\n3 of them read and decoded\n1 training sizes;" in text
+    assert "nothing found that is worth a look" in text
+    bad = tars.write(tmp_path / "b.tar", tars.samples(range(40, 60), damaged=range(45, 60)))
+    assert verb.launch([*SMALL, f"data.urls={bad}", f"out={tmp_path / 'page.html'}", "read=null"]) == 0
+    assert "! 15 cannot be read: b.tar:0045 (" in capsys.readouterr().out
+
+
+def test_data_too_damaged_for_a_batch_still_has_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "root/a red thing.png", b"no picture")
+    arguments = ["data=folder", f"data.path={tmp_path / 'root'}", f"out={tmp_path / 'page.html'}"]
+    assert verb.launch([*SMALL, *arguments]) == 0
+    text = capsys.readouterr().out
+    assert "No batch could be made: " in text
+    assert "! 1 cannot be read: root:a red thing.png (not a picture" in text
+    assert (tmp_path / "page.html").stat().st_size > 1000
+
+
+def test_a_survey_says_how_pictures_fit_their_sizes(tmp_path: Path) -> None:
+    for number in range(3):
+        write(tmp_path / f"root/wide {number}.png", tars.picture(64, 32, tint=number))
+    write(tmp_path / "root/small.png", tars.picture(8, 8))
+    write(tmp_path / "root/multiply.txt", "2")
+    found = survey(open_data_set(folder(tmp_path / "root"), share=None, held_out=None).training, read=None, seed=0)
+    (bucket,) = found.buckets
+    assert (bucket.height, bucket.width, bucket.samples, bucket.enlarged) == (16, 16, 8, 2)
+    assert (found.samples, found.pictures, found.read) == (8, 4, 4)
+    assert found.cropped == pytest.approx(0.5 * 3 / 4)
+    assert found.captions["root:small.png"] == "small"
+
+
+def test_tokens_are_counted_by_the_model_where_it_is_here(tmp_path: Path) -> None:
+    packaged = token_counter(None, None)
+    assert packaged.name == "the packaged tokenizer"
+    assert packaged(["a red star", ""]) == [5, 2]
+    assert packaged([]) == []
+    packaged.tokenizer.save_pretrained(tmp_path / "model/tokenizer")
+    here = token_counter(str(tmp_path / "model"), "tokenizer")
+    assert here.name == f"the tokenizer of {tmp_path / 'model'}"
+    assert here(["a red star"]) == [5]
+    for absent in ("nobody/nothing-of-this-name", str(tmp_path)):
+        counter = token_counter(absent, "tokenizer")
+        assert f"the packaged tokenizer, since that of {absent} is not on this machine" in counter.name
+        assert counter(["a red star"]) == [5]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message", "code"),
+    [
+        (["read=0"], "read=0 must be 1 or more", 2),
+        (["pictures=0"], "pictures=0 must be 1 or more", 2),
+        (["data=folder", "data.path=absent"], "data.path=absent is not a folder", 2),
+        (["out=/proc/no/page.html", "data.samples=4"], "out=/proc/no/page.html cannot be written", 1),
+    ],
+)
+def test_what_cannot_be_done_is_refused(
+    arguments: list[str], message: str, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert verb.launch(["model=c_tiny", *arguments]) == code
+    assert message in capsys.readouterr().err
+
+
+def test_defaults_stand_back_for_choices() -> None:
+    assert verb.with_defaults(["data.urls=a"]) == ["model=c_3b", "task=finetune", "data.urls=a"]
+    assert verb.with_defaults(["model=c_tiny"]) == ["task=finetune", "model=c_tiny"]
+    assert verb.with_defaults(["experiment=tiny_lora"]) == ["experiment=tiny_lora"]
+
+
+def test_help_lists_its_own_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    assert verb.launch(["--help"]) == 0
+    assert "Pictures to read and decode" in capsys.readouterr().out
