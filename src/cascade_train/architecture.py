@@ -18,10 +18,12 @@ from cascade_train.config.groups import conf_dir, did_you_mean, group_options
 from cascade_train.config.saved import CONFIG_NAME, load_saved_config
 from cascade_train.errors import ConfigError
 from cascade_train.models.cascade_unet_config import CascadeUNetConfig
+from cascade_train.models.export import network_config
 from cascade_train.models.export_formats import stored_size
 from cascade_train.models.lora_files import adapter_size, holds_lora
+from cascade_train.models.weights_source import NETWORK_PARTS
 
-PARTS = ("lora", "prior", "export")
+PARTS = ("lora", *NETWORK_PARTS, "export")
 """Names of a run's folders between its configuration and its files."""
 
 
@@ -63,6 +65,12 @@ def _run_of(path: Path) -> Path | None:
 
 def _architecture(config: CascadeUNetConfig) -> nn.Module:
     return config.build()
+
+
+def part_name(network: nn.Module) -> str:
+    """Return what the folder of a network is called in pipelines and exports: "prior" (Stage C) or "decoder"."""
+    prior, decoder = NETWORK_PARTS
+    return decoder if network_config(network)["clip_text_in_channels"] is None else prior
 
 
 def show_log() -> None:

@@ -16,7 +16,7 @@ from cascade_train.config.saved import CONFIG_NAME, load_saved_config
 from cascade_train.config.verb import parse_verb
 from cascade_train.errors import ConfigError
 
-NETWORK = {"diffusers": "prior", "original": "prior.original.safetensors"}
+NETWORK = {"diffusers": "{part}", "original": "{part}.original.safetensors"}
 LORA = {
     "peft": "lora",
     "single": "lora.safetensors",
@@ -24,7 +24,7 @@ LORA = {
     "kohya": "lora.kohya.safetensors",
     "original": "lora.original.safetensors",
 }
-"""Format -> what it is called in `out`."""
+"""Format -> what it is called in `out`; a network's part is prior (Stage C) or decoder (Stage B)."""
 
 
 @dataclass(kw_only=True)
@@ -92,7 +92,7 @@ def _export_checkpoint(args: ExportArgs, run: Path, out: Path) -> None:
 
 
 def _convert(args: ExportArgs, source: str, out: Path) -> None:
-    from cascade_train.architecture import stored_network  # heavy: torch and diffusers
+    from cascade_train.architecture import part_name, stored_network  # heavy: torch and diffusers
     from cascade_train.models.export import network_config
     from cascade_train.models.export_formats import DTYPES, export_lora, load_state, save_network
     from cascade_train.models.lora_files import holds_lora, module_shapes, read_lora
@@ -111,7 +111,8 @@ def _convert(args: ExportArgs, source: str, out: Path) -> None:
         config = network_config(network)
         state = load_state(network, source, dtype=DTYPES.get(args.dtype or ""), key="from")
         wanted = [name for name in args.formats() if not _is_there(name, source, out, args.dtype)]
-        written = [save_network(state, config, out / names[n], format=n) for n in wanted]
+        part = part_name(network)
+        written = [save_network(state, config, out / names[n].format(part=part), format=n) for n in wanted]
     for each in written:
         sys.stdout.write(f"{each.path}: read back with a relative error of {each.max_error:.1e}\n")
 

@@ -24,7 +24,7 @@ def load_network(
     dtype: torch.dtype,
     device: torch.device,
     key: str = "model.weights",
-    part: str = "prior",
+    part: str = "network",
 ) -> None:
     """Load a denoising network of Stage B or C in place, tensor by tensor.
 
@@ -34,7 +34,7 @@ def load_network(
         dtype: of the loaded floating-point tensors.
         device: of the loaded tensors.
         key: the config key that named the source.
-        part: the folder of a pipeline or an export that holds such a network.
+        part: the folder of a pipeline or an export that holds such a network, see `weights_source`.
 
     Raises:
         ConfigError: no such weights, or weights of another model, saying which.
@@ -54,7 +54,7 @@ def read_network(network: nn.Module, source: str, *, key: str, part: str = "prio
         network: as for `load_network`; stays as it is, and may be sharded.
         source: see `weights_source.find_weight_files`; keys of diffusers or of the original.
         key: the config key that named the source.
-        part: the folder of a pipeline or an export that holds such a network.
+        part: the folder of a pipeline or an export that holds such a network, see `weights_source`.
 
     Raises:
         ConfigError: no such weights, or weights of another model, saying which.

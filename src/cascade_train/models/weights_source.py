@@ -13,6 +13,9 @@ from pathlib import Path
 from cascade_train.errors import ConfigError
 
 SINGLE_FILE_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
+NETWORK_PARTS = ("prior", "decoder")
+"""Folders of pipelines and exports that hold a denoising network: Stage C's and Stage B's."""
+
 STEMS = ("diffusion_pytorch_model", "model", "pytorch_model")
 """Stems of weight files in folders of diffusers and transformers."""
 
@@ -28,14 +31,15 @@ _ENDINGS = (
 _PREFERRED = tuple(stem + ending for ending in _ENDINGS for stem in STEMS)
 
 
-def find_weight_files(source: str, *, key: str = "model.weights", part: str | None = "prior") -> list[Path]:
+def find_weight_files(source: str, *, key: str = "model.weights", part: str | None = "network") -> list[Path]:
     """Return the files that hold the weights named by `source`, downloading from the hub if needed.
 
     Args:
         source: a single file; a folder of diffusers or transformers (one file or shards with an index); a pipeline's
             folder; a run of ours (its `export/`); or a hub id, `owner/name[:subfolder]` or `owner/name:file`.
         key: the config key that named the source, for messages.
-        part: the folder of a pipeline or an export that is meant; None = the source itself.
+        part: the folder of a pipeline or an export that is meant; "network" = whichever of `NETWORK_PARTS` is there,
+            the first on the hub; None = the source itself.
 
     Raises:
         ConfigError: nothing there, no weights in it, or a hub id that cannot be had.
@@ -43,13 +47,19 @@ def find_weight_files(source: str, *, key: str = "model.weights", part: str | No
     path = Path(source).expanduser()
     if path.is_file():
         return _one_file(path, key)
+    if part == "network":
+        part = next((name for name in NETWORK_PARTS if _holds(path, name)), NETWORK_PARTS[0])
     if path.is_dir():
         return _folder_files(path if part is None else find_part(path, part, key), key)
     return _hub_files(source, key, part)
 
 
+def _holds(folder: Path, part: str) -> bool:
+    return (folder / "export" / part).is_dir() or (folder / part).is_dir()
+
+
 def find_part(folder: Path, part: str, key: str) -> Path:
-    """Return the folder of `part` ("prior", "lora") inside a run, an export or a pipeline; else `folder` itself.
+    """Return the folder of `part` ("prior", "decoder", "lora") inside a run, an export or a pipeline; else `folder` itself.
 
     Raises:
         ConfigError: a run that left no such part, or one of its checkpoints.
@@ -73,7 +83,9 @@ def _left_instead(folder: Path, part: str) -> str:
     left = sorted(child.name for child in export.iterdir() if child.is_dir()) if export.is_dir() else []
     if not left:
         return f"; let it finish, or export its newest checkpoint: python -m cascade_train.export from={folder}"
-    adapter = "; an adapter is no whole network, give the weights that it was trained on" if part == "prior" else ""
+    adapter = (
+        "; an adapter is no whole network, give the weights that it was trained on" if part in NETWORK_PARTS else ""
+    )
     return f", only {', '.join(left)}{adapter}"
 
 

@@ -1,0 +1,74 @@
+"""Stage B through the real entry point: trains, paints, resumes, and its weights and adapters come out and go in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from cascade_train.errors import ConfigError
+from cascade_train.export import ExportArgs, export
+from cascade_train.generate import GenerateArgs, generate
+from cascade_train.merge import MergeArgs, merge
+from tests.integration.runs import read_metrics, train
+
+STAGE_B = ("model=b_tiny", "task=reconstruction", "train.global_batch_size=4")
+WEIGHTS = Path("export", "decoder", "decoder", "diffusion_pytorch_model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four steps with grids, checkpoints and an average."""
+    more = ("train.max_steps=4", "checkpoint.every_steps=2", "sample.every_steps=4", "sample.steps=2", "ema.decay=0.9")
+    return train(tmp_path_factory.mktemp("b") / "run", *STAGE_B, *more, "objective=adaptive")
+
+
+def test_the_grid_shows_originals_and_reconstructions(run: Path) -> None:
+    pictures = sorted(path.name for path in (run / "samples" / "step_4").iterdir())
+    assert "grid.png" in pictures
+    with Image.open(run / "samples" / "step_4" / "00_sample.png") as picture:
+        assert picture.size == (96, 96)
+    assert {"loss", "loss_raw", "grad_norm"} <= read_metrics(run)[-1].keys()
+
+
+def test_resume_continues_with_the_same_losses_and_weights(run: Path, tmp_path: Path) -> None:
+    short = ("objective=adaptive", "ema.decay=0.9", "checkpoint.every_steps=2")
+    train(tmp_path / "run", *STAGE_B, *short, "train.max_steps=2")
+    train(tmp_path / "run", *STAGE_B, *short, "train.max_steps=4")
+    whole, resumed = ([line["loss"] for line in read_metrics(folder)] for folder in (run, tmp_path / "run"))
+    assert resumed == whole
+    first, second = (load_file(folder / WEIGHTS) for folder in (run, tmp_path / "run"))
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+def test_weights_come_out_in_the_originals_layout_and_train_on(run: Path, tmp_path: Path) -> None:
+    assert export(ExportArgs(source=str(run / "export"), format="original", out=str(tmp_path))) == 0
+    file = tmp_path / "decoder.original.safetensors"
+    stored = load_file(file)
+    assert "clip_mapper.weight" in stored
+    assert any(name.endswith("attention.attn.in_proj_weight") for name in stored)
+    for source in (run, file):
+        folder = tmp_path / f"from {source.name}"
+        train(folder, *STAGE_B, f"model.weights={source}", "train.max_steps=1", "optimizer.lr=1e-9")
+        first, second = (load_file(each / WEIGHTS) for each in (run, folder))
+        assert all(torch.allclose(value, second[name], rtol=0, atol=1e-7) for name, value in first.items())
+
+
+def test_an_adapter_trains_on_it_and_merges_into_it(run: Path, tmp_path: Path) -> None:
+    changed = ("task=lora", f"model.weights={run}", "train.max_steps=2", "optimizer.lr=0.1")
+    train(tmp_path / "lora", *STAGE_B, *changed)
+    adapter = load_file(tmp_path / "lora" / "export" / "lora" / "lora.safetensors")
+    assert any(value.any() for name, value in adapter.items() if ".lora_B." in name)
+    assert merge(MergeArgs(source=str(run), lora=str(tmp_path / "lora"), out=str(tmp_path / "merged"))) == 0
+    before, after = load_file(run / WEIGHTS), load_file(tmp_path / "merged" / "diffusion_pytorch_model.safetensors")
+    different = {name for name, value in after.items() if not torch.equal(value, before[name])}
+    assert different
+    assert all(".attention.to_" in name for name in different)
+
+
+def test_prompts_alone_are_refused(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="stage_b reconstructs images and cannot paint from prompts alone"):
+        generate(GenerateArgs(source=str(run), prompts=["a circle"], out=str(tmp_path)))
