@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +22,9 @@ SampleTransform = Callable[[np.ndarray, torch.Generator], Mapping[str, np.ndarra
 Runs in the data workers with a CPU generator of the sample's own: it must be picklable and stay off the accelerator.
 Of pictures of one size it returns arrays of one shape and dtype.
 """
+
+
+_SMALL_BYTES = 32 * 1024
 
 
 def sample_seed(seed: int, epoch: int, index: int, purpose: str) -> int:
@@ -93,6 +96,14 @@ class Batch:
         """Return the batch with its image and further tensors in pinned memory (called by torch's DataLoader)."""
         return self._moved(Tensor.pin_memory)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Let small tensors cross from a worker by value: sharing memory costs more than a millisecond for each."""
+        return {name: _by_value(value) for name, value in vars(self).items()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take what `__getstate__` gave."""
+        vars(self).update({name: _as_tensors(value) for name, value in state.items()})
+
     def _moved(self, move: Callable[[Tensor], Tensor]) -> Batch:
         tensors = {name: move(tensor) for name, tensor in self.tensors.items()}
         image_BCHW = None if self.image_BCHW is None else move(self.image_BCHW)
@@ -112,3 +123,18 @@ class Batch:
     def normal(self, purpose: str, shape: Sequence[int]) -> Tensor:
         """Draw (B, *shape) fp32 on the host, standard normal, one draw per sample."""
         return torch.stack([torch.randn(*shape, generator=g) for g in self.generators(purpose)])
+
+
+def _by_value(value: Any) -> Any:
+    """Return small tensors, alone or in a mapping, as arrays."""
+    if isinstance(value, Mapping):
+        return {name: _by_value(each) for name, each in value.items()}
+    if not isinstance(value, Tensor) or value.is_cuda or value.dtype == torch.bfloat16 or value.nbytes > _SMALL_BYTES:
+        return value
+    return value.numpy()
+
+
+def _as_tensors(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _as_tensors(each) for name, each in value.items()}
+    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value

@@ -5,6 +5,7 @@ A worker holds no state: the same references give the same batch in any process.
 
 from __future__ import annotations
 
+import math
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 
 from cascade_train.batch import Batch, SampleTransform, Unreadable, sample_seed
 from cascade_train.data.framing import Framed, Framing
@@ -147,11 +148,23 @@ def _stacked(samples: list[_Sample]) -> dict[str, Any]:
         tensors["mask"] = _tensor([everywhere if each.mask is None else each.mask for each in framed])
     boxes = [(each.box.top, each.box.left, each.box.height, each.box.width) for each in framed]
     return {
-        "image_BCHW": _tensor([each.image for each in framed]),
+        "image_BCHW": _shared([each.image for each in framed]),
         "tensors": tensors,
         "original_size_B2": torch.tensor([each.size for each in framed], dtype=torch.int64),
         "crop_B4": torch.tensor(boxes, dtype=torch.int64),
     }
+
+
+def _shared(images: list[np.ndarray]) -> torch.Tensor:
+    """Stack pictures; in a worker into memory that the main process shares, which saves a copy of each."""
+    shape = (len(images), *images[0].shape)
+    batch = torch.empty(0, dtype=torch.uint8)
+    if get_worker_info() is not None:  # as torch's own collating does
+        batch.set_(torch.UntypedStorage._new_shared(math.prod(shape)))
+    batch.resize_(shape)
+    for row, image in zip(batch.numpy(), images, strict=True):
+        row[:] = image
+    return batch
 
 
 def _tensor(arrays: list[np.ndarray]) -> torch.Tensor:
