@@ -21,7 +21,7 @@ SMALL = (
     "sample.every_steps=null",
     "checkpoint.every_steps=2",
 )
-TIMING = ("images_per_second",)
+TIMING = ("images_per_second", "data_wait_share")
 """Metrics that are read off a clock and differ between equal runs."""
 
 

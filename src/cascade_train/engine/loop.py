@@ -162,7 +162,8 @@ class Trainer:
 
     def _next(self, feed: Iterator[list[Batch]]) -> list[Batch]:
         try:
-            return next(feed)
+            with self.metrics.waiting():
+                return next(feed)
         except StopIteration:
             message = f"The data ended at step {self.step} of {self.max_steps}: a feed must repeat its epochs."
             raise RunError(message) from None

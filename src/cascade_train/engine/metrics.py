@@ -36,8 +36,9 @@ class _Record:
 class MetricsLog:
     """Collects the measurements of a run and appends them to a file on rank 0.
 
-    `images_per_second` is the same for all steps of one flush: images over seconds since the flush before. The
-    clock starts with `start`, else at the first record, so that set-up is never counted.
+    `images_per_second` is the same for all steps of one flush: images over seconds since the flush before. So is
+    `data_wait_share`, the share of those seconds that this rank waited for its batches, where `waiting` measures them.
+    The clock starts with `start`, else at the first record, so that set-up is never counted.
     """
 
     def __init__(self, path: Path, *, is_main: bool) -> None:
@@ -52,6 +53,7 @@ class MetricsLog:
         self._pending: list[_Record] = []
         self._seconds: float | None = None
         self._samples: int | None = None
+        self._waited: float | None = None
 
     def start(self, samples_seen: int) -> None:
         """Start the clock, right before a step.
@@ -61,6 +63,16 @@ class MetricsLog:
         """
         self._seconds = time.perf_counter()
         self._samples = samples_seen
+        self._waited = None if self._waited is None else 0.0
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the time spent inside as waiting for data. Does not sync with the device."""
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._waited = (self._waited or 0.0) + time.perf_counter() - begun
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -105,11 +117,8 @@ class MetricsLog:
         if not self._pending:
             return []
         values = _to_host([record.values for record in self._pending])
-        speed = self._images_per_second(self._pending[-1].samples_seen)
-        rows = [
-            _row(record, {**numbers, "images_per_second": speed})
-            for record, numbers in zip(self._pending, values, strict=True)
-        ]
+        speeds = self._speeds(self._pending[-1].samples_seen)
+        rows = [_row(record, {**numbers, **speeds}) for record, numbers in zip(self._pending, values, strict=True)]
         self._pending.clear()
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -118,13 +127,17 @@ class MetricsLog:
             raise RunError(f"{self._path} could not be written: {error}") from error
         return rows
 
-    def _images_per_second(self, samples_seen: int) -> float:
-        """Return the speed since the last flush and start the next interval; NaN when no whole step was timed."""
+    def _speeds(self, samples_seen: int) -> dict[str, float]:
+        """Return what the clock says since the last flush and start the next interval; NaN when no step was timed."""
         if self._seconds is None or self._samples is None:
             raise AssertionError("the clock starts with the first record")
         images, seconds = samples_seen - self._samples, time.perf_counter() - self._seconds
+        waited, timed = self._waited, images > 0 and seconds > 0
         self.start(samples_seen)
-        return images / seconds if images > 0 and seconds > 0 else math.nan
+        speeds = {"images_per_second": images / seconds if timed else math.nan}
+        if waited is not None:
+            speeds["data_wait_share"] = min(1.0, waited / seconds) if timed else math.nan
+        return speeds
 
 
 def _row(record: _Record, values: Mapping[str, float]) -> Row:

@@ -128,6 +128,25 @@ def test_a_pause_is_not_counted(log, clock):
     assert log.flush()[0]["images_per_second"] == 4.0
 
 
+def test_the_share_of_waiting_is_of_the_seconds_between_flushes(log, clock):
+    log.start(0)
+    for step in (1, 2):
+        with log.waiting():
+            clock.now += 0.5
+        clock.now += 1.5
+        log.record(step, 8 * step, {})
+    assert [row["data_wait_share"] for row in log.flush()] == [0.25, 0.25]
+    with log.waiting():
+        clock.now += 1.0
+    with log.paused():
+        clock.now += 7.0
+    log.record(3, 24, {})
+    assert [row["data_wait_share"] for row in log.flush()] == [1.0]
+    clock.now += 1.0
+    log.record(4, 32, {})
+    assert [row["data_wait_share"] for row in log.flush()] == [0.0]
+
+
 def test_nothing_recorded_writes_nothing(log, tmp_path):
     assert log.flush() == []
     assert not (tmp_path / "run").exists()
@@ -153,7 +172,7 @@ def test_a_value_spread_over_ranks_is_a_defect(world, log):
 
 def test_a_clock_that_never_started_is_a_defect(log):
     with pytest.raises(AssertionError, match="the clock starts with the first record"):
-        log._images_per_second(8)
+        log._speeds(8)
 
 
 def test_a_file_that_cannot_be_written_is_a_run_error(tmp_path):
