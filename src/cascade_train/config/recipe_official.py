@@ -18,6 +18,13 @@ FILTERS = {
     "QRFilter": "qr",
     "PidiFilter": "sketch",
 }
+FILTER_FILES = {
+    "InpaintFilter": "its saliency network is task.filter.weights=saliency_model.pt; null draws holes at random",
+    "IdentityFilter": "its networks are task.filter.detector=det_10g.onnx and task.filter.recogniser=w600k_r50.onnx",
+    "PidiFilter": "its network is task.filter.weights=table5_pidinet.pth",
+}
+"""What filters of the original find in a folder of its own, and where they are named here."""
+
 FILTER_ARGUMENTS = {"thresold": "threshold"}
 """Arguments of filters whose name has a slip of the pen."""
 
@@ -178,10 +185,15 @@ def _ema(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _control(given: Mapping[str, Any]) -> dict[str, Any]:
     arguments = given.get("controlnet_filter_params") or {}
-    return {f"task.filter.{FILTER_ARGUMENTS.get(key, key)}": value for key, value in arguments.items()}
+    values = {f"task.filter.{FILTER_ARGUMENTS.get(key, key)}": value for key, value in arguments.items()}
+    if "controlnet_filter" in given and given.get("controlnet_bottleneck_mode", "effnet") == "effnet":
+        values["task.backbone_weights"] = "imagenet"
+    return values
 
 
 def _note(given: Mapping[str, Any], recipe: Recipe) -> None:
+    if given.get("controlnet_filter") in FILTER_FILES:
+        recipe.notes["controlnet_filter"] = FILTER_FILES[given["controlnet_filter"]]
     if tuple(given.get("captions_getter", PLAIN_CAPTIONS)) not in (PLAIN_CAPTIONS, OWN_CAPTIONS):
         recipe.notes["captions_getter"] = f"{given['captions_getter']} has no equivalent; captions are read from .txt"
     if "dtype" in given:

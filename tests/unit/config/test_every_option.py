@@ -21,6 +21,14 @@ OFFICIAL = (
     "finetune_b_3b",
     "finetune_b_700m",
 )
+CONTROLNETS = {
+    "controlnet_c_3b_canny": [],
+    "controlnet_c_3b_inpainting": ["task.filter.weights=saliency_model.pt"],
+    "controlnet_c_3b_sr": [],
+    "controlnet_c_3b_identity": ["task.filter.detector=det_10g.onnx", "task.filter.recogniser=w600k_r50.onnx"],
+}
+"""The original's ControlNets, and the files that their filters need."""
+
 COMPANIONS = {
     **{f"model={model}": {"task": "reconstruction"} for model in ("b_3b", "b_700m", "b_tiny")},
     "task=reconstruction": {"model": "b_tiny"},
@@ -35,10 +43,14 @@ NEEDED = {
     "tracker=wandb": ["tracker.project=p"],
     "optimizer=torch": ["optimizer.algorithm._target_=torch.optim.SGD"],
     **{f"experiment={name}": ["data.urls=[a.tar]"] for name in OFFICIAL},
+<<<<<<< Updated upstream
     **{f"filter={name}": ["task.filter.weights=a.onnx"] for name in ("depth", "pose", "sketch")},
     "filter=identity": ["task.filter.detector=a.onnx", "task.filter.recogniser=b.onnx"],
     "filter=network": ["task.filter.network._target_=torch.nn.Identity"],
     "filter=own": ["task.filter._target_=cascade_train.filters.base.ControlFilter"],
+=======
+    **{f"experiment={name}": ["data.urls=[a.tar]", *files] for name, files in CONTROLNETS.items()},
+>>>>>>> Stashed changes
 }
 """Options that leave something to the user, and the least that they need."""
 
