@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 
 from cascade_train.batch import Batch, Unreadable
 from cascade_train.errors import RunError
@@ -41,8 +42,16 @@ class Skipped:
         all_seen = self._samples is not None and self._seen >= self._samples
         share = self._max_share * (self._samples if all_seen and self._samples is not None else self._seen)
         if len(self.each) > (max(1.0, share) if all_seen else share + 3):
-            listed = "; ".join(map(str, self.each[:20])) + ("; ..." if len(self.each) > 20 else "")
+            listed = by_reason(self.each[:20]) + ("; ..." if len(self.each) > 20 else "")
             raise RunError(
                 f"{len(self.each)} unreadable samples among {self._seen} read, more than {self._max_share:.0%}:"
                 f" {listed}; remove or replace them, or start another run with data.quarantine=<this run.dir>"
             )
+
+
+def by_reason(unreadable: Iterable[Unreadable]) -> str:
+    """Return the samples for a message, those of one reason together."""
+    names: dict[str, list[str]] = {}
+    for each in dict.fromkeys(unreadable):
+        names.setdefault(each.reason, []).append(each.name)
+    return "; ".join(f"{', '.join(same)} ({reason})" for reason, same in names.items())

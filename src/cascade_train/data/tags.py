@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -112,10 +113,13 @@ class Tags:
         return self._split(value) if isinstance(value, str) else weighted_texts(value, self.key)
 
     def _joined(self, words: list[str], tags: list[str]) -> str:
+        room = math.inf if self.max_characters is None else self.max_characters + len(self._joint)
+        room -= sum(len(self._joint) + len(word) for word in words)
         for tag in tags:
-            if self.max_characters is not None and len(self._joint.join([*words, tag])) > self.max_characters:
+            room -= len(self._joint) + len(tag)
+            if room < 0:
                 break
-            words = [*words, tag]
+            words.append(tag)
         return self._joint.join(words)
 
 

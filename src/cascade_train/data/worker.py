@@ -22,6 +22,7 @@ from cascade_train.data.index import Index
 from cascade_train.data.jpeg import fast_jpeg_decoder
 from cascade_train.data.plan import Step
 from cascade_train.data.sample import RawSample, UnreadableSampleError
+from cascade_train.data.skipped import by_reason
 from cascade_train.data.source import Source
 from cascade_train.errors import RunError
 
@@ -120,7 +121,7 @@ class MicroBatches(Dataset[Batch | Failure]):
                 tensors={**raw.tensors, **self._transformed(framed, candidate, epoch)},
                 skipped=tuple(skipped),
             )
-        raise RunError(f"unreadable, and so are the samples after it: {'; '.join(map(str, dict.fromkeys(skipped)))}")
+        raise RunError(f"unreadable, and so are the samples after it: {by_reason(skipped)}")
 
     def _framed(self, raw: RawSample, row: int, epoch: int, step: Step) -> Framed | None:
         if raw.image is None:  # what is made of it is among the sample's tensors

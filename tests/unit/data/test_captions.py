@@ -228,3 +228,12 @@ def test_the_words_of_a_scene_fill_templates() -> None:
         batch = next(loader)[0]
     scene = source.draw(int(batch.index_B[0]))[0]
     assert batch.captions[0] == f"{scene.colour} {scene.shape} on {scene.background}"
+
+
+def test_what_every_sample_lacks_is_said_once() -> None:
+    with (
+        loading(shapes(captions=Captions(key="title"))) as loader,
+        pytest.raises(RunError, match=r"shapes-seed0:\d+, shapes-seed0:\d+, .*\d \(it lacks title") as caught,
+    ):
+        next(loader)
+    assert str(caught.value).count("it lacks title") == 1
