@@ -79,7 +79,8 @@ class Loader:
         self._micro_batches = global_batch_size // ranks // micro_batch_size
         references = _References(self, self._order, micro_batch_size, rank * global_batch_size // ranks)
         dataset = MicroBatches(source, index, self._order.stand_ins(), seed, transform)
-        self._receiver = Receiver(_data_loader(source, dataset, references))
+        self._index = index
+        self._receiver = Receiver(_data_loader(source, dataset, references), self._whereabouts)
 
     @property
     def skipped(self) -> list[Unreadable]:
@@ -133,6 +134,18 @@ class Loader:
         """
         self.seek(self._order.restore(state))
 
+    def _whereabouts(self) -> str:
+        """Say where samples went, for who waits for a batch."""
+        step = self._order.step(self.position)
+        waiting = -sum(taken for taken in self._order.state(self.position)["start"]["taken"] if taken < 0)
+        return (
+            f"Of {len(self._index)} samples in the index {len(self._index) - len(self._rows)} are left out (filtered or"
+            f" held out) and {len(self._skipped.each)} were unreadable here; {waiting} of earlier epochs wait until"
+            f" their shape fills a batch. {self.position} global batches were handed out; the next is of {step.height} x"
+            f" {step.width} px, its first sample is {self._index.name(int(step.rows[0]))}. If its store is slow, raise"
+            " data.num_workers or data.max_wait_seconds; if a worker hangs, data.num_workers=0 shows where"
+        )
+
     def _next_micro(self) -> Batch:
         batch = self._receiver.next()
         self._skipped.count(batch)
@@ -167,6 +180,7 @@ def _data_loader(source: Source, micro_batches: MicroBatches, references: _Refer
         persistent_workers=workers > 0,
         multiprocessing_context=source.worker_start if workers > 0 else None,
         pin_memory=torch.cuda.is_available(),
+        timeout=(source.max_wait_seconds or 0.0) if workers > 0 else 0.0,
     )
 
 

@@ -5,12 +5,14 @@ What they make and how it is counted is the feed's business.
 
 from __future__ import annotations
 
+import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 from torch.utils.data import DataLoader
 
+from cascade_train.data.patience import patience
 from cascade_train.data.worker import Failure
 from cascade_train.errors import RunError
 
@@ -18,18 +20,27 @@ T = TypeVar("T")
 
 
 class Receiver(Generic[T]):
-    """The results of a `DataLoader`, begun when the first is asked for."""
+    """The results of a `DataLoader`, begun when the first is asked for.
 
-    def __init__(self, data_loader: DataLoader[T | Failure]) -> None:
-        """Store; no worker starts yet."""
+    A wait of a minute is said, one longer than the loader's timeout is an error.
+    """
+
+    def __init__(self, data_loader: DataLoader[T | Failure], whereabouts: Callable[[], str] = str) -> None:
+        """Store; no worker starts yet.
+
+        Args:
+            data_loader: what makes the results.
+            whereabouts: says where samples went, for whoever waits.
+        """
         self._data_loader: DataLoader[T | Failure] | None = data_loader
+        self._whereabouts = whereabouts
         self._results: Iterator[T | Failure] | None = None
 
     def next(self) -> T:
         """Return the next result.
 
         Raises:
-            RunError: a worker could not make it, or ended.
+            RunError: a worker could not make it, ended, or took longer than the timeout.
         """
         result = self._receive()
         if isinstance(result, Failure):
@@ -54,14 +65,21 @@ class Receiver(Generic[T]):
         iterator would keep the other workers alive.
         """
         assert self._data_loader is not None, "the feed is closed"
+        timeout, begun = self._data_loader.timeout, time.monotonic()
         try:
             if self._results is None:
                 self._results = iter(self._data_loader)
-            return next(self._results)
+            with patience(self._whereabouts):
+                return next(self._results)
         except (RuntimeError, OSError, EOFError) as error:
             self._results = None
+            trace = traceback.format_exc()
+            if 0 < timeout <= time.monotonic() - begun:
+                return Failure(
+                    text=f"no batch for {timeout:g} s (data.max_wait_seconds). {self._whereabouts()}", trace=trace
+                )
             return Failure(
                 text=f"a data worker process ended unexpectedly ({error}); it may have run out of memory or shared"
                 " memory: lower data.num_workers, or set it to 0 to see the cause",
-                trace=traceback.format_exc(),
+                trace=trace,
             )
