@@ -139,13 +139,19 @@ class PictureFolder(Source):
             caption=self.caption(name, entry),
             key=self._index.name(row),
             mask=(self._root / beside(name, MASK)).read_bytes() if entry["mask"] else None,
-            values=self._values(name, VALUE_FILES[entry["values"]]) if self.captions.needs_values else {},
+            values=self.values_of(row) if self.captions.needs_values else {},
         )
 
-    def _values(self, name: str, extension: str) -> Mapping[str, Any]:
+    def values_of(self, row: int) -> Mapping[str, Any]:
+        """Return what the json or yaml beside a picture says, nothing where there is none.
+
+        Raises:
+            UnreadableSampleError: it is damaged.
+        """
+        name, extension = self._index.keys[row].decode(), VALUE_FILES[self._index.table["values"][row]]
         values = read_values(self._root / beside(name, extension)) if extension else {}
         if values is None:
-            raise UnreadableSampleError(f"its {extension[1:]} cannot be read, and data.captions asks for it")
+            raise UnreadableSampleError(f"its {extension[1:]} is damaged: it is no mapping that can be read")
         return values
 
 

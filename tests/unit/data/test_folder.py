@@ -160,7 +160,7 @@ def test_values_and_masks_come_with_the_picture(tmp_path: Path) -> None:
     source.open()
     assert [source.read(row).values["artist"] for row in (0, 1)] == ["Ann", "Bo"]
     assert [source.read(row).mask for row in (0, 1)] == [mask.read_bytes(), None]
-    with pytest.raises(UnreadableSampleError, match="its json cannot be read, and data.captions asks for it"):
+    with pytest.raises(UnreadableSampleError, match="its json is damaged: it is no mapping that can be read"):
         source.read(2)
     assert source.read(3).values == {}
     plain = folder(tmp_path)

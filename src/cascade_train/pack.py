@@ -1,0 +1,104 @@
+"""Write a folder of pictures as webdataset tars.
+
+    python -m cascade_train.pack folder=DIR out=DIR [samples_per_shard=1000] [name=…] [seed=…] [caption_from=…]
+
+Pictures are decoded on the way, and the tars are read back before they count. The same folder gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cascade_train.config.explain import exit_code
+from cascade_train.config.verb import parse_verb
+from cascade_train.errors import ConfigError, RunError
+
+SHOWN = 20
+
+
+@dataclass(kw_only=True)
+class PackArgs:
+    """Write pictures, their captions, json or yaml files and masks as webdataset tars."""
+
+    folder: str
+    """Folder with the pictures, in it or in folders below it."""
+    out: str
+    """Folder to write into; made if missing, must hold no tars of the name yet."""
+    samples_per_shard: int = 1000
+    """Pictures in one tar."""
+    name: str | None = None
+    """How the tars' names begin; null = as the folder is called."""
+    seed: int | None = None
+    """Order of the samples: a number mixes them, so that every tar holds a bit of everything; null = by name."""
+    caption_from: str = "file_or_name"
+    """file_or_name, file or name: a text file beside each picture, or its name up to the first underscore."""
+
+    def __post_init__(self) -> None:
+        if self.samples_per_shard < 1:
+            raise ConfigError(
+                f"samples_per_shard={self.samples_per_shard} must be at least 1: it is how many pictures a tar holds."
+            )
+        if self.name is not None and (not self.name or set(self.name) & set("/.*?[{")):
+            raise ConfigError(f"name={self.name} must be a file name without dots, slashes and wildcards.")
+
+
+def pack(args: PackArgs) -> int:
+    """Write the tars and say what they hold and what not; return 0.
+
+    Raises:
+        ConfigError: no such folder, no usable picture, or tars that are there already.
+        RunError: something cannot be read or written, or reads back differently.
+    """
+    from cascade_train.data.folder import Folder  # heavy: torch
+    from cascade_train.data.packing import pack as pack_folder
+
+    name = Path(args.folder).expanduser().resolve().name.replace(".", "_") if args.name is None else args.name
+    try:
+        source = Folder(
+            image_size=1,
+            crop="center",
+            shuffle_window_shards=1,
+            num_workers=0,
+            worker_start="fork",
+            max_unreadable_share=1.0,
+            path=args.folder,
+            caption_from=args.caption_from,  # type: ignore[arg-type] # checked by the source
+            index_dir=None,
+            row_filters=None,
+        )
+        packed = pack_folder(
+            source, Path(args.out), name=name, samples_per_shard=args.samples_per_shard, seed=args.seed
+        )
+    except OSError as error:
+        raise RunError(f"out={args.out}: {error}") from error
+    except ValueError as error:  # the source speaks of the keys of a run
+        raise ConfigError(str(error).replace("data.path", "folder").replace("data.", "")) from error
+    for path, reason in packed.left_out[:SHOWN]:
+        print(f"left out {path}: {reason}")
+    if len(packed.left_out) > SHOWN:
+        print(f"left out {len(packed.left_out) - SHOWN} more")
+    last = f"{{000000..{len(packed.tars) - 1:06d}}}" if len(packed.tars) > 1 else "000000"
+    print(
+        f"{packed.samples} samples lie in {len(packed.tars)} tars, read back and compared; {len(packed.left_out)}"
+        f" pictures were left out. Train on them: data=webdataset 'data.urls=\"{args.out}/{name}-{last}.tar\"'"
+    )
+    return 0
+
+
+def launch(argv: Sequence[str]) -> int:
+    """Pack what `argv` says and return the exit code: 0 done, 1 stopped by the world, 2 refused."""
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    return exit_code(lambda: pack(parse_verb(PackArgs, argv)))
+
+
+def main() -> None:
+    """Pack, and exit."""
+    sys.exit(launch(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()
