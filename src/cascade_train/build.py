@@ -17,7 +17,9 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
+from cascade_train.cache_identity import take_cache
 from cascade_train.config.explain import with_path
+from cascade_train.data.cached import Cached
 from cascade_train.data.data_set import DataSet, open_data_set
 from cascade_train.data.source import Source
 from cascade_train.diffusion.objective import Objective
@@ -77,6 +79,8 @@ def train(cfg: DictConfig) -> int:
         parts = build_parts(cfg)
         data = open_data(cfg, parts.task, world)
         data.check_sides(parts.stage.image_multiple)
+        if isinstance(data.training.source, Cached):
+            take_cache(to_plain(cfg), parts.stage, parts.task, data.training.source)
         run = claim(Path(cfg.run.dir), config=to_plain(cfg), resume=cfg.run.resume)
         with run.held():
             if run.finished:
@@ -250,11 +254,8 @@ def build_trainer(
         rank=world.rank,
         ranks=world.ranks,
     )
-    max_steps = cfg.train.max_steps
-    if cfg.train.max_epochs is not None:
-        max_steps = min(max_steps, feed.steps_of_epochs(cfg.train.max_epochs))
-    if (budget := data.training.source.num_examples_to_see) is not None:
-        max_steps = min(max_steps, -(-budget // cfg.train.global_batch_size))
+    limits = {key: cfg.train[key] for key in ("max_steps", "max_epochs", "global_batch_size")}
+    max_steps = data.last_step(feed, **limits)
     tracker = build_tracker(
         cfg.tracker.name.value,
         project=cfg.tracker.project,
@@ -351,9 +352,7 @@ def build_sampling(
     )
 
 
-def build_painter(
-    cfg: DictConfig, parts: Parts, device: torch.device, *, size: Sequence[int] | None = None
-) -> Painter:
+def build_painter(cfg: DictConfig, parts: Parts, device: torch.device, *, size: Sequence[int] | None = None) -> Painter:
     """Bind a stage and an objective to the settings in `cfg.sample`, for pictures of a height and width, or square."""
     stage, objective = parts.stage, parts.objective
     shape = stage.latent_shape(*(size or (stage.image_size, stage.image_size)))

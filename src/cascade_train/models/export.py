@@ -74,7 +74,8 @@ class Exported:
 
 
 def prior_parts(stage: StageC) -> PriorParts:
-    """Return what a built Stage C gives to a prior pipeline."""
+    """Return what a built Stage C gives to a prior pipeline; builds what a cache had made needless."""
+    stage.complete()
     published = isinstance(stage.semantic_compressor, EfficientNetCompressor)
     return PriorParts(
         network_config=network_config(stage.network),

@@ -58,7 +58,8 @@ class DecoderParts:
 
 
 def decoder_parts(stage: StageB) -> DecoderParts:
-    """Return what a built Stage B gives to a decoder pipeline."""
+    """Return what a built Stage B gives to a decoder pipeline; builds what a cache had made needless."""
+    stage.complete()
     published = isinstance(stage.semantic_compressor, EfficientNetCompressor)
     return DecoderParts(
         network_config=network_config(stage.network),

@@ -53,6 +53,7 @@ class Stage(abc.ABC):
         image_products: what the stage makes of an image alone, without a random choice, by name; the value is the part
             that makes it, the key below `model.`.
         caption_products: what it makes of a caption alone, likewise.
+        why_not_cached: why there are no `image_products`, for people.
         encodes_nothing: parts that no product needs.
         left_out: parts that `build` leaves out; set before it.
         caption_lookup: finds the products of captions in a cache, on the host; None = the stage makes them itself.
@@ -65,6 +66,7 @@ class Stage(abc.ABC):
     latent_name: ClassVar[str]
     image_products: Mapping[str, str] = MappingProxyType({})
     caption_products: Mapping[str, str] = MappingProxyType({})
+    why_not_cached: str = "it makes nothing of a picture alone"
     encodes_nothing: ClassVar[frozenset[str]] = frozenset({"network"})
     left_out: frozenset[str] = frozenset()
     caption_lookup: Callable[[Sequence[str]], Tokens] | None = None
@@ -99,8 +101,7 @@ class Stage(abc.ABC):
         return []
 
     def complete(self) -> None:
-        """Build on the host what `build` left out, for an export that holds it."""
-        raise AssertionError(f"{self.name} has nothing to leave out")
+        """Build on the host what `build` left out, for an export that holds it; nothing by default."""
 
     def make_image_products(self, image_BCHW: Tensor) -> dict[str, Tensor]:
         """Return `image_products` of images (B, 3, H, W) float in [0, 1], without gradient."""

@@ -121,6 +121,13 @@ class Task(abc.ABC):
         """
         return None
 
+    def trained_parts(self) -> frozenset[str]:
+        """Return the encoders of the stage in which something trains, by their key below `model.`; none by default.
+
+        Called before the model is built.
+        """
+        return frozenset()
+
     @abc.abstractmethod
     def prepare_batch(self, batch: Batch) -> Any:
         """Draw the batch's random choices, tokenize and move to the device. May sync with the host."""

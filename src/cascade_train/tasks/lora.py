@@ -102,6 +102,11 @@ class LoRA(TextToImage):
         self._spec: LoraSpec
         self._encoder: TextEncoder
 
+    def trained_parts(self) -> frozenset[str]:
+        """Return the text encoder where it gets adapters or trained tokens."""
+        trains = self.text_encoder_filters is not None or self.train_tokens is not None
+        return frozenset({"text_encoder"}) if trains else frozenset()
+
     def attach(self, stage: Stage, objective: Objective, device: torch.device) -> None:
         """Take the built stage, freeze it, and add what trains: adapters and tokens.
 
@@ -120,7 +125,8 @@ class LoRA(TextToImage):
         if self.weights is not None:
             self._load(self.weights, key="task.weights")
         self._spec = lora_spec(stage.network)
-        self.trains_conditions = any(p.requires_grad for p in self._encoder.module.parameters())
+        if "text_encoder" not in stage.left_out:
+            self.trains_conditions = any(p.requires_grad for p in self._encoder.module.parameters())
 
     def _inject(self, module: nn.Module, filters: list[str] | None, key: str) -> None:
         inject_lora(
@@ -176,12 +182,17 @@ class LoRA(TextToImage):
             )
         if lora.text_encoder:
             fill_adapters(self._encoder.module, lora.text_encoder, f"{key}={source}")
+        if lora.tokens is not None and "text_encoder" in self.stage.left_out:
+            raise ConfigError(
+                f"{key}={source}: holds tokens of the text encoder, and the cache holds what that made of captions"
+                " without them; make the cache with captions=false"
+            )
         if lora.tokens is not None:
             put_tokens(self._encoder, lora.tokens, origin=f"{key}={source}")
 
     def _write_lora(self, state: Mapping[str, Tensor], directory: Path) -> float:
         network, text = (_under(f"{root}.", state) for root in ("network", "text_encoder"))
-        table = trained_tokens(self._encoder)
+        table = None if "text_encoder" in self.stage.left_out else trained_tokens(self._encoder)
         return save_lora(
             adapter_state(network),
             self._spec,

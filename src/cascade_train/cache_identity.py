@@ -1,0 +1,147 @@
+"""What the values in a cache depend on, and how a run takes a cache in the place of its encoders.
+
+Used by the verb that makes caches and by the one that trains. Making the tensors lives in cache_making.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+from cascade_train.data.cached import Cached
+from cascade_train.errors import ConfigError
+from cascade_train.models.stage import Stage
+from cascade_train.tasks.base import Task
+
+CONTENT_KEYS = {"weights": "subfolder", "tokenizer": "tokenizer_subfolder"}
+"""Options of a part that name files, which count by their content, with the option that says where among them."""
+
+
+def encoder_identity(cfg: Mapping[str, Any], stage: Stage, names: Iterable[str]) -> dict[str, Any]:
+    """Return everything in a model's configuration that changes the products of these names, by key.
+
+    Args:
+        cfg: the root configuration as plain values.
+        stage: constructed.
+        names: of products.
+    """
+    makers = {**stage.image_products, **stage.caption_products}
+    seeded = bool(cfg["model"].get("random_encoders"))
+    found: dict[str, Any] = {"train.precision": cfg["train"]["precision"], "model.random_encoders": seeded}
+    for part in sorted({makers[name] for name in names}):
+        node = dict(cfg["model"][part])
+        for key, inside in CONTENT_KEYS.items():
+            if key in node:
+                node[key] = None if seeded else content(node[key], node.pop(inside, None))
+        found |= {f"model.{part}.{key}": value for key, value in sorted(node.items())}
+    return found
+
+
+def content(source: str | None, subfolder: str | None) -> dict[str, str | None] | None:
+    """Return a source of weights by name and by the SHA-256 of its files, None where they are not on this machine."""
+    if source is None:
+        return None
+    files = local_files(source, subfolder)
+    state = hashlib.sha256()
+    for path in files:
+        with path.open("rb") as file:
+            state.update(hashlib.file_digest(file, "sha256").digest())
+    return {"source": "/".join(filter(None, (source, subfolder))), "sha256": state.hexdigest() if files else None}
+
+
+def local_files(source: str, subfolder: str | None) -> list[Path]:
+    """Return the files of a path, or of a hub id as far as they were downloaded; nothing is downloaded here."""
+    path = Path(source).expanduser()
+    if not path.exists():
+        repository, _, inside = source.partition(":")
+        try:
+            path = Path(snapshot_download(repository, local_files_only=True)) / inside
+        except (HFValidationError, LocalEntryNotFoundError):
+            return []
+    path = path / (subfolder or "")
+    return [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file())
+
+
+def first_difference(own: Mapping[str, Any], held: Mapping[str, Any]) -> str | None:
+    """Return the first key, with both values, in which a run differs from what a cache was made with."""
+    for key, value in own.items():
+        other = held.get(key)
+        if not _same(value, other):
+            return f"{key}={_shown(value)}, where the cache has {_shown(other)}"
+    return None
+
+
+def _same(own: Any, held: Any) -> bool:
+    """Compare values; sources of weights by their files, or by name where one has no files on this machine."""
+    if not (_is_content(own) and _is_content(held)):
+        return bool(own == held)
+    by = "source" if None in (own["sha256"], held["sha256"]) else "sha256"
+    return bool(own[by] == held[by])
+
+
+def _is_content(value: Any) -> bool:
+    return isinstance(value, Mapping) and value.keys() == {"source", "sha256"}
+
+
+def _shown(value: Any) -> str:
+    return f"{value['source']} (SHA-256 {(value['sha256'] or 'unknown')[:12]})" if _is_content(value) else str(value)
+
+
+def take_cache(cfg: Mapping[str, Any], stage: Stage, task: Task, source: Cached) -> None:
+    """Let an unbuilt stage take from the cache what is in it, and leave out the parts that would make it.
+
+    Args:
+        cfg: the root configuration as plain values.
+        stage: constructed, not built.
+        task: constructed.
+        source: opened.
+
+    Raises:
+        ConfigError: the cache lacks what the stage or the task needs, was made by other encoders, or holds what the
+            task trains.
+    """
+    manifest, where = source.manifest, f"data.path={source.path}"
+    lacking = sorted(stage.image_products.keys() - manifest.tensors.keys())
+    if lacking:
+        raise ConfigError(
+            f"{where} lacks {', '.join(lacking)}, which model.{stage.image_products[lacking[0]]} makes of pictures:"
+            " make a cache with this model"
+        )
+    made = manifest.tensors.keys() - stage.image_products.keys()
+    if task.sample_transform() is not None and not made:
+        raise ConfigError(f"{where} lacks what the task makes of pictures: make a cache with this task and its options")
+    names = [*stage.image_products, *manifest.captions]
+    own = encoder_identity(cfg, stage, names) | (transform_identity(cfg) if made else {})
+    difference = first_difference(own, manifest.identity)
+    if difference is not None:
+        raise ConfigError(f"{where} was made by another model: {difference}. Set it back, or make another cache.")
+    makers = {**stage.image_products, **stage.caption_products}
+    left_out = frozenset(makers[name] for name in names)
+    refuse_trained(left_out & task.trained_parts(), "the cache holds what it makes")
+    stage.left_out = left_out
+    if manifest.captions:
+        stage.caption_lookup = source.find_captions
+        source.find_captions(["", *(cfg["sample"]["prompts"] or [])])
+
+
+def transform_identity(cfg: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what changes the tensors that a task makes of pictures, by key."""
+    return {f"task.{key}": cfg["task"][key] for key in ("_target_", "filter") if key in cfg["task"]}
+
+
+def refuse_trained(parts: Iterable[str], why: str) -> None:
+    """Refuse parts whose outputs are cached and that train, so that their outputs would change.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    for part in parts:
+        raise ConfigError(
+            f"task: something in model.{part} trains, but {why}: make the cache with captions=false, which leaves"
+            " captions to the text encoder"
+        )

@@ -1,0 +1,394 @@
+"""Filling a cache: pictures and captions through the encoders of a run, unit by unit.
+
+Nothing is shared between processes but the folder: each makes its own units, and a unit that is whole stays.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from omegaconf import DictConfig
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from cascade_train.batch import Batch
+from cascade_train.build import build_component, build_parts, compute_dtype, to_plain
+from cascade_train.cache_identity import encoder_identity, refuse_trained, transform_identity
+from cascade_train.data.cache_manifest import Manifest, write_manifest
+from cascade_train.data.cache_units import CachedSample, is_whole, load_table, write_unit
+from cascade_train.data.cached import PREPROCESSING, preprocessing
+from cascade_train.data.data_set import Rows, open_data_set
+from cascade_train.data.index import Index
+from cascade_train.data.plan import Step
+from cascade_train.data.sample import RawSample
+from cascade_train.data.source import Source
+from cascade_train.data.worker import Failure, MicroBatches
+from cascade_train.errors import ConfigError, RunError
+from cascade_train.models.stage import Stage
+from cascade_train.tasks.base import Task
+
+LIBRARIES = ("cascade-train", "torch", "torchvision", "transformers", "diffusers", "numpy", "pillow")
+"""Whose versions a manifest records."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheOptions:
+    """How a cache is made; see `cache.CacheArgs`."""
+
+    out: str
+    captions: bool
+    dtype: str | None
+    unit_samples: int
+    batch_size: int
+    task_index: int
+    task_count: int
+
+
+def make_cache(cfg: DictConfig, options: CacheOptions) -> str:
+    """Make this process's units of a cache and return what there is, for people.
+
+    Raises:
+        ConfigError: something that cannot be cached, with the reason and the remedy.
+        RunError: the data or the folder failed.
+    """
+    parts, source = build_parts(cfg), build_component(cfg, "data")
+    stage, task = parts.stage, parts.task
+    refuse_random(stage, task, source, captions=options.captions)
+    data = open_data_set(source, share=None, held_out=None, transform=task.sample_transform()).training
+    refuse_drawn_captions(source, data.rows, captions=options.captions)
+    encoder = build_encoder(stage, compute_dtype(cfg), options)
+    index = sized_index(source, data.index, data.rows)
+    manifest = describe(to_plain(cfg), encoder, data, index)
+    folder = Path(options.out)
+    write_manifest(folder, manifest, index)
+    mine = range(options.task_index, manifest.units, options.task_count)
+    todo = [unit for unit in mine if not is_whole(folder, unit, manifest)]
+    _log.info("%d of %d units are there already.", len(mine) - len(todo), len(mine))
+    reader = PictureReader(data, index, seed=cfg.run.seed)
+    if todo and data.transform is not None:
+        refuse_drawn_tensors(reader, reader.steps(manifest.rows_of(todo[0]), options.batch_size)[0])
+    fill(folder, manifest, todo, encoder=encoder, reader=reader, prompts=["", *(cfg.sample.prompts or [])])
+    for notice in stage.notices():
+        _log.warning("%s", notice)
+    return summary(folder, manifest)
+
+
+def refuse_random(stage: Stage, task: Task, source: Source, *, captions: bool) -> None:
+    """Refuse what would be another picture, or another value, each time.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    if not stage.image_products:
+        raise ConfigError(f"model: nothing of {stage.name} can be cached: {stage.why_not_cached}")
+    rules = (
+        ("crop=random", source.crop == "random", "data.crop=center"),
+        (f"flip_prob={source.flip_prob}", source.flip_prob > 0.0, "data.flip_prob=0"),
+        (
+            f"buckets.random_share={source.buckets.random_share}",
+            source.buckets.random_share > 0.0,
+            "data.buckets.random_share=0",
+        ),
+    )
+    for told, broken, remedy in rules:
+        if broken:
+            raise ConfigError(f"data.{told} draws anew each epoch, which a cache cannot hold: set {remedy}.")
+    held = {**stage.image_products, **(stage.caption_products if captions else {})}
+    refuse_trained(task.trained_parts() & frozenset(held.values()), "a cache would hold what it made at first")
+
+
+def refuse_drawn_captions(source: Source, rows: np.ndarray, *, captions: bool) -> None:
+    """Refuse captions that change from epoch to epoch, or that the run could not make again.
+
+    Raises:
+        ConfigError: naming the remedy.
+    """
+    kinds = list({id(kind): kind for kind in map(source.captions_of, rows.tolist())}.values())
+    if captions and not all(kind.is_constant for kind in kinds):
+        raise ConfigError(
+            "data.captions draws anew each epoch, which a cache cannot hold: make the cache with captions=false, which"
+            " leaves captions to the run and its text encoder, or set what is drawn to a fixed choice."
+        )
+    if not captions and any(kind is not source.captions for kind in kinds):
+        raise ConfigError(
+            "captions=false keeps captions as they are read, but the joined sources of data have data.captions of"
+            " their own: make the cache with captions=true, or one cache of each source."
+        )
+
+
+def sized_index(source: Source, index: Index, rows: np.ndarray) -> Index:
+    """Return the index with the sizes that pictures are trained at, 0 where a row takes no part."""
+    buckets, table = source.bucket_table(index), index.table.copy()
+    bucket_N = buckets.nearest(table["width"].astype(np.int64), table["height"].astype(np.int64))
+    takes_part = np.isin(np.arange(len(index)), rows)
+    table["height"], table["width"] = np.where(takes_part, buckets.sizes_K2[bucket_N].T, 0)
+    return replace(index, table=table)
+
+
+def build_encoder(stage: Stage, dtype: torch.dtype, options: CacheOptions) -> Encoder:
+    """Build the encoders of a stage and nothing else.
+
+    Raises:
+        ConfigError: weights that do not exist or belong to another model.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    text = frozenset() if options.captions else frozenset(stage.caption_products.values())
+    stage.left_out = stage.encodes_nothing | text
+    stage.build(device=device, network_dtype=dtype, frozen_dtype=dtype)
+    return Encoder(stage=stage, device=device, options=options)
+
+
+class Encoder:
+    """A stage's encoders, and in which form what they make is kept."""
+
+    def __init__(self, *, stage: Stage, device: torch.device, options: CacheOptions) -> None:
+        """Take a built stage."""
+        self.stage = stage
+        self.device = device
+        self.options = options
+
+    def images(self, batch: Batch) -> list[dict[str, Tensor]]:
+        """Return what is kept of each picture of a batch, on the host: products, and the batch's other tensors."""
+        assert batch.image_BCHW is not None, "pictures are read from their source"
+        products = self.stage.make_image_products(batch.image_BCHW.to(self.device).float() / 255)
+        tensors = {name: self._kept(tensor) for name, tensor in products.items()} | dict(batch.tensors)
+        return [{name: tensor[i] for name, tensor in tensors.items()} for i in range(len(batch))]
+
+    def captions(self, captions: Sequence[str]) -> dict[str, dict[str, Tensor]]:
+        """Return what is kept of each caption, on the host; nothing where captions are not cached."""
+        found: dict[str, dict[str, Tensor]] = {}
+        for start in range(0, len(captions) if self.options.captions else 0, self.options.batch_size):
+            part = captions[start : start + self.options.batch_size]
+            kept = {name: self._kept(made) for name, made in self.stage.make_caption_products(part).items()}
+            found |= {caption: {name: kept[name][i] for name in kept} for i, caption in enumerate(part)}
+        return found
+
+    def _kept(self, tensor: Tensor) -> Tensor:
+        return tensor.to("cpu", torch.bfloat16 if self.options.dtype == "bf16" else tensor.dtype)
+
+
+def describe(cfg: Mapping[str, Any], encoder: Encoder, data: Rows, index: Index) -> Manifest:
+    """Return the manifest of a cache, its forms by encoding a black square and the empty caption."""
+    source, transform = data.source, data.transform
+    size, stage = source.image_size, encoder.stage
+    black = np.zeros((3, size, size), dtype=np.uint8)
+    extra = {} if transform is None else transform(black, torch.Generator().manual_seed(0))
+    batch = Batch(
+        image_BCHW=torch.from_numpy(black)[None],
+        captions=("",),
+        keys=("",),
+        epoch_B=torch.zeros(1, dtype=torch.int64),
+        index_B=torch.zeros(1, dtype=torch.int64),
+        seed=0,
+        tensors={name: torch.from_numpy(array)[None] for name, array in extra.items()},
+    )
+    captions = encoder.captions([""]).get("", {})
+    identity = encoder_identity(cfg, stage, [*stage.image_products, *captions])
+    identity |= preprocessing(source, (*PREPROCESSING, "captions") if captions else PREPROCESSING)
+    return Manifest(
+        rows=len(index),
+        unit_samples=encoder.options.unit_samples,
+        index=index.digest,
+        filters=index.filters,
+        sizes=source.bucket_table(data.index).sizes_K2.tolist(),
+        tensors={name: _form(tensor) for name, tensor in encoder.images(batch)[0].items()},
+        captions={name: _form(tensor) for name, tensor in captions.items()},
+        identity=identity if transform is None else identity | transform_identity(cfg),
+        made_with={library: version(library) for library in LIBRARIES},
+    )
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {'x'.join(map(str, tensor.shape))}"
+
+
+class _Remembering:
+    """A source that keeps what it has read since it was last asked, without the pictures."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.memory: dict[int, RawSample] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "source":  # while it is unpickled
+            raise AttributeError(name)
+        return getattr(self.source, name)
+
+    def read(self, row: int) -> RawSample:
+        raw = self.source.read(row)
+        self.memory[row] = replace(raw, image=None, mask=None)
+        return raw
+
+    def take(self) -> dict[int, RawSample]:
+        memory, self.memory = self.memory, {}
+        return memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pictures:
+    """Decoded pictures, and what their source said of them.
+
+    Attributes:
+        batch: the readable ones among those that were asked for, and stand-ins for the others.
+        raw: by row.
+    """
+
+    batch: Batch
+    raw: Mapping[int, RawSample]
+
+
+def rows_by_size(table: np.ndarray, rows: np.ndarray) -> dict[tuple[int, int], np.ndarray]:
+    """Return the rows of each (height, width) in pixels, in their order."""
+    heights, widths = table["height"][rows].astype(np.int64), table["width"][rows].astype(np.int64)
+    sizes = np.unique(np.stack([heights, widths], axis=1), axis=0).tolist()
+    return {(height, width): rows[(heights == height) & (widths == width)] for height, width in sizes}
+
+
+class PictureReader(Dataset[Pictures | Failure]):
+    """Reads the pictures of rows in worker processes, just as training does in its first epoch."""
+
+    def __init__(self, data: Rows, sizes: Index, *, seed: int) -> None:
+        """Take what training would read, and the index with the sizes that it would read at."""
+        self.source, self._rows_of = data.source, rows_by_size(sizes.table, data.rows)
+        self._remembering = cast("Any", _Remembering(data.source))
+        self._batches = MicroBatches(self._remembering, data.index, self._rows_of, seed, data.transform)
+
+    def __getitem__(self, step: Step) -> Pictures | Failure:
+        """Return the pictures of one size."""
+        batch = self._batches[step]
+        raw = self._remembering.take()
+        return batch if isinstance(batch, Failure) else Pictures(batch=batch, raw=raw)
+
+    def steps(self, rows: range, batch_size: int) -> list[Step]:
+        """Return which pictures of some rows are read together: those of one size."""
+        steps = []
+        for (height, width), members in self._rows_of.items():
+            start, stop = np.searchsorted(members, (rows.start, rows.stop))
+            for first in range(start, stop, batch_size):
+                part = members[first : min(stop, first + batch_size)]
+                steps.append(Step(rows=part, epochs=np.zeros(len(part), dtype=np.int64), height=height, width=width))
+        return steps
+
+    def open(self, steps: Sequence[Step]) -> Iterator[Pictures]:
+        """Read steps in their order, ahead of their use.
+
+        Raises:
+            RunError: a worker failed.
+        """
+        workers = self.source.num_workers
+        loader = DataLoader(
+            self,
+            batch_size=None,
+            sampler=steps,
+            collate_fn=_unchanged,
+            num_workers=workers,
+            multiprocessing_context=self.source.worker_start if workers > 0 else None,
+        )
+        for read in loader:
+            if isinstance(read, Failure):
+                raise RunError(read.text)
+            yield read
+
+
+def _unchanged(read: Any) -> Any:
+    return read
+
+
+def refuse_drawn_tensors(reader: PictureReader, step: Step) -> None:
+    """Refuse a task that makes something else of a picture in each epoch.
+
+    Raises:
+        ConfigError: naming what differs.
+        RunError: a picture cannot be read.
+    """
+    first, second = reader.open([step, replace(step, epochs=step.epochs + 1)])
+    for name, tensor in first.batch.tensors.items():
+        if not torch.equal(tensor, second.batch.tensors[name]):
+            raise ConfigError(
+                f"task: what it makes of pictures ({name}) is drawn anew each epoch, which a cache cannot hold: fix the"
+                " choices of task.filter, or train without a cache."
+            )
+
+
+def fill(
+    folder: Path,
+    manifest: Manifest,
+    units: Sequence[int],
+    *,
+    encoder: Encoder,
+    reader: PictureReader,
+    prompts: Sequence[str],
+) -> None:
+    """Make units, each written as soon as it is encoded.
+
+    Raises:
+        RunError: too many pictures are unreadable, or the data or the folder failed.
+    """
+    steps = {unit: reader.steps(manifest.rows_of(unit), encoder.options.batch_size) for unit in units}
+    pictures = reader.open([step for unit in units for step in steps[unit]])
+    seen, unreadable = 0, list[str]()
+    for number, unit in enumerate(units, start=1):
+        started, samples = time.monotonic(), dict[int, CachedSample]()
+        for step in steps[unit]:
+            read = next(pictures)
+            samples |= keep_readable(encoder, read, step)
+            seen += len(step.rows)
+            unreadable += map(str, read.batch.skipped)
+        refuse_unreadable(list(dict.fromkeys(unreadable)), seen, reader.source.max_unreadable_share)
+        texts = dict.fromkeys([*prompts, *(str(sample.meta["caption"]) for sample in samples.values())])
+        write_unit(folder, unit, manifest, samples=samples, captions=encoder.captions(list(texts)))
+        rate = len(samples) / (time.monotonic() - started)
+        _log.info("Unit %d written, %d of %d: %.1f samples per second.", unit, number, len(units), rate)
+
+
+def keep_readable(encoder: Encoder, read: Pictures, step: Step) -> dict[int, CachedSample]:
+    """Return what is kept of the samples that were asked for; a stand-in is kept in its own place alone."""
+    batch, cached = read.batch, encoder.options.captions
+    tensors = encoder.images(batch)
+    kept = {}
+    for place, row in enumerate(step.rows.tolist()):
+        if int(batch.index_B[place]) != row:
+            continue
+        raw = read.raw[row]
+        caption, values = (batch.captions[place], {}) if cached else (raw.caption, raw.values)
+        weight = 1.0 if batch.weight_B is None else float(batch.weight_B[place])
+        meta = {"caption": caption, "key": batch.keys[place], "weight": weight, "values": values}
+        kept[row] = CachedSample(tensors=tensors[place], meta=meta)
+    return kept
+
+
+def refuse_unreadable(names: Sequence[str], seen: int, share: float) -> None:
+    """Stop where more samples are unreadable than the run allows, three of the first few aside.
+
+    Raises:
+        RunError: listing them.
+    """
+    if len(names) > 3 + share * seen:
+        raise RunError(
+            f"{len(names)} of {seen} pictures are unreadable, more than data.max_unreadable_share={share:g}:"
+            f" {'; '.join(names[:20])}. Remove or replace them, or allow more."
+        )
+    if names:
+        _log.warning("%d pictures are unreadable so far and are left out: %s", len(names), "; ".join(names[:5]))
+
+
+def summary(folder: Path, manifest: Manifest) -> str:
+    """Return what lies in a cache and how to use it."""
+    tables = [load_table(folder, unit, manifest) for unit in range(manifest.units)]
+    done = [table for table in tables if table is not None]
+    samples = sum(int((table.samples["bytes"].min(axis=1) > 0).sum()) for table in done)
+    size = sum(int(table.tar_bytes.sum()) for table in done)
+    held = f"{samples} samples in {size / 2**20:.1f} MiB, {size / max(1, samples) / 1000:.1f} kB each"
+    if len(done) < manifest.units:
+        return f"{len(done)} of {manifest.units} units lie in {folder}: {held}."
+    return f"The cache in {folder} is complete: {held}. Train with data=cached data.path={folder}"

@@ -1,0 +1,202 @@
+"""Samples whose latents and embeddings were made before: what `python -m cascade_train.cache` leaves.
+
+No picture is read or decoded. Rows, keys and shards are those of the data that the cache was made of, so that the
+order of samples and what is drawn about them are the same. What makes a cache lives in the verb.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cascade_train.data.buckets import BucketTable
+from cascade_train.data.cache_manifest import Manifest, read_index, read_manifest
+from cascade_train.data.cache_units import (
+    PayloadReader,
+    UnitTable,
+    caption_digest,
+    captions_tar,
+    load_table,
+    read_tensors,
+    samples_tar,
+)
+from cascade_train.data.captions import Captions
+from cascade_train.data.index import Index
+from cascade_train.data.sample import RawSample, UnreadableSampleError
+from cascade_train.data.selection import RowSelector, Selection
+from cascade_train.data.source import Source
+from cascade_train.errors import ConfigError
+
+PREPROCESSING = ("image_size", "crop", "flip_prob", "aspect_ratios", "buckets")
+"""Options of a source that change what is made of a picture."""
+
+_REQUIRED = "required"
+"""Stands for the default of an option that has none, and equals no value of one."""
+
+
+def preprocessing(source: Source, names: Sequence[str] = PREPROCESSING) -> dict[str, Any]:
+    """Return a source's options of these names, as JSON holds them, by configuration key."""
+    return _flat({f"data.{name}": _plain(getattr(source, name)) for name in names})
+
+
+def _plain(value: Any) -> Any:
+    """Return an option as JSON holds it."""
+    nested = dataclasses.is_dataclass(value) and not isinstance(value, type)
+    return json.loads(json.dumps(dataclasses.asdict(value) if nested else value))
+
+
+def _flat(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested options by their whole keys."""
+    found: dict[str, Any] = {}
+    for key, value in options.items():
+        found |= _flat({f"{key}.{k}": v for k, v in value.items()}) if isinstance(value, dict) else {key: value}
+    return found
+
+
+@dataclass(kw_only=True)
+class Cached(Source):
+    """What a cache holds, in place of the pictures that it was made of.
+
+    Options that a picture's preprocessing depends on follow the cache; one that is set to something else is refused.
+
+    Attributes:
+        path: folder that `python -m cascade_train.cache` left.
+        crop: which part of a picture the cache was made of.
+    """
+
+    path: str
+    crop: Literal["center", "random", "saliency"] = "center"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._folder = Path(self.path)
+        self._reader = PayloadReader()
+        self._manifest: Manifest
+        self._index: Index
+        self._samples: np.ndarray
+        self._unit_of_caption: np.ndarray
+        self._captions: np.ndarray
+        self._digests: np.ndarray
+
+    @property
+    def manifest(self) -> Manifest:
+        """What the opened cache holds."""
+        return self._manifest
+
+    def open(self) -> Index:
+        """Read where everything lies.
+
+        Raises:
+            ConfigError: there is no cache, it is not finished, or it was made with other options.
+        """
+        self._manifest = read_manifest(self._folder)
+        self._check_options()
+        self._index = read_index(self._folder, self._manifest)
+        tables = [self._table(unit) for unit in range(self._manifest.units)]
+        self._samples = np.concatenate([table.samples for table in tables])
+        self._captions = np.concatenate([table.captions for table in tables])
+        units = np.repeat(np.arange(len(tables)), [len(table.captions) for table in tables])
+        self._digests, first = np.unique(np.concatenate([table.digests for table in tables]), return_index=True)
+        self._captions, self._unit_of_caption = self._captions[first], units[first]
+        return self._index
+
+    def _check_options(self) -> None:
+        names = PREPROCESSING if not self._manifest.captions else (*PREPROCESSING, "captions")
+        fields = {field.name: field for field in dataclasses.fields(self)}
+        defaults = _flat({f"data.{name}": _default(fields[name]) for name in names})
+        for key, own in preprocessing(self, names).items():
+            held = self._manifest.identity.get(key)
+            if own != held and own != defaults.get(key, _REQUIRED):
+                raise ConfigError(
+                    f"{key}={own} differs from the cache at data.path={self.path}, which was made with {key}={held}."
+                    f" Leave {key} out, or make another cache."
+                )
+
+    def _table(self, unit: int) -> UnitTable:
+        table = load_table(self._folder, unit, self._manifest)
+        if table is None:
+            raise ConfigError(
+                f"data.path={self.path}: unit {unit} of {self._manifest.units} is missing or damaged. Run"
+                " python -m cascade_train.cache again with the arguments that made the cache: it keeps what is whole"
+                " and makes the rest."
+            )
+        return table
+
+    def bucket_table(self, index: Index) -> BucketTable:
+        """Return the sizes that the pictures had when the cache was made, which the index holds."""
+        del index
+        sizes_K2 = np.array(self._manifest.sizes, dtype=np.int64)
+        ratio_E = sizes_K2[:, 1] / sizes_K2[:, 0]
+        return BucketTable(sizes_K2=sizes_K2, ratio_E=ratio_E, bucket_E=np.arange(len(sizes_K2)), distance="log")
+
+    def selectors(self) -> list[RowSelector]:
+        """Return what leaves out rows that took no part when the cache was made."""
+        return [lambda index: Selection(kept=index.table["width"] > 0, reason="took no part when the cache was made")]
+
+    def read(self, row: int) -> RawSample:
+        """Read the tensors and the caption of one row.
+
+        Raises:
+            UnreadableSampleError: its picture was unreadable when the cache was made.
+            RunError: the cache is damaged.
+        """
+        spans = self._samples[row]
+        if spans["bytes"].min() == 0:
+            raise UnreadableSampleError("its picture was unreadable when the cache was made")
+        path = samples_tar(self._folder, row // self._manifest.unit_samples)
+        tensors, meta = (self._reader.read(path, span) for span in spans)
+        known = json.loads(meta)
+        return RawSample(
+            image=None,
+            caption=known["caption"],
+            key=self._index.name(row),
+            weight=known["weight"],
+            values=known["values"],
+            tensors={name: _array(tensor) for name, tensor in read_tensors(tensors).items()},
+        )
+
+    def captions_of(self, row: int) -> Captions:
+        """Return what makes a caption: nothing more where the cache holds what captions became."""
+        return Captions() if self._manifest.captions else self.captions
+
+    def find_captions(self, captions: Sequence[str]) -> dict[str, Tensor]:
+        """Return what the cache holds of captions, (B, ...) each by name, on the host.
+
+        Raises:
+            ConfigError: a caption is not there.
+            RunError: the cache is damaged.
+        """
+        found: dict[str, Mapping[str, Tensor]] = {}
+        for caption in dict.fromkeys(captions):
+            found[caption] = read_tensors(self._read_caption(caption))
+        return {name: torch.stack([found[caption][name] for caption in captions]) for name in self._manifest.captions}
+
+    def _read_caption(self, caption: str) -> bytes:
+        digest = caption_digest(caption).encode()
+        place = int(np.searchsorted(self._digests, digest))
+        if place == len(self._digests) or self._digests[place] != digest:
+            raise ConfigError(
+                f"the caption {caption[:80]!r} is not in the cache at data.path={self.path}: make a cache with these"
+                " sample.prompts, or with captions=false, which leaves captions to the text encoder"
+            )
+        return self._reader.read(captions_tar(self._folder, int(self._unit_of_caption[place])), self._captions[place])
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    """Return an option's default as JSON holds it."""
+    if field.default_factory is not dataclasses.MISSING:
+        return _plain(field.default_factory())
+    return _REQUIRED if field.default is dataclasses.MISSING else field.default
+
+
+def _array(tensor: Tensor) -> np.ndarray:
+    """Return a tensor for a batch; numpy has no bf16, which becomes fp32 without loss."""
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
