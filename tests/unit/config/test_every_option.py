@@ -43,14 +43,11 @@ NEEDED = {
     "tracker=wandb": ["tracker.project=p"],
     "optimizer=torch": ["optimizer.algorithm._target_=torch.optim.SGD"],
     **{f"experiment={name}": ["data.urls=[a.tar]"] for name in OFFICIAL},
-<<<<<<< Updated upstream
     **{f"filter={name}": ["task.filter.weights=a.onnx"] for name in ("depth", "pose", "sketch")},
     "filter=identity": ["task.filter.detector=a.onnx", "task.filter.recogniser=b.onnx"],
     "filter=network": ["task.filter.network._target_=torch.nn.Identity"],
     "filter=own": ["task.filter._target_=cascade_train.filters.base.ControlFilter"],
-=======
     **{f"experiment={name}": ["data.urls=[a.tar]", *files] for name, files in CONTROLNETS.items()},
->>>>>>> Stashed changes
 }
 """Options that leave something to the user, and the least that they need."""
 
