@@ -150,6 +150,15 @@ class DataSet:
             _log.info("%s", line)
         return loader
 
+    def last_step(self, feed: Feed, *, max_steps: int, max_epochs: int | None, global_batch_size: int) -> int:
+        """Return the step at which training ends: the first of its steps, its epochs and the examples to see."""
+        limits = [max_steps]
+        if max_epochs is not None:
+            limits.append(feed.steps_of_epochs(max_epochs))
+        if (examples := self.training.source.num_examples_to_see) is not None:
+            limits.append(-(-examples // global_batch_size))
+        return min(limits)
+
     def held_out_feed(self, *, seed: int, samples: int, micro_batch_size: int, rank: int, ranks: int) -> HeldOutFeed:
         """Return the feed of `samples` held-out samples in a fixed order, as many on every rank.
 
