@@ -59,7 +59,7 @@ def _holds(folder: Path, part: str) -> bool:
 
 
 def find_part(folder: Path, part: str, key: str) -> Path:
-    """Return the folder of `part` ("prior", "decoder", "lora") inside a run, an export or a pipeline; else `folder` itself.
+    """Return the folder of `part` ("prior", "lora") inside a run, an export or a pipeline; else `folder` itself.
 
     Raises:
         ConfigError: a run that left no such part, or one of its checkpoints.
