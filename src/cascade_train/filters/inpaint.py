@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from cascade_train.batch import SampleTransform
 from cascade_train.filters.base import ControlFilter, ControlMap, Encode, between
-from cascade_train.filters.files import WeightsFile, load_weights
+from cascade_train.filters.files import WeightsFile, find_file, load_weights
 from cascade_train.filters.libraries import require
 from cascade_train.filters.random_masks import random_mask
 from cascade_train.filters.saliency import SaliencyNetwork
@@ -64,8 +64,15 @@ class InpaintFilter(ControlFilter):
         self.p_outpaint = p_outpaint
 
     def sample_transform(self) -> SampleTransform:
-        """Return what draws the hole, or what a network needs to know of the sample's draws."""
-        return self._draw_mask if self.weights is None else self._draw_threshold
+        """Return what draws the hole, or what a network needs to know of the sample's draws.
+
+        Raises:
+            ConfigError: the network's weights are not there, with their licence and where they are usually found.
+        """
+        if self.weights is None:
+            return self._draw_mask
+        find_file(self.weights, SALIENCY)
+        return self._draw_threshold
 
     def _draw_mask(self, image: np.ndarray, generator: torch.Generator) -> Mapping[str, np.ndarray]:
         _, height, width = image.shape

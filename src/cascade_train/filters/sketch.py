@@ -12,7 +12,7 @@ from cascade_train.batch import SampleTransform
 from cascade_train.errors import ConfigError
 from cascade_train.filters.base import ControlFilter, ControlMap, Encode, between, resized
 from cascade_train.filters.edge_network import SMALLEST_SIDE, EdgeNetwork
-from cascade_train.filters.files import WeightsFile, load_weights
+from cascade_train.filters.files import WeightsFile, find_file, load_weights
 from cascade_train.filters.morphology import check_kernels, dilated
 
 EDGES = WeightsFile(
@@ -58,7 +58,12 @@ class SketchFilter(ControlFilter):
         self.deterministic = len(set(dilation_kernels)) == 1 and (not binarize or threshold[0] == threshold[1])
 
     def sample_transform(self) -> SampleTransform:
-        """Return what draws width of line and threshold."""
+        """Return what draws width of line and threshold.
+
+        Raises:
+            ConfigError: the network's weights are not there, with their licence and where they are usually found.
+        """
+        find_file(self.weights, EDGES)
         return self._draw
 
     def _draw(self, image: np.ndarray, generator: torch.Generator) -> Mapping[str, np.ndarray]:

@@ -114,8 +114,10 @@ def test_a_blur_is_a_gaussian_that_mirrors_borders() -> None:
 
 
 def test_a_network_that_is_not_there_is_described() -> None:
-    with pytest.raises(ConfigError, match=r"weights=nowhere.pt: no such file.* saliency_model.pt \(licence: MIT"):
-        inpaint(weights="nowhere.pt").build(device=CPU, encode=encode)
+    found = inpaint(weights="nowhere.pt")
+    for half in (found.sample_transform, lambda: found.build(device=CPU, encode=encode)):
+        with pytest.raises(ConfigError, match=r"weights=nowhere.pt: no such file.* saliency_model.pt \(licence: MIT"):
+            half()
 
 
 @pytest.mark.parametrize("threshold", [[0.5], [0.5, 0.2], [-0.1, 0.3], [0.5, 1.2]])

@@ -139,8 +139,9 @@ def test_pictures_too_small_for_the_network_are_refused(weights: str) -> None:
 
 
 def test_a_network_that_is_not_there_is_described() -> None:
-    with pytest.raises(ConfigError, match=r"no.pth: no such file.*table5_pidinet.pth \(licence: research alone"):
-        sketch("no.pth").build(device=CPU, encode=encode)
+    for half in (sketch("no.pth").sample_transform, lambda: sketch("no.pth").build(device=CPU, encode=encode)):
+        with pytest.raises(ConfigError, match=r"no.pth: no such file.*table5_pidinet.pth \(licence: research alone"):
+            half()
 
 
 @pytest.mark.parametrize(
