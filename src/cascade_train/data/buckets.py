@@ -81,14 +81,12 @@ class Buckets:
         distance: nearest by `log`, the logarithm of the ratio, or `linear`, the original's difference.
         random_share: of the pictures, chosen anew each epoch, that go to any bucket whatever their shape; the original
             has 0.05, and loses most of such a picture.
-        min_side_px: pictures whose shorter side is below it are left out; None = none.
         max_upscale: pictures that would be enlarged by more are left out, 1 = none is enlarged; None = no limit.
     """
 
     multiple_px: int = 32
     distance: Literal["log", "linear"] = "log"
     random_share: float = 0.0
-    min_side_px: int | None = None
     max_upscale: float | None = None
 
     def __post_init__(self) -> None:
@@ -98,8 +96,6 @@ class Buckets:
             raise ValueError(f"data.buckets.distance={self.distance} is unknown: choose log or linear")
         if not 0.0 <= self.random_share <= 1.0:
             raise ValueError(f"data.buckets.random_share={self.random_share} is a share, give a number from 0 to 1")
-        if self.min_side_px is not None and self.min_side_px < 1:
-            raise ValueError(f"data.buckets.min_side_px={self.min_side_px} must be at least 1 px; null = no limit")
         if self.max_upscale is not None and self.max_upscale < 1.0:
             raise ValueError(
                 f"data.buckets.max_upscale={self.max_upscale} must be at least 1 (none is enlarged); null = no limit"
@@ -134,18 +130,13 @@ class Buckets:
         return BucketTable(sizes_K2=np.array(list(sizes)), ratio_E=shape_E, bucket_E=bucket_E, distance=self.distance)
 
     def selection(self, index: Index, table: BucketTable) -> Selection:
-        """Return which samples are large enough; those whose size is unknown are."""
+        """Return which samples need no more enlargement than is allowed; those whose size is unknown do not."""
+        if self.max_upscale is None:
+            return Selection(kept=np.ones(len(index), dtype=bool), reason="")
         width_N, height_N = index.table["width"].astype(np.int64), index.table["height"].astype(np.int64)
-        kept, rules = np.ones(len(index), dtype=bool), []
-        if self.min_side_px is not None:
-            side_N = np.minimum(width_N, height_N)
-            kept &= (side_N >= self.min_side_px) | (side_N == 0)
-            rules.append(f"data.buckets.min_side_px={self.min_side_px}")
-        if self.max_upscale is not None:
-            bucket_N = table.nearest(width_N, height_N)
-            kept &= table.enlargement(bucket_N, width_N, height_N) <= self.max_upscale
-            rules.append(f"data.buckets.max_upscale={self.max_upscale:g}")
-        return Selection(kept=kept, reason=f"are smaller than {' and '.join(rules)} allow")
+        scale_N = table.enlargement(table.nearest(width_N, height_N), width_N, height_N)
+        reason = f"would be enlarged by more than data.buckets.max_upscale={self.max_upscale:g}"
+        return Selection(kept=scale_N <= self.max_upscale, reason=reason)
 
 
 def table_of_sizes(width_N: np.ndarray, height_N: np.ndarray) -> BucketTable:

@@ -89,7 +89,7 @@ def index(*sizes: tuple[int, int]) -> Index:
     return Index(shards=("a",), table=rows, keys=np.array([b"k"] * len(sizes)))
 
 
-def test_small_pictures_are_left_out_by_side_or_by_enlargement() -> None:
+def test_pictures_that_would_be_enlarged_too_much_are_left_out() -> None:
     pictures = index((768, 768), (600, 2000), (512, 512), (0, 0), (1056, 512), (500, 1100))
     found = table(["1/1", "1/2"])
     assert enlarged(found, (768, 768), (384, 768), (0, 0)) == [1.0, 1056 / 768, 0.0]
@@ -98,11 +98,10 @@ def test_small_pictures_are_left_out_by_side_or_by_enlargement() -> None:
         return Buckets(**options).selection(pictures, found).kept.tolist()
 
     assert kept() == [True] * 6
-    assert kept(min_side_px=512) == [True, True, True, True, True, False]
     assert kept(max_upscale=1.0) == [True, True, False, True, True, False]
     assert kept(max_upscale=1.03) == [True, True, False, True, True, True]
-    reason = Buckets(max_upscale=1.5, min_side_px=64).selection(pictures, found).reason
-    assert reason == "are smaller than data.buckets.min_side_px=64 and data.buckets.max_upscale=1.5 allow"
+    reason = Buckets(max_upscale=1.5).selection(pictures, found).reason
+    assert reason == "would be enlarged by more than data.buckets.max_upscale=1.5"
 
 
 def test_pictures_of_their_final_size_keep_it() -> None:
@@ -136,7 +135,6 @@ def test_ratios_that_are_none_are_refused(ratios: Any, image_size: int, words: s
         ({"multiple_px": 0}, "multiple_px=0 must be at least 1 px"),
         ({"distance": "cosine"}, "buckets.distance=cosine is unknown"),
         ({"random_share": 1.5}, "random_share=1.5 is a share, give a number from 0 to 1"),
-        ({"min_side_px": 0}, "min_side_px=0 must be at least 1 px; null"),
         ({"max_upscale": 0.9}, r"max_upscale=0.9 must be at least 1 \(none is enlarged\)"),
     ],
 )

@@ -186,3 +186,17 @@ def test_a_million_samples_open_in_a_second_and_restore_at_once() -> None:
     assert opened - begun < 1.0
     assert restored - opened < 0.2
     assert drawn(again, range(1_234_567, 1_234_570)) == drawn(whole, range(1_234_567, 1_234_570))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"leftover": "keep"}, "data.leftover=keep is unknown: choose carry, drop, flush"),
+        ({"on_change": "ignore"}, "data.on_change=ignore is unknown: choose refuse or restart"),
+        ({"num_examples_to_see": 0}, "data.num_examples_to_see=0 must be at least 1; null"),
+        ({"aspect_ratios": "square"}, "data.aspect_ratios=square is no preset"),
+    ],
+)
+def test_options_of_the_order_out_of_range_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        source(**options)
