@@ -145,13 +145,19 @@ class Objective:
         """Return the noise, (B, C, H, W) fp32, that a prediction implies."""
         return self.target.noise(pred_BCHW.float(), noised_BCHW.float(), *self._scales(logsnr_B))
 
-    def loss(self, pred_BCHW: Tensor, diffused: Diffused) -> tuple[Tensor, Tensor]:
+    def loss(self, pred_BCHW: Tensor, diffused: Diffused, mask_B1HW: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Score a prediction (B, C, H, W) by its mean squared error.
 
+        Args:
+            pred_BCHW: what the network predicts.
+            diffused: what it saw.
+            mask_B1HW: (B, 1, H, W) fp32 in [0, 1], how much each place counts; None = all of them fully.
+
         Returns:
-            The weighted and the unweighted loss, each (B,) fp32; the mean is over C, H and W.
+            The weighted and the unweighted loss, each (B,) fp32; the mean is over C, H and W, see `masked_mean`.
         """
-        loss_raw_B = (pred_BCHW.float() - diffused.target).square().mean(dim=(1, 2, 3))
+        error_BCHW = (pred_BCHW.float() - diffused.target).square()
+        loss_raw_B = error_BCHW.mean(dim=(1, 2, 3)) if mask_B1HW is None else masked_mean(error_BCHW, mask_B1HW)
         return loss_raw_B * diffused.loss_weight_B, loss_raw_B
 
     def after_step(self, logsnr_G: Tensor, loss_raw_G: Tensor) -> None:
@@ -190,3 +196,12 @@ class Objective:
     def _scales(self, logsnr_B: Tensor) -> tuple[Tensor, Tensor]:
         a_B, b_B = self.scaling(logsnr_B.float())
         return per_sample(a_B), per_sample(b_B)
+
+
+def masked_mean(value_BCHW: Tensor, mask_B1HW: Tensor) -> Tensor:
+    """Return the (B,) mean over C, H and W of what a mask in [0, 1] keeps.
+
+    A mask of less than one place in all counts as one, so that an empty one gives 0 and a speck is not blown up.
+    """
+    kept_B = mask_B1HW.sum(dim=(1, 2, 3)).clamp(min=1.0)
+    return (value_BCHW * mask_B1HW).sum(dim=(1, 2, 3)) / (kept_B * value_BCHW.shape[1])

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import adaptive_avg_pool2d
 
 from cascade_train.batch import Batch
 from cascade_train.diffusion.objective import Diffused, Objective
@@ -37,6 +38,7 @@ class PreparedBatch:
         weight_B: (B,) fp32 weight of each sample's loss; None = 1 each.
         drawn: the stage's own choices, see `Stage.draw`.
         cached: products of the images where there are none.
+        mask_B1HW: (B, 1, H, W) fp32 in [0, 1], how much each place of the latents counts; None = all fully.
     """
 
     image_BCHW: Tensor | None
@@ -49,6 +51,7 @@ class PreparedBatch:
     weight_B: Tensor | None = None
     drawn: Any = None
     cached: Products = field(default_factory=dict)
+    mask_B1HW: Tensor | None = None
 
     @property
     def images(self) -> Images:
@@ -110,7 +113,12 @@ class TextToImage(Task):
             weight_B=None if batch.weight_B is None else self._copy(batch.weight_B),
             drawn=self.stage.draw(batch),
             cached={n: self._copy(batch.tensors[n]) for n in self.stage.image_products if n in batch.tensors},
+            mask_B1HW=None if "mask" not in batch.tensors else self._mask(batch.tensors["mask"], shape),
         )
+
+    def _mask(self, mask_B1HW: Tensor, shape: tuple[int, int, int]) -> Tensor:
+        """Return the mean of a mask (uint8, of the pictures' size) over what each place of the latents covers."""
+        return adaptive_avg_pool2d(self._copy(mask_B1HW).float() / 255, shape[1:])
 
     def _latent_shape(self, batch: Batch) -> tuple[int, int, int]:
         """Return (C, H, W) of the batch's latents."""
@@ -131,7 +139,7 @@ class TextToImage(Task):
             diffused = self.objective.diffuse(x0_BCHW, prepared.noise_BCHW, prepared.timestep_B, prepared.offset_BC11)
         control = self.control(prepared, training=True)
         pred_BCHW = self.stage.predict(diffused.noised, diffused.timestep_ratio_B, cond, control)
-        loss_B, loss_raw_B = self.objective.loss(pred_BCHW, diffused)
+        loss_B, loss_raw_B = self.objective.loss(pred_BCHW, diffused, prepared.mask_B1HW)
         self.objective.after_micro_batch(diffused.logsnr_B, loss_raw_B)
         report = {"loss_raw": loss_raw_B.detach(), "logsnr": diffused.logsnr_B}
         return StepOutput(loss_B=loss_B if prepared.weight_B is None else loss_B * prepared.weight_B, report=report)
@@ -149,7 +157,7 @@ class TextToImage(Task):
         cond = self.stage.conditions(prepared.tokens, images if self.stage.needs_image else None)
         control = self.control(prepared, training=False)
         pred_BCHW = self.stage.predict(diffused.noised, diffused.timestep_ratio_B, cond, control)
-        return self.objective.loss(pred_BCHW, diffused)[1]
+        return self.objective.loss(pred_BCHW, diffused, prepared.mask_B1HW)[1]
 
     def control(self, prepared: PreparedBatch, *, training: bool) -> dict[int, Tensor] | None:
         """Return maps to add in the network, by index of the executed block; None = none, the default.

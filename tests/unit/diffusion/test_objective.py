@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cascade_train.diffusion.objective import Objective
+from cascade_train.diffusion.objective import Objective, masked_mean
 from cascade_train.errors import ConfigError, RunError
 from tests.unit.diffusion.conftest import OBJECTIVES, shipped
 
@@ -33,6 +33,17 @@ def test_the_loss_is_the_weighted_mean_square_of_each_sample(objective: Objectiv
     assert loss_B.dtype == loss_raw_B.dtype == torch.float32
     torch.testing.assert_close(loss_raw_B, torch.full((32,), 4.0))
     torch.testing.assert_close(loss_B, 4.0 * diffused.loss_weight_B)
+
+
+def test_a_masked_mean_counts_what_the_mask_keeps() -> None:
+    value = torch.arange(16.0).reshape(1, 1, 4, 4).repeat(4, 2, 1, 1)
+    mask = torch.zeros(4, 1, 4, 4)
+    mask[0] = 1.0
+    mask[1, 0, 0] = 1.0
+    mask[2, 0, :2] = 0.5
+    mask[3, 0, 0, 1] = 0.25
+    assert masked_mean(value, mask).tolist() == [7.5, 1.5, 3.5, 0.25]
+    assert masked_mean(value, 0 * mask).tolist() == [0.0] * 4
 
 
 def test_noised_latents_are_taken_apart_again(objective: Objective, latents: Latents) -> None:

@@ -144,3 +144,48 @@ def test_offset_noise_is_drawn_where_the_objective_has_it() -> None:
 def test_a_share_outside_zero_and_one_is_refused(key: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"{key}={value}: is a share of the samples, give a number between 0 and 1"):
         Finetune(**({"cond_drop_prob": 0.1, "image_keep_prob": 0.1} | {key: value}))
+
+
+def masked(task: Any, mask: torch.Tensor) -> Any:
+    """Return a prepared batch of two samples with a mask, (2, 1, 96, 96) uint8."""
+    batch = make_batch(0, 1, captions=("a red circle", "a blue square"))
+    side = batch.image_BCHW.shape[-1]
+    return task.prepare_batch(replace(batch, tensors={"mask": mask[:, :, :side, :side]}))
+
+
+def test_a_full_mask_changes_no_loss_and_an_empty_one_leaves_none(task: Any) -> None:
+    task.stage.network.eval()
+    plain = task.prepare_batch(make_batch(0, 1, captions=("a red circle", "a blue square")))
+    mask = torch.zeros(2, 1, 96, 96, dtype=torch.uint8)
+    mask[0] = 255
+    prepared = masked(task, mask)
+    assert prepared.mask_B1HW.shape == (2, 1, *prepared.noise_BCHW.shape[2:])
+    (full, none), (loss, _) = task.loss(prepared).loss_B.detach(), task.loss(plain).loss_B.detach()
+    assert float(full) == pytest.approx(float(loss), rel=1e-5)
+    assert float(none) == 0.0
+    assert float(task.evaluate(prepared, 0.0)[1]) == 0.0
+
+
+def test_a_mask_keeps_the_loss_to_its_places(task: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the picture counts: what is predicted in the other half makes no difference."""
+    mask = torch.zeros(2, 1, 96, 96, dtype=torch.uint8)
+    batch = make_batch(0, 1, captions=("a red circle", "a blue square"))
+    side = batch.image_BCHW.shape[-1]
+    mask[..., : side // 2] = 255
+    prepared = masked(task, mask)
+    width = prepared.noise_BCHW.shape[-1]
+    shown = prepared.mask_B1HW[0, 0].mean(dim=0)
+    assert shown[0] == 1.0
+    assert shown[-1] == 0.0
+    losses = []
+    for value in (0.0, 100.0):
+
+        def predict(noised: torch.Tensor, *_: Any, value: float = value) -> torch.Tensor:
+            pred = torch.zeros_like(noised)
+            pred[..., -(width // 2) :] = value
+            return pred
+
+        monkeypatch.setattr(task.stage, "predict", predict)
+        losses.append(task.loss(prepared).loss_B)
+    assert torch.equal(losses[0], losses[1])
+    assert (losses[0] > 0).all()
