@@ -16,8 +16,8 @@ from tests.unit.data.test_shapes import shapes
 
 WHERE = (
     r"Of 37 samples in the index 7 are left out \(filtered or held out\) and 0 were unreadable here; 0 of earlier"
-    r" epochs wait until their shape fills a batch. 0 global batches were handed out; the next is of \d+ x \d+ px, its first"
-    r" sample is shapes-seed0:00000\d\d. If its store is slow"
+    r" epochs wait until their shape fills a batch. 0 global batches were handed out; the next is of \d+ x \d+ px,"
+    r" its first sample is shapes-seed0:00000\d\d. If its store is slow"
 )
 
 
