@@ -14,6 +14,8 @@ import pytest
 from tests.style.source import ROOT, library
 
 EXTRAS = {
+    "boto3": "s3",
+    "botocore": "s3",
     "wandb": "wandb",
     "xformers": "xformers",
     "tensorboard": "tensorboard",

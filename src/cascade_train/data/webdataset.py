@@ -9,17 +9,23 @@ import logging
 import random
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from cascade_train.data.index import Index
+from cascade_train.data.feed import Feed, FeedRequest
+from cascade_train.data.index import ROW_FIELDS, Index
 from cascade_train.data.read_ahead import ReadAhead
 from cascade_train.data.row_filter import parse_row_filters, passing
 from cascade_train.data.sample import RawSample
+from cascade_train.data.selection import RowSelector
 from cascade_train.data.source import Source
+from cascade_train.data.store import Store
+from cascade_train.data.stream import Stream, StreamSpec
+from cascade_train.data.stream_feed import StreamFeed, choose_streams
 from cascade_train.data.tar_files import Listings, Tar, find_tars
 from cascade_train.data.tar_index import ShardIndex, load_shard
 from cascade_train.data.tar_sample import PARTS, raw_sample
@@ -38,16 +44,21 @@ class WebDataset(Source):
 
     Attributes:
         urls: a local path, a `file:` path, `s3://bucket/key`, an S3 prefix that ends in /, a brace pattern such as
-            `shards/{000..005}.tar`, or a list of them.
+            `shards/{000..005}.tar`, `pipe:command`, or a list of them.
         index_dir: folder for the cached index; None = beside the tars, else the user's cache folder.
         row_filters: conditions on each sample's json: a list of [key, condition], or a mapping; None = all samples.
         listing: file that keeps what S3 prefixes held when the run began; None = list them at every start.
+        streams: logical streams of tars that cannot all be indexed (pipes, compressed ones), a divisor of the global
+            batch; None = as many as fit.
+        stream: how they are read.
     """
 
     urls: list[str] | str
     index_dir: str | None
     row_filters: list[list[Any]] | dict[str, str] | None
     listing: str | None = None
+    streams: int | None = None
+    stream: StreamSpec = field(default_factory=StreamSpec)
 
     caption = PARTS["caption"]  # the extension of what stands for a caption, for sources that inherit
 
@@ -56,9 +67,12 @@ class WebDataset(Source):
         entries = [self.urls] if isinstance(self.urls, str) else list(self.urls)
         if not entries or not all(isinstance(entry, str) and entry for entry in entries):
             raise ValueError(f"data.urls={self.urls} must be a path or a list of paths, as in data.urls=[a.tar,b.tar]")
+        if self.streams is not None and self.streams < 1:
+            raise ValueError(f"data.streams={self.streams} must be at least 1; null chooses a number")
         self._filters = parse_row_filters(self.row_filters)
         self._tars: list[Tar] = []
         self._listings = Listings(None if self.listing is None else Path(self.listing))
+        self._stores: list[Store] = []
         self._ahead: ReadAhead[dict[str, bytes]] | None = None
 
     def open(self) -> Index:
@@ -72,8 +86,8 @@ class WebDataset(Source):
         cache_dir = None if self.index_dir is None else Path(self.index_dir)
         try:
             self._tars = [replace(tar, caption=self.caption) for tar in find_tars(self.urls, self._listings)]
-            if streams := [tar.name for tar in self._tars if not tar.has_places]:
-                raise ConfigError(f"data.urls: {streams[0]} has no places to read samples at: decompress or copy it")
+            if not all(tar.has_places for tar in self._tars):
+                return self._open_streams()
             shards = _load_shards(self._tars, cache_dir)
             kept = self._judge(shards, cache_dir)
         except OSError as error:
@@ -92,6 +106,58 @@ class WebDataset(Source):
         threads = max(store.parallel_reads for store in self._stores)
         self._ahead = ReadAhead(threads) if threads > 1 else None
         return index
+
+    def _open_streams(self) -> Index:
+        """Return an index of the tars: their samples are only known as they are read.
+
+        Raises:
+            ConfigError: an option asks for what only an index of samples tells.
+        """
+        streamed = next(tar.name for tar in self._tars if not tar.has_places)
+        asked = {
+            "data.aspect_ratios": self.aspect_ratios,
+            "data.size_filters": self.size_filters,
+            "data.quarantine": self.quarantine,
+            "data.buckets.max_upscale": self.buckets.max_upscale,
+        }
+        for key, value in asked.items():
+            if value is not None:
+                raise ConfigError(
+                    f"{key}={value} asks for every sample before it is read, but {streamed} cannot be indexed: set it"
+                    " to null, or give tars that are neither piped nor compressed"
+                )
+        table = np.zeros(len(self._tars), dtype=[*ROW_FIELDS, ("bytes", "<i8")])
+        table["shard"] = np.arange(len(table))
+        table["bytes"] = [tar.item.size for tar in self._tars]
+        names = tuple(tar.name for tar in self._tars)
+        keys = np.array([name.encode() for name in names])
+        _log.info("%s cannot be indexed: all tars are streamed", streamed)
+        return Index(shards=names, table=table, keys=keys, filters=self._filters.identity, rows_are_samples=False)
+
+    def own_feed(self, request: FeedRequest) -> Feed | None:
+        """Return a feed of streams where not every tar can be indexed.
+
+        Raises:
+            ConfigError: there are more streams than tars, or their number does not divide the global batch.
+        """
+        if request.index.rows_are_samples:
+            return None
+        rows = request.rows.tolist()
+        is_shown = request.leftover is not None  # a few samples to look at: nothing is mixed or counted
+        spec = replace(self.stream, buffer_samples=1) if is_shown else self.stream
+        count = None if is_shown else self.streams
+        count = choose_streams(request.global_batch_size, len(rows)) if count is None else count
+        if count > len(rows):
+            raise ConfigError(
+                f"data.streams={count} is more than the {len(rows)} tars: each stream needs one; null fits"
+            )
+        deal = partial(Stream, self._tars, rows, streams=count, seed=request.seed, spec=spec, filters=self._filters)
+        streams = [deal(number=number, keeps_json=self.captions.needs_values) for number in range(count)]
+        return StreamFeed(self, request, streams, {"blocks": f"{spec.buffer_samples}/{spec.buffer_mib}"})
+
+    def selectors(self) -> list[RowSelector]:
+        """Return what decides which rows take part; of streams, whose rows are tars, all do."""
+        return super().selectors() if self._stores else []
 
     def record(self) -> None:
         """Write down what S3 prefixes held."""
@@ -119,7 +185,13 @@ class WebDataset(Source):
             self._ahead.begin(rows, self._parts)
 
     def read(self, row: int) -> RawSample:
-        """Read the parts of one row."""
+        """Read the parts of one row.
+
+        Raises:
+            ConfigError: rows are tars that are streamed.
+        """
+        if not self._stores:
+            raise ConfigError("data.urls are streams, of which no single sample can be read: they stand alone as data")
         parts = self._parts(row) if self._ahead is None else self._ahead.take(row, self._parts)
         return raw_sample(parts, self._index.name(row), needs_values=self.captions.needs_values)
 

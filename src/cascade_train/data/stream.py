@@ -1,0 +1,205 @@
+"""One logical stream: an endless sequence of samples of tars that are only read forward, and the place in it.
+
+A function of (tars, seed, number of streams) alone: ranks, workers and resumes do not change it. Batches and workers
+belong to stream_feed.py.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from cascade_train.data.layout import permutation
+from cascade_train.data.row_filter import PASSED, RowFilters
+from cascade_train.data.tar_files import Tar
+from cascade_train.data.tar_sample import Dropped
+from cascade_train.data.tar_stream import stream_samples
+from cascade_train.errors import RunError
+
+MEBIBYTE = 1024**2
+_SAMPLES_OF_A_TAR = 2**32
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamSpec:
+    """How streams are read.
+
+    Attributes:
+        buffer_samples: of a block, within which samples are mixed.
+        buffer_mib: of a block; one that holds more is cut before `buffer_samples`. A worker holds one or two blocks of
+            each of its streams.
+        max_file_mib: of a picture, caption, json or mask; a larger one stops the run.
+        timeout_seconds: how long a command may give nothing; None = for ever.
+    """
+
+    buffer_samples: int = 256
+    buffer_mib: int = 64
+    max_file_mib: int = 128
+    timeout_seconds: float | None = 300.0
+
+    def __post_init__(self) -> None:
+        for name in ("buffer_samples", "buffer_mib", "max_file_mib"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"data.stream.{name}={getattr(self, name)} must be at least 1")
+        if self.timeout_seconds is not None and self.timeout_seconds <= 0:
+            raise ValueError(f"data.stream.timeout_seconds={self.timeout_seconds} must be above 0; null waits for ever")
+
+
+class Cursor(NamedTuple):
+    """A place in a logical stream: a block, and how much of it was taken.
+
+    Attributes:
+        epoch: of the block.
+        place: among the stream's tars of that epoch, where the block begins.
+        sample: of that tar, where the block begins; counts usable samples that pass the filters.
+        taken: samples of the block.
+    """
+
+    epoch: int = 0
+    place: int = 0
+    sample: int = 0
+    taken: int = 0
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Held:
+    """A sample of a block.
+
+    Attributes:
+        number: tells it from every other sample, the same in each epoch.
+        epoch: in which it was read.
+        key: its name in messages.
+        parts: see `tar_stream.stream_samples`.
+    """
+
+    number: int
+    epoch: int
+    key: str
+    parts: Mapping[str, bytes]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all parts."""
+        return sum(map(len, self.parts.values()))
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Take:
+    """Samples taken together.
+
+    Attributes:
+        samples: in order.
+        blocks: all samples of the blocks that they came from.
+        cursor: the place behind them.
+    """
+
+    samples: list[Held]
+    blocks: list[Held]
+    cursor: Cursor
+
+
+class Stream:
+    """One of several streams among which the tars of each epoch are dealt.
+
+    Args:
+        tars: all of them.
+        rows: which of them take part.
+        number: of this stream, from 0.
+        streams: how many there are, at most one for each tar.
+        seed: the run's seed.
+        spec: how they are read.
+        filters: which samples take part.
+        keeps_json: whether the json is asked for once the filters have judged it.
+    """
+
+    def __init__(
+        self,
+        tars: Sequence[Tar],
+        rows: Sequence[int],
+        *,
+        number: int,
+        streams: int,
+        seed: int,
+        spec: StreamSpec,
+        filters: RowFilters,
+        keeps_json: bool,
+    ) -> None:
+        self.number = number
+        self._tars, self._rows, self._streams, self._seed = tars, rows, streams, seed
+        self._spec, self._filters, self._keeps_json = spec, filters, keeps_json
+
+    def takes(self, start: Cursor, count: int) -> Iterator[Take]:
+        """Yield `count` samples at a time, without end, from a place on.
+
+        The tar in which that place lies is read again from its beginning, since it cannot be entered elsewhere.
+        """
+        samples: list[Held] = []
+        blocks: list[Held] = []
+        for begin, block in self._blocks(start):
+            if samples:
+                blocks = blocks + block
+            for taken, held in enumerate(block, start=1):
+                if taken <= begin.taken:
+                    continue
+                blocks = blocks if samples else block
+                samples.append(held)
+                if len(samples) == count:
+                    yield Take(samples=samples, blocks=blocks, cursor=begin._replace(taken=taken))
+                    samples = []
+
+    def _blocks(self, start: Cursor) -> Iterator[tuple[Cursor, list[Held]]]:
+        """Yield each block, mixed, with where it begins; no block reaches into another epoch."""
+        cursor = start
+        while True:
+            empty = cursor.place == 0 and cursor.sample == 0
+            block, size = list[Held](), 0
+            for held, behind in self._samples(cursor):
+                block.append(held)
+                size += held.size
+                if len(block) == self._spec.buffer_samples or size >= self._spec.buffer_mib * MEBIBYTE:
+                    yield cursor, self._mixed(block, cursor)
+                    cursor, block, size, empty = behind, [], 0, False
+            if block:
+                yield cursor, self._mixed(block, cursor)
+            elif empty:
+                names = ", ".join(self._tars[row].name for row in self._order(cursor.epoch)[:3])
+                raise RunError(
+                    f"data.urls: no sample of {names} can be used in epoch {cursor.epoch}; see the log for why"
+                )
+            cursor = Cursor(epoch=cursor.epoch + 1)
+
+    def _samples(self, cursor: Cursor) -> Iterator[tuple[Held, Cursor]]:
+        """Yield the samples of the rest of an epoch, each with the place behind it."""
+        for place, row in enumerate(self._order(cursor.epoch)):
+            if place < cursor.place:
+                continue
+            first = cursor.sample if place == cursor.place else 0
+            for sample, (key, parts) in enumerate(self._passing(row, cursor.epoch)):
+                if sample >= first:
+                    number = row * _SAMPLES_OF_A_TAR + sample
+                    name = f"{self._tars[row].name}:{key}"
+                    behind = Cursor(epoch=cursor.epoch, place=place, sample=sample + 1)
+                    yield Held(number=number, epoch=cursor.epoch, key=name, parts=parts), behind
+
+    def _passing(self, row: int, epoch: int) -> Iterator[tuple[str, dict[str, bytes]]]:
+        """Yield the samples of a tar that pass the filters; tell once what a tar holds besides samples."""
+        tar, spec = self._tars[row], self._spec
+        dropped, largest = Dropped(caption=tar.caption), spec.max_file_mib * MEBIBYTE
+        samples = stream_samples(tar, max_file_bytes=largest, timeout_seconds=spec.timeout_seconds, dropped=dropped)
+        for key, parts in samples:
+            if not len(self._filters) or all(each == PASSED for each in self._filters.verdicts(parts.get("json"))):
+                yield key, parts if self._keeps_json else {part: parts[part] for part in parts if part != "json"}
+        if dropped.examples and epoch == 0:
+            _log.warning("%s: left out %s", tar.name, dropped.text())
+
+    def _order(self, epoch: int) -> list[int]:
+        """Return this stream's tars of an epoch; over all streams each tar comes once."""
+        order = permutation(len(self._rows), self._seed, epoch, "streams")
+        return [self._rows[place] for place in order[self.number :: self._streams].tolist()]
+
+    def _mixed(self, block: list[Held], begin: Cursor) -> list[Held]:
+        purpose = f"stream/{self.number}/{begin.place}/{begin.sample}"
+        return [block[place] for place in permutation(len(block), self._seed, begin.epoch, purpose).tolist()]

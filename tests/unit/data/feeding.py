@@ -1,0 +1,51 @@
+"""Feeds of streams over small tars."""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cascade_train.data.feed import FeedRequest
+from cascade_train.data.stream import StreamSpec
+from cascade_train.data.stream_feed import StreamFeed
+from cascade_train.data.webdataset import WebDataset
+from tests.unit.data import tars
+
+LENGTHS = (5, 9, 2, 12, 7, 4)
+SAMPLES = sum(LENGTHS)
+
+
+def urls(folder: Path) -> list[str]:
+    """Write six tars: two compressed, two for pipes, two plain; return their urls."""
+    first, found = 0, []
+    for number, length in enumerate(LENGTHS):
+        path = tars.write(folder / f"{number}.tar", tars.samples(range(first, first + length)))
+        first += length
+        if number < 2:
+            path = path.rename(folder / f"{number}.tar.gz")
+            path.write_bytes(gzip.compress(path.read_bytes()))
+        found.append(f"pipe:cat {path}" if number in (2, 3) else str(path))
+    return found
+
+
+def streamed(given: Any, **options: Any) -> WebDataset:
+    """Make a source of streams with small blocks."""
+    return tars.webdataset(given, **{"stream": StreamSpec(buffer_samples=4), "crop": "random", **options})
+
+
+@contextmanager
+def feeding(source: WebDataset, **options: Any) -> Iterator[StreamFeed]:
+    """Open a source and stream all of it."""
+    index = source.open()
+    defaults = {"seed": 3, "global_batch_size": 6, "micro_batch_size": 2, "rank": 0, "ranks": 1}
+    feed = source.own_feed(FeedRequest(index=index, rows=np.arange(len(index)), **{**defaults, **options}))
+    assert isinstance(feed, StreamFeed)
+    try:
+        yield feed
+    finally:
+        feed.close()
