@@ -69,6 +69,11 @@ class Captions:
         return self == Captions()
 
     @property
+    def needs_text(self) -> bool:
+        """Whether the source's own caption may be asked for."""
+        return TEXT in self._keys
+
+    @property
     def needs_values(self) -> bool:
         """Whether more is asked for than the source's own caption, so that it must read a sample's json or columns."""
         named = {name for template in self._templates for name in template.names}

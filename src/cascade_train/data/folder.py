@@ -178,7 +178,9 @@ class Folder(PictureFolder):
     def usable(self, found: list[PictureFile]) -> list[PictureFile]:
         """See `PictureFolder.usable`."""
         named = [file for file in found if self.caption_from == "name" or not file.caption]
-        if self.caption_from == "file":
+        if not self.captions.needs_text:
+            missing, named = [file for file in found if not file.values], []
+        elif self.caption_from == "file":
             missing, named = named, []
         else:
             missing = [file for file in named if not caption_of_name(file.name)]
@@ -187,7 +189,8 @@ class Folder(PictureFolder):
         if not usable:
             raise ConfigError(
                 f"data.path={self.path}: none of {len(found)} pictures has a caption beside it"
-                f" ({', '.join(CAPTION_FILES[1:])}); write them, or take names by data.caption_from=file_or_name"
+                f" ({', '.join(CAPTION_FILES[1:] if self.captions.needs_text else VALUE_FILES[1:])}); write them, or"
+                " take names by data.caption_from=file_or_name"
             )
         if missing:
             _log.warning("%s: left out %d pictures without a caption: %s", self.path, len(missing), _names(missing))

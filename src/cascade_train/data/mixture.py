@@ -70,8 +70,16 @@ class Mixture(Source):
                 raise ValueError(f"data.{key}.{name}={number} must be above 0; leave the source out instead")
 
     def open(self) -> Index:
-        """Open every source and lay their samples out, as often as they come."""
+        """Open every source and lay their samples out, as often as they come.
+
+        Raises:
+            ConfigError: a source has no samples, or none to read at a place; see also the sources' own.
+            RunError: see the sources' own.
+        """
         indexes = {name: source.open() for name, source in self.sources.items()}
+        for name, index in indexes.items():
+            if not index.rows_are_samples:
+                raise ConfigError(f"data.sources.{name} can only be streamed, which a mixture cannot; copy it first")
         kept = {
             name: np.flatnonzero(selected(indexes[name], source.selectors())) for name, source in self.sources.items()
         }

@@ -168,6 +168,20 @@ def test_values_and_masks_come_with_the_picture(tmp_path: Path) -> None:
     assert plain.read(2).values == {}
 
 
+def test_captions_from_values_need_no_text(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("a", "b"):
+        write(tmp_path / f"{name}.png")
+    write(tmp_path / "a.json", '{"title": "one"}')
+    by_title = Captions(key="title")
+    for caption_from in ("file", "file_or_name"):
+        assert names(folder(tmp_path, caption_from=caption_from, captions=by_title)) == ["a.png"]
+    assert "left out 1 pictures without a caption: b.png" in caplog.text
+    assert "so their names are" not in caplog.text
+    (tmp_path / "a.json").unlink()
+    with pytest.raises(ConfigError, match=r"none of 2 pictures has a caption beside it \(.json, .yaml, .yml\)"):
+        folder(tmp_path, captions=by_title).open()
+
+
 def test_row_filters_judge_values_beside_pictures(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for name in ("a", "b", "c", "d"):
         write(tmp_path / f"{name}.png")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,14 @@ def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str) -
     fields = {key: getattr(source, key) for key in (*ORDER, "sources", "repeats", "shares", "loss_weights")}
     with pytest.raises(ValueError, match=message):
         Mixture(**{**fields, **options})
+
+
+def test_a_source_that_can_only_be_streamed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = mixture({"a": 3})
+    streamed = replace(source.sources["a"].open(), rows_are_samples=False)
+    monkeypatch.setattr(source.sources["a"], "open", lambda: streamed)
+    with pytest.raises(ConfigError, match="data.sources.a can only be streamed, which a mixture cannot"):
+        source.open()
 
 
 def test_no_sources_and_no_samples_are_refused() -> None:
