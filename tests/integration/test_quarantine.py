@@ -35,13 +35,13 @@ def test_a_run_lists_what_it_cannot_read_and_the_next_leaves_it_out(
     assert "2 unreadable samples among 24 read, more than 1%" in capfd.readouterr().err
     assert listed(first).keys() == set(DAMAGED)
     assert all(1 <= step <= 3 for step in listed(first).values())
-    second = train(tmp_path / "second", *data, f"data.quarantine={first}")
+    second = train(tmp_path / "second", *data, f"data.quarantine={first}", "train.max_steps=2")
     assert "Left out: 2 of 24 samples are listed in data.quarantine." in caplog.text
     assert not (second / "quarantine").exists()
-    assert [row["step"] for row in read_metrics(second)] == [1, 2, 3, 4]
+    assert [row["step"] for row in read_metrics(second)] == [1, 2]
     with (first / "quarantine" / "rank_0.jsonl").open("a") as file:
         file.write('{"sample": "a.tar:0005", "reason": "ugly", "step": 1}\n')
-    assert launch([*SMALL, *data, f"run.dir={second}", f"data.quarantine={first}", "train.max_steps=6"]) == 2
+    assert launch([*SMALL, *data, f"run.dir={second}", f"data.quarantine={first}", "train.max_steps=3"]) == 2
     assert "other samples take part: set validate.share, data.size_filters, data.quarantine" in capfd.readouterr().err
 
 
