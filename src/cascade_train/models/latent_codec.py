@@ -12,8 +12,9 @@ import abc
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from cascade_train.models.frozen_part import FrozenPart
 from cascade_train.models.initialize import FROZEN_SEED, convolution_rule, initialise
 from cascade_train.models.weights import load_module
 
@@ -21,32 +22,16 @@ ORIGINAL_NAMES = {"vquantizer.codebook.": "vquantizer.embedding."}
 """Beginnings of names that the original and diffusers spell differently."""
 
 
-class LatentCodec(abc.ABC):
-    """A frozen map between images and latents, in fp32. The constructor is cheap; `build` makes the module.
+class LatentCodec(FrozenPart):
+    """A frozen map between images and latents.
 
     Attributes:
         latent_channels: channels of the latent.
         stride: image pixels for each latent position.
-        weights: where its values come from; None = a fixed seed, or a module without any.
-        module: the frozen module; exists after `build`.
     """
 
     latent_channels: int
     stride: int
-    weights: str | None = None
-    module: nn.Module
-
-    def forget_weights(self) -> None:
-        """Take values from a fixed seed, whatever was named."""
-        self.weights = None
-
-    @abc.abstractmethod
-    def build(self, *, device: torch.device) -> None:
-        """Make the module on `device`.
-
-        Raises:
-            ConfigError: weights that do not exist or belong to another module.
-        """
 
     @abc.abstractmethod
     def encode(self, image_BCHW: Tensor) -> Tensor:

@@ -14,34 +14,19 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from cascade_train.models.frozen_part import FrozenPart
 from cascade_train.models.initialize import FROZEN_SEED, convolution_rule, initialise
 from cascade_train.models.weights import load_module
 
 
-class Previewer(abc.ABC):
-    """A frozen map from semantic latents to images, in fp32. The constructor is cheap; `build` makes the module.
+class Previewer(FrozenPart):
+    """A frozen map from semantic latents to images.
 
     Attributes:
         scale: pixels of the preview for each latent position.
-        weights: where its values come from; None = a fixed seed, or a module without any.
-        module: the frozen module; exists after `build`.
     """
 
     scale: ClassVar[int]
-    weights: str | None = None
-    module: nn.Module
-
-    def forget_weights(self) -> None:
-        """Take values from a fixed seed, whatever was named."""
-        self.weights = None
-
-    @abc.abstractmethod
-    def build(self, *, device: torch.device) -> None:
-        """Make the module on `device`.
-
-        Raises:
-            ConfigError: weights that do not exist or belong to another module.
-        """
 
     @abc.abstractmethod
     def decode(self, latent_BCHW: Tensor) -> Tensor:

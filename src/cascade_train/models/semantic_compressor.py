@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from cascade_train.models.efficientnet import build_features
+from cascade_train.models.frozen_part import FrozenPart
 from cascade_train.models.initialize import FROZEN_SEED, convolution_rule, initialise
 from cascade_train.models.weights import load_module
 
@@ -22,32 +23,16 @@ IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
 
-class SemanticCompressor(abc.ABC):
-    """A frozen map from images to latents, in fp32. The constructor is cheap; `build` makes the module.
+class SemanticCompressor(FrozenPart):
+    """A frozen map from images to latents.
 
     Attributes:
         latent_channels: channels of the latent.
         stride: image pixels for each latent position.
-        weights: where its values come from; None = a fixed seed, or a module without any.
-        module: the frozen module; exists after `build`.
     """
 
     latent_channels: ClassVar[int]
     stride: ClassVar[int]
-    weights: str | None = None
-    module: nn.Module
-
-    def forget_weights(self) -> None:
-        """Take values from a fixed seed, whatever was named."""
-        self.weights = None
-
-    @abc.abstractmethod
-    def build(self, *, device: torch.device) -> None:
-        """Make the module on `device`.
-
-        Raises:
-            ConfigError: weights that do not exist or belong to another module.
-        """
 
     @abc.abstractmethod
     def encode(self, image_BCHW: Tensor) -> Tensor:
