@@ -143,7 +143,8 @@ class Loader:
             f" held out) and {len(self._skipped.each)} were unreadable here; {waiting} of earlier epochs wait until"
             f" their shape fills a batch. {self.position} global batches were handed out; the next is of"
             f" {step.height} x {step.width} px, its first sample is {self._index.name(int(step.rows[0]))}. If its store"
-            " is slow, raise data.num_workers or data.max_wait_seconds; if a worker hangs, data.num_workers=0 shows where"
+            " is slow, raise data.num_workers or data.max_wait_seconds; if a worker hangs, data.num_workers=0 shows"
+            " where"
         )
 
     def _next_micro(self) -> Batch:

@@ -32,7 +32,6 @@ from cascade_train.data.tar_sample import PARTS, raw_sample
 from cascade_train.data.tar_verdicts import load_verdicts
 from cascade_train.errors import ConfigError, RunError
 
-MAX_UNREADABLE_SHARE = 0.01
 _INDEXED_AT_ONCE = 8  # remote tars, each with a buffer of 8 MiB
 _READ_ACROSS_BYTES = 64 * 1024  # what lies between two parts of a sample is read along rather than asked for apart
 _log = logging.getLogger(__name__)
@@ -81,7 +80,8 @@ class WebDataset(Source):
         Raises:
             ConfigError: a tar is missing, empty, compressed, unsorted, or without a usable sample; or no sample meets
                 `row_filters`.
-            RunError: a tar cannot be read, or more than 1 % of the pictures have no readable header.
+            RunError: a tar cannot be read, or more than `max_unreadable_share` of the pictures have no readable
+                header.
         """
         cache_dir = None if self.index_dir is None else Path(self.index_dir)
         try:
@@ -100,7 +100,7 @@ class WebDataset(Source):
         names = tuple(tar.name for tar in self._tars)
         keys = np.concatenate([shard.keys for shard in shards])
         index = Index(shards=names, table=table[kept], keys=keys[kept], filters=self._filters.identity)
-        _refuse_unreadable(index)
+        _refuse_unreadable(index, self.max_unreadable_share)
         self._index = index
         self._stores = list({id(tar.store): tar.store for tar in self._tars if tar.store is not None}.values())
         threads = max(store.parallel_reads for store in self._stores)
@@ -237,11 +237,12 @@ def _neighbours(places: dict[str, tuple[int, int]]) -> Iterator[list[tuple[str, 
     yield group
 
 
-def _refuse_unreadable(index: Index) -> None:
+def _refuse_unreadable(index: Index, share: float) -> None:
     rows = np.flatnonzero(index.table["width"] == 0)
-    if len(rows) > max(1, MAX_UNREADABLE_SHARE * len(index)):
+    if len(rows) > max(1, share * len(index)):
         names = ", ".join(index.name(row) for row in rows[:10])
         raise RunError(
-            f"data.urls: {len(rows)} of {len(index)} pictures are unreadable, more than {MAX_UNREADABLE_SHARE:.0%}:"
-            f" {names}{', ...' if len(rows) > 10 else ''}; remove or replace them"
+            f"data.urls: {len(rows)} of {len(index)} pictures are unreadable, more than {share:.0%}:"
+            f" {names}{', ...' if len(rows) > 10 else ''}; remove or replace them, or allow more by"
+            " data.max_unreadable_share"
         )

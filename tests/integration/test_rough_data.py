@@ -1,0 +1,149 @@
+"""Data as the world gives it: what can be used trains, the rest is counted or refused, nothing does harm."""
+
+import io
+import logging
+import struct
+import zlib
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from cascade_train.__main__ import launch
+from tests.integration.runs import SMALL, read_metrics, train
+from tests.unit.data import tars
+
+NORMAL = 44
+
+
+def encoded(image, kind, **options):
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def bomb():
+    """A PNG of a few bytes whose header says 30000 x 30000."""
+
+    def chunk(name, data):
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", 30000, 30000, 8, 2, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(b"\0" * 1000)) + chunk(b"IEND", b"")
+
+
+def odd_pictures():
+    """Return (name, file) of pictures that are unusual but can be used."""
+    plain = Image.new("RGB", (120, 90), (200, 30, 60))
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    return [
+        ("cmyk.jpg", encoded(plain.convert("CMYK"), "jpeg")),
+        ("exif.jpg", encoded(plain, "jpeg", exif=turned)),
+        ("gray.jpg", encoded(plain.convert("L"), "jpeg")),
+        ("huge.jpg", encoded(Image.new("L", (10000, 10000), 90), "jpeg")),
+        ("long.png", encoded(Image.new("RGB", (3000, 2)), "png")),
+        ("palette.png", encoded(plain.quantize(4), "png", transparency=0)),
+        ("really_png.jpg", encoded(plain, "png")),
+        ("really_webp.png", encoded(plain, "webp")),
+        ("sixteen.png", encoded(Image.fromarray(np.full((90, 120), 30000, dtype=np.uint16)), "png")),
+        ("tiny.png", encoded(Image.new("RGB", (1, 1)), "png")),
+        ("transparent.webp", encoded(Image.new("RGBA", (99, 77), (0, 0, 0, 9)), "webp")),
+        ("../../escaped.png", encoded(plain, "png")),
+        ("/escaped_too.png", encoded(plain, "png")),
+        ("größe_图.png", encoded(plain, "png")),
+        ("猫🐈.jpg", encoded(plain, "jpeg")),
+    ]
+
+
+def unusable_pictures():
+    whole = encoded(Image.fromarray(np.random.default_rng(0).integers(0, 256, (90, 120, 3), dtype=np.uint8)), "jpeg")
+    return [
+        ("x_bomb.png", bomb()),
+        ("x_cut.jpg", whole[: len(whole) // 2]),
+        ("x_html.jpg", b"<html>404 Not Found</html>"),
+        ("x_script.jpg", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n"),
+    ]
+
+
+@pytest.fixture
+def rough(tmp_path):
+    def captioned(pictures):
+        return [
+            file
+            for name, content in pictures
+            for file in ((name, content), (f"{name.rpartition('.')[0]}.txt", "eine größe 图".encode()))
+        ]
+
+    normal, files = tars.samples(range(NORMAL)), captioned(odd_pictures())
+    for place, bad in enumerate(unusable_pictures()):  # far from each other: one that stands in is a good one
+        files += normal[place * 22 : (place + 1) * 22] + captioned([bad])
+    return tars.write(tmp_path / "set" / "rough.tar", files)
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path):
+    (tmp_path / "set").mkdir()
+
+
+def test_a_rough_set_trains_and_counts_what_it_could_not_use(rough, tmp_path, caplog):
+    total = NORMAL + len(odd_pictures()) + len(unusable_pictures())
+    steps = -(-total // 8) + 2
+    caplog.set_level(logging.WARNING)
+    run = train(
+        tmp_path / "run",
+        "task=finetune",
+        "data=webdataset",
+        f"data.urls={rough}",
+        "data.aspect_ratios=original",
+        "data.max_unreadable_share=0.1",
+        "data.num_workers=2",
+        f"train.max_steps={steps}",
+        "checkpoint.every_steps=null",
+    )
+    assert len(read_metrics(run)) == steps
+    said = [line for line in caplog.messages if line.startswith("unreadable sample, another stands in: ")]
+    for name, reason in (
+        ("x_bomb", "more pixels than data.max_pixels=134217728"),
+        ("x_cut", "OSError: image file is truncated"),
+        ("x_html", "not a picture of a known format"),
+        ("x_script", "not a picture of a known format"),
+    ):
+        assert sum(f"rough.tar:{name} ({reason}" in line for line in said) == 1, (name, said)
+    assert len(said) == 4
+    assert not [path for path in tmp_path.parent.rglob("*escaped*") if path.suffix == ".png"]
+
+
+def test_too_many_unusable_pictures_are_listed(rough, tmp_path, caplog, capfd):
+    code = launch(
+        [
+            *SMALL,
+            "task=finetune",
+            f"run.dir={tmp_path / 'run'}",
+            "data=webdataset",
+            f"data.urls={rough}",
+            "data.num_workers=0",
+        ]
+    )
+    assert code == 1
+    said = " ".join(capfd.readouterr().err.split())
+    assert "2 of 63 pictures are unreadable, more than 1%: rough.tar:x_html, rough.tar:x_script" in said
+    assert "allow more by data.max_unreadable_share" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_tar_that_is_cut_short_is_refused(rough, tmp_path, capfd):
+    rough.write_bytes(rough.read_bytes()[: rough.stat().st_size * 2 // 3])
+    code = launch(
+        [
+            *SMALL,
+            "task=finetune",
+            f"run.dir={tmp_path / 'run'}",
+            "data=webdataset",
+            f"data.urls={rough}",
+            "data.num_workers=0",
+        ]
+    )
+    assert code == 2
+    assert not (tmp_path / "run").exists()
+    assert "rough.tar" in capfd.readouterr().err
