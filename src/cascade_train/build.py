@@ -44,7 +44,7 @@ from cascade_train.engine.sampling import Painter, SampleGrid, SampleSpec
 from cascade_train.engine.tracking import build_tracker
 from cascade_train.engine.unreadable import UnreadableList
 from cascade_train.engine.validation import Validation
-from cascade_train.errors import ConfigError
+from cascade_train.errors import ConfigError, RunError
 from cascade_train.models.stage import Stage
 from cascade_train.tasks.base import Phase, Predictor, Task
 
@@ -98,6 +98,7 @@ def train_in(run: RunDirectory, cfg: DictConfig, parts: Parts, data: DataSet, wo
         if run.resume_from is not None:
             trainer.restore(run.resume_from)
         run.cut_metrics(trainer.step)
+        from_rank_zero(data.record)
     try:
         trainer.run()
         write_exports(cfg, parts.task, phases, run.export)
@@ -150,16 +151,21 @@ def open_data(cfg: DictConfig, task: Task, world: World) -> DataSet:
 
     Raises:
         ConfigError: the data is missing or not of its source's form.
+        RunError: ranks see different data.
     """
     source: Source = build_component(cfg, "data")
     held_out: Source | None = None
     if cfg.validate.urls is not None:
         held_out = build_component(cfg, "data", urls=list(cfg.validate.urls))
     opened: list[DataSet] = []
-    open_all = partial(
-        open_data_set, source, share=cfg.validate.share, held_out=held_out, transform=task.sample_transform()
-    )
-    from_every_rank(lambda: opened.append(open_all()))
+    transform = task.sample_transform()
+
+    def open_all() -> str:
+        opened.append(open_data_set(source, share=cfg.validate.share, held_out=held_out, transform=transform))
+        return opened[0].identity
+
+    if len(set(from_every_rank(open_all))) > 1:
+        raise RunError("the ranks see different data: files changed while the run began; start it again", shared=True)
     return opened[0]
 
 
@@ -253,6 +259,7 @@ def build_trainer(
         micro_batch_size=cfg.train.micro_batch_size,
         rank=world.rank,
         ranks=world.ranks,
+        gather=lambda value: from_every_rank(lambda: value),
     )
     limits = {key: cfg.train[key] for key in ("max_steps", "max_epochs", "global_batch_size")}
     max_steps = data.last_step(feed, **limits)

@@ -35,7 +35,8 @@ _HISTORY = "config_history.jsonl"
 _METRICS = "metrics.jsonl"
 _EXPORTED = "exported.json"
 _QUARANTINE = "quarantine"
-_BEFORE_THE_FIRST_STEP = {_CONFIG, _ENVIRONMENT, _HISTORY, LOCK_NAME, _QUARANTINE, "tensorboard", "wandb"}
+_LISTING = "listing.json"
+_BEFORE_THE_FIRST_STEP = {_CONFIG, _ENVIRONMENT, _HISTORY, LOCK_NAME, _QUARANTINE, _LISTING, "tensorboard", "wandb"}
 """What a start makes before there is anything to lose: our files, and the folders of trackers."""
 
 
