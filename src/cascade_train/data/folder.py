@@ -195,7 +195,7 @@ class Folder(PictureFolder):
         if missing:
             _log.warning("%s: left out %d pictures without a caption: %s", self.path, len(missing), _names(missing))
         if named and self.caption_from != "name":
-            _log.warning(
+            _log.info(
                 "%s: %d of %d pictures have no caption file (%s), so their names are their captions: %s",
                 self.path, len(named) - len(missing), len(usable), ", ".join(CAPTION_FILES[1:]), _names(named),
             )  # fmt: skip

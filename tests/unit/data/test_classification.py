@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from cascade_train.data.classification import ClassFolders, ClassTars, Prompts
 from cascade_train.data.sample import UnreadableSampleError
 from cascade_train.errors import ConfigError
 from tests.unit.data import tars
-from tests.unit.data.dataset_contract import DatasetContract, loading
+from tests.unit.data.dataset_contract import loading
 from tests.unit.data.test_folder import write
 
 ORDER = {"image_size": 16, "crop": "center", "shuffle_window_shards": 2, "num_workers": 0, "worker_start": "fork"}
@@ -45,21 +46,17 @@ def prompts(folder: Path, given: Any) -> str:
     return str(path)
 
 
-class TestClassTars(DatasetContract):
-    order_digest = "b646e2e75ce09689"
-    samples = 37
-
-    @classmethod
-    def make_source(cls, folder: Path, **options: Any) -> ClassTars:
-        path = folder / "a.tar"
-        if not path.exists():
-            write_tar(path, [str(number % 3) for number in range(37)])
-        given = prompts(folder, {"0": ["a tench", "a fish"], "1": "a dog", "2": ["a cat"]})
-        return class_tars(path, idx_to_prompt=given, **options)
+def fishes(folder: Path, **options: Any) -> ClassTars:
+    """Make a source of 37 pictures in three classes, of which one has two prompts."""
+    path = folder / "a.tar"
+    if not path.exists():
+        write_tar(path, [str(number % 3) for number in range(37)])
+    given = prompts(folder, {"0": ["a tench", "a fish"], "1": "a dog", "2": ["a cat"]})
+    return class_tars(path, idx_to_prompt=given, **options)
 
 
 def test_prompts_are_drawn_for_each_epoch_and_follow_the_class(tmp_path: Path) -> None:
-    source = TestClassTars.make_source(tmp_path)
+    source = fishes(tmp_path)
     seen: dict[int, set[str]] = {0: set(), 1: set(), 2: set()}
     with loading(source, global_batch_size=37, micro_batch_size=37) as loader:
         for _ in range(4):
@@ -67,9 +64,10 @@ def test_prompts_are_drawn_for_each_epoch_and_follow_the_class(tmp_path: Path) -
             for row, caption in zip(batch.index_B.tolist(), batch.captions, strict=True):
                 seen[row % 3].add(caption)
     assert seen == {0: {"a tench", "a fish"}, 1: {"a dog"}, 2: {"a cat"}}
-    source = TestClassTars.make_source(tmp_path, captions=Captions())
+    source = fishes(tmp_path, captions=Captions())
     source.open()
     assert source.read(0).caption == "a tench"
+    assert pickle.loads(pickle.dumps(source)).read(0).caption == "a tench"
     assert source.read(1).values == {"class": "1", "prompts": ["a dog"]}
 
 

@@ -127,6 +127,7 @@ def test_a_name_is_a_caption_up_to_its_first_underscore(name: str, caption: str)
 
 
 def test_captions_come_from_files_or_names_as_chosen(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     write(tmp_path / "one_(1).png")
     write(tmp_path / "two_(1).png")
     write(tmp_path / "two_(1).txt", "\ufeffa text \n")

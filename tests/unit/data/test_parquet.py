@@ -18,7 +18,7 @@ from cascade_train.data.parquet import Parquet
 from cascade_train.data.sample import UnreadableSampleError
 from cascade_train.errors import ConfigError, RunError
 from tests.unit.data import tars
-from tests.unit.data.dataset_contract import DatasetContract, contents
+from tests.unit.data.dataset_contract import DatasetContract
 
 
 def parquet(path: Any, **options: Any) -> Parquet:
@@ -61,10 +61,6 @@ class TestParquet(DatasetContract):
             write(folder / "set/0.parquet", rows_of(range(20)), group=8)
             write(folder / "set/below/1.parquet", rows_of(range(20, 37)), group=20)
         return parquet(folder / "set", **options)
-
-    def test_spawned_workers_give_the_same_batches(self, folder: Path, uninterrupted: list[str]) -> None:
-        source = self.make_source(folder, crop="random", num_workers=1, worker_start="spawn")
-        assert contents(source, 2) == uninterrupted[:2]
 
 
 def test_row_groups_are_shards_and_rows_come_from_them(tmp_path: Path) -> None:
