@@ -11,6 +11,7 @@ from cascade_train.data.captions import Captions
 from cascade_train.data.index import ROW_FIELDS, Index
 from cascade_train.data.sample import RawSample
 from cascade_train.data.source import Source
+from cascade_train.errors import ConfigError
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -41,11 +42,16 @@ class Joined:
         blocks: how many; they are the shards of the joined index, so that a plan that mixes some of them meets every
             source, and keeps what lies close together in a source close together.
 
+    Raises:
+        ConfigError: one of them is streamed.
+
     Attributes:
         index: of all rows; a sample that comes twice is two rows with one key.
     """
 
     def __init__(self, parts: Sequence[Part], name: str, blocks: int = 1) -> None:
+        if not all(part.index.rows_are_samples for part in parts):
+            raise ConfigError(f"data: streams cannot be mixed with others in a {name}: give tars that can be indexed")
         self._parts = parts
         cuts = [np.linspace(0, len(part.rows), blocks + 1).round().astype(np.int64) for part in parts]
         numbers = np.arange(len(parts))
