@@ -199,9 +199,11 @@ def _note(given: Mapping[str, Any], recipe: Recipe) -> None:
     if "dtype" in given:
         recipe.notes["dtype"] = f"{given['dtype']}: trained weights stay fp32, compute is train.precision"
     urls = given.get("webdataset_path", [])
-    remote = [url for url in ([urls] if isinstance(urls, str) else urls) if url.startswith(("s3:", "pipe:", "http"))]
-    if remote:
-        recipe.notes["webdataset_path"] = f"{remote[0]} is remote, which is not read yet; copy it and change data.urls"
+    for url in [urls] if isinstance(urls, str) else urls:
+        if url.startswith("s3:"):
+            recipe.notes["webdataset_path"] = f"{url} is read through boto3: install the extra s3"
+        elif url.startswith("http"):
+            recipe.notes["webdataset_path"] = f"{url} is not read by itself: stream it through pipe:curl in data.urls"
     if given.get("edm_objective"):
         recipe.notes["edm_objective"] = (
             "the original cannot load this key; taken as its file's name says: a velocity target"
