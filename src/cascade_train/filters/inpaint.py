@@ -50,11 +50,10 @@ class InpaintFilter(ControlFilter):
     """
 
     channels = 4
-    deterministic = False
 
     def __init__(self, *, weights: str | None, threshold: list[float], p_outpaint: float) -> None:
         if len(threshold) != 2 or not 0.0 <= threshold[0] <= threshold[1] <= 1.0:
-            raise ValueError(f"threshold={threshold}: is drawn between two shares, give [low, high] with 0 <= low <= 1")
+            raise ValueError(f"threshold={threshold}: is drawn between two shares, give [low, high] with low <= high")
         if not 0.0 <= p_outpaint <= 1.0:
             raise ValueError(f"p_outpaint={p_outpaint}: is a share of the samples, give a number between 0 and 1")
         if weights is None:
@@ -62,6 +61,7 @@ class InpaintFilter(ControlFilter):
         self.weights = weights
         self.threshold = threshold
         self.p_outpaint = p_outpaint
+        self.deterministic = weights is not None and threshold[0] == threshold[1] and p_outpaint in (0.0, 1.0)
 
     def sample_transform(self) -> SampleTransform:
         """Return what draws the hole, or what a network needs to know of the sample's draws.

@@ -42,6 +42,11 @@ class TestSalientHoles(ControlFilterContract):
         return inpaint(weights=self.weights, threshold=[0.3, 0.6])
 
 
+class TestSalientHolesWithoutDraws(TestSalientHoles):
+    def make(self) -> InpaintFilter:
+        return inpaint(weights=self.weights, threshold=[0.45, 0.45], p_outpaint=1.0)
+
+
 class Half(torch.nn.Module):
     """Finds the left half of any picture salient, at 0.5."""
 
