@@ -139,18 +139,6 @@ class Buckets:
         return Selection(kept=scale_N <= self.max_upscale, reason=reason)
 
 
-def table_of_sizes(width_N: np.ndarray, height_N: np.ndarray) -> BucketTable:
-    """Return a bucket for each size that occurs, for pictures that have their final size already.
-
-    Args:
-        width_N: in pixels, known.
-        height_N: in pixels, known.
-    """
-    sizes_K2 = np.unique(np.stack([height_N, width_N], axis=1).astype(np.int64), axis=0)
-    ratio_E = sizes_K2[:, 1] / sizes_K2[:, 0]
-    return BucketTable(sizes_K2=sizes_K2, ratio_E=ratio_E, bucket_E=np.arange(len(sizes_K2)), distance="log")
-
-
 def parse_ratios(aspect_ratios: list[str | float] | str) -> list[float]:
     """Return aspect ratios as numbers: of a preset's name, or of a list of fractions and decimals.
 

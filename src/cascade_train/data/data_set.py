@@ -9,7 +9,6 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
 
 import numpy as np
 
@@ -63,7 +62,7 @@ class Rows:
         micro_batch_size: int,
         rank: int,
         ranks: int,
-        leftover: Literal["carry", "drop", "flush"] | None = None,
+        whole_epochs: bool = False,
         gather: Gather = alone,
     ) -> Feed:
         """Return the endless feed of these samples for one rank."""
@@ -76,7 +75,7 @@ class Rows:
             rank=rank,
             ranks=ranks,
             transform=self.transform,
-            leftover=leftover,
+            whole_epochs=whole_epochs,
             gather=gather,
         )
         own = self.source.own_feed(request)
@@ -178,7 +177,7 @@ class DataSet:
             micro_batch_size=micro_batch_size,
             rank=rank,
             ranks=ranks,
-            leftover="flush",
+            whole_epochs=True,
         )
         feed = HeldOutFeed(loader, loader.steps_of_epochs(1))
         self._open.append(feed)
@@ -188,7 +187,9 @@ class DataSet:
         """Return up to `count` fixed samples of one shape to show, held-out ones where there are any, on all ranks."""
         part = self.held_out or self.training
         count = min(count, int(part.shapes[0]))
-        loader = part.load(seed=seed, global_batch_size=count, micro_batch_size=count, rank=0, ranks=1, leftover="drop")
+        loader = part.load(
+            seed=seed, global_batch_size=count, micro_batch_size=count, rank=0, ranks=1, whole_epochs=True
+        )
         try:
             return next(loader)[0]
         finally:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -35,8 +35,8 @@ class FeedRequest:
         rank: this process, from 0.
         ranks: how many processes share the global batch.
         transform: what the workers make of each picture for the task; None = nothing.
-        leftover: what becomes of samples that fill no global batch of their shape when an epoch ends; None = what the
-            source says.
+        whole_epochs: every sample comes once an epoch in its own shape, whatever the source says of leftovers,
+            replacement and random shapes; what fills up a batch has weight 0. For measuring and for showing.
         gather: collects a value of every rank, in rank order; for feeds whose ranks know different things.
     """
 
@@ -48,7 +48,7 @@ class FeedRequest:
     rank: int
     ranks: int
     transform: SampleTransform | None = None
-    leftover: Literal["carry", "drop", "flush"] | None = None
+    whole_epochs: bool = False
     gather: Gather = alone
 
 

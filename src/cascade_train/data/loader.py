@@ -7,7 +7,7 @@ out, never those prefetched, so that any number of ranks and workers may continu
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,8 +41,8 @@ class Loader:
         ranks: how many processes share the global batch.
         position: global batches already handed out.
         transform: what the workers make of each picture for the task; None = nothing.
-        leftover: what becomes of samples that fill no global batch of their shape when an epoch ends; None = what the
-            source says.
+        whole_epochs: every sample comes once an epoch in its own shape, whatever the source says of leftovers,
+            replacement and random shapes; what fills up a batch has weight 0. For measuring and for showing.
 
     Attributes:
         position: global batches handed out.
@@ -61,7 +61,7 @@ class Loader:
         ranks: int,
         position: int = 0,
         transform: SampleTransform | None = None,
-        leftover: Literal["carry", "drop", "flush"] | None = None,
+        whole_epochs: bool = False,
     ) -> None:
         if len(rows) == 0:
             raise ConfigError("data: no sample is left to read; check data and validate.share")
@@ -72,7 +72,7 @@ class Loader:
             rows=rows,
             seed=seed,
             global_batch_size=global_batch_size,
-            leftover=leftover or source.leftover,
+            whole_epochs=whole_epochs,
         )
         self.position = position
         self._rows, self._skipped = rows, Skipped(len(rows), source.max_unreadable_share)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -42,7 +42,7 @@ class Order:
         rows: sorted rows of the index that take part; at least one.
         seed: the run's seed.
         global_batch_size: samples of one optimizer step over all ranks.
-        leftover: see `Plan`.
+        whole_epochs: see `FeedRequest`.
 
     Raises:
         ConfigError: leftovers are dropped, and every sample would be one.
@@ -56,17 +56,20 @@ class Order:
         rows: np.ndarray,
         seed: int,
         global_batch_size: int,
-        leftover: Literal["carry", "drop", "flush"],
+        whole_epochs: bool = False,
     ) -> None:
-        self._rows, self._on_change, self._leftover = rows, source.on_change, leftover
+        self._rows, self._on_change = rows, source.on_change
         self._max_upscale, self._global_batch_size = source.buckets.max_upscale, global_batch_size
+        self._leftover = "flush" if whole_epochs else source.leftover
+        replacement = source.replacement and not whole_epochs
+        random_share = 0.0 if whole_epochs else source.buckets.random_share
         table = source.bucket_table(index)
         self._assignment = Assignment(
             table,
             width_N=index.table["width"][rows],
             height_N=index.table["height"][rows],
             rows=rows,
-            random_share=source.buckets.random_share,
+            random_share=random_share,
             seed=seed,
         )
         self._layouts = Layouts(
@@ -75,7 +78,7 @@ class Order:
             assignment=self._assignment,
             seed=seed,
             window_shards=source.shuffle_window_shards,
-            replacement=source.replacement,
+            replacement=replacement,
         )
         self._plan = self._planned(global_batch_size, Start())
         self._identity = {
@@ -88,10 +91,10 @@ class Order:
         if index.filters:
             self._identity["filters"] = index.filters
         if len(table.sizes_K2) > 1:
-            self._identity["buckets"] = f"{table.identity}/{source.buckets.random_share:g}"
-        if leftover != "carry":
-            self._identity["leftover"] = leftover
-        if source.replacement:
+            self._identity["buckets"] = f"{table.identity}/{random_share:g}"
+        if self._leftover != "carry":
+            self._identity["leftover"] = self._leftover
+        if replacement:
             self._identity["replacement"] = "true"
 
     def step(self, position: int) -> Step:

@@ -23,7 +23,7 @@ class Selection:
 
     Attributes:
         kept: (N,) bool, which rows of the index may take part.
-        reason: why the others may not, as the end of a sentence: "are enlarged by more than data.buckets.max_upscale=2".
+        reason: why the others may not, the end of a sentence: "are enlarged by more than data.buckets.max_upscale=2".
     """
 
     kept: np.ndarray

@@ -143,7 +143,7 @@ class WebDataset(Source):
         if request.index.rows_are_samples:
             return None
         rows = request.rows.tolist()
-        is_shown = request.leftover is not None  # a few samples to look at: nothing is mixed or counted
+        is_shown = request.whole_epochs  # a few samples to look at: nothing is mixed or counted
         spec = replace(self.stream, buffer_samples=1) if is_shown else self.stream
         count = None if is_shown else self.streams
         count = choose_streams(request.global_batch_size, len(rows)) if count is None else count

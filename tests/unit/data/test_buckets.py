@@ -11,7 +11,6 @@ from cascade_train.data.buckets import (
     BucketTable,
     bucket_size,
     parse_ratios,
-    table_of_sizes,
     with_reciprocals,
 )
 from cascade_train.data.index import ROW_FIELDS, Index
@@ -102,12 +101,6 @@ def test_pictures_that_would_be_enlarged_too_much_are_left_out() -> None:
     assert kept(max_upscale=1.03) == [True, True, False, True, True, True]
     reason = Buckets(max_upscale=1.5).selection(pictures, found).reason
     assert reason == "would be enlarged by more than data.buckets.max_upscale=1.5"
-
-
-def test_pictures_of_their_final_size_keep_it() -> None:
-    found = table_of_sizes(np.array([64, 32, 64]), np.array([32, 64, 32]))
-    assert nearest(found, (64, 32), (32, 64)) == [(32, 64), (64, 32)]
-    assert enlarged(found, (64, 32)) == [1.0]
 
 
 @pytest.mark.parametrize(

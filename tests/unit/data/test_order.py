@@ -51,10 +51,12 @@ def index(count: int = 97, shards: int = 6) -> Index:
     return Index(shards=tuple(f"{s}.tar" for s in range(shards)), table=table, keys=keys)
 
 
-def order(*, of: Index | None = None, size: int = 8, seed: int = 0, leftover: Any = "carry", **options: Any) -> Order:
+def order(
+    *, of: Index | None = None, size: int = 8, seed: int = 0, whole_epochs: bool = False, **options: Any
+) -> Order:
     of = index() if of is None else of
     rows = np.arange(len(of))
-    return Order(source(**options), index=of, rows=rows, seed=seed, global_batch_size=size, leftover=leftover)
+    return Order(source(**options), index=of, rows=rows, seed=seed, global_batch_size=size, whole_epochs=whole_epochs)
 
 
 def drawn(of: Order, positions: range) -> list[tuple[int, int]]:
@@ -152,6 +154,16 @@ def test_epochs_count_steps() -> None:
     assert sum(counts) == 97
     assert order(leftover="drop").steps_of_epochs(2) == 2 * sum(n // 8 for n in counts)
     assert order(leftover="flush").steps_of_epochs(2) == 2 * sum(-(-n // 8) for n in counts)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"leftover": "drop"}, {"replacement": True}, {"buckets": Buckets(multiple_px=8, random_share=1.0)}],
+)
+def test_whole_epochs_hold_every_sample_once_whatever_training_does(options: dict[str, Any]) -> None:
+    whole = order(whole_epochs=True, **options)
+    assert sorted(drawn(whole, range(whole.steps_of_epochs(1)))) == [(0, row) for row in range(97)]
+    assert drawn(whole, range(10)) == drawn(order(leftover="flush"), range(10))
 
 
 def test_the_report_tells_shapes_enlargement_and_what_fills_slowly() -> None:
