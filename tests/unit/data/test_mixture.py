@@ -185,10 +185,3 @@ def test_no_sources_and_no_samples_are_refused() -> None:
     top = {key: getattr(source, key) for key in ORDER}
     with pytest.raises(ValueError, match="names nothing to mix"):
         Mixture(sources={}, repeats=None, shares=None, loss_weights=None, **top)
-
-
-def test_streams_are_no_part_of_a_mixture() -> None:
-    source = mixture({"a": 3, "b": 3})
-    source.sources["b"] = tars.webdataset(["pipe:true"], image_size=source.image_size)
-    with pytest.raises(ConfigError, match="streams cannot be mixed with others in a mixture: give tars that can be"):
-        source.open()

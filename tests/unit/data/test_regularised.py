@@ -11,6 +11,7 @@ import torch
 
 from cascade_train.data.regularised import Regularised
 from cascade_train.errors import ConfigError
+from tests.unit.data import tars
 from tests.unit.data.dataset_contract import DatasetContract, loading
 from tests.unit.data.test_shapes import shapes
 
@@ -108,3 +109,10 @@ def test_each_side_leaves_out_what_its_own_filters_refuse() -> None:
         source.open()
     source.regularisation = shapes(samples=6, seed=1, size_filters={"width": "> 1"})
     assert len(source.open()) == 12
+
+
+def test_streams_are_no_side() -> None:
+    source = regularised()
+    source.regularisation = tars.webdataset(["pipe:true"], image_size=source.image_size)
+    with pytest.raises(ConfigError, match="streams cannot be mixed with others in a regularised: give tars that can"):
+        source.open()
