@@ -23,6 +23,9 @@ STRIDES = (8, 16, 32)
 ANCHORS = 2
 """The detector looks at each place of three grids, and gives two candidates for each."""
 
+OUTPUTS = 3 * len(STRIDES)
+"""Of a detector: scores, distances and offsets, each for every grid."""
+
 SCORE_THRESHOLD = 0.5
 OVERLAP_THRESHOLD = 0.4
 FACE_SIDE = 112

@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cascade_train.batch import SampleTransform
+from cascade_train.errors import ConfigError
 from cascade_train.filters.base import ControlFilter, ControlMap, Encode, between
-from cascade_train.filters.faces import Faces, detect, recognise
+from cascade_train.filters.faces import OUTPUTS, Faces, detect, recognise
 from cascade_train.filters.files import WeightsFile, find_file
 from cascade_train.filters.libraries import require
 from cascade_train.filters.onnx_session import open_session
@@ -77,10 +78,12 @@ class IdentityFilter(ControlFilter):
         """Return what finds faces, once both networks were read.
 
         Raises:
-            ConfigError: a file is not there, or is no network.
+            ConfigError: a file is not there, or is another network.
         """
-        for source, known in ((self.detector, DETECTOR), (self.recogniser, RECOGNISER)):
-            open_session(find_file(source, known), known)
+        for source, known, wanted in ((self.detector, DETECTOR, OUTPUTS), (self.recogniser, RECOGNISER, 1)):
+            found = len(open_session(find_file(source, known), known).get_outputs())
+            if found != wanted:
+                raise ConfigError(f"{known.key}={source}: is a network of {found} outputs, not of {wanted}. {known}")
         return self._find
 
     def _find(self, image: np.ndarray, generator: torch.Generator) -> Mapping[str, np.ndarray]:

@@ -169,6 +169,12 @@ def test_a_network_that_is_not_there_is_described(networks: dict[str, str], key:
         identity(networks, **{key: "no.onnx"}).sample_transform()
 
 
+def test_networks_that_were_swapped_are_refused(networks: dict[str, str]) -> None:
+    swapped = {"detector": networks["recogniser"], "recogniser": networks["detector"]}
+    with pytest.raises(ConfigError, match=r"rec.onnx: is a network of 1 outputs, not of 9\. It is the face detector"):
+        identity(swapped).sample_transform()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
