@@ -51,7 +51,7 @@ class Joined:
 
     def __init__(self, parts: Sequence[Part], name: str, blocks: int = 1) -> None:
         if not all(part.index.rows_are_samples for part in parts):
-            raise ConfigError(f"data: streams cannot be mixed with others in a {name}: give tars that can be indexed")
+            raise ConfigError("data: streams cannot be mixed with other samples: give tars that can be indexed")
         self._parts = parts
         cuts = [np.linspace(0, len(part.rows), blocks + 1).round().astype(np.int64) for part in parts]
         numbers = np.arange(len(parts))

@@ -114,5 +114,5 @@ def test_each_side_leaves_out_what_its_own_filters_refuse() -> None:
 def test_streams_are_no_side() -> None:
     source = regularised()
     source.regularisation = tars.webdataset(["pipe:true"], image_size=source.image_size)
-    with pytest.raises(ConfigError, match="streams cannot be mixed with others in a regularised: give tars that can"):
+    with pytest.raises(ConfigError, match="streams cannot be mixed with other samples: give tars that"):
         source.open()
