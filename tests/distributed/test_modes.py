@@ -21,6 +21,10 @@ LOOKING = (
 )
 BASE = ("task=finetune", *AVERAGE, *LOOKING)
 LORA = ("task=lora", "optimizer.lr=1e-2", "activation_checkpointing=true")
+CONTROL = (
+    *("task=controlnet", "task.bottleneck=small", "optimizer.lr=1e-2", "activation_checkpointing=true"),
+    *("task.control_drop_prob=0.3", "ema.decay=0.5", "model.weights={base}"),
+)
 RUNS = {
     "base": (1, None, BASE),
     "looked": (1, None, (*BASE, "validate.every_steps=1", "sample.every_steps=2")),
@@ -33,6 +37,9 @@ RUNS = {
     "poisoned": (2, "poison_last_rank", (*BASE, "parallel=fsdp", "checkpoint.every_steps=1")),
     "continued@poisoned": (1, None, (*BASE, "checkpoint.every_steps=1", "train.micro_batch_size=4")),
     "lora_alone": (1, None, (*LORA, "model.weights={base}", "train.precision=bf16")),
+    "control": (2, "look_at_dtypes", (*CONTROL, "parallel=fsdp", "train.micro_batch_size=2")),
+    "control_alone": (1, None, CONTROL),
+    "control_bf16": (2, "look_at_dtypes", (*CONTROL, "parallel=ddp", "train.precision=bf16", "train.max_steps=1")),
 }
 
 
@@ -165,3 +172,27 @@ def test_the_next_start_continues_from_the_last_good_step_on_other_ranks(runs):
     heard = said(runs, "continued@poisoned")
     assert "Continuing at step 2" in heard
     assert [row["step"] for row in read_metrics(runs / "poisoned")] == [1, 2, 3, 4]
+
+
+def test_two_ranks_train_a_control_network_as_one_does(runs):
+    rows = read_metrics(runs / "control_alone")
+    assert all(row["grad_norm"] > 0 for row in rows)
+    for one, several in zip(rows, read_metrics(runs / "control"), strict=True):
+        assert one == pytest.approx(several, rel=1e-4)
+    alone, two = (
+        load_file(runs / n / "export/controlnet/controlnet.safetensors") for n in ("control_alone", "control")
+    )
+    for name, value in alone.items():
+        torch.testing.assert_close(two[name], value, rtol=1e-3, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize(("name", "frozen"), [("control", "torch.float32"), ("control_bf16", "torch.bfloat16")])
+def test_a_control_network_trains_fp32_masters_beside_a_frozen_network_without_gradients(runs, name, frozen):
+    for rank in notes(runs, name):
+        assert rank == {
+            "trained": ["torch.float32"],
+            "gradients": ["torch.float32"],
+            "state": ["torch.float32"],
+            "frozen": [frozen],
+            "frozen_with_gradients": [],
+        }

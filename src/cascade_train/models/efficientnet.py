@@ -39,7 +39,8 @@ class FixedBatchNorm2d(nn.BatchNorm2d):
     def forward(self, x_BCHW: Tensor) -> Tensor:
         """Normalise (B, C, H, W)."""
         scale_C, shift_C = self.weight.float(), self.bias.float()
-        return nn.functional.batch_norm(x_BCHW, self.running_mean, self.running_var, scale_C, shift_C, eps=self.eps)
+        mean_C, variance_C = self.running_mean.float(), self.running_var.float()
+        return nn.functional.batch_norm(x_BCHW, mean_C, variance_C, scale_C, shift_C, eps=self.eps)
 
 
 def build_features() -> nn.Sequential:
