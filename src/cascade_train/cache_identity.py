@@ -112,16 +112,18 @@ def take_cache(cfg: Mapping[str, Any], stage: Stage, task: Task, source: Cached)
             f"{where} lacks {', '.join(lacking)}, which model.{stage.image_products[lacking[0]]} makes of pictures:"
             " make a cache with this model"
         )
-    made = manifest.tensors.keys() - stage.image_products.keys()
-    if task.sample_transform() is not None and not made:
-        raise ConfigError(f"{where} lacks what the task makes of pictures: make a cache with this task and its options")
-    names = [*stage.image_products, *manifest.captions]
-    own = encoder_identity(cfg, stage, names) | (transform_identity(cfg) if made else {})
+    own = encoder_identity(cfg, stage, [*stage.image_products, *manifest.captions])
+    if task.sample_transform() is not None:
+        if manifest.tensors.keys() == stage.image_products.keys():
+            raise ConfigError(f"{where} lacks what the task makes of pictures: make a cache with this task and filter")
+        own |= task_identity(cfg)
     difference = first_difference(own, manifest.identity)
     if difference is not None:
         raise ConfigError(f"{where} was made by another model: {difference}. Set it back, or make another cache.")
+    if cfg["sample"]["every_steps"] is not None and (stage.needs_image or task.needs_image):
+        raise ConfigError(f"sample.every_steps: grids need pictures here, and {where} has none: set it to null")
     makers = {**stage.image_products, **stage.caption_products}
-    left_out = frozenset(makers[name] for name in names)
+    left_out = frozenset(makers[name] for name in [*stage.image_products, *manifest.captions])
     refuse_trained(left_out & task.trained_parts(), "the cache holds what it makes")
     stage.left_out = left_out
     if manifest.captions:
@@ -129,7 +131,7 @@ def take_cache(cfg: Mapping[str, Any], stage: Stage, task: Task, source: Cached)
         source.find_captions(["", *(cfg["sample"]["prompts"] or [])])
 
 
-def transform_identity(cfg: Mapping[str, Any]) -> dict[str, Any]:
+def task_identity(cfg: Mapping[str, Any]) -> dict[str, Any]:
     """Return what changes the tensors that a task makes of pictures, by key."""
     return {f"task.{key}": cfg["task"][key] for key in ("_target_", "filter") if key in cfg["task"]}
 

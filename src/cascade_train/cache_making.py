@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from cascade_train.batch import Batch
 from cascade_train.build import build_component, build_parts, compute_dtype, to_plain
-from cascade_train.cache_identity import encoder_identity, refuse_trained, transform_identity
+from cascade_train.cache_identity import encoder_identity, refuse_trained, task_identity
 from cascade_train.data.cache_manifest import Manifest, write_manifest
 from cascade_train.data.cache_units import CachedSample, is_whole, load_table, write_unit
 from cascade_train.data.cached import PREPROCESSING, preprocessing
@@ -33,7 +33,7 @@ from cascade_train.data.source import Source
 from cascade_train.data.worker import Failure, MicroBatches
 from cascade_train.errors import ConfigError, RunError
 from cascade_train.models.stage import Stage
-from cascade_train.tasks.base import Task
+from cascade_train.tasks.base import ImageMaker, Task
 
 LIBRARIES = ("cascade-train", "torch", "torchvision", "transformers", "diffusers", "numpy", "pillow")
 """Whose versions a manifest records."""
@@ -65,8 +65,10 @@ def make_cache(cfg: DictConfig, options: CacheOptions) -> str:
     stage, task = parts.stage, parts.task
     refuse_random(stage, task, source, captions=options.captions)
     data = open_data_set(source, share=None, held_out=None, transform=task.sample_transform()).training
+    if not data.index.rows_are_samples:
+        raise ConfigError("data: what is streamed cannot be cached, since its samples are not known beforehand.")
     refuse_drawn_captions(source, data.rows, captions=options.captions)
-    encoder = build_encoder(stage, compute_dtype(cfg), options)
+    encoder = build_encoder(stage, task, compute_dtype(cfg), options)
     index = sized_index(source, data.index, data.rows)
     manifest = describe(to_plain(cfg), encoder, data, index)
     folder = Path(options.out)
@@ -75,8 +77,6 @@ def make_cache(cfg: DictConfig, options: CacheOptions) -> str:
     todo = [unit for unit in mine if not is_whole(folder, unit, manifest)]
     _log.info("%d of %d units are there already.", len(mine) - len(todo), len(mine))
     reader = PictureReader(data, index, seed=cfg.run.seed)
-    if todo and data.transform is not None:
-        refuse_drawn_tensors(reader, reader.steps(manifest.rows_of(todo[0]), options.batch_size)[0])
     fill(folder, manifest, todo, encoder=encoder, reader=reader, prompts=["", *(cfg.sample.prompts or [])])
     for notice in stage.notices():
         _log.warning("%s", notice)
@@ -135,33 +135,43 @@ def sized_index(source: Source, index: Index, rows: np.ndarray) -> Index:
     return replace(index, table=table)
 
 
-def build_encoder(stage: Stage, dtype: torch.dtype, options: CacheOptions) -> Encoder:
-    """Build the encoders of a stage and nothing else.
+def build_encoder(stage: Stage, task: Task, dtype: torch.dtype, options: CacheOptions) -> Encoder:
+    """Build the encoders of a stage, and of a task, and nothing else.
 
     Raises:
-        ConfigError: weights that do not exist or belong to another model.
+        ConfigError: weights that do not exist or belong to another model; a task that draws what it makes of images.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     text = frozenset() if options.captions else frozenset(stage.caption_products.values())
     stage.left_out = stage.encodes_nothing | text
     stage.build(device=device, network_dtype=dtype, frozen_dtype=dtype)
-    return Encoder(stage=stage, device=device, options=options)
+    return Encoder(stage=stage, maker=task.image_maker(stage, device), device=device, options=options)
 
 
 class Encoder:
-    """A stage's encoders, and in which form what they make is kept."""
+    """The encoders of a stage and a task, and in which form what they make is kept."""
 
-    def __init__(self, *, stage: Stage, device: torch.device, options: CacheOptions) -> None:
-        """Take a built stage."""
+    def __init__(self, *, stage: Stage, maker: ImageMaker | None, device: torch.device, options: CacheOptions) -> None:
+        """Take a built stage, and what makes a task's own tensors of images."""
         self.stage = stage
+        self.maker = maker
         self.device = device
         self.options = options
 
     def images(self, batch: Batch) -> list[dict[str, Tensor]]:
-        """Return what is kept of each picture of a batch, on the host: products, and the batch's other tensors."""
+        """Return what is kept of each picture of a batch, by name, on the host.
+
+        Raises:
+            ConfigError: the batch holds something that a cache does not.
+        """
         assert batch.image_BCHW is not None, "pictures are read from their source"
-        products = self.stage.make_image_products(batch.image_BCHW.to(self.device).float() / 255)
-        tensors = {name: self._kept(tensor) for name, tensor in products.items()} | dict(batch.tensors)
+        if "mask" in batch.tensors:
+            raise ConfigError("data: a cache holds no masks yet; remove them from the data, or train without a cache.")
+        image_BCHW = batch.image_BCHW.to(self.device).float() / 255
+        products = self.stage.make_image_products(image_BCHW)
+        if self.maker is not None:
+            products |= self.maker(image_BCHW, batch.to(self.device).tensors)
+        tensors = {name: self._kept(tensor) for name, tensor in products.items()}
         return [{name: tensor[i] for name, tensor in tensors.items()} for i in range(len(batch))]
 
     def captions(self, captions: Sequence[str]) -> dict[str, dict[str, Tensor]]:
@@ -203,7 +213,7 @@ def describe(cfg: Mapping[str, Any], encoder: Encoder, data: Rows, index: Index)
         sizes=source.bucket_table(data.index).sizes_K2.tolist(),
         tensors={name: _form(tensor) for name, tensor in encoder.images(batch)[0].items()},
         captions={name: _form(tensor) for name, tensor in captions.items()},
-        identity=identity if transform is None else identity | transform_identity(cfg),
+        identity=identity if encoder.maker is None else identity | task_identity(cfg),
         made_with={library: version(library) for library in LIBRARIES},
     )
 
@@ -302,22 +312,6 @@ class PictureReader(Dataset[Pictures | Failure]):
 
 def _unchanged(read: Any) -> Any:
     return read
-
-
-def refuse_drawn_tensors(reader: PictureReader, step: Step) -> None:
-    """Refuse a task that makes something else of a picture in each epoch.
-
-    Raises:
-        ConfigError: naming what differs.
-        RunError: a picture cannot be read.
-    """
-    first, second = reader.open([step, replace(step, epochs=step.epochs + 1)])
-    for name, tensor in first.batch.tensors.items():
-        if not torch.equal(tensor, second.batch.tensors[name]):
-            raise ConfigError(
-                f"task: what it makes of pictures ({name}) is drawn anew each epoch, which a cache cannot hold: fix the"
-                " choices of task.filter, or train without a cache."
-            )
 
 
 def fill(

@@ -220,3 +220,22 @@ def test_help_names_its_own_arguments_and_where_the_others_are(capfd):
     told = capfd.readouterr().out
     assert "task_count=1" in told
     assert "python -m cascade_train --help" in told
+
+
+def test_control_maps_are_held_too_and_train_as_without_a_cache(from_cache, tmp_path, capfd):
+    control = ("task=controlnet", "filter@task.filter=canny", "task.bottleneck=small", f"model.weights={from_cache}")
+    folder = make_cache(tmp_path / "cache", *control, "data.samples=8")
+    run = (*control, *RUN, "train.max_steps=2", "train.global_batch_size=4")
+    taken = (*run, "data=cached", f"data.path={folder}", "data.num_workers=0")
+    without = train(tmp_path / "without", *run, *SHAPES, "data.samples=8")
+    assert_equal_metrics(without, train(tmp_path / "with", *taken))
+    message = train_refused(capfd, folder, *taken, "task.filter.low=50")
+    assert "task.filter=" in message
+    assert "grids need pictures here" in train_refused(capfd, folder, *taken, "sample.every_steps=2")
+
+
+def test_a_cache_without_control_maps_and_filters_that_draw_are_refused(cached, tmp_path, capfd):
+    control = ("task=controlnet", "task.bottleneck=small")
+    assert "lacks what the task makes of pictures" in train_refused(capfd, cached, *RUN, *control)
+    drawing = ("model=c_tiny", *SHAPES, *control, "filter@task.filter=inpaint", f"out={tmp_path / 'cache'}")
+    assert "InpaintFilter draws another map of a picture each epoch" in refused(capfd, *drawing)

@@ -10,6 +10,7 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,13 +31,14 @@ from cascade_train.data.cache_units import (
 )
 from cascade_train.data.captions import Captions
 from cascade_train.data.index import Index
+from cascade_train.data.quarantine import quarantine_selection, read_quarantine
 from cascade_train.data.sample import RawSample, UnreadableSampleError
 from cascade_train.data.selection import RowSelector, Selection
 from cascade_train.data.source import Source
 from cascade_train.errors import ConfigError
 
-PREPROCESSING = ("image_size", "crop", "flip_prob", "aspect_ratios", "buckets")
-"""Options of a source that change what is made of a picture."""
+PREPROCESSING = ("image_size", "crop", "flip_prob", "aspect_ratios", "buckets", "size_filters")
+"""Options of a source that change what is made of a picture, or which pictures take part."""
 
 _REQUIRED = "required"
 """Stands for the default of an option that has none, and equals no value of one."""
@@ -138,8 +140,10 @@ class Cached(Source):
         return BucketTable(sizes_K2=sizes_K2, ratio_E=ratio_E, bucket_E=np.arange(len(sizes_K2)), distance="log")
 
     def selectors(self) -> list[RowSelector]:
-        """Return what leaves out rows that took no part when the cache was made."""
-        return [lambda index: Selection(kept=index.table["width"] > 0, reason="took no part when the cache was made")]
+        """Return what leaves out rows that took no part when the cache was made, and those of a quarantine."""
+        if self.quarantine is None:
+            return [_took_part]
+        return [_took_part, partial(quarantine_selection, read_quarantine(Path(self.quarantine).expanduser()))]
 
     def read(self, row: int) -> RawSample:
         """Read the tensors and the caption of one row.
@@ -188,6 +192,10 @@ class Cached(Source):
                 " sample.prompts, or with captions=false, which leaves captions to the text encoder"
             )
         return self._reader.read(captions_tar(self._folder, int(self._unit_of_caption[place])), self._captions[place])
+
+
+def _took_part(index: Index) -> Selection:
+    return Selection(kept=index.table["width"] > 0, reason="took no part when the cache was made")
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:

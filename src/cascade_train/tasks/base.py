@@ -24,6 +24,9 @@ from cascade_train.models.stage import Stage
 Predictor = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Maps noised latents (B, C, H, W) and timestep ratios (B,) to conditional and unconditional predictions."""
 
+ImageMaker = Callable[[Tensor, Mapping[str, Tensor]], Mapping[str, Tensor]]
+"""Maps images (B, 3, H, W) float in [0, 1] and what the workers made of them to tensors (B, ...) by name."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepOutput:
@@ -118,6 +121,18 @@ class Task(abc.ABC):
         """Return what the data workers make of each picture for this task; None = nothing, the default.
 
         Called before the model is built.
+        """
+        return None
+
+    def image_maker(self, stage: Stage, device: torch.device) -> ImageMaker | None:
+        """Return what makes tensors of images that a cache holds for the task; None = it needs none, the default.
+
+        Args:
+            stage: with its encoders built.
+            device: where the images are.
+
+        Raises:
+            ConfigError: what it makes is drawn anew each epoch, which a cache cannot hold.
         """
         return None
 

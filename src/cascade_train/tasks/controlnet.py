@@ -34,7 +34,7 @@ from cascade_train.models.export import network_config
 from cascade_train.models.stage import Stage
 from cascade_train.models.stage_c import StageC
 from cascade_train.models.weights_keys import recognise_size
-from cascade_train.tasks.base import Export, Guide, Phase, Predictor
+from cascade_train.tasks.base import Export, Guide, ImageMaker, Phase, Predictor
 from cascade_train.tasks.text_to_image import PreparedBatch, TextToImage
 
 log = logging.getLogger(__name__)
@@ -177,6 +177,20 @@ class ControlNet(TextToImage):
         if self._transform is None:
             self._transform = self.filter.sample_transform()
         return self._transform
+
+    def image_maker(self, stage: Stage, device: torch.device) -> ImageMaker:
+        """Return what makes `control`, the finished maps.
+
+        Raises:
+            ConfigError: a filter that draws.
+        """
+        if not self.filter.deterministic:
+            raise ConfigError(
+                f"task.filter: {type(self.filter).__name__} draws another map of a picture each epoch, which a cache"
+                " cannot hold; fix its choices, or train without a cache"
+            )
+        control_map = self.filter.build(device=device, encode=stage.encode)
+        return lambda image_BCHW, made: {CONTROL: control_map(image_BCHW, made)}
 
     def phases(self) -> list[Phase]:
         """Return the one phase, with the frozen network as a root beside the control network, so that both shard."""

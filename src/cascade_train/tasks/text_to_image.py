@@ -122,6 +122,8 @@ class TextToImage(Task):
 
     def _latent_shape(self, batch: Batch) -> tuple[int, int, int]:
         """Return (C, H, W) of the batch's latents."""
+        if batch.image_BCHW is None and not self.stage.left_out:
+            raise ConfigError("data: a cache cannot be a part of other data, where nobody compares it with the model")
         if batch.image_BCHW is None:
             channels, height, width = batch.tensors[self.stage.latent_name].shape[1:]
             return channels, height, width

@@ -1,0 +1,44 @@
+"""Weights count by their content, wherever they lie, and by name where they are not on this machine."""
+
+import pytest
+
+from cascade_train.cache_identity import content, encoder_identity, first_difference, refuse_trained
+from cascade_train.errors import ConfigError
+from tests.unit.models.stages import make_stage, model_config
+
+
+def test_weights_count_by_content_wherever_they_lie(tmp_path):
+    for name, text in (("a", b"1"), ("b", b"1"), ("c", b"2")):
+        (tmp_path / name / "text_encoder").mkdir(parents=True)
+        (tmp_path / name / "text_encoder" / "model.safetensors").write_bytes(text)
+    one, moved, other = (content(str(tmp_path / name), "text_encoder") for name in "abc")
+    assert first_difference({"weights": one}, {"weights": moved}) is None
+    message = first_difference({"model.text_encoder.weights": other}, {"model.text_encoder.weights": one})
+    assert message.startswith(f"model.text_encoder.weights={tmp_path}/c/text_encoder (SHA-256 ")
+    single = content(str(tmp_path / "a" / "text_encoder" / "model.safetensors"), None)
+    assert single["sha256"] == one["sha256"]
+
+
+def test_weights_that_are_not_here_count_by_name():
+    absent = content("nobody/nothing", "text_encoder")
+    assert absent == {"source": "nobody/nothing/text_encoder", "sha256": None}
+    known = absent | {"sha256": "00"}
+    assert first_difference({"weights": absent}, {"weights": known}) is None
+    renamed = content("nobody/other", "text_encoder")
+    assert "nobody/other/text_encoder (SHA-256 unknown)" in first_difference({"weights": renamed}, {"weights": known})
+    assert content(None, None) is None
+
+
+def test_seeded_encoders_do_not_depend_on_the_weights_that_are_named():
+    stage = make_stage("c_tiny")
+    cfg = {"train": {"precision": "fp32"}, "model": {**model_config("c_tiny"), "random_encoders": True}}
+    cfg["model"]["text_encoder"] = {**cfg["model"]["text_encoder"], "weights": "nobody/nothing"}
+    found = encoder_identity(cfg, stage, ["effnet_latent", "clip_text"])
+    assert found["model.text_encoder.weights"] is None
+    assert found["model.text_encoder.max_tokens"] == 24
+    assert not any(key.startswith("model.previewer") for key in found)
+
+
+def test_parts_that_train_are_refused_by_name():
+    with pytest.raises(ConfigError, match="something in model.text_encoder trains, but why"):
+        refuse_trained(["text_encoder"], "why")
