@@ -17,6 +17,7 @@ from cascade_train.inspect_page import _histogram
 from cascade_train.models.token_count import token_counter
 from tests.unit.data import tars
 from tests.unit.data.test_folder import folder, write
+from tests.unit.data.test_mixture import mixture_of
 
 SMALL = ("model=c_tiny", "data.num_workers=0")
 
@@ -140,6 +141,16 @@ def test_a_survey_says_how_pictures_fit_their_sizes(tmp_path: Path) -> None:
     assert (found.samples, found.pictures, found.read) == (8, 4, 4)
     assert found.cropped == pytest.approx(0.5 * 3 / 4)
     assert found.captions["root:small.png"] == "small"
+
+
+def test_repeated_samples_count_once_and_keys_may_come_in_several_tars(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        tars.write(tmp_path / f"{name}.tar", tars.samples(range(600 if name == "b" else 5)))
+    parts = {name: tars.webdataset(tmp_path / f"{name}.tar") for name in ("a", "b")}
+    source = mixture_of({**parts, "both": tars.webdataset(tmp_path / "{a,b}.tar")}, repeats={"a": 200.0})
+    found = survey(open_data_set(source, share=None, held_out=None).training, read=10, seed=0)
+    assert len(source.open().shards) == 2
+    assert (found.samples, found.pictures) == (5 * 200 + 600 + 605, 5 + 600 + 605)
 
 
 def test_tokens_are_counted_by_the_model_where_it_is_here(tmp_path: Path) -> None:

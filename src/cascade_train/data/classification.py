@@ -116,7 +116,7 @@ class ClassTars(WebDataset):
 
 @dataclass(kw_only=True)
 class ClassFolders(PictureFolder):
-    """Pictures in a folder for each class, below one folder; folders within a class's do not count.
+    """Pictures in a folder for each class, in it or in folders below it, all of them below one folder.
 
     The prompts of a picture's class are its value `prompts`, the class its value `class`; its caption is the first.
 

@@ -46,7 +46,7 @@ class Joined:
         ConfigError: one of them is streamed.
 
     Attributes:
-        index: of all rows; a sample that comes twice is two rows with one key.
+        index: of all rows; a sample that comes twice is two rows of one name, wherever they lie.
     """
 
     def __init__(self, parts: Sequence[Part], name: str, blocks: int = 1) -> None:
@@ -72,9 +72,8 @@ class Joined:
                 table[field][here] = part.index.table[field][rows]
             names = {row: f"{part.prefix}{part.index.name(row)}".encode() for row in np.unique(rows).tolist()}
             keys[here] = [names[row] for row in rows.tolist()]
-        names_of_shards = (name,) if blocks == 1 else tuple(f"{name}-{block}" for block in range(blocks))
         filters = " ".join(part.index.filters for part in self._parts if part.index.filters)
-        return Index(shards=names_of_shards, table=table, keys=np.array(keys.tolist()), filters=filters)
+        return Index(shards=(name,) * blocks, table=table, keys=np.array(keys.tolist()), filters=filters)
 
     def read(self, row: int) -> RawSample:
         """Read one row from the source that it belongs to."""

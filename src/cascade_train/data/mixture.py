@@ -77,9 +77,6 @@ class Mixture(Source):
             RunError: see the sources' own.
         """
         indexes = {name: source.open() for name, source in self.sources.items()}
-        for name, index in indexes.items():
-            if not index.rows_are_samples:
-                raise ConfigError(f"data.sources.{name} can only be streamed, which a mixture cannot; copy it first")
         kept = {
             name: np.flatnonzero(selected(indexes[name], source.selectors())) for name, source in self.sources.items()
         }

@@ -91,19 +91,11 @@ def load_facts(
         ConfigError: `cache_dir` cannot be written.
         OSError: a file is there and cannot be read.
     """
-    text = f"{owner.resolve()}|{root.resolve()}|{kind}|{_FORMAT}"
-    folder = default_cache_dir(owner) if cache_dir is None else cache_dir
-    cached = folder / f"{owner.resolve().name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.npz"
-    marks = np.array(list(_in_threads(_mark, [root / name for name in names])), dtype=np.int64).reshape(-1, 2)
-    keys = [name.encode() for name in names]
-    values = np.zeros((len(names), columns), dtype=np.int32)
-    known = _take_known(read_cache(cached), keys, marks, values)
-    wanted = np.flatnonzero(~known & (marks[:, 0] >= 0))
-    if len(wanted):
-        _log.info("Reading the %s of %d files of %s; they are kept in %s.", kind, len(wanted), owner, folder)
-        values[wanted] = list(_in_threads(read, [root / names[row] for row in wanted.tolist()]))
-        write_cache(cached, {"keys": np.array(keys), "marks": marks, "values": values}, required=cache_dir is not None)
-    return Facts(size=marks[:, 0], values=values)
+    each = list(dict.fromkeys(names))  # a table may name a picture many times
+    facts = _load_facts(owner, root, each, read, columns=columns, kind=kind, cache_dir=cache_dir)
+    place = {name: number for number, name in enumerate(each)}
+    rows = np.array([place[name] for name in names], dtype=np.int64)
+    return Facts(size=facts.size[rows], values=facts.values[rows])
 
 
 def refuse_unreadable(index: Index, where: str, share: float) -> None:
@@ -125,6 +117,32 @@ def refuse_unreadable(index: Index, where: str, share: float) -> None:
         )
 
 
+def _load_facts(
+    owner: Path,
+    root: Path,
+    names: Sequence[str],
+    read: Callable[[Path], Sequence[int]],
+    *,
+    columns: int,
+    kind: str,
+    cache_dir: Path | None,
+) -> Facts:
+    """Do as `load_facts` for names that are all different."""
+    text = f"{owner.resolve()}|{root.resolve()}|{kind}|{_FORMAT}"
+    folder = default_cache_dir(owner) if cache_dir is None else cache_dir
+    cached = folder / f"{owner.resolve().name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.npz"
+    marks = np.array(list(_in_threads(_mark, [root / name for name in names])), dtype=np.int64).reshape(-1, 2)
+    keys = [name.encode() for name in names]
+    values = np.zeros((len(names), columns), dtype=np.int32)
+    known = _take_known(read_cache(cached), keys, marks, values)
+    wanted = np.flatnonzero(~known & (marks[:, 0] >= 0))
+    if len(wanted):
+        _log.info("Reading the %s of %d files of %s; they are kept in %s.", kind, len(wanted), owner, folder)
+        values[wanted] = list(_in_threads(read, [root / names[row] for row in wanted.tolist()]))
+        write_cache(cached, {"keys": np.array(keys), "marks": marks, "values": values}, required=cache_dir is not None)
+    return Facts(size=marks[:, 0], values=values)
+
+
 def _mark(path: Path) -> tuple[int, int]:
     """Return size and time of change in nanoseconds, which change when a file is written; -1 where there is none."""
     try:
@@ -141,7 +159,7 @@ def _take_known(
 ) -> np.ndarray:
     """Fill in the values of files that are unchanged since they were kept, and return which those are, (N,) bool."""
     known = np.zeros(len(keys), dtype=bool)
-    if kept is None or kept.keys() < {"keys", "marks", "values"} or kept["values"].shape[1:] != values.shape[1:]:
+    if kept is None or not kept.keys() >= {"keys", "marks", "values"} or kept["values"].shape[1:] != values.shape[1:]:
         return known
     row_of = {key: row for row, key in enumerate(kept["keys"].tolist())}
     rows = np.array([row_of.get(key, -1) for key in keys], dtype=np.int64)

@@ -10,6 +10,7 @@ import io
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,7 +48,7 @@ class Survey:
 
     Attributes:
         samples: of an epoch.
-        pictures: different keys among them.
+        pictures: how many are left where those that come more than once count once.
         width_N: of the pictures in pixels, upright; 0 where the header cannot be read.
         height_N: the same.
         buckets: the training sizes that occur, most samples first.
@@ -90,8 +91,7 @@ def survey(part: Rows, *, read: int | None, seed: int) -> Survey:
         seed: of the first epoch's captions.
     """
     index = part.index
-    _, first = np.unique(index.keys[part.rows], return_index=True)
-    rows = part.rows[np.sort(first)]
+    rows = _different(part)
     chosen = rows if read is None else rows[np.unique(np.linspace(0, len(rows) - 1, read).round().astype(np.int64))]
     readings = list(_readings(part, chosen, seed))
     width_N, height_N = (index.table[name][rows].astype(np.int64) for name in ("width", "height"))
@@ -109,6 +109,16 @@ def survey(part: Rows, *, read: int | None, seed: int) -> Survey:
         twice=_twice(readings),
         captions={each.name: each.caption for each in readings if not each.fault},
     )
+
+
+def _different(part: Rows) -> np.ndarray:
+    """Return the rows without those of a sample that an earlier one is of; two tars may have a key in common."""
+    fields = [name for name in part.index.table.dtype.names or () if name != "shard"]
+    places = part.index.table[fields][part.rows].tolist()
+    first: dict[tuple[str, Any], int] = {}
+    for row, place in zip(part.rows.tolist(), places, strict=True):
+        first.setdefault((part.index.name(row), place), row)
+    return np.array(list(first.values()), dtype=np.int64)
 
 
 def _buckets(part: Rows) -> tuple[tuple[BucketCount, ...], float]:

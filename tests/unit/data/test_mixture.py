@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from cascade_train.data.captions import Captions
 from cascade_train.data.mixture import Mixture
 from cascade_train.data.repeats import repeat_counts
 from cascade_train.data.shapes import Shapes
+from cascade_train.data.source import Source
 from cascade_train.errors import ConfigError
 from tests.unit.data import tars
 from tests.unit.data.dataset_contract import DatasetContract, loading
@@ -27,8 +27,13 @@ def mixture(sizes: dict[str, int], **options: Any) -> Mixture:
     """Mix procedural pictures, as many of each name as `sizes` says."""
     order = {key: options.pop(key) for key in ORDER if key in options}
     sources = {name: shapes(samples=size, seed=place, **order) for place, (name, size) in enumerate(sizes.items())}
+    return mixture_of(sources, **options)
+
+
+def mixture_of(sources: Mapping[str, Source], **options: Any) -> Mixture:
+    """Mix sources, with the first one's options of the order."""
     top = {key: getattr(next(iter(sources.values())), key) for key in ORDER}
-    return Mixture(sources=sources, **{"repeats": None, "shares": None, "loss_weights": None, **top, **options})
+    return Mixture(sources=dict(sources), **{"repeats": None, "shares": None, "loss_weights": None, **top, **options})
 
 
 def counts(source: Mixture) -> Counter[str]:
@@ -75,8 +80,7 @@ def test_rows_read_from_their_source_with_its_captions_and_weight() -> None:
         "a": shapes(samples=3, captions=Captions(template="one: {caption}")),
         "b": shapes(samples=4, seed=1, captions=Captions(template="two: {caption}")),
     }
-    top = {key: getattr(parts["a"], key) for key in ORDER}
-    source = Mixture(sources=parts, repeats=None, shares=None, loss_weights={"b": 0.25}, **top)
+    source = mixture_of(parts, loss_weights={"b": 0.25})
     with loading(source, global_batch_size=7, micro_batch_size=7) as loader:
         (batch,) = next(loader)
     is_a = [key.startswith("shapes-seed0") for key in batch.keys]
@@ -92,10 +96,7 @@ def test_every_window_holds_the_share_and_keeps_what_lies_together_close(tmp_pat
     for shard in range(8):
         tars.write(tmp_path / f"{shard}.tar", tars.samples(range(shard * 300, shard * 300 + 300)))
     big, small = tars.webdataset(tmp_path / "{0..7}.tar"), tars.webdataset(tmp_path / "0.tar")
-    top = {key: getattr(big, key) for key in ORDER}
-    source = Mixture(
-        sources={"big": big, "small": small}, repeats={"small": 2.0}, shares=None, loss_weights=None, **top
-    )
+    source = mixture_of({"big": big, "small": small}, repeats={"small": 2.0})
     index = source.open()
     assert len(index.shards) == 2
     for shard in range(2):
@@ -168,14 +169,6 @@ def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str) -
     fields = {key: getattr(source, key) for key in (*ORDER, "sources", "repeats", "shares", "loss_weights")}
     with pytest.raises(ValueError, match=message):
         Mixture(**{**fields, **options})
-
-
-def test_a_source_that_can_only_be_streamed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    source = mixture({"a": 3})
-    streamed = replace(source.sources["a"].open(), rows_are_samples=False)
-    monkeypatch.setattr(source.sources["a"], "open", lambda: streamed)
-    with pytest.raises(ConfigError, match="data.sources.a can only be streamed, which a mixture cannot"):
-        source.open()
 
 
 def test_no_sources_and_no_samples_are_refused() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from cascade_train.data import picture_files
 from cascade_train.data.sample import UnreadableSampleError
 from cascade_train.data.table import Table
 from cascade_train.errors import ConfigError, RunError
@@ -93,6 +94,17 @@ def test_tabs_and_json_lines_are_tables_too(tmp_path: Path) -> None:
     assert captions(source) == [("a.png", "one, two"), ("b.png", "three\nfour"), ("a.png", "犬")]
     assert source.read(1).values == lines[0]
     assert source.open().shards == ("t.tsv", "t.jsonl")
+
+
+def test_a_picture_of_many_rows_is_looked_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pictures(tmp_path, "a.png", "b.png")
+    read = []
+    size = picture_files.picture_size
+    monkeypatch.setattr(picture_files, "picture_size", lambda path: read.append(path.name) or size(path))
+    index = table(text(tmp_path / "t.csv", "image,caption\na.png,1\nb.png,2\na.png,3\n")).open()
+    assert sorted(read) == ["a.png", "b.png"]
+    assert index.keys.tolist() == [b"a.png", b"b.png", b"a.png"]
+    assert index.table["width"].tolist() == [40] * 3
 
 
 def test_masks_and_rows_without_captions_as_chosen(tmp_path: Path) -> None:
