@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from cascade_train.cache_identity import take_cache
 from cascade_train.config.explain import with_path
+from cascade_train.config.plain import to_plain
 from cascade_train.data.cached import Cached
 from cascade_train.data.data_set import DataSet, open_data_set
 from cascade_train.data.source import Source
@@ -395,11 +396,3 @@ def write_exports(cfg: DictConfig, task: Task, phases: list[BoundPhase], directo
             error = from_rank_zero(partial(export.write, state, directory / name))
             log.info("Exported %s; read back with a relative error of %.1e.", directory / name, error)
     from_rank_zero(lambda: OmegaConf.save(OmegaConf.create(to_plain(cfg)), directory / "config.yaml"))
-
-
-def to_plain(cfg: DictConfig) -> dict[str, Any]:
-    """Return a config as plain values, interpolations resolved, enums by their names."""
-    plain = OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)
-    if not isinstance(plain, dict):
-        raise AssertionError("the root config is a mapping")
-    return {str(key): value for key, value in plain.items()}

@@ -20,8 +20,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from cascade_train.batch import Batch
-from cascade_train.build import build_component, build_parts, compute_dtype, to_plain
+from cascade_train.build import build_component, build_parts, compute_dtype
 from cascade_train.cache_identity import encoder_identity, refuse_trained, task_identity
+from cascade_train.config.plain import to_plain
 from cascade_train.data.cache_manifest import Manifest, write_manifest
 from cascade_train.data.cache_units import CachedSample, is_whole, load_table, write_unit
 from cascade_train.data.cached import PREPROCESSING, preprocessing
