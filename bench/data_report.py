@@ -103,8 +103,8 @@ def floor(images: Sequence[PerImage]) -> str:
     share = median(row.decode / row.ours for row in images)
     most = median((row.original_worker + row.original_main) / row.decode for row in images)
     return (
-        f"Of our time on a single picture {share:.0%} is the decoder's: if all else cost nothing, it would be {most:.1f}"
-        " times."
+        f"Of our time on a single picture {share:.0%} is the decoder's: if all else cost nothing, it would be"
+        f" {most:.1f} times."
     )
 
 
