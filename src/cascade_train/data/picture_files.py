@@ -9,6 +9,7 @@ import errno
 import hashlib
 import itertools
 import logging
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ class Facts:
     """What is known of files.
 
     Attributes:
-        size: (N,) int64 bytes of each; -1 = there is no such file.
+        size: (N,) int64 bytes of each; -1 = there is no such file, or it is a folder.
         values: (N, K) int32, what was read from each; 0 where there is no such file.
     """
 
@@ -146,12 +147,12 @@ def _load_facts(
 def _mark(path: Path) -> tuple[int, int]:
     """Return size and time of change in nanoseconds, which change when a file is written; -1 where there is none."""
     try:
-        stat = path.stat()
+        found = path.stat()
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
             return -1, 0
         raise
-    return stat.st_size, stat.st_mtime_ns
+    return (found.st_size, found.st_mtime_ns) if stat.S_ISREG(found.st_mode) else (-1, 0)
 
 
 def _take_known(

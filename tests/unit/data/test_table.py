@@ -122,10 +122,10 @@ def test_rows_without_pictures_or_captions_are_left_out_and_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     pictures(tmp_path, "a.png")
-    path = text(tmp_path / "t.csv", "image,caption\na.png,one\n,two\na.png,\nabsent.png,three\na.png\n")
+    path = text(tmp_path / "t.csv", "image,caption\na.png,one\n,two\na.png,\nabsent.png,three\n.,four\na.png\n")
     assert captions(table(path)) == [("a.png", "one")]
     assert "left out 3 rows without a picture's path or a caption" in caplog.text
-    assert "left out 1 pictures that are not there: absent.png" in caplog.text
+    assert "left out 2 pictures that are not there: absent.png, ." in caplog.text
 
 
 def test_row_filters_compare_texts_that_are_numbers_as_numbers(
