@@ -43,13 +43,13 @@ def read_quarantine(path: Path) -> set[str]:
 
 def _names(file: Path) -> list[str]:
     names = []
-    lines = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
     for number, line in enumerate(lines, start=1):
         try:
             names.append(str(json.loads(line)["sample"]))
-        except (ValueError, KeyError, TypeError) as error:
-            if not line.endswith("\n"):  # the run was killed while it wrote
-                continue
+        except (ValueError, LookupError, TypeError) as error:
+            if number == len(lines):  # nothing behind the last end of line, or a run was killed while it wrote
+                break
             raise ConfigError(
                 f'{KEY}: line {number} of {file} names no sample, as {{"sample": "train.tar:0001"}} does: mend it, or'
                 " remove the line"
@@ -64,7 +64,12 @@ def quarantine_selection(names: Collection[str], index: Index) -> Selection:
         names: of samples, as `Index.name` has them.
         index: the samples.
     """
-    keys = {name[start + 1 :].encode() for name in names for start, mark in enumerate(name) if mark == ":"}
+    keys = {
+        name[start + 1 :].encode(errors="surrogateescape")
+        for name in names
+        for start, mark in enumerate(name)
+        if mark == ":"
+    }
     candidates = np.flatnonzero(np.isin(index.keys, list(keys))) if keys else np.zeros(0, dtype=np.int64)
     found = {row: index.name(row) for row in candidates.tolist() if index.name(row) in names}
     kept = np.ones(len(index), dtype=bool)

@@ -31,7 +31,7 @@ class UnreadableList:
         self._met, self._written = met, 0
 
     def write(self, step: int) -> None:
-        """Append what was met since the last call. Not collective; a disk that refuses stops nothing.
+        """Append what was met since the last call. Not collective; neither a full disk nor a damaged list stops the run.
 
         Args:
             step: the optimizer step up to which it was met.
@@ -44,8 +44,10 @@ class UnreadableList:
             new = {each.name: _line(each, step) for each in met if each.name not in kept}
             self._path.parent.mkdir(parents=True, exist_ok=True)
             append_durably(self._path, "".join(new.values()))
-        except OSError as error:
-            log.warning("%s could not be written (%s); the log names the unreadable samples", self._path, error)
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            log.warning(
+                "%s could not be written, or read before (%s); the log names the unreadable samples", self._path, error
+            )
         self._written = len(self._met)
 
     def _listed(self) -> set[str]:
@@ -60,4 +62,4 @@ class UnreadableList:
 
 
 def _line(unreadable: Unreadable, step: int) -> str:
-    return json.dumps({"sample": unreadable.name, "reason": unreadable.reason, "step": step}, ensure_ascii=False) + "\n"
+    return json.dumps({"sample": unreadable.name, "reason": unreadable.reason, "step": step}) + "\n"

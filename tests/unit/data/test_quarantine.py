@@ -33,7 +33,8 @@ def test_the_lists_of_all_ranks_are_read_from_a_run_its_folder_or_one_file(tmp_p
 
 
 def test_a_line_torn_by_a_kill_counts_as_none(tmp_path: Path) -> None:
-    assert read_quarantine(listing(tmp_path, line("a:1") + '{"sample": "a:')) == {"a:1"}
+    run = listing(tmp_path, line("a:1") + '{"sample": "a:', line("a:2") + line("a:3").strip())
+    assert read_quarantine(run) == {"a:1", "a:2", "a:3"}
 
 
 @pytest.mark.parametrize("text", ["a:1\n", '{"name": "a:1"}\n', "[1]\n", line("a:1") + "\n" + line("a:2")])

@@ -42,6 +42,16 @@ def test_a_resumed_run_lists_a_sample_once_and_mends_a_torn_line(tmp_path: Path)
 
 def test_a_disk_that_refuses_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
+    (tmp_path / "rank_0.jsonl").write_text("edited by hand\n")
     with caplog.at_level(logging.WARNING):
-        UnreadableList(tmp_path / "file", rank=0, met=[Unreadable("a:1", "x")]).write(3)
-    assert "could not be written" in caplog.text
+        for folder in (tmp_path / "file", tmp_path):
+            UnreadableList(folder, rank=0, met=[Unreadable("a:1", "x")]).write(3)
+    assert caplog.text.count("could not be written, or read before") == 2
+
+
+def test_names_that_are_no_text_or_hold_ends_of_lines_are_kept(tmp_path: Path) -> None:
+    names = {"a:line\u2028separator\n", "a:not utf-8 \udcff"}
+    UnreadableList(tmp_path, rank=0, met=[Unreadable(name, "x") for name in names]).write(3)
+    UnreadableList(tmp_path, rank=0, met=[Unreadable(name, "x") for name in names]).write(4)
+    assert read_quarantine(tmp_path) == names
+    assert [step for _, step in rows(tmp_path / "rank_0.jsonl")] == [3, 3]
