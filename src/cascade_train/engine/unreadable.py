@@ -31,7 +31,7 @@ class UnreadableList:
         self._met, self._written = met, 0
 
     def write(self, step: int) -> None:
-        """Append what was met since the last call. Not collective; neither a full disk nor a damaged list stops the run.
+        """Append what was met since the last call. Not collective; a full disk or a damaged list stops nothing.
 
         Args:
             step: the optimizer step up to which it was met.
