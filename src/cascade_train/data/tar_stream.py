@@ -64,7 +64,7 @@ def stream_samples(
 
 
 @contextmanager
-def _opened(tar: Tar, timeout_seconds: float | None) -> Iterator[IO[bytes]]:
+def _opened(tar: Tar, timeout_seconds: float | None) -> Iterator[Any]:
     """Open what gives the tar's bytes, and tell its failures by the tar's name."""
     if tar.store is None:
         with piped(tar.item.url.removeprefix(PIPE), timeout_seconds=timeout_seconds) as file:
@@ -72,6 +72,25 @@ def _opened(tar: Tar, timeout_seconds: float | None) -> Iterator[IO[bytes]]:
         return
     try:
         with tar.open() as stored:
-            yield stored if tar.compression is None else _DECOMPRESSORS[tar.compression](stored)
-    except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
-        raise RunError(f"data.urls: {tar.item.url} cannot be read to its end: {error}; copy it again") from error
+            yield stored if tar.compression is None else _Decompressed(tar, stored)
+    except OSError as error:
+        raise _damaged(tar, error) from error
+
+
+class _Decompressed:
+    """What a compressed tar holds; its damage is told before tarfile gives it other names."""
+
+    def __init__(self, tar: Tar, stored: IO[bytes]) -> None:
+        assert tar.compression is not None, f"{tar.name} is not compressed"
+        self._tar, self._file = tar, _DECOMPRESSORS[tar.compression](stored)
+
+    def read(self, size: int) -> bytes:
+        try:
+            content: bytes = self._file.read(size)
+        except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
+            raise _damaged(self._tar, error) from error
+        return content
+
+
+def _damaged(tar: Tar, error: Exception) -> RunError:
+    return RunError(f"data.urls: {tar.item.url} cannot be read to its end: {error}; copy it again")
