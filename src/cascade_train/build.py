@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from cascade_train.cache_identity import take_cache
 from cascade_train.config.explain import with_path
+from cascade_train.config.paths import make_absolute
 from cascade_train.config.plain import to_plain
 from cascade_train.data.cached import Cached
 from cascade_train.data.data_set import DataSet, open_data_set
@@ -75,8 +76,7 @@ def train(cfg: DictConfig) -> int:
     with process_group() as world:
         set_deterministic(cfg.run.deterministic)
         for node in (cfg.model, cfg.task, cfg.ema):
-            for key in {"weights", "backbone_weights"} & set(node):
-                node[key] = absolute(node[key])
+            make_absolute(node)
         parts = build_parts(cfg)
         data = open_data(cfg, parts.task, world)
         data.check_sides(parts.stage.image_multiple)
@@ -108,11 +108,6 @@ def train_in(run: RunDirectory, cfg: DictConfig, parts: Parts, data: DataSet, wo
         trainer.close()
         data.close()
     log.info("Finished at step %d. Everything lies in %s.", trainer.step, run.path)
-
-
-def absolute(weights: str | None) -> str | None:
-    """Return a local path of weights made absolute, so that a saved config names them from any folder."""
-    return str(Path(weights).absolute()) if weights is not None and Path(weights).exists() else weights
 
 
 def build_parts(cfg: DictConfig) -> Parts:

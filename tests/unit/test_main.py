@@ -56,7 +56,7 @@ def test_answers_within_a_second_and_a_half_of_work(tmp_path: Path, argv: tuple[
 
 def test_help_shows_groups_and_keys_and_the_quoted_form(tmp_path: Path):
     text = start(tmp_path, "--help").stdout
-    assert "model: c_1b, c_3b, c_tiny" in text
+    assert "model: b_3b, b_700m, b_tiny, c_1b, c_3b, c_tiny" in text
     assert "max_steps: 10000" in text
     assert """'data.urls=["a-{000..005}.tar"]'""" in text
 
