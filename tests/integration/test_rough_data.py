@@ -1,6 +1,7 @@
 """Data as the world gives it: what can be used trains, the rest is counted or refused, nothing does harm."""
 
 import io
+import json
 import logging
 import struct
 import zlib
@@ -112,6 +113,27 @@ def test_a_rough_set_trains_and_counts_what_it_could_not_use(rough, tmp_path, ca
         assert sum(f"rough.tar:{name} ({reason}" in line for line in said) == 1, (name, said)
     assert len(said) == 4
     assert not [path for path in tmp_path.parent.rglob("*escaped*") if path.suffix == ".png"]
+
+
+def test_masked_mirrored_and_salient_pictures_train_and_waiting_is_measured(tmp_path):
+    mask = Image.new("L", (40, 32), 0)
+    files = tars.samples(range(16))
+    files += [(f"{key:04d}.mask.png", encoded(mask, "png")) for key in range(16)]
+    tar = tars.write(tmp_path / "set" / "masked.tar", sorted(files))
+    run = train(
+        tmp_path / "run",
+        "task=finetune",
+        "data=webdataset",
+        f"data.urls={tar}",
+        "data.crop=saliency",
+        "data.flip_prob=0.5",
+        "data.num_workers=1",
+        "train.max_steps=2",
+        "checkpoint.every_steps=null",
+    )
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["loss"] for row in rows] == [0.0, 0.0]  # every mask is black: nothing counts
+    assert all(0.0 <= row["data_wait_share"] <= 1.0 for row in rows)
 
 
 def test_too_many_unusable_pictures_are_listed(rough, tmp_path, caplog, capfd):
