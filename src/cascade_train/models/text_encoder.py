@@ -117,6 +117,11 @@ class TextEncoder:
                 f"text_encoder.tokenizer={source}: is neither a local folder nor a hub id that can be reached; "
                 f"null takes the packaged tokenizer ({error})"
             ) from error
+        if len(tokenizer) <= len(tokenizer.all_special_tokens):  # transformers makes one of what it does not find
+            raise ConfigError(
+                f"text_encoder.tokenizer={source}: there is no vocabulary; name the folder that holds vocab.json or "
+                "tokenizer.json, or null for the packaged one"
+            )
         packaged = self.tokenizer_source is None and self.weights is not None
         if len(tokenizer) > self.vocab_size or (packaged and len(tokenizer) != self.vocab_size):
             raise ConfigError(

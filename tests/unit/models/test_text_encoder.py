@@ -142,6 +142,12 @@ def test_missing_sources_are_refused(tmp_path: Path) -> None:
         built(weights=gone)
 
 
+def test_a_folder_without_a_vocabulary_is_no_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "CLIPTokenizer"}')
+    with pytest.raises(ConfigError, match="there is no vocabulary; name the folder that holds vocab.json"):
+        built(tokenizer=str(tmp_path))
+
+
 def test_a_tower_of_other_sizes_is_refused(folder: Path) -> None:
     wide = {"hidden_size": 256, "subfolder": "text", "weights": str(folder)}
     with pytest.raises(ConfigError, match="set the sizes of the tower that the weights belong to"):
