@@ -18,7 +18,13 @@ from tests.unit.models.test_stage_c import TINY_VISION
 VISION = ",".join(f"{key}:{'null' if value is None else value}" for key, value in TINY_VISION.items())
 MODEL = ("model=c_tiny", f"model.image_encoder={{{VISION}}}")
 SHAPES = ("data=shapes", "data.samples=24", "data.image_size=96")
-RUN = (f"model.image_encoder={{{VISION}}}", "task.image_keep_prob=0.5", "optimizer.lr=3e-3", "task.cond_drop_prob=0.3")
+RUN = (
+    f"model.image_encoder={{{VISION}}}",
+    "task.image_keep_prob=0.5",
+    "task.cond_drop_prob=0.3",
+    "optimizer.lr=3e-3",
+    "train.global_batch_size=4",
+)
 VALIDATED = ("validate.every_steps=2", "validate.share=0.3", "validate.samples=4", "validate.logsnr=[0]")
 
 
@@ -127,7 +133,7 @@ def test_buckets_and_unreadable_pictures_are_as_without_a_cache(from_cache, tmp_
     data = ("data=webdataset", f"data.urls={tar}", ratios, "data.num_workers=0", "data.max_unreadable_share=0.2")
     folder = make_cache(tmp_path / "cache", *data)
     lora = ("task=lora", *RUN, f"model.weights={from_cache}", "data.max_unreadable_share=0.2")
-    small = (*lora, "train.global_batch_size=4", "train.max_steps=5")
+    small = (*lora, "train.max_steps=5")
     taken = train(tmp_path / "with", *small, "data=cached", f"data.path={folder}", "data.num_workers=0")
     assert_equal_metrics(train(tmp_path / "without", *data, *small), taken)
     assert len(json.loads((folder / "manifest.json").read_text())["identity"]["data.aspect_ratios"]) == 2
@@ -204,14 +210,16 @@ def test_a_cache_that_lacks_what_the_model_needs_is_refused(tmp_path, capfd):
             "data.captions draws anew each epoch",
         ),
         (("task=lora", "task.text_encoder_filters=[.self_attn]"), "a cache would hold what it made at first"),
+        (("data=webdataset", "data.urls='pipe:cat x.tar'"), "what is streamed cannot be cached"),
         (("dtype=fp8",), "dtype=fp8 is unknown"),
         (("batch_size=0",), "batch_size=0 must be 1 or more"),
         (("task_index=2", "task_count=2"), "task_index=2 must be at least 0 and below task_count=2"),
     ],
 )
 def test_what_cannot_be_cached_is_refused_with_the_reason(tmp_path, capfd, arguments, message):
-    chosen = arguments if any(a.startswith("task=") for a in arguments) else ("task=finetune", *arguments)
-    assert message in refused(capfd, "model=c_tiny", *SHAPES, f"out={tmp_path / 'cache'}", *chosen)
+    defaults = {"task=": "task=finetune", "data=": "data=shapes"}
+    chosen = [value for key, value in defaults.items() if not any(a.startswith(key) for a in arguments)]
+    assert message in refused(capfd, "model=c_tiny", *chosen, f"out={tmp_path / 'cache'}", *arguments)
     assert not Path(tmp_path / "cache").exists()
 
 
@@ -225,7 +233,7 @@ def test_help_names_its_own_arguments_and_where_the_others_are(capfd):
 def test_control_maps_are_held_too_and_train_as_without_a_cache(from_cache, tmp_path, capfd):
     control = ("task=controlnet", "filter@task.filter=canny", "task.bottleneck=small", f"model.weights={from_cache}")
     folder = make_cache(tmp_path / "cache", *control, "data.samples=8")
-    run = (*control, *RUN, "train.max_steps=2", "train.global_batch_size=4")
+    run = (*control, *RUN, "train.max_steps=2")
     taken = (*run, "data=cached", f"data.path={folder}", "data.num_workers=0")
     without = train(tmp_path / "without", *run, *SHAPES, "data.samples=8")
     assert_equal_metrics(without, train(tmp_path / "with", *taken))

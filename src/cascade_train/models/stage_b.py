@@ -57,6 +57,7 @@ class StageB(Stage):
     image_keep_prob = 0.9
     needs_image = True
     latent_name = "vq_latent"
+    why_not_cached = "its semantic latents are those of images that shrink by chance (model.shrink_range)"
     network: CascadeUNet
 
     def __init__(
