@@ -182,7 +182,8 @@ class WebDataset(Source):
         if self._ahead is not None:
             for store in self._stores:
                 store.prepare()
-            self._ahead.begin(rows, self._parts)
+            shards = self._index.table["shard"]
+            self._ahead.begin([row for row in rows if self._tars[shards[row]].is_remote], self._parts)
 
     def read(self, row: int) -> RawSample:
         """Read the parts of one row.

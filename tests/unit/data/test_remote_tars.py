@@ -13,6 +13,7 @@ import boto3
 import pytest
 
 from cascade_train.data import tar_index
+from cascade_train.data.tar_files import Tar
 from cascade_train.data.webdataset import WebDataset
 from cascade_train.errors import ConfigError
 from tests.unit.data import tars
@@ -227,3 +228,23 @@ def test_nothing_of_boto_is_logged(bucket: Bucket, folder: Path, caplog: pytest.
     with caplog.at_level(logging.INFO):
         tars.webdataset(PREFIX).open()
     assert "never-shown" not in caplog.text
+
+
+def test_local_tars_of_a_mixed_list_are_read_by_one_thread(
+    bucket: Bucket, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket.put_all(folder)
+    source = tars.webdataset([str(folder / "part-0.tar"), f"{PREFIX}part-1.tar"])
+    source.open()
+    threads: dict[bool, set[int]] = {True: set(), False: set()}
+    read = Tar.read
+
+    def noted(self: Tar, *place: int) -> bytes:
+        threads[self.is_remote].add(threading.get_ident())
+        return read(self, *place)
+
+    monkeypatch.setattr(Tar, "read", noted)
+    source.prefetch(range(13))
+    assert [source.read(row).caption for row in range(13)] == [f"picture {row}" for row in range(13)]
+    assert threads[False] == {threading.get_ident()}
+    assert threading.get_ident() not in threads[True]
