@@ -182,7 +182,7 @@ class StreamFeed:
             ConfigError: it belongs to other streams, or to batches of another size.
         """
         changed = self._changes(state)
-        cursors = {stream: Cursor(*place) for stream, place in enumerate(state["streams"])}
+        cursors = {stream: Cursor(*place) for stream, place in enumerate(state.get("streams", []))}
         if changed and self._on_change == "refuse":
             raise ConfigError(
                 f"the checkpoint's place in its streams does not fit this run: {'; '.join(changed)}. Set back what"
@@ -190,7 +190,7 @@ class StreamFeed:
                 " or begin another epoch by data.on_change=restart"
             )
         if changed:
-            epoch = 1 + max(cursor.epoch for cursor in cursors.values())
+            epoch = 1 + max((cursor.epoch for cursor in cursors.values()), default=0)
             _log.warning("The streams begin epoch %d, since they changed: %s.", epoch, "; ".join(changed))
             cursors = dict.fromkeys(self._cursors, Cursor(epoch=epoch))
         self._go_to(state["position"], cursors)

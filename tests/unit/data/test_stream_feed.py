@@ -24,14 +24,14 @@ from cascade_train.data.stream_feed import choose_streams, helpful_workers, part
 from cascade_train.errors import ConfigError, RunError
 from tests.unit.data import feeding as streams
 from tests.unit.data import tars
-from tests.unit.data.dataset_contract import content
+from tests.unit.data.dataset_contract import content, loading
 from tests.unit.data.feeding import SAMPLES, feeding, streamed
 
 STEPS = 16  # of 6 samples: into the third epoch of each of 6 streams
 KILLED_RUN = """
 import json, os, pickle, signal, sys
 from pathlib import Path
-from tests.unit.data.dataset_contract import content
+from tests.unit.data.dataset_contract import content, loading
 from tests.unit.data.feeding import feeding
 source = pickle.loads(Path(sys.argv[1]).read_bytes())
 with feeding(source) as feed:
@@ -250,6 +250,23 @@ def test_another_epoch_begins_by_choice(urls: list[str], caplog: pytest.LogCaptu
         assert feed.position == 1
         assert {epoch for batch in next(feed) for epoch in batch.epoch_B.tolist()} == {1}
     assert "The streams begin epoch 1, since they changed: index was" in caplog.text
+
+
+def test_a_position_in_an_index_is_no_place_in_streams(urls: list[str], tmp_path: Path) -> None:
+    with loading(
+        tars.webdataset(tars.write(tmp_path / "a.tar", tars.samples(range(9)))), global_batch_size=6
+    ) as loader:
+        next(loader)
+        state = loader.state_dict()
+    with (
+        feeding(streamed(urls)) as feed,
+        pytest.raises(ConfigError, match="place in its streams does not fit this run: order was"),
+    ):
+        feed.load_state_dict(state)
+    with feeding(streamed(urls, on_change="restart")) as feed:
+        feed.load_state_dict(state)
+        assert feed.position == 1
+        assert {epoch for batch in next(feed) for epoch in batch.epoch_B.tolist()} == {1}
 
 
 def test_lengths_are_not_known(urls: list[str]) -> None:
