@@ -153,13 +153,14 @@ def test_maps_are_dropped_in_training_alone() -> None:
     assert torch.equal(always.evaluate(dropped, 0.0), never.evaluate(whole, 0.0))
 
 
-def test_finished_maps_of_a_cache_stand_in_for_the_filters(trained: Any) -> None:
+def test_finished_maps_of_a_cache_stand_in_for_the_filters(trained: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = batch_for(trained, 0, 1)
     made = trained.prepare_batch(batch)
     cached = replace(batch, tensors={"control": made.control_BCHW})
     assert torch.equal(trained.loss(trained.prepare_batch(cached)).loss_B, trained.loss(made).loss_B)
     latents = {trained.stage.latent_name: trained.stage.encode(made.images)}
     without = replace(batch, image_BCHW=None, tensors=latents)
+    monkeypatch.setattr(trained.stage, "left_out", frozenset({"semantic_compressor"}))
     with pytest.raises(ConfigError, match="the cache holds no control maps; make it with task=controlnet"):
         trained.prepare_batch(without)
 
