@@ -13,9 +13,9 @@ Start = Callable[..., tuple[int, str]]
 TINY = ("model=c_tiny", "task=lora")
 
 REFUSED = {
-    "": r"^(model|task) is not chosen\. Choose one: (model=c_1b, model=c_3b, model=c_tiny|task=finetune, task=lora)",
+    "": r"^(model|task) is not chosen\. Choose one: (model=b_3b, .*model=c_tiny|task=controlnet, task=finetune, task=lora)",
     "task=lora": r"^model is not chosen\. Choose one: .*model=c_tiny",
-    "model=c_tinny task=lora": r"^model=c_tinny is not an option of model\. Did you mean c_tiny\? Options: c_1b",
+    "model=c_tinny task=lora": r"^model=c_tinny is not an option of model\. Did you mean c_tiny\? Options: b_3b",
     "model=c_tiny task=lora data=zzz": r"^data=zzz is not an option of data\. Options: .*shapes, webdataset\.$",
     "model=c_tiny task=lora parallel=hsdp": r"parallel\. It is not offered yet\. Options: auto, ddp, fsdp, single\.$",
     "model=c_tiny task=lora task=3": r"^A group is chosen by the name of an option",
@@ -50,7 +50,7 @@ REFUSED = {
     "model=c_tiny task=lora optimizer=torch optimizer.algorithm._target_=torch.optim.SGDD": r"torch\.optim\.SGD\?$",
     "model=c_tiny task=lora data=webdataset": r"^data\.urls is not set \(\?\?\?\): .* Set it: data\.urls=<value>\.$",
     "model=c_tiny task=lora tracker=wandb": r"^tracker\.project is not set .*Project that the run belongs to",
-    "model=c_tiny task=lora ~task": r"^task is not chosen .* \(options: finetune, lora\)\.$",
+    "model=c_tiny task=lora ~task": r"^task is not chosen .* \(options: .*finetune, lora, reconstruction\)\.$",
     "model=c_tiny task=lora train": r"^'train' is not an override\. Write key=value",
     "model=c_tiny task=lora --foo": r"^unrecognized arguments: --foo\. Overrides are key=value, without dashes",
     "model=c_tiny task=lora --cfg job --multirun": r"^Only one of --run, --multirun, --cfg",

@@ -124,10 +124,10 @@ def test_held_out_files_need_data_that_reads_files(tiny: DictConfig):
 @pytest.mark.parametrize("value", ["first", 3])
 def test_an_argument_with_a_list_of_words_names_them(tiny: DictConfig, value: object):
     tiny.data.crop = value
-    with pytest.raises(ConfigError, match=rf"data.crop={value} must be one of center, random\.$"):
+    with pytest.raises(ConfigError, match=rf"data.crop={value} must be one of center, random, saliency\.$"):
         preflight(tiny, ranks=1)
     tiny.data.crop = "centre"
-    with pytest.raises(ConfigError, match=r"must be one of center, random\. Did you mean center\?"):
+    with pytest.raises(ConfigError, match=r"must be one of center, random, saliency\. Did you mean center\?"):
         preflight(tiny, ranks=1)
 
 
