@@ -102,6 +102,31 @@ class Joined:
         return self._parts[self._part[row]], int(self._row[row])
 
 
+@dataclass(kw_only=True)
+class JoinedSource(Source):
+    """Base of the sources that join others: `open` sets `_joined`, and each row is its own source's business."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._joined: Joined
+
+    def read(self, row: int) -> RawSample:
+        """Read one row from the source that it belongs to."""
+        return self._joined.read(row)
+
+    def captions_of(self, row: int) -> Captions:
+        """Return what makes the captions of the source that a row belongs to."""
+        return self._joined.captions_of(row)
+
+    def prefetch(self, rows: Sequence[int]) -> None:
+        """Let each source begin to read its own rows."""
+        self._joined.prefetch(rows)
+
+    def record(self) -> None:
+        """Let each source write down what a resumed run must find again."""
+        self._joined.record()
+
+
 def check_parts(whole: Source, parts: Mapping[str, Source]) -> None:
     """Check that what belongs to the parts is not set for the whole, and the other way round.
 

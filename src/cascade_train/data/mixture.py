@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
-from cascade_train.data.captions import Captions
 from cascade_train.data.index import Index
-from cascade_train.data.joined import Joined, Part, check_parts
+from cascade_train.data.joined import Joined, JoinedSource, Part, check_parts
 from cascade_train.data.repeats import repeat_counts, repeated_rows
-from cascade_train.data.sample import RawSample
 from cascade_train.data.selection import selected
 from cascade_train.data.source import Source
 from cascade_train.errors import ConfigError
@@ -23,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
-class Mixture(Source):
+class Mixture(JoinedSource):
     """Sources by name. Crop, buckets and workers are the mixture's; captions and filters are each source's own.
 
     A sample that comes more than once in an epoch is another sample each time, with draws of its own. Where a number
@@ -111,22 +109,6 @@ class Mixture(Source):
                 "%s: %d samples an epoch (%.1f %%), each %.3g times.",
                 name, len(part.rows), 100 * len(part.rows) / total, factors[name],
             )  # fmt: skip
-
-    def read(self, row: int) -> RawSample:
-        """Read one row from the source that it belongs to."""
-        return self._joined.read(row)
-
-    def captions_of(self, row: int) -> Captions:
-        """Return what makes the captions of the source that a row belongs to."""
-        return self._joined.captions_of(row)
-
-    def prefetch(self, rows: Sequence[int]) -> None:
-        """Let each source begin to read its own rows."""
-        self._joined.prefetch(rows)
-
-    def record(self) -> None:
-        """Let each source write down what a resumed run must find again."""
-        self._joined.record()
 
 
 def _repeated(name: str, index: Index, kept: np.ndarray, factor: float) -> np.ndarray:

@@ -5,21 +5,18 @@ The loss of the second is what DreamBooth calls prior preservation (Ruiz et al. 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from cascade_train.data.captions import Captions
 from cascade_train.data.index import Index
-from cascade_train.data.joined import Joined, Part, check_parts
-from cascade_train.data.sample import RawSample
+from cascade_train.data.joined import Joined, JoinedSource, Part, check_parts
 from cascade_train.data.selection import selected
 from cascade_train.data.source import Source
 
 
 @dataclass(kw_only=True)
-class Regularised(Source):
+class Regularised(JoinedSource):
     """A source mixed with a second one. Crop and workers are this source's; theirs are not used.
 
     One epoch holds the smaller side as often as it takes to come closest to the share; each time a picture comes it
@@ -64,19 +61,3 @@ class Regularised(Source):
     def _times(count: int, others: int, share: float) -> int:
         """Return how often `count` samples come beside `others` to be `share` of all: once, unless they are too few."""
         return max(1, round(others * share / (1 - share) / count))
-
-    def read(self, row: int) -> RawSample:
-        """Read one row of the side that it belongs to."""
-        return self._joined.read(row)
-
-    def captions_of(self, row: int) -> Captions:
-        """Return what makes the captions of the side that the row belongs to."""
-        return self._joined.captions_of(row)
-
-    def prefetch(self, rows: Sequence[int]) -> None:
-        """Let each source begin to read its own rows."""
-        self._joined.prefetch(rows)
-
-    def record(self) -> None:
-        """Let each source write down what a resumed run must find again."""
-        self._joined.record()

@@ -12,24 +12,22 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from cascade_train.batch import Batch
-from cascade_train.models.cascade_unet import CascadeUNet
 from cascade_train.models.cascade_unet_config import CascadeUNetConfig
-from cascade_train.models.initialize import initialise, unet_rule
+from cascade_train.models.denoising_stage import DenoisingStage
 from cascade_train.models.latent_codec import LatentCodec
 from cascade_train.models.semantic_compressor import SemanticCompressor
-from cascade_train.models.stage import Conditions, Images, Stage, Tokens
+from cascade_train.models.stage import Conditions, Images, Tokens
 from cascade_train.models.text_encoder import TextEncoder
-from cascade_train.models.weights import load_network
 
 Size = tuple[int, int]
 """Height and width in pixels."""
 
 
-class StageB(Stage):
+class StageB(DenoisingStage):
     """Stage B of Stable Cascade, at any size.
 
     In training the semantic latents are those of a shrunken image (nearest neighbours), so that the network learns to
@@ -54,11 +52,11 @@ class StageB(Stage):
     """
 
     name = "stage_b"
+    part = "decoder"
     image_keep_prob = 0.9
     needs_image = True
     latent_name = "vq_latent"
     why_not_cached = "its semantic latents are those of images that shrink by chance (model.shrink_range)"
-    network: CascadeUNet
 
     def __init__(
         self,
@@ -84,31 +82,23 @@ class StageB(Stage):
         self.text_encoder = text_encoder
         self.semantic_compressor = semantic_compressor
         self.stage_a = stage_a
-        self._check()
+        self._check_parts()
         if random_encoders:
             for part in self._parts().values():
                 part.forget_weights()
 
-    def _check(self) -> None:
-        if self.image_size < self.image_multiple or self.image_size % self.image_multiple:
-            raise ValueError(
-                f"model.image_size={self.image_size}: must be a multiple of {self.image_multiple} pixels, "
-                "the stride of the semantic compressor"
-            )
+    def _check_parts(self) -> None:
         if len(self.shrink_range) != 2 or not 0.0 < self.shrink_range[0] <= self.shrink_range[1] <= 1.0:
             raise ValueError(
                 f"model.shrink_range={self.shrink_range}: give the smallest and the largest factor, between 0 and 1, "
                 "as in [0.5, 1.0]"
             )
-        arguments = self.network_config.arguments
         widths = (
             ("in_channels", "stage_a.latent_channels", self.stage_a.latent_channels),
             ("effnet_in_channels", "semantic_compressor.latent_channels", self.semantic_compressor.latent_channels),
             ("clip_text_pooled_in_channels", "text_encoder.projection_dim", self.text_encoder.projection_dim),
         )
-        for key, other, width in widths:
-            if arguments[key] != width:
-                raise ValueError(f"model.network.{key}={arguments[key]}: must equal model.{other}={width}")
+        self._check(widths)
 
     def build(self, *, device: torch.device, network_dtype: torch.dtype, frozen_dtype: torch.dtype) -> None:
         """Make every module on the meta device, then load or initialise it on `device`.
@@ -118,19 +108,10 @@ class StageB(Stage):
         Raises:
             ConfigError: weights that do not exist or belong to another model.
         """
-        self.network = self.network_config.build()
-        if self.weights is None:
-            rule = unet_rule(self.network_config.residual_blocks)
-            initialise(self.network, rule, device=device, dtype=network_dtype, seed=self.seed)
-        else:
-            load_network(self.network, self.weights, dtype=network_dtype, device=device, part="decoder")
+        self._build_network(device, network_dtype)
         self.text_encoder.build(device=device, dtype=frozen_dtype)
         self.semantic_compressor.build(device=device)
         self.stage_a.build(device=device)
-
-    def frozen_modules(self) -> dict[str, nn.Module]:
-        """Return text tower, compressor and Stage A."""
-        return {name: part.module for name, part in self._parts().items()}
 
     def _parts(self) -> dict[str, TextEncoder | SemanticCompressor | LatentCodec]:
         return {
@@ -142,10 +123,6 @@ class StageB(Stage):
     def tokenize(self, captions: Sequence[str]) -> Tokens:
         """Turn captions into token ids and attention mask, (B, L) int64 on the host."""
         return self.text_encoder.tokenize(captions)
-
-    def notices(self) -> list[str]:
-        """Say how many captions were cut since the last call, if any."""
-        return self.text_encoder.notices()
 
     def encode(self, images: Images) -> Tensor:
         """Encode images (B, 3, H, W) float in [0, 1] to latents x0 (B, 4, H / 4, W / 4) fp32. No gradient."""
@@ -222,22 +199,6 @@ class StageB(Stage):
     def decode(self, latent_BCHW: Tensor) -> Tensor:
         """Decode latents to images, (B, 3, 4 H, 4 W) fp32 in [0, 1], without gradient."""
         return self.stage_a.decode(latent_BCHW).clamp(0, 1)
-
-    def units(self) -> list[list[nn.Module]]:
-        """Return the network's (residual, timestep, attention) triples, in execution order."""
-        return self.network.units()
-
-    def set_attention(self, name: str) -> None:
-        """Choose the attention kernel of the network: "sdpa", "xformers" or "math".
-
-        Raises:
-            ConfigError: the kernel's library is missing.
-        """
-        self.network.set_attention(name)
-
-    def set_activation_checkpointing(self, enabled: bool) -> None:
-        """Recompute the activations of each triple in backward instead of keeping them."""
-        self.network.gradient_checkpointing = enabled
 
 
 def pixels(images: Images) -> Tensor:

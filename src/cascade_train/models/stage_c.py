@@ -13,20 +13,18 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from cascade_train.models.cascade_unet import CascadeUNet
 from cascade_train.models.cascade_unet_config import CascadeUNetConfig
+from cascade_train.models.denoising_stage import DenoisingStage
 from cascade_train.models.image_encoder import ImageEncoder
-from cascade_train.models.initialize import initialise, unet_rule
 from cascade_train.models.previewer import Previewer
 from cascade_train.models.semantic_compressor import SemanticCompressor
-from cascade_train.models.stage import Conditions, Images, Stage, Tokens, product
+from cascade_train.models.stage import Conditions, Images, Tokens, product
 from cascade_train.models.text_encoder import TextEncoder
-from cascade_train.models.weights import load_network
 
 
-class StageC(Stage):
+class StageC(DenoisingStage):
     """Stage C of Stable Cascade, at any size.
 
     Args:
@@ -48,11 +46,11 @@ class StageC(Stage):
     """
 
     name = "stage_c"
+    part = "prior"
     image_keep_prob = 0.1
     needs_image = False
     latent_name = "effnet_latent"
     encodes_nothing = frozenset({"network", "previewer"})
-    network: CascadeUNet
 
     def __init__(
         self,
@@ -82,17 +80,12 @@ class StageC(Stage):
         if image_encoder is not None:
             self.image_products["clip_img"] = "image_encoder"
         self.caption_products = dict.fromkeys(("clip_text", "clip_text_pooled"), "text_encoder")
-        self._check()
+        self._check_parts()
         if random_encoders:
             for part in self._parts().values():
                 part.forget_weights()
 
-    def _check(self) -> None:
-        if self.image_size < self.image_multiple or self.image_size % self.image_multiple:
-            raise ValueError(
-                f"model.image_size={self.image_size}: must be a multiple of {self.image_multiple} pixels, "
-                "the stride of the semantic compressor"
-            )
+    def _check_parts(self) -> None:
         if self.network_config.clip_text_in_channels is None or self.network_config.clip_image_in_channels is None:
             raise ValueError("model.network.clip_text_in_channels and clip_image_in_channels: Stage C needs both")
         widths = [
@@ -102,11 +95,7 @@ class StageC(Stage):
         ]
         if self.image_encoder is not None:
             widths.append(("clip_image_in_channels", "image_encoder.projection_dim", self.image_encoder.projection_dim))
-        for key, other, width in widths:
-            if getattr(self.network_config, key) != width:
-                raise ValueError(
-                    f"model.network.{key}={getattr(self.network_config, key)}: must equal model.{other}={width}"
-                )
+        self._check(widths)
 
     def build(self, *, device: torch.device, network_dtype: torch.dtype, frozen_dtype: torch.dtype) -> None:
         """Make every module on the meta device, then load or initialise it on `device`.
@@ -140,18 +129,6 @@ class StageC(Stage):
             makers["image_encoder"] = partial(self.image_encoder.build, device=device, dtype=self._frozen_dtype)
         return makers
 
-    def _build_network(self, device: torch.device, dtype: torch.dtype) -> None:
-        self.network = self.network_config.build()
-        if self.weights is None:
-            rule = unet_rule(self.network_config.residual_blocks)
-            initialise(self.network, rule, device=device, dtype=dtype, seed=self.seed)
-        else:
-            load_network(self.network, self.weights, dtype=dtype, device=device)
-
-    def frozen_modules(self) -> dict[str, nn.Module]:
-        """Return text tower, compressor, previewer and, where there is one, the image tower; not what is left out."""
-        return {name: part.module for name, part in self._parts().items() if name not in self.left_out}
-
     def _parts(self) -> dict[str, TextEncoder | ImageEncoder | SemanticCompressor | Previewer]:
         parts = {
             "text_encoder": self.text_encoder,
@@ -164,10 +141,6 @@ class StageC(Stage):
     def tokenize(self, captions: Sequence[str]) -> Tokens:
         """Turn captions into token ids and attention mask, (B, L) int64 on the host; or find their products."""
         return self.text_encoder.tokenize(captions) if self.caption_lookup is None else self.caption_lookup(captions)
-
-    def notices(self) -> list[str]:
-        """Say how many captions were cut since the last call, if any."""
-        return self.text_encoder.notices()
 
     def encode(self, images: Images) -> Tensor:
         """Encode images (B, 3, H, W) in [0, 1] to latents x0 (B, 16, H / 32, W / 32) fp32, or find them there."""
@@ -225,19 +198,3 @@ class StageC(Stage):
     def decode(self, latent_BCHW: Tensor) -> Tensor:
         """Preview latents as images, (B, 3, H', W') fp32 in [0, 1], without gradient."""
         return self.previewer.decode(latent_BCHW).clamp(0, 1)
-
-    def units(self) -> list[list[nn.Module]]:
-        """Return the network's (residual, timestep, attention) triples, in execution order."""
-        return self.network.units()
-
-    def set_attention(self, name: str) -> None:
-        """Choose the attention kernel of the network: "sdpa", "xformers" or "math".
-
-        Raises:
-            ConfigError: the kernel's library is missing.
-        """
-        self.network.set_attention(name)
-
-    def set_activation_checkpointing(self, enabled: bool) -> None:
-        """Recompute the activations of each triple in backward instead of keeping them."""
-        self.network.gradient_checkpointing = enabled

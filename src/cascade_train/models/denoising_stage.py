@@ -1,0 +1,95 @@
+"""What Stage B and C have in common: a `CascadeUNet` under a text tower and a compressor.
+
+Lives here: that alone. Must not live here: what is modelled and what it is conditioned on (stage_b.py, stage_c.py).
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from cascade_train.models.cascade_unet import CascadeUNet
+from cascade_train.models.cascade_unet_config import CascadeUNetConfig
+from cascade_train.models.initialize import initialise, unet_rule
+from cascade_train.models.semantic_compressor import SemanticCompressor
+from cascade_train.models.stage import Stage
+from cascade_train.models.text_encoder import TextEncoder
+from cascade_train.models.weights import load_network
+
+
+class DenoisingStage(Stage):
+    """A stage whose network is a `CascadeUNet`.
+
+    Attributes:
+        part: name of the folder that holds its network in pipelines and exports.
+        weights: of the network; None = from scratch.
+        seed: of the network's first values where there are no weights.
+        network_config: architecture of the network.
+        text_encoder: frozen text tower.
+        semantic_compressor: frozen map from images to semantic latents.
+    """
+
+    part: ClassVar[str]
+    network: CascadeUNet
+    weights: str | None
+    seed: int
+    network_config: CascadeUNetConfig
+    text_encoder: TextEncoder
+    semantic_compressor: SemanticCompressor
+
+    def _check(self, widths: Iterable[tuple[str, str, int]]) -> None:
+        """Check the image size, and widths: (key of the network, key of a part, that part's width).
+
+        Raises:
+            ValueError: an image size that does not divide, or parts whose widths do not fit the network.
+        """
+        if self.image_size < self.image_multiple or self.image_size % self.image_multiple:
+            raise ValueError(
+                f"model.image_size={self.image_size}: must be a multiple of {self.image_multiple} pixels, "
+                "the stride of the semantic compressor"
+            )
+        for key, other, width in widths:
+            if self.network_config.arguments[key] != width:
+                raise ValueError(
+                    f"model.network.{key}={self.network_config.arguments[key]}: must equal model.{other}={width}"
+                )
+
+    def _build_network(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.network = self.network_config.build()
+        if self.weights is None:
+            rule = unet_rule(self.network_config.residual_blocks)
+            initialise(self.network, rule, device=device, dtype=dtype, seed=self.seed)
+        else:
+            load_network(self.network, self.weights, dtype=dtype, device=device, part=self.part)
+
+    @abc.abstractmethod
+    def _parts(self) -> dict[str, Any]:
+        """Return the frozen parts by name."""
+
+    def frozen_modules(self) -> dict[str, nn.Module]:
+        """Return the modules of the frozen parts, by name, but for those that are left out."""
+        return {name: part.module for name, part in self._parts().items() if name not in self.left_out}
+
+    def notices(self) -> list[str]:
+        """Say how many captions were cut since the last call, if any."""
+        return self.text_encoder.notices()
+
+    def units(self) -> list[list[nn.Module]]:
+        """Return the network's (residual, timestep, attention) triples, in execution order."""
+        return self.network.units()
+
+    def set_attention(self, name: str) -> None:
+        """Choose the attention kernel of the network: "sdpa", "xformers" or "math".
+
+        Raises:
+            ConfigError: the kernel's library is missing.
+        """
+        self.network.set_attention(name)
+
+    def set_activation_checkpointing(self, enabled: bool) -> None:
+        """Recompute the activations of each triple in backward instead of keeping them."""
+        self.network.gradient_checkpointing = enabled
