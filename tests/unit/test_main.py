@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 TINY = ("model=c_tiny", "task=lora")
-SECONDS = 1.5
+SECONDS = 3.0
 """Of one core, so that a busy machine does not fail the test."""
 
 
@@ -47,7 +47,7 @@ def test_answers_without_importing_torch(tmp_path: Path, argv: tuple[str, ...], 
 
 
 @pytest.mark.parametrize("argv", [("--help",), ("--cfg", "job", *TINY), (*TINY, "train.max_stepz=3")])
-def test_answers_within_a_second_and_a_half_of_work(tmp_path: Path, argv: tuple[str, ...]):
+def test_answers_within_three_seconds_of_work(tmp_path: Path, argv: tuple[str, ...]):
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     start(tmp_path, *argv)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

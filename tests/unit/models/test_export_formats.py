@@ -85,7 +85,7 @@ def test_adapters_go_out_in_every_format(name: str, tmp_path: Path) -> None:
     assert adapter_size(str(out), key="from") is None
     fresh = small_network()
     load_lora(fresh, str(out))
-    torch.testing.assert_close(fixed_prediction(fresh), fixed_prediction(network), atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(fixed_prediction(fresh), fixed_prediction(network), atol=1e-5, rtol=1e-6)
     assert (tmp_path / "lora.embeddings" / "fernando.safetensors").is_file() == (name in ("comfyui", "kohya"))
 
 
