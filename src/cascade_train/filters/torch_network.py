@@ -76,7 +76,7 @@ class NetworkFilter(ControlFilter):
         if self.weights is not None:
             load_weights(network, self.weights, NETWORK, device=device)
         network = network.to(device)
-        for part in network.modules():  # as eval() does, which exported programs refuse
+        for part in network.modules():  # evaluation mode; exported programs refuse the method of that name
             part.training = False
 
         @torch.no_grad()

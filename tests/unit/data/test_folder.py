@@ -69,11 +69,14 @@ class TestFolder(DatasetContract):
 
     def test_a_moved_folder_keeps_its_order(self, folder: Path, tmp_path: Path) -> None:
         with loading(self.make_source(folder)) as loader:
+            next(loader)
             state = loader.state_dict()
+            expected = [batch.captions for batch in next(loader)]
         moved = tmp_path / "elsewhere"
         self.make_source(moved)
         with loading(self.make_source(moved)) as loader:
             loader.load_state_dict(state)
+            assert [batch.captions for batch in next(loader)] == expected
 
     def test_added_pictures_are_refused_on_resume(self, folder: Path, tmp_path: Path) -> None:
         with loading(self.make_source(folder)) as loader:
