@@ -1,6 +1,6 @@
 """Train: `python -m cascade_train …`, `torchrun -m cascade_train …`, or the console script `cascade-train`.
 
-Only the way in; composing lives in config/launch.py, training behind build.py.
+Only the way in; composing lives in config/launch.py, training behind build/.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def launch(argv: Sequence[str]) -> int:
 
 def train(cfg: DictConfig) -> int:
     """Train one checked configuration. Torch and everything above it are imported here, after every refusal."""
-    from cascade_train import build
+    from cascade_train.build import run
 
-    return build.train(cfg)
+    return run.train(cfg)
 
 
 if __name__ == "__main__":

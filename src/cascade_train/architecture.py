@@ -13,7 +13,7 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from torch import nn
 
-from cascade_train.build import build_component
+from cascade_train.build.components import build_component
 from cascade_train.config.groups import conf_dir, did_you_mean, group_options
 from cascade_train.config.saved import CONFIG_NAME, load_saved_config
 from cascade_train.errors import ConfigError

@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from cascade_train.batch import Batch
-from cascade_train.build import build_component, build_parts, compute_dtype
+from cascade_train.build.components import build_component, build_parts
+from cascade_train.build.model import compute_dtype
 from cascade_train.cache_identity import encoder_identity, refuse_trained, task_identity
 from cascade_train.config.plain import to_plain
 from cascade_train.data.cache_manifest import Manifest, write_manifest

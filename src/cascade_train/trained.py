@@ -13,7 +13,10 @@ from omegaconf import DictConfig
 from PIL import Image
 
 from cascade_train.batch import sample_seed
-from cascade_train.build import build_component, build_model, build_painter, build_parts, build_phases, write_exports
+from cascade_train.build.components import build_component, build_parts
+from cascade_train.build.model import build_model, build_phases
+from cascade_train.build.run import write_exports
+from cascade_train.build.samples import build_painter
 from cascade_train.distributed.parallelize import evaluating
 from cascade_train.distributed.process_group import World, process_group
 from cascade_train.engine.checkpoint import CheckpointStore

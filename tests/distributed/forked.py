@@ -23,8 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cascade_train import build
 from cascade_train.__main__ import launch
+from cascade_train.build import run as build
 from cascade_train.engine.loop import Trainer
 from cascade_train.engine.phase import averaged
 from cascade_train.tasks.text_to_image import TextToImage

@@ -10,8 +10,8 @@ from pathlib import Path
 import boto3
 import pytest
 
-from cascade_train import build
 from cascade_train.__main__ import launch
+from cascade_train.build import run as build
 from tests.integration.runs import SMALL, read_metrics, train
 from tests.unit.data import tars
 from tests.unit.data.loopback import BUCKET, point_at, s3_server

@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 
-from cascade_train import build
 from cascade_train.__main__ import launch
+from cascade_train.build import run as build
 from cascade_train.engine.loop import Trainer
 from cascade_train.errors import RunError
 from tests.integration.runs import SMALL, exported_weights, read_metrics, train

@@ -57,7 +57,7 @@ def room_of(path: Path) -> str:
     relative = path.relative_to(PACKAGE)
     if len(relative.parts) > 1:
         return relative.parts[0]
-    return relative.stem if relative.stem in (*GROUND, "build") else "verbs"
+    return relative.stem if relative.stem in GROUND else "verbs"
 
 
 @cache

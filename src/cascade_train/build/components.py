@@ -1,0 +1,64 @@
+"""Components from their config nodes: the only file that instantiates.
+
+How they are joined lives beside it; nothing below this room sees a config node.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+
+from cascade_train.config.explain import with_path
+from cascade_train.diffusion.objective import Objective
+from cascade_train.engine.lr_schedule import LrSchedule
+from cascade_train.engine.optimizer import OptimizerSpec
+from cascade_train.errors import ConfigError
+from cascade_train.models.stage import Stage
+from cascade_train.tasks.base import Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """The components of a run, constructed but not built."""
+
+    stage: Stage
+    task: Task
+    objective: Objective
+    optimizer: OptimizerSpec
+    lr_schedule: LrSchedule
+
+
+def build_parts(cfg: DictConfig) -> Parts:
+    """Construct the components of a run; cheap, and where their arguments are checked.
+
+    Raises:
+        ConfigError: an argument that a component refuses, with the name of its node.
+    """
+    return Parts(
+        stage=build_component(cfg, "model"),
+        task=build_component(cfg, "task"),
+        objective=build_component(cfg, "objective"),
+        optimizer=build_component(cfg, "optimizer"),
+        lr_schedule=build_component(cfg, "lr_scheduler"),
+    )
+
+
+def build_component(cfg: DictConfig, node: str, **changed: Any) -> Any:
+    """Construct one component node, `changed` in the place of some of its arguments.
+
+    Raises:
+        ConfigError: the component refuses an argument.
+    """
+    try:
+        return instantiate(cfg[node], **changed, _convert_="all")
+    except InstantiationException as error:
+        cause = error.__cause__
+        if isinstance(cause, ConfigError):
+            raise cause from error
+        if isinstance(cause, ValueError):
+            raise ConfigError(with_path(error, node)) from error
+        raise

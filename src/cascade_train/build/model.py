@@ -1,0 +1,103 @@
+"""The model of a run: the stage built, the task attached, what trains sharded and bound to its optimizer."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+
+import torch
+from omegaconf import DictConfig
+
+from cascade_train.build.components import Parts
+from cascade_train.distributed.consensus import from_every_rank
+from cascade_train.distributed.parallelize import fits_one_device, parallelize
+from cascade_train.distributed.process_group import World, build_mesh, mesh_shape
+from cascade_train.engine.ema import Ema
+from cascade_train.engine.optimizer import OptimizerSpec
+from cascade_train.engine.phase import BoundPhase, trainable_parameters
+from cascade_train.tasks.base import Phase
+
+log = logging.getLogger(__name__)
+
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def compute_dtype(cfg: DictConfig) -> torch.dtype:
+    """Return the dtype of compute and of frozen weights; preflight has decided what `auto` means."""
+    return DTYPES[cfg.train.precision.value]
+
+
+def build_model(cfg: DictConfig, parts: Parts, world: World, *, masters: bool) -> None:
+    """Build the stage and let the task take it. Collective.
+
+    Args:
+        cfg: the root config.
+        parts: whose stage and task.
+        world: this process.
+        masters: keep a network that trains in fp32; False = in the dtype of compute, to look at results.
+
+    Raises:
+        ConfigError: weights that do not exist or fit, or a task that does not fit the stage.
+    """
+    dtype = compute_dtype(cfg)
+    network_dtype = torch.float32 if masters and parts.task.trains_network else dtype
+
+    def build() -> None:
+        parts.stage.build(device=world.device, network_dtype=network_dtype, frozen_dtype=dtype)
+        parts.task.attach(parts.stage, parts.objective, world.device)
+        parts.stage.set_attention(cfg.attention.value)
+        parts.stage.set_activation_checkpointing(cfg.activation_checkpointing)
+
+    from_every_rank(build)
+
+
+def build_phases(cfg: DictConfig, parts: Parts, world: World) -> list[BoundPhase]:
+    """Build the model, shard what trains, and bind each phase to its optimizer. Collective."""
+    build_model(cfg, parts, world, masters=True)
+    if world.is_main and cfg.model.weights is None and not parts.task.trains_network:
+        log.warning(
+            "model.weights=null: the network has its first values, and its last layer begins at zero, so that nothing "
+            "in front of it can learn. Name trained weights, unless you only try a machine."
+        )
+    phases = parts.task.phases()
+    roots = [root for phase in phases for root in phase.modules.values()]
+    fits = all(from_every_rank(lambda: fits_one_device(roots, world.device)))
+    shape = mesh_shape(cfg.parallel.mode.value, world.ranks, shard_size=cfg.parallel.shard_size, fits=fits)
+    mesh = build_mesh(world, shape)
+    for phase in phases:
+        for name, root in phase.modules.items():
+            parallelize(
+                root,
+                phase.units[name],
+                mesh=mesh,
+                compute_dtype=compute_dtype(cfg),
+                reshard_after_forward=cfg.parallel.reshard_after_forward,
+                compile_units=cfg.compile.value == "regional",
+            )
+    return [bind(cfg, phase, parts) for phase in phases]
+
+
+def bind(cfg: DictConfig, phase: Phase, parts: Parts) -> BoundPhase:
+    """Give a sharded phase its optimizer, schedule and average."""
+    parameters = trainable_parameters(phase)
+    spec: OptimizerSpec = phase.optimizer or parts.optimizer
+    ema = None
+    if cfg.ema.decay is not None:
+        ema = Ema(
+            parameters,
+            decay=cfg.ema.decay,
+            start_step=cfg.ema.start_step,
+            every_steps=cfg.ema.every_steps,
+            device=None if cfg.ema.device is None else torch.device(cfg.ema.device.value),
+        )
+        if cfg.ema.weights is not None:
+            from_every_rank(partial(ema.start_from, parts.task.initial_average(cfg.ema.weights)))
+    return BoundPhase(
+        phase,
+        optimizer=spec.build(parameters, cfg.train.global_batch_size),
+        base_lr=spec.base_lr(cfg.train.global_batch_size),
+        lr_schedule=parts.lr_schedule,
+        ema=ema,
+        max_grad_norm=cfg.train.max_grad_norm,
+    )

@@ -1,0 +1,201 @@
+"""The composition root of a training run: opens the data, claims the directory, and joins the parts to a trainer."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from cascade_train.build.components import Parts, build_component, build_parts
+from cascade_train.build.model import build_phases
+from cascade_train.build.samples import build_sampling
+from cascade_train.cache_identity import take_cache
+from cascade_train.config.paths import make_absolute
+from cascade_train.config.plain import to_plain
+from cascade_train.data.cached import Cached
+from cascade_train.data.data_set import DataSet, open_data_set
+from cascade_train.data.source import Source
+from cascade_train.distributed.consensus import from_every_rank, from_rank_zero
+from cascade_train.distributed.process_group import World, process_group
+from cascade_train.distributed.rng import set_deterministic
+from cascade_train.engine.checkpoint import CheckpointStore
+from cascade_train.engine.loop import Cadence, Trainer
+from cascade_train.engine.loss_plot import LossPlot
+from cascade_train.engine.manifest import read_manifest
+from cascade_train.engine.metrics import MetricsLog
+from cascade_train.engine.phase import BoundPhase, averaged, whole_state
+from cascade_train.engine.profiler import Profiler
+from cascade_train.engine.progress import Progress
+from cascade_train.engine.run_directory import RunDirectory, claim
+from cascade_train.engine.tracking import build_tracker
+from cascade_train.engine.unreadable import UnreadableList
+from cascade_train.engine.validation import Validation
+from cascade_train.errors import RunError
+from cascade_train.tasks.base import Task
+
+log = logging.getLogger(__name__)
+
+
+def train(cfg: DictConfig) -> int:
+    """Run what `cfg` describes, to its end; return the exit code. Collective.
+
+    Raises:
+        ConfigError: something the user can fix; a refused start leaves no run directory.
+        RunError: something the world did.
+    """
+    with process_group() as world:
+        set_deterministic(cfg.run.deterministic)
+        for node in (cfg.model, cfg.task, cfg.ema):
+            make_absolute(node)
+        parts = build_parts(cfg)
+        data = open_data(cfg, parts.task, world)
+        data.check_sides(parts.stage.image_multiple)
+        if isinstance(data.training.source, Cached):
+            take_cache(to_plain(cfg), parts.stage, parts.task, data.training.source)
+        run = claim(Path(cfg.run.dir), config=to_plain(cfg), resume=cfg.run.resume)
+        with run.held():
+            if run.finished:
+                log.info("%s is finished. Raise train.max_steps to train on, or choose another run.name.", run.path)
+            else:
+                train_in(run, cfg, parts, data, world)
+    return 0
+
+
+def train_in(run: RunDirectory, cfg: DictConfig, parts: Parts, data: DataSet, world: World) -> None:
+    """Train in a claimed directory, to the end and the exports. Collective."""
+    with run.withdrawn_on_failure():
+        phases = build_phases(cfg, parts, world)
+        trainer = build_trainer(cfg, parts, phases, data, run, world)
+        if run.resume_from is not None:
+            trainer.restore(run.resume_from)
+        run.cut_metrics(trainer.step)
+        from_rank_zero(data.record)
+    try:
+        trainer.run()
+        write_exports(cfg, parts.task, phases, run.export)
+        run.record_exports(trainer.step)
+    finally:
+        trainer.close()
+        data.close()
+    log.info("Finished at step %d. Everything lies in %s.", trainer.step, run.path)
+
+
+def open_data(cfg: DictConfig, task: Task, world: World) -> DataSet:
+    """Open the training and held-out samples; each rank reads or makes the same index. Collective.
+
+    Raises:
+        ConfigError: the data is missing or not of its source's form.
+        RunError: ranks see different data.
+    """
+    source: Source = build_component(cfg, "data")
+    held_out: Source | None = None
+    if cfg.validate.urls is not None:
+        held_out = build_component(cfg, "data", urls=list(cfg.validate.urls))
+    opened: list[DataSet] = []
+    transform = task.sample_transform()
+
+    def open_all() -> str:
+        opened.append(open_data_set(source, share=cfg.validate.share, held_out=held_out, transform=transform))
+        return opened[0].identity
+
+    if len(set(from_every_rank(open_all))) > 1:
+        raise RunError("the ranks see different data: files changed while the run began; start it again", shared=True)
+    return opened[0]
+
+
+def build_trainer(
+    cfg: DictConfig, parts: Parts, phases: list[BoundPhase], data: DataSet, run: RunDirectory, world: World
+) -> Trainer:
+    """Join the built parts of a run. Collective."""
+    feed = data.training_feed(
+        seed=cfg.run.seed,
+        global_batch_size=cfg.train.global_batch_size,
+        micro_batch_size=cfg.train.micro_batch_size,
+        rank=world.rank,
+        ranks=world.ranks,
+        gather=lambda value: from_every_rank(lambda: value),
+    )
+    limits = {key: cfg.train[key] for key in ("max_steps", "max_epochs", "global_batch_size")}
+    max_steps = data.last_step(feed, **limits)
+    tracker = build_tracker(
+        cfg.tracker.name.value,
+        project=cfg.tracker.project,
+        entity=cfg.tracker.entity,
+        mode=cfg.tracker.mode.value,
+        run_name=cfg.run.name,
+        directory=run.path,
+        run_id=tracker_run_id(run),
+        config=to_plain(cfg),
+    )
+    return Trainer(
+        world=world,
+        task=parts.task,
+        phases=phases,
+        feed=feed,
+        seed=cfg.run.seed,
+        max_steps=max_steps,
+        global_batch_size=cfg.train.global_batch_size,
+        cadence=Cadence(
+            log=cfg.log.every_steps,
+            validate=cfg.validate.every_steps,
+            sample=cfg.sample.every_steps,
+            checkpoint=cfg.checkpoint.every_steps,
+        ),
+        metrics=MetricsLog(run.metrics_path, is_main=world.is_main),
+        store=CheckpointStore(
+            run.checkpoints, keep_last=cfg.checkpoint.keep_last, keep_every_steps=cfg.checkpoint.keep_every_steps
+        ),
+        tracker=tracker,
+        progress=Progress(max_steps=max_steps, is_main=world.is_main, every_steps=cfg.log.every_steps),
+        profiler=Profiler(directory=run.path, start_step=cfg.profile.start_step, steps=cfg.profile.steps),
+        validation=build_validation(cfg, parts, phases, data, world),
+        sampling=build_sampling(cfg, parts, phases, data, run, world),
+        loss_plot=LossPlot(directory=run.samples, device=world.device, is_main=world.is_main),
+        unreadable=UnreadableList(run.quarantine, rank=world.rank, met=feed.skipped),
+    )
+
+
+def tracker_run_id(run: RunDirectory) -> str | None:
+    """Return the tracked run to continue: that of this very run's checkpoint."""
+    if run.created or run.resume_from is None:
+        return None
+    return read_manifest(run.resume_from).facts["tracker_run_id"]
+
+
+def build_validation(
+    cfg: DictConfig, parts: Parts, phases: list[BoundPhase], data: DataSet, world: World
+) -> Validation | None:
+    """Return the measure on held-out samples, or None where none are due."""
+    if cfg.validate.every_steps is None:
+        return None
+    feed = data.held_out_feed(
+        seed=cfg.run.seed,
+        samples=cfg.validate.samples,
+        micro_batch_size=cfg.train.micro_batch_size,
+        rank=world.rank,
+        ranks=world.ranks,
+    )
+    return Validation(
+        task=parts.task,
+        phases=phases,
+        open_feed=feed.from_start,
+        steps=feed.steps,
+        logsnr=list(cfg.validate.logsnr),
+        device=world.device,
+    )
+
+
+def write_exports(cfg: DictConfig, task: Task, phases: list[BoundPhase], directory: Path) -> None:
+    """Write what the task leaves behind, the average where there is one, each read back and compared. Collective.
+
+    Raises:
+        RunError: what was written reads back differently.
+    """
+    with averaged(phases):
+        for name, export in task.exports().items():
+            state = whole_state(export.module)
+            error = from_rank_zero(partial(export.write, state, directory / name))
+            log.info("Exported %s; read back with a relative error of %.1e.", directory / name, error)
+    from_rank_zero(lambda: OmegaConf.save(OmegaConf.create(to_plain(cfg)), directory / "config.yaml"))
