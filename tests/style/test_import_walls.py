@@ -9,7 +9,7 @@ import pytest
 
 from tests.style.source import PACKAGE, in_rooms, library
 
-# What each room may import of the library. `batch` and `errors` are open to all.
+# What each room may import of the library. `batch`, `errors` and `redaction` are open to all.
 INSIDE = {
     "config": {"config"},
     "engine": {"engine", "distributed", "tasks.base"},
@@ -21,8 +21,9 @@ INSIDE = {
     "diffusion": {"diffusion"},
     "batch": set(),
     "errors": set(),
+    "redaction": set(),
 }
-GROUND = {"batch", "errors"}
+GROUND = {"batch", "errors", "redaction"}
 
 # What each room may import from elsewhere, beside the standard library.
 OUTSIDE = {
@@ -31,6 +32,7 @@ OUTSIDE = {
     "distributed": {"torch"},
     "batch": {"torch", "numpy"},
     "errors": set(),
+    "redaction": set(),
     "config": {"hydra", "omegaconf", "yaml"},
 }
 

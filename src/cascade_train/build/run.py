@@ -33,6 +33,7 @@ from cascade_train.engine.tracking import build_tracker
 from cascade_train.engine.unreadable import UnreadableList
 from cascade_train.engine.validation import Validation
 from cascade_train.errors import RunError
+from cascade_train.redaction import redacted
 from cascade_train.tasks.base import Task
 
 log = logging.getLogger(__name__)
@@ -198,4 +199,4 @@ def write_exports(cfg: DictConfig, task: Task, phases: list[BoundPhase], directo
             state = whole_state(export.module)
             error = from_rank_zero(partial(export.write, state, directory / name))
             log.info("Exported %s; read back with a relative error of %.1e.", directory / name, error)
-    from_rank_zero(lambda: OmegaConf.save(OmegaConf.create(to_plain(cfg)), directory / "config.yaml"))
+    from_rank_zero(lambda: OmegaConf.save(OmegaConf.create(redacted(to_plain(cfg))), directory / "config.yaml"))

@@ -31,6 +31,7 @@ from cascade_train.config.overrides import check_not_expanded
 from cascade_train.config.preflight import preflight
 from cascade_train.config.schema import Root
 from cascade_train.errors import ConfigError
+from cascade_train.redaction import RedactingFilter, redact
 
 LONGEST_NAME = 120
 """Characters of a sweep job's name before it is cut and hashed; folder names end at 255 bytes."""
@@ -111,7 +112,7 @@ def separate_sweep_job(cfg: DictConfig, hydra_cfg: HydraConf) -> None:
     told = {"run.name", "run.dir"} if "run.name" in values else {"run.name", "run.dir", *EXAMPLE}
     suffix = ",".join(override for key, override in sorted(values.items()) if key not in told)
     if suffix:
-        cfg.run.name = folder_name(f"{cfg.run.name}-{suffix}")
+        cfg.run.name = folder_name(redact(f"{cfg.run.name}-{suffix}"))
     if "${run.name}" not in str(OmegaConf.to_container(cfg.run, resolve=False)["dir"]):  # type: ignore[index, call-overload]
         cfg.run.dir = str(Path(cfg.run.dir) / cfg.run.name)
 
@@ -161,9 +162,14 @@ def _own_error_handling() -> Iterator[None]:
         del os.environ["HYDRA_FULL_ERROR"]
 
 
+_REDACTING = RedactingFilter()
+
+
 def _configure_logging() -> None:
-    """Show what the library logs as plain lines on stderr: all of it on rank 0, warnings elsewhere."""
+    """Show what the library logs as plain lines on stderr, secrets hidden: all of it on rank 0, warnings elsewhere."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(_REDACTING)
     logging.getLogger("cascade_train").setLevel(logging.INFO if _is_main() else logging.WARNING)
 
 

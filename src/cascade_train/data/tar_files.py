@@ -19,6 +19,7 @@ from cascade_train.data.tar_sample import PARTS
 from cascade_train.data.urls import PIPE, expand_urls, refuse_missing
 from cascade_train.data.urls import S3 as S3_SCHEME
 from cascade_train.errors import ConfigError
+from cascade_train.redaction import redact
 
 COMPRESSIONS = {".gz": "gzip", ".tgz": "gzip", ".bz2": "bz2", ".tbz2": "bz2", ".xz": "xz", ".txz": "xz"}
 """What Python's own library decompresses, by the end of a name."""
@@ -63,8 +64,8 @@ class Tar:
 
     @property
     def name(self) -> str:
-        """The name in messages and in the index: a file's last part, a pipe's command."""
-        return self.item.url if self.store is None else self.item.name
+        """The name in messages and in the index: a file's last part, a pipe's command without its secrets."""
+        return redact(self.item.url) if self.store is None else self.item.name
 
     def read(self, start: int, size: int) -> bytes:
         """Read a range. See `Store.read`."""

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from cascade_train.redaction import redact
+
 _PACKAGES = (
     "accelerate",
     "cascade-train",
@@ -35,7 +37,8 @@ _GIT_SECONDS = 10
 def describe_environment() -> dict[str, Any]:
     """Return what JSON can hold: time, python, platform, packages, git commit of the code, command line, ranks, device.
 
-    A package that is not installed, and a commit where the code is not a checkout, are None.
+    Of the environment's variables only that of the threads is told, and secrets on the command line are hidden. A
+    package that is not installed, and a commit where the code is not a checkout, are None.
     """
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -43,7 +46,7 @@ def describe_environment() -> dict[str, Any]:
         "platform": platform.platform(),
         "packages": {**{name: _version(name) for name in _PACKAGES}, "torch": torch.__version__},
         "git_commit": _git_commit(Path(__file__).resolve()),
-        "command_line": list(sys.orig_argv),
+        "command_line": [redact(argument) for argument in sys.orig_argv],
         "ranks": dist.get_world_size(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "cuda": torch.version.cuda,

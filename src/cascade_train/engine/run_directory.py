@@ -26,6 +26,7 @@ from cascade_train.engine.environment import describe_environment
 from cascade_train.engine.manifest import find_fault, read_manifest
 from cascade_train.engine.run_lock import LOCK_NAME, RunLock
 from cascade_train.errors import ConfigError, RunError
+from cascade_train.redaction import redacted
 
 log = logging.getLogger(__name__)
 
@@ -149,7 +150,7 @@ def claim(directory: Path, *, config: Mapping[str, Any], resume: str) -> RunDire
             checkpoint that verifies.
         RunError: none of the run's checkpoints verifies.
     """
-    plain: dict[str, Any] = yaml.safe_load(yaml.safe_dump(dict(config)))
+    plain: dict[str, Any] = redacted(yaml.safe_load(yaml.safe_dump(dict(config))))
     return from_rank_zero(lambda: _decide(directory.absolute(), plain, resume))
 
 
@@ -239,7 +240,8 @@ def _read_config(path: Path) -> dict[str, Any]:
         saved = None
     if not isinstance(saved, dict):
         raise RunError(f"{path} is damaged: it holds no config. Remedy: restore it from a backup, or a new run.name")
-    return saved
+    hidden: dict[str, Any] = redacted(saved)
+    return hidden
 
 
 def _newest(directory: Path) -> Path | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import abc
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from PIL import Image
 
 from cascade_train.distributed.consensus import from_rank_zero
 from cascade_train.errors import ConfigError
+from cascade_train.redaction import redact, redacted
 
 _LAUNCHER_VARIABLES = ("LOCAL_RANK", "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 """What makes accelerate believe that it should form a process group."""
@@ -194,12 +196,13 @@ def build_tracker(
         run_name: what the run is called.
         directory: the run's directory.
         run_id: a tracked run to continue; None = a new one.
-        config: the resolved config, shown with the run.
+        config: the resolved config, shown with the run, secrets hidden.
 
     Raises:
         ConfigError: an unknown name, a missing library, or wandb could not start; on all ranks.
     """
     started: list[Tracker] = []
+    config = redacted(config)
 
     def start() -> str | None:
         if name == "none":
@@ -229,7 +232,7 @@ def _require_wandb() -> None:
 
 @contextmanager
 def _single_process_accelerate() -> Iterator[None]:
-    """Give accelerate a process state of one CPU process, which its logger wants.
+    """Give accelerate a process state of one CPU process, which its logger wants, and a command line without secrets.
 
     A tracker lives on rank 0 alone, so that is the truth about it. Left alone, accelerate would read the
     launcher's variables, look for devices, and set threads or form a process group of its own.
@@ -237,11 +240,13 @@ def _single_process_accelerate() -> Iterator[None]:
     from accelerate import PartialState
 
     hidden = {key: os.environ.pop(key) for key in _LAUNCHER_VARIABLES if key in os.environ}
+    arguments, sys.argv = sys.argv, [redact(argument) for argument in sys.argv]  # which wandb sends along
     try:
         PartialState(cpu=True)
         yield
     finally:
         os.environ.update(hidden)
+        sys.argv = arguments
 
 
 def _read_image(path: Path) -> np.ndarray[Any, np.dtype[np.uint8]]:
