@@ -52,14 +52,14 @@ def load_trained(cfg: DictConfig, export: Path, world: World, *, seed: int) -> P
     parts = build_parts(cfg)
     build_model(cfg, parts, world, masters=False)
     parts.task.load_export(export)
-    painter = build_painter(cfg, parts, world.device)
+    painter = build_painter(cfg, parts)
 
     def paint(captions: Sequence[str], numbers: Sequence[int], guide: Guide | None) -> list[Image.Image]:
-        generators = [torch.Generator().manual_seed(sample_seed(seed, 0, number, "generate")) for number in numbers]
+        def draws(_: str) -> list[torch.Generator]:
+            return [torch.Generator().manual_seed(sample_seed(seed, 0, number, "generate")) for number in numbers]
+
         with evaluating([parts.stage.network]):
-            task = parts.task
-            predictor = task.predictor(captions, None) if guide is None else task.guided_predictor(captions, guide)
-            return to_images(painter.decode(painter.sample(predictor, generators)))
+            return to_images(painter.paint(captions, None, draws, guide))
 
     return paint
 

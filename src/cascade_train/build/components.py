@@ -13,7 +13,6 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from cascade_train.config.explain import with_path
-from cascade_train.diffusion.objective import Objective
 from cascade_train.engine.lr_schedule import LrSchedule
 from cascade_train.engine.optimizer import OptimizerSpec
 from cascade_train.errors import ConfigError
@@ -27,7 +26,7 @@ class Parts:
 
     stage: Stage
     task: Task
-    objective: Objective
+    objective: Any
     optimizer: OptimizerSpec
     lr_schedule: LrSchedule
 
@@ -38,10 +37,11 @@ def build_parts(cfg: DictConfig) -> Parts:
     Raises:
         ConfigError: an argument that a component refuses, with the name of its node.
     """
+    stage, objective = build_component(cfg, "model"), build_component(cfg, "objective")
     return Parts(
-        stage=build_component(cfg, "model"),
-        task=build_component(cfg, "task"),
-        objective=build_component(cfg, "objective"),
+        stage=stage,
+        task=build_component(cfg, "task").suited(objective),
+        objective=objective,
         optimizer=build_component(cfg, "optimizer"),
         lr_schedule=build_component(cfg, "lr_scheduler"),
     )

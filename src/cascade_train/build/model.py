@@ -83,7 +83,7 @@ def bind(cfg: DictConfig, phase: Phase, parts: Parts) -> BoundPhase:
     parameters = trainable_parameters(phase)
     spec: OptimizerSpec = phase.optimizer or parts.optimizer
     ema = None
-    if cfg.ema.decay is not None:
+    if cfg.ema.decay is not None and phase.averaged:
         ema = Ema(
             parameters,
             decay=cfg.ema.decay,

@@ -1,22 +1,20 @@
-"""What draws samples, bound to a stage, an objective and the settings in `cfg.sample`."""
+"""What draws samples: the task's painter, the settings in `cfg.sample`, and what every grid shows."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from omegaconf import DictConfig
 
 from cascade_train.build.components import Parts
 from cascade_train.data.data_set import DataSet
-from cascade_train.diffusion.sampler import ImageNoise, sample
 from cascade_train.distributed.process_group import World
 from cascade_train.engine.phase import BoundPhase
 from cascade_train.engine.run_directory import RunDirectory
-from cascade_train.engine.sampling import Painter, SampleGrid, SampleSpec
+from cascade_train.engine.sampling import SampleGrid, SampleSpec
 from cascade_train.errors import ConfigError
-from cascade_train.tasks.base import Predictor
+from cascade_train.tasks.base import Painter, SampleSettings
 
 
 def build_sampling(
@@ -38,34 +36,20 @@ def build_sampling(
             "none but what was made of them; set sample.every_steps=null"
         )
     return SampleGrid(
-        task=parts.task,
         phases=phases,
-        painter=build_painter(cfg, parts, world.device, size=None if images is None else images.shape[-2:]),
+        painter=build_painter(cfg, parts, None if images is None else images.shape[-2:]),
         spec=SampleSpec(captions=tuple(prompts), image_BCHW=images, seed=cfg.sample.seed),
         world=world,
         directory=run.samples,
     )
 
 
-def build_painter(cfg: DictConfig, parts: Parts, device: torch.device, *, size: Sequence[int] | None = None) -> Painter:
-    """Bind a stage and an objective to the settings in `cfg.sample`, for pictures of a height and width, or square."""
-    stage, objective = parts.stage, parts.objective
-    shape = stage.latent_shape(*(size or (stage.image_size, stage.image_size)))
-
-    def one_step(predictor: Predictor, x0_BCHW: torch.Tensor, noise_BCHW: torch.Tensor) -> torch.Tensor:
-        diffused = objective.diffuse_at(x0_BCHW, noise_BCHW, x0_BCHW.new_zeros(len(x0_BCHW)))
-        pred, _ = predictor(diffused.noised, diffused.timestep_ratio_B)
-        return objective.x0(pred, diffused.noised, diffused.logsnr_B)
-
-    def paint(predictor: Predictor, generators: Any) -> torch.Tensor:
-        return sample(
-            predictor,
-            objective=objective,
-            noise=ImageNoise(generators=generators, shape=shape, device=device),
-            steps=cfg.sample.steps,
-            shift=cfg.sample.shift,
-            guidance_scale=cfg.sample.guidance_scale,
-            sampler=cfg.sample.sampler.value,
-        )
-
-    return Painter(encode=stage.encode, decode=stage.decode, one_step=one_step, sample=paint)
+def build_painter(cfg: DictConfig, parts: Parts, size: Sequence[int] | None = None) -> Painter:
+    """Return what paints by the settings in `cfg.sample`, pictures of a height and width, or square ones."""
+    settings = SampleSettings(
+        sampler=cfg.sample.sampler.value,
+        steps=cfg.sample.steps,
+        guidance_scale=cfg.sample.guidance_scale,
+        shift=cfg.sample.shift,
+    )
+    return parts.task.painter(settings, size or (parts.stage.image_size, parts.stage.image_size))

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from cascade_train.batch import Batch
@@ -24,6 +23,7 @@ from cascade_train.distributed.parallelize import set_gradient_sync
 from cascade_train.distributed.process_group import World
 from cascade_train.distributed.rng import seed_micro_batch
 from cascade_train.engine.checkpoint import CheckpointStore
+from cascade_train.engine.gathering import gather_samples, sum_totals
 from cascade_train.engine.loss_plot import LossPlot
 from cascade_train.engine.metrics import MetricsLog
 from cascade_train.engine.phase import BoundPhase, restore_training_state, training_state
@@ -146,16 +146,19 @@ class Trainer:
         values: dict[str, Tensor | float] = {}
         report: dict[str, Tensor] = {}
         for phase in self.phases:
-            gathered = gather_samples(list(self._backward(phase, prepared)))
+            if self.step < phase.phase.start_step:
+                continue
+            outputs = list(self._backward(phase, prepared))
+            gathered = gather_samples(outputs)
             norm = phase.clip()
             self._trace(_Trace(self.step, phase.phase.name, keys, gathered["loss"], norm), phase.can_withhold)
             lr = phase.update(self.step, self.max_steps, self._withheld)
-            prefix = "" if len(self.phases) == 1 else f"{phase.phase.name}/"
-            means = {name: value.mean() for name, value in gathered.items() if name != "logsnr"}
+            prefix = "" if phase is self.phases[0] else f"{phase.phase.name}/"
+            means = {name: value.mean() for name, value in gathered.items() if value.ndim == 1 and name != "logsnr"}
             measured: dict[str, Tensor | float] = {**means, "grad_norm": norm, "lr": lr}
             values |= {f"{prefix}{name}": value for name, value in measured.items()}
-            report |= gathered
-        self.task.after_step(report)
+            report |= gathered | sum_totals(outputs)
+        values |= self.task.after_step(report)
         if self.loss_plot is not None and "logsnr" in report:
             self.loss_plot.add(report["logsnr"], report["loss_raw"])
         return values
@@ -265,16 +268,6 @@ class Trainer:
 
     def _due(self, every_steps: int | None) -> bool:
         return every_steps is not None and (self.step % every_steps == 0 or self.step == self.max_steps)
-
-
-def gather_samples(outputs: Sequence[StepOutput]) -> dict[str, Tensor]:
-    """Return `loss` and every reported value of the whole global batch, (G,) each, in its order. Collective."""
-    names = ["loss", *sorted(outputs[0].report)]
-    rows = [[out.loss_B.detach() if n == "loss" else out.report[n] for out in outputs] for n in names]
-    mine = torch.stack([torch.cat(row).float() for row in rows])
-    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, mine)
-    return dict(zip(names, torch.cat(every, dim=1).unbind(), strict=True))
 
 
 def name_failure(trace: _Trace, ranks: int) -> str:

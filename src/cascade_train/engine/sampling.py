@@ -5,7 +5,7 @@ Shape legend: B samples, C channels, H W size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from cascade_train.batch import sample_seed
 from cascade_train.distributed.parallelize import evaluating
 from cascade_train.distributed.process_group import World
 from cascade_train.engine.phase import BoundPhase, averaged
-from cascade_train.tasks.base import Predictor, Task
+from cascade_train.tasks.base import Painter
 
 CELL_PX = 192
 LABEL_PX = 220
@@ -38,30 +38,12 @@ class SampleSpec:
     seed: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Painter:
-    """How latents are made and shown, bound to a stage and an objective by the composition root.
-
-    Attributes:
-        encode: images (B, 3, H, W) in [0, 1] to latents.
-        decode: latents to images (B, 3, H', W') in [0, 1].
-        one_step: (predictor, latents, noise) to the denoised latents after one prediction at medium noise.
-        sample: (predictor, one CPU generator per image) to latents.
-    """
-
-    encode: Callable[[Tensor], Tensor]
-    decode: Callable[[Tensor], Tensor]
-    one_step: Callable[[Predictor, Tensor, Tensor], Tensor]
-    sample: Callable[[Predictor, Sequence[torch.Generator]], Tensor]
-
-
 class SampleGrid:
     """Draws the same prompts from the same noise each time, with the weights and with their average."""
 
     def __init__(
         self,
         *,
-        task: Task,
         phases: Sequence[BoundPhase],
         painter: Painter,
         spec: SampleSpec,
@@ -69,7 +51,6 @@ class SampleGrid:
         directory: Path,
     ) -> None:
         """Store; `directory` is where `step_<n>/` folders go."""
-        self.task = task
         self.phases = phases
         self.painter = painter
         self.spec = spec
@@ -83,7 +64,7 @@ class SampleGrid:
             return []
         folder = self.directory / f"step_{step}"
         folder.mkdir(parents=True, exist_ok=True)
-        for name in ("sample", "ema_sample"):
+        for name in (self.painter.result, f"ema_{self.painter.result}"):
             for row, image in enumerate(columns.get(name, [])):
                 image.save(folder / f"{row:02d}_{name}.png")
         compose_grid(self.spec.captions, columns).save(folder / "grid.png")
@@ -91,31 +72,24 @@ class SampleGrid:
 
     def _columns(self) -> dict[str, list[Image.Image]]:
         roots = [root for phase in self.phases for root in phase.roots]
-        columns: dict[str, list[Image.Image]] = {}
+        columns: dict[str, Tensor] = {}
         with evaluating(roots):
             image_BCHW = None if self.spec.image_BCHW is None else self.spec.image_BCHW.to(self.world.device)
-            predictor = self.task.predictor(self.spec.captions, image_BCHW)
             if image_BCHW is not None:
-                columns["original"] = to_images(image_BCHW)
-                columns |= {title: to_images(each) for title, each in self.task.shown(image_BCHW).items()}
-                columns["one-step prediction"] = self._one_step(predictor, image_BCHW)
-            columns["sample"] = self._sample(predictor)
+                columns["original"] = image_BCHW
+                columns |= self.painter.beside(self.spec.captions, image_BCHW, self._generators)
+            columns[self.painter.result] = self._paint(image_BCHW)
         if any(phase.ema is not None for phase in self.phases):
             with averaged(self.phases), evaluating(roots):
-                columns["ema_sample"] = self._sample(self.task.predictor(self.spec.captions, image_BCHW))
-        return columns
+                columns[f"ema_{self.painter.result}"] = self._paint(image_BCHW)
+        return {title: to_images(each) for title, each in columns.items()}
+
+    def _paint(self, image_BCHW: Tensor | None) -> Tensor:
+        return self.painter.paint(self.spec.captions, image_BCHW, self._generators)
 
     def _generators(self, purpose: str) -> list[torch.Generator]:
         rows = range(len(self.spec.captions))
         return [torch.Generator().manual_seed(sample_seed(self.spec.seed, 0, row, purpose)) for row in rows]
-
-    def _one_step(self, predictor: Predictor, image_BCHW: Tensor) -> list[Image.Image]:
-        x0 = self.painter.encode(image_BCHW)
-        noise = torch.stack([torch.randn(x0.shape[1:], generator=g) for g in self._generators("one_step")])
-        return to_images(self.painter.decode(self.painter.one_step(predictor, x0, noise.to(x0.device))))
-
-    def _sample(self, predictor: Predictor) -> list[Image.Image]:
-        return to_images(self.painter.decode(self.painter.sample(predictor, self._generators("sample"))))
 
 
 def to_images(image_BCHW: Tensor) -> list[Image.Image]:

@@ -1,4 +1,4 @@
-"""Loss on held-out samples at fixed noise levels with fixed noise, so that runs and steps compare."""
+"""What a task is measured by on held-out samples, the same each time, so that runs and steps compare."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Validation:
         """Store.
 
         Args:
-            task: measured through `Task.evaluate`.
+            task: measured through `Task.measures`.
             phases: whose roots go into eval mode, and whose averages are measured too.
             open_feed: starts the held-out batches over, the same each time, as many on every rank.
             steps: global batches to measure on.
-            logsnr: noise levels, natural logarithm of the signal to noise ratio.
+            logsnr: noise levels, natural logarithm of the signal to noise ratio, for tasks that denoise.
             device: where the task computes.
         """
         self.task = task
@@ -45,7 +45,7 @@ class Validation:
         self.device = device
 
     def run(self) -> dict[str, Tensor | float]:
-        """Return the mean loss per noise level and over all, of the weights and of their average. Collective."""
+        """Return the means over the held-out samples, with the weights and with their average. Collective."""
         values = self._measure("validate")
         if any(phase.ema is not None for phase in self.phases):
             with averaged(self.phases):
@@ -54,19 +54,19 @@ class Validation:
 
     def _measure(self, name: str) -> dict[str, Tensor | float]:
         with evaluating([root for phase in self.phases for root in phase.roots]):
-            losses = self._mean_losses().unbind()
-        levels = {f"{name}/loss_logsnr_{level:g}": loss for level, loss in zip(self.logsnr, losses, strict=True)}
-        return {f"{name}/loss": torch.stack(losses).mean(), **levels}
+            return {f"{name}/{measure}": mean for measure, mean in self._means().items()}
 
-    def _mean_losses(self) -> Tensor:
-        """Return the mean loss of each noise level over the samples that count: those of weight 0 only fill a batch."""
-        sums = torch.zeros(len(self.logsnr) + 1, device=self.device)
+    def _means(self) -> dict[str, Tensor]:
+        """Return the mean of each measure over the samples that count: those of weight 0 only fill a batch."""
+        sums: dict[str, Tensor] = {}
         for _, micro_batches in zip(range(self.steps), self.open_feed(), strict=False):
             for batch in micro_batches:
-                prepared = self.task.prepare_batch(batch)
                 weight_B = torch.ones(len(batch)) if batch.weight_B is None else batch.weight_B
                 counted_B = (weight_B > 0).to(self.device, torch.float32)
-                levels = [(self.task.evaluate(prepared, level) * counted_B).sum() for level in self.logsnr]
-                sums += torch.stack([*levels, counted_B.sum()])
-        dist.all_reduce(sums)
-        return sums[:-1] / sums[-1]
+                measures = self.task.measures(self.task.prepare_batch(batch), self.logsnr)
+                for measure, value_B in {**measures, "": torch.ones_like(counted_B)}.items():
+                    sums[measure] = sums.get(measure, 0.0) + (value_B * counted_B).sum()
+        total = torch.stack(list(sums.values()))
+        dist.all_reduce(total)
+        count = total[list(sums).index("")]
+        return {measure: total_of_it / count for measure, total_of_it in zip(sums, total, strict=True) if measure}

@@ -17,12 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from cascade_train.batch import Batch, SampleTransform
-from cascade_train.diffusion.objective import Objective
 from cascade_train.errors import ConfigError
 from cascade_train.models.stage import Stage
 
 Predictor = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Maps noised latents (B, C, H, W) and timestep ratios (B,) to conditional and unconditional predictions."""
+
+Draws = Callable[[str], list[torch.Generator]]
+"""Maps the name of a purpose to CPU generators, one for each picture, always from their start."""
 
 ImageMaker = Callable[[Tensor, Mapping[str, Tensor]], Mapping[str, Tensor]]
 """Maps images (B, 3, H, W) float in [0, 1] and what the workers made of them to tensors (B, ...) by name."""
@@ -34,12 +36,14 @@ class StepOutput:
 
     Attributes:
         loss_B: (B,) fp32, weighted, differentiated.
-        report: named (B,) fp32 tensors without gradient, shown and handed to `after_step`;
-            always holds `loss_raw`, the unweighted loss.
+        report: named (B,) or (B, n) fp32 tensors without gradient, handed to `after_step`; the means of the (B,) are
+            shown. Always holds `loss_raw`, the unweighted loss.
+        totals: named tensors of any shape without gradient, which `after_step` gets added up over the global batch.
     """
 
     loss_B: Tensor
     report: Mapping[str, Tensor]
+    totals: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +51,13 @@ class Phase:
     """One optimizer's share of a step.
 
     Attributes:
-        name: prefix of its metrics when a task has several phases.
+        name: prefix of its metrics, but for the first phase, whose metrics are the run's.
         modules: the roots that are sharded, by name; their trainable parameters belong to the phase.
         units: per root, the groups of its modules that shard together (see `Stage.units`).
         loss: maps a prepared micro-batch to its output; must not sync with the host.
         optimizer: a component that replaces the run's optimizer for this phase; None = the run's.
+        start_step: first optimizer step in which the phase runs.
+        averaged: whether an average of its weights is kept, where the run keeps one.
     """
 
     name: str
@@ -59,6 +65,8 @@ class Phase:
     units: Mapping[str, list[list[nn.Module]]]
     loss: Callable[[Any], StepOutput]
     optimizer: Any = field(default=None)
+    start_step: int = 1
+    averaged: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +100,46 @@ class Guide:
     numbers: tuple[int, ...]
 
 
+@dataclass(frozen=True, kw_only=True)
+class SampleSettings:
+    """How samples are painted by those who denoise; see `SampleConfig`."""
+
+    sampler: str
+    steps: int
+    guidance_scale: float
+    shift: float
+
+
+class Painter(abc.ABC):
+    """Makes the pictures that show what a task has learned.
+
+    Attributes:
+        result: title of what `paint` returns.
+    """
+
+    result: ClassVar[str]
+
+    def beside(self, captions: Sequence[str], image_BCHW: Tensor, draws: Draws) -> Mapping[str, Tensor]:
+        """Return what people see beside the result for B captioned images, (B, 3, h, w) in [0, 1], by title."""
+        return {}
+
+    @abc.abstractmethod
+    def paint(
+        self, captions: Sequence[str], image_BCHW: Tensor | None, draws: Draws, guide: Guide | None = None
+    ) -> Tensor:
+        """Return B pictures (B, 3, H, W) fp32 in [0, 1] on the device.
+
+        Args:
+            captions: B prompts.
+            image_BCHW: (B, 3, H, W) float in [0, 1] on the device, the captions' own images; None = there are none.
+            draws: where random numbers come from.
+            guide: a user's images, in the place of the captions' own; None = none.
+
+        Raises:
+            ConfigError: pictures are missing, or not for this task.
+        """
+
+
 class Task(abc.ABC):
     """What trains, and how a batch becomes a loss. The constructor is cheap and checks its arguments.
 
@@ -105,8 +153,16 @@ class Task(abc.ABC):
     trains_network: ClassVar[bool]
     needs_image: ClassVar[bool] = False
 
+    def suited(self, objective: Any) -> Task:
+        """Return the task that does this under an objective: itself, by default. Called before anything is built.
+
+        Raises:
+            ValueError: options that mean nothing under that objective.
+        """
+        return self
+
     @abc.abstractmethod
-    def attach(self, stage: Stage, objective: Objective, device: torch.device) -> None:
+    def attach(self, stage: Stage, objective: Any, device: torch.device) -> None:
         """Take the built stage: freeze what stays, add what trains. Called once, before sharding.
 
         Raises:
@@ -148,44 +204,19 @@ class Task(abc.ABC):
         """Draw the batch's random choices, tokenize and move to the device. May sync with the host."""
 
     @abc.abstractmethod
-    def evaluate(self, prepared: Any, logsnr: float) -> Tensor:
-        """Return the unweighted loss (B,) fp32 of a prepared micro-batch at one noise level.
+    def measures(self, prepared: Any, logsnr: Sequence[float]) -> Mapping[str, Tensor]:
+        """Return what a prepared micro-batch of held-out samples is measured by, (B,) fp32 each, by name.
 
-        The noise is the batch's own draw for this purpose and no condition is dropped, so that the same
-        samples give the same number at every step. Without gradient. Must not sync.
+        The same samples and weights give the same numbers at every step. Without gradient. Must not sync.
+
+        Args:
+            prepared: from `prepare_batch`.
+            logsnr: noise levels, for tasks that denoise.
         """
 
     @abc.abstractmethod
-    def predictor(self, captions: Sequence[str], image_BCHW: Tensor | None) -> Predictor:
-        """Return what a sampler denoises with for these captions, with everything the task added.
-
-        Args:
-            captions: B prompts; the unconditional branch is the empty caption.
-            image_BCHW: (B, 3, H, W) float in [0, 1] on the device, for tasks that are controlled by an
-                image; None = no control.
-        """
-
-    def guided_predictor(self, captions: Sequence[str], guide: Guide) -> Predictor:
-        """Return what a sampler denoises with for these captions and a user's images.
-
-        Args:
-            captions: B prompts.
-            guide: B images, and what is to be made of them.
-
-        Raises:
-            ConfigError: no image steers the task's samples; by default.
-        """
-        raise ConfigError(
-            f"image, control and strength are for control networks; a {type(self).__name__} paints from prompts alone"
-        )
-
-    def shown(self, image_BCHW: Tensor) -> Mapping[str, Tensor]:
-        """Return what people see beside samples of these images, (B, 3, h, w) in [0, 1] by title; nothing by default.
-
-        Args:
-            image_BCHW: (B, 3, H, W) float in [0, 1] on the device, as `predictor` gets them.
-        """
-        return {}
+    def painter(self, settings: SampleSettings, size: Sequence[int]) -> Painter:
+        """Return what paints pictures of (height, width) pixels with everything the task added."""
 
     @abc.abstractmethod
     def exports(self) -> Mapping[str, Export]:
@@ -216,12 +247,16 @@ class Task(abc.ABC):
             " ema.weights=null"
         )
 
-    def after_step(self, report: Mapping[str, Tensor]) -> None:
-        """Update the task's own state after an optimizer step. Collective: all ranks call it with equal values.
+    def after_step(self, report: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Update the task's own state after an optimizer step, and return what is to be shown of it, () each.
+
+        Collective: all ranks call it with equal values.
 
         Args:
-            report: each phase's `StepOutput.report` over the whole global batch, in its order, (G,) fp32.
+            report: each phase's `StepOutput.report` over the whole global batch, in its order, (G,) or (G, n) fp32,
+                and its `totals`.
         """
+        return {}
 
     def notices(self) -> list[str]:
         """Return what people should hear about the samples since the last call; nothing by default."""

@@ -20,7 +20,8 @@ from cascade_train.batch import Batch
 from cascade_train.diffusion.objective import Diffused, Objective
 from cascade_train.errors import ConfigError
 from cascade_train.models.stage import Images, Products, Stage, Tokens
-from cascade_train.tasks.base import Phase, Predictor, StepOutput, Task
+from cascade_train.tasks.base import Guide, Phase, Predictor, SampleSettings, StepOutput, Task
+from cascade_train.tasks.painting import DiffusionPainter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,11 +147,18 @@ class TextToImage(Task):
         report = {"loss_raw": loss_raw_B.detach(), "logsnr": diffused.logsnr_B}
         return StepOutput(loss_B=loss_B if prepared.weight_B is None else loss_B * prepared.weight_B, report=report)
 
+    def measures(self, prepared: PreparedBatch, logsnr: Sequence[float]) -> Mapping[str, Tensor]:
+        """Return the unweighted loss (B,) at each noise level, and their mean as `loss`."""
+        losses = [self.evaluate(prepared, level) for level in logsnr]
+        by_level = {f"loss_logsnr_{level:g}": loss_B for level, loss_B in zip(logsnr, losses, strict=True)}
+        return {"loss": torch.stack(losses).mean(dim=0), **by_level}
+
     @torch.no_grad()
     def evaluate(self, prepared: PreparedBatch, logsnr: float) -> Tensor:
-        """Return the unweighted loss (B,) fp32 at one noise level, from whole captions.
+        """Return the unweighted loss (B,) fp32 of a prepared micro-batch at one noise level, from whole captions.
 
-        An image is a condition only where the stage needs one.
+        The noise is the batch's own draw for this purpose and no condition is dropped, so that the same samples give
+        the same number at every step. An image is a condition only where the stage needs one.
         """
         images = prepared.images
         x0_BCHW = self.stage.encode(images)
@@ -169,6 +177,13 @@ class TextToImage(Task):
             training: whether conditions are dropped.
         """
         return None
+
+    def painter(self, settings: SampleSettings, size: Sequence[int]) -> DiffusionPainter:
+        """Return what denoises latents of pictures of (height, width) pixels and decodes them."""
+        shape = self.stage.latent_shape(*size)
+        return DiffusionPainter(
+            task=self, stage=self.stage, objective=self.objective, settings=settings, shape=shape, device=self.device
+        )
 
     @torch.no_grad()
     def predictor(
@@ -205,9 +220,32 @@ class TextToImage(Task):
 
         return predict
 
-    def after_step(self, report: Mapping[str, Tensor]) -> None:
+    def guided_predictor(self, captions: Sequence[str], guide: Guide) -> Predictor:
+        """Return what a sampler denoises with for these captions and a user's images.
+
+        Args:
+            captions: B prompts.
+            guide: B images, and what is to be made of them.
+
+        Raises:
+            ConfigError: no image steers the task's samples; by default.
+        """
+        raise ConfigError(
+            f"image, control and strength are for control networks; a {type(self).__name__} paints from prompts alone"
+        )
+
+    def shown(self, image_BCHW: Tensor) -> Mapping[str, Tensor]:
+        """Return what people see beside samples of these images, (B, 3, h, w) in [0, 1] by title; nothing by default.
+
+        Args:
+            image_BCHW: (B, 3, H, W) float in [0, 1] on the device, as `predictor` gets them.
+        """
+        return {}
+
+    def after_step(self, report: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Let the objective adapt to the (G,) losses and noise levels of the global batch."""
         self.objective.after_step(report["logsnr"], report["loss_raw"])
+        return {}
 
     def notices(self) -> list[str]:
         """Say how many captions were cut since the last call, if any."""

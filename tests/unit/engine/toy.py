@@ -37,10 +37,10 @@ class ToyTask(Task):
         loss_B = (self.network(noise).squeeze(1) - 1.0).square() * bad
         return StepOutput(loss_B=loss_B, report={"loss_raw": loss_B.detach() * 2})
 
-    def evaluate(self, prepared, logsnr):
-        return self.loss(prepared).loss_B.detach() + logsnr
+    def measures(self, prepared, logsnr):
+        return {f"loss_{level:g}": self.loss(prepared).loss_B.detach() + level for level in logsnr}
 
-    def predictor(self, captions, image_BCHW):
+    def painter(self, settings, size):
         raise NotImplementedError
 
     def exports(self):
@@ -48,6 +48,7 @@ class ToyTask(Task):
 
     def after_step(self, report):
         self.reports.append({name: value.clone() for name, value in report.items()})
+        return {}
 
 
 class ToyFeed:

@@ -1,0 +1,86 @@
+"""Pictures from noise: what a task that denoises shows of what it has learned.
+
+Lives here: from predictions to pictures. Must not live here: the predictions (the tasks'), the sampler (diffusion/),
+and which pictures are due when (engine/sampling.py).
+
+Shape legend: B batch, C channels, H W image or latent size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from cascade_train.diffusion.objective import Objective
+from cascade_train.diffusion.sampler import ImageNoise, sample
+from cascade_train.models.stage import Stage
+from cascade_train.tasks.base import Draws, Guide, Painter, Predictor, SampleSettings
+
+
+class Denoiser(Protocol):
+    """What a painter needs of a task."""
+
+    def predictor(self, captions: Sequence[str], image_BCHW: Tensor | None) -> Predictor:
+        """Return what a sampler denoises with for B captions, and images (B, 3, H, W) in [0, 1] where it needs them."""
+
+    def guided_predictor(self, captions: Sequence[str], guide: Guide) -> Predictor:
+        """Return what a sampler denoises with for B captions and a user's images."""
+
+    def shown(self, image_BCHW: Tensor) -> Mapping[str, Tensor]:
+        """Return what people see beside samples of these images, by title."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiffusionPainter(Painter):
+    """Denoises latents under captions, and decodes them.
+
+    Attributes:
+        task: makes the predictions.
+        stage: decodes latents.
+        objective: what the predictions mean.
+        settings: of the sampler.
+        shape: (C, H, W) of a picture's latent.
+        device: where latents are denoised.
+    """
+
+    result: ClassVar[str] = "sample"
+
+    task: Denoiser
+    stage: Stage
+    objective: Objective
+    settings: SampleSettings
+    shape: tuple[int, int, int]
+    device: torch.device
+
+    def beside(self, captions: Sequence[str], image_BCHW: Tensor, draws: Draws) -> Mapping[str, Tensor]:
+        """Return what the task shows, and the images after one prediction at medium noise."""
+        return {**self.task.shown(image_BCHW), "one-step prediction": self._one_step(captions, image_BCHW, draws)}
+
+    def paint(
+        self, captions: Sequence[str], image_BCHW: Tensor | None, draws: Draws, guide: Guide | None = None
+    ) -> Tensor:
+        """Return samples (B, 3, H, W) in [0, 1] for B prompts."""
+        predictor = (
+            self.task.predictor(captions, image_BCHW) if guide is None else self.task.guided_predictor(captions, guide)
+        )
+        latent_BCHW = sample(
+            predictor,
+            objective=self.objective,
+            noise=ImageNoise(generators=draws("sample"), shape=self.shape, device=self.device),
+            steps=self.settings.steps,
+            shift=self.settings.shift,
+            guidance_scale=self.settings.guidance_scale,
+            sampler=self.settings.sampler,
+        )
+        return self.stage.decode(latent_BCHW)
+
+    def _one_step(self, captions: Sequence[str], image_BCHW: Tensor, draws: Draws) -> Tensor:
+        x0_BCHW = self.stage.encode(image_BCHW)
+        noise_BCHW = ImageNoise(generators=draws("one_step"), shape=self.shape, device=self.device)()
+        diffused = self.objective.diffuse_at(x0_BCHW, noise_BCHW, x0_BCHW.new_zeros(len(x0_BCHW)))
+        pred_BCHW, _ = self.task.predictor(captions, image_BCHW)(diffused.noised, diffused.timestep_ratio_B)
+        return self.stage.decode(self.objective.x0(pred_BCHW, diffused.noised, diffused.logsnr_B))
