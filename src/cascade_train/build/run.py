@@ -20,6 +20,7 @@ from cascade_train.data.source import Source
 from cascade_train.distributed.consensus import from_every_rank, from_rank_zero
 from cascade_train.distributed.process_group import World, process_group
 from cascade_train.distributed.rng import set_deterministic
+from cascade_train.engine.bad_step import SpikeWatch
 from cascade_train.engine.checkpoint import CheckpointStore
 from cascade_train.engine.loop import Cadence, Trainer
 from cascade_train.engine.loss_plot import LossPlot
@@ -28,6 +29,7 @@ from cascade_train.engine.metrics import MetricsLog
 from cascade_train.engine.phase import BoundPhase, averaged, whole_state
 from cascade_train.engine.profiler import Profiler
 from cascade_train.engine.progress import Progress
+from cascade_train.engine.rollback import Rollback, RolledBackList
 from cascade_train.engine.run_directory import RunDirectory, claim
 from cascade_train.engine.tracking import build_tracker
 from cascade_train.engine.unreadable import UnreadableList
@@ -69,12 +71,14 @@ def train_in(run: RunDirectory, cfg: DictConfig, parts: Parts, data: DataSet, wo
     with run.withdrawn_on_failure():
         phases = build_phases(cfg, parts, world)
         trainer = build_trainer(cfg, parts, phases, data, run, world)
+        rollback = build_rollback(cfg, run)
+        trainer.feed.exclude(rollback.listed.keys)
         if run.resume_from is not None:
             trainer.restore(run.resume_from)
         run.cut_metrics(trainer.step)
         from_rank_zero(data.record)
     try:
-        trainer.run()
+        rollback.run(trainer)
         write_exports(cfg, parts.task, phases, run.export)
         run.record_exports(trainer.step)
     finally:
@@ -155,6 +159,24 @@ def build_trainer(
         sampling=build_sampling(cfg, parts, phases, data, run, world),
         loss_plot=LossPlot(directory=run.samples, device=world.device, is_main=world.is_main),
         unreadable=UnreadableList(run.quarantine, rank=world.rank, met=feed.skipped),
+        spikes=build_spike_watch(cfg),
+    )
+
+
+def build_spike_watch(cfg: DictConfig) -> SpikeWatch | None:
+    """Return what judges losses by those before them, or None where only finite ones are asked for."""
+    if cfg.rollback.spike_factor is None:
+        return None
+    return SpikeWatch(factor=cfg.rollback.spike_factor, window_steps=cfg.rollback.window_steps)
+
+
+def build_rollback(cfg: DictConfig, run: RunDirectory) -> Rollback:
+    """Return what trains to the end, from a checkpoint again after a bad step where that is enabled. Collective."""
+    return Rollback(
+        listed=RolledBackList(run.rolled_back_path),
+        max_times=cfg.rollback.max_times if cfg.rollback.enabled else None,
+        origin=run.resume_from,
+        cut_metrics=run.cut_metrics,
     )
 
 

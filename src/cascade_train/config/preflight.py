@@ -55,6 +55,7 @@ def preflight(cfg: DictConfig, *, ranks: int | None = None) -> DictConfig:
     check_data_fits(root)
     check_libraries(resolved)
     check_resume(root)
+    check_rollback(root)
     check_parallel(root, ranks)
     resolved.train.micro_batch_size = batch_split(root, ranks).micro_batch_size
     resolved.train.precision = precision(root)
@@ -178,6 +179,19 @@ def check_resume(root: Root) -> None:
     """
     if root.run.resume not in {"auto", "never"} and not Path(root.run.resume).exists():
         raise ConfigError(f"run.resume={root.run.resume} must be auto, never, or the path of a checkpoint that exists.")
+
+
+def check_rollback(root: Root) -> None:
+    """Check that there will be a checkpoint to go back to.
+
+    Raises:
+        ConfigError: there is only the final one.
+    """
+    if root.rollback.enabled and root.checkpoint.every_steps is None:
+        raise ConfigError(
+            "rollback.enabled=true goes back to checkpoints, and with checkpoint.every_steps=null there is only the "
+            "final one. Set checkpoint.every_steps, e.g. 1000."
+        )
 
 
 def check_parallel(root: Root, ranks: int) -> None:

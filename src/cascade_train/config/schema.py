@@ -198,6 +198,30 @@ class CheckpointConfig:
 
 
 @dataclass(kw_only=True)
+class RollbackConfig:
+    """Going back to the newest checkpoint after a bad step, without the samples at fault."""
+
+    enabled: bool
+    """Go back; false = a loss or gradient norm that is not finite ends the run."""
+    spike_factor: float | None
+    """A mean loss of more than this times the running median is bad too; null = only what is not finite."""
+    window_steps: int
+    """Optimizer steps of that median; nothing is judged by it before so many are known."""
+    max_times: int
+    """Rollbacks of a run in all; after these a bad step ends it."""
+
+    def __post_init__(self) -> None:
+        above("rollback.spike_factor", self.spike_factor, 1.0)
+        at_least("rollback.window_steps", self.window_steps, 1)
+        at_least("rollback.max_times", self.max_times, 1)
+        if self.spike_factor is not None and not self.enabled:
+            raise ConfigError(
+                f"rollback.spike_factor={self.spike_factor} has no effect without rollback.enabled=true. Set both, or"
+                " rollback.spike_factor=null."
+            )
+
+
+@dataclass(kw_only=True)
 class SampleConfig:
     """The grid of sampled images."""
 
@@ -316,6 +340,7 @@ class Root:
     """Attention kernel of the network."""
     log: LogConfig
     checkpoint: CheckpointConfig
+    rollback: RollbackConfig
     sample: SampleConfig
     validate: ValidateConfig
     profile: ProfileConfig

@@ -5,7 +5,7 @@ The usual feed is `loader.Loader`, over an index; a source that cannot be indexe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -87,6 +87,13 @@ class Feed(Protocol):
 
     def seek(self, position: int) -> None:
         """Continue at another position; what was prefetched is dropped."""
+
+    def exclude(self, keys: Collection[str]) -> None:
+        """Let others stand in for samples from the next global batch on; the order of all others stays as it was.
+
+        Args:
+            keys: as `Batch.keys` has them; where several samples of joined sources have one key, all are meant.
+        """
 
     def close(self) -> None:
         """End the worker processes. The feed cannot be used afterwards."""

@@ -6,7 +6,7 @@ out, never those prefetched, so that any number of ranks and workers may continu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -77,10 +77,10 @@ class Loader:
         self.position = position
         self._rows, self._skipped = rows, Skipped(len(rows), source.max_unreadable_share)
         self._micro_batches = global_batch_size // ranks // micro_batch_size
-        references = _References(self, self._order, micro_batch_size, rank * global_batch_size // ranks)
-        dataset = MicroBatches(source, index, self._order.stand_ins(), seed, transform)
-        self._index = index
-        self._receiver = Receiver(_data_loader(source, dataset, references), self._whereabouts)
+        self._source, self._index, self._excluded = source, index, set[str]()
+        self._references = _References(self, self._order, micro_batch_size, rank * global_batch_size // ranks)
+        self._dataset = MicroBatches(source, index, self._order.stand_ins(), seed, transform, self._excluded)
+        self._receiver = self._new_receiver()
 
     @property
     def skipped(self) -> list[Unreadable]:
@@ -118,6 +118,12 @@ class Loader:
         self.position = position
         self._receiver.restart()
 
+    def exclude(self, keys: Collection[str]) -> None:
+        """Let others stand in for samples from now on. Workers end, since they know only what was excluded before."""
+        self._excluded.update(keys)
+        self._receiver.close()
+        self._receiver = self._new_receiver()
+
     def close(self) -> None:
         """End the worker processes. The loader cannot be used afterwards."""
         self._receiver.close()
@@ -133,6 +139,9 @@ class Loader:
             ConfigError: the state counts batches of another order or size, and `data.on_change` is refuse.
         """
         self.seek(self._order.restore(state))
+
+    def _new_receiver(self) -> Receiver[Batch]:
+        return Receiver(_data_loader(self._source, self._dataset, self._references), self._whereabouts)
 
     def _whereabouts(self) -> str:
         """Say where samples went, for who waits for a batch."""

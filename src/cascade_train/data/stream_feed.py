@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import logging
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -94,7 +94,8 @@ class StreamFeed:
         self._skipped = Skipped(None, source.max_unreadable_share)
         parts = parts_of_rank(request, len(streams))
         self._own = [part.stream for part in parts]
-        items = _Items(self._cursors, source, request, [(streams[part.stream], part) for part in parts])
+        self._excluded = set[str]()
+        items = _Items(self._cursors, source, request, [(streams[part.stream], part) for part in parts], self._excluded)
         workers = helpful_workers(source.num_workers, len(parts))
         if workers < source.num_workers:
             _log.info("Of %d workers %d are used: this rank reads %d streams.", source.num_workers, workers, len(parts))
@@ -159,6 +160,11 @@ class StreamFeed:
         """Start over; streams know no other place that was not saved."""
         assert position == 0, "a stream is entered at its beginning, or where a state was taken"
         self._go_to(0, dict.fromkeys(self._cursors, Cursor()))
+
+    def exclude(self, keys: Collection[str]) -> None:
+        """Let others of their block stand in for samples from the next global batch on."""
+        self._excluded.update(keys)
+        self._receiver.restart()
 
     def close(self) -> None:
         """End the worker processes and their commands."""
@@ -249,7 +255,8 @@ def helpful_workers(wanted: int, streams: int) -> int:
 class _Items(IterableDataset[Item | Failure]):
     """The items of one rank, in the order of its streams; a worker makes every n-th.
 
-    `cursors` is the feed's own mapping: a new iterator begins at the places that it names then.
+    `cursors` and `excluded` are the feed's own: a new iterator begins at the places that are named then, without the
+    samples whose keys are excluded then.
     """
 
     def __init__(
@@ -258,8 +265,9 @@ class _Items(IterableDataset[Item | Failure]):
         source: Source,
         request: FeedRequest,
         streams: list[tuple[Stream, Part]],
+        excluded: Collection[str],
     ) -> None:
-        self._cursors, self._source, self._streams = cursors, source, streams
+        self._cursors, self._source, self._streams, self._excluded = cursors, source, streams, excluded
         self._index, self._seed, self._transform = request.index, request.seed, request.transform
         self._count = request.global_batch_size // len(cursors)
 
@@ -288,7 +296,8 @@ class _Items(IterableDataset[Item | Failure]):
     def _batch(self, take: Take, samples: list[Held]) -> Batch | Failure:
         size = self._source.image_size
         in_hand = InHand.of(self._source, take.blocks)
-        makes = MicroBatches(in_hand, in_hand.open(), {(size, size): in_hand.rows}, self._seed, self._transform)
+        stand_ins = {(size, size): in_hand.rows}
+        makes = MicroBatches(in_hand, in_hand.open(), stand_ins, self._seed, self._transform, self._excluded)
         rows, epochs = (np.array([getattr(held, name) for held in samples]) for name in ("number", "epoch"))
         return makes[Step(rows=rows, epochs=epochs, height=size, width=size)]
 

@@ -5,9 +5,10 @@ A worker holds no state: the same references give the same batch in any process.
 
 from __future__ import annotations
 
+import itertools
 import math
 import traceback
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -62,6 +63,7 @@ class MicroBatches(Dataset[Batch | Failure]):
         stand_ins: the sorted rows of each shape, (height, width), that others stand in from for unreadable ones.
         seed: the run's seed.
         transform: what is made of each picture for the task; None = nothing.
+        excluded: keys of samples that others stand in for, silently, although they can be read.
     """
 
     def __init__(
@@ -71,9 +73,10 @@ class MicroBatches(Dataset[Batch | Failure]):
         stand_ins: Mapping[tuple[int, int], np.ndarray],
         seed: int,
         transform: SampleTransform | None = None,
+        excluded: Collection[str] = (),
     ) -> None:
         self._source, self._index, self._stand_ins = source, index, stand_ins
-        self._seed, self._transform = seed, transform
+        self._seed, self._transform, self._excluded = seed, transform, excluded
         self._framing = Framing(crop=source.crop, flip_prob=source.flip_prob, max_pixels=source.max_pixels)
         if source.num_workers > 0:
             fast_jpeg_decoder()  # loaded once, before the workers fork
@@ -100,13 +103,15 @@ class MicroBatches(Dataset[Batch | Failure]):
         )
 
     def _sample(self, row: int, epoch: int, step: Step) -> _Sample:
-        """Return the row's sample, or the next row's that is readable."""
+        """Return the row's sample, or the next row's that is readable and not excluded."""
         skipped: list[Unreadable] = []
-        others = self._stand_ins[step.height, step.width]
-        place = int(np.searchsorted(others, row, side="right"))
-        for candidate in [row, *others.take(range(place, place + MAX_STAND_INS - 1), mode="wrap").tolist()]:
+        for candidate in self._candidates(row, step):
+            if len(skipped) == MAX_STAND_INS:
+                break
             try:
                 raw = self._source.read(candidate)
+                if raw.key in self._excluded:
+                    continue
                 caption = self._source.captions_of(candidate)(raw, self._generator(candidate, epoch, "caption"))
                 framed = self._framed(raw, candidate, epoch, step)
             except UnreadableSampleError as error:
@@ -121,7 +126,15 @@ class MicroBatches(Dataset[Batch | Failure]):
                 tensors={**raw.tensors, **self._transformed(framed, candidate, epoch)},
                 skipped=tuple(skipped),
             )
+        if not skipped:
+            raise RunError("left out by a rollback (rolled_back.jsonl), and so is every sample of its shape")
         raise RunError(f"unreadable, and so are the samples after it: {by_reason(skipped)}")
+
+    def _candidates(self, row: int, step: Step) -> Iterator[int]:
+        """Yield the row, then those of its shape from the next one on, each once."""
+        others = self._stand_ins[step.height, step.width]
+        place = int(np.searchsorted(others, row, side="right"))
+        return itertools.chain([row], (int(others[(place + i) % len(others)]) for i in range(len(others))))
 
     def _framed(self, raw: RawSample, row: int, epoch: int, step: Step) -> Framed | None:
         if raw.image is None:  # what is made of it is among the sample's tensors

@@ -14,6 +14,7 @@ _FREE_NODES = (
     "log",
     "sample",
     "checkpoint",
+    "rollback",
     "tracker",
     "profile",
     "validate",
@@ -36,8 +37,14 @@ _FREE_KEYS = (
     "compile",
     "activation_checkpointing",
     "attention",
+    "train.max_grad_norm",
+    "ema.start_step",
+    "ema.every_steps",
     "ema.device",
 )
+
+_FREE_NUMBERS = ("ema.decay",)
+"""Free where both have a value: an average that begins or ends here has no part in the checkpoint, or no use for it."""
 
 _BOUND_KEYS = ("run.seed",)
 """Below a free node, but part of which sample comes when: a position in the data means nothing under another seed."""
@@ -67,6 +74,8 @@ class Difference:
     def is_free(self) -> bool:
         """Whether a run may continue with the new value."""
         node = self.key.split(".", 1)[0]
+        if self.key in _FREE_NUMBERS:
+            return not {None, ABSENT} & {self.old, self.new}
         return self.key not in _BOUND_KEYS and (node in _FREE_NODES or self.key in _FREE_KEYS)
 
     @property

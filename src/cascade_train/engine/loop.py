@@ -9,7 +9,7 @@ Shape legend: B samples of a micro-batch, G samples of the global batch.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from cascade_train.batch import Batch
-from cascade_train.distributed.consensus import from_every_rank
 from cascade_train.distributed.parallelize import set_gradient_sync
 from cascade_train.distributed.process_group import World
 from cascade_train.distributed.rng import seed_micro_batch
+from cascade_train.engine.bad_step import SpikeWatch, Trace, not_finite
 from cascade_train.engine.checkpoint import CheckpointStore
 from cascade_train.engine.gathering import gather_samples, sum_totals
 from cascade_train.engine.loss_plot import LossPlot
@@ -51,6 +51,9 @@ class Feed(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at a position."""
 
+    def exclude(self, keys: Collection[str]) -> None:
+        """Let others stand in for samples from the next step on."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Cadence:
@@ -60,17 +63,6 @@ class Cadence:
     validate: int | None
     sample: int | None
     checkpoint: int | None
-
-
-@dataclass(frozen=True)
-class _Trace:
-    """One phase's losses of one step, kept until the next flush so that a failure can be named."""
-
-    step: int
-    phase: str
-    keys: tuple[str, ...]
-    loss_G: Tensor
-    grad_norm: Tensor
 
 
 class Trainer:
@@ -96,6 +88,7 @@ class Trainer:
         sampling: SampleGrid | None,
         loss_plot: LossPlot | None = None,
         unreadable: UnreadableList | None = None,
+        spikes: SpikeWatch | None = None,
     ) -> None:
         """Take the built parts of a run; `restore` and `run` do the work."""
         self.world = world
@@ -115,10 +108,11 @@ class Trainer:
         self.sampling = sampling
         self.loss_plot = loss_plot
         self.unreadable = unreadable
+        self.spikes = spikes
         self.step = 0
         self.samples_seen = 0
         self._withheld = torch.zeros((), device=world.device)
-        self._traces: list[_Trace] = []
+        self._traces: list[Trace] = []
 
     def run(self) -> None:
         """Train to `max_steps`, with one visible line for each thing that happens beside training. Collective."""
@@ -151,7 +145,7 @@ class Trainer:
             outputs = list(self._backward(phase, prepared))
             gathered = gather_samples(outputs)
             norm = phase.clip()
-            self._trace(_Trace(self.step, phase.phase.name, keys, gathered["loss"], norm), phase.can_withhold)
+            self._trace(Trace(self.step, phase.phase.name, keys, gathered["loss"], norm), phase.can_withhold)
             lr = phase.update(self.step, self.max_steps, self._withheld)
             prefix = "" if phase is self.phases[0] else f"{phase.phase.name}/"
             means = {name: value.mean() for name, value in gathered.items() if value.ndim == 1 and name != "logsnr"}
@@ -184,33 +178,31 @@ class Trainer:
             (output.loss_B.sum() * scale).backward()
             yield output
 
-    def _trace(self, trace: _Trace, can_withhold: bool) -> None:
+    def _trace(self, trace: Trace, can_withhold: bool) -> None:
         """Withhold this and all later updates once a loss or norm is not finite.
 
         The flag stays on the device; the host reads it at the next flush, or at once where the optimizer
         cannot be told by a flag, or where reading costs nothing.
         """
-        finite = trace.loss_G.isfinite().all() & trace.grad_norm.isfinite()
-        self._withheld = torch.maximum(self._withheld, (~finite).to(self._withheld.dtype))
+        self._withheld = torch.maximum(self._withheld, (~trace.is_finite()).to(self._withheld.dtype))
         self._traces.append(trace)
         if not can_withhold or self.world.device.type == "cpu":
-            self.stop_if_not_finite()
+            self.stop_if_bad()
 
-    def stop_if_not_finite(self) -> None:
-        """Raise when an update was withheld. Collective when it was.
+    def stop_if_bad(self) -> None:
+        """Raise when an update was withheld, or a loss stands out. Collective then.
 
         Raises:
-            RunError: names the step, the phase, and rank and key of each sample whose loss is not finite.
+            BadStepError: names the step, the phase, and rank and key of each sample at fault.
         """
-        if not bool(self._withheld):
-            return
-        for trace in self._traces:
-            if not (bool(trace.loss_G.isfinite().all()) and bool(trace.grad_norm.isfinite())):
-                raise RunError(name_failure(trace, self.world.ranks), shared=True)
+        if bool(self._withheld):
+            raise not_finite(next(trace for trace in self._traces if not bool(trace.is_finite())))
+        if self.spikes is not None:
+            self.spikes.check(self._traces)
 
     def flush(self) -> None:
         """Bring the steps since the last flush to the host: metrics file, tracker, progress. The one host sync."""
-        self.stop_if_not_finite()
+        self.stop_if_bad()
         self._traces.clear()
         for row in self.metrics.flush():
             self.tracker.log(row, row["step"])
@@ -250,11 +242,24 @@ class Trainer:
             self.unreadable.write(self.step)
 
     def restore(self, path: Path) -> None:
-        """Continue from a checkpoint. Collective."""
+        """Continue from a checkpoint, also in the middle of a run, whose steps since then are forgotten. Collective."""
+        self._forget()
         facts = restore_training_state(self.store, path, self.phases, self.task)
         self.feed.load_state_dict(facts["data"])
         self.step, self.samples_seen = facts["step"], facts["samples_seen"]
+        if self.spikes is not None:
+            self.spikes.load_state_dict(facts.get("losses", {}))
         log.info("Continuing at step %d from %s.", self.step, path)
+
+    def _forget(self) -> None:
+        """Drop what the steps since the last flush left: measurements, gradients, and the flag that withholds."""
+        self._withheld = torch.zeros_like(self._withheld)
+        self._traces.clear()
+        self.metrics.forget()
+        if self.loss_plot is not None:
+            self.loss_plot.forget()
+        for phase in self.phases:
+            phase.optimizer.zero_grad(set_to_none=True)
 
     def _facts(self) -> dict[str, Any]:
         return {
@@ -264,20 +269,8 @@ class Trainer:
             "max_steps": self.max_steps,
             "data": self.feed.state_dict(),
             "tracker_run_id": self.tracker.run_id,
+            "losses": {} if self.spikes is None else self.spikes.state_dict(),
         }
 
     def _due(self, every_steps: int | None) -> bool:
         return every_steps is not None and (self.step % every_steps == 0 or self.step == self.max_steps)
-
-
-def name_failure(trace: _Trace, ranks: int) -> str:
-    """Return what was not finite, where. Collective."""
-    keys = [key for rank in from_every_rank(lambda: trace.keys) for key in rank]
-    bad = (~trace.loss_G.isfinite()).nonzero().flatten().tolist()
-    per_rank = len(keys) // ranks
-    where = ", ".join(f"rank {index // per_rank}: {keys[index]}" for index in bad[:8])
-    head = f"Step {trace.step}, phase {trace.phase}: "
-    tail = f" No update was made; the weights are those of step {trace.step - 1}."
-    if not bad:
-        return f"{head}every loss is finite but the gradient norm is {float(trace.grad_norm)}.{tail}"
-    return f"{head}the loss of {len(bad)} of {len(keys)} samples is not finite ({where}).{tail}"

@@ -46,6 +46,10 @@ class LossPlot:
         is_level_GN = (level_G[:, None] == self._levels_N).float()
         self._sums_2N += torch.stack([loss_raw_G.float() @ is_level_GN, is_level_GN.sum(dim=0)])
 
+    def forget(self) -> None:
+        """Drop what came in since the last drawing: its steps are undone."""
+        self._sums_2N.zero_()
+
     def draw(self, step: int) -> list[Path]:
         """Draw what came in since the last call, and what came before it in grey; start over.
 

@@ -80,6 +80,11 @@ class RunDirectory:
         return self.path / _QUARANTINE
 
     @property
+    def rolled_back_path(self) -> Path:
+        """One JSON object per rollback, with the samples that are left out since."""
+        return self.path / "rolled_back.jsonl"
+
+    @property
     def metrics_path(self) -> Path:
         """One JSON object per optimizer step."""
         return self.path / _METRICS

@@ -131,6 +131,14 @@ def test_an_argument_with_a_list_of_words_names_them(tiny: DictConfig, value: ob
         preflight(tiny, ranks=1)
 
 
+def test_a_rollback_needs_checkpoints(tiny: DictConfig):
+    tiny.rollback.enabled = True
+    preflight(tiny)
+    tiny.checkpoint.every_steps = None
+    with pytest.raises(ConfigError, match=r"rollback.enabled=true goes back to checkpoints"):
+        preflight(tiny)
+
+
 def test_resume_is_a_word_or_a_path_that_exists(tiny: DictConfig, tmp_path: Path):
     for resume in ("auto", "never", str(tmp_path)):
         tiny.run.resume = resume

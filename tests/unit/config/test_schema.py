@@ -29,6 +29,10 @@ RANGES = {
     "checkpoint.every_steps=0": r"checkpoint.every_steps=0 must be 1 or more",
     "checkpoint.keep_last=0": r"checkpoint.keep_last=0 must be 1 or more",
     "checkpoint.keep_every_steps=0": r"checkpoint.keep_every_steps=0 must be 1 or more",
+    "rollback.spike_factor=1": r"rollback.spike_factor=1.0 must be greater than 1",
+    "rollback.spike_factor=5": r"rollback.spike_factor=5.0 has no effect without rollback.enabled=true",
+    "rollback.window_steps=0": r"rollback.window_steps=0 must be 1 or more",
+    "rollback.max_times=0": r"rollback.max_times=0 must be 1 or more",
     "sample.every_steps=0": r"sample.every_steps=0 must be 1 or more",
     "sample.count=0": r"sample.count=0 must be 1 or more",
     "sample.steps=0": r"sample.steps=0 must be 1 or more",
@@ -95,7 +99,7 @@ def test_choices_compare_equal_to_their_names():
 
 def test_every_typed_key_says_what_it_is():
     nodes = [node for node in get_type_hints(Root).values() if dataclasses.is_dataclass(node)]
-    assert len(nodes) == 10
+    assert len(nodes) == 11
     for node in nodes:
         fields = {field.name for field in dataclasses.fields(node)}
         assert fields == attribute_docs(node).keys()

@@ -16,10 +16,11 @@ FREE = [
     "profile.steps", "validate.samples", "train.max_steps", "train.max_epochs", "train.micro_batch_size",
     "optimizer.lr", "optimizer.algorithm._target_", "lr_scheduler.warmup_steps", "data.num_workers", "parallel.mode",
     "compile", "activation_checkpointing", "attention", "ema.device", "data.num_examples_to_see", "data.on_change",
+    "train.max_grad_norm", "ema.decay", "ema.start_step", "ema.every_steps", "rollback.enabled",
 ]  # fmt: skip
 BOUND = [
-    "run.seed", "train.global_batch_size", "train.max_grad_norm", "train.precision", "data.urls", "model._target_",
-    "model.network.depth", "task.rank", "objective.target", "ema.decay", "compiler", "runs.name",
+    "run.seed", "train.global_batch_size", "train.precision", "data.urls", "model._target_",
+    "model.network.depth", "task.rank", "objective.target", "ema.weights", "compiler", "runs.name",
 ]  # fmt: skip
 
 
@@ -31,6 +32,10 @@ def test_a_free_key_may_change(key):
 @pytest.mark.parametrize("key", BOUND)
 def test_a_bound_key_may_not(key):
     assert not Difference(key, 1, 2).is_free
+
+
+def test_an_average_may_change_its_decay_but_neither_begin_nor_end():
+    assert not any(Difference("ema.decay", *values).is_free for values in ((0.9, None), (None, 0.9), (ABSENT, 0.9)))
 
 
 def test_the_data_and_the_batch_size_may_change_where_the_user_says_so():

@@ -8,17 +8,19 @@ from torch import nn
 from cascade_train.batch import Batch
 from cascade_train.tasks.base import Phase, StepOutput, Task
 
+STAND_IN = 1000
+
 
 class ToyTask(Task):
-    """Fits a linear map from a batch's noise to zero; `poison` names samples whose loss is not finite."""
+    """Fits a linear map from a batch's noise to zero; `poison` names samples whose loss is multiplied by `factor`."""
 
     fits = ("stage_c",)
     trains_network = True
 
-    def __init__(self, poison: tuple[str, ...] = ()) -> None:
+    def __init__(self, poison: tuple[str, ...] = (), factor: float = float("nan")) -> None:
         torch.manual_seed(0)
         self.network = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
-        self.poison = poison
+        self.poison, self.factor = poison, factor
         self.reports: list[dict[str, torch.Tensor]] = []
 
     def attach(self, stage, objective, device):
@@ -29,7 +31,7 @@ class ToyTask(Task):
         return [Phase(name="main", modules={"network": self.network}, units={"network": units}, loss=self.loss)]
 
     def prepare_batch(self, batch: Batch):
-        bad = torch.tensor([float("nan") if key in self.poison else 1.0 for key in batch.keys])
+        bad = torch.tensor([self.factor if key in self.poison else 1.0 for key in batch.keys])
         return batch.normal("noise", (4,)), bad
 
     def loss(self, prepared) -> StepOutput:
@@ -58,6 +60,7 @@ class ToyFeed:
         self.global_batch_size = global_batch_size
         self.micro_batch_size = micro_batch_size
         self.position = 0
+        self.excluded: set[int] = set()
 
     def __iter__(self):
         while True:
@@ -65,7 +68,8 @@ class ToyFeed:
             self.position += 1
             stop = start + self.global_batch_size
             micro_starts = range(start, stop, self.micro_batch_size)
-            yield [toy_batch(range(first, first + self.micro_batch_size)) for first in micro_starts]
+            steps = [range(first, first + self.micro_batch_size) for first in micro_starts]
+            yield [toy_batch(i + STAND_IN if i in self.excluded else i for i in step) for step in steps]
 
     def state_dict(self):
         return {"position": self.position}
@@ -73,11 +77,15 @@ class ToyFeed:
     def load_state_dict(self, state):
         self.position = state["position"]
 
+    def exclude(self, keys):
+        """Let sample 1000 + i stand in for sample i."""
+        self.excluded.update(int(key.removeprefix("toy:")) for key in keys)
+
 
 def toy_batch(ids) -> Batch:
     """Return a batch of the numbered samples, all in epoch 0."""
     index_B = torch.tensor(list(ids))
-    names = tuple(f"toy:{i}" for i in ids)
+    names = tuple(f"toy:{i}" for i in index_B.tolist())
     return Batch(
         image_BCHW=torch.zeros(len(names), 3, 2, 2, dtype=torch.uint8),
         captions=names,

@@ -1,0 +1,161 @@
+"""Going on after a bad step: back to the newest good checkpoint, without the samples at fault.
+
+What a bad step is is decided in `bad_step`; how a feed leaves samples out, by the data.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from cascade_train.distributed.consensus import from_every_rank, from_rank_zero
+from cascade_train.distributed.parallelize import local
+from cascade_train.engine.bad_step import BadStepError
+from cascade_train.engine.durable_files import append_durably, write_durably
+from cascade_train.engine.loop import Trainer
+from cascade_train.engine.manifest import find_fault
+from cascade_train.engine.phase import BoundPhase
+from cascade_train.errors import RunError
+
+log = logging.getLogger(__name__)
+
+_ADVICE = (
+    "If other samples fail at the same steps, the data is not at fault: lower optimizer.lr or train.max_grad_norm, or "
+    "raise lr_scheduler.warmup_steps. To go on as before, raise rollback.max_times"
+)
+
+
+class RolledBackList:
+    """What a run rolled back, one line each: `{"step": 7, "back_to": 5, "reason": "...", "keys": [...]}`.
+
+    Attributes:
+        times: how many rollbacks are listed.
+        keys: of the samples that the run trains on no more.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Read the list of a run, where there is one, on rank 0. Collective.
+
+        A line that a killed process left torn is dropped: its rollback did not happen.
+
+        Raises:
+            RunError: the list is damaged.
+        """
+        self._path = path
+        lines = from_rank_zero(self._read)
+        self.times = len(lines)
+        self.keys = {key for line in lines for key in line}
+
+    def add(self, bad: BadStepError, back_to: int) -> None:
+        """Write down a rollback. Collective.
+
+        Raises:
+            RunError: the file could not be written.
+        """
+        line = json.dumps({"step": bad.step, "back_to": back_to, "reason": str(bad), "keys": list(bad.keys)})
+        from_rank_zero(lambda: append_durably(self._path, line + "\n"))
+        self.times += 1
+        self.keys.update(bad.keys)
+
+    def _read(self) -> list[list[str]]:
+        if not self._path.exists():
+            return []
+        text = self._path.read_text(encoding="utf-8")
+        whole = text[: text.rfind("\n") + 1]
+        if whole != text:
+            write_durably(self._path, whole)
+        try:
+            return [[str(key) for key in json.loads(line)["keys"]] for line in whole.splitlines()]
+        except (ValueError, LookupError, TypeError) as error:
+            raise RunError(
+                f"{self._path} is damaged ({error}): it says which samples the run leaves out. Remedy: mend the line, "
+                "or remove the file to train on all samples again"
+            ) from error
+
+
+class Rollback:
+    """Runs a trainer to its end, from a checkpoint again after each bad step, a limited number of times.
+
+    Args:
+        listed: what the run rolled back before.
+        max_times: rollbacks of a run in all; None = a bad step ends the run.
+        origin: the checkpoint that the run started from, for the time before its own first; None = there is none.
+        cut_metrics: drops the metrics of the steps after one. Collective.
+
+    Attributes:
+        listed: what the run rolled back, and which samples are left out since.
+    """
+
+    def __init__(
+        self, *, listed: RolledBackList, max_times: int | None, origin: Path | None, cut_metrics: Callable[[int], None]
+    ) -> None:
+        """Store."""
+        self.listed, self._max_times = listed, max_times
+        self._origin, self._cut_metrics = origin, cut_metrics
+
+    def run(self, trainer: Trainer) -> None:
+        """Train to the end. Collective.
+
+        Raises:
+            RunError: a step is bad, and rollbacks are used up, or there is no good checkpoint.
+        """
+        while True:
+            try:
+                return trainer.run()
+            except BadStepError as bad:
+                if self._max_times is None:
+                    raise
+                if self.listed.times >= self._max_times:
+                    text = f"{bad} Rolled back {self.listed.times} times already. {_ADVICE}."
+                    raise RunError(text, shared=True) from bad
+                self._go_back(trainer, bad)
+
+    def _go_back(self, trainer: Trainer, bad: BadStepError) -> None:
+        """Restore the newest good checkpoint and leave the samples at fault out; a kill in between changes nothing."""
+        self._restore_good(trainer, bad)
+        self.listed.add(bad, trainer.step)
+        trainer.feed.exclude(bad.keys)
+        self._cut_metrics(trainer.step)
+        said = f"Rolled back to step {trainer.step}, without {_some(bad.keys)}, since: {bad}"
+        log.warning("%s", said)
+        trainer.tracker.note(said)
+
+    def _restore_good(self, trainer: Trainer, bad: BadStepError) -> None:
+        """Restore the newest checkpoint that verifies and whose weights are finite. Collective.
+
+        Saving comes after judging, so that a checkpoint holds no step that was found bad. Weights that overflow in
+        an update show themselves in the next step only, when they may have been saved: such a checkpoint is removed,
+        lest another start continues from it.
+        """
+        own = trainer.store.directory
+        steps = from_rank_zero(trainer.store.steps)
+        for path in [*(own / f"step_{step}" for step in reversed(steps)), *filter(None, [self._origin])]:
+            if from_rank_zero(partial(find_fault, path)) is not None:
+                continue
+            trainer.restore(path)
+            if weights_are_finite(trainer.phases):
+                return
+            log.warning("The weights in %s are not finite; an older checkpoint is taken.", path)
+            if path.parent == own:
+                from_rank_zero(partial(shutil.rmtree, path))
+        raise RunError(
+            f"{bad} There is no checkpoint to go back to. Remedy: a smaller checkpoint.every_steps", shared=True
+        ) from bad
+
+
+def weights_are_finite(phases: Sequence[BoundPhase]) -> bool:
+    """Return whether all trained weights are finite numbers. Collective."""
+
+    def mine_are() -> bool:
+        return all(bool(local(p.detach()).isfinite().all()) for phase in phases for p in phase.parameters.values())
+
+    return all(from_every_rank(mine_are))
+
+
+def _some(keys: Sequence[str]) -> str:
+    more = f" and {len(keys) - 8} more" if len(keys) > 8 else ""
+    return f"{', '.join(keys[:8])}{more}"
