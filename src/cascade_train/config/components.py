@@ -15,6 +15,7 @@ from cascade_train.config.groups import did_you_mean, group_options, groups
 from cascade_train.config.schema import Root
 from cascade_train.config.signatures import Parameter, Signature, argument_doc, attribute_docs, read_signature
 from cascade_train.config.source import UnreadableError
+from cascade_train.config.targets import check_confined
 from cascade_train.errors import ConfigError
 
 HYDRA_KEYS = {"_target_", "_partial_", "_convert_", "_recursive_", "_args_"}
@@ -34,6 +35,8 @@ def check_component(path: str, node: Any, allowed: Sequence[str] | None) -> None
     if is_component(node):
         _check_target(path, node, allowed)
         _check_arguments(path, node)
+        if allowed is not None:
+            check_confined(path, node["_target_"])
     if isinstance(node, Mapping):
         for key, value in node.items():
             check_component(f"{path}.{key}", value, allowed)

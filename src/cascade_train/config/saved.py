@@ -5,7 +5,6 @@ A run folder may come from someone else: which classes it may name is decided he
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,21 +14,10 @@ from omegaconf import DictConfig, OmegaConf
 from cascade_train.config.annotations import is_component
 from cascade_train.config.preflight import preflight
 from cascade_train.config.schema import Root
-from cascade_train.config.source import UnreadableError, find
+from cascade_train.config.targets import is_trusted
 from cascade_train.errors import ConfigError
 
 CONFIG_NAME = "config.yaml"
-TRUSTED = (
-    "cascade_train.data",
-    "cascade_train.diffusion",
-    "cascade_train.engine.lr_schedule",
-    "cascade_train.engine.optimizer",
-    "cascade_train.filters",
-    "cascade_train.models",
-    "cascade_train.tasks",
-    "torch.optim",
-)
-"""Where the classes lie that a folder may name: their constructors check and store, and do nothing else."""
 
 
 def load_saved_config(folder: Path, *, allow_any_target: bool = False) -> DictConfig:
@@ -46,8 +34,10 @@ def load_saved_config(folder: Path, *, allow_any_target: bool = False) -> DictCo
     if not path.is_file():
         reason = "no such folder" if not folder.is_dir() else f"no {CONFIG_NAME} in it"
         raise ConfigError(f"from={folder}: {reason}. Name the folder of a run, or the export/ that it left.")
-    schema = OmegaConf.structured(Root)
-    cfg = OmegaConf.merge(schema, OmegaConf.load(path))
+    saved = OmegaConf.load(path)
+    if not allow_any_target:
+        check_plain(OmegaConf.to_container(saved, resolve=False), path)
+    cfg = OmegaConf.merge(OmegaConf.structured(Root), saved)
     assert isinstance(cfg, DictConfig)
     if not allow_any_target:
         check_trusted(OmegaConf.to_container(cfg), folder)
@@ -55,6 +45,22 @@ def load_saved_config(folder: Path, *, allow_any_target: bool = False) -> DictCo
     cfg.train.micro_batch_size = None
     cfg.train.global_batch_size = 1
     return preflight(cfg, ranks=1)
+
+
+def check_plain(node: Any, path: Path, key: str = "") -> None:
+    """Check that a saved configuration refers to nothing outside it, such as variables of the environment.
+
+    Raises:
+        ConfigError: it holds an interpolation, which no run writes.
+    """
+    children = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
+    for name, child in children:
+        check_plain(child, path, f"{key}.{name}" if key else str(name))
+    if isinstance(node, str) and "${" in node:
+        raise ConfigError(
+            f"{path}: {key} holds an interpolation, which a run never writes and which could read this machine's "
+            "environment. Write the value itself, or, if you trust the folder: allow_any_target=true."
+        )
 
 
 def check_trusted(node: Any, folder: Path) -> None:
@@ -66,20 +72,11 @@ def check_trusted(node: Any, folder: Path) -> None:
     children = node.values() if isinstance(node, Mapping) else node if isinstance(node, list) else ()
     for child in children:
         check_trusted(child, folder)
-    if is_component(node) and not _is_trusted(str(node["_target_"])):
+    if is_component(node) and not is_trusted(str(node["_target_"])):
         raise ConfigError(
             f"{folder / CONFIG_NAME} names {node['_target_']}, which is none of this library's components or torch's "
             "optimizers: a folder of someone else could run anything by it. If you trust it: allow_any_target=true."
         )
-
-
-def _is_trusted(target: str) -> bool:
-    try:
-        definition = find(target)
-    except (ConfigError, UnreadableError):
-        return False
-    home = f"{definition.module.name}."
-    return isinstance(definition.node, ast.ClassDef) and any(home.startswith(f"{place}.") for place in TRUSTED)
 
 
 def export_folder(folder: Path) -> Path:

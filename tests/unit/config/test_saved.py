@@ -33,6 +33,8 @@ def test_a_saved_configuration_comes_back(checked: DictConfig, tmp_path: Path):
         "os.system",
         "torch.load",
         "torch.hub.load",
+        "torch.optim.adamw.torch.hub.load",
+        "torch.nn.Identity",
         "cascade_train.__main__.launch",
         "cascade_train.engine.durable_files.write_durably",
         "cascade_train.engine.optimizer.Any",
@@ -48,6 +50,16 @@ def test_what_is_no_component_is_refused(checked: DictConfig, tmp_path: Path, ta
         OmegaConf.update(cfg, place, {"_target_": target}, merge=False)
     with pytest.raises(ConfigError, match=f"names {target}, which is none of this library's components"):
         load_saved_config(write(cfg, tmp_path))
+
+
+def test_a_folder_reads_nothing_of_this_machine(checked: DictConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PLANTED", "secret")
+    cfg = checked.copy()
+    with open_dict(cfg):
+        cfg.sample.prompts = ["a", "evil/${oc.env:PLANTED}"]
+    with pytest.raises(ConfigError, match=r"sample\.prompts\.1 holds an interpolation, which a run never writes"):
+        load_saved_config(write(cfg, tmp_path))
+    assert load_saved_config(tmp_path, allow_any_target=True).sample.prompts[1] == "evil/secret"
 
 
 def test_whoever_trusts_a_folder_may_say_so(checked: DictConfig, tmp_path: Path):
