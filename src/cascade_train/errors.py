@@ -1,4 +1,10 @@
-"""The two errors a user may meet; everything else is a defect and keeps its traceback."""
+"""The two errors a user may meet, and the end that someone asked for; everything else is a defect with a traceback."""
+
+STOPPED = 75
+"""Exit code of a run that was stopped and goes on with the same command: EX_TEMPFAIL of sysexits.h."""
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C that ends at once, as shells have it: 128 and the number of the signal."""
 
 
 class ConfigError(ValueError):
@@ -15,3 +21,15 @@ class RunError(RuntimeError):
     def __init__(self, message: str, *, shared: bool = False) -> None:
         super().__init__(message)
         self.shared = shared
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal that ends the process at once.
+
+    Attributes:
+        code: exit code of the process.
+    """
+
+    def __init__(self, message: str, *, code: int) -> None:
+        super().__init__(message)
+        self.code = code

@@ -2,8 +2,8 @@
 
 usage: forked.py FILE, a JSON list of runs [{"ranks": 2, "argv": [...], "hook": null, "out": "folder"}, ...]
 
-Every rank writes what it said to `<out>/said_<rank>`; a hook changes what a rank does, or notes what it sees. Prints
-the exit codes, per run and rank, as JSON.
+Every rank writes what it said to `<out>/said_<rank>`; a hook, of this file or `<file beside it>.<name>`, changes what a
+rank does, or notes what it sees. Prints the exit codes, per run and rank, as JSON.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 import traceback
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,12 @@ HOOKS = {
 }
 
 
+def find_hook(name: str) -> Callable[[Path], None]:
+    """Return a hook by its name."""
+    file, _, hook = name.rpartition(".")
+    return getattr(importlib.import_module(file), hook) if file else HOOKS[name]
+
+
 def free_port() -> int:
     """Return a port that nobody listens on."""
     with socket.socket() as probe:
@@ -142,7 +149,7 @@ def be_rank(rank: int, port: int, run: dict[str, Any]) -> int:
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": run["ranks"], "MASTER_PORT": port}
         os.environ.update({key: str(value) for key, value in place.items()}, MASTER_ADDR="127.0.0.1")
     if run["hook"] is not None:
-        HOOKS[run["hook"]](out)
+        find_hook(run["hook"])(out)
     try:
         return launch(run["argv"])
     except BaseException:

@@ -72,7 +72,8 @@ def fork(directory, runs, expected=None):
     assert done.returncode == 0, done.stderr
     for (name, (ranks, _, _)), codes in zip(runs.items(), json.loads(done.stdout.splitlines()[-1]), strict=True):
         wanted = (expected or {}).get(name, 0)
-        assert codes == [wanted] * ranks, (name, codes, said(directory, name))
+        each = wanted if isinstance(wanted, list) else [wanted] * ranks
+        assert codes == each, (name, codes, said(directory, name))
     return directory
 
 

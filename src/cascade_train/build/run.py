@@ -21,6 +21,7 @@ from cascade_train.distributed.consensus import from_every_rank, from_rank_zero
 from cascade_train.distributed.process_group import World, process_group
 from cascade_train.distributed.rng import set_deterministic
 from cascade_train.engine.bad_step import SpikeWatch
+from cascade_train.engine.ballot import Ballot
 from cascade_train.engine.checkpoint import CheckpointStore
 from cascade_train.engine.loop import Cadence, Trainer
 from cascade_train.engine.loss_plot import LossPlot
@@ -31,6 +32,7 @@ from cascade_train.engine.profiler import Profiler
 from cascade_train.engine.progress import Progress
 from cascade_train.engine.rollback import Rollback, RolledBackList
 from cascade_train.engine.run_directory import RunDirectory, claim
+from cascade_train.engine.stopping import Signals, Stopping, TimeLimit, code_of_stop
 from cascade_train.engine.tracking import build_tracker
 from cascade_train.engine.unreadable import UnreadableList
 from cascade_train.engine.validation import Validation
@@ -42,13 +44,14 @@ log = logging.getLogger(__name__)
 
 
 def train(cfg: DictConfig) -> int:
-    """Run what `cfg` describes, to its end; return the exit code. Collective.
+    """Run what `cfg` describes, to its end or an orderly stop; return the exit code. Collective.
 
     Raises:
         ConfigError: something the user can fix; a refused start leaves no run directory.
         RunError: something the world did.
+        Interrupted: a signal during set-up, or one that was repeated.
     """
-    with process_group() as world:
+    with Signals() as signals, process_group() as world:
         set_deterministic(cfg.run.deterministic)
         for node in (cfg.model, cfg.task, cfg.ema):
             make_absolute(node)
@@ -62,29 +65,37 @@ def train(cfg: DictConfig) -> int:
             if run.finished:
                 log.info("%s is finished. Raise train.max_steps to train on, or choose another run.name.", run.path)
             else:
-                train_in(run, cfg, parts, data, world)
+                return train_in(run, cfg, parts, data, world, signals)
     return 0
 
 
-def train_in(run: RunDirectory, cfg: DictConfig, parts: Parts, data: DataSet, world: World) -> None:
-    """Train in a claimed directory, to the end and the exports. Collective."""
+def train_in(run: RunDirectory, cfg: DictConfig, parts: Parts, data: DataSet, world: World, signals: Signals) -> int:
+    """Train in a claimed directory, to the end and the exports, or to a stop; return the exit code. Collective."""
     with run.withdrawn_on_failure():
         phases = build_phases(cfg, parts, world)
         trainer = build_trainer(cfg, parts, phases, data, run, world)
+        trainer.stopping = build_stopping(cfg, signals)
         rollback = build_rollback(cfg, run)
         trainer.feed.exclude(rollback.listed.keys)
         if run.resume_from is not None:
             trainer.restore(run.resume_from)
         run.cut_metrics(trainer.step)
+        run.record_stop(None)
         from_rank_zero(data.record)
+    signals.wait_for_votes()
     try:
         rollback.run(trainer)
-        write_exports(cfg, parts.task, phases, run.export)
-        run.record_exports(trainer.step)
+        if trainer.stopped is None:
+            write_exports(cfg, parts.task, phases, run.export)
+            run.record_exports(trainer.step)
     finally:
         trainer.close()
         data.close()
+    if trainer.stopped is not None:
+        run.record_stop({"step": trainer.step, "reason": trainer.stopped})
+        return code_of_stop()
     log.info("Finished at step %d. Everything lies in %s.", trainer.step, run.path)
+    return 0
 
 
 def open_data(cfg: DictConfig, task: Task, world: World) -> DataSet:
@@ -178,6 +189,12 @@ def build_rollback(cfg: DictConfig, run: RunDirectory) -> Rollback:
         origin=run.resume_from,
         cut_metrics=run.cut_metrics,
     )
+
+
+def build_stopping(cfg: DictConfig, signals: Signals) -> Stopping:
+    """Return what lets the run end before its last step. Collective."""
+    limit = TimeLimit(max_hours=cfg.run.max_hours)
+    return Stopping(signals=signals, limit=limit, ballot=Ballot(timeout_seconds=cfg.run.timeout_seconds))
 
 
 def tracker_run_id(run: RunDirectory) -> str | None:

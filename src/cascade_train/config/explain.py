@@ -25,7 +25,7 @@ from cascade_train.config.components import group_form
 from cascade_train.config.groups import did_you_mean, groups
 from cascade_train.config.overrides import quoted_form, refusal
 from cascade_train.config.schema import COMPONENTS
-from cascade_train.errors import ConfigError, RunError
+from cascade_train.errors import INTERRUPTED, ConfigError, Interrupted, RunError
 from cascade_train.redaction import redact
 
 FP16 = (
@@ -43,9 +43,6 @@ LOST_PEER = re.compile(r"Connection (closed|reset) by peer")
 DEAD_WORKER = re.compile(r"DataLoader worker \(pid")
 """What torch raises, from its handler of signals, when a worker process has died."""
 
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells have it: 128 and the number of the signal."""
-
 
 def exit_code(action: Callable[[], Any], *, remedy: str = "") -> int:
     """Run `action` and return its exit code, None being 0.
@@ -55,15 +52,17 @@ def exit_code(action: Callable[[], Any], *, remedy: str = "") -> int:
         remedy: what to say after the word that it was interrupted.
 
     Returns:
-        0 done, 1 stopped by the world or a defect (traceback with the rank), 2 refused, 130 interrupted. What all
-        ranks know is one paragraph on rank 0; what happened to one rank is said by that rank.
+        0 done, 1 stopped by the world or a defect (traceback with the rank), 2 refused, 130 after Ctrl-C, or what an
+        `Interrupted` says; else what the action returned. What all ranks know is one paragraph on rank 0; what
+        happened to one rank is said by that rank.
     """
     try:
         return int(action() or 0)
-    except KeyboardInterrupt:
-        return _interrupted(remedy)
+    except KeyboardInterrupt as interrupt:
+        return _interrupted(interrupt, remedy)
     except Exception as error:
-        return _interrupted(remedy) if _comes_from_interrupt(error) else _report(_as_of_the_world(error))
+        origin = _origin_in_interrupt(error)
+        return _report(_as_of_the_world(error)) if origin is None else _interrupted(origin, remedy)
 
 
 def _as_of_the_world(error: Exception) -> Exception:
@@ -76,17 +75,17 @@ def _as_of_the_world(error: Exception) -> Exception:
     return error
 
 
-def _comes_from_interrupt(error: BaseException | None) -> bool:
-    """Return whether an error is what a library made of Ctrl-C."""
+def _origin_in_interrupt(error: BaseException | None) -> KeyboardInterrupt | None:
+    """Return the interrupt that a library made an error of; None where there was none."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__cause__ or error.__context__
-    return error is not None
+    return error
 
 
-def _interrupted(remedy: str) -> int:
+def _interrupted(interrupt: KeyboardInterrupt, remedy: str) -> int:
     if os.environ.get("RANK", "0") == "0":
-        sys.stderr.write(f"Interrupted. {remedy}".rstrip() + "\n")
-    return INTERRUPTED
+        sys.stderr.write(f"{str(interrupt) or 'Interrupted.'} {remedy}".rstrip() + "\n")
+    return interrupt.code if isinstance(interrupt, Interrupted) else INTERRUPTED
 
 
 def _report(error: Exception) -> int:

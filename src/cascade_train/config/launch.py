@@ -48,7 +48,7 @@ def compose_and_run(argv: Sequence[str], train: Callable[[DictConfig], int]) -> 
         train: what to do with each composed and checked configuration; returns an exit code.
 
     Returns:
-        0 done, 1 stopped by the world, 2 refused, 130 interrupted.
+        0 done, 1 ended by the world, 2 refused, 75 stopped and saved, 130 interrupted (docs/stopping.md).
     """
     register_schema()
     raw = "HYDRA_FULL_ERROR" in os.environ

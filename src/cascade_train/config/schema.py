@@ -92,6 +92,10 @@ class RunConfig:
     """Let a `_target_` name any package; runs code that the YAML names."""
     deterministic: bool
     """Choose deterministic kernels, slower."""
+    max_hours: float | None
+    """Save and end before the job is this old, counted from the start of its processes; null = no limit."""
+    timeout_seconds: float
+    """How long a step waits for a rank that hangs, from the second step on."""
 
     def __post_init__(self) -> None:
         if not self.name or "/" in self.name or self.name in {".", ".."}:
@@ -99,6 +103,8 @@ class RunConfig:
         if not self.dir:
             raise ConfigError("run.dir='' must name a folder, e.g. run.dir=runs/mine.")
         at_least("run.seed", self.seed, 0)
+        above("run.max_hours", self.max_hours, 0.0)
+        at_least("run.timeout_seconds", self.timeout_seconds, 1.0)
 
 
 @dataclass(kw_only=True)

@@ -9,6 +9,7 @@ Shape legend: B samples of a micro-batch, G samples of the global batch.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from cascade_train.distributed.parallelize import set_gradient_sync
 from cascade_train.distributed.process_group import World
 from cascade_train.distributed.rng import seed_micro_batch
 from cascade_train.engine.bad_step import SpikeWatch, Trace, not_finite
+from cascade_train.engine.ballot import Motion
 from cascade_train.engine.checkpoint import CheckpointStore
 from cascade_train.engine.gathering import gather_samples, sum_totals
 from cascade_train.engine.loss_plot import LossPlot
@@ -30,6 +32,7 @@ from cascade_train.engine.phase import BoundPhase, restore_training_state, train
 from cascade_train.engine.profiler import Profiler
 from cascade_train.engine.progress import Progress
 from cascade_train.engine.sampling import SampleGrid
+from cascade_train.engine.stopping import Stopping
 from cascade_train.engine.tracking import Tracker
 from cascade_train.engine.unreadable import UnreadableList
 from cascade_train.engine.validation import Validation
@@ -66,7 +69,12 @@ class Cadence:
 
 
 class Trainer:
-    """Runs a task's phases over a feed, and saves, measures and shows what comes of it."""
+    """Runs a task's phases over a feed, and saves, measures and shows what comes of it.
+
+    Attributes:
+        step: optimizer steps taken.
+        stopped: why and where `run` ended before the last step, in a sentence; None = it did not.
+    """
 
     def __init__(
         self,
@@ -88,6 +96,7 @@ class Trainer:
         sampling: SampleGrid | None,
         loss_plot: LossPlot | None = None,
         unreadable: UnreadableList | None = None,
+        stopping: Stopping | None = None,
         spikes: SpikeWatch | None = None,
     ) -> None:
         """Take the built parts of a run; `restore` and `run` do the work."""
@@ -108,6 +117,8 @@ class Trainer:
         self.sampling = sampling
         self.loss_plot = loss_plot
         self.unreadable = unreadable
+        self.stopping = stopping
+        self.stopped: str | None = None
         self.spikes = spikes
         self.step = 0
         self.samples_seen = 0
@@ -115,7 +126,7 @@ class Trainer:
         self._traces: list[Trace] = []
 
     def run(self) -> None:
-        """Train to `max_steps`, with one visible line for each thing that happens beside training. Collective."""
+        """Train to `max_steps`, or to an agreed stop, with one visible line for each thing beside steps. Collective."""
         feed = iter(self.feed)
         self.metrics.start(self.samples_seen)
         while self.step < self.max_steps:
@@ -130,6 +141,8 @@ class Trainer:
             if self._due(self.cadence.checkpoint) or self.step == self.max_steps:
                 self.save()
             self.profiler.step(self.step)
+            if self._stop_is_carried():
+                return self.stop()
 
     def train_step(self, micro_batches: Sequence[Batch]) -> dict[str, Tensor | float]:
         """Run every phase on one global batch and return what it measured, still on the device. Collective."""
@@ -227,8 +240,20 @@ class Trainer:
     def save(self) -> None:
         """Write a checkpoint of this step, after everything before it is on disk. Collective."""
         self.flush()
+        begun = time.monotonic()
         with self.metrics.paused():
             self.store.save(self.step, training_state(self.phases, self.task), self._facts())
+        if self.stopping is not None:
+            self.stopping.limit.end_save(time.monotonic() - begun)
+
+    def stop(self) -> None:
+        """Save this step where that is not done yet, and say why the run ends here. Collective."""
+        assert self.stopping is not None
+        if not self._due(self.cadence.checkpoint):
+            self.save()
+        self.stopped = f"Stopped by {self.stopping.agreed_reason()} at step {self.step}; saved."
+        self.tracker.note(self.stopped)
+        log.info("%s The same command continues.", self.stopped)
 
     def close(self) -> None:
         """End the list of unreadable samples, the progress line, the profiler's window and the tracker."""
@@ -271,6 +296,11 @@ class Trainer:
             "tracker_run_id": self.tracker.run_id,
             "losses": {} if self.spikes is None else self.spikes.state_dict(),
         }
+
+    def _stop_is_carried(self) -> bool:
+        """Vote on what any rank wants of all. Collective."""
+        carried = Motion(0) if self.stopping is None else self.stopping.vote()
+        return Motion.STOP in carried and self.step < self.max_steps
 
     def _due(self, every_steps: int | None) -> bool:
         return every_steps is not None and (self.step % every_steps == 0 or self.step == self.max_steps)

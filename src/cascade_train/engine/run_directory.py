@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 import yaml
 
 from cascade_train.distributed.consensus import from_rank_zero
@@ -36,6 +37,7 @@ _HISTORY = "config_history.jsonl"
 _METRICS = "metrics.jsonl"
 _EXPORTED = "exported.json"
 _QUARANTINE = "quarantine"
+_STOPPED = "stopped.json"
 _LISTING = "listing.json"
 _BEFORE_THE_FIRST_STEP = {_CONFIG, _ENVIRONMENT, _HISTORY, LOCK_NAME, _QUARANTINE, _LISTING, "tensorboard", "wandb"}
 """What a start makes before there is anything to lose: our files, and the folders of trackers."""
@@ -105,6 +107,18 @@ class RunDirectory:
         """
         from_rank_zero(lambda: write_durably(self.export / _EXPORTED, json.dumps({"step": step}) + "\n"))
 
+    def record_stop(self, stop: Mapping[str, Any] | None) -> None:
+        """Note why a run ended before its last step, for who starts it again; None = it goes on. Collective.
+
+        Raises:
+            RunError: the file could not be written.
+        """
+        path = self.path / _STOPPED
+        if stop is None:
+            from_rank_zero(lambda: path.unlink(missing_ok=True))
+        else:
+            from_rank_zero(lambda: write_durably(path, json.dumps(dict(stop)) + "\n"))
+
     def withdraw(self) -> None:
         """Remove a directory that this claim made and that holds no results yet. Collective.
 
@@ -114,11 +128,15 @@ class RunDirectory:
 
     @contextmanager
     def withdrawn_on_failure(self) -> Iterator[None]:
-        """Withdraw when the block ends in an error that all ranks agreed on. Collective then."""
+        """Withdraw when the block ends in an error that all ranks agreed on, collectively, or by a signal."""
         try:
             yield
         except (ConfigError, RunError):
             self.withdraw()
+            raise
+        except KeyboardInterrupt:
+            if dist.get_rank() == 0:
+                self._remove_if_untouched()
             raise
 
     @contextmanager

@@ -7,7 +7,7 @@ from hydra.errors import InstantiationException
 
 from cascade_train.config.explain import SECONDS_FOR_RANK_ZERO, exit_code, explain, with_path
 from cascade_train.config.groups import did_you_mean, group_options, groups, option_targets
-from cascade_train.errors import ConfigError, RunError
+from cascade_train.errors import ConfigError, Interrupted, RunError
 
 Start = Callable[..., tuple[int, str]]
 TINY = ("model=c_tiny", "task=lora")
@@ -169,6 +169,14 @@ def test_an_interrupt_is_one_line_on_rank_zero(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setenv("RANK", "1")
     assert exit_code(interrupted) == 130
     assert capsys.readouterr().err == ""
+
+
+def test_an_interrupt_says_its_own_reason_and_exit_code(capsys: pytest.CaptureFixture[str]):
+    def ended() -> None:
+        raise Interrupted("Stopped by SIGTERM before the first step.", code=75)
+
+    assert exit_code(ended, remedy="Start again.") == 75
+    assert capsys.readouterr().err == "Stopped by SIGTERM before the first step. Start again.\n"
 
 
 def test_an_interrupt_that_a_library_made_an_error_of_is_still_one(capsys: pytest.CaptureFixture[str]):

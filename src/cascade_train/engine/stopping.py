@@ -1,0 +1,168 @@
+"""Orderly ends before the last step: signals, and a limit of time.
+
+What is saved at such an end, and what is said, is the loop's business.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+from cascade_train.distributed.consensus import from_every_rank
+from cascade_train.engine.ballot import Ballot, Motion
+from cascade_train.errors import INTERRUPTED, STOPPED, Interrupted
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+"""Ctrl-C, and what schedulers send before they kill. SIGCONT, which SLURM sends with SIGTERM, changes nothing."""
+
+SAME_REQUEST_SECONDS = 3.0
+"""A signal that comes again within this time is the same request: a scheduler signals every process of a job, and
+torchrun, signalled too, passes it on once more. A repeated Ctrl-C is a person's, and counts at once."""
+
+
+class Signals:
+    """Hears what asks this process to stop, while the block runs; afterwards the handlers of before are back.
+
+    During set-up a signal ends the process at once. Once steps run (`wait_for_votes`), the first one is kept until
+    the ranks agree on it; the same one again, or Ctrl-C, or anything after Ctrl-C, ends the process at once.
+
+    Attributes:
+        first: the signal that asked for an orderly stop; None = none did.
+    """
+
+    def __init__(self) -> None:
+        """Store; no handler is set yet."""
+        self.first: signal.Signals | None = None
+        self._heard = 0.0
+        self._voting = False
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for each in STOP_SIGNALS:
+                if signal.getsignal(each) is not signal.SIG_IGN:  # as nohup and a shell's background jobs have it
+                    self._before[each] = signal.signal(each, self._receive)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for each, handler in self._before.items():
+            signal.signal(each, signal.SIG_DFL if handler is None else handler)
+        self._before.clear()
+
+    def wait_for_votes(self) -> None:
+        """Set-up is over: from now on the first signal waits for the next vote."""
+        self._voting = True
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        heard, now = signal.Signals(number), time.monotonic()
+        if not self._voting:
+            code = INTERRUPTED if heard is signal.SIGINT else STOPPED
+            raise Interrupted(f"Stopped by {heard.name} before the first step.", code=code)
+        if self.first is None:
+            self.first, self._heard = heard, now
+        elif heard is signal.SIGINT or self._is_meant_again(heard, now):
+            raise Interrupted(f"Ended at once by {heard.name}.", code=128 + number)
+
+    def _is_meant_again(self, heard: signal.Signals, now: float) -> bool:
+        insists = self.first in (heard, signal.SIGINT)
+        return insists and now - self._heard >= SAME_REQUEST_SECONDS
+
+
+class TimeLimit:
+    """A limit of time, reached while one more step and a save still fit into it.
+
+    What they take is estimated: a step as the longest of the last `REMEMBERED` (the first of all sets things up and
+    does not count), twice since a vote takes a step; a save as the longest so far, and before there was one as the time
+    from the start of the process to the end of the first step.
+    """
+
+    REMEMBERED = 100
+
+    def __init__(self, *, max_hours: float | None) -> None:
+        """Store; `max_hours` counts from `seconds_since_start`, None = no limit."""
+        self._limit_seconds = None if max_hours is None else 3600.0 * max_hours
+        self._steps: deque[float] = deque(maxlen=self.REMEMBERED)
+        self._save_seconds = 0.0
+        self._set_up_seconds = 0.0
+        self._begun: float | None = None
+        self._is_reached = False
+
+    def end_step(self) -> None:
+        """Note that a step, with all that follows it, has ended and the next begins."""
+        now = time.monotonic()
+        if self._begun is None:
+            self._set_up_seconds = seconds_since_start()
+        else:
+            self._steps.append(now - self._begun)
+        self._begun = now
+
+    def end_save(self, seconds: float) -> None:
+        """Note how long a save took, which is no part of its step."""
+        self._save_seconds = max(self._save_seconds, seconds)
+        if self._begun is not None:
+            self._begun += seconds
+
+    def is_reached(self) -> bool:
+        """Return whether another step and a save might not fit any more; once reached, it stays so."""
+        if self._limit_seconds is not None and not self._is_reached:
+            needed = 2 * max(self._steps, default=0.0) + (self._save_seconds or self._set_up_seconds)
+            self._is_reached = seconds_since_start() + needed >= self._limit_seconds
+        return self._is_reached
+
+
+class Stopping:
+    """Whether the ranks stop before the last step: this rank's signals and time limit, put to the vote.
+
+    Attributes:
+        limit: of time.
+    """
+
+    def __init__(self, *, signals: Signals, limit: TimeLimit, ballot: Ballot) -> None:
+        """Store."""
+        self.limit = limit
+        self._signals = signals
+        self._ballot = ballot
+
+    def vote(self) -> Motion:
+        """Put to the vote, at the end of a step, what this rank wants; return what is carried. Collective."""
+        self.limit.end_step()
+        return self._ballot.cast(Motion(0) if self._reason() is None else Motion.STOP)
+
+    def agreed_reason(self) -> str:
+        """Return why some rank asked for the stop that was carried. Collective."""
+        reasons = from_every_rank(self._reason)
+        rank, reason = next((rank, reason) for rank, reason in enumerate(reasons) if reason is not None)
+        return reason if reasons.count(reason) == len(reasons) else f"{reason} on rank {rank}"
+
+    def _reason(self) -> str | None:
+        if self._signals.first is not None:
+            return self._signals.first.name
+        return "run.max_hours" if self.limit.is_reached() else None
+
+
+def code_of_stop() -> int:
+    """Return the exit code of an orderly stop: `STOPPED`, but 0 where torchrun would start the run again at once."""
+    restarts, most = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    return 0 if restarts < most else STOPPED
+
+
+def seconds_since_start() -> float:
+    """Return the age of this process; under torchrun that of torchrun, whose restarts are part of the same job."""
+    process = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:  # no /proc: from the import of this module on
+        return time.monotonic() - _IMPORTED
+    started = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # field 22 of the whole line
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started
+
+
+_IMPORTED = time.monotonic()

@@ -1,0 +1,40 @@
+"""What happens to ranks while they train: signals, sudden death, and hanging. Hooks of forked.py."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from cascade_train.engine.loop import Trainer
+
+
+def in_step(number: int, act: Callable[[], Any], *, rank: int) -> Callable[[Path], None]:
+    """Return a hook that acts on one rank at the beginning of a step."""
+
+    def hook(out: Path) -> None:
+        train_step = Trainer.train_step
+
+        def step(self: Trainer, micro_batches: Any) -> Any:
+            if self.step + 1 == number and self.world.rank == rank:
+                act()
+            return train_step(self, micro_batches)
+
+        Trainer.train_step = step
+
+    return hook
+
+
+def interrupt_both(out: Path) -> None:
+    """Send both ranks Ctrl-C in the seventh step, as a terminal does."""
+    for rank in (0, 1):
+        in_step(7, lambda: signal.raise_signal(signal.SIGINT), rank=rank)(out)
+
+
+terminate_rank_one = in_step(1, lambda: signal.raise_signal(signal.SIGTERM), rank=1)
+warn_rank_zero = in_step(4, lambda: signal.raise_signal(signal.SIGUSR1), rank=0)
+kill_rank_one = in_step(3, lambda: os.kill(os.getpid(), signal.SIGKILL), rank=1)
+hold_rank_one = in_step(3, lambda: time.sleep(30), rank=1)

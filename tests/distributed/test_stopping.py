@@ -1,0 +1,53 @@
+"""Orderly and sudden ends on two ranks, and what the next start makes of them."""
+
+import json
+
+import pytest
+
+from tests.distributed.test_modes import fork, said
+from tests.integration.runs import read_metrics
+
+pytestmark = pytest.mark.distributed
+
+LONG = ("task=finetune", "train.max_steps=11", "checkpoint.every_steps=5", "ema.decay=0.9", "log.every_steps=1")
+RUNS = {
+    "whole": (2, None, LONG),
+    "signalled": (2, "stopping_hooks.terminate_rank_one", LONG),
+    "again@signalled": (2, "stopping_hooks.warn_rank_zero", LONG),
+    "third@signalled": (2, "stopping_hooks.interrupt_both", LONG),
+    "limited@signalled": (2, None, (*LONG, "run.max_hours=1e-6")),
+    "last@signalled": (2, None, LONG),
+}
+CODES = dict.fromkeys(("signalled", "again@signalled", "third@signalled", "limited@signalled"), 75)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Where all runs lie, each beside a folder of what its ranks said."""
+    return fork(tmp_path_factory.mktemp("stopping"), RUNS, CODES)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason", "step"),
+    [
+        ("signalled", "SIGTERM on rank 1", 2),
+        ("again@signalled", "SIGUSR1 on rank 0", 5),
+        ("third@signalled", "SIGINT", 8),
+        ("limited@signalled", "run.max_hours", 10),
+    ],
+)
+def test_what_any_rank_hears_stops_all_on_the_same_step_and_is_said_once(runs, name, reason, step):
+    heard = said(runs, name)
+    assert heard.count(f"Stopped by {reason} at step {step}; saved. The same command continues.\n") == 1
+    assert heard.count("Stopped by") == 1
+    assert "Traceback" not in heard
+
+
+def test_a_run_stopped_four_times_equals_one_that_never_was(runs):
+    assert read_metrics(runs / "signalled") == read_metrics(runs / "whole")
+    assert json.loads((runs / "signalled" / "export" / "exported.json").read_text()) == {"step": 11}
+
+
+def test_a_stop_saves_once_and_leaves_a_note_until_the_run_goes_on(runs):
+    assert [path.name for path in sorted((runs / "signalled" / "checkpoints").iterdir())] == ["step_10", "step_11"]
+    assert not (runs / "signalled" / "stopped.json").exists()

@@ -1,0 +1,163 @@
+"""What a signal and a limit of time do to a run of one rank."""
+
+import signal
+import threading
+
+import pytest
+
+from cascade_train.engine import stopping
+from cascade_train.engine.ballot import Ballot, Motion
+from cascade_train.engine.stopping import STOP_SIGNALS, Signals, Stopping, TimeLimit, code_of_stop, seconds_since_start
+from cascade_train.errors import Interrupted
+
+
+@pytest.fixture
+def signals():
+    with Signals() as signals:
+        yield signals
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that tests set: the age of the process, and the time that passes."""
+    times = {"now": 0.0}
+    monkeypatch.setattr(stopping, "seconds_since_start", lambda: times["now"])
+    monkeypatch.setattr(stopping.time, "monotonic", lambda: times["now"])
+    return times
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_signal_during_set_up_ends_at_once(signals, number):
+    with pytest.raises(Interrupted, match=f"Stopped by {number.name} before the first step") as ended:
+        signal.raise_signal(number)
+    assert ended.value.code == (130 if number == signal.SIGINT else 75)
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_signal_between_steps_waits_for_the_vote(world, signals, number):
+    asked = Stopping(signals=signals, limit=TimeLimit(max_hours=None), ballot=Ballot(timeout_seconds=5))
+    signals.wait_for_votes()
+    assert asked.vote() == Motion(0)
+    signal.raise_signal(number)
+    assert asked.vote() == Motion.STOP
+    assert asked.agreed_reason() == number.name
+
+
+def test_ctrl_c_again_ends_at_once(signals):
+    signals.wait_for_votes()
+    signal.raise_signal(signal.SIGINT)
+    with pytest.raises(Interrupted, match="Ended at once by SIGINT") as ended:
+        signal.raise_signal(signal.SIGINT)
+    assert ended.value.code == 130
+
+
+def test_the_same_signal_again_ends_at_once_unless_it_is_the_same_request(signals, clock):
+    signals.wait_for_votes()
+    signal.raise_signal(signal.SIGTERM)
+    clock["now"] = stopping.SAME_REQUEST_SECONDS - 0.1
+    signal.raise_signal(signal.SIGTERM)
+    clock["now"] = stopping.SAME_REQUEST_SECONDS
+    with pytest.raises(Interrupted, match="Ended at once by SIGTERM") as ended:
+        signal.raise_signal(signal.SIGTERM)
+    assert ended.value.code == 128 + signal.SIGTERM
+
+
+def test_a_schedulers_next_reminder_does_not_end_the_save_in_progress(signals, clock):
+    signals.wait_for_votes()
+    signal.raise_signal(signal.SIGUSR1)
+    clock["now"] = 60.0
+    signal.raise_signal(signal.SIGTERM)
+    assert signals.first == signal.SIGUSR1
+
+
+def test_a_signal_to_continue_asks_for_nothing(signals):
+    before = signal.getsignal(signal.SIGCONT)
+    signal.raise_signal(signal.SIGCONT)
+    assert signals.first is None
+    assert before is signal.SIG_DFL
+
+
+def test_handlers_of_before_are_back_afterwards():
+    before = {each: signal.getsignal(each) for each in STOP_SIGNALS}
+    with Signals():
+        assert all(signal.getsignal(each) != before[each] for each in STOP_SIGNALS)
+    assert {each: signal.getsignal(each) for each in STOP_SIGNALS} == before
+
+
+def test_what_is_ignored_stays_ignored():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with Signals() as signals:
+            signal.raise_signal(signal.SIGINT)
+            assert signals.first is None
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_another_thread_than_the_main_one_hears_nothing_and_does_not_fail():
+    heard = []
+
+    def listen():
+        with Signals():
+            heard.append(signal.getsignal(signal.SIGTERM))
+
+    before = signal.getsignal(signal.SIGTERM)
+    thread = threading.Thread(target=listen)
+    thread.start()
+    thread.join()
+    assert heard == [before]
+
+
+def test_the_limit_leaves_time_for_two_steps_and_a_save(clock):
+    limit = TimeLimit(max_hours=1000 / 3600)
+    for clock["now"] in (50.0, 60.0, 90.0, 100.0):  # set-up with the first step, then steps of 10, 30 and 10 s
+        limit.end_step()
+    clock["now"] = 889.0  # two steps of 30 s, and 50 s in the place of a save that none is known of yet
+    assert not limit.is_reached()
+    clock["now"] = 890.0
+    assert limit.is_reached()
+
+
+def test_a_save_is_no_part_of_a_step_and_the_longest_counts(clock):
+    limit = TimeLimit(max_hours=1000 / 3600)
+    limit.end_step()
+    for clock["now"], seconds in ((310.0, 300.0), (320.0, 5.0)):  # steps of 10 and of 5 s, beside their saves
+        limit.end_save(seconds)
+        limit.end_step()
+    clock["now"] = 679.0
+    assert not limit.is_reached()
+    clock["now"] = 680.0
+    assert limit.is_reached()
+
+
+def test_a_limit_that_was_reached_stays_so(clock):
+    limit = TimeLimit(max_hours=1000 / 3600)
+    clock["now"] = 600.0
+    limit.end_step()
+    assert limit.is_reached(), "600 s of set-up stand for a save"
+    limit.end_save(1.0)
+    assert limit.is_reached()
+
+
+def test_no_limit_is_never_reached(clock):
+    clock["now"] = 1e9
+    assert not TimeLimit(max_hours=None).is_reached()
+
+
+def test_the_clock_is_that_of_the_process_and_under_torchrun_of_its_parent(monkeypatch):
+    own = seconds_since_start()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "any")
+    assert 0 < own <= seconds_since_start()
+
+
+@pytest.mark.parametrize(("restarts", "most", "code"), [("0", "0", 75), ("0", "1", 0), ("1", "1", 75)])
+def test_torchrun_is_told_success_while_it_would_start_the_run_again(monkeypatch, restarts, most, code):
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", most)
+    assert code_of_stop() == code
+
+
+def test_without_torchrun_a_stop_has_a_code_of_its_own(monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_MAX_RESTARTS", raising=False)
+    assert code_of_stop() == 75
