@@ -28,8 +28,8 @@ def conf_dir() -> Path:
 
 
 def groups() -> list[str]:
-    """Return the names of all groups of `conf/`."""
-    return sorted(path.name for path in conf_dir().iterdir() if path.is_dir())
+    """Return the names of all groups of `conf/`, without those of Hydra itself."""
+    return sorted(path.name for path in conf_dir().iterdir() if path.is_dir() and path.name != "hydra")
 
 
 def group_options(group: str) -> list[str]:

@@ -30,6 +30,8 @@ from cascade_train.config.groups import conf_dir
 from cascade_train.config.overrides import check_not_expanded
 from cascade_train.config.preflight import preflight
 from cascade_train.config.schema import Root
+from cascade_train.config.slurm_step import adopt_slurm_step
+from cascade_train.config.sweep import check_launcher
 from cascade_train.errors import ConfigError
 from cascade_train.redaction import RedactingFilter, redact
 
@@ -51,6 +53,7 @@ def compose_and_run(argv: Sequence[str], train: Callable[[DictConfig], int]) -> 
         0 done, 1 ended by the world, 2 refused, 75 stopped and saved, 130 interrupted (docs/stopping.md).
     """
     register_schema()
+    adopt_slurm_step()
     raw = "HYDRA_FULL_ERROR" in os.environ
 
     def checked(cfg: DictConfig) -> int:
@@ -59,10 +62,11 @@ def compose_and_run(argv: Sequence[str], train: Callable[[DictConfig], int]) -> 
         _configure_logging()
         return train(ready)
 
-    def job(cfg: DictConfig) -> None:
+    def job(cfg: DictConfig) -> int:
         code = checked(cfg) if raw else exit_code(functools.partial(checked, cfg), remedy=CONTINUED)
-        if code:
+        if code and HydraConfig.get().mode != RunMode.MULTIRUN:  # a sweep's codes are read by sweep.SweepResults
             raise SystemExit(code)
+        return code
 
     try:
         if raw:
@@ -74,8 +78,9 @@ def compose_and_run(argv: Sequence[str], train: Callable[[DictConfig], int]) -> 
         return int(stop.code or 0)
 
 
-def _compose(argv: Sequence[str], job: Callable[[DictConfig], None]) -> None:
+def _compose(argv: Sequence[str], job: Callable[[DictConfig], int]) -> None:
     """Let Hydra compose, print, or run `job` once or per element of a sweep."""
+    check_launcher(argv)
     with _arguments(with_implied_choices(argv)):
         hydra.main(config_path=str(conf_dir()), config_name="config", version_base="1.3")(job)()
 

@@ -57,7 +57,11 @@ MOUNTED = {"noise": "noise@objective.noise", "filter": "filter@task.filter"}
 RECIPES = ("experiment", "debug")
 OPTIONS = [(group, option) for group in groups() for option in group_options(group)]
 PAIRS = [(model, task) for model in group_options("model") for task in group_options("task")]
-FILES = sorted(path for path in conf_dir().rglob("*.yaml") if not path.name.startswith("_"))
+FILES = sorted(
+    path
+    for path in conf_dir().rglob("*.yaml")
+    if not path.name.startswith("_") and path.relative_to(conf_dir()).parts[0] != "hydra"
+)
 
 
 @pytest.fixture(autouse=True)

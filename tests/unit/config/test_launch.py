@@ -125,13 +125,17 @@ def test_jobs_of_a_sweep_have_run_directories_of_their_own(
     start: Start, trained: list[DictConfig], overrides: tuple[str, ...]
 ):
     chosen = TINY[:1] if any(o.startswith("task=") for o in overrides) else TINY
-    assert start("--multirun", *chosen, *overrides) == (0, "")
+    code, text = start("--multirun", *chosen, *overrides)
+    assert code == 0
+    assert text.endswith("\n2 runs, in multirun/results.jsonl.\n")
     assert [cfg.run.dir for cfg in trained] == SWEEPS[overrides]
 
 
 def test_sweep_leaves_one_folder_and_stops_at_a_refusal(start: Start, trained: list[DictConfig], tmp_path: Path):
     code, text = start("-m", *TINY, "train.max_steps=3,0,5")
-    assert (code, text) == (2, "train.max_steps=0 must be 1 or more.\n")
+    assert code == 2
+    assert text.startswith("train.max_steps=0 must be 1 or more.\nruns/lora-c_tiny-train.max_steps=3: no step\n")
+    assert text.endswith("no step, exit code 2\n2 runs, in multirun/results.jsonl.\n")
     assert [cfg.train.max_steps for cfg in trained] == [3]
     assert [path.name for path in tmp_path.iterdir()] == ["multirun"]
 

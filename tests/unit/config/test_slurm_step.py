@@ -1,0 +1,74 @@
+import pytest
+
+from cascade_train.config.slurm_step import adopt_slurm_step, first_host, tasks_per_node
+
+BATCH_SHELL = {
+    "SLURM_JOB_ID": "123456",
+    "SLURM_JOB_NODELIST": "n[1-2]",
+    "SLURM_NTASKS": "3",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+}
+"""What a batch script, or a shell of salloc, has."""
+
+STEP = {
+    **BATCH_SHELL,
+    "SLURM_PROCID": "2",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "3",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+    "SLURM_STEP_TASKS_PER_NODE": "2,1",
+}
+"""What the third of three tasks has, alone on the second node."""
+
+
+def test_a_task_of_a_step_becomes_a_rank():
+    environment = dict(STEP)
+    adopt_slurm_step(environment)
+    assert {key: value for key, value in environment.items() if key not in STEP} == {
+        "RANK": "2",
+        "WORLD_SIZE": "3",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "n1",
+        "MASTER_PORT": "13456",
+    }
+
+
+def test_where_ranks_meet_may_be_given():
+    environment = {**STEP, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+    adopt_slurm_step(environment)
+    assert (environment["MASTER_ADDR"], environment["MASTER_PORT"]) == ("10.0.0.1", "29500")
+    assert environment["RANK"] == "2"
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{}, BATCH_SHELL, {**STEP, "SLURM_STEP_NUM_TASKS": "1"}, {**STEP, "RANK": "5", "WORLD_SIZE": "8"}],
+    ids=["no SLURM", "a batch script", "a step of one task", "torchrun in a step"],
+)
+def test_other_processes_are_left_as_they_are(environment: dict[str, str]):
+    before = dict(environment)
+    adopt_slurm_step(environment)
+    assert environment == before
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("n1", "n1"),
+        ("n1,n2", "n1"),
+        ("gpu[07-09,12],cpu1", "gpu07"),
+        ("rack[1-2]n[3,5].example.org", "rack1n3.example.org"),
+        ("a,gpu[1-2]", "a"),
+    ],
+)
+def test_first_host_of_a_list_of_nodes(nodes: str, first: str):
+    assert first_host(nodes) == first
+
+
+@pytest.mark.parametrize(("counts", "tasks"), [("2", [2]), ("2(x3)", [2, 2, 2]), ("4(x2),1,2(x2)", [4, 4, 1, 2, 2])])
+def test_tasks_of_each_node(counts: str, tasks: list[int]):
+    assert tasks_per_node(counts) == tasks
