@@ -74,8 +74,8 @@ def export_checkpoint(cfg: DictConfig, checkpoints: Path, *, step: int | None, o
     with process_group() as world:
         parts = build_parts(cfg)
         phases = build_phases(cfg, parts, world)
-        store = CheckpointStore(checkpoints, keep_last=None, keep_every_steps=None)
-        path = store.newest() if step is None else checkpoints / f"step_{step}"
+        store = CheckpointStore(checkpoints)
+        path = store.newest(has_optimizer=False) if step is None else checkpoints / f"step_{step}"
         if path is None or not path.is_dir():
             there = ", ".join(map(str, store.steps())) or "none"
             raise ConfigError(
@@ -84,6 +84,6 @@ def export_checkpoint(cfg: DictConfig, checkpoints: Path, *, step: int | None, o
             )
         if step is not None and (fault := find_fault(path)) is not None:
             raise RunError(f"from={checkpoints.parent}: the checkpoint of step {step} is damaged: {fault}.")
-        restore_training_state(store, path, phases, parts.task)
+        restore_training_state(store, path, phases, parts.task, optimizer=False)
         write_exports(cfg, parts.task, phases, out)
     return path

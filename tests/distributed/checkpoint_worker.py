@@ -16,6 +16,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from cascade_train.distributed.consensus import from_every_rank, from_rank_zero
 from cascade_train.engine import checkpoint
 from cascade_train.engine.checkpoint import CheckpointStore
+from cascade_train.engine.retention import Retention
 from cascade_train.engine.run_directory import claim
 from cascade_train.engine.tracking import NullTracker, build_tracker
 from cascade_train.errors import ConfigError, RunError
@@ -112,7 +113,7 @@ def run_directories(directory: Path) -> dict[str, object]:
     """Claim, save, continue, cut and refuse with two ranks."""
     config = {"run": {"seed": 0}, "train": {"max_steps": 8}, "model": {"width": 4}}
     run = claim(directory / "run", config=config, resume="auto")
-    store = CheckpointStore(run.checkpoints, keep_last=1, keep_every_steps=None)
+    store = CheckpointStore(run.checkpoints)
     store.save(2, sharded(0), FACTS)
     again = claim(directory / "run", config=config, resume="auto")
     other = {**config, "model": {"width": 8}}
@@ -140,7 +141,7 @@ def main() -> None:
     """Run everything and write what this rank saw."""
     dist.init_process_group("gloo")
     directory = Path(sys.argv[1])
-    store = CheckpointStore(directory / "two", keep_last=1, keep_every_steps=None)
+    store = CheckpointStore(directory / "two", retention=Retention(keep_last=1))
     seen: dict[str, object] = {}
     store.save(2, sharded(9), FACTS)
     seen["saved"] = store.save(4, sharded(0), FACTS).name

@@ -35,7 +35,7 @@ def one_rank():
 def directory(one_rank, tmp_path_factory):
     """What two ranks left, beside a checkpoint that one rank made for them."""
     directory = tmp_path_factory.mktemp("ranks")
-    CheckpointStore(directory / "one", keep_last=None, keep_every_steps=None).save(4, plain(2), {})
+    CheckpointStore(directory / "one").save(4, plain(2), {})
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     done = subprocess.run([*launch, str(WORKER), str(directory)], capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -58,7 +58,7 @@ def test_two_ranks_load_what_one_saved(seen):
 
 
 def test_one_rank_loads_what_two_saved(directory):
-    store = CheckpointStore(directory / "two", keep_last=None, keep_every_steps=None)
+    store = CheckpointStore(directory / "two")
     state = plain(5)
     store.load(store.newest(), state)
     assert torch.equal(state["model"]["weight"], plain(0)["model"]["weight"])

@@ -24,6 +24,7 @@ train_step = Trainer.train_step
 
 def killed(self, micro_batches):
     if self.step + 1 == {KILLED_IN_STEP}:
+        self.store.wait()
         os.kill(os.getpid(), signal.SIGKILL)
     return train_step(self, micro_batches)
 

@@ -30,6 +30,7 @@ from cascade_train.engine.metrics import MetricsLog
 from cascade_train.engine.phase import BoundPhase, averaged, whole_state
 from cascade_train.engine.profiler import Profiler
 from cascade_train.engine.progress import Progress
+from cascade_train.engine.retention import Retention
 from cascade_train.engine.rollback import Rollback, RolledBackList
 from cascade_train.engine.run_directory import RunDirectory, claim
 from cascade_train.engine.stopping import Signals, Stopping, TimeLimit, code_of_stop
@@ -160,9 +161,7 @@ def build_trainer(
             checkpoint=cfg.checkpoint.every_steps,
         ),
         metrics=MetricsLog(run.metrics_path, is_main=world.is_main),
-        store=CheckpointStore(
-            run.checkpoints, keep_last=cfg.checkpoint.keep_last, keep_every_steps=cfg.checkpoint.keep_every_steps
-        ),
+        store=build_store(cfg, run),
         tracker=tracker,
         progress=Progress(max_steps=max_steps, is_main=world.is_main, every_steps=cfg.log.every_steps),
         profiler=Profiler(directory=run.path, start_step=cfg.profile.start_step, steps=cfg.profile.steps),
@@ -195,6 +194,21 @@ def build_stopping(cfg: DictConfig, signals: Signals) -> Stopping:
     """Return what lets the run end before its last step. Collective."""
     limit = TimeLimit(max_hours=cfg.run.max_hours)
     return Stopping(signals=signals, limit=limit, ballot=Ballot(timeout_seconds=cfg.run.timeout_seconds))
+
+
+def build_store(cfg: DictConfig, run: RunDirectory) -> CheckpointStore:
+    """Return the store of the run's checkpoints. Collective."""
+    retention = Retention(
+        keep_last=cfg.checkpoint.keep_last,
+        keep_every_steps=cfg.checkpoint.keep_every_steps,
+        keep_best=cfg.checkpoint.keep_best,
+        best_metric=cfg.checkpoint.best_metric,
+        best_mode=cfg.checkpoint.best_mode.value,
+        keep_optimizer=cfg.checkpoint.keep_optimizer,
+    )
+    return CheckpointStore(
+        run.checkpoints, retention=retention, metrics=run.metrics_path, asynchronous=cfg.checkpoint.asynchronous
+    )
 
 
 def tracker_run_id(run: RunDirectory) -> str | None:

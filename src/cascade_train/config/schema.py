@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from cascade_train.config.limits import above, at_least
 from cascade_train.errors import ConfigError
 
 
@@ -49,6 +50,13 @@ class EmaDevice(StrEnum):
     """Where the average of the weights is kept; null = beside the weights."""
 
     cpu = "cpu"
+
+
+class BestMode(StrEnum):
+    """Whether small or large values of a metric are good."""
+
+    min = "min"
+    max = "max"
 
 
 class SamplerName(StrEnum):
@@ -196,11 +204,33 @@ class CheckpointConfig:
     """Newest checkpoints that stay; null = all."""
     keep_every_steps: int | None
     """Checkpoints at multiples of this step stay for good; null = none."""
+    keep_best: int | None = None
+    """Checkpoints with the best `best_metric` that stay too; null = none."""
+    best_metric: str | None = None
+    """What they are ranked by: a key of `metrics.jsonl`, such as validate/loss."""
+    best_mode: BestMode = BestMode.min
+    """min = small values are good, or max."""
+    keep_optimizer: bool = True
+    """false = those that do not stay for being new lose their optimizer state; no run continues from them."""
+    asynchronous: bool = True
+    """Train on once the state is copied to the host, while a thread writes it; false = wait for the disk."""
 
     def __post_init__(self) -> None:
         at_least("checkpoint.every_steps", self.every_steps, 1)
         at_least("checkpoint.keep_last", self.keep_last, 1)
         at_least("checkpoint.keep_every_steps", self.keep_every_steps, 1)
+        at_least("checkpoint.keep_best", self.keep_best, 1)
+        if (self.keep_best is None) != (self.best_metric is None):
+            raise ConfigError(
+                f"checkpoint.keep_best={self.keep_best} and checkpoint.best_metric={self.best_metric} belong together."
+                " Set both, e.g. checkpoint.keep_best=3 checkpoint.best_metric=validate/loss, or neither."
+            )
+        if self.keep_last is None and (self.keep_best is not None or not self.keep_optimizer):
+            key = "keep_best" if self.keep_best is not None else "keep_optimizer"
+            raise ConfigError(
+                f"checkpoint.{key} has no effect with checkpoint.keep_last=null: all checkpoints stay as they are."
+                " Set checkpoint.keep_last, e.g. checkpoint.keep_last=2."
+            )
 
 
 @dataclass(kw_only=True)
@@ -355,23 +385,3 @@ class Root:
 
 COMPONENTS = ("model", "task", "objective", "data", "optimizer", "lr_scheduler")
 """Root keys that hold a component and are chosen by the group of the same name."""
-
-
-def at_least(key: str, value: int | float | None, minimum: int | float) -> None:
-    """Check that `value` is null or at least `minimum`.
-
-    Raises:
-        ConfigError: it is smaller.
-    """
-    if value is not None and value < minimum:
-        raise ConfigError(f"{key}={value} must be {minimum} or more.")
-
-
-def above(key: str, value: float | None, minimum: float) -> None:
-    """Check that `value` is null or greater than `minimum`.
-
-    Raises:
-        ConfigError: it is not.
-    """
-    if value is not None and value <= minimum:
-        raise ConfigError(f"{key}={value} must be greater than {minimum:g}.")

@@ -26,8 +26,12 @@ class _Outcome(Generic[T]):
     user_can_fix: bool = False
 
 
-def from_rank_zero(work: Callable[[], T]) -> T:
+def from_rank_zero(work: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
     """Run `work` on rank 0 alone and return its value, which must pickle, on every rank. Collective.
+
+    Args:
+        work: what to do.
+        group: of all ranks, for work beside the loop's; None = the default group.
 
     Raises:
         ConfigError: `work` raised one.
@@ -35,15 +39,19 @@ def from_rank_zero(work: Callable[[], T]) -> T:
     """
     outcome, cause = _attempt(work) if dist.get_rank() == 0 else (None, None)
     box = [outcome]
-    dist.broadcast_object_list(box, src=0)
+    dist.broadcast_object_list(box, src=0, group=group)
     told = cast("_Outcome[T]", box[0])
     if told.error is not None:
         _fail(told, cause)
     return cast(T, told.value)
 
 
-def from_every_rank(work: Callable[[], T]) -> list[T]:
+def from_every_rank(work: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> list[T]:
     """Run `work` on every rank and return all values, which must pickle, in rank order. Collective.
+
+    Args:
+        work: what to do.
+        group: of all ranks, for work beside the loop's; None = the default group.
 
     Raises:
         ConfigError: `work` raised one on some rank; the lowest such rank speaks for all.
@@ -51,7 +59,7 @@ def from_every_rank(work: Callable[[], T]) -> list[T]:
     """
     outcome, cause = _attempt(work)
     outcomes: list[_Outcome[T] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(outcomes, outcome)
+    dist.all_gather_object(outcomes, outcome, group=group)
     told = cast("list[_Outcome[T]]", outcomes)
     for each in told:
         if each.error is not None:

@@ -6,23 +6,24 @@ other programs do not live here.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import logging
 import re
 import shutil
+from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan
 
 from cascade_train.distributed.consensus import from_every_rank, from_rank_zero
-from cascade_train.engine.durable_files import sync_directory
+from cascade_train.engine.background import Background
+from cascade_train.engine.checkpoint_folder import CheckpointFolder
+from cascade_train.engine.checkpoint_loading import load_files
+from cascade_train.engine.checkpoint_slimming import drop_optimizer
+from cascade_train.engine.checkpoint_writing import HostMemory, Snapshot, check_space, write_files
 from cascade_train.engine.manifest import (
     MANIFEST_NAME,
     FileRecord,
@@ -32,13 +33,14 @@ from cascade_train.engine.manifest import (
     read_manifest,
     write_manifest,
 )
+from cascade_train.engine.retention import BEST, Retention, last_logged
 from cascade_train.errors import ConfigError, RunError
 
 log = logging.getLogger(__name__)
 
-_VISIBLE = re.compile(r"step_(\d+)")
-_HIDDEN = re.compile(r"\.step_(\d+)\.(saving|replaced|deleting)")
 _OTHER_RANKS_FILE = re.compile(r"__[1-9]\d*_")
+_SLOWEST_WRITE = timedelta(hours=2)
+"""How long a rank that has written waits for one that still writes."""
 
 
 class CheckpointStore:
@@ -48,28 +50,38 @@ class CheckpointStore:
         directory: the folder of the checkpoints; made at the first save. All ranks must share its file system.
     """
 
-    def __init__(self, directory: Path, *, keep_last: int | None, keep_every_steps: int | None) -> None:
-        """Check the retention rule; touches no file.
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        retention: Retention | None = None,
+        metrics: Path | None = None,
+        asynchronous: bool = False,
+    ) -> None:
+        """Store; touches no file.
 
         Args:
             directory: the folder of the checkpoints.
-            keep_last: how many of the newest to keep; None = all.
-            keep_every_steps: also keep every checkpoint whose step is a multiple of this; None = no others.
-
-        Raises:
-            ConfigError: a number below 1.
+            retention: which ones stay; None = all.
+            metrics: the run's `metrics.jsonl`, where the retention's metric stands.
+            asynchronous: `save` waits for copies on the host only, and a thread writes them. Collective then: the
+                threads of all ranks get a group of their own, so that their exchanges meet no other.
         """
-        for key, value in (("keep_last", keep_last), ("keep_every_steps", keep_every_steps)):
-            if value is not None and value < 1:
-                raise ConfigError(f"checkpoint.{key}={value} must be at least 1, or null to switch it off")
         self.directory = directory
-        self._keep_last = keep_last
-        self._keep_every_steps = keep_every_steps
+        self._folder = CheckpointFolder(directory)
+        self._retention = retention or Retention()
+        self._metrics = metrics
+        self._memory = HostMemory()
+        self._group = dist.new_group(backend="gloo", timeout=_SLOWEST_WRITE) if asynchronous else None
+        self._in_flight: Background | None = None
+        self._has_told = False
 
     def save(self, step: int, tensors: dict[str, Any], facts: dict[str, Any]) -> Path:
-        """Write the checkpoint of `step`, then apply retention. Collective.
+        """Save the checkpoint of `step`, then apply retention. Collective.
 
-        A checkpoint of the same step is replaced once the new one is complete.
+        Where the store is asynchronous, this returns once everything is copied to the host, and `wait` tells how
+        the rest went; a save that is still in flight is waited for first. A checkpoint of the same step is
+        replaced once the new one is complete.
 
         Args:
             step: the optimizer step that the state belongs to.
@@ -77,177 +89,167 @@ class CheckpointStore:
             facts: what JSON can hold, equal on all ranks; readable without loading tensors.
 
         Returns:
-            The checkpoint's directory.
+            The directory in which the checkpoint appears.
 
         Raises:
             RunError: the disk is full or failed, or the ranks do not share it; on all ranks, nothing is left.
             AssertionError: `facts` differ between ranks.
         """
-        hidden = self.directory / f".step_{step}.saving"
-        from_rank_zero(lambda: self._prepare(hidden))
-        try:
-            _write_tensors(hidden, tensors)
-            shares = from_every_rank(lambda: (_own_records(hidden), facts))
-            if any(each != facts for _, each in shares):
-                raise AssertionError(f"facts of step {step} differ between ranks: {[each for _, each in shares]}")
-            files = {name: record for records, _ in shares for name, record in records.items()}
-            return from_rank_zero(lambda: self._publish(hidden, Manifest(step=step, files=files, facts=facts)))
-        except (RunError, AssertionError):
-            if dist.get_rank() == 0:
-                shutil.rmtree(hidden, ignore_errors=True)
-            raise
+        self.wait()
+        snapshot = Snapshot(tensors)
+        hidden = self._folder.hidden(step, "saving")
+        needed = from_every_rank(lambda: snapshot.bytes_needed)
+        from_rank_zero(lambda: self._prepare(hidden, needed))
+        if self._group is None:
+            self._write(hidden, snapshot, step, facts)
+        else:
+            snapshot.stage(self._memory)
+            kept = copy.deepcopy(facts)
+            self._in_flight = Background(lambda: self._write(hidden, snapshot, step, kept), name=f"checkpoint {step}")
+        return self._folder.path(step)
 
-    def newest(self) -> Path | None:
+    @property
+    def failed(self) -> bool:
+        """Whether the save in flight has failed by now, on this rank; never waits. `wait` tells all ranks."""
+        return self._in_flight is not None and self._in_flight.failed
+
+    def wait(self) -> None:
+        """Finish the save in flight, if there is one: published, and retention applied. Collective then.
+
+        Raises:
+            RunError: it failed; on all ranks, nothing of it is left.
+            AssertionError: `facts` differed between ranks.
+        """
+        flight, self._in_flight = self._in_flight, None
+        if flight is not None:
+            from_every_rank(flight.finish)
+
+    def close(self) -> None:
+        """Finish the save in flight and only say if it failed: for an end by an error of its own. Not collective."""
+        flight, self._in_flight = self._in_flight, None
+        try:
+            if flight is not None:
+                flight.finish()
+        except Exception as error:
+            log.warning("the checkpoint that was being written is lost: %s", error)
+
+    def newest(self, *, has_optimizer: bool = True) -> Path | None:
         """Return the checkpoint of the highest step that verifies, or None. Reads every byte of it.
 
         Damaged ones are skipped with a warning that names the file and what is wrong. Not collective: one
         rank asks and tells the others.
+
+        Args:
+            has_optimizer: only one that a run can continue from; those without optimizer state are skipped too.
         """
-        self._restore_replaced()
-        for _, path in sorted(self._visible().items(), reverse=True):
+        self._folder.restore_replaced()
+        for path in reversed(self._folder.visible().values()):
             fault = find_fault(path)
-            if fault is None:
+            if fault is not None:
+                log.warning("the checkpoint %s is damaged and skipped: %s", path, fault)
+            elif has_optimizer and not read_manifest(path).has_optimizer:
+                log.warning("the checkpoint %s has no optimizer state any more and is skipped", path)
+            else:
                 return path
-            log.warning("the checkpoint %s is damaged and skipped: %s", path, fault)
         return None
 
     def steps(self) -> list[int]:
         """Return the steps of all checkpoints that are there, damaged ones included, in order."""
-        return sorted(self._visible())
+        return list(self._folder.visible())
 
-    def load(self, path: Path, tensors: dict[str, Any]) -> dict[str, Any]:
+    def load(self, path: Path, tensors: dict[str, Any], *, optimizer: bool = True) -> dict[str, Any]:
         """Fill `tensors` in place from the checkpoint at `path` and return its facts. Collective.
 
-        The number of ranks may differ from that of the save. Only load checkpoints that you trust: plain
-        values are pickled.
+        The number of ranks may differ from that of the save. Nothing in a checkpoint is run as code.
 
         Args:
             path: a checkpoint, verified by `newest` or `find_fault`.
             tensors: as in `save`; plain values are replaced.
+            optimizer: `tensors` has the optimizers' state; otherwise what the checkpoint has of it is passed over.
 
         Raises:
-            ConfigError: keys, shapes or dtypes differ: a checkpoint of another model.
-            RunError: a file is missing or unreadable.
+            ConfigError: keys, shapes or dtypes differ: a checkpoint of another model, or one whose optimizer state
+                was dropped.
+            RunError: a file is missing, unreadable, or could run code.
         """
-        facts = from_rank_zero(lambda: read_manifest(path).facts)
+        manifest = from_rank_zero(lambda: read_manifest(path))
+        if optimizer and not manifest.has_optimizer:
+            raise ConfigError(NO_OPTIMIZER.format(path=path))
+        load_files(path, manifest, tensors, optimizer=optimizer)
+        return manifest.facts
+
+    def _prepare(self, hidden: Path, needed: list[int]) -> None:
+        self._folder.prepare(hidden)
         try:
-            state_dict_loader.load(tensors, storage_reader=FileSystemReader(path), planner=_ExactLoadPlanner(path))
-        except CheckpointException as error:
-            first = _first_failure(error)
-            if isinstance(first, ConfigError):
-                raise ConfigError(str(first)) from error
-            raise RunError(f"the checkpoint {path} could not be loaded: {first!r}") from error
-        return facts
+            check_space(self.directory, needed)
+        except RunError:
+            hidden.rmdir()
+            raise
 
-    def _prepare(self, hidden: Path) -> None:
-        self.directory.mkdir(parents=True, exist_ok=True)
-        self._restore_replaced()
-        for leftover in self._hidden():
-            shutil.rmtree(leftover)
-        hidden.mkdir()
+    def _write(self, hidden: Path, snapshot: Snapshot, step: int, facts: dict[str, Any]) -> None:
+        """Write, compare, publish, and let go of old ones. Collective over the store's group."""
+        try:
+            write_files(hidden, snapshot, self._group)
+            shares = from_every_rank(lambda: (_own_records(hidden), facts), group=self._group)
+            if any(each != facts for _, each in shares):
+                raise AssertionError(f"facts of step {step} differ between ranks: {[each for _, each in shares]}")
+            files = {name: record for records, _ in shares for name, record in records.items()}
+            manifest = Manifest(step=step, files=files, facts=facts)
+            from_rank_zero(lambda: self._publish(hidden, manifest), group=self._group)
+        except Exception:
+            if dist.get_rank() == 0:
+                shutil.rmtree(hidden, ignore_errors=True)
+            raise
 
-    def _publish(self, hidden: Path, manifest: Manifest) -> Path:
+    def _publish(self, hidden: Path, manifest: Manifest) -> None:
         for name, record in manifest.files.items():
             file = hidden / name
             if not file.is_file() or file.stat().st_size != record.size:
                 raise RunError(f"{file} of another rank is not visible to rank 0: all ranks must share run.dir")
-        write_manifest(hidden, manifest)
-        final = self.directory / f"step_{manifest.step}"
-        replaced = self.directory / f".step_{manifest.step}.replaced"
-        if final.exists():
-            final.rename(replaced)
-        hidden.rename(final)
-        sync_directory(self.directory)
-        shutil.rmtree(replaced, ignore_errors=True)
+        replaced = self._folder.path(manifest.step)
+        kept_name = read_manifest(replaced).name if find_fault(replaced, hashes=False) is None else None
+        facts = {**manifest.facts, **self._ranking(manifest.step)}
+        write_manifest(hidden, dataclasses.replace(manifest, facts=facts, name=kept_name))
+        self._folder.publish(hidden, manifest.step)
         self._retain(manifest.step)
-        return final
+
+    def _ranking(self, step: int) -> Mapping[str, Any]:
+        """Return the fact by which this checkpoint is ranked; none where the metric was not logged yet, said once."""
+        metric = self._retention.best_metric
+        if metric is None or self._metrics is None:
+            return {}
+        found = last_logged(self._metrics, metric, step=step)
+        if found is None and not self._has_told:
+            self._has_told = True
+            log.warning(
+                "checkpoint.best_metric=%s: %s has no such value up to step %d, so that no checkpoint is kept for it. "
+                "Its keys are those of the lines there; validate/loss needs validate.every_steps.",
+                metric, self._metrics, step,
+            )  # fmt: skip
+        return {} if found is None else {BEST: found}
 
     def _retain(self, newest: int) -> None:
-        """Delete what the rule does not keep; the one just written (`newest`) and damaged ones always stay."""
-        if self._keep_last is None:
-            return
-        complete = [
-            step
-            for step, path in sorted(self._visible().items())
-            if step <= newest and find_fault(path, hashes=False) is None
-        ]
-        for step in complete[: -self._keep_last]:
-            if self._keep_every_steps is None or step % self._keep_every_steps:
-                self._delete(step)
+        """Let go of what the rule does not keep; the one just written (`newest`) and damaged ones always stay."""
+        manifests = {step: each for step, each in self._folder.complete().items() if step <= newest}
+        recent = self._retention.newest(manifests)
+        for step, reasons in self._retention.reasons(manifests).items():
+            if not reasons:
+                self._folder.delete(step)
+            elif not self._retention.keep_optimizer and step not in recent and manifests[step].has_optimizer:
+                self._slim(step)
 
-    def _delete(self, step: int) -> None:
-        doomed = self.directory / f".step_{step}.deleting"
+    def _slim(self, step: int) -> None:
         try:
-            (self.directory / f"step_{step}").rename(doomed)
-            shutil.rmtree(doomed)
-        except OSError as error:
-            log.warning("the old checkpoint of step %d could not be deleted: %s", step, error)
-
-    def _visible(self) -> dict[int, Path]:
-        if not self.directory.is_dir():
-            return {}
-        matches = ((_VISIBLE.fullmatch(path.name), path) for path in self.directory.iterdir() if path.is_dir())
-        return {int(match[1]): path for match, path in matches if match}
-
-    def _hidden(self) -> list[Path]:
-        if not self.directory.is_dir():
-            return []
-        return sorted(path for path in self.directory.iterdir() if _HIDDEN.fullmatch(path.name))
-
-    def _restore_replaced(self) -> None:
-        """Bring back a checkpoint that a crash caught between moving it aside and putting the new one in its place."""
-        for path in self._hidden():
-            final = path.with_name(path.name[1:].removesuffix(".replaced"))
-            if path.name.endswith(".replaced") and not final.exists():
-                path.rename(final)
+            drop_optimizer(self._folder, step)
+        except (OSError, RunError) as error:
+            log.warning("the optimizer state of step %d could not be dropped: %s", step, error)
 
 
-class _ExactLoadPlanner(DefaultLoadPlanner):
-    """Refuses a checkpoint whose keys, shapes or dtypes are not exactly those asked for."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self._path = path
-
-    def create_local_plan(self) -> LoadPlan:
-        """Compare, then plan as usual."""
-        if self.metadata is None:
-            raise RunError(f"the checkpoint {self._path} has no table of contents")
-        saved = {key: _describe(entry) for key, entry in self.metadata.state_dict_metadata.items()}
-        wanted = {key: _describe(value) for key, value in self.state_dict.items()}
-        differing = sorted(key for key in saved.keys() | wanted.keys() if saved.get(key) != wanted.get(key))
-        if differing:
-            key = differing[0]
-            raise ConfigError(
-                f"{self._path} is a checkpoint of another model: {key} is {saved.get(key, 'absent')} there and "
-                f"{wanted.get(key, 'absent')} in this run ({len(differing)} keys differ). Remedy: start with the "
-                "model, task and optimizer of its run's config.yaml, or a new run with run.name=<new name>"
-            )
-        return super().create_local_plan()
-
-
-def _describe(entry: object) -> str:
-    if isinstance(entry, TensorStorageMetadata):
-        return f"{entry.properties.dtype} {tuple(entry.size)}"
-    if isinstance(entry, Tensor):
-        return f"{entry.dtype} {tuple(entry.shape)}"
-    return "a plain value"
-
-
-def _write_tensors(hidden: Path, tensors: dict[str, Any]) -> None:
-    """Write the tensors' files, synced to the disk. Collective; a failure of one rank reaches all."""
-    try:
-        state_dict_saver.save(tensors, storage_writer=FileSystemWriter(hidden, sync_files=True))
-    except CheckpointException as error:
-        first = _first_failure(error)
-        free = shutil.disk_usage(hidden.parent).free / 2**30  # torch words a full disk as a wrong position in a file
-        raise RunError(
-            f"a checkpoint could not be written to {hidden.parent}, where {free:.2f} GiB are free: {first!r}"
-        ) from first
-
-
-def _first_failure(error: CheckpointException) -> BaseException:
-    return error.failures[min(error.failures)][0]
+NO_OPTIMIZER = (
+    "{path} has no optimizer state any more (it was dropped when the checkpoint was kept), so that no run can continue "
+    "from it exactly. Remedy: a later checkpoint; or a new run from its weights: python -m cascade_train.export "
+    "from=<run> step=<n> out=<folder>, then model.weights=<folder>"
+)
 
 
 def _own_records(hidden: Path) -> dict[str, FileRecord]:

@@ -143,6 +143,7 @@ class Trainer:
             self.profiler.step(self.step)
             if self._stop_is_carried():
                 return self.stop()
+        self.store.wait()
 
     def train_step(self, micro_batches: Sequence[Batch]) -> dict[str, Tensor | float]:
         """Run every phase on one global batch and return what it measured, still on the device. Collective."""
@@ -251,12 +252,14 @@ class Trainer:
         assert self.stopping is not None
         if not self._due(self.cadence.checkpoint):
             self.save()
+        self.store.wait()
         self.stopped = f"Stopped by {self.stopping.agreed_reason()} at step {self.step}; saved."
         self.tracker.note(self.stopped)
         log.info("%s The same command continues.", self.stopped)
 
     def close(self) -> None:
-        """End the list of unreadable samples, the progress line, the profiler's window and the tracker."""
+        """Finish the save in flight, the list of unreadable samples, the progress line, the profiler and the tracker."""
+        self.store.close()
         self._list_unreadable()
         self.progress.close()
         self.profiler.close()

@@ -41,11 +41,15 @@ class Manifest:
         step: the optimizer step that it belongs to.
         files: every file beside the manifest, by name.
         facts: what the loop wants to know without loading tensors.
+        has_optimizer: whether a run can continue from it exactly; false where the optimizer state was dropped.
+        name: what somebody called it; a checkpoint with a name is never deleted.
     """
 
     step: int
     files: dict[str, FileRecord]
     facts: dict[str, Any]
+    has_optimizer: bool = True
+    name: str | None = None
 
 
 def hash_file(path: Path) -> FileRecord:
@@ -86,8 +90,25 @@ def read_manifest(directory: Path) -> Manifest:
     version = body.pop("format_version", None)
     if version != FORMAT_VERSION:
         raise RunError(f"{path} has format version {version}, this program reads {FORMAT_VERSION}")
-    files = {name: FileRecord(**record) for name, record in body["files"].items()}
-    return Manifest(step=body["step"], files=files, facts=body["facts"])
+    return _from_plain(body, path)
+
+
+def _from_plain(body: dict[str, Any], path: Path) -> Manifest:
+    """Return what a manifest's JSON says; what older programs did not write has its default."""
+    try:
+        files = {name: FileRecord(**record) for name, record in body["files"].items()}
+        if any(Path(name).name != name for name in files):
+            raise ValueError("it names files outside its folder")
+        manifest = Manifest(
+            step=body["step"],
+            files=files,
+            facts=body["facts"],
+            has_optimizer=body.get("has_optimizer", True),
+            name=body.get("name"),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise RunError(f"{path} does not hold what a manifest holds: {error!r}") from error
+    return manifest
 
 
 def find_fault(directory: Path, *, hashes: bool = True) -> str | None:

@@ -99,22 +99,22 @@ class BoundPhase:
             self.ema.update(step)
         return lr
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return weights, optimizer state and average, sharded, for a checkpoint. Collective."""
-        state: dict[str, Any] = {
-            "weights": get_model_state_dict(self._container, options=_SHARDED),
-            "optimizer": get_optimizer_state_dict(self._container, self.optimizer, options=_SHARDED),
-        }
+    def state_dict(self, *, optimizer: bool = True) -> dict[str, Any]:
+        """Return weights, optimizer state (where asked for) and average, sharded, for a checkpoint. Collective."""
+        state: dict[str, Any] = {"weights": get_model_state_dict(self._container, options=_SHARDED)}
+        if optimizer:
+            state["optimizer"] = get_optimizer_state_dict(self._container, self.optimizer, options=_SHARDED)
         return state if self.ema is None else {**state, "ema": self.ema.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned, except settings: those are the configuration's. Collective."""
         not_frozen = StateDictOptions(ignore_frozen_params=True, strict=False)
         set_model_state_dict(self._container, state["weights"], options=not_frozen)
-        configured = settings(self.optimizer)
-        set_optimizer_state_dict(self._container, self.optimizer, state["optimizer"], options=_SHARDED)
-        for group, ours in zip(self.optimizer.param_groups, configured, strict=True):
-            group.update(ours)
+        if "optimizer" in state:
+            configured = settings(self.optimizer)
+            set_optimizer_state_dict(self._container, self.optimizer, state["optimizer"], options=_SHARDED)
+            for group, ours in zip(self.optimizer.param_groups, configured, strict=True):
+                group.update(ours)
         if self.ema is not None:
             self.ema.load_state_dict(state["ema"])
 
@@ -129,19 +129,29 @@ def averaged(phases: Sequence[BoundPhase]) -> Iterator[None]:
         yield
 
 
-def training_state(phases: Sequence[BoundPhase], task: Task) -> dict[str, Any]:
-    """Return all that training changes, sharded, for a checkpoint. Collective."""
-    return {"phases": {phase.phase.name: phase.state_dict() for phase in phases}, "task": task.state_dict()}
+def training_state(phases: Sequence[BoundPhase], task: Task, *, optimizer: bool = True) -> dict[str, Any]:
+    """Return all that training changes, sharded, for a checkpoint; or all but the optimizers' state. Collective."""
+    states = {phase.phase.name: phase.state_dict(optimizer=optimizer) for phase in phases}
+    return {"phases": states, "task": task.state_dict()}
 
 
-def restore_training_state(store: CheckpointStore, path: Path, phases: Sequence[BoundPhase], task: Task) -> Any:
+def restore_training_state(
+    store: CheckpointStore, path: Path, phases: Sequence[BoundPhase], task: Task, *, optimizer: bool = True
+) -> Any:
     """Load a checkpoint into phases and task, and return its facts. Collective.
 
+    Args:
+        store: reads it.
+        path: the checkpoint.
+        phases: of the run.
+        task: of the run.
+        optimizer: also the optimizers' state, which only training needs.
+
     Raises:
-        ConfigError: the checkpoint is of another model.
+        ConfigError: the checkpoint is of another model, or has no optimizer state any more.
     """
-    state = training_state(phases, task)
-    facts = store.load(path, state)
+    state = training_state(phases, task, optimizer=optimizer)
+    facts = store.load(path, state, optimizer=optimizer)
     for phase in phases:
         phase.load_state_dict(state["phases"][phase.phase.name])
     task.load_state_dict(state["task"])

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import yaml
 
 from cascade_train.distributed.consensus import from_rank_zero
-from cascade_train.engine.checkpoint import CheckpointStore
+from cascade_train.engine.checkpoint import NO_OPTIMIZER, CheckpointStore
 from cascade_train.engine.config_difference import Difference, describe, find_differences, is_limit_raised, refused
 from cascade_train.engine.durable_files import append_durably, write_durably
 from cascade_train.engine.environment import describe_environment
@@ -268,12 +268,13 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _newest(directory: Path) -> Path | None:
-    store = CheckpointStore(directory / "checkpoints", keep_last=None, keep_every_steps=None)
+    store = CheckpointStore(directory / "checkpoints")
     newest = store.newest()
     if newest is None and store.steps():
         raise RunError(
-            f"none of the checkpoints in {store.directory} verifies (steps {store.steps()}), so the run cannot "
-            "continue. Remedy: restore them from a backup, or move them away to start this run over"
+            f"none of the checkpoints in {store.directory} verifies (steps {store.steps()}) and has its optimizer "
+            "state, so the run cannot continue. Remedy: restore them from a backup, or move them away to start this "
+            "run over"
         )
     return newest
 
@@ -304,6 +305,8 @@ def _find_origin(resume: str) -> Path:
     fault = find_fault(path)
     if fault is not None:
         raise ConfigError(f"run.resume={resume} is not a checkpoint that verifies: {fault}")
+    if not read_manifest(path).has_optimizer:
+        raise ConfigError(f"run.resume: {NO_OPTIMIZER.format(path=path)}")
     return path
 
 

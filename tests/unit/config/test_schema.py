@@ -29,6 +29,9 @@ RANGES = {
     "checkpoint.every_steps=0": r"checkpoint.every_steps=0 must be 1 or more",
     "checkpoint.keep_last=0": r"checkpoint.keep_last=0 must be 1 or more",
     "checkpoint.keep_every_steps=0": r"checkpoint.keep_every_steps=0 must be 1 or more",
+    "checkpoint.keep_best=0": r"checkpoint.keep_best=0 must be 1 or more",
+    "checkpoint.keep_best=2": r"checkpoint.keep_best=2 and checkpoint.best_metric=None belong together",
+    "checkpoint.best_metric=loss": r"checkpoint.keep_best=None and checkpoint.best_metric=loss belong together",
     "rollback.spike_factor=1": r"rollback.spike_factor=1.0 must be greater than 1",
     "rollback.spike_factor=5": r"rollback.spike_factor=5.0 has no effect without rollback.enabled=true",
     "rollback.window_steps=0": r"rollback.window_steps=0 must be 1 or more",
@@ -63,6 +66,17 @@ def test_value_out_of_range_is_refused_by_name(override: str, tiny: DictConfig):
     key, _, value = override.partition("=")
     OmegaConf.update(tiny, key, [] if value == "[]" else value)
     with pytest.raises(ConfigError, match=RANGES[override]):
+        preflight(tiny, ranks=1)
+
+
+def test_what_keeps_some_checkpoints_has_no_effect_where_all_stay(tiny: DictConfig):
+    tiny.checkpoint.keep_last = None
+    assert preflight(tiny.copy(), ranks=1).checkpoint.keep_optimizer
+    tiny.checkpoint.keep_optimizer = False
+    with pytest.raises(ConfigError, match="keep_optimizer has no effect with checkpoint.keep_last=null"):
+        preflight(tiny.copy(), ranks=1)
+    tiny.checkpoint.keep_optimizer, tiny.checkpoint.keep_best, tiny.checkpoint.best_metric = True, 1, "loss"
+    with pytest.raises(ConfigError, match="keep_best has no effect with checkpoint.keep_last=null"):
         preflight(tiny, ranks=1)
 
 

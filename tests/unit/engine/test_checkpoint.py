@@ -9,7 +9,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from cascade_train.engine import checkpoint as module
 from cascade_train.engine.checkpoint import CheckpointStore
+from cascade_train.engine.checkpoint_loading import read_table
 from cascade_train.engine.manifest import find_fault, read_manifest
+from cascade_train.engine.retention import Retention
 from cascade_train.errors import ConfigError, RunError
 
 
@@ -30,7 +32,7 @@ FACTS = {"step": 3, "samples_seen": 24, "loss": 0.1 + 0.2, "finished": False, "d
 
 @pytest.fixture
 def store(world, tmp_path):
-    return CheckpointStore(tmp_path / "run" / "checkpoints", keep_last=None, keep_every_steps=None)
+    return CheckpointStore(tmp_path / "run" / "checkpoints")
 
 
 def damage(path):
@@ -132,39 +134,21 @@ def test_another_key_or_kind_or_dtype_is_refused_and_nothing_is_loaded(store):
         store.load(path, dtype)
 
 
-@pytest.mark.parametrize(
-    ("keep_last", "keep_every_steps", "kept"),
-    [
-        (None, None, [2, 4, 6, 8, 10]),
-        (1, None, [10]),
-        (2, None, [8, 10]),
-        (1, 4, [4, 8, 10]),
-        (None, 4, [2, 4, 6, 8, 10]),
-    ],
-)
-def test_retention_keeps_the_last_and_every_so_many(world, tmp_path, keep_last, keep_every_steps, kept):
-    store = CheckpointStore(tmp_path, keep_last=keep_last, keep_every_steps=keep_every_steps)
-    for step in (2, 4, 6, 8, 10):
-        store.save(step, {"a": torch.zeros(1)}, {})
-    assert store.steps() == kept
-    assert names(store) == sorted(f"step_{step}" for step in kept)
-
-
 def test_retention_never_deletes_the_newest_that_verifies(world, tmp_path):
-    keep_all = CheckpointStore(tmp_path, keep_last=None, keep_every_steps=None)
+    keep_all = CheckpointStore(tmp_path)
     for step in (4, 8, 12):
         keep_all.save(step, state(), {})
     (tmp_path / "step_8" / "manifest.json").unlink()
     (tmp_path / "step_12" / "manifest.json").unlink()
-    CheckpointStore(tmp_path, keep_last=1, keep_every_steps=None).save(6, state(), {})
+    CheckpointStore(tmp_path, retention=Retention(keep_last=1)).save(6, state(), {})
     assert keep_all.steps() == [6, 8, 12]
     assert keep_all.newest() == tmp_path / "step_6"
 
 
 def test_what_cannot_be_deleted_does_not_fail_the_save(world, tmp_path, monkeypatch, caplog):
-    store = CheckpointStore(tmp_path, keep_last=1, keep_every_steps=None)
+    store = CheckpointStore(tmp_path, retention=Retention(keep_last=1))
     store.save(1, state(), {})
-    monkeypatch.setattr(module.shutil, "rmtree", raise_for_deleting(shutil.rmtree))
+    monkeypatch.setattr(shutil, "rmtree", raise_for_deleting(shutil.rmtree))
     assert store.save(2, state(), {}).name == "step_2"
     assert "the old checkpoint of step 1 could not be deleted: busy" in caplog.text
 
@@ -176,13 +160,6 @@ def raise_for_deleting(rmtree):
         rmtree(path, *args, **kwargs)
 
     return broken
-
-
-@pytest.mark.parametrize("key", ["keep_last", "keep_every_steps"])
-def test_a_retention_rule_below_one_is_refused(key, tmp_path):
-    rule = {"keep_last": None, "keep_every_steps": None, key: 0}
-    with pytest.raises(ConfigError, match=rf"checkpoint\.{key}=0 must be at least 1"):
-        CheckpointStore(tmp_path, **rule)
 
 
 def test_a_full_disk_while_writing_tensors_leaves_the_older_checkpoints(store, monkeypatch):
@@ -217,17 +194,28 @@ def test_a_file_that_rank_zero_cannot_see_is_a_run_error(store, monkeypatch):
 
 
 def test_facts_that_differ_between_ranks_are_a_defect(store, monkeypatch):
-    monkeypatch.setattr(module, "from_every_rank", lambda work: [work(), (work()[0], {"step": 4})])
+    def differing(work, group=None):
+        return [work(), (work()[0], {"step": 4})] if isinstance(work(), tuple) else [work()]
+
+    monkeypatch.setattr(module, "from_every_rank", differing)
     with pytest.raises(AssertionError, match="facts of step 2 differ between ranks"):
         store.save(2, state(), FACTS)
     assert names(store) == []
 
 
-def test_a_table_of_contents_is_required(tmp_path):
-    planner = module._ExactLoadPlanner(tmp_path)
-    planner.metadata = None
-    with pytest.raises(RunError, match="has no table of contents"):
-        planner.create_local_plan()
+def test_a_table_of_contents_is_required(store):
+    path = store.save(3, state(), FACTS)
+    (path / ".metadata").unlink()
+    with pytest.raises(RunError, match="step_3 has no table of contents"):
+        store.load(path, state())
+
+
+def test_a_table_of_contents_names_only_files_of_the_manifest(store):
+    path = store.save(3, state(), FACTS)
+    manifest = read_manifest(path)
+    manifest.files.pop("__0_0.distcp")
+    with pytest.raises(RunError, match="names files that the manifest does not know"):
+        read_table(path, manifest)
 
 
 def test_leftovers_of_a_crashed_save_are_invisible_and_removed_at_the_next(store):

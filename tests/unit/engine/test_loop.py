@@ -54,7 +54,7 @@ def build_trainer(world, directory: Path, *, task=None, micro=4, max_steps=6, lr
         global_batch_size=4,
         cadence=Cadence(**{"log": 2, "validate": None, "sample": None, "checkpoint": None, **cadence}),
         metrics=MetricsLog(directory / "metrics.jsonl", is_main=True),
-        store=CheckpointStore(directory / "checkpoints", keep_last=None, keep_every_steps=None),
+        store=CheckpointStore(directory / "checkpoints"),
         tracker=build_tracker(
             "none",
             project=None,

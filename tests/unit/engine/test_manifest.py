@@ -78,3 +78,21 @@ def test_a_manifest_of_another_format_is_a_run_error(directory, monkeypatch):
     assert json.loads((directory / "manifest.json").read_text())["format_version"] == 99
     with pytest.raises(RunError, match="has format version 99, this program reads 1"):
         read_manifest(directory)
+
+
+def test_a_manifest_without_what_older_programs_did_not_write_has_its_optimizer_and_no_name(directory):
+    path = directory / "manifest.json"
+    body = json.loads(path.read_text())
+    for key in ("has_optimizer", "name", "sha256"):
+        del body[key]
+    path.write_text(json.dumps({**body, "sha256": module._digest(body)}))
+    read = read_manifest(directory)
+    assert (read.has_optimizer, read.name) == (True, None)
+
+
+@pytest.mark.parametrize("files", [{"../a.bin": {"size": 1, "sha256": "0"}}, {"a.bin": {"length": 1}}, [], None])
+def test_a_manifest_of_another_content_is_a_run_error(directory, files):
+    body = {"format_version": 1, "step": 3, "files": files, "facts": {}}
+    (directory / "manifest.json").write_text(json.dumps({**body, "sha256": module._digest(body)}))
+    with pytest.raises(RunError, match=r"manifest\.json does not hold what a manifest holds"):
+        read_manifest(directory)

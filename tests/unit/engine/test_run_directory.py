@@ -1,6 +1,7 @@
 """Claiming a run directory, and what is refused."""
 
 import contextlib
+import dataclasses
 import json
 import logging
 import shutil
@@ -12,6 +13,7 @@ import yaml
 
 from cascade_train.engine import run_directory as module
 from cascade_train.engine.checkpoint import CheckpointStore
+from cascade_train.engine.manifest import read_manifest, write_manifest
 from cascade_train.engine.run_directory import claim
 from cascade_train.errors import ConfigError, RunError
 
@@ -41,7 +43,7 @@ def directory(world, tmp_path):
 
 
 def save(directory, *steps, finished=False):
-    store = CheckpointStore(directory / "checkpoints", keep_last=None, keep_every_steps=None)
+    store = CheckpointStore(directory / "checkpoints")
     saved = [store.save(step, {"a": torch.zeros(3)}, {"finished": finished}) for step in steps][-1]
     if finished:
         (directory / "export").mkdir(exist_ok=True)
@@ -110,6 +112,16 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_refused(directory):
     claim(directory, config=CONFIG, resume="auto")
     damage(save(directory, 2))
     with pytest.raises(RunError, match=r"none of the checkpoints in .* verifies \(steps \[2\]\)"):
+        claim(directory, config=CONFIG, resume="auto")
+
+
+def test_a_checkpoint_without_optimizer_state_starts_no_run(directory):
+    claim(directory, config=CONFIG, resume="auto")
+    path = save(directory, 2)
+    write_manifest(path, dataclasses.replace(read_manifest(path), has_optimizer=False))
+    with pytest.raises(ConfigError, match=r"run\.resume: .*step_2 has no optimizer state any more"):
+        claim(directory.with_name("two"), config=CONFIG, resume=str(path))
+    with pytest.raises(RunError, match="verifies .* and has its optimizer state, so the run cannot continue"):
         claim(directory, config=CONFIG, resume="auto")
 
 

@@ -1,0 +1,173 @@
+"""From files to tensors: torch's distributed checkpoint, read so that nothing in a file can run code.
+
+A checkpoint's table of contents is a pickle, and plain values are too: the first is read by an allow-list of classes,
+the others as weights. Sizes and hashes are compared before, by the manifest.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+
+from cascade_train.distributed.consensus import from_every_rank
+from cascade_train.engine.checkpoint_writing import first_failure
+from cascade_train.engine.manifest import Manifest
+from cascade_train.errors import ConfigError, RunError
+
+TABLE_NAME = ".metadata"
+"""The table of contents, as torch calls it."""
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_ALLOWED = {
+    *(
+        (_METADATA, name)
+        for name in (
+            *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "TensorStorageMetadata"),
+            *("BytesStorageMetadata", "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING"),
+        )
+    ),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),
+}
+"""What a table of contents consists of, beside dtypes: classes without effects."""
+
+
+class _TableUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not is_dtype and (module, name) not in _ALLOWED:
+            raise pickle.UnpicklingError(f"it names {module}.{name}")
+        return super().find_class(module, name)
+
+
+def read_table(path: Path, manifest: Manifest) -> Metadata:
+    """Return a checkpoint's table of contents.
+
+    Args:
+        path: the checkpoint.
+        manifest: its manifest; the table may name no other files.
+
+    Raises:
+        RunError: it is missing, unreadable, or holds what no table of contents holds.
+    """
+    table: Metadata
+    try:
+        with (path / TABLE_NAME).open("rb") as file:
+            table = _TableUnpickler(file).load()
+    except FileNotFoundError as error:
+        raise RunError(f"the checkpoint {path} has no table of contents ({TABLE_NAME})") from error
+    except Exception as error:  # a pickle that was tampered with may raise anything
+        raise RunError(
+            f"{path / TABLE_NAME} is refused: {error}. It is no table of contents of a checkpoint: do not use this "
+            "file, whoever made it may have meant harm"
+        ) from error
+    names = {info.relative_path for info in table.storage_data.values()} if isinstance(table, Metadata) else {None}
+    if not names <= manifest.files.keys():
+        raise RunError(f"{path / TABLE_NAME} is refused: it names files that the manifest does not know")
+    return table
+
+
+def optimizer_keys(table: Metadata) -> frozenset[str]:
+    """Return the flat keys of the optimizers' state, which `engine/phase.py` puts at `phases.<name>.optimizer`."""
+    return frozenset(
+        key for key, path in table.planner_data.items() if path[0] == "phases" and "optimizer" in path[2:3]
+    )
+
+
+class _TableReader(FileSystemReader):
+    """Reads a checkpoint by a table of contents that was read before."""
+
+    def __init__(self, path: Path, table: Metadata) -> None:
+        super().__init__(path)
+        self._table = table
+
+    def read_metadata(self) -> Metadata:
+        return self._table
+
+
+class _ExactLoadPlanner(DefaultLoadPlanner):
+    """Refuses a checkpoint whose keys, shapes or dtypes are not exactly those asked for."""
+
+    def __init__(self, path: Path, ignored: frozenset[str]) -> None:
+        super().__init__()
+        self._path = path
+        self._ignored = ignored
+
+    def create_local_plan(self) -> LoadPlan:
+        """Compare, then plan as usual."""
+        assert self.metadata is not None
+        contents = self.metadata.state_dict_metadata
+        saved = {key: _describe(entry) for key, entry in contents.items() if key not in self._ignored}
+        wanted = {key: _describe(value) for key, value in self.state_dict.items()}
+        differing = sorted(key for key in saved.keys() | wanted.keys() if saved.get(key) != wanted.get(key))
+        if differing:
+            key = differing[0]
+            raise ConfigError(
+                f"{self._path} is a checkpoint of another model: {key} is {saved.get(key, 'absent')} there and "
+                f"{wanted.get(key, 'absent')} in this run ({len(differing)} keys differ). Remedy: start with the "
+                "model, task and optimizer of its run's config.yaml, or a new run with run.name=<new name>"
+            )
+        return super().create_local_plan()
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Put a plain value in its place."""
+        key = read_item.dest_index.fqn
+        try:
+            loaded = torch.load(value, weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise RunError(
+                f"{key} in {self._path} is refused: it is more than a plain value, and could run code when it is read. "
+                "Do not use this file, whoever made it may have meant harm"
+            ) from error
+        *parents, last = self.mappings[key]
+        container: Any = self.original_state_dict
+        for name in parents:
+            container = container[name]
+        container[last] = loaded
+
+
+def load_files(path: Path, manifest: Manifest, state: dict[str, Any], *, optimizer: bool) -> None:
+    """Fill `state` in place from a checkpoint. Collective.
+
+    Args:
+        path: the checkpoint.
+        manifest: its manifest.
+        state: nested dict of tensors (sharded or plain) and plain values; the latter are replaced.
+        optimizer: `state` has the optimizers' state; otherwise what the checkpoint has of it is passed over.
+
+    Raises:
+        ConfigError: keys, shapes or dtypes differ: a checkpoint of another model.
+        RunError: a file is missing, unreadable, or could run code.
+    """
+    tables: list[Metadata] = []
+    from_every_rank(lambda: tables.append(read_table(path, manifest)))
+    planner = _ExactLoadPlanner(path, frozenset() if optimizer else optimizer_keys(tables[0]))
+    try:
+        state_dict_loader.load(state, storage_reader=_TableReader(path, tables[0]), planner=planner)
+    except CheckpointException as error:
+        first = first_failure(error)
+        if isinstance(first, ConfigError | RunError):
+            raise type(first)(str(first)) from error
+        raise RunError(f"the checkpoint {path} could not be loaded: {first!r}") from error
+
+
+def _describe(entry: object) -> str:
+    if isinstance(entry, TensorStorageMetadata):
+        return f"{entry.properties.dtype} {tuple(entry.size)}"
+    if isinstance(entry, Tensor):
+        return f"{entry.dtype} {tuple(entry.shape)}"
+    return "a plain value"

@@ -1,0 +1,222 @@
+"""From tensors to files: which rank writes what, copies in host memory, and torch's distributed checkpoint around them.
+
+Directories, manifests and what becomes of a checkpoint are the store's business.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+
+from cascade_train.distributed.parallelize import local
+from cascade_train.errors import RunError
+
+_ENTRY_BYTES = 4096
+"""More than torch's framing of one tensor in a file."""
+
+_COPY_AHEAD = 10_000_000
+"""Bytes that are on their way from the device while others are written."""
+
+
+class Snapshot(DefaultSavePlanner):
+    """What this rank writes of a state: its own shards, and an even part of those that several ranks hold alike.
+
+    Until `stage` is called it reads the state's own tensors; afterwards copies, so that training may go on.
+    """
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        """Look at a state; copies nothing yet.
+
+        Args:
+            state: nested dict of tensors (sharded or plain) and plain values, with the same keys on all ranks.
+        """
+        super().__init__()
+        super().set_up_planner(dict(state))
+        share = own_share(self.state_dict)
+        self.state_dict = {key: self.state_dict[key] for key in share}
+        self.mappings = {key: self.mappings[key] for key in share}
+        self.staged = False
+
+    @property
+    def bytes_needed(self) -> int:
+        """How much this rank is about to write, framing included."""
+        tensors = [value for value in self.state_dict.values() if isinstance(value, Tensor)]
+        return sum(local(t).nbytes for t in tensors) + _ENTRY_BYTES * len(self.state_dict)
+
+    def stage(self, memory: HostMemory) -> None:
+        """Copy everything to the host; once this returns, the state may change, and nothing here refers to it."""
+        super().create_local_plan()
+        self.state_dict = memory.take(self.state_dict)
+        self.staged = True
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Do nothing: the state was looked at when this was made."""
+
+    def create_local_plan(self) -> SavePlan:
+        """Plan what this rank writes."""
+        return self.plan if self.staged else super().create_local_plan()
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """Return this rank's shard, or the plain value."""
+        value = self.state_dict[index.fqn]
+        return local(value.detach()) if isinstance(value, Tensor) else value
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        """Turn a plain value into bytes that load without running code.
+
+        Raises:
+            RunError: it is more than numbers, strings, None and tensors in lists and dicts.
+        """
+        written = super().transform_object(write_item, object)
+        if write_item.type == WriteItemType.BYTE_IO:
+            _check_loads(write_item.index.fqn, written)
+        return written
+
+
+class HostMemory:
+    """Buffers on the host that copies of a state are taken into; kept from save to save."""
+
+    def __init__(self) -> None:
+        """Begin without buffers."""
+        self._buffers: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def take(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return copies of tensors' local shards, on the host, and of plain values; waits for the device once.
+
+        Args:
+            values: by key; a key's next copy goes where its last one was.
+        """
+        copies: dict[str, Any] = {}
+        on_device = False
+        for key, value in values.items():
+            if not isinstance(value, Tensor):
+                copies[key] = copy.deepcopy(value)
+                continue
+            shard = local(value.detach())
+            copies[key] = self._buffer(key, shard).copy_(shard, non_blocking=True)
+            on_device |= shard.is_cuda
+        if on_device:
+            torch.cuda.current_stream().synchronize()
+        self._buffers = {key: each for key, each in copies.items() if isinstance(each, Tensor)}
+        return copies
+
+    def _buffer(self, key: str, like: Tensor) -> Tensor:
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.shape != like.shape or buffer.dtype != like.dtype:
+            buffer = torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=like.is_cuda)
+        return buffer
+
+
+def own_share(flat: Mapping[str, Any]) -> list[str]:
+    """Return the keys that this rank writes; every rank finds the same division by itself.
+
+    A shard that several ranks hold alike (replicas of a mesh, plain values) goes to one of them, the bytes evenly.
+    """
+    loads: dict[int, list[int]] = {}
+    mine = []
+    for key in sorted(flat, key=lambda key: (-_whole_bytes(flat[key]), key)):
+        number, replicas = _replica(flat[key])
+        load = loads.setdefault(replicas, [0] * replicas)
+        writer = load.index(min(load))
+        load[writer] += _whole_bytes(flat[key]) or 1
+        if writer == number:
+            mine.append(key)
+    return mine
+
+
+def _replica(value: object) -> tuple[int, int]:
+    """Return which copy of its shard this rank holds, and how many there are."""
+    if not isinstance(value, DTensor):
+        return dist.get_rank(), dist.get_world_size()
+    mesh, number, replicas = value.device_mesh, 0, 1
+    place = mesh.get_coordinate()
+    if place is None:
+        return -1, 1
+    for dimension, placement in enumerate(value.placements):
+        if placement.is_replicate():
+            number = number * mesh.size(dimension) + place[dimension]
+            replicas *= mesh.size(dimension)
+    return number, replicas
+
+
+def _whole_bytes(value: object) -> int:
+    return math.prod(value.shape) * value.element_size() if isinstance(value, Tensor) else 0
+
+
+def _check_loads(key: str, written: io.BytesIO) -> None:
+    try:
+        torch.load(io.BytesIO(written.getbuffer()), weights_only=True)
+    except Exception as error:
+        raise RunError(
+            f"{key} cannot be saved: only numbers, strings, None and tensors, in lists and dicts, load again without "
+            f"running code ({str(error).splitlines()[0]})"
+        ) from error
+
+
+def write_files(directory: Path, snapshot: Snapshot, group: ProcessGroup | None) -> None:
+    """Write a snapshot's files into a directory, synced to the disk. Collective; a failure of one rank reaches all.
+
+    Args:
+        directory: empty; on a file system that all ranks share.
+        snapshot: what this rank writes.
+        group: through which the ranks plan; None = the default group.
+
+    Raises:
+        RunError: the disk is full or failed.
+    """
+    ahead = 0 if snapshot.staged else _COPY_AHEAD
+    writer = FileSystemWriter(directory, sync_files=True, per_thread_copy_ahead=ahead)
+    try:
+        state_dict_saver.save({}, storage_writer=writer, planner=snapshot, process_group=group)
+    except CheckpointException as error:
+        first = first_failure(error)
+        free = shutil.disk_usage(directory.parent).free / 2**30  # torch words a full disk as a wrong position in a file
+        raise RunError(
+            f"a checkpoint could not be written to {directory.parent}, where {free:.2f} GiB are free: {first!r}"
+        ) from first
+
+
+def first_failure(error: CheckpointException) -> BaseException:
+    """Return what went wrong on the lowest rank on which something did."""
+    return error.failures[min(error.failures)][0]
+
+
+def check_space(directory: Path, bytes_by_rank: Iterable[int]) -> None:
+    """Check that a checkpoint fits on the file system of a directory that is there.
+
+    Args:
+        directory: on the file system that all ranks share.
+        bytes_by_rank: what each rank is about to write.
+
+    Raises:
+        RunError: it does not.
+    """
+    needed = sum(bytes_by_rank)
+    needed += needed // 100 + 2**20  # the table of contents and the file system's own
+    free = shutil.disk_usage(directory).free
+    if free < needed:
+        raise RunError(
+            f"a checkpoint of {needed / 2**30:.3f} GiB does not fit in {directory}, where {free / 2**30:.3f} GiB are "
+            "free; nothing was written. Remedy: free space there (python -m cascade_train.checkpoints prune), a "
+            "smaller checkpoint.keep_last, or another run.dir"
+        )
