@@ -121,12 +121,12 @@ class PictureFolder(Source):
         """Return what the filters say of each picture's values, (N, 1 + filters)."""
 
         def judge(path: Path) -> list[int]:
-            return judged(self._filters, read_values(path))
+            return judged(self._filters, read_values(path, self.limits))
 
         verdicts = np.zeros((len(found), 1 + len(self._filters)), dtype=np.int32)
         rows = [row for row, file in enumerate(found) if file.values]
         names = [beside(found[row].name, VALUE_FILES[found[row].values]) for row in rows]
-        kind, columns = f"verdicts-{self._filters.identity}", verdicts.shape[1]
+        kind, columns = f"verdicts-{self._filters.identity}-{self.max_text_kib}", verdicts.shape[1]
         facts = load_facts(self._root, self._root, names, judge, columns=columns, kind=kind, cache_dir=self._cache_dir)
         verdicts[rows] = facts.values
         return verdicts
@@ -135,10 +135,10 @@ class PictureFolder(Source):
         """Read a picture and what lies beside it."""
         name, entry = self._index.keys[row].decode(), self._index.table[row]
         return RawSample(
-            image=(self._root / name).read_bytes(),
+            image=self.limits.read(self._root / name, "image"),
             caption=self.caption(name, entry),
             key=self._index.name(row),
-            mask=(self._root / beside(name, MASK)).read_bytes() if entry["mask"] else None,
+            mask=self.limits.read(self._root / beside(name, MASK), "mask") if entry["mask"] else None,
             values=self.values_of(row) if self.captions.needs_values else {},
         )
 
@@ -149,9 +149,11 @@ class PictureFolder(Source):
             UnreadableSampleError: it is damaged.
         """
         name, extension = self._index.keys[row].decode(), VALUE_FILES[self._index.table["values"][row]]
-        values = read_values(self._root / beside(name, extension)) if extension else {}
+        values = read_values(self._root / beside(name, extension), self.limits) if extension else {}
         if values is None:
-            raise UnreadableSampleError(f"its {extension[1:]} is damaged: it is no mapping that can be read")
+            raise UnreadableSampleError(
+                f"its {extension[1:]} is damaged: it is no mapping that can be read, or too large"
+            )
         return values
 
 
@@ -204,7 +206,7 @@ class Folder(PictureFolder):
     def caption(self, name: str, entry: np.void) -> str:
         """See `PictureFolder.caption`."""
         extension = "" if self.caption_from == "name" else CAPTION_FILES[entry["caption"]]
-        return read_caption(self._root / beside(name, extension)) if extension else caption_of_name(name)
+        return read_caption(self._root / beside(name, extension), self.limits) if extension else caption_of_name(name)
 
 
 def _repeat_counts(found: list[PictureFile], keys: np.ndarray) -> np.ndarray:

@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from cascade_train.data.limits import FileLimits
 from cascade_train.data.picture_files import EXTENSIONS
 from cascade_train.data.row_filter import read_metadata
 from cascade_train.data.sample import UnreadableSampleError
@@ -82,21 +83,24 @@ def caption_of_name(name: str) -> str:
     return Path(name).stem.partition("_")[0].strip()
 
 
-def read_caption(path: Path) -> str:
+def read_caption(path: Path, limits: FileLimits) -> str:
     """Return the text of a caption file.
 
     Raises:
-        UnreadableSampleError: it is not UTF-8.
+        UnreadableSampleError: it is not UTF-8, or too large.
     """
     try:
-        return path.read_bytes().decode("utf-8-sig").strip()
+        return limits.read(path, "caption").decode("utf-8-sig").strip()
     except UnicodeDecodeError as error:
         raise UnreadableSampleError(f"the caption is not UTF-8: {error}") from error
 
 
-def read_values(path: Path) -> Mapping[str, Any] | None:
-    """Return what a json or yaml file says; None where it is no mapping that can be read."""
-    content = path.read_bytes()
+def read_values(path: Path, limits: FileLimits) -> Mapping[str, Any] | None:
+    """Return what a json or yaml file says; None where it is no mapping that can be read, or too large."""
+    try:
+        content = limits.read(path, path.suffix[1:])
+    except UnreadableSampleError:
+        return None
     values = read_metadata(content)
     if values is None and path.suffix != ".json":
         try:

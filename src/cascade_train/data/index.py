@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cascade_train.errors import ConfigError
+from cascade_train.redaction import printable
 
 ROW_FIELDS = [("shard", "<i4"), ("width", "<i4"), ("height", "<i4")]
 
@@ -39,8 +40,8 @@ class Index:
         return len(self.table)
 
     def name(self, row: int) -> str:
-        """Return shard and key of a row, for messages."""
-        return f"{self.shards[self.table['shard'][row]]}:{self.keys[row].decode()}"
+        """Return shard and key of a row, for messages: one line that can be printed, whatever the key holds."""
+        return printable(f"{self.shards[self.table['shard'][row]]}:{self.keys[row].decode()}")
 
     @functools.cached_property
     def digest(self) -> str:

@@ -160,8 +160,11 @@ class Parquet(Source):
         names = None if self.captions.needs_values else self._columns.names()
         values = self._groups.row(path, group, int(entry["row"]), names)
         image, name = picture_of(values[self.image_column])
+        if image is None:
+            image = self.limits.read(self._root(path) / name, "image")
+        self.limits.check("image", len(image))
         return RawSample(
-            image=(self._root(path) / name).read_bytes() if image is None else image,
+            image=image,
             caption="" if self.caption_column is None else caption_text(values[self.caption_column]),
             key=self._index.name(row),
             values={key: value for key, value in _present(values).items() if key != self.image_column},

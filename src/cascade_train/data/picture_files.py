@@ -32,6 +32,7 @@ THREADS = 16
 
 _FORMAT = 1
 _HEADER_BYTES = 64 * 1024
+_LONGEST_HEADER_BYTES = 128 * 1024**2
 _BLOCK = 256  # files that a thread takes at once
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -56,7 +57,7 @@ def picture_size(path: Path) -> tuple[int, int]:
         head = file.read(_HEADER_BYTES)
         for more in (False, True):  # large metadata may come before the size; webp wants the whole file
             try:
-                return upright_size(head + file.read() if more else head)
+                return upright_size(head + file.read(_LONGEST_HEADER_BYTES) if more else head)
             except UnreadableSampleError:
                 continue
     return 0, 0

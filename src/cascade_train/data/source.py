@@ -17,6 +17,7 @@ from cascade_train.data.buckets import Buckets, BucketTable
 from cascade_train.data.captions import Captions
 from cascade_train.data.feed import Feed, FeedRequest
 from cascade_train.data.index import Index
+from cascade_train.data.limits import FileLimits
 from cascade_train.data.quarantine import quarantine_selection, read_quarantine
 from cascade_train.data.sample import RawSample
 from cascade_train.data.selection import RowSelector
@@ -45,6 +46,10 @@ class Source(abc.ABC):
         quarantine: a run, or a list that it left, whose unreadable samples are left out; None = all are tried.
         flip_prob: share of the pictures that are mirrored left to right, drawn anew each epoch.
         max_pixels: pixels of the largest picture that is decoded; larger ones count as unreadable. None = any.
+        max_file_mib: size of the largest picture or mask that is read, before it is decoded; larger ones count as
+            unreadable. None = any.
+        max_text_kib: size of the largest caption, json or yaml that is read; larger ones count as unreadable. None =
+            any.
         max_unreadable_share: share of unreadable samples above which a run stops.
         max_wait_seconds: how long to wait for one batch of the workers before the run stops; None = for ever.
         aspect_ratios: shapes of the training pictures, width to height: fractions or decimals, whose reciprocals are
@@ -69,6 +74,8 @@ class Source(abc.ABC):
     quarantine: str | None = None
     flip_prob: float = 0.0
     max_pixels: int | None = 2**27
+    max_file_mib: int | None = 128
+    max_text_kib: int | None = 1024
     max_unreadable_share: float = 0.01
     max_wait_seconds: float | None = 600.0
     aspect_ratios: list[str | float] | str | None = None
@@ -102,6 +109,10 @@ class Source(abc.ABC):
             raise ValueError(f"data.flip_prob={self.flip_prob} must lie between 0 and 1: it is a share of the pictures")
         if self.max_pixels is not None and self.max_pixels < 1:
             raise ValueError(f"data.max_pixels={self.max_pixels} must be at least 1, or null to decode any picture")
+        for name in ("max_file_mib", "max_text_kib"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"data.{name}={getattr(self, name)} must be at least 1, or null to read any file")
+        self.limits = FileLimits(max_file_mib=self.max_file_mib, max_text_kib=self.max_text_kib)
         if not 0.0 <= self.max_unreadable_share <= 1.0:
             raise ValueError(
                 f"data.max_unreadable_share={self.max_unreadable_share} must lie between 0 and 1: 0.03 allows 3 in 100"

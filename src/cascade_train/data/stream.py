@@ -17,6 +17,7 @@ from cascade_train.data.tar_files import Tar
 from cascade_train.data.tar_sample import Dropped
 from cascade_train.data.tar_stream import stream_samples
 from cascade_train.errors import RunError
+from cascade_train.redaction import printable
 
 MEBIBYTE = 1024**2
 _SAMPLES_OF_A_TAR = 2**32
@@ -180,7 +181,7 @@ class Stream:
             for sample, (key, parts) in enumerate(self._passing(row, cursor.epoch)):
                 if sample >= first:
                     number = row * _SAMPLES_OF_A_TAR + sample
-                    name = f"{self._tars[row].name}:{key}"
+                    name = printable(f"{self._tars[row].name}:{key}")
                     behind = Cursor(epoch=cursor.epoch, place=place, sample=sample + 1)
                     yield Held(number=number, epoch=cursor.epoch, key=name, parts=parts), behind
 

@@ -149,10 +149,10 @@ class Table(Source):
         root = self._root(file)
         mask = None if self.mask_column is None else values.get(self.mask_column)
         return RawSample(
-            image=(root / str(values[self.image_column])).read_bytes(),
+            image=self.limits.read(root / str(values[self.image_column]), "image"),
             caption="" if self.caption_column is None else caption_text(values[self.caption_column]),
             key=self._index.name(row),
-            mask=(root / str(mask)).read_bytes() if mask else None,
+            mask=self.limits.read(root / str(mask), "mask") if mask else None,
             values=values,
         )
 

@@ -28,6 +28,7 @@ from cascade_train.errors import ConfigError
 TAR_FIELDS = ROW_FIELDS + [(f"{part}_{what}", "<i8") for part in ("image", *PARTS) for what in ("start", "bytes")]
 _FORMAT = 2
 _HEADER_BYTES = 64 * 1024
+_LONGEST_HEADER_BYTES = 128 * 1024**2  # a member may claim any size
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 _log = logging.getLogger(__name__)
 
@@ -149,7 +150,10 @@ def _span(member: Member) -> _Span:
 def _picture_size(member: Member) -> tuple[int, int]:
     """Return (width, height), or (0, 0) if the header cannot be read."""
     content = b""
-    for limit in (_HEADER_BYTES, member.size):  # large metadata may come before the size; webp wants the whole file
+    for limit in (
+        _HEADER_BYTES,
+        min(member.size, _LONGEST_HEADER_BYTES),
+    ):  # large metadata may come before the size; webp wants the whole file
         content += member.read(limit - len(content))
         try:
             return upright_size(content)

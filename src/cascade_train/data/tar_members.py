@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import IO, TypeVar
 
 from cascade_train.errors import ConfigError
+from cascade_train.redaction import printable
 
 _LONGEST_HEADER = 1024**2  # of names and pax records, which tarfile reads as a whole
 _LONGEST_PADDING = 1024**2  # tar fills up to a multiple of its record, mostly 10 KiB
@@ -105,8 +106,8 @@ def samples(name: str, file: Forward, take: Callable[[Member], T]) -> Iterator[t
             parts = {}
         if (member.key != current and member.key in seen) or member.extension in parts:
             raise ConfigError(
-                f"data.urls: {name}: the files of key {member.key} are not next to each other, or one is there twice;"
-                " write the tar with tar --sort=name -cf dataset.tar dataset/"
+                f"data.urls: {name}: the files of key {printable(member.key)} are not next to each other, or one is"
+                " there twice; write the tar with tar --sort=name -cf dataset.tar dataset/"
             )
         seen.add(member.key)
         current, parts[member.extension] = member.key, take(member)

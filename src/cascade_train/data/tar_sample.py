@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from cascade_train.data.row_filter import read_metadata
 from cascade_train.data.sample import RawSample, UnreadableSampleError
+from cascade_train.redaction import printable
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
 PARTS = {"caption": "txt", "json": "json", "mask": "mask.png"}
@@ -41,7 +42,7 @@ class Dropped:
         self.without_image += no_image
         self.without_caption += not no_image
         if len(self.examples) < 5:
-            self.examples.append(f"{key} ({', '.join(sorted(extensions))})")
+            self.examples.append(printable(f"{key} ({', '.join(sorted(extensions))})"))
 
 
 def image_extension(extensions: Container[str]) -> str | None:

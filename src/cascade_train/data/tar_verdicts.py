@@ -15,7 +15,9 @@ from cascade_train.data.tar_files import Tar
 from cascade_train.data.tar_index import ShardIndex, cache_file
 
 
-def load_verdicts(tar: Tar, shard: ShardIndex, filters: RowFilters, cache_dir: Path | None) -> np.ndarray:
+def load_verdicts(
+    tar: Tar, shard: ShardIndex, filters: RowFilters, cache_dir: Path | None, *, largest: int | None = None
+) -> np.ndarray:
     """Return the verdict of each filter on each sample, from the cache if it is there, else from the tar.
 
     Args:
@@ -23,6 +25,7 @@ def load_verdicts(tar: Tar, shard: ShardIndex, filters: RowFilters, cache_dir: P
         shard: its index.
         filters: at least one.
         cache_dir: see `load_shard`.
+        largest: bytes of a json that is read; a larger one counts as none. None = any.
 
     Returns:
         (N, 1 + filters) uint8, see `RowFilters.verdicts`.
@@ -33,15 +36,17 @@ def load_verdicts(tar: Tar, shard: ShardIndex, filters: RowFilters, cache_dir: P
         RunError: its store fails.
     """
     index = cache_file(tar, cache_dir)
-    cached = index.with_name(f"{index.stem}-filters-{filters.identity}.npz")
+    is_limited = largest is not None and bool((shard.table["json_bytes"] > largest).any())
+    limit = f"-{largest}" if is_limited else ""
+    cached = index.with_name(f"{index.stem}-filters-{filters.identity}{limit}.npz")
     verdicts = _read_cache(cached, (len(shard.table), 1 + len(filters)))
     if verdicts is None:
-        verdicts = judge_shard(tar, shard, filters)
+        verdicts = judge_shard(tar, shard, filters, largest)
         write_cache(cached, {"verdicts": verdicts}, required=cache_dir is not None)
     return verdicts
 
 
-def judge_shard(tar: Tar, shard: ShardIndex, filters: RowFilters) -> np.ndarray:
+def judge_shard(tar: Tar, shard: ShardIndex, filters: RowFilters, largest: int | None) -> np.ndarray:
     """Read every sample's json once and judge it, see `load_verdicts`.
 
     Raises:
@@ -52,7 +57,9 @@ def judge_shard(tar: Tar, shard: ShardIndex, filters: RowFilters) -> np.ndarray:
     with tar.open() as file:
         for row, entry in enumerate(shard.table):
             file.seek(int(entry["json_start"]))
-            content = file.read(int(entry["json_bytes"])) if entry["json_bytes"] else None
+            size = int(entry["json_bytes"])
+            is_read = size > 0 and (largest is None or size <= largest)
+            content = file.read(size) if is_read else None
             verdicts[row] = filters.verdicts(content)
     return verdicts
 

@@ -168,7 +168,7 @@ class WebDataset(Source):
         if not len(self._filters):
             return slice(None)
         parts = zip(self._tars, shards, strict=True)
-        verdicts = np.concatenate([load_verdicts(tar, shard, self._filters, cache_dir) for tar, shard in parts])
+        verdicts = np.concatenate([self._verdicts(tar, shard, cache_dir) for tar, shard in parts])
         report = self._filters.report(verdicts)
         for line in report:
             _log.info("%s", line)
@@ -176,6 +176,9 @@ class WebDataset(Source):
         if not kept.any():
             raise ConfigError("no sample is left, so nothing can train; relax the filters. " + "; ".join(report))
         return kept
+
+    def _verdicts(self, tar: Tar, shard: ShardIndex, cache_dir: Path | None) -> np.ndarray:
+        return load_verdicts(tar, shard, self._filters, cache_dir, largest=self.limits.text_bytes)
 
     def prefetch(self, rows: Sequence[int]) -> None:
         """Begin to read rows from a store that answers late, several at a time."""
@@ -197,11 +200,17 @@ class WebDataset(Source):
         return raw_sample(parts, self._index.name(row), needs_values=self.captions.needs_values)
 
     def _parts(self, row: int) -> dict[str, bytes]:
-        """Return the bytes of the parts that are there, with as few reads as possible."""
+        """Return the bytes of the parts that are there, with as few reads as possible.
+
+        Raises:
+            UnreadableSampleError: one is larger than is read.
+        """
         entry = self._index.table[row]
         tar = self._tars[entry["shard"]]
         wanted = ["image", *(part for part in PARTS if part != "json" or self.captions.needs_values)]
         places = {part: (int(entry[f"{part}_start"]), int(entry[f"{part}_bytes"])) for part in wanted}
+        for part, (_, size) in places.items():
+            self.limits.check(part, size)
         found = {}
         for group in _neighbours({part: place for part, place in places.items() if place[0]}):
             begin = group[0][1]
