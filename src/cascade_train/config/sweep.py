@@ -24,6 +24,7 @@ from omegaconf import DictConfig
 
 from cascade_train.config.slurm_step import adopt_slurm_step
 from cascade_train.errors import STOPPED, ConfigError
+from cascade_train.redaction import redact
 
 ON_SLURM = "hydra/launcher=slurm"
 
@@ -111,7 +112,7 @@ def write_result(path: Path, job: JobReturn, code: int) -> None:
     assert job.cfg is not None
     directory = Path(job.cfg.run.dir)
     result = {
-        "overrides": list(job.overrides or ()),
+        "overrides": [redact(override) for override in job.overrides or ()],
         "run_dir": str(directory),
         "exit_code": code,
         "metrics": last_metrics(directory / "metrics.jsonl"),

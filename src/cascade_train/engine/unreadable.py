@@ -12,6 +12,7 @@ from pathlib import Path
 
 from cascade_train.batch import Unreadable
 from cascade_train.engine.durable_files import append_durably, write_durably
+from cascade_train.redaction import redact
 
 log = logging.getLogger(__name__)
 
@@ -62,4 +63,4 @@ class UnreadableList:
 
 
 def _line(unreadable: Unreadable, step: int) -> str:
-    return json.dumps({"sample": unreadable.name, "reason": unreadable.reason, "step": step}) + "\n"
+    return json.dumps({"sample": unreadable.name, "reason": redact(unreadable.reason), "step": step}) + "\n"

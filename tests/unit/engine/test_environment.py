@@ -19,6 +19,14 @@ def test_the_description_is_json_and_complete(world):
     assert {"time", "platform", "git_commit", "device", "cuda", "cpu_threads"} <= found.keys()
 
 
+def test_no_secret_of_the_command_line_or_the_environment_is_described(world, monkeypatch):
+    monkeypatch.setenv("SOME_API_TOKEN", "abcdef0123456789")
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "cascade_train", "+task.password=hunter2", "task=lora"])
+    found = describe_environment()
+    assert found["command_line"] == ["python", "-m", "cascade_train", "+task.password=<redacted>", "task=lora"]
+    assert "abcdef0123456789" not in json.dumps(found)
+
+
 def test_a_package_that_is_missing_is_null():
     assert environment._version("no-such-package-here") is None
 

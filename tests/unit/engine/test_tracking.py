@@ -147,6 +147,23 @@ def test_wandb_continues_the_run_it_is_given(world, tmp_path, wandb):
     assert wandb.of("init")[1][0]["id"] == "abc"
 
 
+def test_no_tracker_sees_a_secret_of_the_configuration_or_the_command_line(world, tmp_path, wandb, monkeypatch):
+    seen = []
+    monkeypatch.setattr(sys, "argv", ["train", "task.api_token=abcdef0123456789"])
+    start = wandb.init
+    monkeypatch.setattr(wandb, "init", lambda **given: seen.extend(sys.argv) or start(**given))
+    config = {"data": {"urls": ["https://anna:hunter2@a.b/c.tar"]}, "task": {"api_token": "abcdef0123456789"}}
+    monkeypatch.setitem(globals(), "CONFIG", config)
+    build("wandb", tmp_path).finish()
+    build("tensorboard", tmp_path).finish()
+    (text,) = read_events(tmp_path / "tensorboard").Tensors("config/text_summary")[0].tensor_proto.string_val
+    left = f"{seen} {wandb.of('config')} {text.decode()}"
+    assert left.count("<redacted>") == 5
+    assert "hunter2" not in left
+    assert "abcdef0123456789" not in left
+    assert sys.argv[1].endswith("abcdef0123456789"), "only the tracker is not told"
+
+
 def test_other_ranks_know_the_run_id_but_show_nothing(world, tmp_path, monkeypatch):
     monkeypatch.setattr(tracking.dist, "get_rank", lambda: 1)
     monkeypatch.setattr(tracking, "from_rank_zero", lambda start: "abc")
