@@ -11,7 +11,7 @@ from tests.style.source import ROOT
 
 FENCE = re.compile(r"^```bash *([a-z-]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 OVERRIDE = re.compile(r"^[~+]*[a-z_]+([./@][a-z_/.]+)*=")
-TRAINING = ("python -m cascade_train", "torchrun", "cascade-train")
+TRAINING = ("python -m cascade_train", "torchrun", "cascade-train", "sbatch")
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def training_overrides(command: str) -> list[str] | None:
     if not command.startswith(TRAINING) or re.search(r"cascade_train\.\w", command.split("=")[0]):
         return None
     words = shlex.split(command, comments=True)
-    start = words.index("cascade_train") if "cascade_train" in words else 0
+    start = next((words.index(name) for name in ("cascade_train", "sbatch/train.sbatch") if name in words), 0)
     return words[start + 1 :]
 
 

@@ -1,0 +1,143 @@
+"""Jobs on a real SLURM, which these tests start and stop: two virtual nodes on this machine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.runs import SMALL, read_metrics
+from tests.slurm.cluster import Cluster, missing, wait_for
+from tests.slurm.test_script import SCRIPT
+
+pytestmark = pytest.mark.slurm
+
+TRAINING = [*[each for each in SMALL if "max_steps" not in each], "task=finetune", "log.every_steps=1"]
+STEPS = 30
+RANKS = ["--nodes=2", "--ntasks-per-node=2"]
+ENVIRONMENT = f"""
+export PATH="{Path(sys.executable).parent}:$PATH"
+export MASTER_ADDR=127.0.0.1 GLOO_SOCKET_IFNAME=lo
+"""
+"""What sbatch/env.sh is for: the Python, and how ranks find each other where names of nodes do not resolve."""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    reason = missing()
+    if reason is not None:
+        pytest.skip(reason)
+    cluster = Cluster(tmp_path_factory.mktemp("slurm"))
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return the folder that jobs are submitted from, with what they source first."""
+    (tmp_path / "sbatch").mkdir()
+    (tmp_path / "sbatch" / "env.sh").write_text(ENVIRONMENT)
+    return tmp_path
+
+
+def stand_in(folder: Path, program: str) -> None:
+    """Let jobs of a folder run a shell script in place of Python."""
+    python = folder / "python"
+    python.write_text(f"#!/bin/bash\n{program}\n")
+    python.chmod(0o755)
+    (folder / "sbatch" / "env.sh").write_text(f'export PATH="{folder}:$PATH"\n')
+
+
+def submit(cluster: Cluster, folder: Path, *options: str, overrides: tuple[str, ...] = (), **environment: str) -> str:
+    return cluster.submit("--output=job.out", *options, str(SCRIPT), *overrides, cwd=folder, **environment)
+
+
+def said(folder: Path) -> str:
+    output = folder / "job.out"
+    return output.read_text() if output.exists() else ""
+
+
+def undisturbed(folder: Path, overrides: tuple[str, ...]) -> Path:
+    """Train on four ranks without SLURM and return the run's directory."""
+    jobs = [{"ranks": 4, "argv": [*overrides, f"run.dir={folder / 'alone'}"], "hook": None, "out": str(folder / "out")}]
+    (folder / "runs.json").write_text(json.dumps(jobs))
+    forked = Path(__file__).resolve().parents[1] / "distributed" / "forked.py"
+    command = [sys.executable, str(forked), "runs.json"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, check=True)
+    assert json.loads(done.stdout) == [[0, 0, 0, 0]], (folder / "out" / "said_0").read_text()
+    return folder / "alone"
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_preempted_job_continues_and_ends_as_if_undisturbed(cluster: Cluster, folder: Path):
+    overrides = (*TRAINING, f"train.max_steps={STEPS}")
+    job = submit(cluster, folder, "--partition=low", *RANKS, overrides=(*overrides, "run.dir=run"))
+    wait_for(lambda: "\nstep 2/" in said(folder), seconds=600)
+    other = cluster.submit("--partition=high", "--nodes=2", "--exclusive", "--wrap=true", cwd=folder)
+    wait_for(lambda: cluster.state(job) == "PENDING", seconds=300)
+    saved = [int(path.name.partition("_")[2]) for path in (folder / "run" / "checkpoints").glob("step_*")]
+    assert 2 <= max(saved) < STEPS
+    assert "requeued; the same command continues" in said(folder)
+    wait_for(lambda: cluster.state(other) == "COMPLETED")
+    cluster.start_requeued(job)
+    wait_for(lambda: cluster.state(job) == "COMPLETED", seconds=600)
+    assert cluster.facts(job)["Restarts"] == "1"
+    assert f"Continuing at step {max(saved)} " in said(folder)
+    assert json.loads((folder / "run" / "environment.json").read_text())["ranks"] == 4
+    assert read_metrics(folder / "run") == read_metrics(undisturbed(folder, overrides))
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_each_run_of_a_sweep_is_a_job_of_several_ranks(cluster: Cluster, folder: Path):
+    sweep = ["--multirun", "hydra/launcher=slurm", "hydra.launcher.tasks_per_node=2", "optimizer.lr=1e-3,1e-4,-1"]
+    done = subprocess.run(
+        [sys.executable, "-m", "cascade_train", *sweep, *TRAINING, "run.name=a", "train.max_steps=1"],
+        cwd=folder,
+        env=cluster.environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    results = [json.loads(line) for line in (folder / "multirun" / "results.jsonl").read_text().splitlines()]
+    assert [row["exit_code"] for row in results] == [0, 0, 2]
+    assert [row["metrics"]["lr"] for row in results[:2]] == [1e-3, 1e-4]
+    runs = [folder / row["run_dir"] for row in results]
+    assert [json.loads((run / "environment.json").read_text())["ranks"] for run in runs[:2]] == [2, 2]
+    assert not runs[2].exists()
+    assert f"{results[1]['run_dir']}: step 1, loss {results[1]['metrics']['loss']:.4f}\n" in done.stderr
+
+
+def test_refused_job_is_not_requeued(cluster: Cluster, folder: Path):
+    job = submit(cluster, folder, *RANKS, overrides=("model=c_tiny", "task=lora", "train.max_steps=0"))
+    wait_for(lambda: cluster.state(job) == "FAILED")
+    assert cluster.facts(job)["ExitCode"] == "2:0"
+    assert said(folder).count("train.max_steps=0 must be 1 or more.") == 1
+
+
+def test_cancelled_job_is_not_requeued(cluster: Cluster, folder: Path):
+    stand_in(folder, "trap 'exit 75' TERM; echo began; while true; do sleep 0.2; done")
+    job = submit(cluster, folder)
+    wait_for(lambda: "began" in said(folder))
+    cluster.call("scancel", job)
+    wait_for(lambda: "so it is not requeued" in said(folder))
+    wait_for(lambda: cluster.state(job) == "CANCELLED")
+
+
+def test_job_out_of_time_is_requeued_though_its_ranks_still_start(cluster: Cluster, folder: Path):
+    stand_in(folder, '[ "$SLURM_RESTART_COUNT" = 1 ] && exit; echo "began $*"; while true; do sleep 0.2; done')
+    job = submit(cluster, folder, overrides=("run.name=a {b}, c",))
+    wait_for(lambda: "began -m cascade_train run.name=a {b}, c\n" in said(folder))
+    cluster.call("scancel", "--batch", "--signal=USR1", job)  # as SLURM does it 120 s before the limit
+    cluster.start_requeued(job)
+    wait_for(lambda: cluster.state(job) == "COMPLETED")
