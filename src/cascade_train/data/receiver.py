@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from cascade_train.data.patience import patience
 from cascade_train.data.worker import Failure
+from cascade_train.data.worker_signals import end_workers_with_this_process
 from cascade_train.errors import RunError
 
 T = TypeVar("T")
@@ -68,6 +69,7 @@ class Receiver(Generic[T]):
         timeout, begun = self._data_loader.timeout, time.monotonic()
         try:
             if self._results is None:
+                end_workers_with_this_process()
                 self._results = iter(self._data_loader)
             with patience(self._whereabouts):
                 return next(self._results)

@@ -7,7 +7,9 @@ nothing that was buffered is ever written twice.
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Callable
 
 import torch
@@ -29,6 +31,7 @@ class Background:
         self._work = work
         self._error: BaseException | None = None
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        self._begun, self._ended = time.monotonic(), math.inf
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -36,6 +39,11 @@ class Background:
     def failed(self) -> bool:
         """Whether the work has ended in an error by now; never waits."""
         return self._error is not None
+
+    @property
+    def seconds(self) -> float:
+        """How long the work took, or has taken so far."""
+        return min(time.monotonic(), self._ended) - self._begun
 
     def finish(self) -> None:
         """Wait for the work to end, and raise what it raised."""
@@ -50,3 +58,5 @@ class Background:
             self._work()
         except BaseException as error:
             self._error = error
+        finally:
+            self._ended = time.monotonic()

@@ -75,6 +75,7 @@ class CheckpointStore:
         self._group = dist.new_group(backend="gloo", timeout=_SLOWEST_WRITE) if asynchronous else None
         self._in_flight: Background | None = None
         self._has_told = False
+        self._slowest_seconds = 0.0
 
     def save(self, step: int, tensors: dict[str, Any], facts: dict[str, Any]) -> Path:
         """Save the checkpoint of `step`, then apply retention. Collective.
@@ -113,6 +114,11 @@ class CheckpointStore:
         """Whether the save in flight has failed by now, on this rank; never waits. `wait` tells all ranks."""
         return self._in_flight is not None and self._in_flight.failed
 
+    @property
+    def save_seconds(self) -> float:
+        """The longest time that a save took beside the loop on this rank; one in flight counts with its time so far."""
+        return max(self._slowest_seconds, 0.0 if self._in_flight is None else self._in_flight.seconds)
+
     def wait(self) -> None:
         """Finish the save in flight, if there is one: published, and retention applied. Collective then.
 
@@ -123,6 +129,7 @@ class CheckpointStore:
         flight, self._in_flight = self._in_flight, None
         if flight is not None:
             from_every_rank(flight.finish)
+            self._slowest_seconds = max(self._slowest_seconds, flight.seconds)
 
     def close(self) -> None:
         """Finish the save in flight and only say if it failed: for an end by an error of its own. Not collective."""

@@ -302,7 +302,11 @@ class Trainer:
 
     def _stop_is_carried(self) -> bool:
         """Vote on what any rank wants of all. Collective."""
-        carried = Motion(0) if self.stopping is None else self.stopping.vote()
+        if self.stopping is None:
+            return False
+        carried = self.stopping.vote(save_failed=self.store.failed, save_seconds=self.store.save_seconds)
+        if Motion.SAVE_FAILED in carried:
+            self.store.wait()
         return Motion.STOP in carried and self.step < self.max_steps
 
     def _due(self, every_steps: int | None) -> bool:

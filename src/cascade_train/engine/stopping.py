@@ -105,10 +105,14 @@ class TimeLimit:
         self._begun = now
 
     def end_save(self, seconds: float) -> None:
-        """Note how long a save took, which is no part of its step."""
-        self._save_seconds = max(self._save_seconds, seconds)
+        """Note how long the loop was held up by a save, which is no part of its step."""
+        self.note_save(seconds)
         if self._begun is not None:
             self._begun += seconds
+
+    def note_save(self, seconds: float) -> None:
+        """Note how long a save took, in the loop or beside it."""
+        self._save_seconds = max(self._save_seconds, seconds)
 
     def is_reached(self) -> bool:
         """Return whether another step and a save might not fit any more; once reached, it stays so."""
@@ -131,10 +135,17 @@ class Stopping:
         self._signals = signals
         self._ballot = ballot
 
-    def vote(self) -> Motion:
-        """Put to the vote, at the end of a step, what this rank wants; return what is carried. Collective."""
+    def vote(self, *, save_failed: bool, save_seconds: float) -> Motion:
+        """Put to the vote, at the end of a step, what this rank wants; return what is carried. Collective.
+
+        Args:
+            save_failed: the save in flight has failed on this rank.
+            save_seconds: the longest time that a save took beside the loop, so far.
+        """
         self.limit.end_step()
-        return self._ballot.cast(Motion(0) if self._reason() is None else Motion.STOP)
+        self.limit.note_save(save_seconds)
+        wanted = Motion.SAVE_FAILED if save_failed else Motion(0)
+        return self._ballot.cast(wanted if self._reason() is None else wanted | Motion.STOP)
 
     def agreed_reason(self) -> str:
         """Return why some rank asked for the stop that was carried. Collective."""

@@ -7,8 +7,10 @@ import pytest
 
 from cascade_train.engine import stopping
 from cascade_train.engine.ballot import Ballot, Motion
+from cascade_train.engine.checkpoint import CheckpointStore
 from cascade_train.engine.stopping import STOP_SIGNALS, Signals, Stopping, TimeLimit, code_of_stop, seconds_since_start
-from cascade_train.errors import Interrupted
+from cascade_train.errors import Interrupted, RunError
+from tests.unit.engine.test_loop import build_trainer
 
 
 @pytest.fixture
@@ -37,10 +39,25 @@ def test_a_signal_during_set_up_ends_at_once(signals, number):
 def test_a_signal_between_steps_waits_for_the_vote(world, signals, number):
     asked = Stopping(signals=signals, limit=TimeLimit(max_hours=None), ballot=Ballot(timeout_seconds=5))
     signals.wait_for_votes()
-    assert asked.vote() == Motion(0)
+    assert asked.vote(save_failed=False, save_seconds=0.0) == Motion(0)
     signal.raise_signal(number)
-    assert asked.vote() == Motion.STOP
+    assert asked.vote(save_failed=False, save_seconds=0.0) == Motion.STOP
     assert asked.agreed_reason() == number.name
+
+
+def test_a_failed_save_ends_the_run_on_the_step_on_which_all_know(world, tmp_path, monkeypatch):
+    trainer = build_trainer(world, tmp_path, max_steps=50, checkpoint=20)
+    limit, ballot = TimeLimit(max_hours=None), Ballot(timeout_seconds=5)
+    trainer.stopping = Stopping(signals=Signals(), limit=limit, ballot=ballot)
+    monkeypatch.setattr(CheckpointStore, "failed", property(lambda store: trainer.step == 3))
+    monkeypatch.setattr(trainer.store, "wait", fail)
+    with pytest.raises(RunError, match="as a full disk"):
+        trainer.run()
+    assert trainer.step == 3
+
+
+def fail():
+    raise RunError("as a full disk")
 
 
 def test_ctrl_c_again_ends_at_once(signals):
@@ -129,6 +146,18 @@ def test_a_save_is_no_part_of_a_step_and_the_longest_counts(clock):
     assert not limit.is_reached()
     clock["now"] = 680.0
     assert limit.is_reached()
+
+
+def test_a_save_beside_the_loop_counts_by_its_own_time(world, clock):
+    limit = TimeLimit(max_hours=1000 / 3600)
+    asked = Stopping(signals=Signals(), limit=limit, ballot=Ballot(timeout_seconds=5))
+    assert asked.vote(save_failed=False, save_seconds=0.0) == Motion(0)
+    clock["now"] = 100.0
+    assert asked.vote(save_failed=False, save_seconds=500.0) == Motion(0)
+    clock["now"] = 200.0
+    assert asked.vote(save_failed=False, save_seconds=500.0) == Motion(0)
+    clock["now"] = 300.0
+    assert asked.vote(save_failed=False, save_seconds=0.0) == Motion.STOP
 
 
 def test_a_limit_that_was_reached_stays_so(clock):
