@@ -72,13 +72,14 @@ class BoundPhase:
 
     def clip(self) -> Tensor:
         """Scale the gradients to at most `max_grad_norm`; return their true global norm, () fp32. Collective."""
-        limit = float("inf") if self.max_grad_norm is None else self.max_grad_norm
-        if self.max_grad_norm is None:
-            gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-            norm = torch.nn.utils.get_total_norm(gradients)
-        else:
-            norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), limit)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        if self.max_grad_norm is not None:
+            scale = (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+            # On each rank's own part: DTensor would plan this for every gradient, seconds before the first update.
+            torch._foreach_mul_([g.to_local() if isinstance(g, DTensor) else g for g in gradients], scale)
+        return norm
 
     def update(self, step: int, max_steps: int, withheld: Tensor) -> float:
         """Take optimizer step `step` unless withheld, clear the gradients, and return the learning rate.
