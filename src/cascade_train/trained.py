@@ -14,7 +14,7 @@ from PIL import Image
 
 from cascade_train.batch import sample_seed
 from cascade_train.build.components import build_component, build_parts
-from cascade_train.build.model import build_model, build_phases
+from cascade_train.build.model import build_phases, build_whole_model
 from cascade_train.build.run import write_exports
 from cascade_train.build.samples import build_painter
 from cascade_train.distributed.parallelize import evaluating
@@ -50,7 +50,7 @@ def load_trained(cfg: DictConfig, export: Path, world: World, *, seed: int) -> P
     for key in {"weights", "backbone_weights"} & set(cfg.task):
         cfg.task[key] = None  # what they became lies in the export
     parts = build_parts(cfg)
-    build_model(cfg, parts, world, masters=False)
+    build_whole_model(cfg, parts, world)
     parts.task.load_export(export)
     painter = build_painter(cfg, parts)
 

@@ -18,16 +18,21 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from cascade_train.__main__ import launch
+from cascade_train.build import model
 from cascade_train.build import run as build
+from cascade_train.distributed.parallelize import local
 from cascade_train.engine.loop import Trainer
 from cascade_train.engine.phase import averaged
+from cascade_train.models.weights_tensors import StoredTensors
 from cascade_train.tasks.text_to_image import TextToImage
 
 
@@ -115,6 +120,33 @@ def look_at_dtypes(out: Path) -> None:
     Trainer.train_step = step
 
 
+def compile_eagerly(out: Path) -> None:
+    """Trace and differentiate compiled units as torch.compile does, but run their graphs without making kernels."""
+    nn.Module.compile = partialmethod(nn.Module.compile, backend="aot_eager")
+
+
+def count_loading(out: Path) -> None:
+    """Write the bytes of the network before and after it got memory, and of what was read of its weights."""
+    seen: dict[str, Any] = {"read": []}
+    materialise, read_rows = model.materialise, StoredTensors.read_rows
+
+    def looking(root: nn.Module, device: torch.device) -> Any:
+        seen["whole"] = sum(p.nbytes for p in root.parameters() if p.is_meta)
+        seen["largest"] = max(p.nbytes for p in root.parameters() if p.is_meta)
+        seen["before"] = sum(local(p).nbytes for p in root.parameters() if not p.is_meta)
+        shares = materialise(root, device)
+        seen["after"] = sum(rows.nbytes for rows, _ in shares.values())
+        return shares
+
+    def reading(self: StoredTensors, *arguments: Any) -> torch.Tensor:
+        rows = read_rows(self, *arguments)
+        seen["read"].append(rows.untyped_storage().nbytes())
+        (out / f"loading_{dist.get_rank()}").write_text(json.dumps(seen))
+        return rows
+
+    model.materialise, StoredTensors.read_rows = looking, reading
+
+
 def die_before_exports(out: Path) -> None:
     """End the process between the last checkpoint and the exports."""
     build.write_exports = lambda *_: os._exit(9)
@@ -122,7 +154,15 @@ def die_before_exports(out: Path) -> None:
 
 HOOKS = {
     hook.__name__: hook
-    for hook in (poison_last_rank, count_reductions, look_at_averages, look_at_dtypes, die_before_exports)
+    for hook in (
+        poison_last_rank,
+        count_reductions,
+        look_at_averages,
+        look_at_dtypes,
+        compile_eagerly,
+        count_loading,
+        die_before_exports,
+    )
 }
 
 

@@ -20,26 +20,36 @@ LOOKING = (
     *("sample.count=2", "sample.steps=2", "sample.guidance_scale=2"),
 )
 BASE = ("task=finetune", *AVERAGE, *LOOKING)
-LORA = ("task=lora", "optimizer.lr=1e-2", "activation_checkpointing=true")
+LORA = ("task=lora", "optimizer.lr=1e-2", "activation_checkpointing=true", "model.weights={base}")
+DORA = (*LORA, "task.dora=true")
 CONTROL = (
     *("task=controlnet", "task.bottleneck=small", "optimizer.lr=1e-2", "activation_checkpointing=true"),
     *("task.control_drop_prob=0.3", "ema.decay=0.5", "model.weights={base}"),
 )
+B_TINY = ("model=b_tiny", "task=reconstruction", "ema.decay=0.5")
+HYBRID = ("parallel=hsdp", "parallel.shard_size=2")
 RUNS = {
     "base": (1, None, BASE),
     "looked": (1, None, (*BASE, "validate.every_steps=1", "sample.every_steps=2")),
-    "hybrid": (4, "count_reductions", (*BASE, "parallel=fsdp", "parallel.shard_size=2", "train.micro_batch_size=1")),
-    "averages": (2, "look_at_averages", (*BASE, "parallel=fsdp", "ema.device=cpu")),
+    "hybrid": (4, "count_reductions", (*BASE, *HYBRID, "train.micro_batch_size=1")),
+    "averages": (2, "look_at_averages", (*BASE, "parallel=fsdp", "ema.device=cpu", "activation_checkpointing=true")),
     "kept_whole": (2, "look_at_averages", (*BASE, "parallel=fsdp", "parallel.reshard_after_forward=false")),
-    "unclipped": (2, None, (*BASE, "train.max_grad_norm=null", "train.micro_batch_size=2")),
+    "unclipped": (2, None, (*BASE, "parallel=ddp", "train.max_grad_norm=null", "train.micro_batch_size=2")),
+    "compiled": (2, "compile_eagerly", (*BASE, "parallel=fsdp", "compile=regional")),
     "bf16": (2, "look_at_dtypes", (*BASE, "train.precision=bf16", "parallel=fsdp", "activation_checkpointing=true")),
-    "lora": (2, "look_at_dtypes", (*LORA, "model.weights={base}", "train.precision=bf16", "parallel=fsdp")),
     "poisoned": (2, "poison_last_rank", (*BASE, "parallel=fsdp", "checkpoint.every_steps=1")),
     "continued@poisoned": (1, None, (*BASE, "checkpoint.every_steps=1", "train.micro_batch_size=4")),
-    "lora_alone": (1, None, (*LORA, "model.weights={base}", "train.precision=bf16")),
-    "control": (2, "look_at_dtypes", (*CONTROL, "parallel=fsdp", "train.micro_batch_size=2")),
+    "lora": (2, "look_at_dtypes", (*LORA, "train.precision=bf16", "parallel=fsdp")),
+    "dora_alone": (1, None, DORA),
+    "dora_ddp": (2, None, (*DORA, "parallel=ddp")),
+    "dora_fsdp": (4, "count_loading", (*DORA, "parallel=fsdp")),
     "control_alone": (1, None, CONTROL),
+    "control": (2, "look_at_dtypes", (*CONTROL, "parallel=fsdp", "train.micro_batch_size=2")),
+    "control_ddp": (4, "count_loading", (*CONTROL, "parallel=ddp")),
     "control_bf16": (2, "look_at_dtypes", (*CONTROL, "parallel=ddp", "train.precision=bf16", "train.max_steps=1")),
+    "b_alone": (1, None, B_TINY),
+    "b_hybrid": (2, None, (*B_TINY, *HYBRID)),
+    "b_fsdp": (4, "count_loading", (*B_TINY, "parallel=fsdp", "train.micro_batch_size=1")),
 }
 
 

@@ -10,11 +10,18 @@ from omegaconf import DictConfig
 
 from cascade_train.build.components import Parts
 from cascade_train.distributed.consensus import from_every_rank
-from cascade_train.distributed.parallelize import fits_one_device, parallelize
+from cascade_train.distributed.parallelize import (
+    fits_one_device,
+    materialise,
+    offload_policy,
+    parallelize,
+    refuse_meta,
+)
 from cascade_train.distributed.process_group import World, build_mesh, mesh_shape
 from cascade_train.engine.ema import Ema
 from cascade_train.engine.optimizer import OptimizerSpec
 from cascade_train.engine.phase import BoundPhase, trainable_parameters
+from cascade_train.models.stage import Stage
 from cascade_train.tasks.base import Phase
 
 log = logging.getLogger(__name__)
@@ -28,23 +35,32 @@ def compute_dtype(cfg: DictConfig) -> torch.dtype:
     return DTYPES[cfg.train.precision.value]
 
 
-def build_model(cfg: DictConfig, parts: Parts, world: World, *, masters: bool) -> None:
-    """Build the stage and let the task take it. Collective.
-
-    Args:
-        cfg: the root config.
-        parts: whose stage and task.
-        world: this process.
-        masters: keep a network that trains in fp32; False = in the dtype of compute, to look at results.
+def build_whole_model(cfg: DictConfig, parts: Parts, world: World) -> None:
+    """Build the stage and the task whole on each rank, in the dtype of compute, to look at results. Collective.
 
     Raises:
         ConfigError: weights that do not exist or fit, or a task that does not fit the stage.
     """
-    dtype = compute_dtype(cfg)
-    network_dtype = torch.float32 if masters and parts.task.trains_network else dtype
+    build_model(cfg, parts, world, network_dtype=compute_dtype(cfg))
+    fill(parts.stage, world.device)
+
+
+def fill(stage: Stage, device: torch.device) -> None:
+    """Give what the stage left on the meta device its values, of a sharded network this rank's share. Collective."""
+    shares = materialise(stage.network, device)
+    from_every_rank(partial(stage.fill, shares))
+    refuse_meta({"network": stage.network})
+
+
+def build_model(cfg: DictConfig, parts: Parts, world: World, *, network_dtype: torch.dtype) -> None:
+    """Build the stage and let the task take it; the network may still be without values. Collective.
+
+    Raises:
+        ConfigError: weights that do not exist or fit, or a task that does not fit the stage.
+    """
 
     def build() -> None:
-        parts.stage.build(device=world.device, network_dtype=network_dtype, frozen_dtype=dtype)
+        parts.stage.build(device=world.device, network_dtype=network_dtype, frozen_dtype=compute_dtype(cfg))
         parts.task.attach(parts.stage, parts.objective, world.device)
         parts.stage.set_attention(cfg.attention.value)
         parts.stage.set_activation_checkpointing(cfg.activation_checkpointing)
@@ -53,8 +69,13 @@ def build_model(cfg: DictConfig, parts: Parts, world: World, *, masters: bool) -
 
 
 def build_phases(cfg: DictConfig, parts: Parts, world: World) -> list[BoundPhase]:
-    """Build the model, shard what trains, and bind each phase to its optimizer. Collective."""
-    build_model(cfg, parts, world, masters=True)
+    """Build the model, shard what trains, fill the shards, and bind each phase to its optimizer. Collective.
+
+    A network that trains is kept in fp32, as masters. No rank ever holds more of the network than its share: that
+    is sharded on the meta device, before it has memory.
+    """
+    network_dtype = torch.float32 if parts.task.trains_network else compute_dtype(cfg)
+    build_model(cfg, parts, world, network_dtype=network_dtype)
     if world.is_main and cfg.model.weights is None and not parts.task.trains_network:
         log.warning(
             "model.weights=null: the network has its first values, and its last layer begins at zero, so that nothing "
@@ -63,8 +84,14 @@ def build_phases(cfg: DictConfig, parts: Parts, world: World) -> list[BoundPhase
     phases = parts.task.phases()
     roots = [root for phase in phases for root in phase.modules.values()]
     fits = all(from_every_rank(lambda: fits_one_device(roots, world.device)))
-    shape = mesh_shape(cfg.parallel.mode.value, world.ranks, shard_size=cfg.parallel.shard_size, fits=fits)
-    mesh = build_mesh(world, shape)
+    shape = mesh_shape(
+        cfg.parallel.mode.value,
+        world.ranks,
+        shard_size=cfg.parallel.shard_size,
+        machine_ranks=world.machine_ranks,
+        fits=fits,
+    )
+    mesh, offload = build_mesh(world, shape), offload_policy(cfg.parallel.cpu_offload, world.device)
     for phase in phases:
         for name, root in phase.modules.items():
             parallelize(
@@ -74,7 +101,11 @@ def build_phases(cfg: DictConfig, parts: Parts, world: World) -> list[BoundPhase
                 compute_dtype=compute_dtype(cfg),
                 reshard_after_forward=cfg.parallel.reshard_after_forward,
                 compile_units=cfg.compile.value == "regional",
+                offload=offload,
             )
+    fill(parts.stage, torch.device("cpu") if cfg.parallel.cpu_offload else world.device)
+    for phase in phases:
+        refuse_meta(phase.modules)
     return [bind(cfg, phase, parts) for phase in phases]
 
 

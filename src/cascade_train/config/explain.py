@@ -172,9 +172,9 @@ def _missing_option(error: MissingConfigException) -> str:
     options = [o for o in error.options or () if not o.startswith("_")]
     if not group:
         return f"The configuration file {name!r} was not found. {_one_line(error)}"
-    later = " It is not offered yet." if name == "parallel/hsdp" else did_you_mean(option, options)
-    later = later if "mean" in later or "yet" in later else ""
-    return f"{group}={option} is not an option of {group}.{later} Options: {', '.join(options)}."
+    meant = did_you_mean(option, options)
+    meant = meant if "mean" in meant else ""
+    return f"{group}={option} is not an option of {group}.{meant} Options: {', '.join(options)}."
 
 
 def _composition(error: ConfigCompositionException) -> str:

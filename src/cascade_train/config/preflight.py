@@ -198,7 +198,7 @@ def check_parallel(root: Root, ranks: int) -> None:
     """Check that the ranks can form the mesh.
 
     Raises:
-        ConfigError: single on several ranks; a shard size without fsdp, or that does not divide the ranks.
+        ConfigError: single on several ranks; a shard size without hsdp, or that does not divide the ranks.
     """
     mode, shard = root.parallel.mode, root.parallel.shard_size
     if mode is ParallelMode.single and ranks > 1:
@@ -206,8 +206,8 @@ def check_parallel(root: Root, ranks: int) -> None:
             f"parallel=single runs on one rank, but {ranks} were started: unsynchronised copies would train apart. "
             "Use parallel=auto, ddp or fsdp, or start one process."
         )
-    if shard is not None and mode is not ParallelMode.fsdp:
-        raise ConfigError(f"parallel.shard_size={shard} is for parallel=fsdp, not {mode}. Set it to null, or use fsdp.")
+    if shard is not None and mode is not ParallelMode.hsdp:
+        raise ConfigError(f"parallel.shard_size={shard} is for parallel=hsdp, not {mode}. Set it to null, or use hsdp.")
     if shard is not None and ranks % shard:
         raise ConfigError(f"parallel.shard_size={shard} does not divide the {ranks} ranks. Choose a divisor, or null.")
 

@@ -23,12 +23,13 @@ class Precision(StrEnum):
 
 
 class ParallelMode(StrEnum):
-    """How the ranks share the work; hsdp is not offered yet."""
+    """How the ranks share the work."""
 
     auto = "auto"
     single = "single"
     ddp = "ddp"
     fsdp = "fsdp"
+    hsdp = "hsdp"
 
 
 class Compile(StrEnum):
@@ -175,9 +176,11 @@ class ParallelConfig:
     mode: ParallelMode
     """auto = single alone, ddp where the training state fits a device, else fsdp."""
     shard_size: int | None
-    """Ranks that share one copy of the weights; null = all of them. fsdp only."""
+    """Ranks that share one copy of the weights; null = those of one machine. hsdp only."""
     reshard_after_forward: bool
     """Free gathered weights between forward and backward: less memory, more traffic."""
+    cpu_offload: bool
+    """Keep the shards and the optimizer on the host: least device memory, slowest; on a CUDA device only."""
 
     def __post_init__(self) -> None:
         at_least("parallel.shard_size", self.shard_size, 1)

@@ -1,17 +1,21 @@
 """The one seam through which a module is recomputed, compiled and sharded (FSDP2 on a (replicate, shard) mesh).
 
-single (1, 1), ddp (N, 1) and fsdp (1, N) are points of the same mesh and run the same code.
+single (1, 1), ddp (N, 1), fsdp (1, N) and hsdp (R, S) are points of the same mesh and run the same code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from cascade_train.errors import ConfigError
 
 BYTES_PER_TRAINABLE = 18
 """fp32 master, gradient and two Adam moments, and the bf16 copy that computes."""
@@ -25,8 +29,11 @@ def parallelize(
     compute_dtype: torch.dtype,
     reshard_after_forward: bool,
     compile_units: bool,
+    offload: OffloadPolicy | None = None,
 ) -> None:
     """Compile and shard `root` in place, unit by unit, then the rest of it. Collective.
+
+    Parameters on the meta device stay there, as shards without memory; `materialise` gives them theirs.
 
     Parameters keep their own dtype as sharded masters; compute runs in `compute_dtype`. The root's policy
     does not cast its inputs, so that timestep ratios stay fp32; the units' policy does. Gradients are
@@ -39,9 +46,66 @@ def parallelize(
         MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=cast)
         for cast in (True, False)
     )
+    shard = partial(
+        fully_shard,
+        mesh=mesh,
+        reshard_after_forward=reshard_after_forward,
+        offload_policy=OffloadPolicy() if offload is None else offload,
+    )
     for unit in units:
-        fully_shard(list(unit), mesh=mesh, mp_policy=unit_policy, reshard_after_forward=reshard_after_forward)
-    fully_shard(root, mesh=mesh, mp_policy=root_policy, reshard_after_forward=reshard_after_forward)
+        shard(list(unit), mp_policy=unit_policy)
+    shard(root, mp_policy=root_policy)
+
+
+def materialise(root: nn.Module, device: torch.device) -> dict[str, tuple[torch.Tensor, int]]:
+    """Give the parameters of `root` that are on the meta device memory without values, this rank's rows alone.
+
+    Args:
+        root: sharded or whole.
+        device: where the memory is.
+
+    Returns:
+        By parameter name, the memory (a share, all rows of a whole parameter), and the number of its first row.
+    """
+    shares = {}
+    for prefix, owner in root.named_modules():
+        for leaf, parameter in owner.named_parameters(recurse=False):
+            if parameter.is_meta:
+                memory = torch.empty_like(local(parameter.detach()), device=device)
+                setattr(owner, leaf, nn.Parameter(like(parameter, memory), requires_grad=parameter.requires_grad))
+                shares[f"{prefix}.{leaf}".removeprefix(".")] = (memory, _first_row(parameter))
+    return shares
+
+
+def refuse_meta(roots: Mapping[str, nn.Module]) -> None:
+    """Check that everything in these modules has memory.
+
+    Raises:
+        AssertionError: names what has none.
+    """
+    for title, root in roots.items():
+        named = [*root.named_parameters(), *root.named_buffers()]
+        if left := [f"{title}.{name}" for name, tensor in named if tensor.is_meta]:
+            raise AssertionError(f"{len(left)} tensors have no values: {', '.join(left[:3])}")
+
+
+def _first_row(parameter: nn.Parameter) -> int:
+    """Return the number of the first row (of the first dimension) that this rank holds; FSDP2 splits like `chunk`."""
+    if not isinstance(parameter, DTensor):
+        return 0
+    mesh, rows = parameter.device_mesh, parameter.shape[0]
+    return min(rows, mesh.get_local_rank(mesh.ndim - 1) * -(-rows // mesh.size(-1)))
+
+
+def offload_policy(enabled: bool, device: torch.device) -> OffloadPolicy:
+    """Return where shards, gradients and optimizer state live: on the host in pinned memory, or on the device.
+
+    Raises:
+        ConfigError: offload from a CPU, which is the host.
+    """
+    if enabled and device.type == "cpu":
+        raise ConfigError("parallel.cpu_offload=true: this run computes on the host already. Set it to false.")
+    return CPUOffloadPolicy() if enabled else OffloadPolicy()
 
 
 def fits_one_device(roots: Sequence[nn.Module], device: torch.device) -> bool:
@@ -56,12 +120,23 @@ def fits_one_device(roots: Sequence[nn.Module], device: torch.device) -> bool:
     return need <= 0.7 * torch.cuda.get_device_properties(device).total_memory
 
 
-def set_gradient_sync(roots: Iterable[nn.Module], enabled: bool) -> None:
-    """Choose whether the next backward reduces gradients over the ranks (off for all but the last micro-batch)."""
+def set_gradient_sync(roots: Iterable[nn.Module], last: bool) -> None:
+    """Choose what the next backward sends: everything after the last micro-batch, before it as little as fits.
+
+    Gradients of weights that are whole on each rank are reduced with the last micro-batch alone. Those of split
+    weights are scattered with each, so that no rank keeps a whole gradient, and added over the replicas with the last.
+    """
     for root in roots:
         if isinstance(root, FSDPModule):
-            root.set_requires_gradient_sync(enabled)
-            root.set_is_last_backward(enabled)
+            scatter = last or _is_split(root)
+            root.set_requires_gradient_sync(scatter)
+            root.set_requires_all_reduce(last)
+            root.set_is_last_backward(scatter)
+
+
+def _is_split(root: nn.Module) -> bool:
+    """Return whether ranks hold different parts of a root's weights."""
+    return any(isinstance(p, DTensor) and p.device_mesh.size(-1) > 1 for p in root.parameters())
 
 
 def reshard(roots: Iterable[nn.Module]) -> None:
@@ -88,4 +163,12 @@ def evaluating(roots: Sequence[nn.Module]) -> Iterator[None]:
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of a DTensor (sharing its memory), or the tensor itself."""
-    return tensor.to_local() if isinstance(tensor, torch.distributed.tensor.DTensor) else tensor
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def like(tensor: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
+    """Return `shard` as this rank's part of a tensor that is laid out over the ranks as `tensor` is."""
+    if not isinstance(tensor, DTensor):
+        return shard
+    mesh, shape, stride = tensor.device_mesh, tensor.shape, tensor.stride()
+    return DTensor.from_local(shard, mesh, tensor.placements, run_check=False, shape=shape, stride=stride)

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from cascade_train.errors import ConfigError
 
-ParallelMode = Literal["auto", "single", "ddp", "fsdp"]
+ParallelMode = Literal["auto", "single", "ddp", "fsdp", "hsdp"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,11 +27,13 @@ class World:
     Attributes:
         rank: number of this process, 0 to ranks - 1.
         ranks: number of processes.
+        machine_ranks: number of processes on this machine; 1 where the launcher does not say.
         device: where this process computes.
     """
 
     rank: int
     ranks: int
+    machine_ranks: int
     device: torch.device
 
     @property
@@ -75,16 +77,19 @@ def _join() -> World:
         dist.init_process_group(backend, device_id=device if cuda else None)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    return World(rank=dist.get_rank(), ranks=dist.get_world_size(), device=device)
+    return World(rank=dist.get_rank(), ranks=dist.get_world_size(), machine_ranks=local_ranks, device=device)
 
 
-def mesh_shape(mode: ParallelMode, ranks: int, *, shard_size: int | None, fits: bool) -> tuple[int, int]:
+def mesh_shape(
+    mode: ParallelMode, ranks: int, *, shard_size: int | None, machine_ranks: int, fits: bool
+) -> tuple[int, int]:
     """Return (replicate, shard) sizes for a parallel mode.
 
     Args:
         mode: auto chooses single alone, ddp where the training state fits a device, else fsdp.
         ranks: number of processes.
-        shard_size: ranks that share one copy of the weights; null = all of them. fsdp only.
+        shard_size: ranks that share one copy of the weights in hsdp; None = those of a machine.
+        machine_ranks: number of processes on each machine.
         fits: whether weights, gradients and optimizer state fit every device unsharded.
 
     Raises:
@@ -97,11 +102,16 @@ def mesh_shape(mode: ParallelMode, ranks: int, *, shard_size: int | None, fits: 
         )
     if mode == "auto":
         mode = "ddp" if fits else "fsdp"
-    if mode != "fsdp":
+    if mode == "fsdp":
+        return 1, ranks
+    if mode != "hsdp":
         return ranks, 1
-    shard = ranks if shard_size is None else shard_size
+    shard = machine_ranks if shard_size is None else shard_size
     if ranks % shard:
-        raise ConfigError(f"parallel.shard_size={shard} does not divide the {ranks} ranks.")
+        raise ConfigError(
+            f"parallel.shard_size={shard} does not divide the {ranks} ranks. Choose a divisor, or the same number of "
+            "processes on every machine."
+        )
     return ranks // shard, shard
 
 

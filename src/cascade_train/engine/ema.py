@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from cascade_train.distributed.parallelize import local, reshard
+from cascade_train.distributed.parallelize import like, local, reshard
 
 
 class Ema:
@@ -96,7 +96,7 @@ class Ema:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the average by parameter name, sharded like the parameters."""
-        return {name: _like(self._parameters[name], average) for name, average in self._average.items()}
+        return {name: like(p, self._average[name].to(p.device)) for name, p in self._parameters.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore what `state_dict` returned."""
@@ -110,16 +110,3 @@ def _own_shard(parameter: nn.Parameter, value: Tensor) -> Tensor:
         return value
     whole = value.to(parameter.device)
     return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None).to_local()
-
-
-def _like(parameter: nn.Parameter, average: Tensor) -> Tensor:
-    if not isinstance(parameter, DTensor):
-        return average
-    return DTensor.from_local(
-        average.to(parameter.device),
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )

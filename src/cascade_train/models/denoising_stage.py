@@ -14,11 +14,13 @@ from torch import nn
 
 from cascade_train.models.cascade_unet import CascadeUNet
 from cascade_train.models.cascade_unet_config import CascadeUNetConfig
-from cascade_train.models.initialize import initialise, unet_rule
+from cascade_train.models.first_values import FirstValues, Shares
+from cascade_train.models.initialize import DrawnValues, unet_rule
+from cascade_train.models.lora import begin_magnitudes, split_magnitudes
 from cascade_train.models.semantic_compressor import SemanticCompressor
 from cascade_train.models.stage import Stage
 from cascade_train.models.text_encoder import TextEncoder
-from cascade_train.models.weights import load_network
+from cascade_train.models.weights import StoredValues
 
 
 class DenoisingStage(Stage):
@@ -35,6 +37,7 @@ class DenoisingStage(Stage):
 
     part: ClassVar[str]
     network: CascadeUNet
+    _values: FirstValues
     weights: str | None
     seed: int
     network_config: CascadeUNetConfig
@@ -58,13 +61,20 @@ class DenoisingStage(Stage):
                     f"model.network.{key}={self.network_config.arguments[key]}: must equal model.{other}={width}"
                 )
 
-    def _build_network(self, device: torch.device, dtype: torch.dtype) -> None:
+    def _build_network(self, dtype: torch.dtype) -> None:
+        """Make the network on the meta device, and find what it begins with."""
         self.network = self.network_config.build()
+        nn.Module.to(self.network, dtype)  # diffusers' own `to` warns about modules to keep in fp32, without any
         if self.weights is None:
-            rule = unet_rule(self.network_config.residual_blocks)
-            initialise(self.network, rule, device=device, dtype=dtype, seed=self.seed)
+            self._values = DrawnValues(self.network, unet_rule(self.network_config.residual_blocks), seed=self.seed)
         else:
-            load_network(self.network, self.weights, dtype=dtype, device=device, part=self.part)
+            self._values = StoredValues(self.network, self.weights, part=self.part)
+
+    def fill(self, shares: Shares) -> None:
+        """Write the network's first values, and then what adapters on it derive from them."""
+        magnitudes, base = split_magnitudes(shares)
+        self._values.fill({name.replace(".base_layer.", "."): share for name, share in base.items()})
+        begin_magnitudes(self.network, self._values, magnitudes)
 
     @abc.abstractmethod
     def _parts(self) -> dict[str, Any]:

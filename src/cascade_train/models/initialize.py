@@ -20,6 +20,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from cascade_train.models.first_values import FirstValues, Shares
+
 CHUNK = 1 << 18
 """Elements drawn at once (1 MiB of fp32, which stays in cache); part of the definition of every draw."""
 
@@ -52,22 +54,32 @@ def name_seed(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little") >> 1
 
 
-@torch.no_grad()
 def fill_(parameter: Tensor, fill: Fill, seed: int, name: str) -> None:
     """Fill `parameter` (any shape, dtype and device) in place; at most `CHUNK` fp32 numbers exist beside it."""
+    fill_part_(parameter, fill, seed, name, begin=0, total=parameter.numel())
+
+
+@torch.no_grad()
+def fill_part_(part: Tensor, fill: Fill, seed: int, name: str, *, begin: int, total: int) -> None:
+    """Fill `part` in place as that part of a parameter of `total` elements whose first element is number `begin`.
+
+    All chunks up to the part's end are drawn, since a generator cannot skip; those before it are dropped.
+    """
     if fill.kind == "constant" or fill.scale == 0.0:
-        parameter.fill_(fill.scale)
+        part.fill_(fill.scale)
         return
     generator = torch.Generator().manual_seed(name_seed(seed, name))
-    flat = parameter.view(-1)
-    buffer = torch.empty(min(CHUNK, flat.numel()))
-    for start in range(0, flat.numel(), CHUNK):
-        part = buffer[: min(CHUNK, flat.numel() - start)]
+    flat, end = part.view(-1), begin + part.numel()
+    buffer = torch.empty(min(CHUNK, total))
+    for start in range(0, end if flat.numel() else 0, CHUNK):
+        chunk = buffer[: min(CHUNK, total - start)]
         if fill.kind == "uniform":
-            part.uniform_(-fill.scale, fill.scale, generator=generator)
+            chunk.uniform_(-fill.scale, fill.scale, generator=generator)
         else:
-            part.normal_(0.0, fill.scale, generator=generator)
-        flat[start : start + part.numel()].copy_(part)
+            chunk.normal_(0.0, fill.scale, generator=generator)
+        first, last = max(start, begin), min(start + chunk.numel(), end)
+        if first < last:
+            flat[first - begin : last - begin].copy_(chunk[first - start : last - start])
 
 
 def materialise(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
@@ -96,10 +108,32 @@ def initialise(module: nn.Module, rule: Rule, *, device: torch.device, dtype: to
     On as many threads as torch has: each parameter has its own generator, so that they do not change a value.
     """
     materialise(module, device, dtype)
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        filled = [pool.submit(fill_, p, rule(name, p), seed, name) for name, p in module.named_parameters()]
-    for each in filled:
-        each.result()
+    DrawnValues(module, rule, seed=seed).fill({name: (p, 0) for name, p in module.named_parameters()})
+
+
+class DrawnValues(FirstValues):
+    """The first values of an untrained network.
+
+    Args:
+        module: whose parameters are meant, whole, on the meta device or not.
+        rule: how each is filled.
+        seed: the run's seed.
+    """
+
+    def __init__(self, module: nn.Module, rule: Rule, *, seed: int) -> None:
+        self._fills = {name: (rule(name, p), p.numel(), p[0].numel()) for name, p in module.named_parameters()}
+        self._seed = seed
+
+    def fill(self, shares: Shares) -> None:
+        """Draw each share, on as many threads as torch has."""
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            filled = [pool.submit(self._fill, name, *share) for name, share in shares.items()]
+        for each in filled:
+            each.result()
+
+    def _fill(self, name: str, rows: Tensor, first: int) -> None:
+        fill, total, row = self._fills[name]
+        fill_part_(rows, fill, self._seed, name, begin=first * row, total=total)
 
 
 def xavier(parameter: Tensor, gain: float = 1.0) -> Fill:

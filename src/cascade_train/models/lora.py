@@ -21,11 +21,14 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
+from cascade_train.models.first_values import FirstValues, Shares
 from cascade_train.models.initialize import ZEROS, Fill, fill_
 from cascade_train.models.weights_keys import recognise_size
 
 ADAPTER = "default"
 """peft's name of the one adapter that a network carries."""
+
+_MAGNITUDE = ".lora_magnitude_vector."
 
 _PROJECTIONS = {
     ".attention.to_q": ".attention.attn.in_proj",
@@ -72,7 +75,7 @@ def inject_lora(
     (seed, module name) alone.
 
     Args:
-        network: whole (not sharded), not adapted yet.
+        network: whole (not sharded), not adapted yet; may lie on meta, then only A and B have values.
         rank: >= 1.
         alpha: the adapters' output is scaled by alpha / rank.
         dropout: on the adapters' input, in [0, 1).
@@ -92,13 +95,38 @@ def inject_lora(
         fan_in = math.prod(down.shape[1:])
         fill_(down, Fill(kind="uniform", scale=1.0 / math.sqrt(fan_in)), seed, f"{name}.lora_A")
         fill_(up, ZEROS, seed, f"{name}.lora_B")
-        if dora:
-            weight = layer.get_base_layer().weight
+        weight = layer.get_base_layer().weight
+        if dora and weight.is_meta:
+            layer.lora_magnitude_vector[ADAPTER].to("meta")  # until the base has values, see `begin_magnitudes`
+        elif dora:
             _magnitude(layer).data.copy_(output_norms(weight).view_as(_magnitude(layer)))
     if joint_qkv:
         share_down_halves(network)
     assert_only_adapters_train(network)
     return targets
+
+
+def split_magnitudes(shares: Shares) -> tuple[dict[str, tuple[Tensor, int]], dict[str, tuple[Tensor, int]]]:
+    """Return the shares of magnitudes, and those of all else."""
+    magnitudes = {name: share for name, share in shares.items() if _MAGNITUDE in name}
+    return magnitudes, {name: share for name, share in shares.items() if name not in magnitudes}
+
+
+def begin_magnitudes(network: nn.Module, values: FirstValues, shares: Shares) -> None:
+    """Let magnitudes begin as the lengths of their base's rows, with one whole base weight at a time in memory.
+
+    Args:
+        network: with adapters; may be sharded.
+        values: what the base begins with.
+        shares: memory of this process's rows of the magnitudes, by name.
+    """
+    for name, (rows, first) in shares.items():
+        path = name.partition(_MAGNITUDE)[0]
+        layer = network.get_submodule(path)
+        if rows.numel():
+            whole = torch.empty(layer.get_base_layer().weight.shape, dtype=layer.get_base_layer().weight.dtype)
+            values.fill({f"{path}.weight": (whole, 0)})
+            rows.copy_(output_norms(whole).view(_magnitude(layer).shape)[first : first + len(rows)])
 
 
 def share_down_halves(network: nn.Module) -> None:

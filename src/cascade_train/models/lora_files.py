@@ -23,6 +23,7 @@ from cascade_train.models.lora import ADAPTER, LoraSpec, attach_adapters, lora_s
 from cascade_train.models.lora_files_content import StoredLora, TrainedTokens
 from cascade_train.models.lora_files_keyed import Adapter, is_keyed, read_keyed, unify
 from cascade_train.models.lora_files_original import DEFAULT_FILTERS, is_original, read_original
+from cascade_train.models.weights import set_tensor
 from cascade_train.models.weights_keys import SIZES, Shape, compare_keys, recognise_adapter_size, recognise_size
 from cascade_train.models.weights_source import find_part
 
@@ -318,15 +319,18 @@ def fill_adapters(network: nn.Module, state: Mapping[str, Tensor], origin: str) 
         ConfigError: they are other adapters.
     """
     wanted = {
-        name.replace(f".{ADAPTER}.", "."): parameter
+        name.replace(f".{ADAPTER}.", "."): (name, parameter)
         for name, parameter in network.named_parameters(remove_duplicate=False)  # q, k and v may share one
         if ".lora_" in name
     }
     difference = compare_keys(wanted, state)
     if difference is not None:
         raise ConfigError(f"{origin}: its tensors are not those of the adapted modules ({difference})")
-    for name, parameter in wanted.items():
-        parameter.data.copy_(state[name])
+    for plain, (name, parameter) in wanted.items():
+        if parameter.is_meta:  # a magnitude whose base has no values yet
+            set_tensor(network, name, state[plain].float().clone())
+        else:
+            parameter.data.copy_(state[plain])
 
 
 def check_adapter_size(

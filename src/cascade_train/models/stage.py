@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from cascade_train.batch import Batch
+from cascade_train.models.first_values import Shares
 
 Conditions = dict[str, Tensor]
 """Keyword arguments of the network beside the noised latent and the timestep ratio."""
@@ -79,6 +80,8 @@ class Stage(abc.ABC):
     def build(self, *, device: torch.device, network_dtype: torch.dtype, frozen_dtype: torch.dtype) -> None:
         """Make every module on the meta device, then load or initialise it on `device`.
 
+        A stage may leave its network on the meta device, so that it is sharded before it has memory; `fill` follows.
+
         Args:
             device: where the modules go.
             network_dtype: fp32 where the network itself trains (master weights), else the frozen dtype.
@@ -87,6 +90,18 @@ class Stage(abc.ABC):
         Raises:
             ConfigError: weights that do not exist or belong to another model.
         """
+
+    def fill(self, shares: Shares) -> None:
+        """Write the first values of a network that `build` left on the meta device.
+
+        Args:
+            shares: undefined memory of this rank, by the network's names as they are now, after the task's changes.
+
+        Raises:
+            AssertionError: this stage leaves nothing on the meta device, as by default.
+        """
+        if shares:
+            raise AssertionError(f"{self.name} has no values for {', '.join(list(shares)[:3])}")
 
     @abc.abstractmethod
     def frozen_modules(self) -> dict[str, nn.Module]:

@@ -101,14 +101,14 @@ class StageB(DenoisingStage):
         self._check(widths)
 
     def build(self, *, device: torch.device, network_dtype: torch.dtype, frozen_dtype: torch.dtype) -> None:
-        """Make every module on the meta device, then load or initialise it on `device`.
+        """Make every module on the meta device, then load or initialise it on `device`; the network waits for `fill`.
 
         The text tower takes `frozen_dtype`; compressor and Stage A stay fp32, as in the original.
 
         Raises:
             ConfigError: weights that do not exist or belong to another model.
         """
-        self._build_network(device, network_dtype)
+        self._build_network(network_dtype)
         self.text_encoder.build(device=device, dtype=frozen_dtype)
         self.semantic_compressor.build(device=device)
         self.stage_a.build(device=device)

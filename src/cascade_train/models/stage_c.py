@@ -98,7 +98,7 @@ class StageC(DenoisingStage):
         self._check(widths)
 
     def build(self, *, device: torch.device, network_dtype: torch.dtype, frozen_dtype: torch.dtype) -> None:
-        """Make every module on the meta device, then load or initialise it on `device`.
+        """Make every module on the meta device, then load or initialise it on `device`; the network waits for `fill`.
 
         The text and image towers take `frozen_dtype`; compressor and previewer stay fp32, as in the original.
 
@@ -120,7 +120,7 @@ class StageC(DenoisingStage):
     def _makers(self, device: torch.device, network_dtype: torch.dtype) -> dict[str, Callable[[], None]]:
         """Return what builds each part, by its name."""
         makers: dict[str, Callable[[], None]] = {
-            "network": partial(self._build_network, device, network_dtype),
+            "network": partial(self._build_network, network_dtype),
             "text_encoder": partial(self.text_encoder.build, device=device, dtype=self._frozen_dtype),
             "semantic_compressor": partial(self.semantic_compressor.build, device=device),
             "previewer": partial(self.previewer.build, device=device),

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
+from cascade_train.models.first_values import FirstValues, Shares
 from cascade_train.models.weights_keys import SIZES, Shape, Stored, compare_keys, map_keys, recognise_size
 from cascade_train.models.weights_source import find_weight_files
 from cascade_train.models.weights_tensors import StoredTensors
@@ -39,12 +40,50 @@ def load_network(
     Raises:
         ConfigError: no such weights, or weights of another model, saying which.
     """
-    with StoredTensors(find_weight_files(source, key=key, part=part), key=key) as tensors:
-        stored = map_keys(tensors.shapes())
-        _refuse_adapters(stored, f"{key}={source}")
-        shapes = {name: tensors.shape(where) for name, where in stored.items()}
-        check_size(network, shapes, f"{key}={source}")
-        _assign(network, tensors, stored, f"{key}={source}", dtype, device)
+    values = StoredValues(network, source, key=key, part=part)
+    with values.open() as tensors:
+        for name, where in values.stored.items():
+            set_tensor(network, name, copy_to(tensors.read(where), dtype, device))
+
+
+class StoredValues(FirstValues):
+    """The values of a denoising network of Stage B or C that lie in files.
+
+    Attributes:
+        stored: where each tensor of the network lies.
+    """
+
+    def __init__(self, network: nn.Module, source: str, *, key: str = "model.weights", part: str = "network") -> None:
+        """Find the files, and check that names and shapes in them are the network's.
+
+        Args:
+            network: as for `load_network`; stays as it is.
+            source: see `weights_source.find_weight_files`; keys of diffusers or of the original.
+            key: the config key that named the source.
+            part: the folder of a pipeline or an export that holds such a network, see `weights_source`.
+
+        Raises:
+            ConfigError: no such weights, or weights of another model, saying which.
+        """
+        self._files = find_weight_files(source, key=key, part=part)
+        self._key = key
+        origin = f"{key}={source}"
+        with self.open() as tensors:
+            self.stored = map_keys(tensors.shapes())
+            _refuse_adapters(self.stored, origin)
+            check_size(network, {name: tensors.shape(where) for name, where in self.stored.items()}, origin)
+            _check_shapes(network, tensors, self.stored, origin)
+
+    def open(self) -> StoredTensors:
+        """Return the files as a context manager."""
+        return StoredTensors(self._files, key=self._key)
+
+    def fill(self, shares: Shares) -> None:
+        """Read the rows of each share, and no others."""
+        with self.open() as tensors, torch.no_grad():
+            for name, (rows, first) in shares.items():
+                if rows.numel():
+                    rows.copy_(tensors.read_rows(self.stored[name], first, len(rows)))
 
 
 def read_network(network: nn.Module, source: str, *, key: str, part: str = "prior") -> Iterator[tuple[str, Tensor]]:
@@ -59,12 +98,9 @@ def read_network(network: nn.Module, source: str, *, key: str, part: str = "prio
     Raises:
         ConfigError: no such weights, or weights of another model, saying which.
     """
-    with StoredTensors(find_weight_files(source, key=key, part=part), key=key) as tensors:
-        stored = map_keys(tensors.shapes())
-        _refuse_adapters(stored, f"{key}={source}")
-        check_size(network, {name: tensors.shape(where) for name, where in stored.items()}, f"{key}={source}")
-        _check_shapes(network, tensors, stored, f"{key}={source}")
-        for name, where in stored.items():
+    values = StoredValues(network, source, key=key, part=part)
+    with values.open() as tensors:
+        for name, where in values.stored.items():
             yield name, copy_to(tensors.read(where), torch.float32, torch.device("cpu"))
 
 

@@ -78,9 +78,13 @@ class StoredTensors:
         holder = self._holders[stored.name]
         if stored.third is None:
             return holder if isinstance(holder, Tensor) else holder.get_tensor(stored.name)
-        rows = self._shape(stored.name)[0] // 3
-        rows_of_third = slice(stored.third * rows, (stored.third + 1) * rows)
-        return (holder if isinstance(holder, Tensor) else holder.get_slice(stored.name))[rows_of_third]
+        return self.read_rows(stored, 0, self.shape(stored)[0])
+
+    def read_rows(self, stored: Stored, first: int, count: int) -> Tensor:
+        """Read `count` rows of a tensor of the network, from row `first`, and nothing else of it."""
+        holder = self._holders[stored.name]
+        begin = first + (stored.third or 0) * self.shape(stored)[0]
+        return (holder if isinstance(holder, Tensor) else holder.get_slice(stored.name))[begin : begin + count]
 
 
 def load_pickle(file: Path, key: str) -> dict[str, Tensor]:

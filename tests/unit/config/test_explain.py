@@ -17,7 +17,7 @@ REFUSED = {
     "task=lora": r"^model is not chosen\. Choose one: .*model=c_tiny",
     "model=c_tinny task=lora": r"^model=c_tinny is not an option of model\. Did you mean c_tiny\? Options: b_3b",
     "model=c_tiny task=lora data=zzz": r"^data=zzz is not an option of data\. Options: .*shapes, webdataset\.$",
-    "model=c_tiny task=lora parallel=hsdp": r"parallel\. It is not offered yet\. Options: auto, ddp, fsdp, single\.$",
+    "model=c_tiny task=lora parallel=hsbp": r"Did you mean hsdp\? Options: auto, ddp, fsdp, hsdp, single\.$",
     "model=c_tiny task=lora task=3": r"^A group is chosen by the name of an option",
     "model=c_tiny task=lora modle=x": r"^modle is unknown\. Did you mean model\?$",
     "model=c_tiny task=lora models@model=c_3b": r"^models is not a group .*Did you mean model\?$",

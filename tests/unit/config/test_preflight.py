@@ -53,11 +53,11 @@ def test_single_on_several_ranks_is_refused(tiny: DictConfig):
         preflight(tiny, ranks=2)
 
 
-def test_shard_size_belongs_to_fsdp_and_divides_the_ranks(tiny: DictConfig):
+def test_shard_size_belongs_to_hsdp_and_divides_the_ranks(tiny: DictConfig):
     tiny.parallel.shard_size = 2
-    with pytest.raises(ConfigError, match="parallel.shard_size=2 is for parallel=fsdp, not auto"):
+    with pytest.raises(ConfigError, match="parallel.shard_size=2 is for parallel=hsdp, not auto"):
         preflight(tiny, ranks=4)
-    tiny.parallel.mode = ParallelMode.fsdp
+    tiny.parallel.mode = ParallelMode.hsdp
     preflight(tiny, ranks=4)
     with pytest.raises(ConfigError, match="parallel.shard_size=2 does not divide the 1 ranks"):
         preflight(tiny, ranks=1)

@@ -3,9 +3,12 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
-from cascade_train.distributed.parallelize import parallelize
+from cascade_train.distributed import parallelize as seam
+from cascade_train.distributed.parallelize import materialise, offload_policy, parallelize, refuse_meta
 from cascade_train.distributed.process_group import build_mesh
+from cascade_train.errors import ConfigError
 
 
 @pytest.mark.slow
@@ -24,3 +27,45 @@ def test_compiled_units_have_the_losses_and_gradients_of_plain_ones(world):
         found.append([loss.detach(), *gradients])
     torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-6)
     assert network[0]._compiled_call_impl is not None
+
+
+def test_the_offload_policy_reaches_every_unit_and_the_root(world, monkeypatch):
+    handed = []
+    monkeypatch.setattr(seam, "fully_shard", lambda module, **options: handed.append((module, options)))
+    network, offload = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1)), offload_policy(True, torch.device("cuda"))
+    options = {"compute_dtype": torch.float32, "reshard_after_forward": False, "compile_units": False}
+    parallelize(network, [[network[0]]], mesh=build_mesh(world, (1, 1)), offload=offload, **options)
+    assert isinstance(offload, CPUOffloadPolicy)
+    assert [module for module, _ in handed] == [[network[0]], network]
+    assert all(given["offload_policy"] is offload and not given["reshard_after_forward"] for _, given in handed)
+
+
+def test_nothing_is_offloaded_unless_asked_and_never_from_a_cpu():
+    assert type(offload_policy(False, torch.device("cpu"))) is OffloadPolicy
+    with pytest.raises(ConfigError, match=r"parallel\.cpu_offload=true: this run computes on the host already"):
+        offload_policy(True, torch.device("cpu"))
+
+
+def test_what_is_sharded_without_memory_gets_this_ranks_rows(world):
+    with torch.device("meta"):
+        network = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+    network[1].weight = nn.Parameter(torch.ones(1, 8))
+    network[0].bias.requires_grad_(False)
+    options = {"compute_dtype": torch.float32, "reshard_after_forward": True, "compile_units": False}
+    parallelize(network, [[network[0]]], mesh=build_mesh(world, (1, 1)), **options)
+    with pytest.raises(AssertionError, match=r"3 tensors have no values: net\.0\.weight, net\.0\.bias, net\.1\.bias"):
+        refuse_meta({"net": network})
+    shares = materialise(network, world.device)
+    assert {name: (tuple(rows.shape), first) for name, (rows, first) in shares.items()} == {
+        "0.weight": ((8, 4), 0),
+        "0.bias": ((8,), 0),
+        "1.bias": ((1,), 0),
+    }
+    for rows, _ in shares.values():
+        rows.fill_(0.5)
+    refuse_meta({"net": network})
+    loss = network(torch.ones(2, 4)).sum()
+    loss.backward()
+    assert float(loss.detach()) == 2 * (8 * 2.5 + 0.5)
+    assert [p.grad is None for p in network.parameters()] == [False, True, False, False]
+    assert materialise(network, world.device) == {}

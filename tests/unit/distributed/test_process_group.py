@@ -19,21 +19,28 @@ from cascade_train.errors import ConfigError, RunError
         ("auto", 4, None, False, (1, 4)),
         ("ddp", 4, None, False, (4, 1)),
         ("fsdp", 4, None, True, (1, 4)),
-        ("fsdp", 4, 2, True, (2, 2)),
+        ("hsdp", 4, 2, True, (2, 2)),
+        ("hsdp", 16, None, True, (2, 8)),
+        ("hsdp", 8, None, False, (1, 8)),
     ],
 )
 def test_every_mode_is_a_point_of_one_mesh(mode, ranks, shard_size, fits, shape):
-    assert mesh_shape(mode, ranks, shard_size=shard_size, fits=fits) == shape
+    assert mesh_shape(mode, ranks, shard_size=shard_size, machine_ranks=8, fits=fits) == shape
 
 
 def test_single_on_several_ranks_is_refused():
     with pytest.raises(ConfigError, match="unsynchronised copies would train apart"):
-        mesh_shape("single", 2, shard_size=None, fits=True)
+        mesh_shape("single", 2, shard_size=None, machine_ranks=2, fits=True)
 
 
 def test_a_shard_size_that_does_not_divide_is_refused():
     with pytest.raises(ConfigError, match="parallel.shard_size=3 does not divide the 4 ranks"):
-        mesh_shape("fsdp", 4, shard_size=3, fits=True)
+        mesh_shape("hsdp", 4, shard_size=3, machine_ranks=4, fits=True)
+
+
+def test_machines_of_different_size_form_no_groups_by_machine():
+    with pytest.raises(ConfigError, match="shard_size=8 does not divide the 12 ranks.*on every machine"):
+        mesh_shape("hsdp", 12, shard_size=None, machine_ranks=8, fits=True)
 
 
 def test_a_rank_alone_has_a_group_and_a_mesh_and_leaves_them():

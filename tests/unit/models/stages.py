@@ -9,6 +9,8 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
+from cascade_train.distributed.parallelize import materialise
+
 CONF = Path(__file__).parents[3] / "conf"
 
 
@@ -33,9 +35,10 @@ def make_stage(model: str, *changes: Any) -> Any:
 
 
 def build_stage(model: str, *changes: Any, dtype: torch.dtype = torch.float32) -> Any:
-    """Construct a stage and build it on the CPU."""
+    """Construct a stage and build it whole on the CPU."""
     stage = make_stage(model, *changes)
     stage.build(device=torch.device("cpu"), network_dtype=dtype, frozen_dtype=dtype)
+    stage.fill(materialise(stage.network, torch.device("cpu")))
     return stage
 
 

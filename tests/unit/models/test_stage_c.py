@@ -3,6 +3,7 @@ import time
 import pytest
 import torch
 
+from cascade_train.distributed.parallelize import materialise
 from cascade_train.models.stage import Stage
 from tests.unit.models.stage_contract import StageContract
 from tests.unit.models.stages import build_stage, make_stage, random_weights
@@ -68,6 +69,7 @@ def test_no_image_is_a_zero_condition(seeing_stage: Stage) -> None:
 def test_frozen_towers_take_the_frozen_dtype_and_the_compressor_does_not(seeing_stage: Stage) -> None:
     stage = make_stage("c_tiny", {"image_encoder": TINY_VISION})
     stage.build(device=torch.device("cpu"), network_dtype=torch.float32, frozen_dtype=torch.bfloat16)
+    stage.fill(materialise(stage.network, torch.device("cpu")))
     images = torch.rand(1, 3, 96, 96)
     cond = stage.conditions(stage.tokenize(["a red circle"]), images)
     assert {value.dtype for value in cond.values()} == {torch.bfloat16}
