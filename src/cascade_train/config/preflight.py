@@ -15,6 +15,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from cascade_train.config.annotations import is_component
 from cascade_train.config.batch_size import BatchSplit, split_batch
 from cascade_train.config.components import check_component, check_is_component, missing_message
 from cascade_train.config.groups import did_you_mean, option_targets
@@ -50,6 +51,7 @@ def preflight(cfg: DictConfig, *, ranks: int | None = None) -> DictConfig:
     assert isinstance(root, Root)
     check_nothing_added(root)
     check_numbers(resolved)
+    check_objective_fits_stage(root)
     check_components(root)
     check_task_fits_stage(root)
     check_data_fits(root)
@@ -153,6 +155,25 @@ def check_task_fits_stage(root: Root) -> None:
         f"The task {root.task['_target_']} trains {', '.join(fits)}, but the model {root.model['_target_']} is "
         f"{stage}. Tasks that fit {stage}: {', '.join(tasks) or 'none yet'}; models that fit this task: "
         f"{', '.join(models) or 'none yet'}."
+    )
+
+
+def check_objective_fits_stage(root: Root) -> None:
+    """Check that the objective is for such a stage, by the constant `denoises` of both.
+
+    Raises:
+        ConfigError: naming the objectives that fit.
+    """
+    nodes = {"model": root.model, "objective": root.objective}
+    model, objective = (_constant(node, "denoises") if is_component(node) else None for node in nodes.values())
+    if model is None or objective is None or model == objective:
+        return
+    options = [
+        o for o, t in option_targets("objective").items() if _constant({"_target_": t}, "denoises") == model
+    ]
+    raise ConfigError(
+        f"The objective {root.objective['_target_']} is for models that {'denoise' if objective else 'reconstruct'}, "
+        f"and {root.model['_target_']} does not. Objectives that fit it: {', '.join(options)}."
     )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -47,7 +48,13 @@ class Diffused:
 
 
 class Objective:
-    """How latents are noised and a prediction is scored (Stable Cascade, gdf)."""
+    """How latents are noised and a prediction is scored (Stable Cascade, gdf).
+
+    Attributes:
+        denoises: whether it is for stages that denoise.
+    """
+
+    denoises: ClassVar[bool] = True
 
     def __init__(
         self,

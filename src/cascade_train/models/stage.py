@@ -50,6 +50,7 @@ class Stage(abc.ABC):
         image_multiple: both sides of an image must be multiples of this many pixels.
         image_keep_prob: share of training samples that keep their image condition, where a task names no other.
         needs_image: whether evaluation and sampling, too, show the network an image; else they show it text alone.
+        denoises: whether the network denoises latents; else there are no conditions, and nobody asks it to `predict`.
         latent_name: what the clean latents are called among the products.
         image_products: what the stage makes of an image alone, without a random choice, by name; the value is the part
             that makes it, the key below `model.`.
@@ -64,6 +65,7 @@ class Stage(abc.ABC):
     name: ClassVar[str]
     image_keep_prob: ClassVar[float]
     needs_image: ClassVar[bool]
+    denoises: ClassVar[bool] = True
     latent_name: ClassVar[str]
     image_products: Mapping[str, str] = MappingProxyType({})
     caption_products: Mapping[str, str] = MappingProxyType({})

@@ -157,7 +157,7 @@ class Task(abc.ABC):
         """Return the task that does this under an objective: itself, by default. Called before anything is built.
 
         Raises:
-            ValueError: options that mean nothing under that objective.
+            ConfigError: options that mean nothing under that objective.
         """
         return self
 

@@ -30,8 +30,9 @@ CONTROLNETS = {
 """The original's ControlNets, and the files that their filters need."""
 
 COMPANIONS = {
-    **{f"model={model}": {"task": "reconstruction"} for model in ("b_3b", "b_700m", "b_tiny")},
+    **{f"model={m}": {"task": "reconstruction"} for m in ("a", "a_tiny", "b_3b", "b_700m", "b_tiny", "b_tiny_vqgan")},
     "task=reconstruction": {"model": "b_tiny"},
+    "objective=vqgan": {"model": "a_tiny", "task": "reconstruction"},
     "filter": {"task": "controlnet"},
 }
 """What else is chosen, in the place of `CHOSEN`, with an option or with any option of a group."""

@@ -89,18 +89,26 @@ class TaskContract:
 
     `changes` are arguments of the task that differ from the file's.
 
+    `objective` is the file in conf/objective that scores it.
+
     `lr` is one at which a single step of plain gradient descent shows in fp32.
     """
 
     option: ClassVar[str]
     changes: ClassVar[dict[str, Any]] = {}
     model: ClassVar[str]
+    objective: ClassVar[str] = "gdf"
     lr: ClassVar[float] = 1e-3
+
+    @classmethod
+    def make(cls) -> Any:
+        objective = component("objective", cls.objective)
+        return attached(component("task", cls.option, **cls.changes).suited(objective), cls.model, objective)
 
     @pytest.fixture(scope="class")
     @classmethod
     def task(cls) -> Any:
-        return attached(component("task", cls.option, **cls.changes), cls.model)
+        return cls.make()
 
     @pytest.fixture
     def prepared(self, task: Task) -> Any:
@@ -140,11 +148,13 @@ class TaskContract:
             output = phase.loss(prepared)
             assert "loss_raw" in output.report
             for value in (output.loss_B, *output.report.values()):
-                assert value.shape == (4,)
+                assert value.shape[0] == 4
+                assert value.ndim <= 2
                 assert value.dtype == torch.float32
                 assert value.isfinite().all()
+            assert output.loss_B.shape == output.report["loss_raw"].shape == (4,)
             assert output.loss_B.requires_grad
-            assert not any(value.requires_grad for value in output.report.values())
+            assert not any(value.requires_grad for value in (*output.report.values(), *output.totals.values()))
 
     def test_gradients_reach_what_trains_and_nothing_else(self, task: Any, prepared: Any) -> None:
         for phase in task.phases():
@@ -175,7 +185,18 @@ class TaskContract:
         with NoSync():
             for phase in task.phases():
                 phase.loss(prepared)
-            task.evaluate(prepared, 0.0)
+            task.measures(prepared, [0.0])
+
+    def test_measures_are_fixed_numbers_of_each_sample(self, task: Task, prepared: Any) -> None:
+        first, again = (task.measures(prepared, [-2.0, 2.0]) for _ in range(2))
+        alone = task.measures(task.prepare_batch(batch_for(task, 2)), [-2.0, 2.0])
+        assert "loss" in first
+        for name, value in first.items():
+            assert value.shape == (4,)
+            assert value.dtype == torch.float32
+            assert not value.requires_grad
+            assert torch.equal(value, again[name])
+            torch.testing.assert_close(alone[name], value[2:3], rtol=1e-3, atol=1e-6)
 
     def test_evaluation_is_a_fixed_number_per_sample_and_noise_level(self, task: Task, prepared: Any) -> None:
         low, again, high = (task.evaluate(prepared, level) for level in (-2.0, -2.0, 2.0))
@@ -200,7 +221,9 @@ class TaskContract:
         assert same != task.stage.needs_image, "without a caption only an image is left to tell the two apart"
 
     def test_state_survives_a_step_and_a_round_trip(self, task: Task, prepared: Any) -> None:
-        task.after_step(dict(task.phases()[0].loss(prepared).report))
+        output = task.phases()[0].loss(prepared)
+        shown = task.after_step({**output.report, **output.totals})
+        assert all(value.shape == () for value in shown.values())
         state = {name: value.clone() for name, value in task.state_dict().items()}
         task.load_state_dict(state)
         assert task.state_dict().keys() == state.keys()
@@ -214,7 +237,7 @@ class TaskContract:
             assert any((tmp_path / name).iterdir())
 
     def test_a_step_lowers_the_loss_and_changes_only_what_trains(self) -> None:
-        task: Any = attached(component("task", self.option, **self.changes), self.model)
+        task = self.make()
         prepared = task.prepare_batch(batch_for(task, 0, 1, 2, 3))
         for phase in task.phases():
             modules = {**phase.modules, **task.stage.frozen_modules()}

@@ -1,0 +1,134 @@
+"""Stage A's network: diffusers' `PaellaVQModel` with a forward pass that training needs.
+
+Lives here: encoding, quantising and decoding in one call, under the same state-dict keys. Must not live here: losses
+(tasks/vqgan.py), and Stage A as a frozen part of Stage B (latent_codec.py).
+
+Shape legend: B batch, C latent channels, H W image size, h w latent size, N latent positions, K codes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from diffusers.pipelines.deprecated.wuerstchen.modeling_paella_vq_model import MixingResidualBlock, PaellaVQModel
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from cascade_train.models.initialize import ONES, ZEROS, Fill
+
+
+@dataclass(frozen=True, kw_only=True)
+class Autoencoded:
+    """What the network makes of images.
+
+    Attributes:
+        image_BCHW: (B, 3, H, W) reconstructions, not clamped.
+        latent_BChw: (B, C, h, w) latents, before quantisation and not divided by the scale factor.
+        code_BChw: (B, C, h, w) the nearest entry of the codebook to each latent, with a gradient to the codebook.
+        index_Bhw: (B, h, w) int64, which entry that is.
+    """
+
+    image_BCHW: Tensor
+    latent_BChw: Tensor
+    code_BChw: Tensor
+    index_Bhw: Tensor
+
+
+class VQNetwork(PaellaVQModel):
+    """`PaellaVQModel` whose norm at the latent keeps its statistics, whatever the mode.
+
+    From scratch those statistics are mean 0 and variance 1, so that the layer is a scale and a shift for each channel,
+    which train. Statistics of a batch would make a sample depend on its neighbours, and they erase the absolute colour
+    of plain pictures.
+
+    Attributes:
+        recompute: recompute the activations of each residual block in backward instead of keeping them.
+    """
+
+    recompute = False
+
+    def train(self, mode: bool = True) -> VQNetwork:
+        """Set the mode of all but the norm at the latent, which stays in eval mode."""
+        super().train(mode)
+        for module in self.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.eval()
+        return self
+
+    def units(self) -> list[list[nn.Module]]:
+        """Return the residual blocks, in execution order, one each."""
+        return [[module] for module in self.modules() if isinstance(module, MixingResidualBlock)]
+
+    def encoder_modules(self) -> list[nn.Module]:
+        """Return what makes latents and codes."""
+        return [self.in_block, self.down_blocks, self.vquantizer]
+
+    def decoder_modules(self) -> list[nn.Module]:
+        """Return what makes images of latents."""
+        return [self.up_blocks, self.out_block]
+
+    def forward(self, sample: Tensor, *, quantised_B: Tensor | None = None, only: str | None = None) -> Any:
+        """Encode, quantise and decode; everything through `forward`, so that a sharded network is gathered.
+
+        Args:
+            sample: (B, 3, H, W) float in [0, 1]; latents (B, C, h, w) for `only="decode"`.
+            quantised_B: (B,) bool, whose codes are decoded, with a straight-through gradient, in the place of
+                latents; None = nobody's, as Stage B uses Stage A.
+            only: "encode" for the latents alone, "decode" for images of given latents; None = everything.
+
+        Returns:
+            An `Autoencoded`; one tensor where `only` is given.
+        """
+        if only == "decode":
+            return self._decode(sample)
+        latent_BChw = self._run(self.down_blocks, self.in_block(sample)).float()
+        if only == "encode":
+            return latent_BChw
+        code_BChw, index_Bhw = self.quantise(latent_BChw)
+        decoded_BChw = latent_BChw
+        if quantised_B is not None:
+            straight_BChw = latent_BChw + (code_BChw - latent_BChw).detach()
+            decoded_BChw = torch.where(quantised_B[:, None, None, None], straight_BChw, latent_BChw)
+        return Autoencoded(
+            image_BCHW=self._decode(decoded_BChw), latent_BChw=latent_BChw, code_BChw=code_BChw, index_Bhw=index_Bhw
+        )
+
+    def quantise(self, latent_BChw: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the nearest codes (B, C, h, w) fp32 to latents, and their numbers (B, h, w); one sample at a time."""
+        weight_KC = self.vquantizer.embedding.weight.float()
+        with torch.no_grad():
+            rows_BNC = latent_BChw.float().flatten(2).transpose(1, 2)
+            index_BN = torch.stack([torch.cdist(rows_NC, weight_KC).argmin(dim=1) for rows_NC in rows_BNC])
+        index_Bhw = index_BN.view(len(latent_BChw), *latent_BChw.shape[2:])
+        code_BhwC = nn.functional.embedding(index_Bhw, weight_KC)
+        return code_BhwC.permute(0, 3, 1, 2).clone(), index_Bhw.clone()
+
+    def _decode(self, latent_BChw: Tensor) -> Tensor:
+        dtype = self.up_blocks[0][0].weight.dtype
+        # A clone, since FSDP warns of views, which pixel shuffling returns.
+        return self.out_block(self._run(self.up_blocks, latent_BChw.to(dtype))).float().clone()
+
+    def _run(self, blocks: nn.Sequential, x: Tensor) -> Tensor:
+        for block in blocks:
+            if self.recompute and torch.is_grad_enabled() and isinstance(block, MixingResidualBlock):
+                x = checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x)
+        return x
+
+
+def vq_rule(name: str, parameter: nn.Parameter) -> Fill:
+    """Return the first values of a parameter: torch's own for convolutions and linear layers, with biases zero.
+
+    Residual blocks begin as the identity (their scalars are zero, as in the original), the norm's scale at one, and
+    codes as normals.
+    """
+    if name == "vquantizer.embedding.weight":
+        return Fill(kind="normal", scale=1.0)
+    if parameter.dim() >= 2:
+        fan_in = math.prod(parameter.shape[1:])
+        return Fill(kind="uniform", scale=1.0 / math.sqrt(fan_in))
+    return ONES if name.endswith("weight") else ZEROS
