@@ -168,9 +168,7 @@ def check_objective_fits_stage(root: Root) -> None:
     model, objective = (_constant(node, "denoises") if is_component(node) else None for node in nodes.values())
     if model is None or objective is None or model == objective:
         return
-    options = [
-        o for o, t in option_targets("objective").items() if _constant({"_target_": t}, "denoises") == model
-    ]
+    options = [o for o, t in option_targets("objective").items() if _constant({"_target_": t}, "denoises") == model]
     raise ConfigError(
         f"The objective {root.objective['_target_']} is for models that {'denoise' if objective else 'reconstruct'}, "
         f"and {root.model['_target_']} does not. Objectives that fit it: {', '.join(options)}."
