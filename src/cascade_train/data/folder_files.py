@@ -105,7 +105,7 @@ def read_values(path: Path, limits: FileLimits) -> Mapping[str, Any] | None:
     if values is None and path.suffix != ".json":
         try:
             values = yaml.safe_load(content)
-        except (yaml.YAMLError, UnicodeDecodeError, RecursionError):
+        except (yaml.YAMLError, ValueError, RecursionError):  # a ValueError for a date that is none
             return None
     return values if isinstance(values, Mapping) else None
 

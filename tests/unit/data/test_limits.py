@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from cascade_train.data.captions import Captions
+from cascade_train.data.folder_files import read_values
 from cascade_train.data.limits import FileLimits
 from cascade_train.data.row_filter import read_metadata
 from cascade_train.data.sample import UnreadableSampleError
@@ -108,3 +109,11 @@ def test_names_that_command_a_terminal_or_forge_a_line_are_shown_escaped(tmp_pat
 )
 def test_a_json_that_would_break_the_reader_is_none(content: bytes) -> None:
     assert read_metadata(content) is None
+
+
+@pytest.mark.parametrize(
+    "content", ["day: 2001-99-99", "a: " + "9" * 10_000, "[" * 5000, "!!python/name:os.system x", "a: 'b"]
+)
+def test_a_yaml_that_would_break_the_reader_or_run_code_is_none(tmp_path: Path, content: str) -> None:
+    (tmp_path / "a.yaml").write_text(content)
+    assert read_values(tmp_path / "a.yaml", FileLimits(max_file_mib=None, max_text_kib=None)) is None
