@@ -27,11 +27,14 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+SECONDS_OF_SLOW_TESTS = 1800
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what this machine cannot run."""
+    """Skip what this machine cannot run, and give slow tests the time that they need on a busy one."""
     for item in items:
+        if item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.timeout(SECONDS_OF_SLOW_TESTS))
         if item.get_closest_marker("gpu") and not has_gpu():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if item.get_closest_marker("slurm") and shutil.which("sbatch") is None:
