@@ -31,7 +31,7 @@ from cascade_train.config.overrides import check_not_expanded
 from cascade_train.config.preflight import preflight
 from cascade_train.config.schema import Root
 from cascade_train.config.slurm_step import adopt_slurm_step
-from cascade_train.config.sweep import check_launcher
+from cascade_train.config.sweep import check_launcher, lost_jobs_told
 from cascade_train.errors import ConfigError
 from cascade_train.redaction import RedactingFilter, redact
 
@@ -81,7 +81,7 @@ def compose_and_run(argv: Sequence[str], train: Callable[[DictConfig], int]) -> 
 def _compose(argv: Sequence[str], job: Callable[[DictConfig], int]) -> None:
     """Let Hydra compose, print, or run `job` once or per element of a sweep."""
     check_launcher(argv)
-    with _arguments(with_implied_choices(argv)):
+    with _arguments(with_implied_choices(argv)), lost_jobs_told():
         hydra.main(config_path=str(conf_dir()), config_name="config", version_base="1.3")(job)()
 
 

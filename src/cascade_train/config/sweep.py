@@ -13,7 +13,8 @@ import secrets
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from hydra.types import RunMode, TaskFunction
 from omegaconf import DictConfig
 
 from cascade_train.config.slurm_step import adopt_slurm_step
-from cascade_train.errors import STOPPED, ConfigError
+from cascade_train.errors import STOPPED, ConfigError, RunError
 from cascade_train.redaction import redact
 
 ON_SLURM = "hydra/launcher=slurm"
@@ -54,6 +55,22 @@ def check_launcher(argv: Sequence[str]) -> None:
         raise ConfigError(
             f"{ON_SLURM} needs sbatch, which is not on the PATH. Start the sweep where jobs are submitted from."
         )
+
+
+@contextmanager
+def lost_jobs_told() -> Iterator[None]:
+    """Tell in words what submitit raises in the process that waits for the jobs of a sweep.
+
+    Raises:
+        RunError: a job was not submitted, or ended without a result.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not type(error).__module__.startswith("submitit."):
+            raise
+        message = f"A job of the sweep was not submitted, or ended without a result; others are left alone. {error}"
+        raise RunError(message) from error
 
 
 class SweepResults(Callback):

@@ -7,11 +7,12 @@ import pytest
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.types import RunMode
 from omegaconf import OmegaConf
+from submitit.core.utils import FailedSubmissionError
 
 from cascade_train.config import sweep
 from cascade_train.config.launch import compose_and_run
-from cascade_train.config.sweep import SweepResults, check_launcher
-from cascade_train.errors import STOPPED, ConfigError
+from cascade_train.config.sweep import SweepResults, check_launcher, lost_jobs_told
+from cascade_train.errors import STOPPED, ConfigError, RunError
 
 ON_SLURM = ["hydra/launcher=slurm", "--multirun"]
 
@@ -164,3 +165,11 @@ def test_launcher_can_be_looked_at_where_no_job_can_be_submitted(
     said = capsys.readouterr().out
     assert "max_num_timeout: 1000\n" in said
     assert "SlurmLauncher\n" in said
+
+
+def test_a_job_that_is_lost_is_told_in_words():
+    told = "was not submitted, or ended without a result; others are left alone. no such"
+    with pytest.raises(RunError, match=told), lost_jobs_told():
+        raise FailedSubmissionError("no such partition")
+    with pytest.raises(RuntimeError, match="something else"), lost_jobs_told():
+        raise RuntimeError("something else")
