@@ -133,8 +133,12 @@ class Cluster:
         return dict(word.split("=", 1) for word in said.split() if "=" in word)
 
     def start_requeued(self, job: str) -> None:
-        """Start a requeued job now, without the two minutes for which SLURM holds it back."""
+        """Start a requeued job now, without the two minutes for which SLURM holds it back.
+
+        Not at once: in the second in which the job was requeued, nodes take its new start for the revoked one.
+        """
         wait_for(lambda: self.state(job) == "PENDING")
+        time.sleep(2)
         wait_for(lambda: self.call("scontrol", "update", f"jobid={job}", "StartTime=now") == "")
 
     def _spawn(self, *command: str) -> None:

@@ -80,7 +80,8 @@ def undisturbed(folder: Path, overrides: tuple[str, ...]) -> Path:
 def test_preempted_job_continues_and_ends_as_if_undisturbed(cluster: Cluster, folder: Path):
     overrides = (*TRAINING, f"train.max_steps={STEPS}")
     job = submit(cluster, folder, "--partition=low", *RANKS, overrides=(*overrides, "run.dir=run"))
-    wait_for(lambda: "\nstep 2/" in said(folder), seconds=600)
+    wait_for(lambda: "\nstep 2/" in said(folder) or cluster.state(job) == "FAILED", seconds=600)
+    assert cluster.state(job) == "RUNNING", said(folder)
     other = cluster.submit("--partition=high", "--nodes=2", "--exclusive", "--wrap=true", cwd=folder)
     wait_for(lambda: cluster.state(job) == "PENDING", seconds=300)
     saved = [int(path.name.partition("_")[2]) for path in (folder / "run" / "checkpoints").glob("step_*")]
@@ -88,7 +89,8 @@ def test_preempted_job_continues_and_ends_as_if_undisturbed(cluster: Cluster, fo
     assert "requeued; the same command continues" in said(folder)
     wait_for(lambda: cluster.state(other) == "COMPLETED")
     cluster.start_requeued(job)
-    wait_for(lambda: cluster.state(job) == "COMPLETED", seconds=600)
+    wait_for(lambda: cluster.state(job) in ("COMPLETED", "FAILED"), seconds=600)
+    assert cluster.state(job) == "COMPLETED", said(folder)
     assert cluster.facts(job)["Restarts"] == "1"
     assert f"Continuing at step {max(saved)} " in said(folder)
     assert json.loads((folder / "run" / "environment.json").read_text())["ranks"] == 4
