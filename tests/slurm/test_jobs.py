@@ -138,8 +138,13 @@ def test_cancelled_job_is_not_requeued(cluster: Cluster, folder: Path):
 
 def test_job_out_of_time_is_requeued_though_its_ranks_still_start(cluster: Cluster, folder: Path):
     stand_in(folder, '[ "$SLURM_RESTART_COUNT" = 1 ] && exit; echo "began $*"; while true; do sleep 0.2; done')
-    job = submit(cluster, folder, overrides=("run.name=a {b}, c",))
-    wait_for(lambda: "began -m cascade_train run.name=a {b}, c\n" in said(folder))
-    cluster.call("scancel", "--batch", "--signal=USR1", job)  # as SLURM does it 120 s before the limit
-    cluster.start_requeued(job)
-    wait_for(lambda: cluster.state(job) == "COMPLETED")
+    array = submit(cluster, folder, "--array=0-1", overrides=("run.name=a {b}, c",))
+    wait_for(lambda: said(folder).count("began -m cascade_train run.name=a {b}, c\n") == 2)
+    jobs = [f"{array}_0", f"{array}_1"]
+    (namesake,) = (job for job in jobs if cluster.facts(job)["JobId"] == array)  # whose number means the array, too
+    (other,) = set(jobs) - {namesake}
+    cluster.call("scancel", "--batch", "--signal=USR1", namesake)  # as SLURM does it 120 s before the limit
+    cluster.start_requeued(namesake)
+    wait_for(lambda: cluster.state(namesake) == "COMPLETED")
+    assert (cluster.state(other), cluster.facts(other)["Restarts"]) == ("RUNNING", "0")
+    cluster.call("scancel", array)

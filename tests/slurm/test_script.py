@@ -78,6 +78,11 @@ def test_only_a_stopped_run_goes_back_to_the_queue(folder: Path, environment: di
     assert requeues(folder) == count
 
 
+def test_one_job_of_an_array_is_requeued_alone(folder: Path):
+    run(folder, STEP_EXITS="75", SLURM_ARRAY_JOB_ID="17", SLURM_ARRAY_TASK_ID="3")
+    assert (folder / "scontrol.called").read_text() == "requeue 17_3\n"
+
+
 def test_a_crash_is_retried_as_often_as_allowed(folder: Path):
     for attempt in (1, 2):
         code, said = run(folder, STEP_EXITS="1", CASCADE_CRASH_RETRIES="2")

@@ -164,6 +164,8 @@ def requeue() -> bool:
     A job that was cancelled is stopped by the same signal as one that was preempted, but is not RUNNING any more.
     """
     job = os.environ["SLURM_JOB_ID"]
+    if "SLURM_ARRAY_JOB_ID" in os.environ:  # the number of one job of an array may be that of the array
+        job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     state = _ask("squeue", "--noheader", f"--jobs={job}", "--format=%T")
     return state == "RUNNING" and _ask("scontrol", "requeue", job) is not None
 

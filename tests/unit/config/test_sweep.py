@@ -132,6 +132,15 @@ def test_a_stopped_job_goes_back_to_the_queue(
     assert (folder / ".results").exists() is not works
 
 
+def test_one_job_of_an_array_is_requeued_alone(monkeypatch: pytest.MonkeyPatch):
+    asked = []
+    monkeypatch.setattr(sweep, "_ask", lambda *command: asked.append(command) or "RUNNING")
+    for name, value in {"JOB_ID": "17", "ARRAY_JOB_ID": "17", "ARRAY_TASK_ID": "3"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    assert sweep.requeue()
+    assert asked == [("squeue", "--noheader", "--jobs=17_3", "--format=%T"), ("scontrol", "requeue", "17_3")]
+
+
 def test_client_that_fails_or_is_missing_answers_nothing(monkeypatch: pytest.MonkeyPatch):
     assert sweep._ask("echo", "17") == "17"
     assert sweep._ask("false") is None
