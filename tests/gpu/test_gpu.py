@@ -52,6 +52,16 @@ def test_a_bf16_step_keeps_fp32_masters_on_the_device(tmp_path, monkeypatch, tra
     assert row["grad_norm"] > 0
 
 
+def test_offloaded_shards_lie_on_the_host_and_train_as_on_the_device(tmp_path, monkeypatch, trained):
+    kinds: dict[str, set[str]] = {}
+    note_kinds(monkeypatch, kinds)
+    shared = ("task=finetune", *BF16, *EXACT, "optimizer.lr=1e-3")
+    run = train(tmp_path / "run", *shared, "parallel.cpu_offload=true")
+    assert kinds == dict.fromkeys(("weights", "moments", "averages"), {"cpu torch.float32"})
+    for on_device, offloaded in zip(read_metrics(trained), read_metrics(run), strict=True):
+        assert on_device == pytest.approx(offloaded, rel=1e-3)
+
+
 @pytest.mark.parametrize("task", ["finetune", "lora"])
 def test_a_step_between_logs_never_waits_for_the_device(tmp_path, monkeypatch, trained, task):
     from cascade_train.engine.loop import Trainer

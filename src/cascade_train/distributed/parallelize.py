@@ -135,8 +135,9 @@ def set_gradient_sync(roots: Iterable[nn.Module], last: bool) -> None:
 
 
 def _is_split(root: nn.Module) -> bool:
-    """Return whether ranks hold different parts of a root's weights."""
-    return any(isinstance(p, DTensor) and p.device_mesh.size(-1) > 1 for p in root.parameters())
+    """Return whether ranks hold different parts of a root's weights, which all lie on one mesh."""
+    parameter = next(root.parameters())
+    return isinstance(parameter, DTensor) and parameter.device_mesh.size(-1) > 1
 
 
 def reshard(roots: Iterable[nn.Module]) -> None:

@@ -93,7 +93,8 @@ class BoundPhase:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         if self.can_withhold:
-            self.optimizer.found_inf = withheld  # type: ignore[attr-defined]
+            device = next(iter(self.parameters.values())).device  # the host where weights are offloaded
+            self.optimizer.found_inf = withheld.to(device)  # type: ignore[attr-defined]
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if self.ema is not None:
