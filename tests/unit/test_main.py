@@ -54,9 +54,11 @@ def test_answers_within_three_seconds_of_work(tmp_path: Path, argv: tuple[str, .
     assert 0.05 < after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime < SECONDS
 
 
-def test_help_shows_groups_and_keys_and_the_quoted_form(tmp_path: Path):
+def test_help_shows_groups_and_keys_and_the_quoted_form(tmp_path: Path, repository: Path):
     text = start(tmp_path, "--help").stdout
-    assert "model: b_3b, b_700m, b_tiny, c_1b, c_3b, c_tiny" in text
+    models = sorted(path.stem for path in (repository / "conf" / "model").glob("*.yaml"))
+    assert {"c_tiny", "b_3b"} <= set(models)
+    assert f"\nmodel: {', '.join(models)}\n" in text
     assert "max_steps: 10000" in text
     assert """'data.urls=["a-{000..005}.tar"]'""" in text
 

@@ -86,8 +86,13 @@ def _compose(argv: Sequence[str], job: Callable[[DictConfig], int]) -> None:
 
 
 def register_schema() -> None:
-    """Make the typed root known to Hydra under the name `schema`."""
+    """Make the typed root known to Hydra under the name `schema`.
+
+    Hydra copies the sources of its configuration for every look at a group, a hundred times for `--help`. The store of
+    typed nodes, which it only reads, and copies node by node when it does, is then shared instead.
+    """
     ConfigStore.instance().store(name="schema", node=Root)
+    ConfigStore.__deepcopy__ = lambda store, _: store  # type: ignore[attr-defined]
 
 
 def with_implied_choices(argv: Sequence[str]) -> list[str]:
