@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Literal
 
 import torch
@@ -18,6 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from cascade_train.errors import ConfigError
 
 ParallelMode = Literal["auto", "single", "ddp", "fsdp", "hsdp"]
+
+
+SET_UP_SECONDS = 7200.0
+"""How long ranks wait for each other outside of steps, where one alone may load, hash or write very much."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,17 +71,19 @@ def _join() -> World:
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if cuda and local_ranks > torch.cuda.device_count():
         raise ConfigError(
-            f"torchrun started {local_ranks} processes on a machine with {torch.cuda.device_count()} GPUs: each needs "
-            f"its own. Use --nproc_per_node {torch.cuda.device_count()}, or fewer."
+            f"{local_ranks} processes on a machine with {torch.cuda.device_count()} GPUs: each needs its own. "
+            f"Use --nproc_per_node {torch.cuda.device_count()} or fewer; in a step of srun, --ntasks-per-node and "
+            "--gpu-bind=none."
         )
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    patient = timedelta(seconds=SET_UP_SECONDS)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend, device_id=device if cuda else None)
+        dist.init_process_group(backend, timeout=patient, device_id=device if cuda else None)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, timeout=patient, store=dist.HashStore(), rank=0, world_size=1)
     return World(rank=dist.get_rank(), ranks=dist.get_world_size(), machine_ranks=local_ranks, device=device)
 
 
