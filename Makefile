@@ -1,4 +1,4 @@
-# The verbs of this project. CI calls the same ones: .ci/run is `make test`.
+# The verbs of this project. CI calls the same ones: .ci/run installs a SLURM, then `make test`.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
