@@ -13,11 +13,13 @@ from omegaconf import DictConfig, OmegaConf
 
 from cascade_train.config.annotations import is_component
 from cascade_train.config.preflight import preflight
-from cascade_train.config.schema import Root
+from cascade_train.config.schema import ParallelConfig, ParallelMode, Root
 from cascade_train.config.targets import is_trusted
 from cascade_train.errors import ConfigError
 
 CONFIG_NAME = "config.yaml"
+ALONE = ParallelConfig(mode=ParallelMode.single, shard_size=None, reshard_after_forward=True, cpu_offload=False)
+"""The one rank that looks at a run, whatever ranks and devices trained it."""
 
 
 def load_saved_config(folder: Path, *, allow_any_target: bool = False) -> DictConfig:
@@ -44,6 +46,7 @@ def load_saved_config(folder: Path, *, allow_any_target: bool = False) -> DictCo
     cfg.run.allow_any_target = True  # checked already, and closer
     cfg.train.micro_batch_size = None
     cfg.train.global_batch_size = 1
+    cfg.parallel = ALONE
     return preflight(cfg, ranks=1)
 
 

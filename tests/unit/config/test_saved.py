@@ -27,6 +27,13 @@ def test_a_saved_configuration_comes_back(checked: DictConfig, tmp_path: Path):
     assert cfg.task == checked.task
 
 
+def test_one_rank_looks_at_what_many_trained(tmp_path: Path):
+    cfg = preflight(composed("model=c_tiny", "task=lora", "parallel=hsdp", "parallel.shard_size=4"), ranks=8)
+    cfg.parallel.cpu_offload = True
+    shown = load_saved_config(write(cfg, tmp_path)).parallel
+    assert (shown.mode, shown.shard_size, shown.cpu_offload) == ("single", None, False)
+
+
 @pytest.mark.parametrize(
     "target",
     [
