@@ -1,0 +1,284 @@
+"""Look after a run's checkpoints: `python -m cascade_train.checkpoints ls|verify|prune|promote runs/x`.
+
+Thin: the rules live in `engine/retention.py`, changes on the disk in `engine/checkpoint_folder.py`. Torch is imported
+only to drop optimizer state.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cascade_train.config.explain import exit_code
+from cascade_train.config.groups import did_you_mean
+from cascade_train.config.verb import help_text, parse_verb
+from cascade_train.engine.checkpoint_folder import CheckpointFolder
+from cascade_train.engine.manifest import MANIFEST_NAME, Manifest, find_fault, read_manifest, write_manifest
+from cascade_train.engine.retention import BEST, Retention, best_value
+from cascade_train.engine.run_lock import RunLock
+from cascade_train.errors import ConfigError, RunError
+
+USAGE = """python -m cascade_train.checkpoints ACTION RUN …
+
+  ls RUN                           what is there: size, age, metric, why it stays
+  verify RUN [step_<n>]            read every byte and compare hashes
+  prune RUN key=value …            delete, or drop optimizer state, by a rule
+  promote RUN step_<n> name=NAME   name a checkpoint; a named one is never deleted
+"""
+
+
+@dataclass(kw_only=True)
+class LsArgs:
+    """List a run's checkpoints and why each stays by the run's own rule."""
+
+    source: str
+    """The run."""
+
+
+@dataclass(kw_only=True)
+class VerifyArgs:
+    """Read every byte of a run's checkpoints and compare it with the manifests; ends with 1 where one is damaged."""
+
+    source: str
+    """The run."""
+    step: str | None = None
+    """One checkpoint, as step_<n>; null = all."""
+
+
+@dataclass(kw_only=True)
+class PruneArgs:
+    """Delete the checkpoints that a rule does not keep, and drop optimizer state; damaged and named ones stay."""
+
+    source: str
+    """The run; not one that is training."""
+    keep_last: int | None = None
+    """Newest checkpoints that stay; null = all stay."""
+    keep_every_steps: int | None = None
+    """Those at multiples of this step stay too; null = none."""
+    keep_best: int | None = None
+    """So many with the best value of the run's checkpoint.best_metric stay too; null = none."""
+    optimizer: str = "keep"
+    """drop = only the newest keep_last (one, where that is null) keep their optimizer state; or keep."""
+
+    def __post_init__(self) -> None:
+        if self.optimizer not in ("keep", "drop"):
+            raise ConfigError(f"optimizer={self.optimizer} must be keep or drop.")
+        if self.keep_last is None and self.optimizer == "keep":
+            raise ConfigError("Nothing is to be pruned: set keep_last, e.g. keep_last=2, or optimizer=drop.")
+
+
+@dataclass(kw_only=True)
+class PromoteArgs:
+    """Give a checkpoint a name, which keeps it for good; name=null takes the name away."""
+
+    source: str
+    """The run; not one that is training."""
+    step: str
+    """The checkpoint, as step_<n>."""
+    name: str | None
+    """What to call it."""
+
+
+def list_checkpoints(args: LsArgs) -> int:
+    """Print a line for each checkpoint; return 0.
+
+    Raises:
+        ConfigError: there is no such run, or it has no checkpoints.
+    """
+    folder, rule = _open(args.source)
+    complete = folder.complete()
+    reasons = rule.reasons(complete)
+    metric = rule.best_metric
+    print(f"{'step':>10} {'GiB':>8} {'age':>6} {metric or 'metric':>14}  state")
+    for step, path in folder.visible().items():
+        if step in complete:
+            state = "; ".join(reasons[step]) or "goes at the next save"
+            shown = _metric(complete[step], metric) + f"  {state}{_flaws(complete[step])}"
+        else:
+            shown = f"{'-':>14}  damaged: {find_fault(path, hashes=False)}"
+        print(f"{step:>10} {_size(path) / 2**30:>8.3f} {_age(path):>6} {shown}")
+    return 0
+
+
+def verify(args: VerifyArgs) -> int:
+    """Print what each checkpoint is like, byte by byte; return 0, or 1 where one is damaged.
+
+    Raises:
+        ConfigError: there is no such run or checkpoint.
+    """
+    folder, _ = _open(args.source)
+    chosen = folder.visible() if args.step is None else _chosen(folder, args.step)
+    faults = {path.name: find_fault(path) for path in chosen.values()}
+    for name, fault in faults.items():
+        print(f"{name}: {'verified' if fault is None else f'damaged: {fault}'}")
+    return int(any(fault is not None for fault in faults.values()))
+
+
+def prune(args: PruneArgs) -> int:
+    """Delete and slim by a rule, and print what was freed; return 0.
+
+    Raises:
+        ConfigError: there is no such run, it is training, or the rule has no effect.
+    """
+    folder, own = _open(args.source)
+    if args.keep_best is not None and (args.keep_last is None or own.best_metric is None):
+        raise ConfigError(
+            f"keep_best={args.keep_best} needs keep_last, and checkpoint.best_metric={own.best_metric} of the run."
+        )
+    ranking = {} if args.keep_best is None else {"best_metric": own.best_metric, "best_mode": own.best_mode}
+    rule = Retention(
+        keep_last=args.keep_last, keep_every_steps=args.keep_every_steps, keep_best=args.keep_best, **ranking
+    )
+    with _held(args.source):
+        manifests = folder.complete()
+        _delete(folder, [step for step, reasons in rule.reasons(manifests).items() if not reasons])
+        if args.optimizer == "drop":
+            rest = folder.complete()
+            recent = dataclasses.replace(rule, keep_last=args.keep_last or 1).newest(rest)
+            _slim(folder, [step for step, each in rest.items() if each.has_optimizer and step not in recent])
+    return 0
+
+
+def promote(args: PromoteArgs) -> int:
+    """Write a name into a checkpoint's manifest; return 0.
+
+    Raises:
+        ConfigError: there is no such run or checkpoint, the run is training, or the name is taken.
+        RunError: the checkpoint is damaged.
+    """
+    folder, _ = _open(args.source)
+    ((step, path),) = _chosen(folder, args.step).items()
+    with _held(args.source):
+        taken = {each.name: other for other, each in folder.complete().items() if other != step}
+        if args.name is not None and args.name in taken:
+            raise ConfigError(f"name={args.name} is that of step_{taken[args.name]} already. Choose another.")
+        fault = find_fault(path)
+        if fault is not None:
+            raise RunError(f"{path} is not promoted, because it is damaged: {fault}")
+        write_manifest(path, dataclasses.replace(read_manifest(path), name=args.name))
+    print(f"{path.name} {'has no name any more' if args.name is None else f'is {args.name}, and stays for good'}")
+    return 0
+
+
+ACTIONS: dict[str, tuple[type[Any], Any]] = {
+    "ls": (LsArgs, list_checkpoints),
+    "verify": (VerifyArgs, verify),
+    "prune": (PruneArgs, prune),
+    "promote": (PromoteArgs, promote),
+}
+
+
+def _open(run: str) -> tuple[CheckpointFolder, Retention]:
+    """Return a run's folder of checkpoints and its rule."""
+    directory = Path(run)
+    if not (directory / "checkpoints").is_dir():
+        raise ConfigError(f"{run} is no run with checkpoints. Give the folder that holds `checkpoints/`.")
+    config = directory / "config.yaml"
+    saved = yaml.safe_load(config.read_text(encoding="utf-8")) if config.is_file() else None
+    node = saved.get("checkpoint", {}) if isinstance(saved, dict) else {}
+    known = {field.name for field in dataclasses.fields(Retention)}
+    return CheckpointFolder(directory / "checkpoints"), Retention(**{k: v for k, v in node.items() if k in known})
+
+
+@contextmanager
+def _held(run: str) -> Iterator[None]:
+    lock = RunLock(Path(run).absolute())
+    lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _chosen(folder: CheckpointFolder, name: str) -> dict[int, Path]:
+    found = {step: path for step, path in folder.visible().items() if name in (path.name, str(step))}
+    if not found:
+        there = ", ".join(path.name for path in folder.visible().values()) or "none"
+        raise ConfigError(f"{name} is not a checkpoint of this run. There are: {there}.")
+    return found
+
+
+def _delete(folder: CheckpointFolder, steps: Sequence[int]) -> None:
+    for step in steps:
+        size = _size(folder.path(step))
+        folder.delete(step)
+        print(f"step_{step} is deleted: {size / 2**30:.3f} GiB")
+
+
+def _slim(folder: CheckpointFolder, steps: Sequence[int]) -> None:
+    if not steps:
+        return
+    from cascade_train.engine.checkpoint_slimming import drop_optimizer  # heavy: torch
+
+    for step in steps:
+        try:
+            freed = drop_optimizer(folder, step)
+        except OSError as error:
+            raise RunError(f"step_{step} keeps its optimizer state: {error}") from error
+        print(f"step_{step} has no optimizer state any more: {freed / 2**30:.3f} GiB")
+
+
+def _size(path: Path) -> int:
+    return sum(each.stat().st_size for each in path.iterdir())
+
+
+def _age(path: Path) -> str:
+    seconds = time.time() - (path / MANIFEST_NAME if (path / MANIFEST_NAME).exists() else path).stat().st_mtime
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _metric(manifest: Manifest, metric: str | None) -> str:
+    value = best_value(manifest, metric or manifest.facts.get(BEST, {}).get("metric"))
+    return f"{'-':>14}" if value is None else f"{value:>14.6g}"
+
+
+def _flaws(manifest: Manifest) -> str:
+    return "" if manifest.has_optimizer else " (no optimizer state)"
+
+
+def launch(argv: Sequence[str]) -> int:
+    """Do what `argv` says and return the exit code: 0 done, 1 damaged or stopped by the world, 2 refused."""
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    return exit_code(lambda: _launch(list(argv)))
+
+
+def _launch(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help"):
+        sys.stdout.write(USAGE)
+        return 0
+    action, *rest = argv
+    if action not in ACTIONS:
+        raise ConfigError(f"{action} is unknown.{did_you_mean(action, ACTIONS)}\n{USAGE}")
+    schema, do = ACTIONS[action]
+    if {"-h", "--help"} & set(rest):
+        sys.stdout.write(f"{USAGE}\n{help_text(schema)}")
+        return 0
+    words = [argument for argument in rest if "=" not in argument]
+    places = [key for key in ("from", "step") if key in ("from", *(f.name for f in dataclasses.fields(schema)))]
+    if not words and not any(argument.startswith("from=") for argument in rest):
+        raise ConfigError(f"{action} needs a run.\n{USAGE}")
+    if len(words) > len(places):
+        raise ConfigError(f"{words[len(places)]!r} is one word too many.\n{USAGE}")
+    named = [f"{key}={word}" for key, word in zip(places, words, strict=False)]
+    return int(do(parse_verb(schema, [*named, *(argument for argument in rest if "=" in argument)])))
+
+
+def main() -> None:
+    """Do what the command line says, and exit."""
+    sys.exit(launch(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""The verb that looks after a run's checkpoints."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+import yaml
+
+from cascade_train.checkpoints import launch
+from cascade_train.distributed.process_group import process_group
+from cascade_train.engine.checkpoint import CheckpointStore
+from cascade_train.engine.manifest import find_fault, read_manifest
+from cascade_train.engine.retention import Retention
+from cascade_train.engine.run_lock import RunLock
+
+RULE = {"keep_last": 2, "keep_every_steps": 4, "keep_best": 1, "best_metric": "loss", "best_mode": "min"}
+
+
+def state(step):
+    optimizer = {"state": {"w": torch.full((2000,), float(step))}}
+    return {"phases": {"main": {"weights": {"w": torch.full((1000,), float(step))}, "optimizer": optimizer}}}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A run with checkpoints of steps 1 to 6, all kept; the lowest loss is that of step 3."""
+    run = tmp_path_factory.mktemp("runs") / "x"
+    run.mkdir()
+    (run / "config.yaml").write_text(yaml.safe_dump({"checkpoint": {"every_steps": 1, **RULE}}))
+    (run / "metrics.jsonl").write_text("".join(f'{{"step": {n}, "loss": {abs(n - 3) + 0.5}}}\n' for n in range(1, 7)))
+    with process_group():
+        rule = Retention(**{**RULE, "keep_last": None})
+        store = CheckpointStore(run / "checkpoints", retention=rule, metrics=run / "metrics.jsonl")
+        for step in range(1, 7):
+            store.save(step, state(step), {"step": step})
+    return run
+
+
+@pytest.fixture
+def run(made, tmp_path):
+    return shutil.copytree(made, tmp_path / "x")
+
+
+def damage(run, step):
+    file = run / "checkpoints" / f"step_{step}" / "__0_0.distcp"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(bytes(data))
+
+
+def steps(run):
+    return sorted(int(path.name[5:]) for path in (run / "checkpoints").iterdir())
+
+
+def has_optimizer(run):
+    return {step: read_manifest(run / "checkpoints" / f"step_{step}").has_optimizer for step in steps(run)}
+
+
+def test_ls_says_why_each_stays(run, capsys):
+    (run / "checkpoints" / "step_2" / "__0_0.distcp").write_bytes(b"short")
+    assert launch(["ls", str(run)]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == "step GiB age loss state"
+    assert lines[1].endswith("2.5 goes at the next save")
+    assert "damaged: __0_0.distcp has 5 bytes" in lines[2]
+    assert [line.rpartition(" s ")[2] for line in lines[3:]] == [
+        "0.5 number 1 by loss", "1.5 every 4", "2.5 newest 2", "3.5 newest 2",
+    ]  # fmt: skip
+
+
+def test_verify_reads_every_byte(run, capsys):
+    assert launch(["verify", str(run)]) == 0
+    assert capsys.readouterr().out.count(": verified\n") == 6
+    damage(run, 4)
+    assert launch(["verify", str(run)]) == 1
+    assert "step_4: damaged: __0_0.distcp does not match the hash in its manifest" in capsys.readouterr().out
+    assert launch(["verify", str(run), "step_5"]) == 0
+    assert capsys.readouterr().out == "step_5: verified\n"
+
+
+def test_prune_keeps_what_its_rule_names(run, capsys):
+    assert launch(["prune", str(run), "keep_last=1", "keep_every_steps=2", "keep_best=1"]) == 0
+    assert steps(run) == [2, 3, 4, 6]
+    assert "step_5 is deleted: 0.000 GiB" in capsys.readouterr().out
+    assert not (run / ".lock").exists()
+
+
+def test_prune_drops_the_optimizer_of_all_but_the_newest(run, capsys):
+    assert launch(["prune", str(run), "optimizer=drop"]) == 0
+    assert has_optimizer(run) == {**dict.fromkeys(range(1, 6), False), 6: True}
+    assert capsys.readouterr().out.count("has no optimizer state any more") == 5
+    assert all(find_fault(path) is None for path in (run / "checkpoints").iterdir())
+    assert launch(["prune", str(run), "optimizer=drop"]) == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_prune_by_both_at_once(run):
+    assert launch(["prune", str(run), "keep_last=2", "keep_best=1", "optimizer=drop"]) == 0
+    assert has_optimizer(run) == {3: False, 5: True, 6: True}
+
+
+def test_a_promoted_checkpoint_stays_for_good(run, capsys):
+    assert launch(["promote", str(run), "step_1", "name=good"]) == 0
+    assert capsys.readouterr().out == "step_1 is good, and stays for good\n"
+    assert find_fault(run / "checkpoints" / "step_1") is None
+    assert launch(["prune", str(run), "keep_last=1"]) == 0
+    assert steps(run) == [1, 6]
+    with process_group():
+        store = CheckpointStore(run / "checkpoints", retention=Retention(keep_last=1))
+        store.save(1, state(9), {"step": 1})
+        store.save(7, state(7), {"step": 7})
+    assert steps(run) == [1, 7]
+    assert read_manifest(run / "checkpoints" / "step_1").name == "good"
+    assert launch(["promote", str(run), "1", "name=null"]) == 0
+    assert read_manifest(run / "checkpoints" / "step_1").name is None
+
+
+def test_a_damaged_checkpoint_gets_no_name(run, capsys):
+    damage(run, 2)
+    assert launch(["promote", str(run), "step_2", "name=good"]) == 1
+    assert "step_2 is not promoted, because it is damaged: __0_0.distcp does not match" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["prune", "RUN"], "Nothing is to be pruned: set keep_last"),
+        (["prune", "RUN", "optimizer=throw"], "optimizer=throw must be keep or drop."),
+        (["prune", "RUN", "keep_last=0"], "checkpoint.keep_last=0 must be at least 1"),
+        (
+            ["prune", "RUN", "keep_best=1", "optimizer=drop"],
+            "keep_best=1 needs keep_last, and checkpoint.best_metric=loss of the run.",
+        ),
+        (
+            ["promote", "RUN", "step_9", "name=good"],
+            "step_9 is not a checkpoint of this run. There are: step_1, step_2",
+        ),
+        (["promote", "RUN", "step_2"], "name is not set: What to call it"),
+        (["ls", "RUN/checkpoints"], "checkpoints is no run with checkpoints. Give the folder"),
+        (["ls"], "ls needs a run."),
+        (["ls", "RUN", "step_1"], "'step_1' is one word too many."),
+        (["list", "RUN"], "list is unknown."),
+    ],
+)
+def test_what_makes_no_sense_is_refused(run, capsys, words, said):
+    assert launch([word.replace("RUN", str(run)) for word in words]) == 2
+    assert said in capsys.readouterr().err
+    assert steps(run) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_name_belongs_to_one(run, capsys):
+    assert launch(["promote", str(run), "step_1", "name=good"]) == 0
+    assert launch(["promote", str(run), "step_2", "name=good"]) == 2
+    assert "name=good is that of step_1 already. Choose another." in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+@pytest.mark.parametrize("words", [["prune", "keep_last=1"], ["promote", "step_1", "name=good"]])
+def test_a_live_run_is_left_alone_and_its_holder_named(run, capsys, words):
+    told, tell = os.pipe()
+    child = os.fork()
+    if child == 0:
+        RunLock(run).acquire()
+        os.write(tell, b".")
+        signal.pause()
+    assert os.read(told, 1) == b"."
+    code = launch([words[0], str(run), *words[1:]])
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert code == 2
+    assert f"is in use by process {child} on" in capsys.readouterr().err
+    assert steps(run) == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["prune", "--help"]])
+def test_help_is_printed(capsys, words):
+    assert launch(words) == 0
+    assert "promote RUN step_<n> name=NAME" in capsys.readouterr().out
+
+
+def test_looking_imports_no_torch(run):
+    script = (
+        "import sys; from cascade_train.checkpoints import launch;"
+        "assert launch(['ls', sys.argv[1]]) == launch(['verify', sys.argv[1]]) == 0; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", script, str(run)], check=True, capture_output=True, timeout=60)
