@@ -120,6 +120,33 @@ def test_each_run_of_a_sweep_is_a_job_of_several_ranks(cluster: Cluster, folder:
     assert f"{results[1]['run_dir']}: step 1, loss {results[1]['metrics']['loss']:.4f}\n" in done.stderr
 
 
+STOPS_ONCE = """
+import os, sys
+from cascade_train.config.launch import compose_and_run
+
+def train(cfg):
+    return 75 if os.environ.get("SLURM_RESTART_COUNT", "0") == "0" else 0
+
+sys.exit(compose_and_run(sys.argv[1:], train))
+"""
+"""A sweep whose runs are stopped in their first start, without the cost of training."""
+
+
+def test_stopped_runs_of_a_sweep_continue_while_it_waits(cluster: Cluster, folder: Path):
+    sweep = ["--multirun", "hydra/launcher=slurm", "hydra.launcher.tasks_per_node=2", "run.seed=1,2"]
+    command = [sys.executable, "-c", STOPS_ONCE, *sweep, "task=lora", "model=c_tiny"]
+    waiting = subprocess.Popen(command, cwd=folder, env=cluster.environment, stderr=subprocess.PIPE, text=True)
+    wait_for(lambda: len(list(folder.glob("multirun/.submitit/*_1/*submitted.pkl"))) == 1)
+    array = next(folder.glob("multirun/.submitit/*_1")).name.partition("_")[0]
+    for number in (0, 1):
+        wait_for(lambda job=f"{array}_{number}": cluster.facts(job)["Restarts"] == "1")
+        cluster.start_requeued(f"{array}_{number}")
+    _, errors = waiting.communicate(timeout=300)
+    assert waiting.returncode == 0, errors
+    results = [json.loads(line) for line in (folder / "multirun" / "results.jsonl").read_text().splitlines()]
+    assert [(row["overrides"][0], row["exit_code"]) for row in results] == [("run.seed=1", 0), ("run.seed=2", 0)]
+
+
 def test_refused_job_is_not_requeued(cluster: Cluster, folder: Path):
     job = submit(cluster, folder, *RANKS, overrides=("model=c_tiny", "task=lora", "train.max_steps=0"))
     wait_for(lambda: cluster.state(job) == "FAILED")
