@@ -121,23 +121,28 @@ def fits_one_device(roots: Sequence[nn.Module], device: torch.device) -> bool:
 
 
 def set_gradient_sync(roots: Iterable[nn.Module], last: bool) -> None:
-    """Choose what the next backward sends: everything after the last micro-batch, before it as little as fits.
+    """Choose what the next backward sends of its gradients.
 
-    Gradients of weights that are whole on each rank are reduced with the last micro-batch alone. Those of split
+    Those of weights that are whole on each rank are reduced with the step's last micro-batch alone. Those of split
     weights are scattered with each, so that no rank keeps a whole gradient, and added over the replicas with the last.
+    Those of offloaded weights are finished with each, so that they leave the device.
     """
     for root in roots:
         if isinstance(root, FSDPModule):
-            scatter = last or _is_split(root)
+            split, offloaded = _layout(root)
+            scatter = last or split or offloaded
             root.set_requires_gradient_sync(scatter)
-            root.set_requires_all_reduce(last)
+            root.set_requires_all_reduce(last or offloaded)
             root.set_is_last_backward(scatter)
 
 
-def _is_split(root: nn.Module) -> bool:
-    """Return whether ranks hold different parts of a root's weights, which all lie on one mesh."""
+def _layout(root: nn.Module) -> tuple[bool, bool]:
+    """Return whether ranks hold different parts of a root's weights, and whether these lie on the host of a device."""
     parameter = next(root.parameters())
-    return isinstance(parameter, DTensor) and parameter.device_mesh.size(-1) > 1
+    if not isinstance(parameter, DTensor):
+        return False, False
+    mesh = parameter.device_mesh
+    return mesh.size(-1) > 1, parameter.device.type != mesh.device_type
 
 
 def reshard(roots: Iterable[nn.Module]) -> None:

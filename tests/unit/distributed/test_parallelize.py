@@ -6,7 +6,13 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from cascade_train.distributed import parallelize as seam
-from cascade_train.distributed.parallelize import materialise, offload_policy, parallelize, refuse_meta
+from cascade_train.distributed.parallelize import (
+    materialise,
+    offload_policy,
+    parallelize,
+    refuse_meta,
+    set_gradient_sync,
+)
 from cascade_train.distributed.process_group import build_mesh
 from cascade_train.errors import ConfigError
 
@@ -69,3 +75,21 @@ def test_what_is_sharded_without_memory_gets_this_ranks_rows(world):
     assert float(loss.detach()) == 2 * (8 * 2.5 + 0.5)
     assert [p.grad is None for p in network.parameters()] == [False, True, False, False]
     assert materialise(network, world.device) == {}
+
+
+@pytest.mark.parametrize(
+    ("split", "offloaded", "before_the_last"),
+    [(False, False, (False, False)), (True, False, (True, False)), (True, True, (True, True))],
+)
+def test_what_is_sent_before_the_last_micro_batch(world, monkeypatch, split, offloaded, before_the_last):
+    network, sent = nn.Linear(4, 2), []
+    options = {"compute_dtype": torch.float32, "reshard_after_forward": True, "compile_units": False}
+    parallelize(network, [], mesh=build_mesh(world, (1, 1)), **options)
+    monkeypatch.setattr(network, "set_requires_gradient_sync", lambda scatter: sent.append(scatter))
+    monkeypatch.setattr(network, "set_requires_all_reduce", lambda add: sent.append(add))
+    set_gradient_sync([network], last=False)
+    assert sent == [False, False], "one rank on a CPU is neither split nor offloaded"
+    monkeypatch.setattr(seam, "_layout", lambda _: (split, offloaded))
+    for last in (False, True):
+        set_gradient_sync([network], last)
+    assert tuple(sent[2:]) == (*before_the_last, True, True)
