@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim import Optimizer
@@ -104,6 +105,21 @@ def settings(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Return, per parameter group, what the constructor was given: the configuration's part, not the progress."""
     names = inspect.signature(type(optimizer).__init__).parameters.keys() - {"params"}
     return [{name: group[name] for name in names & group.keys()} for group in optimizer.param_groups]
+
+
+def fill_state(module: nn.Module, optimizer: Optimizer) -> None:
+    """Give an optimizer that has taken no step its state, as zeros. Collective.
+
+    Else the first checkpoint would do so and count it as a step, and so change what a phase that begins later does.
+
+    Args:
+        module: holds the optimizer's parameters.
+        optimizer: without state.
+    """
+    get_optimizer_state_dict(module, optimizer, options=StateDictOptions(ignore_frozen_params=True))
+    for state in optimizer.state.values():
+        if isinstance(state.get("step"), Tensor):
+            state["step"].zero_()
 
 
 def can_withhold(optimizer: Optimizer) -> bool:

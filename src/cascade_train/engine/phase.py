@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from cascade_train.engine.checkpoint import CheckpointStore
 from cascade_train.engine.ema import Ema
 from cascade_train.engine.lr_schedule import LrSchedule
-from cascade_train.engine.optimizer import can_withhold, settings
+from cascade_train.engine.optimizer import can_withhold, fill_state, settings
 from cascade_train.tasks.base import Phase, Task
 
 _SHARDED = StateDictOptions(ignore_frozen_params=True)
@@ -69,6 +69,8 @@ class BoundPhase:
         self.max_grad_norm = max_grad_norm
         self.can_withhold = can_withhold(optimizer)
         self._container = nn.ModuleDict(phase.modules)
+        if phase.start_step > 1:
+            fill_state(self._container, optimizer)
 
     def clip(self) -> Tensor:
         """Scale the gradients to at most `max_grad_norm`; return their true global norm, () fp32. Collective."""
