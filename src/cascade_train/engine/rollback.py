@@ -15,6 +15,7 @@ from pathlib import Path
 from cascade_train.distributed.consensus import from_every_rank, from_rank_zero
 from cascade_train.distributed.parallelize import local
 from cascade_train.engine.bad_step import BadStepError
+from cascade_train.engine.checkpoint import CheckpointStore
 from cascade_train.engine.durable_files import append_durably, write_durably
 from cascade_train.engine.loop import Trainer
 from cascade_train.engine.manifest import find_fault
@@ -131,20 +132,25 @@ class Rollback:
         an update show themselves in the next step only, when they may have been saved: such a checkpoint is removed,
         lest another start continues from it.
         """
-        own = trainer.store.directory
-        steps = from_rank_zero(trainer.store.steps)
-        for path in [*(own / f"step_{step}" for step in reversed(steps)), *filter(None, [self._origin])]:
-            if from_rank_zero(partial(find_fault, path)) is not None:
-                continue
+        trainer.store.wait()
+        while (path := from_rank_zero(lambda: self._newest(trainer.store))) is not None:
             trainer.restore(path)
             if weights_are_finite(trainer.phases):
                 return
             log.warning("The weights in %s are not finite; an older checkpoint is taken.", path)
-            if path.parent == own:
+            if path == self._origin:
+                self._origin = None
+            else:
                 from_rank_zero(partial(shutil.rmtree, path))
         raise RunError(
             f"{bad} There is no checkpoint to go back to. Remedy: a smaller checkpoint.every_steps", shared=True
         ) from bad
+
+    def _newest(self, store: CheckpointStore) -> Path | None:
+        newest = store.newest()
+        if newest is None and self._origin is not None and find_fault(self._origin) is None:
+            return self._origin
+        return newest
 
 
 def weights_are_finite(phases: Sequence[BoundPhase]) -> bool:

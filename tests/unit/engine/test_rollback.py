@@ -1,5 +1,6 @@
 """Going back after a bad step: to which checkpoint, without which samples, how often, and what is left of it."""
 
+import dataclasses
 import json
 import logging
 
@@ -32,21 +33,44 @@ def state(trainer):
     return torch.cat([local(v).flatten() for v in (*found["weights"].values(), *moments, *found["ema"].values())])
 
 
-@pytest.mark.parametrize("algorithm", [None, torch.optim.Adagrad], ids=["withheld", "stopped"])
-def test_a_run_with_a_bad_sample_ends_as_one_that_never_had_it(world, tmp_path, algorithm):
-    spoiled = build_trainer(
-        world, tmp_path / "a", task=ToyTask(("toy:18",)), micro=2, checkpoint=2, algorithm=algorithm
-    )
+@pytest.mark.parametrize(
+    ("algorithm", "device"),
+    [(None, "cpu"), (torch.optim.Adagrad, "cpu"), (None, "cuda")],
+    ids=["withheld", "stopped", "read_late"],
+)
+def test_a_run_with_a_bad_sample_ends_as_one_that_never_had_it(world, tmp_path, algorithm, device):
+    """On an accelerator the host reads losses late: steps go on, withheld, and the task sees what is not finite."""
+    options = {"micro": 2, "algorithm": algorithm, "max_steps": 7, "checkpoint": 2, "log": 3}
+    spoiled = build_trainer(world, tmp_path / "a", task=ToyTask(("toy:17",)), **options)
+    spoiled.world = dataclasses.replace(world, device=torch.device(device))
     back, cuts = rollback(tmp_path)
     back.run(spoiled)
-    without = build_trainer(world, tmp_path / "b", micro=2, checkpoint=2, algorithm=algorithm)
-    without.feed.exclude(["toy:18"])
+    without = build_trainer(world, tmp_path / "b", **options)
+    without.feed.exclude(["toy:17"])
     without.run()
     assert torch.equal(state(spoiled), state(without))
-    assert (spoiled.step, spoiled.samples_seen, cuts) == (6, 24, [4])
+    assert (spoiled.step, spoiled.samples_seen, cuts) == (7, 28, [4])
     (line,) = lines(tmp_path)
-    assert (line["step"], line["back_to"], line["keys"]) == (5, 4, ["toy:18"])
+    assert (line["step"], line["back_to"], line["keys"]) == (5, 4, ["toy:17"])
     assert "the loss of 1 of 4 samples is not finite" in line["reason"]
+
+
+def test_a_run_that_is_killed_while_it_goes_back_ends_the_same(world, tmp_path, monkeypatch):
+    options = {"max_steps": 7, "checkpoint": 2}
+    killed = build_trainer(world, tmp_path / "a", task=ToyTask(("toy:17",)), **options)
+    monkeypatch.setattr(killed.feed, "exclude", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        rollback(tmp_path)[0].run(killed)
+    again = build_trainer(world, tmp_path / "a", task=ToyTask(("toy:17",)), **options)
+    back, cuts = rollback(tmp_path)
+    again.feed.exclude(back.listed.keys)
+    again.restore(again.store.newest())
+    back.run(again)
+    without = build_trainer(world, tmp_path / "b", **options)
+    without.feed.exclude(["toy:17"])
+    without.run()
+    assert torch.equal(state(again), state(without))
+    assert (cuts, len(lines(tmp_path))) == ([], 1)
 
 
 def test_a_spike_is_rolled_back_and_its_sample_left_out(world, tmp_path, caplog):
