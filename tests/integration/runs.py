@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +45,16 @@ def torchrun(ranks: int, *arguments: str, cwd: Path, module: str = "cascade_trai
         timeout=300,
         check=False,
     )
+
+
+def cut_back(run: Path, copy: Path, step: int) -> Path:
+    """Copy a run as it was on the disk when it was killed after the checkpoint of a step; return the copy."""
+    shutil.copytree(run, copy)
+    for checkpoint in (copy / "checkpoints").glob("step_*"):
+        if int(checkpoint.name.removeprefix("step_")) > step:
+            shutil.rmtree(checkpoint)
+    shutil.rmtree(copy / "export")
+    return copy
 
 
 def read_metrics(directory: Path) -> list[dict[str, Any]]:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
@@ -66,17 +65,6 @@ def test_the_grid_shows_the_control_beside_the_rest(run: Path) -> None:
     cell = pixels[30 : 24 + CELL_PX - 8, LABEL_PX + CELL_PX + 4 : LABEL_PX + 2 * CELL_PX - 12]
     assert np.abs(cell - cell[..., :1]).max() == 0, "edges are grey"
     assert (cell.min(), cell.max() > 150) == (0, True)
-
-
-def test_a_continued_run_ends_like_one_that_never_stopped(base: Path, run: Path, tmp_path: Path) -> None:
-    given = (*CONTROL, *LOOKING, f"model.weights={base}", "ema.decay=0.5")
-    train(tmp_path / "run", *given, "train.max_steps=2")
-    train(tmp_path / "run", *given)
-    assert [row["loss"] for row in read_metrics(tmp_path / "run") if "loss" in row] == [
-        row["loss"] for row in read_metrics(run) if "loss" in row
-    ]
-    expected, found = stored(run), stored(tmp_path / "run")
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 def test_pictures_and_maps_steer_what_is_painted(run: Path, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """A run that is killed and continued equals one that never stopped."""
 
+import json
 import os
 import signal
 import subprocess
@@ -11,14 +12,16 @@ import torch
 from cascade_train.__main__ import launch
 from cascade_train.build import run as build
 from cascade_train.engine.loop import Trainer
+from cascade_train.engine.lr_schedule import CosineSchedule
 from cascade_train.errors import RunError
-from tests.integration.runs import SMALL, exported_weights, read_metrics, train
+from tests.integration.runs import SMALL, cut_back, exported_weights, read_metrics, train
 from tests.unit.data import tars
 
 KILLED_IN_STEP = 4
 SCRIPT = f"""
 import os, signal, sys
 from cascade_train.engine.loop import Trainer
+from cascade_train.engine.lr_schedule import CosineSchedule
 
 train_step = Trainer.train_step
 
@@ -92,23 +95,6 @@ def test_a_new_run_starts_from_a_named_checkpoint(tmp_path):
     assert read_metrics(branch) == read_metrics(origin)[2:]
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """A network whose last layer is not zero any more, so that adapters in it learn."""
-    return train(tmp_path_factory.mktemp("trained") / "run", "task=finetune", "train.max_steps=2", "optimizer.lr=1e-3")
-
-
-@pytest.mark.parametrize("filters", ["[.attn]", "null"])
-def test_lora_with_dropout_continues_exactly(tmp_path, trained, filters):
-    overrides = ["task=lora", "task.dropout=0.5", "task.rank=2", f"model.weights={trained}", "optimizer.lr=1e-2"]
-    overrides += [f"task.module_filters={filters}", "train.precision=bf16", "activation_checkpointing=true"]
-    whole = train(tmp_path / "whole", *overrides)
-    train(tmp_path / "parts", *overrides, "train.max_steps=2")
-    parts = train(tmp_path / "parts", *overrides)
-    assert read_metrics(parts) == read_metrics(whole)
-    assert all(row["grad_norm"] > 0 for row in read_metrics(whole)), "adapters that get no gradient continue anyhow"
-
-
 def test_adapters_in_an_untrained_network_are_warned_about(tmp_path, caplog):
     run = train(tmp_path / "run", "task=lora", "train.max_steps=1")
     assert "its last layer begins at zero" in caplog.text
@@ -142,6 +128,47 @@ def test_optimizer_settings_of_the_new_start_count(tmp_path):
     for changed in (faster, decaying):
         assert changed[2] == {**same[2], "lr": changed[2]["lr"]}, "the loss of step 3 precedes its update"
         assert changed[3]["grad_norm"] != pytest.approx(same[3]["grad_norm"], rel=1e-2)
+
+
+STEEP = ("lr_scheduler.warmup_steps=0", "lr_scheduler.min_factor=0")
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """A run with an average, which others continue from the checkpoint of its second step."""
+    return train(tmp_path_factory.mktemp("stopped") / "run", "task=finetune", "ema.decay=0.9")
+
+
+def test_a_changed_schedule_length_and_cadence_are_applied_and_recorded(stopped, tmp_path):
+    changed = {"train.max_steps": [4, 5], "log.every_steps": [10, 1], "train.max_grad_norm": [1.0, 0.5]}
+    run = cut_back(stopped, tmp_path / "run", 2)
+    given = [f"{key}={new}" for key, (_, new) in changed.items()]
+    train(run, "task=finetune", "ema.decay=0.9", "lr_scheduler=cosine", *STEEP, *given)
+    before, after = read_metrics(stopped), read_metrics(run)
+    assert after[:2] == before[:2]
+    assert after[2] == {**before[2], "lr": after[2]["lr"]}, "what step 3 measures precedes its update"
+    cosine = CosineSchedule(warmup_steps=0, min_factor=0.0)
+    expected = [1e-4, 1e-4, *(1e-4 * cosine.factor(step, 5) for step in (3, 4, 5))]
+    assert [row["lr"] for row in after] == pytest.approx(expected)
+    (line,) = map(json.loads, (run / "config_history.jsonl").read_text().splitlines())
+    assert line["step"] == 2
+    assert {key: line["changes"][key] for key in changed} == changed
+    assert {"lr_scheduler._target_", "run.dir"} < line["changes"].keys()
+
+
+def test_a_changed_decay_of_the_average_changes_the_average_alone(stopped, tmp_path):
+    run = train(cut_back(stopped, tmp_path / "run", 2), "task=finetune", "ema.decay=0.5")
+    assert read_metrics(run) == read_metrics(stopped)
+    average, other = exported_weights(stopped), exported_weights(run)
+    assert sum(not torch.equal(value, other[name]) for name, value in average.items()) > len(average) / 2
+
+
+def test_an_average_cannot_begin_or_end_and_the_refusal_shows_the_difference(stopped, tmp_path, capfd):
+    run = cut_back(stopped, tmp_path / "run", 2)
+    assert launch([*SMALL, f"run.dir={run}", "task=finetune", "optimizer.lr=1"]) == 2
+    assert "holds a run of another config:\n  ema.decay: 0.9 -> None\nRemedy" in capfd.readouterr().err
+    assert read_metrics(run) == read_metrics(stopped)
+    assert not (run / "config_history.jsonl").exists()
 
 
 def test_a_run_that_died_before_its_first_checkpoint_starts_over_with_its_metrics(tmp_path, monkeypatch):

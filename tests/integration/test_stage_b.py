@@ -34,16 +34,6 @@ def test_the_grid_shows_originals_and_reconstructions(run: Path) -> None:
     assert {"loss", "loss_raw", "grad_norm"} <= read_metrics(run)[-1].keys()
 
 
-def test_resume_continues_with_the_same_losses_and_weights(run: Path, tmp_path: Path) -> None:
-    short = ("objective=adaptive", "ema.decay=0.9", "checkpoint.every_steps=2")
-    train(tmp_path / "run", *STAGE_B, *short, "train.max_steps=2")
-    train(tmp_path / "run", *STAGE_B, *short, "train.max_steps=4")
-    whole, resumed = ([line["loss"] for line in read_metrics(folder)] for folder in (run, tmp_path / "run"))
-    assert resumed == whole
-    first, second = (load_file(folder / WEIGHTS) for folder in (run, tmp_path / "run"))
-    assert all(torch.equal(value, second[name]) for name, value in first.items())
-
-
 def test_weights_come_out_in_the_originals_layout_and_train_on(run: Path, tmp_path: Path) -> None:
     assert export(ExportArgs(source=str(run / "export"), format="original", out=str(tmp_path))) == 0
     file = tmp_path / "decoder.original.safetensors"
