@@ -1,5 +1,7 @@
 """The two errors a user may meet, and the end that someone asked for; everything else is a defect with a traceback."""
 
+import re
+
 STOPPED = 75
 """Exit code of a run that was stopped and goes on with the same command: EX_TEMPFAIL of sysexits.h."""
 
@@ -21,6 +23,16 @@ class RunError(RuntimeError):
     def __init__(self, message: str, *, shared: bool = False) -> None:
         super().__init__(message)
         self.shared = shared
+
+
+class RankLostError(RunError):
+    """Another rank has ended or hangs."""
+
+
+LOST_PEER = re.compile(
+    r"Connection (closed|reset) by peer|Timed out waiting \d+ms|Application timeout caused pair closure|Broken pipe"
+)
+"""What gloo says on the ranks that are left when one has ended or hangs."""
 
 
 class Interrupted(KeyboardInterrupt):

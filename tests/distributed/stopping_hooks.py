@@ -29,7 +29,8 @@ def in_step(number: int, act: Callable[[], Any], *, rank: int) -> Callable[[Path
 
 
 def interrupt_both(out: Path) -> None:
-    """Send both ranks Ctrl-C in the seventh step, as a terminal does."""
+    """Send both ranks Ctrl-C in the seventh step, as a terminal does; what runs in the background would ignore it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for rank in (0, 1):
         in_step(7, lambda: signal.raise_signal(signal.SIGINT), rank=rank)(out)
 
@@ -37,4 +38,4 @@ def interrupt_both(out: Path) -> None:
 terminate_rank_one = in_step(1, lambda: signal.raise_signal(signal.SIGTERM), rank=1)
 warn_rank_zero = in_step(4, lambda: signal.raise_signal(signal.SIGUSR1), rank=0)
 kill_rank_one = in_step(3, lambda: os.kill(os.getpid(), signal.SIGKILL), rank=1)
-hold_rank_one = in_step(3, lambda: time.sleep(30), rank=1)
+hold_rank_one = in_step(3, lambda: time.sleep(45), rank=1)

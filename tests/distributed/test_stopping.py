@@ -5,11 +5,12 @@ import json
 import pytest
 
 from tests.distributed.test_modes import fork, said
-from tests.integration.runs import read_metrics
+from tests.integration.runs import SMALL, read_metrics, torchrun
 
 pytestmark = pytest.mark.distributed
 
 LONG = ("task=finetune", "train.max_steps=11", "checkpoint.every_steps=5", "ema.decay=0.9", "log.every_steps=1")
+SHORT = ("task=finetune", "train.max_steps=4", "ema.decay=0.9")
 RUNS = {
     "whole": (2, None, LONG),
     "signalled": (2, "stopping_hooks.terminate_rank_one", LONG),
@@ -17,8 +18,12 @@ RUNS = {
     "third@signalled": (2, "stopping_hooks.interrupt_both", LONG),
     "limited@signalled": (2, None, (*LONG, "run.max_hours=1e-6")),
     "last@signalled": (2, None, LONG),
+    "killed": (2, "stopping_hooks.kill_rank_one", SHORT),
+    "next@killed": (2, None, SHORT),
+    "held": (2, "stopping_hooks.hold_rank_one", (*SHORT, "run.timeout_seconds=20", "checkpoint.every_steps=null")),
 }
 CODES = dict.fromkeys(("signalled", "again@signalled", "third@signalled", "limited@signalled"), 75)
+CODES |= {"killed": [1, -9], "held": 1}
 
 
 @pytest.fixture(scope="module")
@@ -51,3 +56,45 @@ def test_a_run_stopped_four_times_equals_one_that_never_was(runs):
 def test_a_stop_saves_once_and_leaves_a_note_until_the_run_goes_on(runs):
     assert [path.name for path in sorted((runs / "signalled" / "checkpoints").iterdir())] == ["step_10", "step_11"]
     assert not (runs / "signalled" / "stopped.json").exists()
+
+
+def test_a_rank_that_is_killed_is_named_with_its_step_and_the_next_start_continues(runs):
+    heard = said(runs, "killed")
+    assert heard.count("Ranks are lost: rank 1 on ") == 1
+    assert "(in step 3, begun" in heard
+    assert "rank 0 is in step 3" in heard
+    assert "Traceback" not in heard
+    assert read_metrics(runs / "killed") == read_metrics(runs / "whole")[:4]
+
+
+def test_a_rank_that_hangs_is_named_and_says_where(runs):
+    (waiting,), (hanging,) = (list((runs / "held_notes").glob(f"said_{rank}")) for rank in (0, 1))
+    assert "Ranks are lost: rank 1 on " in waiting.read_text()
+    assert "(in step 3, begun" in waiting.read_text()
+    assert "stopping_hooks.py" in hanging.read_text(), "the stack of the thread that hangs"
+
+
+DYING_ONCE = """
+import os, signal, sys
+from cascade_train.engine.loop import Trainer
+
+train_step = Trainer.train_step
+
+def step(self, micro_batches):
+    if self.step == 2 and self.world.rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return train_step(self, micro_batches)
+
+Trainer.train_step = step
+from cascade_train.__main__ import launch
+sys.exit(launch(sys.argv[1:]))
+"""
+
+
+def test_torchrun_starts_the_ranks_again_after_one_died_and_they_go_on_by_themselves(runs, tmp_path):
+    (tmp_path / "dying_once.py").write_text(DYING_ONCE)
+    overrides = [*SMALL, *SHORT, "run.dir=run"]
+    done = torchrun(2, *overrides, cwd=tmp_path, module="dying_once", PET_MAX_RESTARTS="1")
+    assert done.returncode == 0, done.stderr
+    assert "Ranks are lost: rank 1 on " in done.stderr
+    assert read_metrics(tmp_path / "run") == read_metrics(runs / "whole")[:4]

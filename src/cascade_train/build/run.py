@@ -20,6 +20,7 @@ from cascade_train.data.source import Source
 from cascade_train.distributed.consensus import from_every_rank, from_rank_zero
 from cascade_train.distributed.process_group import World, process_group
 from cascade_train.distributed.rng import set_deterministic
+from cascade_train.distributed.roll_call import RollCall
 from cascade_train.engine.bad_step import SpikeWatch
 from cascade_train.engine.ballot import Ballot
 from cascade_train.engine.checkpoint import CheckpointStore
@@ -37,7 +38,7 @@ from cascade_train.engine.stopping import Signals, Stopping, TimeLimit, code_of_
 from cascade_train.engine.tracking import build_tracker
 from cascade_train.engine.unreadable import UnreadableList
 from cascade_train.engine.validation import Validation
-from cascade_train.errors import RunError
+from cascade_train.errors import RankLostError, RunError
 from cascade_train.redaction import redacted
 from cascade_train.tasks.base import Task
 
@@ -76,6 +77,8 @@ def train_in(run: RunDirectory, cfg: DictConfig, parts: Parts, data: DataSet, wo
         phases = build_phases(cfg, parts, world)
         trainer = build_trainer(cfg, parts, phases, data, run, world)
         trainer.stopping = build_stopping(cfg, signals)
+        roll_call = RollCall(rank=world.rank, ranks=world.ranks, timeout_seconds=cfg.run.timeout_seconds)
+        trainer.roll_call = roll_call
         rollback = build_rollback(cfg, run)
         trainer.feed.exclude(rollback.listed.keys)
         if run.resume_from is not None:
@@ -85,10 +88,14 @@ def train_in(run: RunDirectory, cfg: DictConfig, parts: Parts, data: DataSet, wo
         from_rank_zero(data.record)
     signals.wait_for_votes()
     try:
-        rollback.run(trainer)
-        if trainer.stopped is None:
-            write_exports(cfg, parts.task, phases, run.export)
-            run.record_exports(trainer.step)
+        with roll_call.naming_the_lost():
+            rollback.run(trainer)
+            if trainer.stopped is None:
+                write_exports(cfg, parts.task, phases, run.export)
+                run.record_exports(trainer.step)
+    except (RankLostError, KeyboardInterrupt):
+        trainer.store.abandon()
+        raise
     finally:
         trainer.close()
         data.close()

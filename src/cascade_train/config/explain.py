@@ -25,7 +25,7 @@ from cascade_train.config.components import group_form
 from cascade_train.config.groups import did_you_mean, groups
 from cascade_train.config.overrides import quoted_form, refusal
 from cascade_train.config.schema import COMPONENTS
-from cascade_train.errors import INTERRUPTED, ConfigError, Interrupted, RunError
+from cascade_train.errors import INTERRUPTED, LOST_PEER, ConfigError, Interrupted, RunError
 from cascade_train.redaction import redact
 
 FP16 = (
@@ -36,9 +36,6 @@ FP16 = (
 SECONDS_FOR_RANK_ZERO = 10.0
 """torchrun ends all ranks with the first that exits; the silent ones wait until rank 0 has spoken."""
 
-
-LOST_PEER = re.compile(r"Connection (closed|reset) by peer")
-"""What gloo says on the ranks that are left when one has ended."""
 
 DEAD_WORKER = re.compile(r"DataLoader worker \(pid")
 """What torch raises, from its handler of signals, when a worker process has died."""
@@ -118,7 +115,7 @@ def explain(error: Exception) -> str | None:
         case yaml.YAMLError():
             return f"A configuration file is not valid YAML: {_one_line(error)}"
         case RuntimeError() if LOST_PEER.search(str(error)):
-            return "The connection to another rank was lost: that rank ended first; what it said tells why."
+            return "The connection to another rank was lost: that rank ended first, or hangs; what it said tells why."
         case BrokenPipeError():
             return "Whoever read the output has closed it."
         case ValueError():

@@ -140,6 +140,10 @@ class CheckpointStore:
         except Exception as error:
             log.warning("the checkpoint that was being written is lost: %s", error)
 
+    def abandon(self) -> None:
+        """Leave the save in flight to its fate: for an end that cannot wait. Not collective."""
+        self._in_flight = None
+
     def newest(self, *, has_optimizer: bool = True) -> Path | None:
         """Return the checkpoint of the highest step that verifies, or None. Reads every byte of it.
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +23,7 @@ from cascade_train.batch import Batch
 from cascade_train.distributed.parallelize import set_gradient_sync
 from cascade_train.distributed.process_group import World
 from cascade_train.distributed.rng import seed_micro_batch
+from cascade_train.distributed.roll_call import RollCall, groups_of
 from cascade_train.engine.bad_step import SpikeWatch, Trace, not_finite
 from cascade_train.engine.ballot import Motion
 from cascade_train.engine.checkpoint import CheckpointStore
@@ -97,6 +99,7 @@ class Trainer:
         loss_plot: LossPlot | None = None,
         unreadable: UnreadableList | None = None,
         stopping: Stopping | None = None,
+        roll_call: RollCall | None = None,
         spikes: SpikeWatch | None = None,
     ) -> None:
         """Take the built parts of a run; `restore` and `run` do the work."""
@@ -118,6 +121,7 @@ class Trainer:
         self.loss_plot = loss_plot
         self.unreadable = unreadable
         self.stopping = stopping
+        self.roll_call = roll_call
         self.stopped: str | None = None
         self.spikes = spikes
         self.step = 0
@@ -130,7 +134,8 @@ class Trainer:
         feed = iter(self.feed)
         self.metrics.start(self.samples_seen)
         while self.step < self.max_steps:
-            values = self.train_step(self._next(feed))
+            with self._watched():
+                values = self.train_step(self._next(feed))
             if self.validation is not None and self._due(self.cadence.validate):
                 values |= self.measure(self.validation)
             self.metrics.record(self.step, self.samples_seen, values)
@@ -258,7 +263,7 @@ class Trainer:
         log.info("%s The same command continues.", self.stopped)
 
     def close(self) -> None:
-        """Finish the save in flight, the list of unreadable samples, the progress line, the profiler and the tracker."""
+        """Finish the save in flight, the list of unreadable samples, progress line, profiler and tracker."""
         self.store.close()
         self._list_unreadable()
         self.progress.close()
@@ -299,6 +304,13 @@ class Trainer:
             "tracker_run_id": self.tracker.run_id,
             "losses": {} if self.spikes is None else self.spikes.state_dict(),
         }
+
+    def _watched(self) -> AbstractContextManager[None]:
+        """Return what waits for the other ranks in the step that begins, for a limited time."""
+        if self.roll_call is None:
+            return nullcontext()
+        groups = groups_of(p for phase in self.phases for p in phase.parameters.values())
+        return self.roll_call.step(self.step + 1, groups)
 
     def _stop_is_carried(self) -> bool:
         """Vote on what any rank wants of all. Collective."""
