@@ -122,7 +122,8 @@ class Rollback:
         trainer.feed.exclude(bad.keys)
         self._cut_metrics(trainer.step)
         said = f"Rolled back to step {trainer.step}, without {_some(bad.keys)}, since: {bad}"
-        log.warning("%s", said)
+        if trainer.world.is_main:
+            log.warning("%s", said)
         trainer.tracker.note(said)
 
     def _restore_good(self, trainer: Trainer, bad: BadStepError) -> None:
@@ -137,7 +138,8 @@ class Rollback:
             trainer.restore(path)
             if weights_are_finite(trainer.phases):
                 return
-            log.warning("The weights in %s are not finite; an older checkpoint is taken.", path)
+            if trainer.world.is_main:
+                log.warning("The weights in %s are not finite; an older checkpoint is taken.", path)
             if path == self._origin:
                 self._origin = None
             else:
