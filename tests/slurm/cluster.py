@@ -48,13 +48,21 @@ KillWait={grace}
 MinJobAge=600
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={first} CPUs=4 CoresPerSocket=4 RealMemory=8000
-NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={second} CPUs=4 CoresPerSocket=4 RealMemory=8000
+GresTypes=gpu
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={first} CPUs=4 CoresPerSocket=4 RealMemory=8000 Gres=gpu:2
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={second} CPUs=4 CoresPerSocket=4 RealMemory=8000 Gres=gpu:2
 PartitionName=main Nodes=n[1-2] Default=YES PriorityTier=10 PreemptMode=OFF
 PartitionName=low Nodes=n[1-2] PriorityTier=1 PreemptMode=REQUEUE GraceTime={grace}
 PartitionName=high Nodes=n[1-2] PriorityTier=20 PreemptMode=OFF
 """
 """No cgroups, no binding, no accounting; two nodes that are this machine. `grace` is in seconds."""
+
+GPUS = """
+AutoDetect=off
+NodeName=n[1-2] Name=gpu File=/dev/zero
+NodeName=n[1-2] Name=gpu File=/dev/full
+"""
+"""Two devices of each node that SLURM takes for GPUs; nobody opens them."""
 
 
 class Cluster:
@@ -84,6 +92,7 @@ class Cluster:
             second=second,
         )
         (self.root / "slurm.conf").write_text(text)
+        (self.root / "gres.conf").write_text(GPUS)
         files = {"key-file": "key", "socket": "sock", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
         self._spawn("munged", "--foreground", "--force", *[f"--{k}={self.root}/munge.{v}" for k, v in files.items()])
         wait_for(lambda: (self.root / "munge.sock").exists(), seconds=20)

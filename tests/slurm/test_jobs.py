@@ -17,7 +17,7 @@ from tests.slurm.test_script import SCRIPT
 pytestmark = pytest.mark.slurm
 
 TRAINING = [*[each for each in SMALL if "max_steps" not in each], "task=finetune", "log.every_steps=1"]
-STEPS = 30
+STEPS = 20
 RANKS = ["--nodes=2", "--ntasks-per-node=2"]
 ENVIRONMENT = f"""
 export PATH="{Path(sys.executable).parent}:$PATH"
@@ -152,6 +152,15 @@ def test_refused_job_is_not_requeued(cluster: Cluster, folder: Path):
     wait_for(lambda: cluster.state(job) == "FAILED")
     assert cluster.facts(job)["ExitCode"] == "2:0"
     assert said(folder).count("train.max_steps=0 must be 1 or more.") == 1
+
+
+@pytest.mark.parametrize("options", [["--gpus-per-node=2"], ["--ntasks-per-node=2", "--gpus-per-task=1"]])
+def test_ranks_see_the_gpus_of_their_job_and_no_others(cluster: Cluster, folder: Path, options: list[str]):
+    stand_in(folder, 'echo "rank $SLURM_PROCID, $SLURM_LOCALID of $CUDA_VISIBLE_DEVICES"')
+    job = submit(cluster, folder, "--nodes=2", *options)
+    wait_for(lambda: cluster.state(job) == "COMPLETED")
+    expected = [f"rank {rank}, {rank % 2} of 0,1" for rank in range(4)]
+    assert sorted(line for line in said(folder).splitlines() if line.startswith("rank")) == expected
 
 
 def test_cancelled_job_is_not_requeued(cluster: Cluster, folder: Path):

@@ -127,15 +127,24 @@ def test_overrides_reach_the_ranks_as_they_were_written(folder: Path):
             {"SLURM_GPUS_ON_NODE": "8", "SLURM_CPUS_ON_NODE": "96"},
             ["--ntasks=16", "--ntasks-per-node=8", "--cpus-per-task=12"],
         ),
-        ({"SLURM_GPUS_ON_NODE": "4"}, ["--ntasks=8", "--ntasks-per-node=4", "--overcommit"]),
-        ({"SLURM_GPUS_ON_NODE": "8", "SLURM_NTASKS_PER_NODE": "2"}, []),
+        ({"SLURM_GPUS_ON_NODE": "4", "SLURM_NTASKS": "2"}, ["--ntasks=8", "--ntasks-per-node=4", "--overcommit"]),
+        ({"SLURM_GPUS_ON_NODE": "8", "SLURM_NTASKS_PER_NODE": "1"}, []),
+        ({"SLURM_GPUS_ON_NODE": "8", "SLURM_NTASKS": "4"}, []),
     ],
-    ids=["one rank a node", "as asked", "with cores", "a rank a GPU", "few cores", "fewer ranks than GPUs"],
+    ids=[
+        "one rank a node",
+        "as asked",
+        "with cores",
+        "a rank a GPU",
+        "few cores",
+        "one for all GPUs",
+        "two for all GPUs",
+    ],
 )
 def test_there_is_a_rank_for_each_gpu(folder: Path, allocation: dict[str, str], layout: list[str]):
     assert run(folder, **allocation)[0] == 0
     called = (folder / "srun.called").read_text().split()
-    assert called[3 : called.index("python")] == layout
+    assert called[2 : called.index("python")] == layout
 
 
 def test_what_the_cluster_needs_is_sourced_first(folder: Path):

@@ -72,8 +72,8 @@ def _join() -> World:
     if cuda and local_ranks > torch.cuda.device_count():
         raise ConfigError(
             f"{local_ranks} processes on a machine with {torch.cuda.device_count()} GPUs: each needs its own. "
-            f"Use --nproc_per_node {torch.cuda.device_count()} or fewer; in a step of srun, --ntasks-per-node and "
-            "--gpu-bind=none."
+            f"Use --nproc_per_node {torch.cuda.device_count()} or fewer; in a step of srun fewer --ntasks-per-node, "
+            "without --gpus-per-task, which hides the other GPUs."
         )
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
