@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.distributed.test_modes import fork, said
-from tests.integration.runs import SMALL, read_metrics, torchrun
+from tests.integration.runs import read_metrics
 
 pytestmark = pytest.mark.distributed
 
@@ -72,29 +72,3 @@ def test_a_rank_that_hangs_is_named_and_says_where(runs):
     assert "Ranks are lost: rank 1 on " in waiting.read_text()
     assert "(in step 3, begun" in waiting.read_text()
     assert "stopping_hooks.py" in hanging.read_text(), "the stack of the thread that hangs"
-
-
-DYING_ONCE = """
-import os, signal, sys
-from cascade_train.engine.loop import Trainer
-
-train_step = Trainer.train_step
-
-def step(self, micro_batches):
-    if self.step == 2 and self.world.rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        os.kill(os.getpid(), signal.SIGKILL)
-    return train_step(self, micro_batches)
-
-Trainer.train_step = step
-from cascade_train.__main__ import launch
-sys.exit(launch(sys.argv[1:]))
-"""
-
-
-def test_torchrun_starts_the_ranks_again_after_one_died_and_they_go_on_by_themselves(runs, tmp_path):
-    (tmp_path / "dying_once.py").write_text(DYING_ONCE)
-    overrides = [*SMALL, *SHORT, "run.dir=run"]
-    done = torchrun(2, *overrides, cwd=tmp_path, module="dying_once", PET_MAX_RESTARTS="1")
-    assert done.returncode == 0, done.stderr
-    assert "Ranks are lost: rank 1 on " in done.stderr
-    assert read_metrics(tmp_path / "run") == read_metrics(runs / "whole")[:4]
