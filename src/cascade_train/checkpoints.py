@@ -134,11 +134,14 @@ def prune(args: PruneArgs) -> int:
         raise ConfigError(
             f"keep_best={args.keep_best} needs keep_last, and checkpoint.best_metric={own.best_metric} of the run."
         )
-    ranking = {} if args.keep_best is None else {"best_metric": own.best_metric, "best_mode": own.best_mode}
     rule = Retention(
-        keep_last=args.keep_last, keep_every_steps=args.keep_every_steps, keep_best=args.keep_best, **ranking
+        keep_last=args.keep_last,
+        keep_every_steps=args.keep_every_steps,
+        keep_best=args.keep_best,
+        best_metric=own.best_metric,
+        best_mode=own.best_mode,
     )
-    with _held(args.source):
+    with _held(folder):
         manifests = folder.complete()
         _delete(folder, [step for step, reasons in rule.reasons(manifests).items() if not reasons])
         if args.optimizer == "drop":
@@ -157,7 +160,7 @@ def promote(args: PromoteArgs) -> int:
     """
     folder, _ = _open(args.source)
     ((step, path),) = _chosen(folder, args.step).items()
-    with _held(args.source):
+    with _held(folder):
         taken = {each.name: other for other, each in folder.complete().items() if other != step}
         if args.name is not None and args.name in taken:
             raise ConfigError(f"name={args.name} is that of step_{taken[args.name]} already. Choose another.")
@@ -190,10 +193,12 @@ def _open(run: str) -> tuple[CheckpointFolder, Retention]:
 
 
 @contextmanager
-def _held(run: str) -> Iterator[None]:
-    lock = RunLock(Path(run).absolute())
+def _held(folder: CheckpointFolder) -> Iterator[None]:
+    """Keep runs out while the block changes what lies in their folder."""
+    lock = RunLock(folder.directory.parent.absolute())
     lock.acquire()
     try:
+        folder.restore_replaced()
         yield
     finally:
         lock.release()
