@@ -70,7 +70,7 @@ class StageA(Stage):
                 f"model.image_size={image_size}: must be a multiple of {stride} pixels, 2 to the power of model.levels"
             )
         if not scale_factor > 0.0:
-            raise ValueError(f"model.scale_factor={scale_factor}: divides the latents, give a number above 0")
+            raise ValueError(f"model.scale_factor={scale_factor}: latents are divided by it; set it above 0")
         self.image_size = image_size
         self.precision = precision
         self.seed = seed

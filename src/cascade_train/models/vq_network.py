@@ -9,6 +9,7 @@ Shape legend: B batch, C latent channels, H W image size, h w latent size, N lat
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,7 +85,7 @@ class VQNetwork(PaellaVQModel):
         """
         if only == "decode":
             return self._decode(sample)
-        latent_BChw = self._run(self.down_blocks, self.in_block(sample)).float()
+        latent_BChw = self._encode(sample)
         if only == "encode":
             return latent_BChw
         code_BChw, index_Bhw = self.quantise(latent_BChw)
@@ -106,12 +107,20 @@ class VQNetwork(PaellaVQModel):
         code_BhwC = nn.functional.embedding(index_Bhw, weight_KC)
         return code_BhwC.permute(0, 3, 1, 2).clone(), index_Bhw.clone()
 
+    def _encode(self, image_BCHW: Tensor) -> Tensor:
+        *blocks, (convolution, norm) = self.down_blocks
+        x = self._run(blocks, self.in_block(image_BCHW.to(convolution.weight.dtype)))
+        # In fp32, also where compute is bf16: statistics are, and latents are what codes are compared with.
+        scale, shift = norm.weight.float(), norm.bias.float()
+        statistics = (norm.running_mean, norm.running_var)
+        return nn.functional.batch_norm(convolution(x).float(), *statistics, scale, shift, training=False, eps=norm.eps)
+
     def _decode(self, latent_BChw: Tensor) -> Tensor:
         dtype = self.up_blocks[0][0].weight.dtype
         # A clone, since FSDP warns of views, which pixel shuffling returns.
         return self.out_block(self._run(self.up_blocks, latent_BChw.to(dtype))).float().clone()
 
-    def _run(self, blocks: nn.Sequential, x: Tensor) -> Tensor:
+    def _run(self, blocks: Iterable[nn.Module], x: Tensor) -> Tensor:
         for block in blocks:
             if self.recompute and torch.is_grad_enabled() and isinstance(block, MixingResidualBlock):
                 x = checkpoint(block, x, use_reentrant=False)

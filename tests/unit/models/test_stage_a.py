@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def test_latents_and_pictures_have_their_shapes_and_ranges(stage: Any, images: t
 
 
 def test_the_scale_divides_latents_and_leaves_pictures_alone(stage: Any, images: torch.Tensor) -> None:
-    other = build_stage("a_tiny", {"scale_factor": 0.5})
+    other = build_stage("a_tiny", {"scale_factor": stage.scale_factor / 2})
     other.network = stage.network
     torch.testing.assert_close(other.encode(images), 2 * stage.encode(images))
     torch.testing.assert_close(other.decode(other.encode(images)), stage.decode(stage.encode(images)))
@@ -87,6 +88,17 @@ def test_a_sample_does_not_depend_on_its_neighbours_in_train_mode(stage: Any, im
     before = {name: buffer.clone() for name, buffer in stage.network.named_buffers()}
     torch.testing.assert_close(stage.network(images).latent_BChw[:1], stage.network(images[:1]).latent_BChw)
     assert all(torch.equal(buffer, before[name]) for name, buffer in stage.network.named_buffers())
+
+
+@torch.no_grad()
+def test_compute_in_bf16_comes_near(stage: Any, images: torch.Tensor) -> None:
+    half = copy.deepcopy(stage.network)
+    for parameter in half.parameters():
+        parameter.data = parameter.data.bfloat16()
+    everyone = torch.tensor([True, True])
+    exact, rounded = (network(images, quantised_B=everyone) for network in (stage.network, half))
+    assert rounded.latent_BChw.dtype == rounded.image_BCHW.dtype == rounded.code_BChw.dtype == torch.float32
+    torch.testing.assert_close(rounded.latent_BChw, exact.latent_BChw, rtol=0.05, atol=0.02)
 
 
 def test_recomputation_does_not_change_gradients(stage: Any, images: torch.Tensor) -> None:
@@ -123,8 +135,8 @@ def test_the_originals_file_and_a_run_load(stage: Any, images: torch.Tensor, tmp
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"image_size": 98}, r"model.image_size=98: must be a multiple of 4 pixels"),
-        ({"scale_factor": 0.0}, r"model.scale_factor=0.0: divides the latents"),
+        ({"image_size": 98}, r"model.image_size=98: .* of 4 pixels, 2 to the power of model.levels"),
+        ({"scale_factor": 0.0}, r"model.scale_factor=0.0: latents are divided by it; set it above 0"),
     ],
 )
 def test_what_does_not_divide_is_refused(changed: dict[str, Any], message: str) -> None:
