@@ -126,22 +126,27 @@ def compile_eagerly(out: Path) -> None:
 
 
 def count_loading(out: Path) -> None:
-    """Write the bytes of the network before and after it got memory, and of what was read of its weights."""
-    seen: dict[str, Any] = {"read": []}
+    """Write the bytes of the network before and after it got memory, and of each read of its weights."""
+    seen: dict[str, Any] = {"reads": []}
     materialise, read_rows = model.materialise, StoredTensors.read_rows
 
+    def write() -> None:
+        (out / f"loading_{dist.get_rank()}").write_text(json.dumps(seen))
+
     def looking(root: nn.Module, device: torch.device) -> Any:
-        seen["whole"] = sum(p.nbytes for p in root.parameters() if p.is_meta)
-        seen["largest"] = max(p.nbytes for p in root.parameters() if p.is_meta)
+        open_ones = [p for p in root.parameters() if p.is_meta]
+        seen["whole"], seen["largest"] = (how(p.nbytes for p in open_ones) for how in (sum, max))
+        seen["one_row_each"] = sum(p.nbytes // len(p) for p in open_ones)
         seen["before"] = sum(local(p).nbytes for p in root.parameters() if not p.is_meta)
         shares = materialise(root, device)
         seen["after"] = sum(rows.nbytes for rows, _ in shares.values())
+        write()
         return shares
 
     def reading(self: StoredTensors, *arguments: Any) -> torch.Tensor:
         rows = read_rows(self, *arguments)
-        seen["read"].append(rows.untyped_storage().nbytes())
-        (out / f"loading_{dist.get_rank()}").write_text(json.dumps(seen))
+        seen["reads"].append(rows.nbytes)
+        write()
         return rows
 
     model.materialise, StoredTensors.read_rows = looking, reading

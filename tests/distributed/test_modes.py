@@ -21,12 +21,18 @@ LOOKING = (
 )
 BASE = ("task=finetune", *AVERAGE, *LOOKING)
 LORA = ("task=lora", "optimizer.lr=1e-2", "activation_checkpointing=true", "model.weights={base}")
-DORA = (*LORA, "task.dora=true")
+SHORT = ("train.max_steps=2", "checkpoint.every_steps=null")
+DORA = (*LORA, *SHORT, "task.dora=true", "train.max_grad_norm=null")
 CONTROL = (
     *("task=controlnet", "task.bottleneck=small", "optimizer.lr=1e-2", "activation_checkpointing=true"),
-    *("task.control_drop_prob=0.3", "ema.decay=0.5", "model.weights={base}"),
+    *("task.control_drop_prob=0.3", "ema.decay=0.5", "model.weights={base}", *SHORT),
 )
-B_TINY = ("model=b_tiny", "task=reconstruction", "ema.decay=0.5")
+TOKENS = (
+    *("task=lora", "optimizer.lr=1e-2", "ema.decay=0.5", "model.weights={base}", *SHORT),
+    'task.train_tokens=[["[star]","^star</w>"],["^(red|green|blue|on|background)</w>",null]]',
+    "task.text_encoder_filters=[.self_attn]",
+)
+B_TINY = ("model=b_tiny", "task=reconstruction", "ema.decay=0.5", *SHORT)
 HYBRID = ("parallel=hsdp", "parallel.shard_size=2")
 RUNS = {
     "base": (1, None, BASE),
@@ -34,19 +40,20 @@ RUNS = {
     "hybrid": (4, "count_reductions", (*BASE, *HYBRID, "train.micro_batch_size=1")),
     "averages": (2, "look_at_averages", (*BASE, "parallel=fsdp", "ema.device=cpu", "activation_checkpointing=true")),
     "kept_whole": (2, "look_at_averages", (*BASE, "parallel=fsdp", "parallel.reshard_after_forward=false")),
-    "unclipped": (2, None, (*BASE, "parallel=ddp", "train.max_grad_norm=null", "train.micro_batch_size=2")),
     "compiled": (2, "compile_eagerly", (*BASE, "parallel=fsdp", "compile=regional")),
     "bf16": (2, "look_at_dtypes", (*BASE, "train.precision=bf16", "parallel=fsdp", "activation_checkpointing=true")),
     "poisoned": (2, "poison_last_rank", (*BASE, "parallel=fsdp", "checkpoint.every_steps=1")),
     "continued@poisoned": (1, None, (*BASE, "checkpoint.every_steps=1", "train.micro_batch_size=4")),
     "lora": (2, "look_at_dtypes", (*LORA, "train.precision=bf16", "parallel=fsdp")),
     "dora_alone": (1, None, DORA),
-    "dora_ddp": (2, None, (*DORA, "parallel=ddp")),
+    "dora_ddp": (2, None, (*DORA, "parallel=ddp", "train.micro_batch_size=2")),
     "dora_fsdp": (4, "count_loading", (*DORA, "parallel=fsdp")),
+    "tokens_alone": (1, None, TOKENS),
+    "tokens": (2, None, (*TOKENS, "parallel=fsdp", "train.micro_batch_size=2")),
     "control_alone": (1, None, CONTROL),
-    "control": (2, "look_at_dtypes", (*CONTROL, "parallel=fsdp", "train.micro_batch_size=2")),
-    "control_ddp": (4, "count_loading", (*CONTROL, "parallel=ddp")),
-    "control_bf16": (2, "look_at_dtypes", (*CONTROL, "parallel=ddp", "train.precision=bf16", "train.max_steps=1")),
+    "control": (2, "count_loading", (*CONTROL, "parallel=fsdp", "train.micro_batch_size=2")),
+    "control_ddp": (4, None, (*CONTROL, "parallel=ddp")),
+    "control_bf16": (2, "look_at_dtypes", (*CONTROL, "parallel=ddp", "train.precision=bf16")),
     "b_alone": (1, None, B_TINY),
     "b_hybrid": (2, None, (*B_TINY, *HYBRID)),
     "b_fsdp": (4, "count_loading", (*B_TINY, "parallel=fsdp", "train.micro_batch_size=1")),
@@ -77,7 +84,7 @@ def fork(directory, runs, expected=None):
     file = directory / "runs.json"
     file.write_text(json.dumps(listed))
     done = subprocess.run(
-        [sys.executable, str(FORKED), str(file)], capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, str(FORKED), str(file)], capture_output=True, text=True, timeout=900, check=False
     )
     assert done.returncode == 0, done.stderr
     for (name, (ranks, _, _)), codes in zip(runs.items(), json.loads(done.stdout.splitlines()[-1]), strict=True):
@@ -109,25 +116,71 @@ def test_looking_at_a_run_changes_nothing_in_it(runs):
     assert all(torch.equal(value, weights[name]) for name, value in exported_weights(runs / "base").items())
 
 
-@pytest.mark.parametrize("name", ["hybrid", "averages", "kept_whole", "unclipped", "poisoned"])
+ALONE = {
+    **dict.fromkeys(("hybrid", "averages", "kept_whole", "compiled", "poisoned"), "base"),
+    **dict.fromkeys(("dora_ddp", "dora_fsdp"), "dora_alone"),
+    "tokens": "tokens_alone",
+    **dict.fromkeys(("control", "control_ddp"), "control_alone"),
+    **dict.fromkeys(("b_hybrid", "b_fsdp"), "b_alone"),
+}
+"""Runs on several ranks, and the same on one: every mode and every task on 2 and on 4 ranks."""
+
+EXPORTED = {
+    "base": "prior/prior/diffusion_pytorch_model.safetensors",
+    "dora_alone": "lora/lora.safetensors",
+    "tokens_alone": "lora/lora.safetensors",
+    "control_alone": "controlnet/controlnet.safetensors",
+    "b_alone": "decoder/decoder/diffusion_pytorch_model.safetensors",
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
 def test_losses_and_the_global_gradient_norm_are_those_of_one_rank(runs, name):
-    for one, several in zip(read_metrics(runs / "base"), read_metrics(runs / name), strict=True):
-        assert one == pytest.approx(several, rel=1e-4)
+    rows = read_metrics(runs / ALONE[name])
+    assert all(row["grad_norm"] > 0 for row in rows)
+    for one, several in zip(rows, read_metrics(runs / name), strict=True):
+        assert one == pytest.approx(several, rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["hybrid", "averages", "kept_whole"])
-def test_the_average_is_that_of_one_rank_wherever_it_is_kept(runs, name):
-    weights = exported_weights(runs / name)
-    for key, value in exported_weights(runs / "base").items():
-        torch.testing.assert_close(value, weights[key], rtol=1e-3, atol=1e-5, msg=key)
+@pytest.mark.parametrize("name", [name for name in ALONE if name != "poisoned"])
+def test_what_is_left_behind_is_what_one_rank_leaves(runs, name):
+    """Of runs with an average that is the average, wherever it was kept."""
+    file = EXPORTED[ALONE[name]]
+    found, expected = (load_file(runs / run / "export" / file) for run in (name, ALONE[name]))
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, rtol=1e-3, atol=1e-5, msg=key)
 
 
-def test_gradients_are_reduced_once_a_step_however_many_micro_batches(runs):
+def test_adapters_of_both_modules_and_tokens_are_left_behind(runs):
+    names = {name.partition(".")[0] for name in load_file(runs / "tokens" / "export" / EXPORTED["tokens_alone"])}
+    assert names == {"down_blocks", "up_blocks", "text_encoder", "token_rows"}
+
+
+@pytest.mark.parametrize(("name", "shards"), [("dora_fsdp", 4), ("b_fsdp", 4), ("control", 2)])
+def test_no_rank_has_memory_for_more_than_its_share_of_the_network(runs, name, shards):
+    ranks = notes(runs, name)
+    assert len(ranks) == shards
+    (whole,) = {rank["whole"] for rank in ranks}
+    assert sum(rank["after"] for rank in ranks) == whole
+    for rank in ranks:
+        assert rank["before"] < whole / 10, "the network had memory before it was sharded"
+        assert rank["after"] <= whole / shards + rank["one_row_each"]
+        assert max(rank["reads"], default=0) <= rank["largest"]
+
+
+def test_no_rank_reads_more_than_its_share_of_the_network(runs):
+    for rank in notes(runs, "control"):
+        assert sum(rank["reads"]) == rank["after"]
+    assert all(rank["reads"] == [] for rank in notes(runs, "b_fsdp")), "a network from scratch is drawn"
+
+
+def test_gradients_are_scattered_with_each_micro_batch_and_cross_the_replicas_once_a_step(runs):
     first, *others = notes(runs, "hybrid")
     assert others == [first] * 3
-    units_and_root = 8 + 1
+    units_and_root, micro_batches = 8 + 1, 2
     (scattered,) = (count for name, count in first.items() if name.startswith("reduce_scatter"))
-    assert (scattered, first["all_reduce"]) == (units_and_root, units_and_root)
+    assert (scattered, first["all_reduce"]) == (micro_batches * units_and_root, units_and_root)
 
 
 @pytest.mark.parametrize("name", ["averages", "kept_whole"])
@@ -166,12 +219,6 @@ def test_lora_in_bf16_trains_fp32_adapters_on_a_bf16_base_without_gradients(runs
     assert {value.dtype for value in adapters.values()} == {torch.float32}
 
 
-def test_lora_on_two_ranks_has_the_losses_of_one(runs):
-    for one, several in zip(read_metrics(runs / "lora_alone"), read_metrics(runs / "lora"), strict=True):
-        assert one == pytest.approx(several, rel=1e-2)
-        assert one["grad_norm"] > 0
-
-
 def test_a_loss_that_is_not_finite_on_one_rank_stops_all_and_is_named_once(runs):
     heard = said(runs, "poisoned")
     assert heard.count("the loss of 1 of 8 samples is not finite (rank 1: shapes-") == 1
@@ -185,25 +232,12 @@ def test_the_next_start_continues_from_the_last_good_step_on_other_ranks(runs):
     assert [row["step"] for row in read_metrics(runs / "poisoned")] == [1, 2, 3, 4]
 
 
-def test_two_ranks_train_a_control_network_as_one_does(runs):
-    rows = read_metrics(runs / "control_alone")
-    assert all(row["grad_norm"] > 0 for row in rows)
-    for one, several in zip(rows, read_metrics(runs / "control"), strict=True):
-        assert one == pytest.approx(several, rel=1e-4)
-    alone, two = (
-        load_file(runs / n / "export/controlnet/controlnet.safetensors") for n in ("control_alone", "control")
-    )
-    for name, value in alone.items():
-        torch.testing.assert_close(two[name], value, rtol=1e-3, atol=1e-5, msg=name)
-
-
-@pytest.mark.parametrize(("name", "frozen"), [("control", "torch.float32"), ("control_bf16", "torch.bfloat16")])
-def test_a_control_network_trains_fp32_masters_beside_a_frozen_network_without_gradients(runs, name, frozen):
-    for rank in notes(runs, name):
+def test_a_control_network_trains_fp32_masters_beside_a_frozen_bf16_network_without_gradients(runs):
+    for rank in notes(runs, "control_bf16"):
         assert rank == {
             "trained": ["torch.float32"],
             "gradients": ["torch.float32"],
             "state": ["torch.float32"],
-            "frozen": [frozen],
+            "frozen": ["torch.bfloat16"],
             "frozen_with_gradients": [],
         }
