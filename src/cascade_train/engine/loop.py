@@ -185,7 +185,7 @@ class Trainer:
             raise RunError(message) from None
 
     def _backward(self, phase: BoundPhase, prepared: Sequence[Any]) -> Iterator[StepOutput]:
-        """Accumulate gradients of the mean loss over the global batch, reducing them once; yield the outputs.
+        """Accumulate gradients of the mean loss over the global batch, and yield the outputs.
 
         FSDP averages over the ranks, hence the factor ranks / global batch on the sum of the samples' losses.
         """
