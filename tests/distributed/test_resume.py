@@ -1,0 +1,91 @@
+"""Two ranks that are stopped and continued, by as many ranks or fewer, and that roll back together."""
+
+import json
+import random
+
+import pytest
+import torch
+
+from cascade_train.engine.manifest import read_manifest
+from tests.distributed.resume_hooks import NOT_FINITE, SPIKING
+from tests.distributed.test_modes import fork, said
+from tests.integration.runs import exported_weights, read_metrics
+
+pytestmark = pytest.mark.distributed
+
+STEPS = 4
+STOP = random.Random("where two ranks stop").randrange(1, STEPS)
+SHORT = (
+    *("train.micro_batch_size=2", "data.samples=24", "ema.decay=0.5", "ema.start_step=2", "log.every_steps=1"),
+    *(f"train.max_steps={STEPS}", "checkpoint.keep_last=null", "data.num_workers=1", "parallel=fsdp"),
+)
+EXACT = ("task=finetune", *SHORT, "objective=adaptive", f"checkpoint.every_steps={STOP}")
+LORA = ("task=lora", *SHORT, "model.weights={base}", "task.dropout=0.5", "optimizer.lr=1e-2", "train.precision=bf16")
+ROLLING = ("task=finetune", *SHORT, "objective=adaptive", "rollback.enabled=true")
+LATER = ("train.max_steps=8", "rollback.spike_factor=20", "rollback.window_steps=1")
+ALONE = ("parallel=auto", "train.micro_batch_size=4", "data.num_workers=0")
+RUNS = {
+    "base": (2, "resume_hooks.note_keys", EXACT),
+    "rest_of_base": (2, "resume_hooks.cut_back", EXACT),
+    "alone_of_base": (1, "resume_hooks.cut_back", (*EXACT, *ALONE)),
+    "lora": (2, None, (*LORA, "checkpoint.every_steps=2")),
+    "rest_of_lora": (2, "resume_hooks.cut_back", (*LORA, "checkpoint.every_steps=2")),
+    "rolled": (2, "resume_hooks.spoil_one", ROLLING),
+    "later@rolled": (1, "resume_hooks.spoil_two", (*ROLLING, *ALONE, *LATER)),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Where all runs lie, each beside a folder of what its ranks noted."""
+    return fork(tmp_path_factory.mktemp("resume"), RUNS)
+
+
+def keys(directory, name):
+    """Return the steps of a run in the order of training, each with the keys of its global batch."""
+    files = sorted((directory / f"{name}_notes").glob("keys_*"))
+    ranks = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+    return [(steps[0][0], [key for _, part in steps for key in part]) for steps in zip(*ranks, strict=True)]
+
+
+@pytest.mark.parametrize("name", ["base", "lora"])
+def test_two_ranks_stopped_and_continued_are_never_stopped(runs, name):
+    first, again = runs / name, runs / f"rest_of_{name}"
+    assert read_metrics(again) == read_metrics(first)
+    whole, parts = (read_manifest(run / "checkpoints" / f"step_{STEPS}") for run in (first, again))
+    assert parts.facts == whole.facts
+    written = [file for file in whole.files if file.endswith(".distcp")]
+    assert len(written) == 2
+    assert [parts.files[file].sha256 for file in written] == [whole.files[file].sha256 for file in written]
+    assert all(row["grad_norm"] > 0 for row in read_metrics(first))
+
+
+def test_fewer_ranks_with_other_micro_batches_continue_with_the_same_samples(runs):
+    assert keys(runs, "alone_of_base") == keys(runs, "base")[STOP:] == keys(runs, "rest_of_base")
+    for two, one in zip(read_metrics(runs / "base"), read_metrics(runs / "alone_of_base"), strict=True):
+        assert one == pytest.approx(two, rel=1e-5)
+    weights = exported_weights(runs / "alone_of_base")
+    for name, value in exported_weights(runs / "base").items():
+        torch.testing.assert_close(weights[name], value, rtol=1e-3, atol=1e-5)
+
+
+def test_two_ranks_roll_back_together_and_leave_the_sample_out(runs):
+    steps = keys(runs, "rolled")
+    assert [step for step, _ in steps] == [1, 2, 3, 3, 4]
+    assert [NOT_FINITE in batch for _, batch in steps] == [False, False, True, False, False]
+    assert sum(one != other for one, other in zip(steps[2][1], steps[3][1], strict=True)) == 1
+    line = json.loads((runs / "rolled" / "rolled_back.jsonl").read_text().splitlines()[0])
+    assert (line["step"], line["back_to"], line["keys"]) == (3, 2, [NOT_FINITE])
+    assert said(runs, "rolled").count(f"Rolled back to step 2, without {NOT_FINITE}, since: Step 3, phase train") == 1
+
+
+def test_a_later_start_still_leaves_it_out_and_may_roll_back_from_a_spike(runs):
+    steps = keys(runs, "later@rolled")
+    assert [step for step, _ in steps] == [5, 6, 5, 6, 7, 8]
+    assert not any(NOT_FINITE in batch for _, batch in steps)
+    assert [SPIKING in batch for _, batch in steps] == [False, True, False, False, False, False]
+    lines = [json.loads(line) for line in (runs / "rolled" / "rolled_back.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["back_to"], line["keys"]) for line in lines[1:]] == [(6, 4, [SPIKING])]
+    rows = read_metrics(runs / "rolled")
+    assert [row["step"] for row in rows] == list(range(1, 9))
+    assert max(row["loss"] for row in rows) < 5
