@@ -120,7 +120,7 @@ class SweepResults(Callback):
         joined.write_text("".join(f"{json.dumps(result)}\n" for result in results), encoding="utf-8")
         sys.stderr.write("".join(f"{line(result)}\n" for result in results))
         sys.stderr.write(f"{len(results)} runs, in {joined}.\n")
-        shutil.rmtree(self._folder(config))
+        shutil.rmtree(self._folder(config), ignore_errors=True)
         return next((result["exit_code"] for result in results if result["exit_code"]), 0)
 
 
@@ -163,7 +163,9 @@ def requeue() -> bool:
 
     A job that was cancelled is stopped by the same signal as one that was preempted, but is not RUNNING any more.
     """
-    job = os.environ["SLURM_JOB_ID"]
+    job = os.environ.get("SLURM_JOB_ID")
+    if job is None:  # a launcher of submitit's without a queue
+        return False
     if "SLURM_ARRAY_JOB_ID" in os.environ:  # the number of one job of an array may be that of the array
         job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     state = _ask("squeue", "--noheader", f"--jobs={job}", "--format=%T")

@@ -141,6 +141,13 @@ def test_one_job_of_an_array_is_requeued_alone(monkeypatch: pytest.MonkeyPatch):
     assert asked == [("squeue", "--noheader", "--jobs=17_3", "--format=%T"), ("scontrol", "requeue", "17_3")]
 
 
+def test_without_a_queue_a_stopped_run_is_a_result(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.setenv("SUBMITIT_EXECUTOR", "local")
+    SweepResults().on_job_end(config(folder), ended(folder, 0, STOPPED))
+    assert len(list((folder / ".results").rglob("0.json"))) == 1
+
+
 def test_client_that_fails_or_is_missing_answers_nothing(monkeypatch: pytest.MonkeyPatch):
     assert sweep._ask("echo", "17") == "17"
     assert sweep._ask("false") is None
