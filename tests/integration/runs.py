@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from cascade_train.__main__ import launch
+from tests.warm.programs import warm_programs
 
 SMALL = (
     "model=c_tiny",
@@ -33,9 +34,12 @@ def train(directory: Path, *overrides: str) -> Path:
     return directory
 
 
-def torchrun(ranks: int, *arguments: str, cwd: Path, module: str = "cascade_train", **env: str) -> Any:
-    """Run a module under torchrun in a folder and return the completed process."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+def torchrun(
+    ranks: int, *arguments: str, cwd: Path, module: str = "cascade_train", warm: bool = False, **env: str
+) -> Any:
+    """Run a module under torchrun in a folder and return the completed process; warm: in forks of one Python."""
+    python = str(warm_programs() / "python") if warm else sys.executable
+    command = [python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
     return subprocess.run(
         [*command, "-m", module, *arguments],
         cwd=cwd,

@@ -129,7 +129,7 @@ def pairs(count, broken):
 
 @pytest.mark.distributed
 def test_ranks_that_do_not_divide_the_batch_are_refused_with_the_sizes_that_fit(tmp_path):
-    done = torchrun(3, *SMALL, "task=finetune", "run.dir=run", cwd=tmp_path)
+    done = torchrun(3, *SMALL, "task=finetune", "run.dir=run", cwd=tmp_path, warm=True)
     assert done.returncode != 0
     assert done.stderr.count("train.global_batch_size=8") == 1, "one rank speaks"
     assert "6" in done.stderr

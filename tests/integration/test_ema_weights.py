@@ -34,7 +34,7 @@ def test_a_resumed_run_keeps_the_average_it_had(given, tmp_path):
 def test_ranks_that_share_the_weights_share_the_given_average(given, tmp_path):
     overrides = ["model=c_tiny", "task=finetune", "ema.decay=0.5", f"ema.weights={given}", "train.global_batch_size=8",
                  "train.max_steps=2", "sample.every_steps=null", "train.micro_batch_size=4"]  # fmt: skip
-    done = torchrun(2, *overrides, "parallel=fsdp", "run.dir=two", cwd=tmp_path)
+    done = torchrun(2, *overrides, "parallel=fsdp", "run.dir=two", cwd=tmp_path, warm=True)
     assert done.returncode == 0, done.stderr
     one = exported_weights(train(tmp_path / "one", *overrides[1:]))
     for name, value in exported_weights(tmp_path / "two").items():
