@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 
 from cascade_train.errors import ConfigError
 
@@ -81,10 +82,24 @@ def _join() -> World:
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     patient = timedelta(seconds=SET_UP_SECONDS)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend, timeout=patient, device_id=device if cuda else None)
+        store, rank, ranks = _meet(patient)
+        dist.init_process_group(
+            backend, timeout=patient, store=store, rank=rank, world_size=ranks, device_id=device if cuda else None
+        )
     else:
         dist.init_process_group(backend, timeout=patient, store=dist.HashStore(), rank=0, world_size=1)
     return World(rank=dist.get_rank(), ranks=dist.get_world_size(), machine_ranks=local_ranks, device=device)
+
+
+def _meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
+    """Return where the ranks exchange addresses, this rank's number, and how many there are. Collective.
+
+    torchrun keeps its store over a restart, with the addresses of the ranks that have ended: each attempt looks below a
+    name of its own.
+    """
+    store, rank, ranks = next(rendezvous("env://", timeout=timeout))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"attempt_{attempt}", store), rank, ranks
 
 
 def mesh_shape(
