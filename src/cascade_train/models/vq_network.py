@@ -51,14 +51,6 @@ class VQNetwork(PaellaVQModel):
 
     recompute = False
 
-    def train(self, mode: bool = True) -> VQNetwork:
-        """Set the mode of all but the norm at the latent, which stays in eval mode."""
-        super().train(mode)
-        for module in self.modules():
-            if isinstance(module, nn.BatchNorm2d):
-                module.eval()
-        return self
-
     def units(self) -> list[list[nn.Module]]:
         """Return the residual blocks, in execution order, one each."""
         return [[module] for module in self.modules() if isinstance(module, MixingResidualBlock)]
