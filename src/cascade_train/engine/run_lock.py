@@ -5,6 +5,7 @@ What a run directory holds and who may continue it is decided by `run_directory`
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -52,9 +53,10 @@ class RunLock:
         self._handle = handle
 
     def release(self) -> None:
-        """Give the lock back and remove its file; does nothing where it is not held."""
+        """Give the lock back and remove its file, which locks nothing where it stays; nothing where it is not held."""
         if self._handle is not None:
-            (self._directory / LOCK_NAME).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # the folder may not be writable any more, which is why the run ends
+                (self._directory / LOCK_NAME).unlink()
             os.close(self._handle)
             self._handle = None
 

@@ -6,6 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -47,6 +48,22 @@ def test_a_killed_process_holds_nothing(tmp_path, holder):
     lock.release()
     lock.release()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lock_in_a_folder_that_is_not_writable_any_more_is_given_back(tmp_path, monkeypatch):
+    lock = RunLock(tmp_path)
+    lock.acquire()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refuse)
+        lock.release()
+    assert (tmp_path / ".lock").is_file()
+    lock.acquire()
+    lock.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def refuse(path, **_):
+    raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
 
 def test_a_lock_that_travels_to_another_rank_is_not_held_there(tmp_path):
