@@ -190,7 +190,13 @@ class CheckpointStore:
         return manifest.facts
 
     def _prepare(self, hidden: Path, needed: list[int]) -> None:
-        self._folder.prepare(hidden)
+        try:
+            self._folder.prepare(hidden)
+        except OSError as error:
+            raise RunError(
+                f"no checkpoint can be written to {self.directory}: {error}. Remedy: make it writable; the same "
+                "command continues from the newest checkpoint"
+            ) from error
         try:
             check_space(self.directory, needed)
         except RunError:

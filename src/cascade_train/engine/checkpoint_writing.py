@@ -192,7 +192,9 @@ def write_files(directory: Path, snapshot: Snapshot, group: ProcessGroup | None)
         first = first_failure(error)
         free = shutil.disk_usage(directory.parent).free / 2**30  # torch words a full disk as a wrong position in a file
         raise RunError(
-            f"a checkpoint could not be written to {directory.parent}, where {free:.2f} GiB are free: {first!r}"
+            f"a checkpoint could not be written to {directory.parent}, where {free:.2f} GiB are free: {first!r} on "
+            f"rank {min(error.failures)}. Remedy: free space, or mend the disk; the same command continues from the "
+            "newest checkpoint"
         ) from first
 
 

@@ -174,6 +174,13 @@ def test_a_full_disk_while_writing_tensors_leaves_the_older_checkpoints(store, m
     assert names(store) == ["step_1"]
 
 
+def test_a_folder_that_cannot_be_written_is_a_run_error_with_its_remedy(store):
+    store.directory.parent.mkdir()
+    store.directory.touch()
+    with pytest.raises(RunError, match=r"no checkpoint can be written to .*: .*File exists.* Remedy: make it writable"):
+        store.save(1, state(), FACTS)
+
+
 def test_a_failing_rename_is_a_run_error_and_leaves_nothing(store, monkeypatch):
     store.save(1, state(), FACTS)
 
