@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cascade_train import generate as generate_verb
@@ -94,6 +95,16 @@ def test_prompts_of_ones_own_follow_pictures_of_the_data(base: Path, tmp_path: P
 def test_painting_without_a_picture_says_what_to_give(run: Path, tmp_path: Path, capsys) -> None:
     with pytest.raises(Exception, match="a control network paints under an image; give image="):
         paint(run, tmp_path / "out")
+
+
+def test_a_run_from_a_bare_file_writes_what_that_does_not_say(run: Path, base: Path, tmp_path: Path) -> None:
+    save_file(stored(run), tmp_path / "bare.safetensors")
+    given = (*CONTROL, f"model.weights={base}", f"task.weights={tmp_path / 'bare.safetensors'}")
+    train(tmp_path / "told", *given, "task.blocks=[0,1,6,7]", "train.max_steps=1")
+    assert stored(tmp_path / "told").keys() == stored(run).keys()
+    with safe_open(tmp_path / "told" / "export" / "controlnet" / "controlnet.safetensors", framework="pt") as file:
+        header = file.metadata()
+    assert (header["blocks"], header["channels"], "CannyFilter" in header["filter"]) == ("[0, 1, 6, 7]", "1", True)
 
 
 def test_wrong_blocks_end_the_start_and_leave_nothing(base: Path, tmp_path: Path, capsys) -> None:

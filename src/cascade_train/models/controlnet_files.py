@@ -76,10 +76,12 @@ def read_control(source: str, *, key: str, blocks: Sequence[int] | None = None) 
         first = ", ".join(list(tensors)[:2]) or "nothing"
         raise ConfigError(f"{origin}: holds no control network, but {first}; name a controlnet.safetensors")
     stem = next(name for name in ("backbone.0.0.weight", "backbone.0.weight") if name in tensors)
+    channels = tensors[stem].shape[1]
+    kind = f"{len(outer)} projections of task.bottleneck={bottleneck} for maps of {channels} channels"
     spec = ControlSpec(
-        channels=tensors[stem].shape[1],
+        channels=channels,
         bottleneck=bottleneck,
-        blocks=_blocks(header, blocks, len(outer), origin),
+        blocks=_blocks(header, blocks, len(outer), f"{origin}: holds {kind}"),
         widths=tuple(tensors[f"projections.{i}.2.weight"].shape[0] for i in range(len(outer))),
     )
     told = json.loads(header["filter"]) if "filter" in header else None
@@ -105,22 +107,27 @@ def _read(path: Path, key: str) -> tuple[dict[str, str], dict[str, Tensor]]:
         raise ConfigError(f"{key}={path}: is no readable control network ({error}); copy it again") from error
 
 
-def _blocks(header: Mapping[str, str], given: Sequence[int] | None, count: int, origin: str) -> tuple[int, ...]:
+def _blocks(header: Mapping[str, str], given: Sequence[int] | None, count: int, holds: str) -> tuple[int, ...]:
     """Return the blocks that a file's projections belong to, from its header or from the user."""
     if "blocks" in header:
         stored = tuple(json.loads(header["blocks"]))
         if given is not None and tuple(given) != stored:
             raise ConfigError(
-                f"{origin}: controls the blocks {list(stored)}, not task.blocks={list(given)}; leave task.blocks=null"
+                f"{holds}, which control the blocks {list(stored)}, not task.blocks={list(given)}; leave "
+                "task.blocks=null"
             )
         return stored
     if given is None:
         raise ConfigError(
-            f"{origin}: holds {count} projections and does not say which blocks they control; set task.blocks to these "
-            f"{count} indices, in their order. The original's published files have task.blocks={PUBLISHED_BLOCKS}"
+            f"{holds}, and does not say which blocks they control or which filter made the maps; set task.blocks to "
+            f"these {count} indices, in their order, task.bottleneck and filter@task.filter. The original's published "
+            f"files have task.blocks={PUBLISHED_BLOCKS}; canny is of the filter canny, inpainting of inpaint, "
+            "super_resolution of sr_effnet"
         )
     if len(given) != count:
-        raise ConfigError(f"{origin}: holds {count} projections, task.blocks={list(given)} names {len(given)} blocks")
+        raise ConfigError(
+            f"{holds}, task.blocks={list(given)} names {len(given)} blocks; name as many, in the order of the file"
+        )
     return tuple(given)
 
 

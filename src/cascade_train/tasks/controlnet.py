@@ -129,14 +129,9 @@ class ControlNet(TextToImage):
             self._install(read_control(self.weights, key="task.weights", blocks=self.blocks), "task.weights")
 
     def _new(self) -> ControlNetwork:
-        widths = block_widths(network_config(self.stage.network))
+        widths = self._widths()
         blocks = mirrored_blocks(len(widths)) if self.blocks is None else tuple(self.blocks)
-        unknown = [block for block in blocks if not 0 <= block < len(widths)]
-        if unknown:
-            raise ConfigError(
-                f"task.blocks={list(blocks)}: this model executes {len(widths)} residual blocks, 0 to "
-                f"{len(widths) - 1}, and {unknown[0]} is none of them; name others, or null for the default"
-            )
+        _check_blocks(blocks, len(widths), f"task.blocks={list(blocks)}")
         spec = ControlSpec(
             channels=self.filter.channels,
             bottleneck=self.bottleneck,
@@ -148,24 +143,31 @@ class ControlNet(TextToImage):
             load_features(network.backbone, self.backbone_weights, key="task.backbone_weights")
         return network
 
+    def _widths(self) -> list[int]:
+        return block_widths(network_config(self.stage.network))
+
     def _install(self, stored: StoredControl, key: str) -> None:
         """Take a stored control network in the place of a new one."""
-        spec, widths = stored.spec, block_widths(network_config(self.stage.network))
-        wanted = tuple(widths[block] if 0 <= block < len(widths) else None for block in spec.blocks)
-        if spec.widths != wanted:
+        spec, widths = stored.spec, self._widths()
+        if set(spec.widths) <= set(widths):
+            _check_blocks(spec.blocks, len(widths), f"{key} with the blocks {list(spec.blocks)}")
+        if spec.widths != tuple(widths[block] if 0 <= block < len(widths) else None for block in spec.blocks):
             fits = {2048: "; use model=c_3b", 1536: "; use model=c_1b"}.get(spec.widths[0], "")
             raise ConfigError(
                 f"{key}: this control network is for blocks {list(spec.blocks)} of width {spec.widths[0]}, the model "
                 f"has {len(widths)} of width {widths[0]}{fits}"
             )
         if spec.channels != self.filter.channels:
+            told = f", which {stored.filter['_target_']} made" if stored.filter else ""
             raise ConfigError(
-                f"{key}: this control network takes maps of {spec.channels} channels, task.filter makes "
-                f"{self.filter.channels}; choose its filter, filter@task.filter={stored.filter or '…'}"
+                f"{key}: this control network takes maps of {spec.channels} channels{told}, task.filter makes "
+                f"{self.filter.channels}; choose its filter, filter@task.filter="
             )
         if spec.bottleneck != self.bottleneck:
             raise ConfigError(f"{key}: this control network has task.bottleneck={spec.bottleneck}; set it so")
-        if stored.filter not in (None, self.filter.node()):
+        if stored.filter is None:
+            log.warning("%s: does not say what made its maps, and is now given %s", key, self.filter.node())
+        elif stored.filter != self.filter.node():
             log.warning("%s: was trained on maps of %s, and is now given %s", key, stored.filter, self.filter.node())
         with torch.device("meta"):
             network = ControlNetwork(spec)
@@ -294,3 +296,13 @@ class ControlNet(TextToImage):
             spec=self.controlnet.spec, state=state, base_size=self._base_size, filter=self.filter.node()
         )
         return save_control(stored, directory).max_error
+
+
+def _check_blocks(blocks: Sequence[int], executed: int, origin: str) -> None:
+    """Check that a network of so many residual blocks has these."""
+    unknown = [block for block in blocks if not 0 <= block < executed]
+    if unknown:
+        raise ConfigError(
+            f"{origin}: this model executes {executed} residual blocks, 0 to {executed - 1}, and {unknown[0]} is none "
+            "of them; name others, or choose a deeper model"
+        )

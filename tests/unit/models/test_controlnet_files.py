@@ -12,10 +12,11 @@ from torch import Tensor
 
 from cascade_train.errors import ConfigError, RunError
 from cascade_train.models import controlnet_files
-from cascade_train.models.controlnet import ControlSpec, build_control_network
+from cascade_train.models.controlnet import ControlNetwork, ControlSpec, build_control_network
 from cascade_train.models.controlnet_files import StoredControl, read_control, save_control
 
 KEY = "task.weights"
+PUBLISHED = (0, 4, 8, 12, 51, 55, 59, 63)
 NODE = {"_target_": "cascade_train.filters.canny.CannyFilter", "resize": 224, "low": 100.0, "high": 200.0}
 
 
@@ -51,24 +52,41 @@ def test_a_file_of_the_original_says_all_but_the_blocks_and_the_filter(bottlenec
     assert (found.spec, found.base_size, found.filter) == (given.spec, None, None)
 
 
-def test_the_large_bottleneck_is_told_by_its_names(tmp_path: Path) -> None:
-    names = {"backbone.0.weight": torch.zeros(4, 16, 1, 1), "backbone.10.blocks.0.weight": torch.zeros(4)}
-    found = read_control(bare(StoredControl(spec=stored().spec, state=names), tmp_path, **{
-        "projections.0.2.weight": torch.zeros(2048, 4, 1, 1)}), key=KEY, blocks=[5])  # fmt: skip
-    assert found.spec == ControlSpec(channels=16, bottleneck="large", blocks=(5,), widths=(2048,))
+@pytest.mark.parametrize(
+    ("name", "channels", "bottleneck", "count"),
+    [("canny", 1, "effnet", 796), ("inpainting", 4, "effnet", 796), ("super_resolution", 16, "large", 86)],
+)
+def test_the_published_layouts_are_told_by_names_and_shapes(
+    name: str, channels: int, bottleneck: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = ControlSpec(channels=channels, bottleneck=bottleneck, blocks=PUBLISHED, widths=(2048,) * len(PUBLISHED))
+    with torch.device("meta"):
+        tensors = ControlNetwork(spec).state_dict()
+    assert len(tensors) == count
+    monkeypatch.setattr(controlnet_files, "_find", lambda source, key: Path(source))
+    monkeypatch.setattr(controlnet_files, "_read", lambda path, key: ({}, tensors))
+    assert read_control(f"{name}.safetensors", key=KEY, blocks=PUBLISHED).spec == spec
+    with pytest.raises(
+        ConfigError, match=f"holds 8 projections of task.bottleneck={bottleneck} for maps of {channels} "
+    ):
+        read_control(f"{name}.safetensors", key=KEY)
 
 
 def test_what_a_bare_file_does_not_say_is_asked_for(tmp_path: Path) -> None:
     path = bare(stored(), tmp_path)
-    with pytest.raises(ConfigError, match=r"holds 2 projections and does not say which .*task.blocks=\[0,4,8,12,51,55"):
+    asked = (
+        r"task.weights=.*canny.safetensors: holds 2 projections of task.bottleneck=simple for maps of 2 channels, and "
+        r"does not say which .* filter@task.filter\. .*task.blocks=\[0,4,8,12,51,55,59,63\]; canny is of .*sr_effnet"
+    )
+    with pytest.raises(ConfigError, match=asked):
         read_control(path, key=KEY)
-    with pytest.raises(ConfigError, match=r"holds 2 projections, task.blocks=\[1\] names 1 blocks"):
+    with pytest.raises(ConfigError, match=r"2 channels, task.blocks=\[1\] names 1 blocks; name as many, in the order"):
         read_control(path, key=KEY, blocks=[1])
 
 
 def test_blocks_that_the_header_contradicts_are_refused(tmp_path: Path) -> None:
     save_control(stored(), tmp_path / "controlnet")
-    with pytest.raises(ConfigError, match=r"controls the blocks \[3, 0\], not task.blocks=\[0, 3\]; leave"):
+    with pytest.raises(ConfigError, match=r"which control the blocks \[3, 0\], not task.blocks=\[0, 3\]; leave"):
         read_control(str(tmp_path), key=KEY, blocks=[0, 3])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
@@ -103,8 +105,27 @@ def test_only_the_control_network_trains_and_the_generator_is_frozen_in_eval_mod
     assert not any(module.training for module in trained.stage.network.modules())
 
 
-def test_at_step_zero_the_generators_output_is_bit_for_bit_its_own() -> None:
+def plain(stage: Any, task: Any) -> None:
+    pass
+
+
+def recomputed(stage: Any, task: Any) -> None:
+    stage.network.gradient_checkpointing = True
+
+
+def compiled(stage: Any, task: Any) -> None:
+    for unit in [*stage.units(), *task.controlnet.units()]:
+        for module in unit:
+            module.compile(backend="aot_eager")
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler warns about its own parts
+@pytest.mark.parametrize("change", [plain, recomputed, compiled])
+def test_at_step_zero_the_generators_output_is_bit_for_bit_its_own(change: Callable[[Any, Any], None]) -> None:
     task, alone = make(), attached(component("task", "finetune"), "c_tiny")
+    for stage in (task.stage, alone.stage):
+        spread(stage.network)
+        change(stage, task)
     alone.stage.network.eval()
     prepared = task.prepare_batch(batch_for(task, 0, 1))
     expected = alone.prepare_batch(make_batch(0, 1))
@@ -113,14 +134,22 @@ def test_at_step_zero_the_generators_output_is_bit_for_bit_its_own() -> None:
     assert torch.equal(prediction(task, pictures(0.9)), prediction(alone, None))
 
 
-def test_gradients_reach_every_weight_and_none_of_a_bf16_generator() -> None:
-    stage = build_stage("c_tiny", dtype=torch.bfloat16)
-    for parameter in stage.network.parameters():
+def spread(network: nn.Module) -> None:
+    """Give every weight a value, so that no zero of a first step hides what is added."""
+    for parameter in network.parameters():
         nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler warns about its own parts
+@pytest.mark.parametrize("change", [plain, recomputed, compiled])
+def test_gradients_reach_every_weight_and_none_of_a_bf16_generator(change: Callable[[Any, Any], None]) -> None:
+    stage = build_stage("c_tiny", dtype=torch.bfloat16)
+    spread(stage.network)
     task = component("task", "controlnet", **SMALL)
     task.filter = Mean()
     task.attach(stage, component("objective", "gdf"), CPU)
-    audible(task).loss(task.prepare_batch(batch_for(task, 0, 1))).loss_B.sum().backward()
+    change(stage, audible(task))
+    task.loss(task.prepare_batch(batch_for(task, 0, 1))).loss_B.sum().backward()
     assert all(p.dtype == torch.bfloat16 and p.grad is None for p in stage.network.parameters())
     for name, parameter in task.controlnet.named_parameters():
         assert parameter.dtype == torch.float32
@@ -248,7 +277,7 @@ def test_blocks_of_stored_weights_are_taken_over(tmp_path: Path) -> None:
     run = left(audible(make(blocks=[7, 2])), tmp_path)
     again = make(weights=run)
     assert again.controlnet.spec.blocks == (7, 2)
-    with pytest.raises(ConfigError, match=r"controls the blocks \[7, 2\], not task.blocks=\[0\]; leave"):
+    with pytest.raises(ConfigError, match=r"control the blocks \[7, 2\], not task.blocks=\[0\]; leave"):
         make(weights=run, blocks=[0])
 
 
@@ -263,7 +292,7 @@ def test_another_filter_is_told(trained: Any, tmp_path: Path, caplog: pytest.Log
 
 def test_weights_that_do_not_fit_are_refused(trained: Any, tmp_path: Path) -> None:
     run = left(trained, tmp_path)
-    with pytest.raises(ConfigError, match=r"takes maps of 3 channels, task.filter makes 16; choose its filter"):
+    with pytest.raises(ConfigError, match=r"maps of 3 channels, which .*Mean made, task.filter makes 16; choose its"):
         make(Latent(), weights=run)
     with pytest.raises(ConfigError, match="this control network has task.bottleneck=small; set it so"):
         make(weights=run, bottleneck="simple")
@@ -274,11 +303,36 @@ def test_weights_that_do_not_fit_are_refused(trained: Any, tmp_path: Path) -> No
         other.attach(build_stage("c_tiny", {"network": deep}), component("objective", "gdf"), CPU)
 
 
-def test_blocks_that_the_model_lacks_are_refused() -> None:
+@pytest.mark.parametrize("block", [8, -1])
+def test_blocks_that_the_model_lacks_are_refused(block: int) -> None:
     with pytest.raises(
-        ConfigError, match=r"task.blocks=\[0, 8\]: this model executes 8 residual blocks, 0 to 7, and 8"
+        ConfigError, match=rf"task.blocks=\[0, {block}\]: this model executes 8 residual blocks, 0 to 7, and {block} is"
     ):
-        make(blocks=[0, 8])
+        make(blocks=[0, block])
+
+
+def bare(task: Any, folder: Path) -> str:
+    """Write a control network as the original does, without a header; return the file."""
+    save_file(task.controlnet.state_dict(), folder / "canny.safetensors")
+    return str(folder / "canny.safetensors")
+
+
+def test_a_bare_file_is_asked_about_and_its_filter_is_doubted(
+    trained: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = bare(trained, tmp_path)
+    with pytest.raises(ConfigError, match=r"4 projections of task.bottleneck=small for maps of 3 channels"):
+        make(weights=path)
+    with pytest.raises(
+        ConfigError, match=r"task.weights with the blocks \[0, 1, 6, 9\]: this model executes 8 .* 9 is"
+    ):
+        make(weights=path, blocks=[0, 1, 6, 9])
+    with pytest.raises(ConfigError, match=r"takes maps of 3 channels, task.filter makes 16; choose its filter"):
+        make(Latent(), weights=path, blocks=[0, 1, 6, 7])
+    with caplog.at_level(logging.WARNING):
+        again = make(weights=path, blocks=[0, 1, 6, 7])
+    assert "does not say what made its maps, and is now given" in caplog.text
+    assert torch.equal(prediction(again, pictures(0.9)), prediction(trained, pictures(0.9)))
 
 
 @pytest.mark.parametrize(
