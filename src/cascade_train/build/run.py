@@ -75,10 +75,8 @@ def train_in(run: RunDirectory, cfg: DictConfig, parts: Parts, data: DataSet, wo
     """Train in a claimed directory, to the end and the exports, or to a stop; return the exit code. Collective."""
     with run.withdrawn_on_failure():
         phases = build_phases(cfg, parts, world)
-        trainer = build_trainer(cfg, parts, phases, data, run, world)
-        trainer.stopping = build_stopping(cfg, signals)
         roll_call = RollCall(rank=world.rank, ranks=world.ranks, timeout_seconds=cfg.run.timeout_seconds)
-        trainer.roll_call = roll_call
+        trainer = build_trainer(cfg, parts, phases, data, run, world, signals, roll_call)
         rollback = build_rollback(cfg, run)
         trainer.feed.exclude(rollback.listed.keys)
         if run.resume_from is not None:
@@ -130,7 +128,14 @@ def open_data(cfg: DictConfig, task: Task, world: World) -> DataSet:
 
 
 def build_trainer(
-    cfg: DictConfig, parts: Parts, phases: list[BoundPhase], data: DataSet, run: RunDirectory, world: World
+    cfg: DictConfig,
+    parts: Parts,
+    phases: list[BoundPhase],
+    data: DataSet,
+    run: RunDirectory,
+    world: World,
+    signals: Signals,
+    roll_call: RollCall,
 ) -> Trainer:
     """Join the built parts of a run. Collective."""
     feed = data.training_feed(
@@ -176,6 +181,8 @@ def build_trainer(
         sampling=build_sampling(cfg, parts, phases, data, run, world),
         loss_plot=LossPlot(directory=run.samples, device=world.device, is_main=world.is_main),
         unreadable=UnreadableList(run.quarantine, rank=world.rank, met=feed.skipped),
+        stopping=build_stopping(cfg, signals),
+        roll_call=roll_call,
         spikes=build_spike_watch(cfg),
     )
 
