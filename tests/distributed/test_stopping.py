@@ -20,7 +20,8 @@ RUNS = {
     "last@signalled": (2, None, LONG),
     "killed": (2, "stopping_hooks.kill_rank_one", SHORT),
     "next@killed": (2, None, SHORT),
-    "held": (2, "stopping_hooks.hold_rank_one", (*SHORT, "run.timeout_seconds=20", "checkpoint.every_steps=null")),
+    "held": (2, "stopping_hooks.hold_rank_one", (*SHORT, "run.timeout_seconds=20")),
+    "next@held": (2, None, (*SHORT, "run.timeout_seconds=20")),
 }
 CODES = dict.fromkeys(("signalled", "again@signalled", "third@signalled", "limited@signalled"), 75)
 CODES |= {"killed": [1, -9], "held": 1}
@@ -67,8 +68,10 @@ def test_a_rank_that_is_killed_is_named_with_its_step_and_the_next_start_continu
     assert read_metrics(runs / "killed") == read_metrics(runs / "whole")[:4]
 
 
-def test_a_rank_that_hangs_is_named_and_says_where(runs):
+def test_a_rank_that_hangs_is_named_and_says_where_and_the_next_start_continues(runs):
     (waiting,), (hanging,) = (list((runs / "held_notes").glob(f"said_{rank}")) for rank in (0, 1))
     assert "Ranks are lost: rank 1 on " in waiting.read_text()
     assert "(in step 3, begun" in waiting.read_text()
     assert "stopping_hooks.py" in hanging.read_text(), "the stack of the thread that hangs"
+    assert "Continuing at step 2" in said(runs, "next@held")
+    assert read_metrics(runs / "held") == read_metrics(runs / "whole")[:4]
