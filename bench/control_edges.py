@@ -30,10 +30,10 @@ CELL_PX = 16
 """Side of a cell: the tiny previewer shows nothing finer."""
 
 
-def pictures(count: int) -> Tensor:
-    """Return shapes (B, 3, 96, 96) uint8 that no run has seen."""
+def pictures(count: int, only: list[str] | None = None) -> Tensor:
+    """Return shapes (B, 3, 96, 96) uint8 that no run has seen, of the words in `only`; None = of all."""
     options = {"crop": "center", "shuffle_window_shards": 1, "num_workers": 0, "worker_start": "fork"}
-    source = Shapes(image_size=96, samples=count, seed=77, **options)
+    source = Shapes(image_size=96, samples=count, seed=77, only=only, **options)
     source.open()
     return torch.stack([torch.from_numpy(source.read(row).image.transpose(2, 0, 1).copy()) for row in range(count)])
 
@@ -50,17 +50,23 @@ def paint(run: Path, image_BCHW: Tensor, strength: float) -> tuple[Tensor, Tenso
     return torch.from_numpy(maps) / 255, torch.from_numpy(samples) / 255
 
 
-def agreement(map_B1HW: Tensor, sample_BCHW: Tensor) -> tuple[float, float]:
-    """Return the mean correlation of samples' edges with their own maps, and with the maps of the others."""
+def correlations(map_B1HW: Tensor, sample_BCHW: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each sample's correlation (B,) of its edges with its own map, and the mean with the maps of the others."""
     grey_B1HW = sample_BCHW.mean(dim=1, keepdim=True)
     down, across = (grey_B1HW.diff(dim=axis).abs() for axis in (-2, -1))
     found = functional.pad(down, (0, 0, 0, 1)) + functional.pad(across, (0, 1))
     cells = (functional.avg_pool2d(each, CELL_PX).flatten(1) for each in (found, map_B1HW))
     found_BN, wanted_BN = (functional.normalize(each - each.mean(dim=1, keepdim=True)) for each in cells)
     table_BB = found_BN @ wanted_BN.T
-    own = table_BB.diag()
-    others = (table_BB.sum() - own.sum()) / (table_BB.numel() - len(own))
-    return own.mean().item(), others.item()
+    own_B = table_BB.diag()
+    return own_B, (table_BB.sum(dim=1) - own_B) / (len(own_B) - 1)
+
+
+def margin(map_B1HW: Tensor, sample_BCHW: Tensor) -> tuple[float, float]:
+    """Return by how much samples agree more with their own maps than with the others', and its standard error."""
+    own_B, others_B = correlations(map_B1HW, sample_BCHW)
+    more_B = own_B - others_B
+    return more_B.mean().item(), more_B.std().item() / len(more_B) ** 0.5
 
 
 def main() -> int:
@@ -71,8 +77,13 @@ def main() -> int:
     given = parser.parse_args()
     image_BCHW = pictures(given.count)
     for strength in (1.0, 0.0):
-        own, others = agreement(*paint(given.run, image_BCHW, strength))
-        print(f"strength {strength:g}: {own:.3f} with its own map, {others:.3f} with the others'")
+        maps, samples = paint(given.run, image_BCHW, strength)
+        own_B, others_B = correlations(maps, samples)
+        more, error = margin(maps, samples)
+        print(
+            f"strength {strength:g}: {own_B.mean():.3f} with its own map, {others_B.mean():.3f} with the others', "
+            f"{more:.3f} +- {error:.3f} more with its own"
+        )
     return 0
 
 
