@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup test demo lint format clean
+.PHONY: help setup test soak demo lint format clean
 
 # The first Python >= 3.11 found; PYTHON=/path/to/python chooses another.
 ifndef PYTHON
@@ -13,6 +13,12 @@ BIN := .venv/bin
 # Tests run on this many processes of one thread each: `make test WORKERS=8 PYTEST_ARGS="-k lora"`.
 WORKERS ?= 2
 PYTEST_ARGS ?=
+# A soak is bounded by these; its page is written to SOAKED.
+STEPS ?= 2000
+KILL_EVERY ?= 100
+PASSES ?= 20
+SEED ?= 0
+SOAKED ?= bench/results/soak.md
 
 help:  ## show the verbs
 	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -23,6 +29,9 @@ setup:  ## make .venv with everything in it (about a minute where packages are c
 
 test: setup  ## set up and run all tests that this machine can run
 	$(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+
+soak: setup  ## set up and train with kills at random moments, then pass the tests of several ranks again and again
+	$(BIN)/python bench/soak.py --steps $(STEPS) --kill-every $(KILL_EVERY) --passes $(PASSES) --seed $(SEED) --out $(SOAKED)
 
 demo: setup  ## set up and train a tiny model, then a LoRA on it, on the CPU
 	@scripts/demo.sh
