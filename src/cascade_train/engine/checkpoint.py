@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from cascade_train.distributed.consensus import from_every_rank, from_rank_zero
-from cascade_train.engine.background import Background
+from cascade_train.engine.background import Background, Piece
 from cascade_train.engine.checkpoint_folder import CheckpointFolder
 from cascade_train.engine.checkpoint_loading import load_files
 from cascade_train.engine.checkpoint_slimming import drop_optimizer
@@ -73,7 +73,8 @@ class CheckpointStore:
         self._metrics = metrics
         self._memory = HostMemory()
         self._group = dist.new_group(backend="gloo", timeout=_SLOWEST_WRITE) if asynchronous else None
-        self._in_flight: Background | None = None
+        self._background = Background(name="checkpoints")
+        self._in_flight: Piece | None = None
         self._has_told = False
         self._slowest_seconds = 0.0
 
@@ -106,7 +107,7 @@ class CheckpointStore:
         else:
             snapshot.stage(self._memory)
             kept = copy.deepcopy(facts)
-            self._in_flight = Background(lambda: self._write(hidden, snapshot, step, kept), name=f"checkpoint {step}")
+            self._in_flight = self._background.begin(lambda: self._write(hidden, snapshot, step, kept))
         return self._folder.path(step)
 
     @property
@@ -139,10 +140,11 @@ class CheckpointStore:
                 flight.finish()
         except Exception as error:
             log.warning("the checkpoint that was being written is lost: %s", error)
+        self._background.end()
 
     def abandon(self) -> None:
         """Leave the save in flight to its fate: for an end that cannot wait. Not collective."""
-        self._in_flight = None
+        self._in_flight, self._background = None, Background(name="checkpoints")
 
     def newest(self, *, has_optimizer: bool = True) -> Path | None:
         """Return the checkpoint of the highest step that verifies, or None. Reads every byte of it.

@@ -120,7 +120,7 @@ def test_a_failure_is_known_at_once_and_raised_when_waited_for(store, monkeypatc
     store.save(2, state(2), {})
     assert not store.failed
     gate.set()
-    store._in_flight._thread.join()
+    store._in_flight._is_done.wait()
     assert store.failed
     with pytest.raises(RunError, match="a checkpoint could not be written to .*No space left on device"):
         store.wait()
@@ -216,7 +216,9 @@ def test_fifty_runs_end_in_order_with_a_save_in_flight_till_the_end(tmp_path):
         with process_group():
             store = CheckpointStore(tmp_path / str(number), asynchronous=True)
             store.save(1, state(1), {})
-            store.wait() if number % 2 else store.close()
+            if number % 2:
+                store.wait()
+            store.close()
             assert store.newest() is not None
     assert threading.active_count() == before
 
