@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import sys
 from pathlib import Path
+from typing import Any
 
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
@@ -18,6 +19,7 @@ from cascade_train.config.groups import conf_dir, did_you_mean, group_options
 from cascade_train.config.saved import CONFIG_NAME, load_saved_config
 from cascade_train.errors import ConfigError
 from cascade_train.models.cascade_unet_config import CascadeUNetConfig
+from cascade_train.models.denoising_stage import DenoisingStage
 from cascade_train.models.export import network_config
 from cascade_train.models.export_formats import stored_size
 from cascade_train.models.lora_files import adapter_size, holds_lora
@@ -41,16 +43,28 @@ def stored_network(source: str, *, model: str | None, key: str, allow_any_target
     """
     run = _run_of(Path(source))
     if model is None and run is not None:
-        cfg = load_saved_config(run, allow_any_target=allow_any_target)
-        return _architecture(build_component(cfg, "model").network_config)
+        stage = build_component(load_saved_config(run, allow_any_target=allow_any_target), "model")
+        if not isinstance(stage, DenoisingStage):
+            raise ConfigError(
+                f"{key}={source}: a run of an autoencoder, whose export/ holds every format that there is of it."
+            )
+        return _architecture(stage.network_config)
     if model is None:
         model = adapter_size(source, key=key) if holds_lora(source) else stored_size(source, key=key)
+    networks = _networks()
     if model is None:
-        options = ", ".join(group_options("model"))
+        options = ", ".join(networks)
         raise ConfigError(f"{key}={source}: its tensors are of no published size; name it by model=, one of {options}.")
-    if model not in group_options("model"):
-        raise ConfigError(f"model={model}: no such option.{did_you_mean(model, group_options('model'))}")
-    return _architecture(instantiate(OmegaConf.load(conf_dir() / "model" / f"{model}.yaml").network, _convert_="all"))
+    if model not in networks:
+        raise ConfigError(f"model={model}: no such option.{did_you_mean(model, networks)}")
+    return _architecture(instantiate(networks[model], _convert_="all"))
+
+
+def _networks() -> dict[str, Any]:
+    """Return the nodes of the networks that models name themselves: not of autoencoders, nor of variants of a model."""
+    files = {name: OmegaConf.load(conf_dir() / "model" / f"{name}.yaml") for name in group_options("model")}
+    nodes = {name: OmegaConf.select(file, "network") for name, file in files.items()}
+    return {name: node for name, node in nodes.items() if node is not None}
 
 
 def _run_of(path: Path) -> Path | None:

@@ -10,6 +10,7 @@ from diffusers.pipelines.deprecated.wuerstchen.modeling_paella_vq_model import P
 from PIL import Image
 from safetensors.torch import load_file
 
+from cascade_train.architecture import stored_network
 from cascade_train.errors import ConfigError
 from cascade_train.generate import GenerateArgs, generate
 from tests.integration.runs import read_metrics, train
@@ -85,3 +86,8 @@ def test_a_short_training_brings_reconstructions_nearer(tmp_path: Path) -> None:
     psnr = [row["validate/psnr"] for row in rows if "validate/psnr" in row]
     assert len(psnr) == 3
     assert psnr[-1] > psnr[0] + 2.0
+
+
+def test_a_run_of_stage_a_has_no_network_to_write_in_another_format(run: Path) -> None:
+    with pytest.raises(ConfigError, match=r"from=.*: a run of an autoencoder, whose export/ holds every format"):
+        stored_network(str(run), model=None, key="from")
