@@ -14,7 +14,7 @@ from cascade_train.config.launch import compose_and_run
 
 
 def main() -> None:
-    """Train what the command line describes and exit: 0 done, 1 by the world, 2 refused, 75 stopped, 130 interrupted."""
+    """Train what the command line describes and exit: 0 done, 1 the world, 2 refused, 75 stopped, 130 interrupted."""
     sys.exit(launch(sys.argv[1:]))
 
 

@@ -21,7 +21,7 @@ from cascade_train.data.receiver import Receiver
 from cascade_train.data.skipped import Skipped
 from cascade_train.data.source import Source
 from cascade_train.data.worker import Failure, MicroBatches
-from cascade_train.data.worker_signals import leave_signals_to_the_run
+from cascade_train.data.worker_process import begin_worker
 from cascade_train.errors import ConfigError
 
 
@@ -191,7 +191,7 @@ def _data_loader(source: Source, micro_batches: MicroBatches, references: _Refer
         persistent_workers=workers > 0,
         multiprocessing_context=source.worker_start if workers > 0 else None,
         pin_memory=torch.cuda.is_available(),
-        worker_init_fn=leave_signals_to_the_run,
+        worker_init_fn=begin_worker,
         timeout=(source.max_wait_seconds or 0.0) if workers > 0 else 0.0,
     )
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from cascade_train.data.patience import patience
 from cascade_train.data.worker import Failure
-from cascade_train.data.worker_signals import end_workers_with_this_process
+from cascade_train.data.worker_process import end_workers_with_this_process
 from cascade_train.errors import RunError
 
 T = TypeVar("T")

@@ -29,7 +29,7 @@ from cascade_train.data.skipped import Skipped
 from cascade_train.data.source import Source
 from cascade_train.data.stream import Cursor, Held, Stream, Take
 from cascade_train.data.worker import Failure, MicroBatches
-from cascade_train.data.worker_signals import leave_signals_to_the_run
+from cascade_train.data.worker_process import begin_worker
 from cascade_train.errors import ConfigError, RunError
 
 ORDER_VERSION = 1
@@ -313,7 +313,7 @@ def _data_loader(source: Source, items: _Items, workers: int) -> DataLoader[Item
         num_workers=workers,
         multiprocessing_context=source.worker_start if workers > 0 else None,
         pin_memory=torch.cuda.is_available(),
-        worker_init_fn=leave_signals_to_the_run,
+        worker_init_fn=begin_worker,
         timeout=(source.max_wait_seconds or 0.0) if workers > 0 else 0.0,
     )
 

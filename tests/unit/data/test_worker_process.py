@@ -1,5 +1,6 @@
 """A worker hears no signal that is for its run, and is gone when the run's process is."""
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -7,11 +8,12 @@ import time
 
 import pytest
 
-from cascade_train.data import worker_signals
+from cascade_train.data import worker_process
 
 
 def wait_deaf(ready):
-    worker_signals.leave_signals_to_the_run(0)
+    worker_process.begin_worker(0)
+    assert gc.get_freeze_count() > 0, "what the run made is not collected here"
     ready.set()
     time.sleep(60)
 
@@ -32,16 +34,16 @@ def test_a_worker_survives_what_asks_its_run_to_stop_and_not_the_end_of_its_proc
         os.kill(worker.pid, number)
     worker.join(0.2)
     assert worker.is_alive()
-    worker_signals._kill_children()  # as at the exit of this process
+    worker_process._kill_children()  # as at the exit of this process
     worker.join(10)
     assert worker.exitcode == -signal.SIGKILL
 
 
 def test_the_end_is_registered_once(monkeypatch):
     registered = []
-    monkeypatch.setattr(worker_signals.atexit, "register", registered.append)
-    worker_signals.end_workers_with_this_process.cache_clear()
-    worker_signals.end_workers_with_this_process()
-    worker_signals.end_workers_with_this_process()
-    assert registered == [worker_signals._kill_children]
-    worker_signals.end_workers_with_this_process.cache_clear()
+    monkeypatch.setattr(worker_process.atexit, "register", registered.append)
+    worker_process.end_workers_with_this_process.cache_clear()
+    worker_process.end_workers_with_this_process()
+    worker_process.end_workers_with_this_process()
+    assert registered == [worker_process._kill_children]
+    worker_process.end_workers_with_this_process.cache_clear()

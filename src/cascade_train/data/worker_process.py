@@ -1,19 +1,22 @@
-"""Data workers and the signals that ask a run to stop: the run answers them, and its workers end with it.
+"""Data workers as processes: what they leave to the run that they belong to, and that they end with it.
 
 A terminal, torchrun and SLURM signal all processes of a run, but without its workers a run could not reach the step on
-which all ranks stop.
+which all ranks stop. What the run made before a fork is the run's to destroy: a process group that the collector of a
+forked worker finds unused waits for threads that are not there, for ever.
 """
 
 from __future__ import annotations
 
 import atexit
 import functools
+import gc
 import multiprocessing
 import signal
 
 
-def leave_signals_to_the_run(worker: int) -> None:
-    """Ignore, in a worker process, what asks the run to stop."""
+def begin_worker(worker: int) -> None:
+    """Ignore, in a worker process, what asks the run to stop, and collect no object of before the fork."""
+    gc.freeze()
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(each, signal.SIG_IGN)
 
