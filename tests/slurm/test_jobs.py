@@ -170,6 +170,7 @@ def test_cancelled_job_is_not_requeued(cluster: Cluster, folder: Path):
     cluster.call("scancel", job)
     wait_for(lambda: "so it is not requeued" in said(folder))
     wait_for(lambda: cluster.state(job) == "CANCELLED")
+    assert cluster.facts(job)["Restarts"] == "0"
 
 
 def test_job_out_of_time_is_requeued_though_its_ranks_still_start(cluster: Cluster, folder: Path):

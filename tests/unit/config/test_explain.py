@@ -15,7 +15,7 @@ TINY = ("model=c_tiny", "task=lora")
 REFUSED = {
     "": r"^(model|task) is not chosen\. Choose one: (model=b_3b, .*model=c_tiny|task=controlnet, .*task=lora)",
     "task=lora": r"^model is not chosen\. Choose one: .*model=c_tiny",
-    "model=c_tinny task=lora": r"^model=c_tinny is not an option of model\. Did you mean c_tiny\? Options: a, a_tiny, b_",
+    "model=c_tinny task=lora": r"^model=c_tinny is not an option of model\. Did you mean c_tiny\? Options: a, a_tiny",
     "model=c_tiny task=lora data=zzz": r"^data=zzz is not an option of data\. Options: .*shapes, webdataset\.$",
     "model=c_tiny task=lora parallel=hsbp": r"Did you mean hsdp\? Options: auto, ddp, fsdp, hsdp, single\.$",
     "model=c_tiny task=lora task=3": r"^A group is chosen by the name of an option",
