@@ -18,7 +18,9 @@ from stopping_hooks import in_step
 
 from cascade_train.data import store
 from cascade_train.engine import checkpoint_folder
+from cascade_train.engine.checkpoint import CheckpointStore
 from cascade_train.engine.checkpoint_folder import CheckpointFolder
+from cascade_train.engine.checkpoint_writing import Snapshot
 
 CAPABILITY_VERSION_3 = 0x20080522
 DAC_OVERRIDE_AND_READ_SEARCH = 0b110
@@ -40,13 +42,20 @@ def kill_worker() -> None:
 
 
 def while_saving_step_4(call: Callable[..., Any], *, rank: int) -> Callable[..., Any]:
-    """Return `call` for all but the thread that saves step 4 on a rank: it dies instead."""
+    """Return `call` for all but the thread that saves, when that is step 4 on a rank: it dies instead."""
+    write, saved = CheckpointStore._write, []
+
+    def writing(self: CheckpointStore, hidden: Path, snapshot: Snapshot, step: int, facts: dict[str, Any]) -> None:
+        saved.append(step)
+        write(self, hidden, snapshot, step, facts)
 
     def dying(*args: Any) -> Any:
-        if os.environ["RANK"] == str(rank) and threading.current_thread().name == "checkpoint 4":
+        is_saving = threading.current_thread() is not threading.main_thread()
+        if os.environ["RANK"] == str(rank) and is_saving and saved[-1:] == [4]:
             die()
         return call(*args)
 
+    CheckpointStore._write = writing
     return dying
 
 
