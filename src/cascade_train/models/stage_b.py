@@ -20,7 +20,7 @@ from cascade_train.models.cascade_unet_config import CascadeUNetConfig
 from cascade_train.models.denoising_stage import DenoisingStage
 from cascade_train.models.latent_codec import LatentCodec
 from cascade_train.models.semantic_compressor import SemanticCompressor
-from cascade_train.models.stage import Conditions, Images, Tokens
+from cascade_train.models.stage import Conditions, Images, Tokens, product
 from cascade_train.models.text_encoder import TextEncoder
 
 Size = tuple[int, int]
@@ -152,7 +152,8 @@ class StageB(DenoisingStage):
 
         Args:
             tokens: from `tokenize`, on the device.
-            images: (B, 3, H, W) float in [0, 1]; None = zeros.
+            images: (B, 3, H, W) float in [0, 1], or their semantic latents by the name `effnet`, such as Stage C's;
+                None = zeros.
             keep_image_B: (B,) bool, which samples keep their semantic latents, the others get zeros; None = all.
             drawn: from `draw`; None = images are not shrunk.
         """
@@ -160,7 +161,7 @@ class StageB(DenoisingStage):
         if images is None:
             zeros = pooled.new_zeros(len(pooled), self.semantic_compressor.latent_channels, 1, 1)
             return {"clip_text_pooled": pooled, "effnet": zeros}
-        effnet = self._semantic_latents(pixels(images), drawn)
+        effnet = product(images, "effnet", lambda image_BCHW: self._semantic_latents(image_BCHW, drawn))
         if keep_image_B is not None:
             effnet = effnet * keep_image_B[:, None, None, None].to(effnet.dtype)
         return {"clip_text_pooled": pooled, "effnet": effnet}
