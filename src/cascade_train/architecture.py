@@ -41,7 +41,7 @@ def stored_network(source: str, *, model: str | None, key: str, allow_any_target
     Raises:
         ConfigError: nothing there, or tensors of no published size and no `model`.
     """
-    run = _run_of(Path(source))
+    run = run_of(Path(source))
     if model is None and run is not None:
         stage = build_component(load_saved_config(run, allow_any_target=allow_any_target), "model")
         if not isinstance(stage, DenoisingStage):
@@ -67,7 +67,7 @@ def _networks() -> dict[str, Any]:
     return {name: node for name, node in nodes.items() if node is not None}
 
 
-def _run_of(path: Path) -> Path | None:
+def run_of(path: Path) -> Path | None:
     """Return the folder that holds the configuration of the run that left `path`; None = no run did."""
     folder = path.parent if path.is_file() else path
     while not (folder / CONFIG_NAME).is_file():

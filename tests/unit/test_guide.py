@@ -22,7 +22,8 @@ def picture(folder: Path, name: str, mode: str = "RGB", size: tuple[int, int] = 
 
 
 def files(*paths: str, is_map: bool = False, side: int = 16) -> GuideFiles:
-    return GuideFiles(paths=paths, is_map=is_map, strength=0.5, side=side)
+    key = "control" if is_map else "image"
+    return GuideFiles(key=key, paths=paths, strength=0.5, size=(side, side), side=side)
 
 
 def test_pictures_are_given_to_their_prompts(tmp_path: Path) -> None:

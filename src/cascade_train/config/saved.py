@@ -22,12 +22,13 @@ ALONE = ParallelConfig(mode=ParallelMode.single, shard_size=None, reshard_after_
 """The one rank that looks at a run, whatever ranks and devices trained it."""
 
 
-def load_saved_config(folder: Path, *, allow_any_target: bool = False) -> DictConfig:
+def load_saved_config(folder: Path, *, allow_any_target: bool = False, key: str = "from") -> DictConfig:
     """Return the checked configuration of a run or of its export.
 
     Args:
         folder: a run, or its `export/`.
         allow_any_target: build classes of any package that the folder's configuration names.
+        key: the argument that named the folder.
 
     Raises:
         ConfigError: no such folder, no configuration in it, or one that does not pass preflight.
@@ -35,7 +36,7 @@ def load_saved_config(folder: Path, *, allow_any_target: bool = False) -> DictCo
     path = folder / CONFIG_NAME
     if not path.is_file():
         reason = "no such folder" if not folder.is_dir() else f"no {CONFIG_NAME} in it"
-        raise ConfigError(f"from={folder}: {reason}. Name the folder of a run, or the export/ that it left.")
+        raise ConfigError(f"{key}={folder}: {reason}. Name the folder of a run, or the export/ that it left.")
     saved = OmegaConf.load(path)
     if not allow_any_target:
         check_plain(OmegaConf.to_container(saved, resolve=False), path)
@@ -82,8 +83,12 @@ def check_trusted(node: Any, folder: Path) -> None:
         )
 
 
-def export_folder(folder: Path) -> Path:
+def export_folder(folder: Path, *, key: str = "from") -> Path:
     """Return the export of a run, or the folder itself where it is an export.
+
+    Args:
+        folder: a run, or its `export/`.
+        key: the argument that named the folder.
 
     Raises:
         ConfigError: the run has not written its export.
@@ -92,7 +97,7 @@ def export_folder(folder: Path) -> Path:
         return folder / "export"
     if (folder / "metrics.jsonl").exists() or (folder / "checkpoints").is_dir():
         raise ConfigError(
-            f"from={folder}: the run has not written its export yet. "
+            f"{key}={folder}: the run has not written its export yet. "
             f"Let it finish, or run python -m cascade_train.export from={folder}."
         )
     return folder

@@ -76,15 +76,20 @@ class Exported:
 def prior_parts(stage: StageC) -> PriorParts:
     """Return what a built Stage C gives to a prior pipeline; builds what a cache had made needless."""
     stage.complete()
-    published = isinstance(stage.semantic_compressor, EfficientNetCompressor)
     return PriorParts(
         network_config=network_config(stage.network),
         text_encoder=stage.text_encoder.module,
         tokenizer=stage.text_encoder.tokenizer,
         max_tokens=stage.text_encoder.max_tokens,
-        resolution_multiple=PUBLISHED_RESOLUTION_MULTIPLE if published else float(stage.semantic_compressor.stride),
+        resolution_multiple=resolution_multiple(stage),
         image_encoder=None if stage.image_encoder is None else stage.image_encoder.module,
     )
+
+
+def resolution_multiple(stage: StageC) -> float:
+    """Return the pixels of the finished picture for each of Stage C's latent positions: the compression."""
+    compressor = stage.semantic_compressor
+    return PUBLISHED_RESOLUTION_MULTIPLE if isinstance(compressor, EfficientNetCompressor) else float(compressor.stride)
 
 
 def network_config(network: nn.Module) -> dict[str, Any]:

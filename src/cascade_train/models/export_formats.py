@@ -65,13 +65,18 @@ def load_state(network: nn.Module, source: str, *, dtype: torch.dtype | None, ke
     return network.state_dict()
 
 
-def stored_size(source: str, *, key: str) -> str | None:
+def stored_size(source: str, *, key: str, part: str = "network") -> str | None:
     """Return the `model=` name of stored weights' size, told from the tensors; None = no published size.
+
+    Args:
+        source: see `weights_source.find_weight_files`.
+        key: the argument that named the source.
+        part: the folder of a pipeline that is meant, see `weights_source`.
 
     Raises:
         ConfigError: no such weights.
     """
-    with StoredTensors(find_weight_files(source, key=key), key=key) as tensors:
+    with StoredTensors(find_weight_files(source, key=key, part=part), key=key) as tensors:
         return recognise_size({name: tensors.shape(where) for name, where in map_keys(tensors.shapes()).items()})
 
 

@@ -54,6 +54,11 @@ def find_weight_files(source: str, *, key: str = "model.weights", part: str | No
     return _hub_files(source, key, part)
 
 
+def is_hub_id(source: str) -> bool:
+    """Return whether a source that is no path could be a hub id, `owner/name[:subfolder]`."""
+    return _HUB_ID.fullmatch(source) is not None
+
+
 def _holds(folder: Path, part: str) -> bool:
     return (folder / "export" / part).is_dir() or (folder / part).is_dir()
 

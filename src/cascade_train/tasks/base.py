@@ -85,19 +85,27 @@ class Export:
 
 @dataclass(frozen=True, kw_only=True)
 class Guide:
-    """What a user lets samples follow, beside their prompts.
+    """What a user lets samples follow, beside their prompts; pictures are uint8 on the host.
 
     Attributes:
-        image_BCHW: uint8 on the host: (B, 3, H, W) pictures, or (B, C, h, w) finished control maps, 255 for 1.
+        image_BCHW: (B, 3, H, W) pictures, or (B, C, h, w) finished control maps, 255 for 1; None = none.
         is_map: the latter.
         strength: what the control is multiplied by; 1 as in training, 0 = none.
         numbers: of the B samples, on which random choices about their maps depend.
+        start_BCHW: (B, 3, H, W) pictures that sampling starts from, in the place of noise alone; None = none.
+        start_strength: time, in (0, 1], to which those are noised; 1 keeps hardly anything of them.
+        variation_BCHW: (B, 3, h, w) pictures whose embedding is a condition beside the prompt; None = none.
+        semantic_BCHW: (B, C, h, w) fp32 semantic latents, for a stage that decodes them; None = none.
     """
 
-    image_BCHW: Tensor
-    is_map: bool
-    strength: float
-    numbers: tuple[int, ...]
+    image_BCHW: Tensor | None = None
+    is_map: bool = False
+    strength: float = 1.0
+    numbers: tuple[int, ...] = ()
+    start_BCHW: Tensor | None = None
+    start_strength: float = 1.0
+    variation_BCHW: Tensor | None = None
+    semantic_BCHW: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -254,8 +254,10 @@ class ControlNet(TextToImage):
         """Return predictions under the captions and a user's pictures or maps.
 
         Raises:
-            ConfigError: maps of another number of channels.
+            ConfigError: maps of another number of channels, or neither pictures nor maps.
         """
+        if guide.image_BCHW is None:
+            return self.predictor(captions, None)
         given_BCHW, wanted = self._copy(guide.image_BCHW).float() / 255, self.filter.channels
         if guide.is_map and wanted == 1:
             given_BCHW = given_BCHW[:, :3].mean(dim=1, keepdim=True)
@@ -266,7 +268,7 @@ class ControlNet(TextToImage):
             )
         maps_BCHW = given_BCHW if guide.is_map else self._maps(given_BCHW, guide.numbers)
         control = {block: guide.strength * value for block, value in self.controlnet(maps_BCHW).items()}
-        return self.predictor(captions, None, control)
+        return self.predictor_under(captions, self._variation(guide), control)
 
     @torch.no_grad()
     def shown(self, image_BCHW: Tensor) -> Mapping[str, Tensor]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -64,19 +64,40 @@ class DiffusionPainter(Painter):
         self, captions: Sequence[str], image_BCHW: Tensor | None, draws: Draws, guide: Guide | None = None
     ) -> Tensor:
         """Return samples (B, 3, H, W) in [0, 1] for B prompts."""
+        return self.stage.decode(self.latents(captions, image_BCHW, draws, guide))
+
+    def latents(
+        self, captions: Sequence[str], image_BCHW: Tensor | None, draws: Draws, guide: Guide | None = None
+    ) -> Tensor:
+        """Return sampled latents (B, C, H, W) fp32 for B prompts; see `paint`."""
         predictor = (
             self.task.predictor(captions, image_BCHW) if guide is None else self.task.guided_predictor(captions, guide)
         )
-        latent_BCHW = sample(
+        noise = ImageNoise(generators=draws("sample"), shape=self.shape, device=self.device)
+        start = {} if guide is None or guide.start_BCHW is None else self._start(guide.start_BCHW, guide, noise)
+        return sample(
             predictor,
             objective=self.objective,
-            noise=ImageNoise(generators=draws("sample"), shape=self.shape, device=self.device),
-            steps=self.settings.steps,
+            noise=noise,
             shift=self.settings.shift,
             guidance_scale=self.settings.guidance_scale,
             sampler=self.settings.sampler,
+            **({"steps": self.settings.steps} | start),
         )
-        return self.stage.decode(latent_BCHW)
+
+    def _start(self, image_BCHW: Tensor, guide: Guide, noise: ImageNoise) -> dict[str, Any]:
+        """Return where sampling starts from pictures: noised to a time, with that share of the steps left.
+
+        From Stable Cascade, image_to_image.ipynb.
+        """
+        x0_BCHW = self.stage.encode(image_BCHW.to(self.device).float() / 255)
+        time_B = torch.full((len(x0_BCHW),), guide.start_strength, device=self.device)
+        logsnr_B = self.objective.schedule(time_B, shift=self.settings.shift)
+        return {
+            "x_init": self.objective.diffuse_at(x0_BCHW, noise(), logsnr_B).noised,
+            "t_start": guide.start_strength,
+            "steps": max(1, round(self.settings.steps * guide.start_strength)),
+        }
 
     def _one_step(self, captions: Sequence[str], image_BCHW: Tensor, draws: Draws) -> Tensor:
         x0_BCHW = self.stage.encode(image_BCHW)

@@ -185,7 +185,6 @@ class TextToImage(Task):
             task=self, stage=self.stage, objective=self.objective, settings=settings, shape=shape, device=self.device
         )
 
-    @torch.no_grad()
     def predictor(
         self, captions: Sequence[str], image_BCHW: Tensor | None, control: dict[int, Tensor] | None = None
     ) -> Predictor:
@@ -199,17 +198,28 @@ class TextToImage(Task):
         Raises:
             ConfigError: the stage needs an image and there is none.
         """
-        tokens = self._tokens([*captions, *[""] * len(captions)])
-        if not self.stage.needs_image:
-            cond = self.stage.conditions(tokens)
-        elif image_BCHW is None:
+        if self.stage.needs_image and image_BCHW is None:
             raise ConfigError(
                 f"{self.stage.name} reconstructs images and cannot paint from prompts alone: leave sample.prompts=null,"
-                " which shows captioned images of the data"
+                " which shows captioned images of the data; generate takes image=…, or a run of Stage C with"
+                " decoder=… in the place of this one"
             )
-        else:
-            keep_B = torch.arange(2 * len(captions), device=self.device) < len(captions)
-            cond = self.stage.conditions(tokens, image_BCHW.repeat(2, 1, 1, 1), keep_B)
+        return self.predictor_under(captions, image_BCHW if self.stage.needs_image else None, control)
+
+    @torch.no_grad()
+    def predictor_under(
+        self, captions: Sequence[str], images: Images | None, control: dict[int, Tensor] | None = None
+    ) -> Predictor:
+        """Return predictions under captions and images, and without both, from one forward pass.
+
+        Args:
+            captions: B prompts.
+            images: (B, 3, H, W) float in [0, 1], or what the stage takes in their place; None = none.
+            control: maps (B, …) to add in the network for both predictions; None = none.
+        """
+        tokens = self._tokens([*captions, *[""] * len(captions)])
+        keep_B = torch.arange(2 * len(captions), device=self.device) < len(captions)
+        cond = self.stage.conditions(tokens, None if images is None else _twice(images), keep_B)
         both = None if control is None else {block: value.repeat(2, 1, 1, 1) for block, value in control.items()}
 
         @torch.no_grad()
@@ -228,11 +238,27 @@ class TextToImage(Task):
             guide: B images, and what is to be made of them.
 
         Raises:
-            ConfigError: no image steers the task's samples; by default.
+            ConfigError: images that the stage does not follow; maps, by default.
         """
+        if guide.semantic_BCHW is not None:
+            return self.predictor_under(captions, {"effnet": guide.semantic_BCHW.to(self.device)})
+        if guide.image_BCHW is None and not self.stage.needs_image:
+            return self.predictor_under(captions, self._variation(guide))
+        if guide.image_BCHW is None:
+            return self.predictor(captions, None)
+        if self.stage.needs_image and not guide.is_map and guide.strength == 1.0:
+            return self.predictor(captions, self._pixels(guide.image_BCHW))
         raise ConfigError(
-            f"image, control and strength are for control networks; a {type(self).__name__} paints from prompts alone"
+            f"image, control and strength are for control networks; a {type(self).__name__} "
+            f"paints from prompts {'and image=… alone' if self.stage.needs_image else 'alone'}"
         )
+
+    def _variation(self, guide: Guide) -> Tensor | None:
+        return None if guide.variation_BCHW is None else self._pixels(guide.variation_BCHW)
+
+    def _pixels(self, image_BCHW: Tensor) -> Tensor:
+        """Return uint8 pictures of the host as float in [0, 1] on the device."""
+        return self._copy(image_BCHW).float() / 255
 
     def shown(self, image_BCHW: Tensor) -> Mapping[str, Tensor]:
         """Return what people see beside samples of these images, (B, 3, h, w) in [0, 1] by title; nothing by default.
@@ -273,3 +299,9 @@ class TextToImage(Task):
         if self.device.type == "cuda" and not tensor.is_cuda and not tensor.is_pinned():
             tensor = tensor.pin_memory()
         return tensor.to(self.device, non_blocking=True)
+
+
+def _twice(images: Images) -> Images:
+    if isinstance(images, Tensor):
+        return images.repeat(2, 1, 1, 1)
+    return {name: value.repeat(2, *[1] * (value.dim() - 1)) for name, value in images.items()}

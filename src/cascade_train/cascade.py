@@ -1,0 +1,260 @@
+"""From prompts to pictures with trained stages: one alone, or C, B and A one after the other.
+
+Lives here: how big what is, what a stage hands to the next, and that only one of them is in memory. Must not live here:
+sampling (tasks/painting.py, diffusion/), and what a user's files become (guide.py).
+
+Shape legend: B pictures painted at once, C channels, H W latent size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from cascade_train.batch import sample_seed
+from cascade_train.build.components import build_component
+from cascade_train.build.samples import build_painter
+from cascade_train.distributed.parallelize import evaluating
+from cascade_train.distributed.process_group import World
+from cascade_train.engine.sampling import to_images
+from cascade_train.errors import ConfigError
+from cascade_train.models.denoising_stage import DenoisingStage
+from cascade_train.models.export import resolution_multiple
+from cascade_train.models.semantic_compressor import SemanticCompressor
+from cascade_train.models.stage import Stage
+from cascade_train.models.stage_b import StageB
+from cascade_train.models.stage_c import StageC
+from cascade_train.tasks.base import Draws, Guide
+from cascade_train.tasks.painting import DiffusionPainter
+from cascade_train.trained import load_parts
+from cascade_train.trained_model import TrainedModel
+
+Size = tuple[int, int]
+"""Height and width."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """Pictures that are painted at once.
+
+    Attributes:
+        captions: one prompt for each.
+        numbers: theirs, on which their noise depends, and nothing else.
+        guide: a user's images for them; None = none.
+    """
+
+    captions: tuple[str, ...]
+    numbers: tuple[int, ...]
+    guide: Guide | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """How big pictures are in the stages' eyes.
+
+    Attributes:
+        picture: pixels of the finished picture.
+        painted: pixels of the images that the first stage thinks of: its latents' size times their stride.
+    """
+
+    picture: Size
+    painted: Size
+
+
+def fit_sizes(
+    model: TrainedModel,
+    decoder: TrainedModel | None,
+    *,
+    height: int | None,
+    width: int | None,
+    compression: float | None,
+) -> Sizes:
+    """Return the sizes of what is painted. Builds nothing.
+
+    Stage C paints ceil(side / compression) latent positions for a finished picture, as the original does. Without a
+    size, they are as many as it was trained with.
+
+    Args:
+        model: the stage that paints first.
+        decoder: Stage B after it; None = there is none.
+        height: of the finished picture in pixels; None = by the training.
+        width: likewise.
+        compression: pixels of the finished picture for each latent position of Stage C; None = the model's.
+
+    Raises:
+        ConfigError: sides that do not divide, stages in the wrong places, or compressors of different kinds.
+    """
+    stage = build_component(model.cfg, "model")
+    if not isinstance(stage, StageC):
+        return _sizes_of_one(stage, model, decoder, height=height, width=width, compression=compression)
+    compression = resolution_multiple(stage) if compression is None else compression
+    multiple = 1 if decoder is None else _multiple(stage, model, decoder)
+    stride = stage.semantic_compressor.stride
+    trained = math.floor(stage.image_size // stride * compression / multiple) * multiple
+    picture = (trained if height is None else height, trained if width is None else width)
+    for key, side in zip(("height", "width"), picture, strict=True):
+        _check_side(key, side, multiple, f"what Stage B of {decoder and decoder.origin} takes as one of its positions")
+    rows, columns = (math.ceil(side / compression) for side in picture)
+    return Sizes(picture=picture, painted=(rows * stride, columns * stride))
+
+
+def _sizes_of_one(
+    stage: Stage,
+    model: TrainedModel,
+    decoder: TrainedModel | None,
+    *,
+    height: int | None,
+    width: int | None,
+    compression: float | None,
+) -> Sizes:
+    if decoder is not None or compression is not None:
+        key = "compression" if decoder is None else decoder.origin
+        raise ConfigError(f"{key}: comes after Stage C, and {model.origin} is {stage.name}. Leave it out.")
+    size = (stage.image_size if height is None else height, stage.image_size if width is None else width)
+    for key, side in zip(("height", "width"), size, strict=True):
+        _check_side(key, side, stage.image_multiple, f"one position of what {stage.name} sees of an image")
+    return Sizes(picture=size, painted=size)
+
+
+def _multiple(stage: StageC, model: TrainedModel, decoder: TrainedModel) -> int:
+    """Return the pixels that Stage B sees as one position, after a check that it fits behind a Stage C."""
+    second = build_component(decoder.cfg, "model")
+    if not isinstance(second, StageB):
+        raise ConfigError(f"{decoder.origin}: is {second.name}; after Stage C comes a Stage B. Name one.")
+    first_kind, second_kind = type(stage.semantic_compressor), type(second.semantic_compressor)
+    if first_kind is not second_kind:
+        raise ConfigError(_other_latents(model, first_kind.__name__, decoder, second_kind.__name__))
+    return second.stage_a.stride * second.network_config.arguments["patch_size"]
+
+
+def _check_side(key: str, side: int, multiple: int, what: str) -> None:
+    if side < multiple or side % multiple:
+        below = max(1, side // multiple) * multiple
+        raise ConfigError(
+            f"{key}={side}: must be a multiple of {multiple} pixels, {what}; e.g. {below} or {below + multiple}."
+        )
+
+
+def _other_latents(model: TrainedModel, first: str, decoder: TrainedModel, second: str) -> str:
+    return (
+        f"{decoder.origin}: decodes the semantic latents of {second}, and {model.origin} paints those of {first}. A "
+        "Stage B understands only latents of the compressor that it was trained with; name one that has the same."
+    )
+
+
+def paint(model: TrainedModel, orders: Iterable[Order], *, sizes: Sizes, seed: int, world: World) -> list[Image.Image]:
+    """Paint with one stage alone: previews of Stage C, reconstructions of Stage B. Collective.
+
+    Args:
+        model: the stage.
+        orders: what to paint.
+        sizes: of it.
+        seed: of the starting noise.
+        world: this process.
+
+    Raises:
+        ConfigError: weights that are not there or do not fit, or an order that the stage cannot paint.
+    """
+    parts = load_parts(model, world)
+    painter = build_painter(model.cfg, parts, sizes.painted)
+    images: list[Image.Image] = []
+    with evaluating([parts.stage.network]):
+        for order in orders:
+            images += to_images(painter.paint(order.captions, None, _draws(seed, order, "generate"), order.guide))
+    return images
+
+
+def paint_cascade(
+    model: TrainedModel,
+    decoder: TrainedModel,
+    orders: Iterable[Order],
+    *,
+    sizes: Sizes,
+    seed: int,
+    world: World,
+) -> list[Image.Image]:
+    """Paint with Stage C, B and A; Stage C has left the memory when Stage B enters it. Collective.
+
+    Args:
+        model: Stage C.
+        decoder: Stage B, with its Stage A.
+        orders: what to paint.
+        sizes: of it.
+        seed: of the starting noise.
+        world: this process.
+
+    Raises:
+        ConfigError: weights that are not there or do not fit, or stages that were not made for each other.
+    """
+    painted, first = _semantic_latents(model, orders, size=sizes.painted, seed=seed, world=world)
+    if world.device.type == "cuda":
+        torch.cuda.empty_cache()
+    parts = load_parts(decoder, world)
+    second = Fingerprint.of(parts.stage)
+    if first.digest != second.digest:
+        raise ConfigError(_other_latents(model, str(first), decoder, str(second)))
+    painter = build_painter(decoder.cfg, parts, sizes.picture)
+    images: list[Image.Image] = []
+    with evaluating([parts.stage.network]):
+        for order in painted:
+            images += to_images(painter.paint(order.captions, None, _draws(seed, order, "decode"), order.guide))
+    return images
+
+
+def _semantic_latents(
+    model: TrainedModel, orders: Iterable[Order], *, size: Size, seed: int, world: World
+) -> tuple[list[Order], Fingerprint]:
+    """Return orders for Stage B, which hold what Stage C painted, on the host; and what its latents are those of."""
+    parts = load_parts(model, world)
+    painter = build_painter(model.cfg, parts, size)
+    if not isinstance(painter, DiffusionPainter):
+        raise AssertionError("a Stage C is sampled by diffusion")
+    painted = []
+    with evaluating([parts.stage.network]):
+        for order in orders:
+            latent_BCHW = painter.latents(order.captions, None, _draws(seed, order, "generate"), order.guide)
+            painted.append(replace(order, guide=Guide(semantic_BCHW=latent_BCHW.cpu())))
+    return painted, Fingerprint.of(parts.stage)
+
+
+def _draws(seed: int, order: Order, stream: str) -> Draws:
+    def draws(_: str) -> list[torch.Generator]:
+        return [torch.Generator().manual_seed(sample_seed(seed, 0, number, stream)) for number in order.numbers]
+
+    return draws
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fingerprint:
+    """Which compressor it is, by its class and values, wherever they came from."""
+
+    kind: str
+    weights: str | None
+    digest: str
+
+    @classmethod
+    def of(cls, stage: Stage) -> Fingerprint:
+        """Return the fingerprint of a built stage's compressor."""
+        if not isinstance(stage, DenoisingStage):
+            raise AssertionError(f"{stage.name} has no semantic compressor")
+        compressor = stage.semantic_compressor
+        hashed = hashlib.sha256(type(compressor).__name__.encode())
+        for name, value in _values(compressor):
+            hashed.update(name.encode())
+            hashed.update(value.detach().cpu().float().contiguous().numpy().tobytes())
+        return cls(kind=type(compressor).__name__, weights=compressor.weights, digest=hashed.hexdigest())
+
+    def __str__(self) -> str:
+        """Name class and weights, and the beginning of the digest, which differs where those do not."""
+        return f"{self.kind} (weights={self.weights}, {self.digest[:8]})"
+
+
+def _values(compressor: SemanticCompressor) -> Iterator[tuple[str, Tensor]]:
+    yield from compressor.module.named_parameters()
+    yield from compressor.module.named_buffers()

@@ -1,0 +1,87 @@
+"""Where a trained stage lies and what it was trained as, from what a user names: a run, its export, or weights.
+
+Used by the verbs that look at results. Must not live here: building it (trained.py), and painting (cascade.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from cascade_train.architecture import run_of
+from cascade_train.config.published import published_config
+from cascade_train.config.saved import export_folder, load_saved_config
+from cascade_train.errors import ConfigError
+from cascade_train.models.export_formats import stored_size
+from cascade_train.models.weights_source import is_hub_id
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedModel:
+    """A trained stage that is not built yet.
+
+    Attributes:
+        origin: the argument and the source, as people gave them: `decoder=runs/b`.
+        cfg: the checked configuration.
+        export: what a run left; None = the weights that the configuration names.
+    """
+
+    origin: str
+    cfg: DictConfig
+    export: Path | None
+
+
+def find_model(source: str, *, key: str, part: str, allow_any_target: bool = False) -> TrainedModel:
+    """Find a run, its export, something in that, or weights of a published size: a folder, a file, or a hub id.
+
+    Args:
+        source: what the user named.
+        key: the argument that named it.
+        part: the folder of a pipeline that is meant: "prior" or "decoder".
+        allow_any_target: build classes of any package that a run's configuration names.
+
+    Raises:
+        ConfigError: nothing there, a run without export, or weights of no published size.
+    """
+    origin, path = f"{key}={source}", Path(source)
+    run = run_of(path)
+    if run is None and (path.exists() or is_hub_id(source)) and not (path / "checkpoints").is_dir():
+        return TrainedModel(origin=origin, cfg=_published(source, key, part), export=None)
+    run = path if run is None else run
+    cfg = load_saved_config(run, allow_any_target=allow_any_target, key=key)
+    return TrainedModel(origin=origin, cfg=cfg, export=export_folder(run, key=key))
+
+
+def _published(source: str, key: str, part: str) -> DictConfig:
+    """Return the configuration of weights of a published size, with the frozen parts that lie beside them."""
+    model = stored_size(source, key=key, part=part)
+    if model is None:
+        raise ConfigError(
+            f"{key}={source}: its tensors are of no published size, so that nothing says what belongs to them. Name "
+            "the run that left them, or its export/ with config.yaml in it."
+        )
+    cfg = published_config(model, source)
+    if (Path(source) / "text_encoder").is_dir() and (Path(source) / "tokenizer").is_dir():
+        cfg.model.text_encoder.update({"weights": source, "subfolder": "text_encoder"})
+        cfg.model.text_encoder.update({"tokenizer": source, "tokenizer_subfolder": "tokenizer"})
+    if "stage_a" in cfg.model and (Path(source) / "vqgan").is_dir():
+        cfg.model.stage_a.weights = source
+    return cfg
+
+
+def use_codec(model: TrainedModel, codec: str) -> None:
+    """Let Stage A's trained weights take the place of those that a Stage B was trained with.
+
+    Raises:
+        ConfigError: no Stage B, or one whose Stage A has no weights.
+    """
+    stage_a = model.cfg.model.get("stage_a")
+    if stage_a is None or "weights" not in stage_a:
+        reason = "is no Stage B" if stage_a is None else f"decodes by {stage_a._target_}, which takes no weights"
+        raise ConfigError(
+            f"codec={codec}: Stage A under a Stage B, and {model.origin} {reason}. Leave codec=null, or give a Stage B "
+            "on a VQGAN, such as one of model=b_3b or b_tiny_vqgan."
+        )
+    stage_a.weights = codec

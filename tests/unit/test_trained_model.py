@@ -1,0 +1,62 @@
+"""What a user names is found: a run, something in its export, or published weights with what lies beside them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from cascade_train import trained_model
+from cascade_train.config.plain import to_plain
+from cascade_train.config.published import published_config
+from cascade_train.errors import ConfigError
+from cascade_train.trained_model import TrainedModel, find_model, use_codec
+from tests.unit.config.composing import checked
+
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+
+
+def test_any_folder_of_a_run_leads_to_its_export(tmp_path: Path) -> None:
+    from omegaconf import OmegaConf
+
+    inner = tmp_path / "run" / "export" / "decoder" / "decoder"
+    inner.mkdir(parents=True)
+    saved = OmegaConf.create(to_plain(checked("model=b_tiny", "task=reconstruction", "run.name=b")))
+    for folder in (tmp_path / "run", tmp_path / "run" / "export"):
+        OmegaConf.save(saved, folder / "config.yaml")
+    for named in (inner, inner.parent, inner.parents[1], inner.parents[2]):
+        found = find_model(str(named), key="decoder", part="decoder")
+        assert (found.export, found.origin) == (tmp_path / "run" / "export", f"decoder={named}")
+        assert found.cfg.model.image_size == 96
+
+
+def test_published_weights_get_the_recipe_that_ships_and_what_lies_beside_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for part in ("decoder", "text_encoder", "tokenizer", "vqgan"):
+        (tmp_path / part).mkdir()
+    monkeypatch.setattr(trained_model, "stored_size", lambda source, key, part: "b_700m")
+    found = find_model(str(tmp_path), key="decoder", part="decoder")
+    model = found.cfg.model
+    assert found.export is None
+    assert (model.weights, model.stage_a.weights, model.stage_a.scale_factor) == (str(tmp_path), str(tmp_path), 0.43)
+    assert (model.text_encoder.weights, model.text_encoder.subfolder) == (str(tmp_path), "text_encoder")
+    assert found.cfg.objective.noise._target_.endswith("PyramidNoise")
+    assert find_model("owner/name", key="from", part="prior").cfg.model.text_encoder.weights != "owner/name"
+
+
+def test_weights_of_no_published_size_are_refused(tmp_path: Path) -> None:
+    save_file({"clf.1.weight": torch.zeros(4, 4, 1, 1)}, tmp_path / WEIGHTS)
+    with pytest.raises(ConfigError, match="decoder=.*: its tensors are of no published size.*Name the run that left"):
+        find_model(str(tmp_path), key="decoder", part="decoder")
+
+
+def test_a_codec_takes_the_place_of_weights_and_of_nothing_else() -> None:
+    model = TrainedModel(origin="from=b", cfg=published_config("b_3b", "here"), export=None)
+    use_codec(model, "runs/a")
+    assert model.cfg.model.stage_a.weights == "runs/a"
+    tiny = TrainedModel(origin="from=b", cfg=checked("model=b_tiny", "task=reconstruction"), export=None)
+    with pytest.raises(ConfigError, match=r"codec=a: .* from=b decodes by .*TinyCodec, which takes no weights\. Leave"):
+        use_codec(tiny, "a")
