@@ -1,29 +1,56 @@
-"""Jobs on a real SLURM, which these tests start and stop: two virtual nodes on this machine."""
+"""Jobs on a real SLURM, which these tests start and stop: two virtual nodes on this machine.
+
+Ranks are processes of SLURM's; those that import much do it once, in a Python that all are forks of (tests/warm).
+"""
 
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.integration.runs import SMALL, read_metrics
+from bench.soak_ranks import SMALL_NETWORK
+from tests.integration.runs import read_metrics
 from tests.slurm.cluster import Cluster, missing, wait_for
 from tests.slurm.test_script import SCRIPT
+from tests.warm.programs import warm_programs
 
 pytestmark = pytest.mark.slurm
 
-TRAINING = [*[each for each in SMALL if "max_steps" not in each], "task=finetune", "log.every_steps=1"]
-STEPS = 20
+TRAINING = (
+    *SMALL_NETWORK,
+    "task=finetune",
+    "train.global_batch_size=4",
+    "log.every_steps=1",
+    "sample.every_steps=null",
+)
+STEPS = 12
 RANKS = ["--nodes=2", "--ntasks-per-node=2"]
-ENVIRONMENT = f"""
-export PATH="{Path(sys.executable).parent}:$PATH"
+ENVIRONMENT = """
+export PATH="{python}:$PATH"
 export MASTER_ADDR=127.0.0.1 GLOO_SOCKET_IFNAME=lo
 """
 """What sbatch/env.sh is for: the Python, and how ranks find each other where names of nodes do not resolve."""
+
+FIRST_START_IS_SLOW = """
+import os, sys, time
+from cascade_train.__main__ import launch
+from cascade_train.engine.loop import Trainer
+
+train_step = Trainer.train_step
+
+def slow(self, micro_batches):
+    time.sleep(2 if self.step >= 2 and os.environ.get("SLURM_RESTART_COUNT", "0") == "0" else 0)
+    return train_step(self, micro_batches)
+
+Trainer.train_step = slow
+sys.exit(launch(sys.argv[3:]))
+"""
+"""What stands for `python -m cascade_train` where a preemption has to meet the job after its second step."""
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +70,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 def folder(tmp_path: Path) -> Path:
     """Return the folder that jobs are submitted from, with what they source first."""
     (tmp_path / "sbatch").mkdir()
-    (tmp_path / "sbatch" / "env.sh").write_text(ENVIRONMENT)
+    (tmp_path / "sbatch" / "env.sh").write_text(ENVIRONMENT.format(python=warm_programs()))
     return tmp_path
 
 
@@ -52,7 +79,7 @@ def stand_in(folder: Path, program: str) -> None:
     python = folder / "python"
     python.write_text(f"#!/bin/bash\n{program}\n")
     python.chmod(0o755)
-    (folder / "sbatch" / "env.sh").write_text(f'export PATH="{folder}:$PATH"\n')
+    (folder / "sbatch" / "env.sh").write_text(ENVIRONMENT.format(python=folder))
 
 
 def submit(cluster: Cluster, folder: Path, *options: str, overrides: tuple[str, ...] = (), **environment: str) -> str:
@@ -69,7 +96,7 @@ def undisturbed(folder: Path, overrides: tuple[str, ...]) -> Path:
     jobs = [{"ranks": 4, "argv": [*overrides, f"run.dir={folder / 'alone'}"], "hook": None, "out": str(folder / "out")}]
     (folder / "runs.json").write_text(json.dumps(jobs))
     forked = Path(__file__).resolve().parents[1] / "distributed" / "forked.py"
-    command = [sys.executable, str(forked), "runs.json"]
+    command = [str(warm_programs() / "python"), str(forked), "runs.json"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, check=True)
     assert json.loads(done.stdout) == [[0, 0, 0, 0]], (folder / "out" / "said_0").read_text()
     return folder / "alone"
@@ -78,12 +105,15 @@ def undisturbed(folder: Path, overrides: tuple[str, ...]) -> Path:
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_preempted_job_continues_and_ends_as_if_undisturbed(cluster: Cluster, folder: Path):
-    overrides = (*TRAINING, f"train.max_steps={STEPS}")
+    overrides = (*TRAINING, "checkpoint.every_steps=5", f"train.max_steps={STEPS}")
+    (folder / "slow.py").write_text(FIRST_START_IS_SLOW)
+    stand_in(folder, f'exec {shlex.quote(str(warm_programs() / "python"))} slow.py "$@"')
     job = submit(cluster, folder, "--partition=low", *RANKS, overrides=(*overrides, "run.dir=run"))
     wait_for(lambda: "\nstep 2/" in said(folder) or cluster.state(job) == "FAILED", seconds=600)
     assert cluster.state(job) == "RUNNING", said(folder)
     other = cluster.submit("--partition=high", "--nodes=2", "--exclusive", "--wrap=true", cwd=folder)
-    wait_for(lambda: cluster.state(job) == "PENDING", seconds=300)
+    wait_for(lambda: cluster.state(job) in ("PENDING", "COMPLETED", "FAILED"), seconds=300)
+    assert cluster.state(job) == "PENDING", said(folder)
     saved = [int(path.name.partition("_")[2]) for path in (folder / "run" / "checkpoints").glob("step_*")]
     assert 2 <= max(saved) < STEPS
     assert "requeued; the same command continues" in said(folder)
@@ -102,7 +132,7 @@ def test_preempted_job_continues_and_ends_as_if_undisturbed(cluster: Cluster, fo
 def test_each_run_of_a_sweep_is_a_job_of_several_ranks(cluster: Cluster, folder: Path):
     sweep = ["--multirun", "hydra/launcher=slurm", "hydra.launcher.tasks_per_node=2", "optimizer.lr=1e-3,1e-4,-1"]
     done = subprocess.run(
-        [sys.executable, "-m", "cascade_train", *sweep, *TRAINING, "run.name=a", "train.max_steps=1"],
+        [str(warm_programs() / "python"), "-m", "cascade_train", *sweep, *TRAINING, "run.name=a", "train.max_steps=1"],
         cwd=folder,
         env=cluster.environment,
         capture_output=True,
@@ -134,7 +164,7 @@ sys.exit(compose_and_run(sys.argv[1:], train))
 
 def test_stopped_runs_of_a_sweep_continue_while_it_waits(cluster: Cluster, folder: Path):
     sweep = ["--multirun", "hydra/launcher=slurm", "hydra.launcher.tasks_per_node=2", "run.seed=1,2"]
-    command = [sys.executable, "-c", STOPS_ONCE, *sweep, "task=lora", "model=c_tiny"]
+    command = [str(warm_programs() / "python"), "-c", STOPS_ONCE, *sweep, "task=lora", "model=c_tiny"]
     waiting = subprocess.Popen(command, cwd=folder, env=cluster.environment, stderr=subprocess.PIPE, text=True)
     wait_for(lambda: len(list(folder.glob("multirun/.submitit/*_1/*submitted.pkl"))) == 1)
     array = next(folder.glob("multirun/.submitit/*_1")).name.partition("_")[0]
