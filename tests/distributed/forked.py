@@ -9,6 +9,7 @@ rank does, or notes what it sees. Prints the exit codes, per run and rank, as JS
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -219,6 +220,7 @@ def main() -> None:
     for run in json.loads(Path(sys.argv[1]).read_text()):
         port, children = free_port(), []
         Path(run["out"]).mkdir(parents=True, exist_ok=True)
+        gc.freeze()  # what is here now is not looked at in ranks, so that they share its memory
         for rank in range(run["ranks"]):
             child = os.fork()
             if child == 0:

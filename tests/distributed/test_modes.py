@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.integration.runs import SMALL, exported_weights, read_metrics
+from tests.warm.programs import warm_programs
 
 pytestmark = pytest.mark.distributed
 
@@ -83,9 +83,8 @@ def fork(directory, runs, expected=None):
     ]
     file = directory / "runs.json"
     file.write_text(json.dumps(listed))
-    done = subprocess.run(
-        [sys.executable, str(FORKED), str(file)], capture_output=True, text=True, timeout=900, check=False
-    )
+    command = [str(warm_programs() / "python"), str(FORKED), str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr
     for (name, (ranks, _, _)), codes in zip(runs.items(), json.loads(done.stdout.splitlines()[-1]), strict=True):
         wanted = (expected or {}).get(name, 0)

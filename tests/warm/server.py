@@ -30,7 +30,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-OUTER = ("site-packages", "dist-packages", "/lib/python3")
+LASTING = ("site-packages", "dist-packages", "/lib/python3", "/src/cascade_train/")
 """Modules that lie below one of these are kept imported; those of a command's own folder are not."""
 FIRST = ["cascade_train.build.run", "torch.distributed.run"]
 
@@ -45,9 +45,9 @@ def keep_imported(names: list[str]) -> None:
 
 
 def worth_keeping(before: set[str]) -> list[str]:
-    """Return the names of modules that are new in this process and belong to an installed library."""
+    """Return the names of modules that are new in this process and belong to a library, installed or this one."""
     files = {name: getattr(sys.modules[name], "__file__", None) or "" for name in sys.modules.keys() - before}
-    return [name for name, file in files.items() if any(part in file for part in OUTER)]
+    return [name for name, file in files.items() if any(part in file for part in LASTING)]
 
 
 def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
