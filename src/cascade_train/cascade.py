@@ -196,9 +196,7 @@ def paint_cascade(
     if world.device.type == "cuda":
         torch.cuda.empty_cache()
     parts = load_parts(decoder, world)
-    second = Fingerprint.of(parts.stage)
-    if first.digest != second.digest:
-        raise ConfigError(_other_latents(model, str(first), decoder, str(second)))
+    check_same_latents(model, first, decoder, Fingerprint.of(parts.stage))
     painter = build_painter(decoder.cfg, parts, sizes.picture)
     images: list[Image.Image] = []
     with evaluating([parts.stage.network]):
@@ -253,6 +251,16 @@ class Fingerprint:
     def __str__(self) -> str:
         """Name class and weights, and the beginning of the digest, which differs where those do not."""
         return f"{self.kind} (weights={self.weights}, {self.digest[:8]})"
+
+
+def check_same_latents(model: TrainedModel, first: Fingerprint, decoder: TrainedModel, second: Fingerprint) -> None:
+    """Check that a Stage C paints the latents that a Stage B decodes.
+
+    Raises:
+        ConfigError: their compressors differ.
+    """
+    if first.digest != second.digest:
+        raise ConfigError(_other_latents(model, str(first), decoder, str(second)))
 
 
 def _values(compressor: SemanticCompressor) -> Iterator[tuple[str, Tensor]]:

@@ -7,14 +7,21 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cascade_train.config.explain import exit_code
 from cascade_train.config.groups import did_you_mean
 from cascade_train.config.saved import CONFIG_NAME, load_saved_config
 from cascade_train.config.verb import parse_verb
 from cascade_train.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cascade_train.models.export import Exported
+
+COMBINED = "combined"
+"""Format of Stage C, B and A in one folder, and its name in `out`."""
 
 NETWORK = {"diffusers": "{part}", "original": "{part}.original.safetensors"}
 LORA = {
@@ -35,7 +42,12 @@ class ExportArgs:
     """A run, or weights or adapters in any format that is read: an export, a folder, a file, a hub id."""
     format: Any = None
     """Formats to write, one or a list. Weights: diffusers, original. Adapters: peft, single, comfyui, kohya, original.
+    combined, alone: Stage C with decoder=…, for diffusers' combined pipeline.
     null = what a run leaves by itself: diffusers, or peft with a single file in it."""
+    decoder: str | None = None
+    """For format=combined, Stage B with its Stage A: a run, its export, or published weights."""
+    codec: str | None = None
+    """For format=combined, Stage A in the place of that under Stage B: a run, its export, or weights."""
     step: int | None = None
     """Checkpoint of the run to export; null = the newest whole one."""
     out: str | None = None
@@ -53,8 +65,20 @@ class ExportArgs:
         if self.dtype not in (None, "bf16", "fp32"):
             raise ConfigError(f"dtype={self.dtype} must be bf16, fp32 or null.")
         for name in self.formats():
-            if name not in NETWORK | LORA:
-                raise ConfigError(f"format={name} is unknown.{did_you_mean(name, NETWORK | LORA)}")
+            if name not in NETWORK | LORA | {COMBINED: COMBINED}:
+                raise ConfigError(f"format={name} is unknown.{did_you_mean(name, [*NETWORK, *LORA, COMBINED])}")
+        self._check_combined()
+
+    def _check_combined(self) -> None:
+        if COMBINED not in self.formats():
+            for key in ("decoder", "codec"):
+                if getattr(self, key) is not None:
+                    raise ConfigError(f"{key}={getattr(self, key)} is for format=combined; leave it out.")
+        elif self.decoder is None or self.formats() != [COMBINED] or self.step is not None:
+            raise ConfigError(
+                "format=combined is written alone, of what a run exported, and needs a Stage B: "
+                "from=<Stage C> decoder=<Stage B> format=combined, without step. Export a step first."
+            )
 
     def formats(self) -> list[str]:
         """Return the formats asked for."""
@@ -73,13 +97,27 @@ def export(args: ExportArgs) -> int:
     source = Path(args.source)
     is_run = (source / CONFIG_NAME).is_file() and (source / "checkpoints").is_dir()
     out = Path(args.out) if args.out is not None else source / "export" if is_run else Path("export")
-    if is_run:
+    if args.formats() == [COMBINED]:
+        _combine(args, out / COMBINED)
+    elif is_run:
         _export_checkpoint(args, source, out)
     elif not args.formats():
         raise ConfigError(f"from={source}: is no run with checkpoints; say what to write it as, e.g. format=original.")
-    if args.formats():
+    if args.formats() not in ([], [COMBINED]):
         _convert(args, str(out if is_run else source), out)
     return 0
+
+
+def _combine(args: ExportArgs, out: Path) -> None:
+    from cascade_train.combined import export_combined  # heavy: torch and diffusers
+    from cascade_train.trained_model import find_model, use_codec
+
+    found = partial(find_model, allow_any_target=args.allow_any_target)
+    model = found(args.source, key="from", part="prior")
+    decoder = found(str(args.decoder), key="decoder", part="decoder")
+    if args.codec is not None:
+        use_codec(decoder, args.codec)
+    _tell(export_combined(model, decoder, dtype=args.dtype, out=out))
 
 
 def _export_checkpoint(args: ExportArgs, run: Path, out: Path) -> None:
@@ -114,7 +152,11 @@ def _convert(args: ExportArgs, source: str, out: Path) -> None:
         part = part_name(network)
         written = [save_network(state, config, out / names[n].format(part=part), format=n) for n in wanted]
     for each in written:
-        sys.stdout.write(f"{each.path}: read back with a relative error of {each.max_error:.1e}\n")
+        _tell(each)
+
+
+def _tell(written: Exported) -> None:
+    sys.stdout.write(f"{written.path}: read back with a relative error of {written.max_error:.1e}\n")
 
 
 def _is_there(name: str, source: str, out: Path, dtype: str | None) -> bool:

@@ -9,13 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from cascade_train.batch import sample_seed
 from cascade_train.cascade import Fingerprint
+from cascade_train.config.plain import to_plain
 from cascade_train.errors import ConfigError
+from cascade_train.export import ExportArgs, export
 from cascade_train.generate import GenerateArgs, generate
+from cascade_train.tasks.painting import DiffusionPainter
 from tests.integration.runs import train
+from tests.unit.config.composing import checked
 
 ONE_STEP = ("train.max_steps=1", "train.global_batch_size=2", "checkpoint.every_steps=null")
 IMAGE_ENCODER = (
@@ -197,3 +203,83 @@ def test_latents_of_another_compressor_are_refused(
 def test_arguments_out_of_range_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         GenerateArgs(source="run", prompts=["a"], **given)
+
+
+@pytest.fixture(scope="module")
+def combined(prior: Path, decoder: Path) -> Any:
+    """The two runs as one pipeline of diffusers."""
+    from diffusers import StableCascadeCombinedPipeline
+
+    out = prior.with_name("out")
+    assert export(ExportArgs(source=str(prior), decoder=str(decoder), format="combined", out=str(out))) == 0
+    pipeline = StableCascadeCombinedPipeline.from_pretrained(out / "combined")
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def of_image(number: int, stream: str) -> list[torch.Generator]:
+    """Return the generator that the chain draws an image's noise from, with seed 0."""
+    return [torch.Generator().manual_seed(sample_seed(0, 0, number, stream))]
+
+
+def as_in_training(_module: Any, args: Any, given: dict[str, Any]) -> Any:
+    """Tell a network the noise level as training does: at most 0.9936, where diffusers begins with 1."""
+    return args, given | {"timestep_ratio": given["timestep_ratio"].clamp(max=0.99358326)}
+
+
+def test_diffusers_paints_our_picture_from_the_combined_folder(
+    prior: Path, decoder: Path, combined: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for network in (combined.prior_prior, combined.decoder):
+        network.register_forward_pre_hook(as_in_training, with_kwargs=True)
+    settings = {"prompt": "a red circle", "guidance_scale": 0.0}
+    first, second = ({"num_inference_steps": steps, **settings} for steps in (3, 2))
+    semantic = combined.prior_pipe(**first, height=128, width=128, generator=of_image(0, "generate")).image_embeddings
+    theirs = combined.decoder_pipe(semantic, **second, generator=of_image(0, "decode"), output_type="latent").images
+    picture = combined.vqgan.decode(combined.vqgan.config.scale_factor * theirs).sample[0].clamp(0, 1)
+
+    ours: list[torch.Tensor] = []
+    latents = DiffusionPainter.latents
+    monkeypatch.setattr(DiffusionPainter, "latents", lambda *given: ours.append(latents(*given)) or ours[-1])
+    unguided = {"guidance_scale": 1.0, "decoder_guidance_scale": 1.0, "steps": 3, "decoder_steps": 2}
+    same_size = {"compression": 42.67, "height": 128, "width": 128}
+    seen = painted(prior, tmp_path / "ours", decoder=str(decoder), **unguided, **same_size)["00_00.png"]
+    assert [tuple(each.shape) for each in ours] == [(1, 16, 3, 3), (1, 4, 32, 32)]
+    for own, other in zip(ours, (semantic, theirs), strict=True):
+        assert own.std() > 1
+        assert float((own - other).norm() / own.norm()) < 1e-3
+    pixels = (picture.permute(1, 2, 0).detach().numpy() * 255).round().astype(int)
+    assert apart(seen, pixels) < 0.1
+
+
+def test_the_combined_pipeline_paints_by_itself(combined: Any) -> None:
+    steps = {"prior_num_inference_steps": 1, "num_inference_steps": 1, "output_type": "np"}
+    assert combined("a red circle", height=128, width=128, **steps).images.shape == (1, 128, 128, 3)
+
+
+def export_of(folder: Path, *overrides: str) -> Path:
+    """Return a folder that looks like the export of a run, without weights in it."""
+    folder.mkdir()
+    OmegaConf.save(OmegaConf.create(to_plain(checked(*overrides, "run.name=x"))), folder / "config.yaml")
+    return folder
+
+
+def test_only_what_belongs_together_is_combined(prior: Path, decoder: Path, tmp_path: Path) -> None:
+    for given, message in (
+        ({"decoder": str(prior)}, "is stage_c; after Stage C comes a Stage B"),
+        ({"decoder": None}, "format=combined is written alone"),
+        ({"format": "original"}, "decoder=.*/b is for format=combined; leave it out"),
+        ({"codec": "a", "decoder": str(prior)}, "codec=a: Stage A under a Stage B"),
+    ):
+        filled = {"decoder": str(decoder), "format": "combined", "out": str(tmp_path / "out"), **given}
+        with pytest.raises(ConfigError, match=message):
+            export(ExportArgs(source=str(prior), **filled))
+    lora, tiny = ("task=lora", "model=c_tiny"), ("task=reconstruction", "model=b_tiny")
+    for source, second, message in (
+        (export_of(tmp_path / "lora", *lora), decoder, "from=.*/lora: a run of what is added to a network. Merge"),
+        (prior, export_of(tmp_path / "b", *tiny), "decoder=.*/b: decodes by TinyCodec, which no pipeline"),
+    ):
+        filled = {"decoder": str(second), "format": "combined", "out": str(tmp_path / "out")}
+        with pytest.raises(ConfigError, match=message):
+            export(ExportArgs(source=str(source), **filled))
+    assert not (tmp_path / "out").exists()

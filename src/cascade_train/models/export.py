@@ -113,21 +113,39 @@ def save_prior(state: Mapping[str, Tensor], parts: PriorParts, directory: Path) 
     """
     network = build_plain_network(parts.network_config, state)
     with replaced_directory(directory) as partial, quiet():
-        pipeline = StableCascadePriorPipeline(
-            tokenizer=tokenizer_of_length(parts.tokenizer, parts.max_tokens),
-            text_encoder=copy_on_host(parts.text_encoder, network.dtype),
-            prior=network,
-            scheduler=DDPMWuerstchenScheduler(),
-            resolution_multiple=parts.resolution_multiple,
-            image_encoder=None if parts.image_encoder is None else copy_on_host(parts.image_encoder, network.dtype),
-            feature_extractor=_image_processor(parts.image_encoder),
-        )
-        pipeline.save_pretrained(partial)
-        loaded = StableCascadeUNet.from_pretrained(partial / "prior", torch_dtype=network.dtype)
-        check_equal_tensors(network.state_dict(), loaded.state_dict(), directory)
-        expected, found = (fixed_prediction(each) for each in (network, loaded))
-        error = checked_error(expected, found, network.dtype, directory)
+        prior_pipeline(network, parts).save_pretrained(partial)
+        error = read_back_error(network, partial / "prior", directory)
     return Exported(path=directory, max_error=error)
+
+
+def prior_pipeline(network: StableCascadeUNet, parts: PriorParts) -> StableCascadePriorPipeline:
+    """Return the pipeline around a network, its towers copied to the host in the network's dtype."""
+    return StableCascadePriorPipeline(
+        tokenizer=tokenizer_of_length(parts.tokenizer, parts.max_tokens),
+        text_encoder=copy_on_host(parts.text_encoder, network.dtype),
+        prior=network,
+        scheduler=DDPMWuerstchenScheduler(),
+        resolution_multiple=parts.resolution_multiple,
+        image_encoder=None if parts.image_encoder is None else copy_on_host(parts.image_encoder, network.dtype),
+        feature_extractor=_image_processor(parts.image_encoder),
+    )
+
+
+def read_back_error(network: StableCascadeUNet, written: Path, directory: Path) -> float:
+    """Load what was written of a network, compare it, and return the relative difference of a fixed prediction.
+
+    Args:
+        network: what was written.
+        written: the folder that holds it.
+        directory: what the export is called, for messages.
+
+    Raises:
+        RunError: tensors or predictions differ.
+    """
+    loaded = StableCascadeUNet.from_pretrained(written, torch_dtype=network.dtype)
+    check_equal_tensors(network.state_dict(), loaded.state_dict(), directory)
+    expected, found = (fixed_prediction(each) for each in (network, loaded))
+    return checked_error(expected, found, network.dtype, directory)
 
 
 def save_lora(

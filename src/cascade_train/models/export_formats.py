@@ -44,7 +44,9 @@ LORA_FORMATS = ("peft", "single", "comfyui", "kohya", "original")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def load_state(network: nn.Module, source: str, *, dtype: torch.dtype | None, key: str) -> dict[str, Tensor]:
+def load_state(
+    network: nn.Module, source: str, *, dtype: torch.dtype | None, key: str, part: str = "network"
+) -> dict[str, Tensor]:
     """Read the weights of a network, on the host.
 
     Args:
@@ -52,16 +54,17 @@ def load_state(network: nn.Module, source: str, *, dtype: torch.dtype | None, ke
         source: see `weights_source.find_weight_files`.
         dtype: of the result; None = as stored.
         key: the argument that named the source.
+        part: the folder of a pipeline that is meant, see `weights_source`.
 
     Raises:
         ConfigError: no such weights, or weights of another model.
     """
-    with StoredTensors(find_weight_files(source, key=key), key=key) as tensors:
+    with StoredTensors(find_weight_files(source, key=key, part=part), key=key) as tensors:
         stored = next(iter(map_keys(tensors.shapes()).values()), None)
         if stored is None:
             raise ConfigError(f"{key}={source}: holds no tensors")
         dtype = tensors.read(stored).dtype if dtype is None else dtype
-    load_network(network, source, dtype=dtype, device=torch.device("cpu"), key=key)
+    load_network(network, source, dtype=dtype, device=torch.device("cpu"), key=key, part=part)
     return network.state_dict()
 
 
