@@ -264,22 +264,24 @@ def export_of(folder: Path, *overrides: str) -> Path:
     return folder
 
 
-def test_only_what_belongs_together_is_combined(prior: Path, decoder: Path, tmp_path: Path) -> None:
-    for given, message in (
-        ({"decoder": str(prior)}, "is stage_c; after Stage C comes a Stage B"),
-        ({"decoder": None}, "format=combined is written alone"),
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"decoder": "{c}"}, "is stage_c; after Stage C comes a Stage B"),
+        ({"decoder": None}, "format=combined is written alone, of what a run exported, and needs a Stage B"),
         ({"format": "original"}, "decoder=.*/b is for format=combined; leave it out"),
-        ({"codec": "a", "decoder": str(prior)}, "codec=a: Stage A under a Stage B"),
-    ):
-        filled = {"decoder": str(decoder), "format": "combined", "out": str(tmp_path / "out"), **given}
-        with pytest.raises(ConfigError, match=message):
-            export(ExportArgs(source=str(prior), **filled))
-    lora, tiny = ("task=lora", "model=c_tiny"), ("task=reconstruction", "model=b_tiny")
-    for source, second, message in (
-        (export_of(tmp_path / "lora", *lora), decoder, "from=.*/lora: a run of what is added to a network. Merge"),
-        (prior, export_of(tmp_path / "b", *tiny), "decoder=.*/b: decodes by TinyCodec, which no pipeline"),
-    ):
-        filled = {"decoder": str(second), "format": "combined", "out": str(tmp_path / "out")}
-        with pytest.raises(ConfigError, match=message):
-            export(ExportArgs(source=str(source), **filled))
+        ({"codec": "a", "decoder": "{c}"}, "codec=a: Stage A under a Stage B"),
+        ({"source": "{lora}"}, "from=.*/lora: a run of what is added to a network. Merge adapters into weights first"),
+        ({"decoder": "{tiny}"}, "decoder=.*/tiny: decodes by TinyCodec, which no pipeline of diffusers has"),
+    ],
+)
+def test_only_what_belongs_together_is_combined(
+    prior: Path, decoder: Path, tmp_path: Path, given: dict[str, str | None], message: str
+) -> None:
+    lora = export_of(tmp_path / "lora", "task=lora", "model=c_tiny")
+    tiny = export_of(tmp_path / "tiny", "task=reconstruction", "model=b_tiny")
+    places = {"c": prior, "b": decoder, "lora": lora, "tiny": tiny}
+    filled = {"source": "{c}", "decoder": "{b}", "format": "combined", "out": str(tmp_path / "out")} | given
+    with pytest.raises(ConfigError, match=message):
+        export(ExportArgs(**{key: value and value.format(**places) for key, value in filled.items()}))
     assert not (tmp_path / "out").exists()
