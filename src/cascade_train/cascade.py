@@ -8,6 +8,7 @@ Shape legend: B pictures painted at once, C channels, H W latent size.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import math
 from collections.abc import Iterable, Iterator
@@ -193,6 +194,7 @@ def paint_cascade(
         ConfigError: weights that are not there or do not fit, or stages that were not made for each other.
     """
     painted, first = _semantic_latents(model, orders, size=sizes.painted, seed=seed, world=world)
+    gc.collect()  # modules refer to each other
     if world.device.type == "cuda":
         torch.cuda.empty_cache()
     parts = load_parts(decoder, world)
