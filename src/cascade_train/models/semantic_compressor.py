@@ -36,7 +36,10 @@ class SemanticCompressor(FrozenPart):
 
     @abc.abstractmethod
     def encode(self, image_BCHW: Tensor) -> Tensor:
-        """Encode (B, 3, H, W) float in [0, 1] to latents (B, C, ...) fp32. Without gradient. Must not sync."""
+        """Encode (B, 3, H, W) float in [0, 1] to latents (B, C, ...) fp32. Must not sync.
+
+        With gradient where the module trains and the caller asks for it (`task.train_compressor`).
+        """
 
 
 class EfficientNetEncoder(nn.Module):
@@ -62,7 +65,8 @@ class EfficientNetCompressor(SemanticCompressor):
     """The original's compressor: stride 32, no scaling of the latent.
 
     Args:
-        weights: local safetensors file, or `owner/name:file` on the hub; null = values from a fixed seed.
+        weights: local safetensors file, a run or folder that holds `semantic_compressor/`, or `owner/name:file` on the
+            hub; null = values from a fixed seed.
     """
 
     latent_channels = 16
@@ -84,13 +88,17 @@ class EfficientNetCompressor(SemanticCompressor):
             initialise(module, convolution_rule(1.13), device=device, dtype=torch.float32, seed=FROZEN_SEED)
         else:
             load_module(
-                module, self.weights, dtype=torch.float32, device=device, key="model.semantic_compressor.weights"
+                module,
+                self.weights,
+                dtype=torch.float32,
+                device=device,
+                key="model.semantic_compressor.weights",
+                part="semantic_compressor",
             )
         self.module = module.eval().requires_grad_(False)
         self._mean = torch.tensor(IMAGENET_MEAN, device=device).view(3, 1, 1)
         self._std = torch.tensor(IMAGENET_STD, device=device).view(3, 1, 1)
 
-    @torch.no_grad()
     def encode(self, image_BCHW: Tensor) -> Tensor:
         """Encode (B, 3, H, W) float in [0, 1] to (B, 16, ceil(H / 32), ceil(W / 32)) fp32."""
         return self.module((image_BCHW.float() - self._mean) / self._std)

@@ -9,6 +9,7 @@ Shape legend: B batch, C channels, H W image or latent size, L text tokens, D wi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -27,6 +28,20 @@ Size = tuple[int, int]
 """Height and width in pixels."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """The random choices about the semantic latents of a training batch.
+
+    Attributes:
+        sizes: of each image in front of the compressor.
+        noise_BCHW: (B, C, H, W) fp32 standard normal on the host, at the latents of images that do not shrink; smaller
+            latents get its first rows and columns. None = no noise.
+    """
+
+    sizes: Sequence[Size]
+    noise_BCHW: Tensor | None = None
+
+
 class StageB(DenoisingStage):
     """Stage B of Stable Cascade, at any size.
 
@@ -42,6 +57,8 @@ class StageB(DenoisingStage):
         weights: of the network: hub id (`owner/name:subfolder`), local diffusers folder, or single file; null = from
             scratch with the original's initialisation.
         shrink_range: smallest and largest factor by which images shrink in front of the compressor, in (0, 1].
+        semantic_noise: standard deviation of the noise on semantic latents in training, so that the network forgives
+            Stage C its errors (Ho et al. 2022, section 4.2); 0 = none, as in the original.
         network: architecture of the network.
         text_encoder: frozen text tower, whose pooled embedding is a condition.
         semantic_compressor: images to the semantic latents that are a condition.
@@ -67,6 +84,7 @@ class StageB(DenoisingStage):
         random_encoders: bool,
         weights: str | None,
         shrink_range: list[float],
+        semantic_noise: float = 0.0,
         network: CascadeUNetConfig,
         text_encoder: TextEncoder,
         semantic_compressor: SemanticCompressor,
@@ -78,6 +96,7 @@ class StageB(DenoisingStage):
         self.weights = weights
         self.seed = seed
         self.shrink_range = shrink_range
+        self.semantic_noise = semantic_noise
         self.network_config = network
         self.text_encoder = text_encoder
         self.semantic_compressor = semantic_compressor
@@ -93,6 +112,8 @@ class StageB(DenoisingStage):
                 f"model.shrink_range={self.shrink_range}: give the smallest and the largest factor, between 0 and 1, "
                 "as in [0.5, 1.0]"
             )
+        if self.semantic_noise < 0.0:
+            raise ValueError(f"model.semantic_noise={self.semantic_noise}: is a standard deviation, give 0 or more")
         widths = (
             ("in_channels", "stage_a.latent_channels", self.stage_a.latent_channels),
             ("effnet_in_channels", "semantic_compressor.latent_channels", self.semantic_compressor.latent_channels),
@@ -128,12 +149,17 @@ class StageB(DenoisingStage):
         """Encode images (B, 3, H, W) float in [0, 1] to latents x0 (B, 4, H / 4, W / 4) fp32. No gradient."""
         return self.stage_a.encode(pixels(images))
 
-    def draw(self, batch: Batch) -> list[Size]:
-        """Draw the size to which each image shrinks in front of the compressor, in multiples of its stride."""
+    def draw(self, batch: Batch) -> Drawn:
+        """Draw to which multiple of the compressor's stride each image shrinks, and its latents' noise."""
         low, high = self.shrink_range
         height, width = batch.image_BCHW.shape[-2:]
         factors_B = low + (high - low) * batch.uniform("shrink")
-        return [self.shrunken(height, width, factor) for factor in factors_B.tolist()]
+        sizes = [self.shrunken(height, width, factor) for factor in factors_B.tolist()]
+        if self.semantic_noise == 0.0:
+            return Drawn(sizes=sizes)
+        compressor = self.semantic_compressor
+        shape = (compressor.latent_channels, -(-height // compressor.stride), -(-width // compressor.stride))
+        return Drawn(sizes=sizes, noise_BCHW=batch.normal("semantic_noise", shape))
 
     def shrunken(self, height: int, width: int, factor: float) -> Size:
         """Return the size of an image of `height` x `width` pixels that shrinks by `factor`."""
@@ -146,7 +172,7 @@ class StageB(DenoisingStage):
         tokens: Tokens,
         images: Images | None = None,
         keep_image_B: Tensor | None = None,
-        drawn: list[Size] | None = None,
+        drawn: Drawn | None = None,
     ) -> Conditions:
         """Encode captions and images to `clip_text_pooled` (B, 1, D) and `effnet` (B, 16, H', W').
 
@@ -155,7 +181,7 @@ class StageB(DenoisingStage):
             images: (B, 3, H, W) float in [0, 1], or their semantic latents by the name `effnet`, such as Stage C's;
                 None = zeros.
             keep_image_B: (B,) bool, which samples keep their semantic latents, the others get zeros; None = all.
-            drawn: from `draw`; None = images are not shrunk.
+            drawn: from `draw`; None = images do not shrink, and there is no noise.
         """
         _, pooled = self.text_encoder.encode(tokens)
         if images is None:
@@ -166,23 +192,20 @@ class StageB(DenoisingStage):
             effnet = effnet * keep_image_B[:, None, None, None].to(effnet.dtype)
         return {"clip_text_pooled": pooled, "effnet": effnet}
 
-    def _semantic_latents(self, image_BCHW: Tensor, drawn: Sequence[Size] | None) -> Tensor:
+    def _semantic_latents(self, image_BCHW: Tensor, drawn: Drawn | None) -> Tensor:
         """Encode each image at its size, and bring latents of several sizes to the network's resolution.
 
         That is what the network itself does with latents of one size, so neighbours do not change a sample.
         """
         if drawn is None:
             return self.semantic_compressor.encode(image_BCHW)
-        return self._at_sizes(image_BCHW, drawn)
-
-    def _at_sizes(self, image_BCHW: Tensor, sizes: Sequence[Size]) -> Tensor:
         latents: dict[int, Tensor] = {}
-        for size in dict.fromkeys(sizes):
-            members = [i for i, other in enumerate(sizes) if other == size]
+        for size in dict.fromkeys(drawn.sizes):
+            members = [i for i, other in enumerate(drawn.sizes) if other == size]
             images = torch.cat([image_BCHW[i : i + 1] for i in members])
             encoded = self.semantic_compressor.encode(functional.interpolate(images, size, mode="nearest"))
-            latents |= dict(zip(members, encoded.split(1), strict=True))
-        if len(set(sizes)) > 1:
+            latents |= dict(zip(members, self._noised(encoded, members, drawn).split(1), strict=True))
+        if len(set(drawn.sizes)) > 1:
             _, height, width = self.latent_shape(*image_BCHW.shape[-2:])
             patch = self.network_config.arguments["patch_size"]
             target = (height // patch, width // patch)
@@ -190,7 +213,15 @@ class StageB(DenoisingStage):
                 i: functional.interpolate(latent, target, mode="bilinear", align_corners=True)
                 for i, latent in latents.items()
             }
-        return torch.cat([latents[i] for i in range(len(sizes))])
+        return torch.cat([latents[i] for i in range(len(drawn.sizes))])
+
+    def _noised(self, latent_BCHW: Tensor, members: list[int], drawn: Drawn) -> Tensor:
+        """Add each member's own noise to its latents."""
+        if drawn.noise_BCHW is None:
+            return latent_BCHW
+        height, width = latent_BCHW.shape[-2:]
+        noise_BCHW = drawn.noise_BCHW[members, :, :height, :width].to(latent_BCHW.device, non_blocking=True)
+        return latent_BCHW + self.semantic_noise * noise_BCHW
 
     def latent_shape(self, height: int, width: int) -> tuple[int, int, int]:
         """Return (C, H, W) of the latent of an image of `height` x `width` pixels."""

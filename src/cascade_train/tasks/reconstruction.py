@@ -7,34 +7,46 @@ Lives here: which of the two tasks it is, and what Stage B leaves behind. Must n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from cascade_train.diffusion.objective import Objective
 from cascade_train.errors import ConfigError
 from cascade_train.models.export_decoder import decoder_parts, save_decoder
+from cascade_train.models.export_part import save_part
+from cascade_train.models.stage import Stage
 from cascade_train.models.stage_b import StageB
+from cascade_train.models.weights import load_module
 from cascade_train.tasks.autoencoding import Autoencoding
-from cascade_train.tasks.base import Export, Task
+from cascade_train.tasks.base import Export, Phase, Task
 from cascade_train.tasks.vqgan import Vqgan
 from cascade_train.tasks.whole_network import WholeNetwork
 
 COND_DROP_PROB = 0.05
 """Share of captions that Stage B's training replaces by the empty one, as in the original."""
 
+COMPRESSOR = "semantic_compressor"
+"""What the compressor is called among the stage's parts, the phase's modules and the exports."""
+
 
 class Reconstruction(WholeNetwork):
     """Trains every weight of Stage B's network to reconstruct images from their semantic latents and captions.
 
-    With `objective=vqgan`, it trains Stage A.
+    With `objective=vqgan`, it trains Stage A. The semantic compressor may train along, as in Würstchen (Pernias et al.
+    2023): then it learns to keep what the decoder needs, and Stage C is trained on its latents afterwards.
 
     Args:
         cond_drop_prob: share of samples whose caption is replaced by the empty one, in [0, 1]; null = 0.05. Stage A
             sees no captions.
         image_keep_prob: share of samples whose own image is a condition, in [0, 1], the others get zeros; null = the
             stage's, 0.9. Stage A has no conditions.
+        train_compressor: whether the semantic compressor trains along; its norms keep their statistics. False = it
+            stays as it is, which every published Stage C needs.
 
     Raises:
         ValueError: a share outside [0, 1].
@@ -43,11 +55,18 @@ class Reconstruction(WholeNetwork):
     fits = ("stage_a", "stage_b")
     part = "decoder"
 
-    def __init__(self, *, cond_drop_prob: float | None, image_keep_prob: float | None) -> None:
+    def __init__(
+        self, *, cond_drop_prob: float | None, image_keep_prob: float | None, train_compressor: bool = False
+    ) -> None:
         super().__init__(
             cond_drop_prob=COND_DROP_PROB if cond_drop_prob is None else cond_drop_prob, image_keep_prob=image_keep_prob
         )
-        self._given = {"cond_drop_prob": cond_drop_prob, "image_keep_prob": image_keep_prob}
+        self.train_compressor = train_compressor
+        self._given = {
+            "cond_drop_prob": cond_drop_prob,
+            "image_keep_prob": image_keep_prob,
+            "train_compressor": train_compressor or None,
+        }
 
     def suited(self, objective: Any) -> Task:
         """Return the training of Stage A where the objective is for it; else this.
@@ -59,12 +78,63 @@ class Reconstruction(WholeNetwork):
             return self
         for key, value in self._given.items():
             if value is not None:
-                raise ConfigError(f"task.{key}={value}: Stage A sees neither captions nor conditions; leave it null")
+                raise ConfigError(f"task.{key}={value}: Stage A sees neither captions nor conditions; leave it out")
         return Autoencoding(objective)
 
+    def trained_parts(self) -> frozenset[str]:
+        """Return the semantic compressor where it trains along."""
+        return frozenset({COMPRESSOR}) if self.train_compressor else frozenset()
+
+    def attach(self, stage: Stage, objective: Objective, device: torch.device) -> None:
+        """Take the built stage, and let its compressor train if asked to."""
+        super().attach(stage, objective, device)
+        if self.train_compressor:
+            self._compressor().requires_grad_(requires_grad=True)
+            self.trains_conditions = True
+
+    def phases(self) -> list[Phase]:
+        """Return the one phase; the compressor is its second root where it trains."""
+        phases = super().phases()
+        if not self.train_compressor:
+            return phases
+        (phase,) = phases
+        compressor = self._compressor()
+        units = {**phase.units, COMPRESSOR: [[child] for child in compressor.children()]}
+        return [replace(phase, modules={**phase.modules, COMPRESSOR: compressor}, units=units)]
+
     def exports(self) -> Mapping[str, Export]:
-        """Return `decoder`, a folder that diffusers' decoder pipeline loads."""
-        return {self.part: Export(module=self.stage.network, write=self._write_decoder)}
+        """Return `decoder`, a folder that diffusers' decoder pipeline loads, and a compressor that trained along."""
+        exports = {self.part: Export(module=self.stage.network, write=self._write_decoder)}
+        if self.train_compressor:
+            exports[COMPRESSOR] = Export(module=self._compressor(), write=save_part)
+        return exports
+
+    def initial_average(self, source: str) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of another network of this size.
+
+        Raises:
+            ConfigError: the compressor trains along, and no average of it is known.
+        """
+        if self.train_compressor:
+            raise ConfigError(
+                f"ema.weights={source}: holds no average of a compressor that trains along; leave ema.weights=null, or "
+                "set task.train_compressor=false"
+            )
+        return super().initial_average(source)
+
+    def load_export(self, export: Path) -> None:
+        """Give a compressor that trained along the values that the run left.
+
+        Raises:
+            ConfigError: none there, or of another class.
+        """
+        if self.train_compressor:
+            module = self._compressor()
+            device = next(module.parameters()).device
+            load_module(module, str(export), dtype=torch.float32, device=device, key="from", part=COMPRESSOR)
+
+    def _compressor(self) -> nn.Module:
+        return cast(nn.Module, cast(StageB, self.stage).semantic_compressor.module)
 
     def _write_decoder(self, state: Mapping[str, Tensor], directory: Path) -> float:
         if not isinstance(self.stage, StageB):

@@ -5,8 +5,10 @@ from typing import Any
 import pytest
 import torch
 from hydra.errors import InstantiationException
+from torch.nn import functional
 
 from cascade_train.models.stage import Stage
+from cascade_train.models.stage_b import Drawn
 from tests.unit.models.stage_contract import StageContract
 from tests.unit.models.stages import build_stage, make_stage, random_weights
 from tests.unit.tasks.task_contract import make_batch
@@ -48,12 +50,36 @@ def shrinking() -> Any:
 
 
 def test_an_image_shrinks_by_a_factor_of_its_own_to_whole_latents(shrinking: Any) -> None:
-    sizes = shrinking.draw(make_batch(*range(40), side=128))
+    sizes = shrinking.draw(make_batch(*range(40), side=128)).sizes
     assert {rows for rows, _ in sizes} == {32, 64, 96}
     assert all(rows == columns for rows, columns in sizes)
-    assert shrinking.draw(make_batch(7, side=128)) == sizes[7:8]
+    assert shrinking.draw(make_batch(7, side=128)).sizes == sizes[7:8]
     assert shrinking.shrunken(1024, 1536, 0.7) == (704, 1056)
     assert shrinking.shrunken(32, 64, 0.3) == (32, 32)
+
+
+def test_semantic_latents_get_noise_of_their_own_in_training_alone() -> None:
+    stage = build_stage("b_tiny", {**SHRINKING, "semantic_noise": 0.5})
+    batch = make_batch(*range(6), side=128)
+    images, tokens = batch.image_BCHW.float() / 255, stage.tokenize(["a"] * 6)
+    drawn = stage.draw(batch)
+    clean = stage.conditions(tokens, images, None, Drawn(sizes=drawn.sizes))["effnet"]
+    noise = stage.conditions(tokens, images, None, drawn)["effnet"] - clean
+    assert len(set(drawn.sizes)) > 1
+    assert 0.2 < noise.square().mean().sqrt() < 0.5  # of a 0.5 that resizing averages
+    whole = [i for i, size in enumerate(drawn.sizes) if size == drawn.sizes[0]]
+    same = Drawn(sizes=[drawn.sizes[0]] * len(whole), noise_BCHW=drawn.noise_BCHW[whole])
+    added = stage.conditions({n: v[whole] for n, v in tokens.items()}, images[whole], None, same)["effnet"]
+    plain = stage.semantic_compressor.encode(functional.interpolate(images[whole], drawn.sizes[0], mode="nearest"))
+    height, width = plain.shape[-2:]
+    torch.testing.assert_close(added - plain, 0.5 * drawn.noise_BCHW[whole][:, :, :height, :width])
+    assert torch.equal(stage.draw(make_batch(3, side=128)).noise_BCHW, drawn.noise_BCHW[3:4])
+    assert torch.equal(stage.conditions(tokens, images)["effnet"], stage.semantic_compressor.encode(images))
+
+
+def test_noise_is_no_negative_number() -> None:
+    with pytest.raises(InstantiationException, match=r"semantic_noise=-0.1: is a standard deviation, give 0 or more"):
+        make_stage("b_tiny", {"semantic_noise": -0.1})
 
 
 def test_neighbours_of_another_size_do_not_change_a_prediction(shrinking: Any) -> None:
@@ -61,13 +87,13 @@ def test_neighbours_of_another_size_do_not_change_a_prediction(shrinking: Any) -
     noised, ratio = torch.randn(2, *shrinking.latent_shape(128, 160)), torch.tensor([0.3, 0.6])
     torch.nn.init.normal_(shrinking.network.clf[1].weight)
     sizes = [(32, 64), (96, 128)]
-    cond = shrinking.conditions(tokens, images, None, sizes)
+    cond = shrinking.conditions(tokens, images, None, Drawn(sizes=sizes))
     assert cond["effnet"].shape == (2, 16, 16, 20)
     together = shrinking.predict(noised, ratio, cond)
     for i in range(2):
         part = slice(i, i + 1)
         mine = {name: value[part] for name, value in tokens.items()}
-        cond = shrinking.conditions(mine, images[part], None, sizes[part])
+        cond = shrinking.conditions(mine, images[part], None, Drawn(sizes=sizes[part]))
         assert cond["effnet"].shape[-2:] == (sizes[i][0] // 32, sizes[i][1] // 32)
         alone = shrinking.predict(noised[part], ratio[part], cond)
         torch.testing.assert_close(alone, together[part], atol=1e-4, rtol=1e-4)

@@ -4,26 +4,68 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from diffusers import StableCascadeDecoderPipeline
 
 from cascade_train.errors import ConfigError
+from cascade_train.models.convolutional import ConvolutionalCompressor
 from cascade_train.models.export import build_plain_network
 from cascade_train.models.export_decoder import DecoderParts, decoder_parts, save_decoder
+from cascade_train.models.initialize import Fill, fill_
 from cascade_train.models.latent_codec import VQGAN
 from cascade_train.models.weights import load_network
 from cascade_train.tasks.reconstruction import Reconstruction
+from tests.unit.models.stages import build_stage
 from tests.unit.tasks.task_contract import TaskContract, attached, component, make_batch
 
+UNTRAINED = {"_target_": "cascade_train.models.convolutional.ConvolutionalCompressor", "weights": None}
 SMALL_VQGAN = {"bottleneck_blocks": 1, "embed_dim": 16, "latent_channels": 4, "num_vq_embeddings": 32, "levels": 2}
 
 
 class TestReconstruction(TaskContract):
     option = "reconstruction"
     model = "b_tiny"
+
+
+class TestReconstructionWithItsCompressor(TaskContract):
+    option = "reconstruction"
+    changes: ClassVar = {"train_compressor": True}
+    model = "b_tiny"
+
+    @classmethod
+    def make(cls) -> Any:
+        stage = build_stage(cls.model, {"semantic_compressor": UNTRAINED})
+        for name, parameter in stage.network.named_parameters():
+            fill_(parameter, Fill(kind="normal", scale=0.1), 0, name)
+        task = component("task", cls.option, **cls.changes)
+        task.attach(stage, component("objective", "gdf"), torch.device("cpu"))
+        return task
+
+    def test_the_compressor_moves_with_the_decoder_and_is_left_beside_it(self, prepared: Any, tmp_path: Path) -> None:
+        task = self.make()
+        module = task.stage.semantic_compressor.module
+        task.phases()[0].loss(prepared).loss_B.mean().backward()
+        assert all(parameter.grad.abs().sum() > 0 for parameter in module.parameters())
+        torch.optim.SGD(module.parameters(), lr=1.0).step()
+        for name, export in task.exports().items():
+            export.write(export.module.state_dict(), tmp_path / "export" / name)
+        fresh = self.make()
+        assert not all(map(torch.equal, fresh.stage.semantic_compressor.module.parameters(), module.parameters()))
+        fresh.load_export(tmp_path / "export")
+        assert all(map(torch.equal, fresh.stage.semantic_compressor.module.parameters(), module.parameters()))
+        again = ConvolutionalCompressor(weights=str(tmp_path))
+        again.build(device=torch.device("cpu"))
+        assert all(map(torch.equal, again.module.parameters(), module.parameters()))
+
+    def test_no_average_of_a_compressor_can_be_given(self, task: Any) -> None:
+        with pytest.raises(ConfigError, match="holds no average of a compressor that trains along"):
+            task.initial_average("runs/other")
+
+    def test_a_cache_would_hold_what_it_made_at_first(self, task: Any) -> None:
+        assert task.trained_parts() == {"semantic_compressor"}
 
 
 class TestLoraOfStageB(TaskContract):

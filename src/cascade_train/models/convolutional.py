@@ -1,0 +1,134 @@
+"""A small semantic compressor and previewer of convolutions alone, cheap enough to train from nothing on a CPU.
+
+Lives here: the two networks and the frozen parts around them. Must not live here: their training (tasks/), and the
+original's EfficientNet and previewer (semantic_compressor.py, previewer.py).
+
+Shape legend: B batch, C channels, H W image or latent size.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from cascade_train.models.initialize import FROZEN_SEED, convolution_rule, initialise
+from cascade_train.models.previewer import Previewer
+from cascade_train.models.semantic_compressor import SemanticCompressor
+from cascade_train.models.weights import load_module
+
+STRIDE = 32
+_PATCH = 4
+_EPSILON = 1e-6
+_GELU_GAIN = 1.5  # keeps the scale of activations through a GELU
+
+
+class CompressorNetwork(nn.Module):
+    """A convolution of patches, three halvings of the resolution, and a map to channels of unit mean square.
+
+    The 16 channels of each position are divided by their root mean square: so latents have the scale that diffusion
+    expects, whatever the pictures, without statistics of a batch or a data set.
+    """
+
+    def __init__(self, widths: tuple[int, int, int, int] = (32, 64, 128, 192), latent_channels: int = 16) -> None:
+        super().__init__()
+        layers: list[nn.Module] = [nn.Conv2d(3, widths[0], kernel_size=_PATCH, stride=_PATCH), nn.GELU()]
+        for wide, wider in zip(widths, widths[1:], strict=False):
+            layers += [nn.Conv2d(wide, wider, kernel_size=4, stride=2, padding=1), nn.GELU()]
+        layers += [nn.Conv2d(widths[-1], widths[-1], kernel_size=3, padding=1), nn.GELU()]
+        self.layers = nn.Sequential(*layers, nn.Conv2d(widths[-1], latent_channels, kernel_size=1))
+
+    def forward(self, image_BCHW: Tensor) -> Tensor:
+        """Map images (B, 3, H, W) in [0, 1] to latents (B, C, H / 32, W / 32)."""
+        latent = self.layers(2 * image_BCHW - 1)
+        return latent * torch.rsqrt(latent.square().mean(dim=1, keepdim=True) + _EPSILON)
+
+
+class ConvolutionalCompressor(SemanticCompressor):
+    """A semantic compressor of 0.9 million parameters for pictures of few pixels.
+
+    Args:
+        weights: a run or folder that holds `semantic_compressor/`, or a safetensors file; null = values from a fixed
+            seed, to be trained with Stage B (`task.train_compressor`).
+    """
+
+    latent_channels = 16
+    stride = STRIDE
+
+    def __init__(self, *, weights: str | None) -> None:
+        self.weights = weights
+
+    def build(self, *, device: torch.device) -> None:
+        """Make the module on `device` in fp32.
+
+        Raises:
+            ConfigError: weights that do not exist or belong to another module.
+        """
+        with torch.device("meta"):
+            module = CompressorNetwork(latent_channels=self.latent_channels)
+        self.module = _filled(module, self.weights, device, "semantic_compressor")
+
+    def encode(self, image_BCHW: Tensor) -> Tensor:
+        """Encode (B, 3, H, W) float in [0, 1] to (B, 16, H / 32, W / 32) fp32.
+
+        Raises:
+            ValueError: a side that is not a multiple of 32.
+        """
+        height, width = image_BCHW.shape[-2:]
+        if height % STRIDE or width % STRIDE:
+            raise ValueError(f"image of {height} x {width} pixels: both sides must be multiples of {STRIDE}")
+        return self.module(image_BCHW.float())
+
+
+class DoublingNetwork(nn.Module):
+    """A convolution, three doublings of the resolution, and a convolution to patches of 4 x 4 pixels."""
+
+    def __init__(self, latent_channels: int = 16, widths: tuple[int, int, int, int] = (128, 128, 64, 32)) -> None:
+        super().__init__()
+        layers: list[nn.Module] = [nn.Conv2d(latent_channels, widths[0], kernel_size=3, padding=1), nn.GELU()]
+        for wide, narrow in zip(widths, widths[1:], strict=False):
+            layers += [nn.ConvTranspose2d(wide, narrow, kernel_size=4, stride=2, padding=1), nn.GELU()]
+        layers += [nn.Conv2d(widths[-1], 3 * _PATCH**2, kernel_size=3, padding=1), nn.PixelShuffle(_PATCH)]
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, latent_BCHW: Tensor) -> Tensor:
+        """Map latents (B, C, H, W) to images (B, 3, 32 H, 32 W), about [0, 1]."""
+        return self.layers(latent_BCHW) + 0.5
+
+
+class ConvolutionalPreviewer(Previewer):
+    """A previewer of 0.5 million parameters that shows pictures at full size.
+
+    Args:
+        weights: a run or folder that holds `previewer/`, or a safetensors file; null = values from a fixed seed.
+    """
+
+    scale = STRIDE
+
+    def __init__(self, *, weights: str | None) -> None:
+        self.weights = weights
+
+    def build(self, *, device: torch.device) -> None:
+        """Make the module on `device` in fp32.
+
+        Raises:
+            ConfigError: weights that do not exist or belong to another module.
+        """
+        with torch.device("meta"):
+            module = DoublingNetwork()
+        self.module = _filled(module, self.weights, device, "previewer")
+
+    def decode(self, latent_BCHW: Tensor) -> Tensor:
+        """Decode (B, 16, H, W) to (B, 3, 32 H, 32 W) fp32, not clamped."""
+        return self.module(latent_BCHW.float())
+
+
+def _filled(module: nn.Module, weights: str | None, device: torch.device, part: str) -> nn.Module:
+    """Give a module on the meta device its values, in eval mode and without gradients."""
+    if weights is None:
+        initialise(module, convolution_rule(_GELU_GAIN), device=device, dtype=torch.float32, seed=FROZEN_SEED)
+    else:
+        load = partial(load_module, dtype=torch.float32, device=device, part=part)
+        load(module, weights, key=f"model.{part}.weights")
+    return module.eval().requires_grad_(False)
