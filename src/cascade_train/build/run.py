@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from cascade_train.build.components import Parts, build_component, build_parts
 from cascade_train.build.model import build_phases
-from cascade_train.build.samples import build_sampling
+from cascade_train.build.samples import build_painter, build_sampling
 from cascade_train.cache_identity import take_cache
 from cascade_train.config.paths import make_absolute
 from cascade_train.config.plain import to_plain
@@ -37,8 +38,9 @@ from cascade_train.engine.run_directory import RunDirectory, claim
 from cascade_train.engine.stopping import Signals, Stopping, TimeLimit, code_of_stop
 from cascade_train.engine.tracking import build_tracker
 from cascade_train.engine.unreadable import UnreadableList
-from cascade_train.engine.validation import Validation
-from cascade_train.errors import RankLostError, RunError
+from cascade_train.engine.validation import HeldOut, Reconstructions, Validation
+from cascade_train.errors import ConfigError, RankLostError, RunError
+from cascade_train.models.image_quality import check_installed, reconstruction_quality
 from cascade_train.redaction import redacted
 from cascade_train.tasks.base import Task
 
@@ -238,20 +240,46 @@ def build_validation(
     """Return the measure on held-out samples, or None where none are due."""
     if cfg.validate.every_steps is None:
         return None
-    feed = data.held_out_feed(
-        seed=cfg.run.seed,
-        samples=cfg.validate.samples,
-        micro_batch_size=cfg.train.micro_batch_size,
-        rank=world.rank,
-        ranks=world.ranks,
-    )
+
+    def held_out(samples: int) -> HeldOut:
+        feed = data.held_out_feed(
+            seed=cfg.run.seed,
+            samples=samples,
+            micro_batch_size=cfg.train.micro_batch_size,
+            rank=world.rank,
+            ranks=world.ranks,
+        )
+        return HeldOut(open=feed.from_start, steps=feed.steps)
+
     return Validation(
         task=parts.task,
         phases=phases,
-        open_feed=feed.from_start,
-        steps=feed.steps,
+        held_out=held_out(cfg.validate.samples),
         logsnr=list(cfg.validate.logsnr),
         device=world.device,
+        reconstructions=build_reconstructions(cfg, parts, held_out),
+    )
+
+
+def build_reconstructions(cfg: DictConfig, parts: Parts, held_out: Callable[[int], HeldOut]) -> Reconstructions | None:
+    """Return what paints held-out pictures again, or None where nothing is to be.
+
+    Raises:
+        ConfigError: the stage reconstructs nothing by sampling, or there is no library to measure with.
+    """
+    count, stage = cfg.validate.reconstructions, parts.stage
+    if count == 0:
+        return None
+    if not (stage.needs_image and stage.denoises):
+        raise ConfigError(
+            f"validate.reconstructions={count}: is for Stage B, which samples pictures from what it sees of them; a "
+            f"{stage.name} does not. Set validate.reconstructions=0."
+        )
+    check_installed()
+    return Reconstructions(
+        held_out=held_out(count),
+        painter=partial(build_painter, cfg, parts),
+        compare=partial(reconstruction_quality, multiple=stage.image_multiple),
     )
 
 

@@ -306,10 +306,13 @@ class ValidateConfig:
     """Held-out samples of one validation."""
     logsnr: list[float]
     """Noise levels, natural logarithm of the signal-to-noise ratio."""
+    reconstructions: int = 0
+    """Held-out pictures that Stage B samples again, as `sample` says, to measure how near it comes; 0 = none."""
 
     def __post_init__(self) -> None:
         at_least("validate.every_steps", self.every_steps, 1)
         at_least("validate.samples", self.samples, 1)
+        at_least("validate.reconstructions", self.reconstructions, 0)
         if self.share is not None and not 0.0 < self.share < 1.0:
             raise ConfigError(
                 f"validate.share={self.share} must lie between 0 and 1, e.g. 0.01; null holds nothing out."

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,43 @@ from torch import Tensor
 from cascade_train.batch import Batch
 from cascade_train.distributed.parallelize import evaluating
 from cascade_train.engine.phase import BoundPhase, averaged
-from cascade_train.tasks.base import Task
+from cascade_train.tasks.base import Painter, Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOut:
+    """Held-out batches, the same each time, as many on every rank.
+
+    Attributes:
+        open: starts them over.
+        steps: global batches.
+    """
+
+    open: Callable[[], Iterable[list[Batch]]]
+    steps: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reconstructions:
+    """Held-out pictures that are painted again from what a stage sees of them, each from noise of its own.
+
+    Attributes:
+        held_out: the pictures.
+        painter: maps height and width in pixels to what paints pictures of that size.
+        compare: maps painted and original pictures, (B, 3, H, W) fp32 in [0, 1], to measures, (B,) fp32 each.
+    """
+
+    held_out: HeldOut
+    painter: Callable[[Sequence[int]], Painter]
+    compare: Callable[[Tensor, Tensor], Mapping[str, Tensor]]
+
+    def measures(self, batch: Batch, device: torch.device) -> Mapping[str, Tensor]:
+        """Return how near a micro-batch of pictures comes to itself, (B,) fp32 each, by name."""
+        if batch.image_BCHW is None:
+            raise AssertionError("a stage that reconstructs takes no cache")
+        image_BCHW = batch.image_BCHW.to(device).float() / 255
+        painted_BCHW = self.painter(image_BCHW.shape[-2:]).paint(batch.captions, image_BCHW, batch.generators)
+        return self.compare(painted_BCHW, image_BCHW)
 
 
 class Validation:
@@ -22,27 +59,27 @@ class Validation:
         *,
         task: Task,
         phases: Sequence[BoundPhase],
-        open_feed: Callable[[], Iterable[list[Batch]]],
-        steps: int,
+        held_out: HeldOut,
         logsnr: Sequence[float],
         device: torch.device,
+        reconstructions: Reconstructions | None = None,
     ) -> None:
         """Store.
 
         Args:
             task: measured through `Task.measures`.
             phases: whose roots go into eval mode, and whose averages are measured too.
-            open_feed: starts the held-out batches over, the same each time, as many on every rank.
-            steps: global batches to measure on.
+            held_out: what is measured on.
             logsnr: noise levels, natural logarithm of the signal to noise ratio, for tasks that denoise.
             device: where the task computes.
+            reconstructions: what is painted again, too; None = nothing.
         """
         self.task = task
         self.phases = phases
-        self.open_feed = open_feed
-        self.steps = steps
+        self.held_out = held_out
         self.logsnr = logsnr
         self.device = device
+        self.reconstructions = reconstructions
 
     def run(self) -> dict[str, Tensor | float]:
         """Return the means over the held-out samples, with the weights and with their average. Collective."""
@@ -54,17 +91,22 @@ class Validation:
 
     def _measure(self, name: str) -> dict[str, Tensor | float]:
         with evaluating([root for phase in self.phases for root in phase.roots]):
-            return {f"{name}/{measure}": mean for measure, mean in self._means().items()}
+            means = self._means(
+                self.held_out, lambda batch: self.task.measures(self.task.prepare_batch(batch), self.logsnr)
+            )
+            again = self.reconstructions
+            if again is not None:
+                means |= self._means(again.held_out, lambda batch: again.measures(batch, self.device))
+            return {f"{name}/{measure}": mean for measure, mean in means.items()}
 
-    def _means(self) -> dict[str, Tensor]:
+    def _means(self, held_out: HeldOut, measure_of: Callable[[Batch], Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Return the mean of each measure over the samples that count: those of weight 0 only fill a batch."""
         sums: dict[str, Tensor] = {}
-        for _, micro_batches in zip(range(self.steps), self.open_feed(), strict=False):
+        for _, micro_batches in zip(range(held_out.steps), held_out.open(), strict=False):
             for batch in micro_batches:
                 weight_B = torch.ones(len(batch)) if batch.weight_B is None else batch.weight_B
                 counted_B = (weight_B > 0).to(self.device, torch.float32)
-                measures = self.task.measures(self.task.prepare_batch(batch), self.logsnr)
-                for measure, value_B in {**measures, "": torch.ones_like(counted_B)}.items():
+                for measure, value_B in {**measure_of(batch), "": torch.ones_like(counted_B)}.items():
                     sums[measure] = sums.get(measure, 0.0) + (value_B * counted_B).sum()
         total = torch.stack(list(sums.values()))
         dist.all_reduce(total)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from torch import Tensor
+from torch.nn import functional
 
 from cascade_train.errors import ConfigError
 
@@ -35,6 +36,27 @@ def image_quality(image_BCHW: Tensor, original_BCHW: Tensor) -> dict[str, Tensor
     from torchmetrics.functional.image import structural_similarity_index_measure
 
     image_BCHW = image_BCHW.float().clamp(0, 1)
-    error_B = (image_BCHW - original_BCHW).square().mean(dim=(1, 2, 3))
     ssim_B = structural_similarity_index_measure(image_BCHW, original_BCHW, data_range=1.0, reduction="none")
-    return {"psnr": -10.0 * error_B.clamp(min=1e-10).log10(), "ssim": ssim_B.reshape(len(image_BCHW))}
+    return {"psnr": psnr(image_BCHW, original_BCHW), "ssim": ssim_B.reshape(len(image_BCHW))}
+
+
+def psnr(image_BCHW: Tensor, original_BCHW: Tensor) -> Tensor:
+    """Return the peak signal-to-noise ratio in decibels of images in [0, 1], (B,) fp32; 100 at most."""
+    error_B = (image_BCHW - original_BCHW).square().mean(dim=(1, 2, 3))
+    return -10.0 * error_B.clamp(min=1e-10).log10()
+
+
+def reconstruction_quality(image_BCHW: Tensor, original_BCHW: Tensor, *, multiple: int) -> dict[str, Tensor]:
+    """Return `psnr` and `ssim` of each image, and `psnr_bilinear`, which needs no network, (B,) fp32.
+
+    The latter is what a stage has to beat: the original's means over squares of `multiple` pixels, as many as it has
+    semantic latents, brought back bilinearly (half-pixel centres).
+
+    Args:
+        image_BCHW: (B, 3, H, W) float; counted within [0, 1].
+        original_BCHW: (B, 3, H, W) float in [0, 1]; both sides are multiples of `multiple`.
+        multiple: pixels of a square's side.
+    """
+    small_BChw = functional.avg_pool2d(original_BCHW, multiple)
+    bilinear_BCHW = functional.interpolate(small_BChw, original_BCHW.shape[-2:], mode="bilinear", align_corners=False)
+    return image_quality(image_BCHW, original_BCHW) | {"psnr_bilinear": psnr(bilinear_BCHW, original_BCHW)}

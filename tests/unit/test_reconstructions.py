@@ -1,0 +1,20 @@
+"""Only a stage that samples pictures from what it sees of them is measured by that."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from cascade_train.build.run import build_reconstructions
+from cascade_train.errors import ConfigError
+from tests.unit.config.composing import checked
+from tests.unit.models.stages import make_stage
+
+
+@pytest.mark.parametrize("model", ["c_tiny", "a_tiny"])
+def test_other_stages_than_b_are_refused(model: str) -> None:
+    task = "finetune" if model == "c_tiny" else "reconstruction"
+    cfg = checked(f"model={model}", f"task={task}", "validate.reconstructions=2")
+    with pytest.raises(ConfigError, match="validate.reconstructions=2: is for Stage B, which samples pictures from"):
+        build_reconstructions(cfg, SimpleNamespace(stage=make_stage(model)), held_out=lambda samples: None)
