@@ -6,6 +6,7 @@ Lives here: safetensors files and shards, and pickles read as weights only. Must
 from __future__ import annotations
 
 import pickle
+import zipfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -94,7 +95,7 @@ def load_pickle(file: Path, key: str) -> dict[str, Tensor]:
         ConfigError: it holds anything but tensors by name.
     """
     try:
-        content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
         raise ConfigError(
             f"{key}={file}: cannot be read as weights alone ({type(error).__name__}); convert it to safetensors"

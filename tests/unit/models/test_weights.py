@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from cascade_train.errors import ConfigError
 from cascade_train.models.cascade_unet import CascadeUNet
 from cascade_train.models.weights import load_module, load_network
-from cascade_train.models.weights_keys import recognise_size
+from cascade_train.models.weights_keys import Stored, recognise_size
+from cascade_train.models.weights_tensors import StoredTensors
 from tests.unit.models.networks import SMALL_B, empty_network, original_state, small_network
 
 CPU = torch.device("cpu")
@@ -173,3 +174,9 @@ def test_a_module_loads_by_its_own_names_with_its_buffers(tmp_path: Path) -> Non
         load_module(
             fresh[0], str(tmp_path / "effnet.pt"), dtype=torch.float32, device=CPU, key="model.previewer.weights"
         )
+
+
+def test_a_pickle_of_the_old_form_is_read(tmp_path: Path) -> None:
+    torch.save({"a": torch.arange(3.0)}, tmp_path / "old.pth", _use_new_zipfile_serialization=False)
+    with StoredTensors([tmp_path / "old.pth"], key="model.weights") as tensors:
+        assert tensors.read(Stored("a")).tolist() == [0.0, 1.0, 2.0]
