@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from cascade_train.build.run import build_reconstructions
 from cascade_train.errors import ConfigError
@@ -17,4 +18,6 @@ def test_other_stages_than_b_are_refused(model: str) -> None:
     task = "finetune" if model == "c_tiny" else "reconstruction"
     cfg = checked(f"model={model}", f"task={task}", "validate.reconstructions=2")
     with pytest.raises(ConfigError, match="validate.reconstructions=2: is for Stage B, which samples pictures from"):
-        build_reconstructions(cfg, SimpleNamespace(stage=make_stage(model)), held_out=lambda samples: None)
+        build_reconstructions(
+            cfg, SimpleNamespace(stage=make_stage(model)), held_out=lambda samples: None, device=torch.device("cpu")
+        )

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import torch
 from omegaconf import DictConfig, OmegaConf
 
 from cascade_train.build.components import Parts, build_component, build_parts
@@ -40,7 +41,8 @@ from cascade_train.engine.tracking import build_tracker
 from cascade_train.engine.unreadable import UnreadableList
 from cascade_train.engine.validation import HeldOut, Reconstructions, Validation
 from cascade_train.errors import ConfigError, RankLostError, RunError
-from cascade_train.models.image_quality import check_installed, reconstruction_quality
+from cascade_train.models.image_quality import ReconstructionQuality, check_installed
+from cascade_train.models.perceptual import load_lpips
 from cascade_train.redaction import redacted
 from cascade_train.tasks.base import Task
 
@@ -257,30 +259,32 @@ def build_validation(
         held_out=held_out(cfg.validate.samples),
         logsnr=list(cfg.validate.logsnr),
         device=world.device,
-        reconstructions=build_reconstructions(cfg, parts, held_out),
+        reconstructions=build_reconstructions(cfg, parts, held_out, world.device),
     )
 
 
-def build_reconstructions(cfg: DictConfig, parts: Parts, held_out: Callable[[int], HeldOut]) -> Reconstructions | None:
+def build_reconstructions(
+    cfg: DictConfig, parts: Parts, held_out: Callable[[int], HeldOut], device: torch.device
+) -> Reconstructions | None:
     """Return what paints held-out pictures again, or None where nothing is to be.
 
     Raises:
-        ConfigError: the stage reconstructs nothing by sampling, or there is no library to measure with.
+        ConfigError: the stage has nothing to measure so, or what measures is not there.
     """
-    count, stage = cfg.validate.reconstructions, parts.stage
+    count, stage, weights = cfg.validate.reconstructions, parts.stage, cfg.validate.lpips
     if count == 0:
         return None
-    if not (stage.needs_image and stage.denoises):
+    if not stage.needs_image or (weights is None and not stage.denoises):
         raise ConfigError(
-            f"validate.reconstructions={count}: is for Stage B, which samples pictures from what it sees of them; a "
-            f"{stage.name} does not. Set validate.reconstructions=0."
+            f"validate.reconstructions={count}: is for Stage B, which samples pictures from what it sees of them, and "
+            f"with validate.lpips for Stage A; not for this {stage.name}. Set validate.reconstructions=0."
         )
     check_installed()
-    return Reconstructions(
-        held_out=held_out(count),
-        painter=partial(build_painter, cfg, parts),
-        compare=partial(reconstruction_quality, multiple=stage.image_multiple),
+    quality = ReconstructionQuality(
+        multiple=stage.image_multiple if stage.denoises else None,
+        lpips=None if weights is None else load_lpips(weights, device=device, key="validate.lpips"),
     )
+    return Reconstructions(held_out=held_out(count), painter=partial(build_painter, cfg, parts), compare=quality)
 
 
 def write_exports(cfg: DictConfig, task: Task, phases: list[BoundPhase], directory: Path) -> None:

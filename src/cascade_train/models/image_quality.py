@@ -5,8 +5,11 @@ Shape legend: B batch, H W image size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.util import find_spec
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -46,17 +49,34 @@ def psnr(image_BCHW: Tensor, original_BCHW: Tensor) -> Tensor:
     return -10.0 * error_B.clamp(min=1e-10).log10()
 
 
-def reconstruction_quality(image_BCHW: Tensor, original_BCHW: Tensor, *, multiple: int) -> dict[str, Tensor]:
-    """Return `psnr` and `ssim` of each image, and `psnr_bilinear`, which needs no network, (B,) fp32.
+@dataclass(frozen=True, kw_only=True)
+class ReconstructionQuality:
+    """Measures how near pictures that a stage made come to their originals.
 
-    The latter is what a stage has to beat: the original's means over squares of `multiple` pixels, as many as it has
-    semantic latents, brought back bilinearly (half-pixel centres).
-
-    Args:
-        image_BCHW: (B, 3, H, W) float; counted within [0, 1].
-        original_BCHW: (B, 3, H, W) float in [0, 1]; both sides are multiples of `multiple`.
-        multiple: pixels of a square's side.
+    Attributes:
+        multiple: pixels of a side of the squares that a stage has one semantic latent each for; None = it has none,
+            and only `lpips` is measured.
+        lpips: a distance of pictures, see `perceptual.load_lpips`; None = not measured.
     """
-    small_BChw = functional.avg_pool2d(original_BCHW, multiple)
-    bilinear_BCHW = functional.interpolate(small_BChw, original_BCHW.shape[-2:], mode="bilinear", align_corners=False)
-    return image_quality(image_BCHW, original_BCHW) | {"psnr_bilinear": psnr(bilinear_BCHW, original_BCHW)}
+
+    multiple: int | None
+    lpips: Callable[[Tensor, Tensor], Tensor] | None
+
+    @torch.no_grad()
+    def __call__(self, image_BCHW: Tensor, original_BCHW: Tensor) -> dict[str, Tensor]:
+        """Return `psnr`, `ssim`, `psnr_bilinear` and `lpips` of each image, (B,) fp32.
+
+        `psnr_bilinear` needs no network and is what a stage has to beat: the original's means over its squares,
+        brought back bilinearly (half-pixel centres).
+
+        Args:
+            image_BCHW: (B, 3, H, W) float; counted within [0, 1].
+            original_BCHW: (B, 3, H, W) float in [0, 1]; both sides are multiples of `multiple`.
+        """
+        measures = {} if self.lpips is None else {"lpips": self.lpips(image_BCHW.clamp(0, 1), original_BCHW)}
+        if self.multiple is None:
+            return measures
+        small_BChw, size = functional.avg_pool2d(original_BCHW, self.multiple), original_BCHW.shape[-2:]
+        bilinear_BCHW = functional.interpolate(small_BChw, size, mode="bilinear", align_corners=False)
+        beaten = {"psnr_bilinear": psnr(bilinear_BCHW, original_BCHW)}
+        return measures | image_quality(image_BCHW, original_BCHW) | beaten

@@ -46,6 +46,7 @@ RANGES = {
     "validate.share=1": r"validate.share=1.0 must lie between 0 and 1",
     "validate.samples=0": r"validate.samples=0 must be 1 or more",
     "validate.reconstructions=-1": r"validate.reconstructions=-1 must be 0 or more",
+    "validate.lpips=vgg.pth": r"validate.lpips=vgg.pth measures validate.reconstructions",
     "validate.every_steps=5": r"validate.every_steps=5 needs held-out samples",
     "profile.steps=0": r"profile.steps=0 must be 1 or more",
     "profile.start_step=0": r"profile.start_step=0 must be 2 or more",
