@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cascade_train.config.saved import export_folder, load_saved_config
+from cascade_train.cascade import Order, fit_sizes
+from cascade_train.cascade import paint as paint_orders
 from cascade_train.data.shapes import Shapes
 from cascade_train.distributed.process_group import process_group
 from cascade_train.filters.canny import CannyFilter
 from cascade_train.tasks.base import Guide
-from cascade_train.trained import load_trained
+from cascade_train.trained_model import find_model
 
 CELL_PX = 16
 """Side of a cell: the tiny previewer shows nothing finer."""
@@ -42,10 +43,13 @@ def paint(run: Path, image_BCHW: Tensor, strength: float) -> tuple[Tensor, Tenso
     """Return the maps (B, 1, H, W) of pictures and samples (B, 3, H, W) under them, without a caption's help."""
     canny = CannyFilter(resize=None, low=100, high=200)
     maps = np.stack([canny.apply(image.numpy(), torch.Generator()) for image in image_BCHW])
-    guide = Guide(image_BCHW=image_BCHW, is_map=False, strength=strength, numbers=tuple(range(len(image_BCHW))))
+    numbers = tuple(range(len(image_BCHW)))
+    guide = Guide(image_BCHW=image_BCHW, is_map=False, strength=strength, numbers=numbers)
+    order = Order(captions=("a shape",) * len(numbers), numbers=numbers, guide=guide)
+    model = find_model(str(run), key="run", part="prior")
+    sizes = fit_sizes(model, None, height=None, width=None, compression=None)
     with process_group() as world:
-        painted = load_trained(load_saved_config(run), export_folder(run), world, seed=0)
-        images = painted(["a shape"] * len(image_BCHW), list(range(len(image_BCHW))), guide)
+        images = paint_orders(model, [order], sizes=sizes, seed=0, world=world)
     samples = np.stack([np.asarray(image).transpose(2, 0, 1) for image in images])
     return torch.from_numpy(maps) / 255, torch.from_numpy(samples) / 255
 
