@@ -30,7 +30,7 @@ CANNY = (
 def test_samples_follow_the_edges_that_they_are_given(tmp_path: Path) -> None:
     base = train(tmp_path / "base", *SHORT, *BASE)
     run = train(tmp_path / "control", *SHORT, *CANNY, f"model.weights={base}")
-    image_BCHW = pictures(192, WORDS)
+    image_BCHW = pictures(128, WORDS)
     followed, error = margin(*paint(run, image_BCHW, 1.0))
     assert followed > 0.1
     assert followed > 6 * error, "more than chance"
