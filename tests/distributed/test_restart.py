@@ -2,15 +2,16 @@
 
 import os
 import subprocess
-import sys
 
 import pytest
 
+from bench.soak_ranks import SMALL_NETWORK
 from tests.integration.runs import SMALL, read_metrics, train
+from tests.warm.programs import warm_programs
 
 pytestmark = pytest.mark.distributed
 
-LONG = ("task=finetune", "train.max_steps=6")
+LONG = (*SMALL_NETWORK, "task=finetune", "train.max_steps=6")
 KILLED_ONCE = """
 import os, signal, sys
 from cascade_train.engine.loop import Trainer
@@ -30,7 +31,7 @@ sys.exit(launch(sys.argv[1:]))
 
 def test_a_rank_that_dies_once_is_started_again_and_the_run_goes_on_from_its_checkpoint(tmp_path):
     (tmp_path / "killed_once.py").write_text(KILLED_ONCE)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1"]
+    command = [str(warm_programs() / "torchrun"), "--standalone", "--nproc_per_node=2", "--max-restarts=1"]
     done = subprocess.run(
         [*command, "killed_once.py", *SMALL, *LONG, "run.dir=run"],
         cwd=tmp_path,

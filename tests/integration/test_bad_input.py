@@ -12,8 +12,11 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from bench.soak_ranks import SMALL_NETWORK
 from cascade_train.__main__ import launch
 from tests.integration.runs import SMALL, read_metrics, torchrun, train
+
+FINETUNE = (*SMALL_NETWORK, "task=finetune")
 
 
 def jpeg() -> bytes:
@@ -61,7 +64,7 @@ def test_a_tar_without_pairs_is_refused(refuse, tmp_path, members, words):
 
 
 def data_overrides(path):
-    return ["task=finetune", "data=webdataset", f"data.urls={path}", "data.num_workers=0"]
+    return [*FINETUNE, "data=webdataset", f"data.urls={path}", "data.num_workers=0"]
 
 
 def test_a_missing_tar_is_refused(refuse, tmp_path):
@@ -129,7 +132,7 @@ def pairs(count, broken):
 
 @pytest.mark.distributed
 def test_ranks_that_do_not_divide_the_batch_are_refused_with_the_sizes_that_fit(tmp_path):
-    done = torchrun(3, *SMALL, "task=finetune", "run.dir=run", cwd=tmp_path, warm=True)
+    done = torchrun(3, *SMALL, *FINETUNE, "run.dir=run", cwd=tmp_path, warm=True)
     assert done.returncode != 0
     assert done.stderr.count("train.global_batch_size=8") == 1, "one rank speaks"
     assert "6" in done.stderr
@@ -138,7 +141,7 @@ def test_ranks_that_do_not_divide_the_batch_are_refused_with_the_sizes_that_fit(
 
 
 def test_ctrl_c_ends_in_order_and_the_next_start_continues(tmp_path):
-    overrides = [*SMALL, "task=finetune", "checkpoint.every_steps=1", "log.every_steps=1", "run.dir=run"]
+    overrides = [*SMALL, *FINETUNE, "checkpoint.every_steps=1", "log.every_steps=1", "run.dir=run"]
     command = [sys.executable, "-m", "cascade_train", *overrides, "data.num_workers=1", "train.max_steps=100000"]
     training = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, process_group=0)
     assert training.stderr.readline().startswith("step 1/")
@@ -151,22 +154,22 @@ def test_ctrl_c_ends_in_order_and_the_next_start_continues(tmp_path):
     steps = len(read_metrics(tmp_path / "run"))
     assert lines[0] == f"Stopped by SIGINT at step {steps}; saved. The same command continues."
     assert (tmp_path / "run" / "checkpoints" / f"step_{steps}").is_dir()
-    train(tmp_path / "run", "task=finetune", "checkpoint.every_steps=1", f"train.max_steps={steps + 1}")
+    train(tmp_path / "run", *FINETUNE, "checkpoint.every_steps=1", f"train.max_steps={steps + 1}")
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == list(range(1, steps + 2))
 
 
 def test_a_run_in_use_by_another_process_is_refused(tmp_path, capfd):
-    run = train(tmp_path / "run", "task=finetune", "train.max_steps=1")
+    run = train(tmp_path / "run", *FINETUNE, "train.max_steps=1")
     hold = (
         "import sys; from pathlib import Path; from cascade_train.engine.run_lock import RunLock;"
         f"RunLock(Path({str(run)!r})).acquire(); print('held', flush=True); sys.stdin.read()"
     )
     with subprocess.Popen([sys.executable, "-c", hold], stdin=-1, stdout=-1, text=True) as holder:
         assert holder.stdout.readline() == "held\n"
-        assert launch([*SMALL, f"run.dir={run}", "task=finetune"]) == 2
+        assert launch([*SMALL, f"run.dir={run}", *FINETUNE]) == 2
         assert f"is in use by process {holder.pid}" in capfd.readouterr().err
         holder.stdin.close()
-    train(run, "task=finetune", "train.max_steps=2")
+    train(run, *FINETUNE, "train.max_steps=2")
 
 
 def test_a_full_disk_stops_the_run_which_then_starts_over(tmp_path, capfd):

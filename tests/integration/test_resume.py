@@ -4,11 +4,11 @@ import json
 import os
 import signal
 import subprocess
-import sys
 
 import pytest
 import torch
 
+from bench.soak_ranks import SMALL_NETWORK
 from cascade_train.__main__ import launch
 from cascade_train.build import run as build
 from cascade_train.engine.loop import Trainer
@@ -16,7 +16,9 @@ from cascade_train.engine.lr_schedule import CosineSchedule
 from cascade_train.errors import RunError
 from tests.integration.runs import SMALL, cut_back, exported_weights, read_metrics, train
 from tests.unit.data import tars
+from tests.warm.programs import warm_programs
 
+FINETUNE = (*SMALL_NETWORK, "task=finetune")
 KILLED_IN_STEP = 4
 SCRIPT = f"""
 import os, signal, sys
@@ -35,10 +37,16 @@ Trainer.train_step = killed
 from cascade_train.__main__ import launch
 sys.exit(launch(sys.argv[1:]))
 """
-LONG = ("task=finetune", "train.max_steps=8", "ema.decay=0.9", "objective=adaptive", "train.micro_batch_size=4")
+LONG = (*FINETUNE, "train.max_steps=8", "ema.decay=0.9", "objective=adaptive", "train.micro_batch_size=4")
 
 
-IN_SHAPES = ("data=webdataset", "data.aspect_ratios=[1/1,2/3,1/2]", "validate.share=0.2", "validate.every_steps=4")
+IN_SHAPES = (
+    "model.image_size=96",
+    "data=webdataset",
+    "data.aspect_ratios=[1/1,2/3,1/2]",
+    "validate.share=0.2",
+    "validate.every_steps=4",
+)
 
 
 def pictures_in_shapes(folder):
@@ -60,7 +68,7 @@ def test_killed_after_step_three_of_eight_and_continued_gives_the_same_run(tmp_p
     whole = train(tmp_path / "whole", *overrides)
     killed = tmp_path / "killed"
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, *SMALL, *overrides, f"run.dir={killed}"],
+        [str(warm_programs() / "python"), "-c", SCRIPT, *SMALL, *overrides, f"run.dir={killed}"],
         env=dict(os.environ),
         capture_output=True,
         timeout=300,
@@ -76,21 +84,21 @@ def test_killed_after_step_three_of_eight_and_continued_gives_the_same_run(tmp_p
 
 
 def test_the_newest_checkpoint_that_verifies_is_taken(tmp_path, caplog):
-    whole = train(tmp_path / "whole", "task=finetune", "train.max_steps=6", "checkpoint.keep_last=null")
-    run = train(tmp_path / "run", "task=finetune", "checkpoint.keep_last=null")
+    whole = train(tmp_path / "whole", *FINETUNE, "train.max_steps=6", "checkpoint.keep_last=null")
+    run = train(tmp_path / "run", *FINETUNE, "checkpoint.keep_last=null")
     damaged = next(path for path in (run / "checkpoints" / "step_4").iterdir() if path.suffix == ".distcp")
     content = bytearray(damaged.read_bytes())
     content[len(content) // 2] ^= 1
     damaged.write_bytes(bytes(content))
-    train(run, "task=finetune", "train.max_steps=6", "checkpoint.keep_last=null")
+    train(run, *FINETUNE, "train.max_steps=6", "checkpoint.keep_last=null")
     assert damaged.name in caplog.text
     assert read_metrics(run) == read_metrics(whole)
 
 
 def test_a_new_run_starts_from_a_named_checkpoint(tmp_path):
-    origin = train(tmp_path / "origin", "task=finetune", "checkpoint.keep_last=null")
+    origin = train(tmp_path / "origin", *FINETUNE, "checkpoint.keep_last=null")
     step_2 = origin / "checkpoints" / "step_2"
-    branch = train(tmp_path / "branch", "task=finetune", f"run.resume={step_2}", "run.name=branch")
+    branch = train(tmp_path / "branch", *FINETUNE, f"run.resume={step_2}", "run.name=branch")
     assert [row["step"] for row in read_metrics(branch)] == [3, 4]
     assert read_metrics(branch) == read_metrics(origin)[2:]
 
@@ -112,7 +120,7 @@ def test_every_objective_is_among_those_that_continue(repository):
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_every_objective_continues_with_other_micro_batches_and_workers(tmp_path, objective):
-    overrides = ["task=finetune", f"objective={objective}", "optimizer.lr=1e-3", "train.max_steps=2"]
+    overrides = [*FINETUNE, f"objective={objective}", "optimizer.lr=1e-3", "train.max_steps=2"]
     whole = train(tmp_path / "whole", *overrides)
     train(tmp_path / "parts", *overrides, "train.max_steps=1", "train.micro_batch_size=2", "data.num_workers=1")
     parts = train(tmp_path / "parts", *overrides, "train.micro_batch_size=4")
@@ -122,14 +130,14 @@ def test_every_objective_continues_with_other_micro_batches_and_workers(tmp_path
 
 def test_optimizer_settings_of_the_new_start_count(tmp_path):
     def rows(name, *changes):
-        train(tmp_path / name, "task=finetune", "train.max_steps=2")
-        return read_metrics(train(tmp_path / name, "task=finetune", *changes))
+        train(tmp_path / name, *FINETUNE, "train.max_steps=2")
+        return read_metrics(train(tmp_path / name, *FINETUNE, *changes))
 
     same, faster, decaying = rows("same"), rows("faster", "optimizer.lr=2e-3"), rows("d", "optimizer.weight_decay=5000")
     assert [row["lr"] for row in faster] == [1e-4, 1e-4, 2e-3, 2e-3]
     for changed in (faster, decaying):
         assert changed[2] == {**same[2], "lr": changed[2]["lr"]}, "the loss of step 3 precedes its update"
-        assert changed[3]["grad_norm"] != pytest.approx(same[3]["grad_norm"], rel=1e-2)
+        assert changed[3]["grad_norm"] != pytest.approx(same[3]["grad_norm"], rel=1e-3)
 
 
 STEEP = ("lr_scheduler.warmup_steps=0", "lr_scheduler.min_factor=0")
@@ -138,14 +146,14 @@ STEEP = ("lr_scheduler.warmup_steps=0", "lr_scheduler.min_factor=0")
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory):
     """A run with an average, which others continue from the checkpoint of its second step."""
-    return train(tmp_path_factory.mktemp("stopped") / "run", "task=finetune", "ema.decay=0.9")
+    return train(tmp_path_factory.mktemp("stopped") / "run", *FINETUNE, "ema.decay=0.9")
 
 
 def test_a_changed_schedule_length_and_cadence_are_applied_and_recorded(stopped, tmp_path):
     changed = {"train.max_steps": [4, 5], "log.every_steps": [10, 1], "train.max_grad_norm": [1.0, 0.5]}
     run = cut_back(stopped, tmp_path / "run", 2)
     given = [f"{key}={new}" for key, (_, new) in changed.items()]
-    train(run, "task=finetune", "ema.decay=0.9", "lr_scheduler=cosine", *STEEP, *given)
+    train(run, *FINETUNE, "ema.decay=0.9", "lr_scheduler=cosine", *STEEP, *given)
     before, after = read_metrics(stopped), read_metrics(run)
     assert after[:2] == before[:2]
     assert after[2] == {**before[2], "lr": after[2]["lr"]}, "what step 3 measures precedes its update"
@@ -159,7 +167,7 @@ def test_a_changed_schedule_length_and_cadence_are_applied_and_recorded(stopped,
 
 
 def test_a_changed_decay_of_the_average_changes_the_average_alone(stopped, tmp_path):
-    run = train(cut_back(stopped, tmp_path / "run", 2), "task=finetune", "ema.decay=0.5")
+    run = train(cut_back(stopped, tmp_path / "run", 2), *FINETUNE, "ema.decay=0.5")
     assert read_metrics(run) == read_metrics(stopped)
     average, other = exported_weights(stopped), exported_weights(run)
     assert sum(not torch.equal(value, other[name]) for name, value in average.items()) > len(average) / 2
@@ -167,14 +175,14 @@ def test_a_changed_decay_of_the_average_changes_the_average_alone(stopped, tmp_p
 
 def test_an_average_cannot_begin_or_end_and_the_refusal_shows_the_difference(stopped, tmp_path, capfd):
     run = cut_back(stopped, tmp_path / "run", 2)
-    assert launch([*SMALL, f"run.dir={run}", "task=finetune", "optimizer.lr=1"]) == 2
+    assert launch([*SMALL, f"run.dir={run}", *FINETUNE, "optimizer.lr=1"]) == 2
     assert "holds a run of another config:\n  ema.decay: 0.9 -> None\nRemedy" in capfd.readouterr().err
     assert read_metrics(run) == read_metrics(stopped)
     assert not (run / "config_history.jsonl").exists()
 
 
 def test_a_run_that_died_before_its_first_checkpoint_starts_over_with_its_metrics(tmp_path, monkeypatch):
-    stopping = ["task=finetune", "checkpoint.every_steps=null", "log.every_steps=1"]
+    stopping = [*FINETUNE, "checkpoint.every_steps=null", "log.every_steps=1"]
     die_in_step(monkeypatch, 3)
     assert launch([*SMALL, f"run.dir={tmp_path / 'run'}", *stopping]) == 1
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1, 2]
@@ -199,28 +207,28 @@ def test_a_run_that_died_before_its_exports_writes_them_at_the_next_start(tmp_pa
         raise RunError("a stroke of lightning")
 
     monkeypatch.setattr(build, "write_exports", die)
-    assert launch([*SMALL, f"run.dir={tmp_path / 'run'}", "task=finetune"]) == 1
+    assert launch([*SMALL, f"run.dir={tmp_path / 'run'}", *FINETUNE]) == 1
     monkeypatch.undo()
-    run = train(tmp_path / "run", "task=finetune")
+    run = train(tmp_path / "run", *FINETUNE)
     assert [row["step"] for row in read_metrics(run)] == [1, 2, 3, 4]
-    weights = exported_weights(train(tmp_path / "whole", "task=finetune"))
+    weights = exported_weights(train(tmp_path / "whole", *FINETUNE))
     assert all(torch.equal(value, weights[name]) for name, value in exported_weights(run).items())
 
 
 def test_epochs_end_a_run_and_more_of_them_continue_it(tmp_path):
-    overrides = ["task=finetune", "data.samples=24", "train.max_steps=100"]
+    overrides = [*FINETUNE, "data.samples=24", "train.max_steps=100"]
     assert len(read_metrics(train(tmp_path / "run", *overrides, "train.max_epochs=1"))) == 3
     assert len(read_metrics(train(tmp_path / "run", *overrides, "train.max_epochs=2"))) == 6
 
 
 def test_examples_to_see_end_a_run_and_more_of_them_continue_it(tmp_path):
-    overrides = ["task=finetune", "train.max_steps=100"]
+    overrides = [*FINETUNE, "train.max_steps=100"]
     assert len(read_metrics(train(tmp_path / "run", *overrides, "data.num_examples_to_see=17"))) == 3
     assert len(read_metrics(train(tmp_path / "run", *overrides, "data.num_examples_to_see=32"))) == 4
 
 
 def test_other_batches_and_other_shapes_are_refused_or_continue_by_choice(tmp_path, capfd, caplog):
-    overrides = ["task=finetune", *IN_SHAPES[:2], pictures_in_shapes(tmp_path), "data.num_workers=0"]
+    overrides = [*FINETUNE, *IN_SHAPES[:3], pictures_in_shapes(tmp_path), "data.num_workers=0"]
     run = train(tmp_path / "run", *overrides, "train.max_steps=2")
     other = [*overrides, "data.aspect_ratios=[1/1,1/2]", "train.max_steps=4", "train.global_batch_size=4"]
     assert launch([*SMALL, f"run.dir={run}", *other]) == 2
