@@ -5,7 +5,7 @@
 
 Two ranks train to the end undisturbed, their memory noted. Two ranks train the same with a kill at a random moment
 about every `--kill-every` steps, started again by the same command. Both must end with the same bits: exported
-weights, last checkpoint, metrics of every step. Then the tests of tests/distributed pass `--passes` times. Parts that
+weights, last checkpoint, metrics of every step. Then the tests of several ranks pass `--passes` times. Parts that
 are done are kept in `--folder`, and a start after an interruption goes on with the next one. Ends with 1 where
 anything is not as it must be.
 """
@@ -89,8 +89,12 @@ def expect(end: End, codes: tuple[int, ...], notes: Path) -> None:
 
 
 def pass_tests() -> dict[str, Any]:
-    """Run the tests of several ranks once and return how it went."""
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/distributed", "-m", "not slow"]
+    """Run the tests of several ranks once, two files at a time, and return how it went.
+
+    Those that repeat something themselves are slow: this soak in small, and ranks that end fifty times.
+    """
+    chosen = ["tests/distributed", "-m", "distributed and not slow", "-n", "2"]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *chosen]
     began = time.monotonic()
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     lines = done.stdout.strip().splitlines()
@@ -142,7 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=2000, help="of each of the two trainings")
     parser.add_argument("--kill-every", type=int, default=100, help="steps between kills, on average")
-    parser.add_argument("--passes", type=int, default=0, help="of the tests in tests/distributed")
+    parser.add_argument("--passes", type=int, default=0, help="of the tests of several ranks")
     parser.add_argument("--seed", type=int, default=0, help="of the moments and victims")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "soak", help="where runs and finished parts lie")
     parser.add_argument("--out", type=Path, help="where the page is written")
