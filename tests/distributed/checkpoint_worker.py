@@ -1,10 +1,6 @@
-"""What each rank of test_checkpoint does; started by torchrun. Writes one JSON object per rank.
-
-usage: checkpoint_worker.py DIRECTORY, which holds `one/step_4`, a checkpoint of one rank
-"""
+"""What each rank of test_checkpoint does. A hook of forked.py."""
 
 import json
-import sys
 from pathlib import Path
 
 import torch
@@ -137,10 +133,10 @@ def run_directories(directory: Path) -> dict[str, object]:
     }
 
 
-def main() -> None:
-    """Run everything and write what this rank saw."""
+def exercise_checkpoints(out: Path) -> None:
+    """Run everything beside `one/step_4`, a checkpoint of one rank, and write what this rank saw."""
     dist.init_process_group("gloo")
-    directory = Path(sys.argv[1])
+    directory = out.parent
     store = CheckpointStore(directory / "two", retention=Retention(keep_last=1))
     seen: dict[str, object] = {}
     store.save(2, sharded(9), FACTS)
@@ -161,7 +157,3 @@ def main() -> None:
     (directory / f"rank_{dist.get_rank()}.json").write_text(json.dumps(seen))
     dist.barrier()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

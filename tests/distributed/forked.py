@@ -3,7 +3,8 @@
 usage: forked.py FILE, a JSON list of runs [{"ranks": 2, "argv": [...], "hook": null, "out": "folder"}, ...]
 
 Every rank writes what it said to `<out>/said_<rank>`; a hook, of this file or `<file beside it>.<name>`, changes what a
-rank does, or notes what it sees. Prints the exit codes, per run and rank, as JSON.
+rank does, or notes what it sees; where argv is null it is all that the rank does. Prints the exit codes, per run and
+rank, as JSON.
 """
 
 from __future__ import annotations
@@ -178,6 +179,14 @@ def find_hook(name: str) -> Callable[[Path], None]:
     return getattr(importlib.import_module(file), hook) if file else HOOKS[name]
 
 
+IMPORTED_FIRST = (
+    *("torch._dynamo", "torch.distributed.checkpoint.state_dict", "cascade_train.data.shapes"),
+    *("cascade_train.models.stage_c", "cascade_train.models.text_encoder", "cascade_train.models.tiny_compressor"),
+    *("cascade_train.tasks.finetune", "cascade_train.models.export"),
+)
+"""What the first run would import in each of its ranks, and then once more here."""
+
+
 def free_port() -> int:
     """Return a port that nobody listens on."""
     with socket.socket() as probe:
@@ -194,10 +203,10 @@ def be_rank(rank: int, port: int, run: dict[str, Any]) -> int:
     if run["ranks"] > 1:
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": run["ranks"], "MASTER_PORT": port}
         os.environ.update({key: str(value) for key, value in place.items()}, MASTER_ADDR="127.0.0.1")
-    if run["hook"] is not None:
-        find_hook(run["hook"])(out)
     try:
-        return launch(run["argv"])
+        if run["hook"] is not None:
+            find_hook(run["hook"])(out)
+        return 0 if run["argv"] is None else launch(run["argv"])
     except BaseException:
         traceback.print_exc()
         return 99
@@ -217,6 +226,8 @@ def import_what_ranks_imported(file: Path) -> None:
 def main() -> None:
     """Fork the ranks of each run, one run after the other."""
     codes = []
+    for name in IMPORTED_FIRST:
+        importlib.import_module(name)
     for run in json.loads(Path(sys.argv[1]).read_text()):
         port, children = free_port(), []
         Path(run["out"]).mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,6 @@
 """Checkpoints and run directories on two ranks: no rank waits for one that failed, and ranks may change."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,12 +8,9 @@ import torch.distributed as dist
 
 from cascade_train.engine.checkpoint import CheckpointStore
 from cascade_train.engine.manifest import find_fault, read_manifest
+from tests.distributed.test_modes import fork
 
 pytestmark = pytest.mark.distributed
-
-WORKER = Path(__file__).with_name("checkpoint_worker.py")
-SECONDS = 120
-"""Far more than it takes, so that only a hang runs into it."""
 
 
 def plain(fill):
@@ -36,10 +30,7 @@ def directory(one_rank, tmp_path_factory):
     """What two ranks left, beside a checkpoint that one rank made for them."""
     directory = tmp_path_factory.mktemp("ranks")
     CheckpointStore(directory / "one").save(4, plain(2), {})
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    done = subprocess.run([*launch, str(WORKER), str(directory)], capture_output=True, text=True, timeout=SECONDS)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return directory
+    return fork(directory, {"two": (2, "checkpoint_worker.exercise_checkpoints", None)})
 
 
 @pytest.fixture(params=[0, 1], ids=["rank_0", "rank_1"])
