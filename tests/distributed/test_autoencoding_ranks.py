@@ -10,7 +10,8 @@ from tests.integration.test_stage_a import STAGE_A, WEIGHTS
 
 pytestmark = pytest.mark.distributed
 
-ONE = (*STAGE_A, "objective.adversarial.start_step=2", "activation_checkpointing=true")
+SHORT = ("train.max_steps=3", "checkpoint.every_steps=null")
+ONE = (*STAGE_A, *SHORT, "objective.adversarial.start_step=2", "activation_checkpointing=true")
 RUNS = {
     "one": (1, None, ONE),
     "shards": (2, None, (*ONE, "parallel=fsdp", "train.micro_batch_size=1")),

@@ -4,12 +4,15 @@ import pytest
 import torch
 
 from cascade_train.engine.manifest import find_fault, read_manifest
-from tests.distributed.test_modes import fork
+from tests.distributed.test_modes import NARROW, fork
 from tests.integration.runs import exported_weights, read_metrics
 
 pytestmark = pytest.mark.distributed
 
-BASE = ("task=finetune", "ema.decay=0.5", "checkpoint.every_steps=1", "checkpoint.keep_last=null", "optimizer.lr=1e-3")
+BASE = (
+    *("task=finetune", *NARROW, "ema.decay=0.5", "optimizer.lr=1e-3"),
+    *("checkpoint.every_steps=1", "checkpoint.keep_last=null"),
+)
 RUNS = {
     "whole": (1, None, (*BASE, "train.max_steps=4")),
     "moved": (2, None, (*BASE, "train.max_steps=1", "parallel=fsdp")),

@@ -8,7 +8,7 @@ import torch
 
 from cascade_train.engine.manifest import read_manifest
 from tests.distributed.resume_hooks import NOT_FINITE, SPIKING
-from tests.distributed.test_modes import fork, said
+from tests.distributed.test_modes import NARROW, fork, said
 from tests.integration.runs import exported_weights, read_metrics
 
 pytestmark = pytest.mark.distributed
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.distributed
 STEPS = 4
 STOP = random.Random("where two ranks stop").randrange(1, STEPS)
 SHORT = (
-    *("train.micro_batch_size=2", "data.samples=24", "ema.decay=0.5", "ema.start_step=2", "log.every_steps=1"),
+    *(*NARROW, "train.micro_batch_size=2", "data.samples=24", "ema.decay=0.5", "ema.start_step=2", "log.every_steps=1"),
     *(f"train.max_steps={STEPS}", "checkpoint.keep_last=null", "data.num_workers=1", "parallel=fsdp"),
 )
 EXACT = ("task=finetune", *SHORT, "objective=adaptive", f"checkpoint.every_steps={STOP}")
