@@ -203,6 +203,9 @@ def _unknown_key(path: str, cause: BaseException | None) -> str:
     parent = getattr(cause, "parent_node", None)
     parts = path.split(".")
     known, prefix = _siblings(parent, parts)
+    if prefix.count(".") >= len(parts):  # a mapping was given, and the unknown key is in that
+        path = str(getattr(cause, "full_key", path))
+        parts = path.split(".")
     if prefix:
         hint = did_you_mean(parts[prefix.count(".")], known, prefix)
         return f"{path} is unknown.{hint}"

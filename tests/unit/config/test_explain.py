@@ -27,6 +27,7 @@ REFUSED = {
     "model=c_tiny task=lora task.rnk=3": r"^task\.rnk is unknown\. Did you mean task\.rank\?$",
     "model=c_tiny task=lora model.network.dropuot=3": r"^model\.network\.dropuot .*model\.network\.dropout\?$",
     "model=c_tiny task=lora model.network.dropuot.x=3": r"^model\.network\.dropuot\.x .*model\.network\.dropout\?$",
+    "model=c_tiny task=lora model.previewer={scala:3}": r"^model\.previewer\.scala is unknown\.",
     "model=c_tiny task=lora +task.rnk=3": r"^task\.rnk is unknown: .*LoRA has no such argument\. .*task\.rank\?$",
     "model=c_tiny task=lora +train.max_stepz=3": r"^train\.max_stepz is unknown\. Did you mean train\.max_steps\?$",
     "model=c_tiny task=lora +foo=3": r"^foo is unknown\.",
