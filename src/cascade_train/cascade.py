@@ -95,12 +95,13 @@ def fit_sizes(
     if not isinstance(stage, StageC):
         return _sizes_of_one(stage, model, decoder, height=height, width=width, compression=compression)
     compression = resolution_multiple(stage) if compression is None else compression
-    multiple = 1 if decoder is None else _multiple(stage, model, decoder)
+    multiple, least = (1, 1) if decoder is None else _steps(stage, model, decoder)
     stride = stage.semantic_compressor.stride
     trained = math.floor(stage.image_size // stride * compression / multiple) * multiple
     picture = (trained if height is None else height, trained if width is None else width)
     for key, side in zip(("height", "width"), picture, strict=True):
-        _check_side(key, side, multiple, f"what Stage B of {decoder and decoder.origin} takes as one of its positions")
+        what = f"what Stage B of {decoder and decoder.origin} takes as one of its positions"
+        _check_side(key, side, multiple, what, least=least)
     rows, columns = (math.ceil(side / compression) for side in picture)
     return Sizes(picture=picture, painted=(rows * stride, columns * stride))
 
@@ -123,22 +124,30 @@ def _sizes_of_one(
     return Sizes(picture=size, painted=size)
 
 
-def _multiple(stage: StageC, model: TrainedModel, decoder: TrainedModel) -> int:
-    """Return the pixels that Stage B sees as one position, after a check that it fits behind a Stage C."""
+def _steps(stage: StageC, model: TrainedModel, decoder: TrainedModel) -> tuple[int, int]:
+    """Return the pixels that Stage B sees as one position, at its first and at its last level.
+
+    Raises:
+        ConfigError: what follows Stage C is no Stage B, or one for latents of another kind.
+    """
     second = build_component(decoder.cfg, "model")
     if not isinstance(second, StageB):
         raise ConfigError(f"{decoder.origin}: is {second.name}; after Stage C comes a Stage B. Name one.")
     first_kind, second_kind = type(stage.semantic_compressor), type(second.semantic_compressor)
     if first_kind is not second_kind:
         raise ConfigError(_other_latents(model, first_kind.__name__, decoder, second_kind.__name__))
-    return second.stage_a.stride * second.network_config.arguments["patch_size"]
+    network = second.network_config.arguments
+    multiple = second.stage_a.stride * network["patch_size"]
+    return multiple, multiple * 2 ** (len(network["block_out_channels"]) - 1)
 
 
-def _check_side(key: str, side: int, multiple: int, what: str) -> None:
-    if side < multiple or side % multiple:
-        below = max(1, side // multiple) * multiple
+def _check_side(key: str, side: int, multiple: int, what: str, *, least: int = 1) -> None:
+    least = max(least, multiple)
+    if side < least or side % multiple:
+        below = max(least, side // multiple * multiple)
         raise ConfigError(
-            f"{key}={side}: must be a multiple of {multiple} pixels, {what}; e.g. {below} or {below + multiple}."
+            f"{key}={side}: must be a multiple of {multiple} pixels, {what}, and at least {least}; e.g. {below} or "
+            f"{below + multiple}."
         )
 
 

@@ -47,7 +47,8 @@ def find_model(source: str, *, key: str, part: str, allow_any_target: bool = Fal
     """
     origin, path = f"{key}={source}", Path(source)
     run = run_of(path)
-    if run is None and (path.exists() or is_hub_id(source)) and not (path / "checkpoints").is_dir():
+    on_hub = is_hub_id(source) and not Path(path.parts[0]).is_dir()  # runs/typo is no repository of an owner "runs"
+    if run is None and (path.exists() or on_hub) and not (path / "checkpoints").is_dir():
         return TrainedModel(origin=origin, cfg=_published(source, key, part), export=None)
     run = path if run is None else run
     cfg = load_saved_config(run, allow_any_target=allow_any_target, key=key)

@@ -141,6 +141,7 @@ def test_stage_b_alone_reconstructs_a_picture(decoder: Path, picture: str, tmp_p
     ("given", "message"),
     [
         ({"decoder": "{b}", "height": 100}, "height=100: must be a multiple of 8 pixels.*e.g. 96 or 104"),
+        ({"decoder": "{b}", "width": 24}, "width=24: .*and at least 32; e.g. 32 or 40"),
         ({"source": "{b}", "image": "x.png", "width": 40}, "width=40: must be a multiple of 32 pixels"),
         ({"decoder": "{c}"}, "decoder=.*/c: is stage_c; after Stage C comes a Stage B"),
         ({"source": "{b}", "decoder": "{b}"}, "decoder=.*/b: comes after Stage C, and from=.*/b is stage_b"),

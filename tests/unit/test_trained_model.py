@@ -47,6 +47,13 @@ def test_published_weights_get_the_recipe_that_ships_and_what_lies_beside_them(
     assert find_model("owner/name", key="from", part="prior").cfg.model.text_encoder.weights != "owner/name"
 
 
+def test_a_run_that_is_not_there_is_not_looked_for_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "runs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="from=runs/typo: no such folder"):
+        find_model("runs/typo", key="from", part="prior")
+
+
 def test_weights_of_no_published_size_are_refused(tmp_path: Path) -> None:
     save_file({"clf.1.weight": torch.zeros(4, 4, 1, 1)}, tmp_path / WEIGHTS)
     with pytest.raises(ConfigError, match="decoder=.*: its tensors are of no published size.*Name the run that left"):
