@@ -2,12 +2,13 @@
 
 import pytest
 
-from tests.distributed.test_modes import fork
+from tests.distributed.test_modes import B_NARROW, fork
 from tests.integration.runs import read_metrics
 
 pytestmark = pytest.mark.distributed
 
 MEASURED = (
+    *B_NARROW,
     "model=b_tiny",
     "task=reconstruction",
     "train.global_batch_size=4",

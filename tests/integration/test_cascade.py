@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
-from PIL import Image
+from PIL import Image, ImageOps
 from safetensors.torch import load_file, save_file
 
 from cascade_train.batch import sample_seed
@@ -20,10 +20,13 @@ from cascade_train.errors import ConfigError
 from cascade_train.export import ExportArgs, export
 from cascade_train.generate import GenerateArgs, generate
 from cascade_train.tasks.painting import DiffusionPainter
+from tests.distributed.test_modes import B_NARROW, NARROW
 from tests.integration.runs import train
+from tests.integration.test_stage_a import NARROW as A_NARROW
 from tests.unit.config.composing import checked
 
 ONE_STEP = ("train.max_steps=1", "train.global_batch_size=2", "checkpoint.every_steps=null")
+VQGAN = ("model=b_tiny_vqgan", *(f"model.stage_a.{each}" for each in A_NARROW))
 IMAGE_ENCODER = (
     "model.image_encoder={_target_: cascade_train.models.image_encoder.ImageEncoder, weights: null, subfolder: null, "
     "image_size_px: 28, patch_size_px: 14, hidden_size: 32, intermediate_size: 32, num_hidden_layers: 1, "
@@ -46,14 +49,14 @@ def disturb(run: Path, part: str) -> Path:
 def prior(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Stage C that sees images."""
     folder = tmp_path_factory.mktemp("cascade") / "c"
-    return disturb(train(folder, "task=finetune", "model=c_tiny", IMAGE_ENCODER, *ONE_STEP), "prior")
+    return disturb(train(folder, "task=finetune", *NARROW, IMAGE_ENCODER, *ONE_STEP), "prior")
 
 
 @pytest.fixture(scope="module")
 def decoder(prior: Path) -> Path:
     """A Stage B on a VQGAN."""
     folder = prior.with_name("b")
-    return disturb(train(folder, "task=reconstruction", "model=b_tiny_vqgan", *ONE_STEP), "decoder")
+    return disturb(train(folder, "task=reconstruction", *B_NARROW, *VQGAN, *ONE_STEP), "decoder")
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +101,7 @@ def test_what_stage_c_paints_reaches_the_picture_and_so_does_another_codec(
 ) -> None:
     given = {"decoder": str(decoder), "decoder_steps": 2}
     first = painted(prior, tmp_path / "first", **given)["00_00.png"]
-    assert first.shape == (96, 96, 3)
+    assert first.shape == (64, 64, 3)
     other = painted(prior, tmp_path / "other", guidance_scale=1.0, **given)["00_00.png"]
     assert apart(first, other) > 0.5, "Stage B's caption and noise are the same"
     vqgan = tmp_path / "vqgan"
@@ -113,7 +116,7 @@ def test_what_stage_c_paints_reaches_the_picture_and_so_does_another_codec(
 
 
 def test_sampling_starts_from_a_picture(prior: Path, picture: str, tmp_path: Path) -> None:
-    wanted = np.asarray(Image.open(picture).resize((96, 128)).crop((0, 16, 96, 112))).astype(int)
+    wanted = np.asarray(ImageOps.fit(Image.open(picture), (64, 64))).astype(int)
     near, far = (
         painted(prior, tmp_path / name, prompts=[], start_image=picture, start_strength=strength, steps=4)["00_00.png"]
         for name, strength in (("near", 0.02), ("far", 1.0))
@@ -141,7 +144,7 @@ def test_stage_b_alone_reconstructs_a_picture(decoder: Path, picture: str, tmp_p
     ("given", "message"),
     [
         ({"decoder": "{b}", "height": 100}, "height=100: must be a multiple of 8 pixels.*e.g. 96 or 104"),
-        ({"decoder": "{b}", "width": 24}, "width=24: .*and at least 32; e.g. 32 or 40"),
+        ({"decoder": "{b}", "width": 8}, "width=8: .*and at least 16; e.g. 16 or 24"),
         ({"source": "{b}", "image": "x.png", "width": 40}, "width=40: must be a multiple of 32 pixels"),
         ({"decoder": "{c}"}, "decoder=.*/c: is stage_c; after Stage C comes a Stage B"),
         ({"source": "{b}", "decoder": "{b}"}, "decoder=.*/b: comes after Stage C, and from=.*/b is stage_b"),
@@ -258,11 +261,15 @@ def test_the_combined_pipeline_paints_by_itself(combined: Any) -> None:
     assert combined("a red circle", height=128, width=128, **steps).images.shape == (1, 128, 128, 3)
 
 
-def export_of(folder: Path, *overrides: str) -> Path:
-    """Return a folder that looks like the export of a run, without weights in it."""
-    folder.mkdir()
-    OmegaConf.save(OmegaConf.create(to_plain(checked(*overrides, "run.name=x"))), folder / "config.yaml")
-    return folder
+@pytest.fixture(scope="module")
+def others(prior: Path) -> tuple[Path, Path]:
+    """Return what look like exports of adapters and of a Stage B without VQGAN, without weights in them."""
+    folders = prior.with_name("lora"), prior.with_name("tiny")
+    choices = ("task=lora", "model=c_tiny"), ("task=reconstruction", "model=b_tiny")
+    for folder, chosen in zip(folders, choices, strict=True):
+        folder.mkdir()
+        OmegaConf.save(OmegaConf.create(to_plain(checked(*chosen, "run.name=x"))), folder / "config.yaml")
+    return folders
 
 
 @pytest.mark.parametrize(
@@ -277,10 +284,14 @@ def export_of(folder: Path, *overrides: str) -> Path:
     ],
 )
 def test_only_what_belongs_together_is_combined(
-    prior: Path, decoder: Path, tmp_path: Path, given: dict[str, str | None], message: str
+    prior: Path,
+    decoder: Path,
+    others: tuple[Path, Path],
+    tmp_path: Path,
+    given: dict[str, str | None],
+    message: str,
 ) -> None:
-    lora = export_of(tmp_path / "lora", "task=lora", "model=c_tiny")
-    tiny = export_of(tmp_path / "tiny", "task=reconstruction", "model=b_tiny")
+    lora, tiny = others
     places = {"c": prior, "b": decoder, "lora": lora, "tiny": tiny}
     filled = {"source": "{c}", "decoder": "{b}", "format": "combined", "out": str(tmp_path / "out")} | given
     with pytest.raises(ConfigError, match=message):
