@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageFilter
 
 from cascade_train.data.index import ROW_FIELDS, Index
 from cascade_train.data.sample import RawSample
@@ -48,7 +48,9 @@ POSITIONS = {
 WORDS = (*COLOURS, *SHAPES, *RADII, *POSITIONS)
 """Words that describe an object."""
 
-_GRID = (0.22, 0.5, 0.78)
+GRID = (0.22, 0.5, 0.78)
+"""Where the columns and lines of positions lie, in sides of the picture."""
+
 _OVERSAMPLING = 4
 _DRAWS = 16
 _DROP_PROB = 0.08  # for each of size, position and shape: about a quarter of the captions leave one out
@@ -76,6 +78,10 @@ class Scene:
         """Return the scene in other words."""
         return Scene(**{field: names.get(word, word) for field, word in vars(self).items()})
 
+    def sentence(self) -> str:
+        """Return the plainest caption that leaves nothing out."""
+        return _caption(self, [_DROP_PROB] * 3 + [0.0])
+
 
 @dataclass(kw_only=True)
 class Shapes(Source):
@@ -86,12 +92,15 @@ class Shapes(Source):
         seed: which ones; another seed draws other pictures.
         only: words for colours, shapes, sizes and positions that objects are limited to, e.g. `star`; null = all.
         names: what captions call a colour, shape, size or position instead, e.g. `star: "[star]"`; null = its word.
+        background_weight: how much the loss counts there beside the object and its edge, in [0, 1]: objects cover a
+            twentieth of a picture, so that a young model overlooks them. 1 = as much as the object.
     """
 
     samples: int
     seed: int
     only: list[str] | None = None
     names: dict[str, str] | None = None
+    background_weight: float = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -99,6 +108,10 @@ class Shapes(Source):
             raise ValueError(f"data.samples={self.samples} must be at least 1: it counts the pictures")
         if self.image_size < 16:
             raise ValueError(f"data.image_size={self.image_size} must be at least 16 px for shapes")
+        if not 0.0 <= self.background_weight <= 1.0:
+            raise ValueError(
+                f"data.background_weight={self.background_weight}: is a share of the object's, give 0 to 1"
+            )
         for key, words in (("only", self.only or []), ("names", list(self.names or {}))):
             unknown = [word for word in words if word not in WORDS]
             if unknown:
@@ -115,7 +128,21 @@ class Shapes(Source):
         """Draw one picture."""
         scene, caption, picture = self.draw(row)
         words = vars(scene.renamed(self.names or {}))
-        return RawSample(image=np.asarray(picture), caption=caption, key=f"{self._title()}:{row:07d}", values=words)
+        key = f"{self._title()}:{row:07d}"
+        return RawSample(image=np.asarray(picture), caption=caption, key=key, values=words, mask=self._mask(row))
+
+    def _mask(self, row: int) -> np.ndarray | None:
+        """Return how much each pixel of a picture counts, 255 on the object and a twelfth of the side around it."""
+        if self.background_weight == 1.0:
+            return None
+        draws = _uniform(self.seed, row)
+        reach = self.image_size // 24 * 2 + 1
+        near = np.asarray(
+            _outline_mask(_scene(draws, self.only or ()), draws[10:], self.image_size).filter(
+                ImageFilter.MaxFilter(reach)
+            )
+        )
+        return np.where(near > 0, np.uint8(255), np.uint8(round(255 * self.background_weight)))
 
     def _title(self) -> str:
         """Return what tells these pictures from others, so that no run continues with others."""
@@ -177,17 +204,20 @@ def _caption(scene: Scene, draws: list[float]) -> str:
 
 
 def _picture(scene: Scene, draws: list[float], image_size: int) -> Image.Image:
-    """Draw the object's outline at a multiple of the size, reduce it to a soft mask, and blend two colours by it."""
-    side = image_size * _OVERSAMPLING
-    column, line = POSITIONS[scene.position]
-    x = (_GRID[column] + 0.04 * (draws[0] - 0.5)) * side
-    y = (_GRID[line] + 0.04 * (draws[1] - 0.5)) * side
-    radius = RADII[scene.size] * (0.9 + 0.2 * draws[2]) * side
-    mask = Image.new("L", (side, side))
-    _outline(ImageDraw.Draw(mask), scene.shape, x, y, radius, math.radians(16 * (draws[3] - 0.5)))
+    """Blend two colours by the object's soft mask."""
     front = Image.new("RGB", (image_size, image_size), _tinted(scene.colour, draws[4]))
     back = Image.new("RGB", (image_size, image_size), _tinted(scene.background, draws[5]))
-    return Image.composite(front, back, mask.reduce(_OVERSAMPLING))
+    return Image.composite(front, back, _outline_mask(scene, draws, image_size))
+
+
+def _outline_mask(scene: Scene, draws: list[float], image_size: int) -> Image.Image:
+    """Draw the object's outline at a multiple of the size, and reduce it to a soft mask."""
+    side = image_size * _OVERSAMPLING
+    column, line = POSITIONS[scene.position]
+    x = (GRID[column] + 0.04 * (draws[0] - 0.5)) * side
+    y = (GRID[line] + 0.04 * (draws[1] - 0.5)) * side
+    radius = RADII[scene.size] * (0.9 + 0.2 * draws[2]) * side
+    return outline_mask(scene.shape, side, (x, y), radius, 16 * (draws[3] - 0.5)).reduce(_OVERSAMPLING)
 
 
 def _tinted(colour: str, draw: float) -> tuple[int, int, int]:
@@ -197,15 +227,27 @@ def _tinted(colour: str, draw: float) -> tuple[int, int, int]:
     return red, green, blue
 
 
-def _outline(canvas: ImageDraw.ImageDraw, shape: str, x: float, y: float, radius: float, turn: float) -> None:
+def outline_mask(shape: str, side: int, centre: tuple[float, float], radius: float, degrees: float) -> Image.Image:
+    """Return a mask of `side` pixels, 255 inside the shape and 0 around it, with hard edges.
+
+    Args:
+        shape: one of `SHAPES`.
+        side: of the mask in pixels.
+        centre: x and y in pixels, from the left and the top.
+        radius: in pixels.
+        degrees: by which the shape is turned clockwise.
+    """
+    mask = Image.new("L", (side, side))
+    canvas, (x, y), turn = ImageDraw.Draw(mask), centre, math.radians(degrees)
     if shape in ("circle", "ring"):
         canvas.ellipse((x - radius, y - radius, x + radius, y + radius), fill=255)
         if shape == "ring":
             hole = 0.55 * radius
             canvas.ellipse((x - hole, y - hole, x + hole, y + hole), fill=0)
-        return
-    points = [(radius * r, math.radians(degrees) + turn) for r, degrees in _POLYGONS[shape]]
+        return mask
+    points = [(radius * r, math.radians(corner) + turn) for r, corner in _POLYGONS[shape]]
     canvas.polygon([(x + r * math.sin(angle), y - r * math.cos(angle)) for r, angle in points], fill=255)
+    return mask
 
 
 def _cross() -> list[tuple[float, float]]:

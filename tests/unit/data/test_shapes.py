@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cascade_train.data.shapes import COLOURS, POSITIONS, RADII, SHAPES, Shapes
+from cascade_train.data.shapes import COLOURS, POSITIONS, RADII, SHAPES, Scene, Shapes
 from tests.unit.data.dataset_contract import DatasetContract
 
 WORDS = {*COLOURS, *SHAPES, *RADII, *" ".join(POSITIONS).split()} | {
@@ -114,6 +114,25 @@ def test_edges_are_soft() -> None:
     assert len(np.unique(np.asarray(source.draw(row)[2]).reshape(-1, 3), axis=0)) > 5
 
 
+def test_the_loss_can_count_less_beside_the_object() -> None:
+    plain, weighted = shapes(image_size=96), shapes(image_size=96, background_weight=0.2)
+    for row in range(20):
+        sample = weighted.read(row)
+        assert plain.read(row).mask is None
+        assert np.array_equal(sample.image, plain.read(row).image)
+        assert set(np.unique(sample.mask)) == {51, 255}
+        pixels = sample.image.astype(int)
+        object_ = np.abs(pixels - pixels[0, 0]).sum(axis=-1) > 30
+        assert (sample.mask[object_] == 255).all()
+        assert 1.2 < (sample.mask == 255).sum() / object_.sum() < 9.0
+    assert plain.open().digest == weighted.open().digest
+
+
+def test_a_scenes_sentence_leaves_nothing_out() -> None:
+    scene = Scene(colour="orange", shape="ring", size="small", position="left", background="blue")
+    assert scene.sentence() == "a small orange ring on the left on a blue background"
+
+
 def test_drawing_takes_milliseconds() -> None:
     source = shapes(samples=200, image_size=96)
     start = time.perf_counter()
@@ -128,6 +147,7 @@ def test_drawing_takes_milliseconds() -> None:
         ({"samples": 0}, "data.samples=0 must be at least 1: it counts the pictures"),
         ({"image_size": 8}, "data.image_size=8 must be at least 16 px for shapes"),
         ({"image_size": 0}, "data.image_size=0 must be at least 1 px: it is the side of a picture"),
+        ({"background_weight": 1.5}, "data.background_weight=1.5: is a share of the object's, give 0 to 1"),
         ({"crop": "left"}, "data.crop=left is unknown"),
         ({"shuffle_window_shards": 0}, "data.shuffle_window_shards=0 must be at least 1"),
         ({"num_workers": -1}, "data.num_workers=-1 must be at least 0"),
