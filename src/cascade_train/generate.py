@@ -143,7 +143,7 @@ def generate(args: GenerateArgs) -> int:
     from cascade_train.trained_model import find_model, use_codec
 
     found = partial(find_model, allow_any_target=args.allow_any_target)
-    model = found(args.source, key="from", part="prior")
+    model = found(args.source, key="from", part="network")
     override_sampling(model.cfg, args)
     decoder = None if args.decoder is None else found(args.decoder, key="decoder", part="decoder")
     if decoder is not None:

@@ -39,7 +39,7 @@ def find_model(source: str, *, key: str, part: str, allow_any_target: bool = Fal
     Args:
         source: what the user named.
         key: the argument that named it.
-        part: the folder of a pipeline that is meant: "prior" or "decoder".
+        part: the folder of a pipeline that is meant: "prior", "decoder", or "network" for whichever is there.
         allow_any_target: build classes of any package that a run's configuration names.
 
     Raises:
