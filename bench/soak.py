@@ -91,10 +91,11 @@ def expect(end: End, codes: tuple[int, ...], notes: Path) -> None:
 def pass_tests() -> dict[str, Any]:
     """Run the tests of several ranks once, two files at a time, and return how it went.
 
-    Those that repeat something themselves are slow: this soak in small, and ranks that end fifty times.
+    Those that repeat something themselves are slow: this soak in small, and ranks that end again and again. What killed
+    and hindered ranks do is left out, since that is what the soak itself repeats.
     """
-    chosen = ["tests/distributed", "-m", "distributed and not slow", "-n", "2"]
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *chosen]
+    chosen = ["tests/distributed", "-m", "distributed and not slow", "--ignore=tests/distributed/test_faults.py"]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "2", *chosen]
     began = time.monotonic()
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     lines = done.stdout.strip().splitlines()
