@@ -1,0 +1,61 @@
+"""What is asked of the tiny cascade, and how its answers are counted; what it paints, the bench itself measures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from bench.shapes_judge import accuracies
+from bench.tiny_cascade import decibels, shapes, table, unseen
+
+OPTIONS: dict[str, Any] = {"samples": 1000, "seed": 0, "only": ["circle", "square", "red", "blue"], "names": None}
+
+
+@pytest.fixture(scope="module")
+def truth() -> Any:
+    return unseen(shapes(OPTIONS, 96), 40)
+
+
+def test_no_scene_that_is_asked_for_was_trained_on(truth: Any) -> None:
+    trained_on = shapes(OPTIONS, 96)
+    seen = {trained_on.draw(row)[0] for row in range(1000)}
+    assert len(seen) > 400
+    assert len(set(truth.scenes)) == 40
+    assert not seen & set(truth.scenes)
+    assert {scene.shape for scene in truth.scenes} == {"circle", "square"}
+    assert all(scene.position in caption for scene, caption in zip(truth.scenes, truth.captions, strict=True))
+
+
+def test_words_of_which_hardly_a_scene_is_left_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.tiny_cascade.LOOKED_AT", 500)
+    few = shapes(OPTIONS | {"only": ["circle", "small", "red", "center"]}, 96)
+    with pytest.raises(ValueError, match="only 0 of 500 scenes are none of the 1000 trained on"):
+        unseen(few, 3)
+
+
+def test_the_pictures_beside_the_scenes_show_them(truth: Any) -> None:
+    assert accuracies([picture / 255 for picture in truth.pictures], truth.scenes)["all"] == 1.0
+
+
+def test_decibels_are_those_of_the_pictures_and_of_the_bilinear_baseline(truth: Any) -> None:
+    off_by_one = [np.where(picture < 128, picture + 1, picture - 1).astype(np.uint8) for picture in truth.pictures]
+    images = torch.from_numpy(np.stack(truth.pictures)).permute(0, 3, 1, 2).double() / 255
+    coarse = functional.interpolate(functional.avg_pool2d(images, 32), (96, 96), mode="bilinear")
+    expected = (-10 * (coarse - images).square().mean(dim=(1, 2, 3)).log10()).mean().item()
+    found, bilinear = decibels(off_by_one, truth, 32)
+    assert found == pytest.approx(48.13, abs=0.01)
+    assert bilinear == pytest.approx(expected, abs=0.01)
+
+
+def test_the_table_shows_percent_below_the_targets() -> None:
+    found = dict.fromkeys(("colour", "shape", "size", "position", "background", "all"), 0.5) | {"shape": 0.8125}
+    assert list(table({"chain": found})) == [
+        "| | colour | shape | size | position | background | all |",
+        "|---|---|---|---|---|---|---|",
+        "| target | 90 | 80 |  | 80 | 90 |  |",
+        "| chain | 50.0 | 81.2 | 50.0 | 50.0 | 50.0 | 50.0 |",
+    ]
