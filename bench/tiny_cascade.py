@@ -92,7 +92,11 @@ def unseen(trained_on: Shapes, count: int) -> Truth:
 
 def painted(folder: Path, count: int) -> list[np.ndarray]:
     """Read what `generate` wrote, one picture for each prompt, (H, W, 3) uint8."""
-    return [np.asarray(Image.open(folder / f"{number:02d}_00.png").convert("RGB")) for number in range(count)]
+    pictures = []
+    for number in range(count):
+        with Image.open(folder / f"{number:02d}_00.png") as file:
+            pictures.append(np.asarray(file.convert("RGB")))
+    return pictures
 
 
 def from_captions(prior: str, decoder: str, truth: Truth, seed: int, folder: Path) -> list[np.ndarray]:
