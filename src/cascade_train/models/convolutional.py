@@ -121,7 +121,7 @@ class ConvolutionalPreviewer(Previewer):
 
     def decode(self, latent_BCHW: Tensor) -> Tensor:
         """Decode (B, 16, H, W) to (B, 3, 32 H, 32 W) fp32, not clamped."""
-        return self.module(latent_BCHW.float())
+        return self.module(latent_BCHW.float()).float()
 
 
 def _filled(module: nn.Module, weights: str | None, device: torch.device, part: str) -> nn.Module:

@@ -14,6 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from cascade_train.models.efficientnet import FixedBatchNorm2d
 from cascade_train.models.frozen_part import FrozenPart
 from cascade_train.models.initialize import FROZEN_SEED, convolution_rule, initialise
 from cascade_train.models.weights import load_module
@@ -30,7 +31,10 @@ class Previewer(FrozenPart):
 
     @abc.abstractmethod
     def decode(self, latent_BCHW: Tensor) -> Tensor:
-        """Decode latents (B, C, H, W) to (B, 3, scale H, scale W) fp32, not clamped. Without gradient."""
+        """Decode latents (B, C, H, W) to (B, 3, scale H, scale W) fp32, not clamped. Must not sync.
+
+        With gradient where the module trains and the caller asks for it (`objective=preview`).
+        """
 
 
 class PreviewNetwork(nn.Module):
@@ -54,7 +58,7 @@ class PreviewNetwork(nn.Module):
         ]
         blocks: list[nn.Module] = []
         for layer in layers:
-            blocks += [layer, nn.GELU(), nn.BatchNorm2d(layer.out_channels)]
+            blocks += [layer, nn.GELU(), FixedBatchNorm2d(layer.out_channels)]
         self.blocks = nn.Sequential(*blocks, nn.Conv2d(quarter, out_channels, kernel_size=1))
 
     def forward(self, latent_BCHW: Tensor) -> Tensor:
@@ -66,7 +70,8 @@ class ConvolutionPreviewer(Previewer):
     """The original's previewer: eight pixels for each latent position.
 
     Args:
-        weights: local safetensors file, or `owner/name:file` on the hub; null = values from a fixed seed.
+        weights: local safetensors file, a run or folder that holds `previewer/`, or `owner/name:file` on the hub;
+            null = values from a fixed seed.
     """
 
     scale = 8
@@ -85,10 +90,16 @@ class ConvolutionPreviewer(Previewer):
         if self.weights is None:
             initialise(module, convolution_rule(1.6), device=device, dtype=torch.float32, seed=FROZEN_SEED)
         else:
-            load_module(module, self.weights, dtype=torch.float32, device=device, key="model.previewer.weights")
+            load_module(
+                module,
+                self.weights,
+                dtype=torch.float32,
+                device=device,
+                key="model.previewer.weights",
+                part="previewer",
+            )
         self.module = module.eval().requires_grad_(False)
 
-    @torch.no_grad()
     def decode(self, latent_BCHW: Tensor) -> Tensor:
         """Decode (B, 16, H, W) to (B, 3, 8 H, 8 W) fp32, not clamped."""
-        return self.module(latent_BCHW.float())
+        return self.module(latent_BCHW.float()).float()

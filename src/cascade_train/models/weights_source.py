@@ -88,9 +88,8 @@ def _left_instead(folder: Path, part: str) -> str:
     left = sorted(child.name for child in export.iterdir() if child.is_dir()) if export.is_dir() else []
     if not left:
         return f"; let it finish, or export its newest checkpoint: python -m cascade_train.export from={folder}"
-    adapter = (
-        "; an adapter is no whole network, give the weights that it was trained on" if part in NETWORK_PARTS else ""
-    )
+    is_adapter = part in NETWORK_PARTS and "lora" in left
+    adapter = "; an adapter is no whole network, give the weights that it was trained on" if is_adapter else ""
     return f", only {', '.join(left)}{adapter}"
 
 
