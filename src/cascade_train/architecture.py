@@ -43,10 +43,12 @@ def stored_network(source: str, *, model: str | None, key: str, allow_any_target
     """
     run = run_of(Path(source))
     if model is None and run is not None:
-        stage = build_component(load_saved_config(run, allow_any_target=allow_any_target), "model")
-        if not isinstance(stage, DenoisingStage):
+        cfg = load_saved_config(run, allow_any_target=allow_any_target)
+        stage = build_component(cfg, "model")
+        if not isinstance(stage, DenoisingStage) or stage.name in build_component(cfg, "task").reconstructs:
             raise ConfigError(
-                f"{key}={source}: a run of an autoencoder, whose export/ holds every format that there is of it."
+                f"{key}={source}: a run of what makes pictures of {stage.name}'s latents, whose export/ holds every "
+                "format that there is of it."
             )
         return _architecture(stage.network_config)
     if model is None:

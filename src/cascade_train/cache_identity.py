@@ -106,6 +106,7 @@ def take_cache(cfg: Mapping[str, Any], stage: Stage, task: Task, source: Cached)
             task trains.
     """
     manifest, where = source.manifest, f"data.path={source.path}"
+    refuse_reconstruction(stage, task, f"and {where} is a cache, which has none: use the data that it was made of")
     lacking = sorted(stage.image_products.keys() - manifest.tensors.keys())
     if lacking:
         raise ConfigError(
@@ -125,7 +126,7 @@ def take_cache(cfg: Mapping[str, Any], stage: Stage, task: Task, source: Cached)
     makers = {**stage.image_products, **stage.caption_products}
     left_out = frozenset(makers[name] for name in [*stage.image_products, *manifest.captions])
     refuse_trained(left_out & task.trained_parts(), "the cache holds what it makes")
-    stage.left_out = left_out
+    stage.left_out |= left_out
     if manifest.captions:
         stage.caption_lookup = source.find_captions
         source.find_captions(["", *(cfg["sample"]["prompts"] or [])])
@@ -134,6 +135,16 @@ def take_cache(cfg: Mapping[str, Any], stage: Stage, task: Task, source: Cached)
 def task_identity(cfg: Mapping[str, Any]) -> dict[str, Any]:
     """Return what changes the tensors that a task makes of pictures, by key."""
     return {f"task.{key}": cfg["task"][key] for key in ("_target_", "filter") if key in cfg["task"]}
+
+
+def refuse_reconstruction(stage: Stage, task: Task, why: str) -> None:
+    """Refuse a task that is scored by pictures themselves.
+
+    Raises:
+        ConfigError: it is.
+    """
+    if stage.name in task.reconstructs:
+        raise ConfigError(f"task: what makes pictures of {stage.name}'s latents trains on pictures, {why}")
 
 
 def refuse_trained(parts: Iterable[str], why: str) -> None:

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 from cascade_train.batch import Batch
 from cascade_train.build.components import build_component, build_parts
 from cascade_train.build.model import compute_dtype
-from cascade_train.cache_identity import encoder_identity, refuse_trained, task_identity
+from cascade_train.cache_identity import encoder_identity, refuse_reconstruction, refuse_trained, task_identity
 from cascade_train.config.plain import to_plain
 from cascade_train.data.cache_manifest import Manifest, write_manifest
 from cascade_train.data.cache_units import CachedSample, is_whole, load_table, write_unit
@@ -93,6 +93,7 @@ def refuse_random(stage: Stage, task: Task, source: Source, *, captions: bool) -
     """
     if not stage.image_products:
         raise ConfigError(f"model: nothing of {stage.name} can be cached: {stage.why_not_cached}")
+    refuse_reconstruction(stage, task, "so that nothing can be cached for it")
     rules = (
         ("crop=random", source.crop == "random", "data.crop=center"),
         (f"flip_prob={source.flip_prob}", source.flip_prob > 0.0, "data.flip_prob=0"),

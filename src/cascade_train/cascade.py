@@ -89,9 +89,15 @@ def fit_sizes(
         compression: pixels of the finished picture for each latent position of Stage C; None = the model's.
 
     Raises:
-        ConfigError: sides that do not divide, stages in the wrong places, or compressors of different kinds.
+        ConfigError: a run without a stage that paints, sides that do not divide, stages in the wrong places, or
+            compressors of different kinds.
     """
     stage = build_component(model.cfg, "model")
+    if stage.name in build_component(model.cfg, "task").reconstructs:
+        raise ConfigError(
+            f"{model.origin}: trained what makes pictures of {stage.name}'s latents, and paints nothing from prompts: "
+            "its samples/ show what comes back of the data's pictures. Name a run of Stage B or C that denoises."
+        )
     if not isinstance(stage, StageC):
         return _sizes_of_one(stage, model, decoder, height=height, width=width, compression=compression)
     compression = resolution_multiple(stage) if compression is None else compression

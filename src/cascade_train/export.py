@@ -135,13 +135,13 @@ def _convert(args: ExportArgs, source: str, out: Path) -> None:
     from cascade_train.models.export_formats import DTYPES, export_lora, load_state, save_network
     from cascade_train.models.lora_files import holds_lora, module_shapes, read_lora
 
+    network = stored_network(source, model=args.model, key="from", allow_any_target=args.allow_any_target)
     is_lora = holds_lora(source)
     names = LORA if is_lora else NETWORK
     for name in args.formats():
         if name not in names:
             kind = "adapters" if is_lora else "a network's weights"
             raise ConfigError(f"format={name}: from={source} holds {kind}, whose formats are {', '.join(names)}.")
-    network = stored_network(source, model=args.model, key="from", allow_any_target=args.allow_any_target)
     if is_lora:
         lora = read_lora(source, key="from", modules=module_shapes(network), module_filters=args.module_filters)
         written = [export_lora(lora, network, out / names[n], format=n, metadata={}) for n in args.formats()]

@@ -45,6 +45,10 @@ RUNS = {
         *("task=reconstruction", "model=b_tiny", "data=mixture", "data.shares={{a: 0.7, b: 0.3}}"),
         *("+data@data.sources.a=shapes", "+data@data.sources.b=shapes", "data.sources.b.seed=1"),
     ),
+    "previewer": (
+        *("task=reconstruction", "model=c_tiny", "objective=preview", "+model.previewer.weights=null"),
+        "model.previewer._target_=cascade_train.models.convolutional.ConvolutionalPreviewer",
+    ),
 }
 STOPS = {name: random.Random(f"where {name} stops").randrange(1, STEPS) for name in RUNS}
 

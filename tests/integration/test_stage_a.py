@@ -76,7 +76,7 @@ def test_diffusers_the_originals_layout_and_stage_b_take_what_it_leaves(run: Pat
 
 
 def test_nothing_is_painted_from_prompts(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="Stage A paints nothing from prompts"):
+    with pytest.raises(ConfigError, match="pictures of stage_a's latents, and paints nothing from prompts"):
         generate(GenerateArgs(source=str(run), prompts=["a circle"], out=str(tmp_path)))
 
 
@@ -89,5 +89,8 @@ def test_a_short_training_brings_reconstructions_nearer(tmp_path: Path) -> None:
 
 
 def test_a_run_of_stage_a_has_no_network_to_write_in_another_format(run: Path) -> None:
-    with pytest.raises(ConfigError, match=r"from=.*: a run of an autoencoder, whose export/ holds every format"):
+    with pytest.raises(
+        ConfigError,
+        match=r"from=.*: a run of what makes pictures of stage_a's latents, whose export/ holds every format",
+    ):
         stored_network(str(run), model=None, key="from")

@@ -38,9 +38,11 @@ def build_parts(cfg: DictConfig) -> Parts:
         ConfigError: an argument that a component refuses, with the name of its node.
     """
     stage, objective = build_component(cfg, "model"), build_component(cfg, "objective")
+    task = build_component(cfg, "task").suited(objective)
+    stage.left_out = task.idle_parts()
     return Parts(
         stage=stage,
-        task=build_component(cfg, "task").suited(objective),
+        task=task,
         objective=objective,
         optimizer=build_component(cfg, "optimizer"),
         lr_schedule=build_component(cfg, "lr_scheduler"),

@@ -21,6 +21,7 @@ from cascade_train.distributed.process_group import World, build_mesh, mesh_shap
 from cascade_train.engine.ema import Ema
 from cascade_train.engine.optimizer import OptimizerSpec
 from cascade_train.engine.phase import BoundPhase, trainable_parameters
+from cascade_train.errors import ConfigError
 from cascade_train.models.stage import Stage
 from cascade_train.tasks.base import Phase
 
@@ -47,6 +48,8 @@ def build_whole_model(cfg: DictConfig, parts: Parts, world: World) -> None:
 
 def fill(stage: Stage, device: torch.device) -> None:
     """Give what the stage left on the meta device its values, of a sharded network this rank's share. Collective."""
+    if "network" in stage.left_out:
+        return
     shares = materialise(stage.network, device)
     from_every_rank(partial(stage.fill, shares))
     refuse_meta({"network": stage.network})
@@ -56,14 +59,20 @@ def build_model(cfg: DictConfig, parts: Parts, world: World, *, network_dtype: t
     """Build the stage and let the task take it; the network may still be without values. Collective.
 
     Raises:
-        ConfigError: weights that do not exist or fit, or a task that does not fit the stage.
+        ConfigError: weights that do not exist or fit, a task that does not fit the stage, or an option that would do
+            nothing.
     """
 
     def build() -> None:
         parts.stage.build(device=world.device, network_dtype=network_dtype, frozen_dtype=compute_dtype(cfg))
         parts.task.attach(parts.stage, parts.objective, world.device)
-        parts.stage.set_attention(cfg.attention.value)
-        parts.stage.set_activation_checkpointing(cfg.activation_checkpointing)
+        if "network" not in parts.stage.left_out:
+            parts.stage.set_attention(cfg.attention.value)
+            parts.stage.set_activation_checkpointing(cfg.activation_checkpointing)
+        elif cfg.activation_checkpointing:
+            raise ConfigError(
+                "activation_checkpointing=true: recomputes the network, and here none trains; set it to false"
+            )
 
     from_every_rank(build)
 
@@ -76,7 +85,8 @@ def build_phases(cfg: DictConfig, parts: Parts, world: World) -> list[BoundPhase
     """
     network_dtype = torch.float32 if parts.task.trains_network else compute_dtype(cfg)
     build_model(cfg, parts, world, network_dtype=network_dtype)
-    if world.is_main and cfg.model.weights is None and not parts.task.trains_network:
+    frozen = not parts.task.trains_network and "network" not in parts.stage.left_out
+    if world.is_main and cfg.model.weights is None and frozen:
         log.warning(
             "model.weights=null: the network has its first values, and its last layer begins at zero, so that nothing "
             "in front of it can learn. Name trained weights, unless you only try a machine."

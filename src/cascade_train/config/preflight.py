@@ -51,7 +51,7 @@ def preflight(cfg: DictConfig, *, ranks: int | None = None) -> DictConfig:
     assert isinstance(root, Root)
     check_nothing_added(root)
     check_numbers(resolved)
-    check_objective_fits_stage(root)
+    check_objective_fits(root)
     check_components(root)
     check_task_fits_stage(root)
     check_data_fits(root)
@@ -158,21 +158,33 @@ def check_task_fits_stage(root: Root) -> None:
     )
 
 
-def check_objective_fits_stage(root: Root) -> None:
-    """Check that the objective is for such a stage, by the constant `denoises` of both.
+def check_objective_fits(root: Root) -> None:
+    """Check that the objective scores what the task trains of this kind of stage.
+
+    By the constants `Objective.denoises` and, where it has it, `fits`; `Task.fits` and `reconstructs`; `Stage.name`.
+    A task that does not train the stage at all is told of by `check_task_fits_stage`.
 
     Raises:
         ConfigError: naming the objectives that fit.
     """
-    nodes = {"model": root.model, "objective": root.objective}
-    model, objective = (_constant(node, "denoises") if is_component(node) else None for node in nodes.values())
-    if model is None or objective is None or model == objective:
+    if not all(is_component(node) for node in (root.model, root.task, root.objective)):
         return
-    options = [o for o, t in option_targets("objective").items() if _constant({"_target_": t}, "denoises") == model]
-    raise ConfigError(
-        f"The objective {root.objective['_target_']} is for models that {'denoise' if objective else 'reconstruct'}, "
-        f"and {root.model['_target_']} does not. Objectives that fit it: {', '.join(options)}."
-    )
+    stage, denoises = _constant(root.model, "name"), _constant(root.objective, "denoises")
+    trained, reconstructs = (_constant(root.task, key) for key in ("fits", "reconstructs"))
+    if None in (stage, denoises, trained, reconstructs) or stage not in trained:
+        return
+
+    def fits(objective: Mapping[str, Any]) -> bool:
+        stages = _constant(objective, "fits")
+        return _constant(objective, "denoises") == (stage not in reconstructs) and (stages is None or stage in stages)
+
+    if not fits(root.objective):
+        options = [o for o, t in option_targets("objective").items() if fits({"_target_": t})]
+        what = "turns latents back into pictures" if stage in reconstructs else "denoises"
+        raise ConfigError(
+            f"The objective {root.objective['_target_']} is for something else: {root.task['_target_']} trains what "
+            f"{what} in {stage}. Objectives that fit: {', '.join(options) or 'none yet'}."
+        )
 
 
 def check_libraries(cfg: DictConfig) -> None:

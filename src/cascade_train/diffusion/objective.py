@@ -51,7 +51,7 @@ class Objective:
     """How latents are noised and a prediction is scored (Stable Cascade, gdf).
 
     Attributes:
-        denoises: whether it is for stages that denoise.
+        denoises: whether it is for what denoises latents.
     """
 
     denoises: ClassVar[bool] = True

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from cascade_train.batch import Batch
-from cascade_train.errors import ConfigError
 from cascade_train.models.codebook import count_codes, revive, unused_since
 from cascade_train.models.export import Exported
 from cascade_train.models.export_vqgan import save_original, save_vqgan
 from cascade_train.models.image_quality import check_installed, image_quality
 from cascade_train.models.stage import Stage
 from cascade_train.models.stage_a import StageA
-from cascade_train.tasks.base import Draws, Export, Guide, Painter, Phase, SampleSettings, StepOutput, Task
+from cascade_train.tasks.base import Draws, Export, Phase, SampleSettings, StepOutput, Task
+from cascade_train.tasks.pictures import RoundTrip, pictures_of, weighted
 from cascade_train.tasks.vqgan import Vqgan, adaptive_weight, hinge, with_gradient
 
 CANDIDATES = 8
@@ -55,8 +55,10 @@ class Autoencoding(Task):
     """Trains Stage A's encoder, codebook and decoder, or parts of them; made by `Reconstruction`."""
 
     fits = ("stage_a",)
+    reconstructs = ("stage_a",)
     trains_network = True
     needs_image = True
+    blind: ClassVar[str] = "Stage A"
 
     def __init__(self, objective: Vqgan) -> None:
         """Store; `attach` takes the stage."""
@@ -108,16 +110,10 @@ class Autoencoding(Task):
         return [own, opponent]
 
     def prepare_batch(self, batch: Batch) -> PreparedImages:
-        """Draw who is quantised and which latents are offered to dead codes, and copy to the device.
-
-        Raises:
-            ConfigError: the data holds no pictures.
-        """
-        if batch.image_BCHW is None:
-            raise ConfigError("data: Stage A trains on pictures, and a cache holds none; use the data it was made of")
+        """Draw who is quantised and which latents are offered to dead codes, and copy to the device."""
         places = [torch.rand(CANDIDATES, generator=g) for g in batch.generators("candidates")]
         return PreparedImages(
-            image_BCHW=batch.image_BCHW.to(self.device, non_blocking=True).float() / 255,
+            image_BCHW=pictures_of(batch, self.device),
             quantised_B=(batch.uniform("quantised") < self.objective.quantised_share).to(self.device),
             position_BM=torch.stack(places).to(self.device),
             weight_B=None if batch.weight_B is None else batch.weight_B.to(self.device),
@@ -132,7 +128,7 @@ class Autoencoding(Task):
         prepared.made_BCHW = made.image_BCHW.detach()
         report |= {"loss_codes": codes_B.detach(), "candidates": self._candidates(made.latent_BChw, prepared)}
         counts_K = count_codes(made.index_Bhw, len(self._unused_K))
-        return StepOutput(loss_B=_weighted(loss_B, prepared), report=report, totals={"code_counts": counts_K})
+        return StepOutput(loss_B=weighted(loss_B, prepared.weight_B), report=report, totals={"code_counts": counts_K})
 
     def _judge(self, made_BCHW: Tensor, image_BCHW: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Return the loss (B,) of reconstructions, its gradient at them (B, 3, H, W), and a report.
@@ -175,7 +171,7 @@ class Autoencoding(Task):
         loss_B = hinge(real, fake)
         report = {"loss_raw": loss_B.detach()}
         report |= {f"score_{name}": each.detach().mean(dim=(1, 2)) for name, each in (("real", real), ("made", fake))}
-        return StepOutput(loss_B=_weighted(loss_B, prepared), report=report)
+        return StepOutput(loss_B=weighted(loss_B, prepared.weight_B), report=report)
 
     def _candidates(self, latent_BChw: Tensor, prepared: PreparedImages) -> Tensor:
         """Return the latents that samples offer to dead codes, (B, M C), at the places drawn for them."""
@@ -237,35 +233,13 @@ class Autoencoding(Task):
         self._unused_K = state["unused"].to(self.device, copy=True)
 
 
-class Reconstructor(Painter):
+class Reconstructor(RoundTrip):
     """Shows pictures after a way through encoder and decoder."""
 
     result: ClassVar[str] = "reconstruction"
-
-    def __init__(self, stage: StageA) -> None:
-        """Store the stage."""
-        self.stage = stage
+    stage: StageA
 
     def beside(self, captions: Sequence[str], image_BCHW: Tensor, draws: Draws) -> Mapping[str, Tensor]:
         """Return reconstructions from codes alone."""
         everyone_B = torch.ones(len(image_BCHW), dtype=torch.bool, device=image_BCHW.device)
         return {"from codes": self.stage.network(image_BCHW, quantised_B=everyone_B).image_BCHW.clamp(0, 1)}
-
-    def paint(
-        self, captions: Sequence[str], image_BCHW: Tensor | None, draws: Draws, guide: Guide | None = None
-    ) -> Tensor:
-        """Return reconstructions (B, 3, H, W) in [0, 1] of the captions' own images.
-
-        Raises:
-            ConfigError: there are none.
-        """
-        if image_BCHW is None:
-            raise ConfigError(
-                "Stage A paints nothing from prompts: it reconstructs pictures of the data, which its run shows in "
-                "samples/; generate from a run of Stage B or C"
-            )
-        return self.stage.decode(self.stage.encode(image_BCHW))
-
-
-def _weighted(loss_B: Tensor, prepared: PreparedImages) -> Tensor:
-    return loss_B if prepared.weight_B is None else loss_B * prepared.weight_B

@@ -155,11 +155,14 @@ class Task(abc.ABC):
         fits: names of the stages that the task can train.
         trains_network: whether the stage's own network gets gradients (fp32 masters) or stays frozen.
         needs_image: whether samples follow an image even under prompts of the user's own.
+        reconstructs: those of `fits` of which it trains what makes pictures of latents, scored by these: its objective
+            denoises nothing, a cache has not what it trains on, and it paints nothing from prompts.
     """
 
     fits: ClassVar[tuple[str, ...]]
     trains_network: ClassVar[bool]
     needs_image: ClassVar[bool] = False
+    reconstructs: ClassVar[tuple[str, ...]] = ()
 
     def suited(self, objective: Any) -> Task:
         """Return the task that does this under an objective: itself, by default. Called before anything is built.
@@ -204,6 +207,13 @@ class Task(abc.ABC):
         """Return the encoders of the stage in which something trains, by their key below `model.`; none by default.
 
         Called before the model is built.
+        """
+        return frozenset()
+
+    def idle_parts(self) -> frozenset[str]:
+        """Return the parts of the stage that are not built, since the task has no use for them; none by default.
+
+        Called before the model is built. "network" is one; a task that names it sees no network.
         """
         return frozenset()
 

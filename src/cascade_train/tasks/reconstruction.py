@@ -1,8 +1,8 @@
-"""Training of what turns latents back into images: Stage B's network, or Stage A's.
+"""Training of what turns latents back into images: Stage B's network, Stage A's, or Stage C's previewer.
 
-Lives here: which of the two tasks it is, and what Stage B leaves behind. Must not live here: what trains
-(whole_network.py, autoencoding.py), the losses (text_to_image.py, vqgan.py), and the conditions, which are the stage's
-(models/stage_b.py).
+Lives here: which of these tasks it is, and what Stage B leaves behind. Must not live here: what trains
+(whole_network.py, autoencoding.py, previewing.py), the losses (text_to_image.py, vqgan.py, preview.py), and the
+conditions, which are the stage's (models/stage_b.py).
 """
 
 from __future__ import annotations
@@ -24,11 +24,16 @@ from cascade_train.models.stage_b import StageB
 from cascade_train.models.weights import load_module
 from cascade_train.tasks.autoencoding import Autoencoding
 from cascade_train.tasks.base import Export, Phase, Task
+from cascade_train.tasks.preview import Preview
+from cascade_train.tasks.previewing import Previewing
 from cascade_train.tasks.vqgan import Vqgan
 from cascade_train.tasks.whole_network import WholeNetwork
 
 COND_DROP_PROB = 0.05
 """Share of captions that Stage B's training replaces by the empty one, as in the original."""
+
+BLIND: Mapping[type, Any] = {Vqgan: Autoencoding, Preview: Previewing}
+"""Objective -> the task that it is for, which sees neither captions nor conditions."""
 
 COMPRESSOR = "semantic_compressor"
 """What the compressor is called among the stage's parts, the phase's modules and the exports."""
@@ -37,22 +42,24 @@ COMPRESSOR = "semantic_compressor"
 class Reconstruction(WholeNetwork):
     """Trains every weight of Stage B's network to reconstruct images from their semantic latents and captions.
 
-    With `objective=vqgan`, it trains Stage A. The semantic compressor may train along, as in Würstchen (Pernias et al.
-    2023): then it learns to keep what the decoder needs, and Stage C is trained on its latents afterwards.
+    With `objective=vqgan`, it trains Stage A; with `objective=preview`, Stage C's previewer. The semantic compressor
+    may train along with Stage B, as in Würstchen (Pernias et al. 2023): then it learns to keep what the decoder needs,
+    and Stage C is trained on its latents afterwards.
 
     Args:
-        cond_drop_prob: share of samples whose caption is replaced by the empty one, in [0, 1]; null = 0.05. Stage A
-            sees no captions.
+        cond_drop_prob: share of samples whose caption is replaced by the empty one, in [0, 1]; null = 0.05. For Stage
+            B alone: the others see no captions.
         image_keep_prob: share of samples whose own image is a condition, in [0, 1], the others get zeros; null = the
-            stage's, 0.9. Stage A has no conditions.
-        train_compressor: whether the semantic compressor trains along; its norms keep their statistics. False = it
-            stays as it is, which every published Stage C needs.
+            stage's, 0.9. For Stage B alone.
+        train_compressor: for Stage B alone, whether the semantic compressor trains along; its norms keep their
+            statistics. False = it stays as it is, which every published Stage C needs.
 
     Raises:
         ValueError: a share outside [0, 1].
     """
 
-    fits = ("stage_a", "stage_b")
+    fits = ("stage_a", "stage_b", "stage_c")
+    reconstructs = ("stage_a", "stage_c")
     part = "decoder"
 
     def __init__(
@@ -69,17 +76,21 @@ class Reconstruction(WholeNetwork):
         }
 
     def suited(self, objective: Any) -> Task:
-        """Return the training of Stage A where the objective is for it; else this.
+        """Return the training of Stage A or of a previewer where the objective is for it; else this.
 
         Raises:
-            ConfigError: an option that means nothing for Stage A.
+            ConfigError: an option that means nothing there.
         """
-        if not isinstance(objective, Vqgan):
+        other = next((task for kind, task in BLIND.items() if isinstance(objective, kind)), None)
+        if other is None:
             return self
         for key, value in self._given.items():
             if value is not None:
-                raise ConfigError(f"task.{key}={value}: Stage A sees neither captions nor conditions; leave it out")
-        return Autoencoding(objective)
+                raise ConfigError(
+                    f"task.{key}={value}: is for Stage B; {other.blind} sees neither captions nor conditions. Leave "
+                    "it out"
+                )
+        return cast(Task, other(objective))
 
     def trained_parts(self) -> frozenset[str]:
         """Return the semantic compressor where it trains along."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from cascade_train.diffusion.checks import check_choice, check_within
 from cascade_train.models.discriminator import PatchDiscriminator, build_discriminator
 from cascade_train.models.perceptual import FeatureDistance
+from cascade_train.tasks.pictures import PIXELS, pixel_distance
 
 _MOST = 1.0e6
 
@@ -107,10 +108,12 @@ class Vqgan:
         ValueError: nothing trains.
 
     Attributes:
-        denoises: whether it is for stages that denoise.
+        denoises: whether it is for what denoises latents.
+        fits: names of the stages that it is for.
     """
 
     denoises: ClassVar[bool] = False
+    fits: ClassVar[tuple[str, ...]] = ("stage_a",)
 
     def __init__(
         self,
@@ -132,7 +135,7 @@ class Vqgan:
             check_within("revive_after_steps", revive_after_steps, 1, 10**12)
         if not (train_encoder or train_decoder):
             raise ValueError("objective.train_encoder=false, objective.train_decoder=false: nothing would train")
-        check_choice("pixel", pixel, ("l1", "l2"))
+        check_choice("pixel", pixel, PIXELS)
         self.pixel = pixel
         self.codebook_weight = codebook_weight
         self.commitment_weight = commitment_weight
@@ -145,8 +148,7 @@ class Vqgan:
 
     def pixels(self, image_BCHW: Tensor, original_BCHW: Tensor) -> Tensor:
         """Return the mean distance of pixels, (B,) fp32."""
-        error_BCHW = image_BCHW - original_BCHW
-        return (error_BCHW.abs() if self.pixel == "l1" else error_BCHW.square()).mean(dim=(1, 2, 3))
+        return pixel_distance(image_BCHW, original_BCHW, self.pixel)
 
     def codes(self, latent_BChw: Tensor, code_BChw: Tensor) -> Tensor:
         """Return what latents and codes owe each other, (B,) fp32, weighted."""

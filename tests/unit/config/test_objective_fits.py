@@ -1,4 +1,4 @@
-"""Objectives and models that have nothing to say to each other are refused before anything is loaded."""
+"""Objectives that do not score what a task trains of a model are refused before anything is loaded."""
 
 import pytest
 
@@ -9,10 +9,25 @@ from tests.unit.config.composing import checked
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["model=a_tiny", "objective=gdf"], r"Objective is for models that denoise.*fit it: vqgan\."),
-        (["model=b_tiny", "objective=vqgan"], r"Vqgan is for models that reconstruct.*fit it: adaptive, .*gdf"),
+        (
+            ["reconstruction", "a_tiny", "gdf"],
+            r"Objective is for something.*back into pictures in stage_a.*fit: vqgan\.",
+        ),
+        (["reconstruction", "a_tiny", "preview"], r"Preview is for something else.*Objectives that fit: vqgan\."),
+        (
+            ["reconstruction", "b_tiny", "vqgan"],
+            r"Vqgan is for something.*what denoises in stage_b.*fit: adaptive, .*gdf",
+        ),
+        (
+            ["reconstruction", "b_tiny", "preview"],
+            r"Preview is for something else.*Objectives that fit: adaptive, .*gdf",
+        ),
+        (["reconstruction", "c_tiny", "gdf"], r"Objective is for something.*pictures in stage_c.*that fit: preview\."),
+        (["reconstruction", "c_tiny", "vqgan"], r"Vqgan is for something else.*that fit: preview\."),
+        (["finetune", "c_tiny", "preview"], r"Preview is for something.*finetune.Finetune trains.*fit: adaptive, edm, gdf"),
     ],
 )
-def test_an_objective_of_another_kind_of_model_is_refused(overrides, message):
+def test_an_objective_for_something_else_is_refused(overrides, message):
+    task, model, objective = overrides
     with pytest.raises(ConfigError, match=message):
-        checked("task=reconstruction", *overrides)
+        checked(f"task={task}", f"model={model}", f"objective={objective}")

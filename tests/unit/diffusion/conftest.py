@@ -16,7 +16,7 @@ from cascade_train.diffusion.objective import Objective
 
 FOLDER = Path(__file__).resolve().parents[3] / "conf" / "objective"
 OBJECTIVES = ("adaptive", "edm", "gdf", "min_snr", "rectified_flow", "v")
-NOT_DIFFUSION = ("vqgan",)
+NOT_DIFFUSION = ("vqgan", "preview")
 
 
 def shipped() -> list[str]:

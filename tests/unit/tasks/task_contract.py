@@ -30,6 +30,8 @@ def component(group: str, option: str, **changes: Any) -> Any:
     """
     own: Any = OmegaConf.load(CONF / group / f"{option}.yaml")
     for place, mounted in [pair for entry in own.pop("defaults", []) if entry != "_self_" for pair in entry.items()]:
+        if place.startswith("override "):
+            continue
         other, _, key = place.lstrip("/").partition("@")
         own[key] = OmegaConf.load(CONF / other / f"{mounted}.yaml")
     config = OmegaConf.merge({"run": {"seed": 0}}, {"node": own}, {"node": changes})
@@ -130,7 +132,8 @@ class TaskContract:
         found = [parameter for phase in phases for parameter in trainable(phase).values()]
         assert found
         assert all(parameter.dtype == torch.float32 for parameter in found)
-        everywhere = [task.stage.network, *task.stage.frozen_modules().values()]
+        networks = [] if "network" in task.stage.left_out else [task.stage.network]
+        everywhere = [*networks, *task.stage.frozen_modules().values()]
         expected = {id(p) for module in everywhere for p in module.parameters() if p.requires_grad}
         assert expected <= {id(parameter) for parameter in found}
         assert len({id(parameter) for parameter in found}) == len(found)

@@ -1,0 +1,152 @@
+"""Training of a previewer: the contract, what is scored, and what is not built."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import avg_pool2d
+
+from cascade_train.errors import ConfigError
+from cascade_train.models.convolutional import ConvolutionalPreviewer
+from cascade_train.models.previewer import ConvolutionPreviewer
+from cascade_train.tasks.preview import Preview
+from tests.unit.models.stages import make_stage
+from tests.unit.tasks.task_contract import CPU, TaskContract, component, make_batch
+
+SMALL = "cascade_train.models.convolutional.ConvolutionalPreviewer"
+ORIGINAL = "cascade_train.models.previewer.ConvolutionPreviewer"
+
+
+def previewing(target: str = SMALL, **changed: Any) -> Any:
+    """Return the task on a stage of which it has built what it needs."""
+    objective = component("objective", "preview", **changed)
+    task = component("task", "reconstruction").suited(objective)
+    stage = make_stage("c_tiny", {"weights": "nobody/nothing", "previewer": {"_target_": target, "weights": None}})
+    stage.left_out = task.idle_parts()
+    stage.build(device=CPU, network_dtype=torch.float32, frozen_dtype=torch.float32)
+    task.attach(stage, objective, CPU)
+    return task
+
+
+@pytest.fixture(scope="module")
+def task() -> Any:
+    return previewing()
+
+
+class OfPreviewers(TaskContract):
+    """The contract without what only tasks that denoise promise."""
+
+    option = "reconstruction"
+    model = "c_tiny"
+    objective = "preview"
+    target = SMALL
+    test_a_caption_steers_the_prediction = None
+    test_evaluation_is_a_fixed_number_per_sample_and_noise_level = None
+
+    @classmethod
+    def make(cls) -> Any:
+        return previewing(cls.target)
+
+
+class TestPreviewing(OfPreviewers):
+    """Previews of the pictures' size."""
+
+
+class TestPreviewingOfTheOriginal(OfPreviewers):
+    """Previews of a quarter of the size, by the network with batch norm."""
+
+    target = ORIGINAL
+
+    def test_norms_keep_their_statistics(self, prepared: Any) -> None:
+        task = self.make()
+        before = {name: value.clone() for name, value in task.stage.previewer.module.named_buffers()}
+        task.stage.previewer.module.train()
+        task.loss(prepared)
+        assert before
+        assert all(torch.equal(value, before[name]) for name, value in task.stage.previewer.module.named_buffers())
+
+
+def test_what_it_has_no_use_for_is_not_built(task: Any) -> None:
+    assert task.stage.frozen_modules().keys() == {"semantic_compressor", "previewer"}
+    assert not hasattr(task.stage, "network")
+
+
+def test_pictures_are_compared_at_the_size_of_their_previews() -> None:
+    task = previewing(ORIGINAL)
+    prepared = task.prepare_batch(make_batch(0, 1))
+    made = task.stage.previewer.decode(task.stage.encode(prepared.image_BCHW))
+    original = avg_pool2d(prepared.image_BCHW, 4)
+    assert made.shape == original.shape == (2, 3, 24, 24)
+    torch.testing.assert_close(task.loss(prepared).loss_B, (made - original).abs().mean(dim=(1, 2, 3)))
+    measured = task.measures(prepared, [])
+    assert measured.keys() == {"loss", "psnr", "ssim"}
+    error = (made.clamp(0, 1) - original).square().mean(dim=(1, 2, 3))
+    torch.testing.assert_close(measured["psnr"], -10 * error.log10())
+
+
+def test_pixels_are_compared_by_their_squares_where_asked_for(task: Any) -> None:
+    prepared = task.prepare_batch(make_batch(0))
+    squared = previewing(pixel="l2")
+    made = task.stage.previewer.decode(task.stage.encode(prepared.image_BCHW))
+    expected = (made - prepared.image_BCHW).square().mean(dim=(1, 2, 3))
+    torch.testing.assert_close(squared.loss(prepared).loss_B, expected)
+    with pytest.raises(ConfigError, match="pixel=l3 is unknown; choose one of l1, l2"):
+        Preview(pixel="l3")  # type: ignore[arg-type]
+
+
+def test_places_that_a_mask_leaves_out_do_not_count() -> None:
+    task = previewing(ORIGINAL)
+    batch, mask = make_batch(0, 1), torch.zeros(2, 1, 96, 96, dtype=torch.uint8)
+    mask[0, :, :, :48] = 255
+    prepared = task.prepare_batch(replace(batch, tensors={"mask": mask}))
+    made = task.stage.previewer.decode(task.stage.encode(prepared.image_BCHW))
+    kept = (made - avg_pool2d(prepared.image_BCHW, 4)).abs()[0, :, :, :12].mean()
+    torch.testing.assert_close(task.loss(prepared).loss_B, torch.stack([kept, torch.zeros(())]))
+    assert float(task.measures(prepared, [])["loss"][1].detach()) == 0.0
+
+
+def test_weights_of_samples_count() -> None:
+    task = previewing()
+    batch = make_batch(0, 1)
+    plain = task.loss(task.prepare_batch(batch))
+    output = task.loss(task.prepare_batch(replace(batch, weight_B=torch.tensor([0.5, 0.0]))))
+    torch.testing.assert_close(output.loss_B, plain.loss_B * torch.tensor([0.5, 0.0]))
+    torch.testing.assert_close(output.report["loss_raw"], plain.report["loss_raw"])
+
+
+@pytest.mark.parametrize(("target", "kind"), [(SMALL, ConvolutionalPreviewer), (ORIGINAL, ConvolutionPreviewer)])
+def test_what_is_left_behind_is_read_as_weights(target: str, kind: Any, tmp_path: Path) -> None:
+    module = previewing(target).stage.previewer.module
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter += 1
+    ((name, export),) = previewing(target).exports().items()
+    assert export.write(module.state_dict(), tmp_path / "export" / name) == 0.0
+    again = kind(weights=str(tmp_path))
+    again.build(device=CPU)
+    assert all(torch.equal(value, again.module.state_dict()[key]) for key, value in module.state_dict().items())
+
+
+def test_a_previewer_without_weights_is_refused_with_one_that_has() -> None:
+    objective = component("objective", "preview")
+    task, stage = component("task", "reconstruction").suited(objective), make_stage("c_tiny")
+    stage.left_out = task.idle_parts()
+    stage.build(device=CPU, network_dtype=torch.float32, frozen_dtype=torch.float32)
+    with pytest.raises(ConfigError, match=rf"TinyPreviewer has no weights, so that nothing would train.*{SMALL}"):
+        task.attach(stage, objective, CPU)
+
+
+def test_another_stage_has_no_previewer() -> None:
+    task = component("task", "reconstruction").suited(component("objective", "preview"))
+    with pytest.raises(AssertionError, match="a previewer belongs to Stage C, not to stage_a"):
+        task.attach(make_stage("a_tiny"), None, CPU)
+
+
+@pytest.mark.parametrize("given", [{"cond_drop_prob": 0.1}, {"image_keep_prob": 0.5}, {"train_compressor": True}])
+def test_options_of_stage_b_are_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"task.{next(iter(given))}=.*is for Stage B; a previewer sees neither"):
+        component("task", "reconstruction", **given).suited(component("objective", "preview"))
