@@ -1,4 +1,4 @@
-"""Stage A on several ranks: losses, the adaptive weight, the opponent and the revived codes are those of one."""
+"""Stage A and a previewer on several ranks: losses, the adaptive weight, the opponent and codes are those of one."""
 
 import pytest
 import torch
@@ -6,16 +6,21 @@ from safetensors.torch import load_file
 
 from tests.distributed.test_modes import fork
 from tests.integration.runs import read_metrics
+from tests.integration.test_previewer import ORIGINAL, PREVIEW, SCRATCH
+from tests.integration.test_previewer import WEIGHTS as PREVIEWER_WEIGHTS
 from tests.integration.test_stage_a import STAGE_A, WEIGHTS
 
 pytestmark = pytest.mark.distributed
 
 SHORT = ("train.max_steps=3", "checkpoint.every_steps=null")
 ONE = (*STAGE_A, *SHORT, "objective.adversarial.start_step=2", "activation_checkpointing=true")
+PREVIEWER = (*PREVIEW, ORIGINAL, SCRATCH, *SHORT, "validate.every_steps=3", "validate.samples=3")
 RUNS = {
     "one": (1, None, ONE),
     "shards": (2, None, (*ONE, "parallel=fsdp", "train.micro_batch_size=1")),
     "decoder": (2, None, (*ONE, "parallel=fsdp", "objective.train_encoder=false")),
+    "previewer": (1, None, PREVIEWER),
+    "previewer_in_shards": (2, None, (*PREVIEWER, "parallel=fsdp", "train.micro_batch_size=1")),
 }
 
 
@@ -29,6 +34,14 @@ def test_every_measure_is_that_of_one_rank(runs):
     assert "adaptive_weight" in whole[-1]
     for one, several in zip(whole, read_metrics(runs / "shards"), strict=True):
         assert one == pytest.approx(several, rel=2e-3, abs=1e-6)
+
+
+def test_a_previewer_in_shards_is_that_of_one_rank(runs):
+    for one, two in zip(*(read_metrics(runs / name) for name in ("previewer", "previewer_in_shards")), strict=True):
+        assert one == pytest.approx(two, rel=2e-3, abs=1e-6)
+    one, two = (load_file(runs / name / PREVIEWER_WEIGHTS) for name in ("previewer", "previewer_in_shards"))
+    assert one.keys() == two.keys()
+    assert all(torch.allclose(value, two[name], rtol=2e-3, atol=2e-3) for name, value in one.items())
 
 
 def test_the_same_codes_are_revived(runs):

@@ -66,7 +66,7 @@ def test_pictures_of_every_shape_train_one_at_a_time(
     monkeypatch.setattr(Trainer, "train_step", noted)
     looks = ("validate.every_steps=6", "validate.share=0.25", "validate.samples=3", "sample.every_steps=6")
     alone = ("train.global_batch_size=1", "train.max_steps=6", "sample.count=1", "checkpoint.every_steps=null")
-    again = ("validate.reconstructions=3",) if name == "b" else ()
+    again = ("validate.reconstructions=3", "validate.logsnr=[0]") if name == "b" else ()
     run = train(tmp_path / "run", *overrides(name), *data, *looks, *alone, *again)
     assert {shape[2:] for shape in trained} == BUCKETS
     assert all(shape[0] == 1 for shape in trained)

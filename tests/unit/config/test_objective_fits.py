@@ -24,7 +24,7 @@ from tests.unit.config.composing import checked
         ),
         (["reconstruction", "c_tiny", "gdf"], r"Objective is for something.*pictures in stage_c.*that fit: preview\."),
         (["reconstruction", "c_tiny", "vqgan"], r"Vqgan is for something else.*that fit: preview\."),
-        (["finetune", "c_tiny", "preview"], r"Preview is for something.*finetune.Finetune trains.*fit: adaptive, edm, gdf"),
+        (["finetune", "c_tiny", "preview"], r"Preview is for something.*Finetune trains.*fit: adaptive, edm"),
     ],
 )
 def test_an_objective_for_something_else_is_refused(overrides, message):
