@@ -58,7 +58,6 @@ class Autoencoding(Task):
     reconstructs = ("stage_a",)
     trains_network = True
     needs_image = True
-    blind: ClassVar[str] = "Stage A"
 
     def __init__(self, objective: Vqgan) -> None:
         """Store; `attach` takes the stage."""

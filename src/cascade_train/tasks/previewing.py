@@ -52,7 +52,6 @@ class Previewing(Task):
     reconstructs = ("stage_c",)
     trains_network = False
     needs_image = True
-    blind: ClassVar[str] = "a previewer"
 
     def __init__(self, objective: Preview) -> None:
         """Store; `attach` takes the stage."""

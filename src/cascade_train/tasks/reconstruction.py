@@ -87,8 +87,8 @@ class Reconstruction(WholeNetwork):
         for key, value in self._given.items():
             if value is not None:
                 raise ConfigError(
-                    f"task.{key}={value}: is for Stage B; {other.blind} sees neither captions nor conditions. Leave "
-                    "it out"
+                    f"task.{key}={value}: is for Stage B; what trains by this objective sees neither captions nor "
+                    "conditions. Leave it out"
                 )
         return cast(Task, other(objective))
 

@@ -115,6 +115,8 @@ def test_nobody_is_quantised_where_nobody_shall_be() -> None:
 
 def test_options_of_stage_b_are_refused() -> None:
     task = Reconstruction(cond_drop_prob=0.1, image_keep_prob=None)
-    with pytest.raises(ConfigError, match=r"task.cond_drop_prob=0.1: is for Stage B; Stage A sees neither captions"):
+    with pytest.raises(
+        ConfigError, match=r"task.cond_drop_prob=0.1: is for Stage B; what trains by this objective sees"
+    ):
         task.suited(component("objective", "vqgan"))
     assert task.suited(component("objective", "gdf")) is task

@@ -148,5 +148,7 @@ def test_another_stage_has_no_previewer() -> None:
 
 @pytest.mark.parametrize("given", [{"cond_drop_prob": 0.1}, {"image_keep_prob": 0.5}, {"train_compressor": True}])
 def test_options_of_stage_b_are_refused(given: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=rf"task.{next(iter(given))}=.*is for Stage B; a previewer sees neither"):
+    with pytest.raises(
+        ConfigError, match=rf"task.{next(iter(given))}=.*is for Stage B; what trains by this objective sees"
+    ):
         component("task", "reconstruction", **given).suited(component("objective", "preview"))
