@@ -2,9 +2,16 @@
 
 import pytest
 
-from cascade_train.cache_identity import content, encoder_identity, first_difference, refuse_trained
+from cascade_train.cache_identity import (
+    content,
+    encoder_identity,
+    first_difference,
+    refuse_reconstruction,
+    refuse_trained,
+)
 from cascade_train.errors import ConfigError
 from tests.unit.models.stages import make_stage, model_config
+from tests.unit.tasks.task_contract import component
 
 
 def test_weights_count_by_content_wherever_they_lie(tmp_path):
@@ -42,3 +49,11 @@ def test_seeded_encoders_do_not_depend_on_the_weights_that_are_named():
 def test_parts_that_train_are_refused_by_name():
     with pytest.raises(ConfigError, match="something in model.text_encoder trains, but why"):
         refuse_trained(["text_encoder"], "why")
+
+
+@pytest.mark.parametrize(("model", "objective"), [("a_tiny", "vqgan"), ("c_tiny", "preview")])
+def test_what_trains_on_pictures_takes_no_cache(model, objective):
+    task = component("task", "reconstruction").suited(component("objective", objective))
+    with pytest.raises(ConfigError, match="latents trains on pictures, why"):
+        refuse_reconstruction(make_stage(model), task, "why")
+    refuse_reconstruction(make_stage("c_tiny"), component("task", "finetune"), "why")
