@@ -59,7 +59,7 @@ class Stage(abc.ABC):
         encodes_nothing: parts that no product needs.
         left_out: parts that `build` leaves out; set before it.
         caption_lookup: finds the products of captions in a cache, on the host; None = the stage makes them itself.
-        network: the module that denoises; exists after `build`.
+        network: the module that denoises; exists after `build`, unless it is left out.
     """
 
     name: ClassVar[str]
