@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import hydra
+from hydra._internal.hydra import Hydra
 from hydra._internal.utils import get_args_parser
 from hydra.conf import HydraConf
 from hydra.core.config_store import ConfigStore
@@ -81,7 +82,7 @@ def compose_and_run(argv: Sequence[str], train: Callable[[DictConfig], int]) -> 
 def _compose(argv: Sequence[str], job: Callable[[DictConfig], int]) -> None:
     """Let Hydra compose, print, or run `job` once or per element of a sweep."""
     check_launcher(argv)
-    with _arguments(with_implied_choices(argv)), lost_jobs_told():
+    with _arguments(with_implied_choices(argv)), _mode_by_flags(argv), lost_jobs_told():
         hydra.main(config_path=str(conf_dir()), config_name="config", version_base="1.3")(job)()
 
 
@@ -151,6 +152,23 @@ def _arguments(argv: Sequence[str]) -> Iterator[None]:
         yield
     finally:
         sys.argv = before
+
+
+@contextlib.contextmanager
+def _mode_by_flags(argv: Sequence[str]) -> Iterator[None]:
+    """Spare Hydra a whole composition that tells it `hydra.mode`, where nobody but the flags can have set that.
+
+    None of our files does (tests/unit/config/test_launch.py); overrides and folders of a user's own may.
+    """
+    if any("hydra" in argument or argument.startswith(("--config", "-c")) for argument in argv):
+        yield
+        return
+    asked = Hydra.get_mode
+    Hydra.get_mode = lambda *_, **__: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Hydra.get_mode = asked  # type: ignore[method-assign]
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -2,9 +2,12 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from omegaconf import DictConfig
+from hydra._internal.hydra import Hydra
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
 
 from cascade_train.config.groups import conf_dir
 from cascade_train.config.launch import LONGEST_NAME, compose_and_run, folder_name, with_implied_choices
@@ -90,6 +93,30 @@ def test_defaults_can_be_listed(start: Start, capsys: pytest.CaptureFixture[str]
 def test_one_node_can_be_printed(start: Start, capsys: pytest.CaptureFixture[str]):
     assert compose_and_run(["--cfg", "job", "--package", "lr_scheduler", *TINY], lambda cfg: 1) == 0
     assert "warmup_steps: 1" in capsys.readouterr().out
+
+
+def test_a_configuration_is_composed_once(start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    composed: list[Any] = []
+    compose = Hydra.compose_config
+    monkeypatch.setattr(Hydra, "compose_config", lambda *a, **k: composed.append(k.get("run_mode")) or compose(*a, **k))
+    assert start(*TINY)[0] == 0
+    assert composed == [RunMode.RUN]
+    composed.clear()
+    own = tmp_path / "experiment"
+    own.mkdir()
+    (own / "swept.yaml").write_text("# @package _global_\nhydra:\n  mode: MULTIRUN\n")
+    assert start(*TINY, "experiment=swept", "--config-dir", str(tmp_path))[0] == 0
+    assert composed[0] == RunMode.MULTIRUN, "a folder of the user's own may set hydra.mode, and is asked"
+    assert len(composed) > 1
+
+
+def test_no_shipped_file_sets_hydras_mode():
+    files = sorted(conf_dir().rglob("*.yaml"))
+    assert len(files) > 50
+    nodes = [OmegaConf.load(file) for file in files]
+    assert not [
+        file for file, node in zip(files, nodes, strict=True) if OmegaConf.select(node, "hydra.mode") is not None
+    ]
 
 
 def test_folder_of_the_user_adds_options(start: Start, trained: list[DictConfig], tmp_path: Path):
