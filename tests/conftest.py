@@ -19,12 +19,16 @@ os.environ.update(
 
 import random
 import shutil
+import signal
 import socket
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell leaves it to what runs in its background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS_OF_SLOW_TESTS = 1800
