@@ -155,23 +155,29 @@ def test_retention_is_applied_beside_the_loop_too(world, tmp_path):
 
 @FORKS
 def test_children_forked_during_a_write_do_not_disturb_it(store, monkeypatch):
+    """The loop's thread forks, as it does for data workers: a fork destroys what other threads keep for themselves."""
     write_item = checkpoint_writing.Snapshot.resolve_data
-    forks = []
+    writing, forked, ends = threading.Event(), threading.Event(), []
 
-    def forking(self, item):
+    def held(self, item):
+        writing.set()
+        assert forked.wait(60)
+        return write_item(self, item)
+
+    monkeypatch.setattr(checkpoint_writing.Snapshot, "resolve_data", held)
+    path = store.save(1, state(1), {})
+    assert writing.wait(60)
+    for _ in range(5):
         child = os.fork()
         if child == 0:
             gc.freeze()  # as data workers do: groups of before the fork are not theirs to destroy
             torch.ones(4).sum()
             os._exit(0)
-        forks.append(os.waitpid(child, 0)[1])
-        return write_item(self, item)
-
-    monkeypatch.setattr(checkpoint_writing.Snapshot, "resolve_data", forking)
-    path = store.save(1, state(1), {})
+        ends.append(os.waitpid(child, 0)[1])
+    assert not path.exists(), "the write goes on"
+    forked.set()
     store.wait()
-    assert len(forks) == 5
-    assert set(forks) == {0}
+    assert ends == [0] * 5
     assert find_fault(path) is None
     loaded = state(2)
     store.load(path, loaded)
