@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from cascade_train.config.signatures import read_signature
 from cascade_train.config.source import UnreadableError, absolute, find, load_module, lookup, module_file
 from cascade_train.errors import ConfigError
 
@@ -26,10 +27,16 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
-    load_module.cache_clear()
+    forget_sources()
     yield root
-    load_module.cache_clear()
+    forget_sources()
     assert "untouched" not in sys.modules
+
+
+def forget_sources() -> None:
+    """Forget what was read of all modules; signatures too, whose classes would be others than those read anew."""
+    load_module.cache_clear()
+    read_signature.cache_clear()
 
 
 @pytest.mark.parametrize(
