@@ -8,20 +8,17 @@ Shape legend: B batch, C channels, H W image or latent size.
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor, nn
 
-from cascade_train.models.initialize import FROZEN_SEED, convolution_rule, initialise
 from cascade_train.models.previewer import Previewer
 from cascade_train.models.semantic_compressor import SemanticCompressor
-from cascade_train.models.weights import load_module
 
 STRIDE = 32
 _PATCH = 4
 _EPSILON = 1e-6
-_GELU_GAIN = 1.5  # keeps the scale of activations through a GELU
+GELU_GAIN = 1.5
+"""Keeps the scale of activations through a GELU."""
 
 
 class CompressorNetwork(nn.Module):
@@ -67,7 +64,7 @@ class ConvolutionalCompressor(SemanticCompressor):
         """
         with torch.device("meta"):
             module = CompressorNetwork(latent_channels=self.latent_channels)
-        self.module = _filled(module, self.weights, device, "semantic_compressor")
+        self._fill(module, device, name="semantic_compressor", gain=GELU_GAIN)
 
     def encode(self, image_BCHW: Tensor) -> Tensor:
         """Encode (B, 3, H, W) float in [0, 1] to (B, 16, H / 32, W / 32) fp32.
@@ -117,18 +114,8 @@ class ConvolutionalPreviewer(Previewer):
         """
         with torch.device("meta"):
             module = DoublingNetwork()
-        self.module = _filled(module, self.weights, device, "previewer")
+        self._fill(module, device, name="previewer", gain=GELU_GAIN)
 
     def decode(self, latent_BCHW: Tensor) -> Tensor:
         """Decode (B, 16, H, W) to (B, 3, 32 H, 32 W) fp32, not clamped."""
         return self.module(latent_BCHW.float()).float()
-
-
-def _filled(module: nn.Module, weights: str | None, device: torch.device, part: str) -> nn.Module:
-    """Give a module on the meta device its values, in eval mode and without gradients."""
-    if weights is None:
-        initialise(module, convolution_rule(_GELU_GAIN), device=device, dtype=torch.float32, seed=FROZEN_SEED)
-    else:
-        load = partial(load_module, dtype=torch.float32, device=device, part=part)
-        load(module, weights, key=f"model.{part}.weights")
-    return module.eval().requires_grad_(False)

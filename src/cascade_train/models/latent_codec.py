@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 
 from cascade_train.models.frozen_part import FrozenPart
-from cascade_train.models.initialize import FROZEN_SEED, convolution_rule, initialise
-from cascade_train.models.weights import load_module
 
 ORIGINAL_NAMES = {"vquantizer.codebook.": "vquantizer.embedding."}
 """Beginnings of names that the original and diffusers spell differently."""
@@ -97,19 +95,7 @@ class VQGAN(LatentCodec):
 
         with torch.device("meta"):
             module = PaellaVQModel(**self.arguments)
-        if self.weights is None:
-            initialise(module, convolution_rule(1.0), device=device, dtype=torch.float32, seed=FROZEN_SEED)
-        else:
-            load_module(
-                module,
-                self.weights,
-                dtype=torch.float32,
-                device=device,
-                key="model.stage_a.weights",
-                part="vqgan",
-                renamed=ORIGINAL_NAMES,
-            )
-        self.module = module.eval().requires_grad_(False)
+        self._fill(module, device, name="stage_a", gain=1.0, part="vqgan", renamed=ORIGINAL_NAMES)
 
     @torch.no_grad()
     def encode(self, image_BCHW: Tensor) -> Tensor:

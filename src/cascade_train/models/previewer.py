@@ -16,8 +16,6 @@ from torch import Tensor, nn
 
 from cascade_train.models.efficientnet import FixedBatchNorm2d
 from cascade_train.models.frozen_part import FrozenPart
-from cascade_train.models.initialize import FROZEN_SEED, convolution_rule, initialise
-from cascade_train.models.weights import load_module
 
 
 class Previewer(FrozenPart):
@@ -87,18 +85,7 @@ class ConvolutionPreviewer(Previewer):
         """
         with torch.device("meta"):
             module = PreviewNetwork()
-        if self.weights is None:
-            initialise(module, convolution_rule(1.6), device=device, dtype=torch.float32, seed=FROZEN_SEED)
-        else:
-            load_module(
-                module,
-                self.weights,
-                dtype=torch.float32,
-                device=device,
-                key="model.previewer.weights",
-                part="previewer",
-            )
-        self.module = module.eval().requires_grad_(False)
+        self._fill(module, device, name="previewer", gain=1.6)
 
     def decode(self, latent_BCHW: Tensor) -> Tensor:
         """Decode (B, 16, H, W) to (B, 3, 8 H, 8 W) fp32, not clamped."""

@@ -16,8 +16,6 @@ from torch import Tensor, nn
 
 from cascade_train.models.efficientnet import build_features
 from cascade_train.models.frozen_part import FrozenPart
-from cascade_train.models.initialize import FROZEN_SEED, convolution_rule, initialise
-from cascade_train.models.weights import load_module
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -83,19 +81,8 @@ class EfficientNetCompressor(SemanticCompressor):
         """
         with torch.device("meta"):
             module = EfficientNetEncoder(self.latent_channels)
-        if self.weights is None:
-            # This gain keeps the scale of activations through the backbone's gates: latents of std 0.2 to 6.
-            initialise(module, convolution_rule(1.13), device=device, dtype=torch.float32, seed=FROZEN_SEED)
-        else:
-            load_module(
-                module,
-                self.weights,
-                dtype=torch.float32,
-                device=device,
-                key="model.semantic_compressor.weights",
-                part="semantic_compressor",
-            )
-        self.module = module.eval().requires_grad_(False)
+        # This gain keeps the scale of activations through the backbone's gates: latents of std 0.2 to 6.
+        self._fill(module, device, name="semantic_compressor", gain=1.13)
         self._mean = torch.tensor(IMAGENET_MEAN, device=device).view(3, 1, 1)
         self._std = torch.tensor(IMAGENET_STD, device=device).view(3, 1, 1)
 
