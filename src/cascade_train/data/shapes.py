@@ -12,7 +12,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFilter
+from numpy.lib.stride_tricks import sliding_window_view
+from PIL import Image, ImageDraw
 
 from cascade_train.data.index import ROW_FIELDS, Index
 from cascade_train.data.sample import RawSample
@@ -136,13 +137,9 @@ class Shapes(Source):
         if self.background_weight == 1.0:
             return None
         draws = _uniform(self.seed, row)
-        reach = self.image_size // 24 * 2 + 1
-        near = np.asarray(
-            _outline_mask(_scene(draws, self.only or ()), draws[10:], self.image_size).filter(
-                ImageFilter.MaxFilter(reach)
-            )
-        )
-        return np.where(near > 0, np.uint8(255), np.uint8(round(255 * self.background_weight)))
+        outline = _outline_mask(_scene(draws, self.only or ()), draws[10:], self.image_size)
+        near = _widened(np.asarray(outline) > 0, self.image_size // 24)
+        return np.where(near, np.uint8(255), np.uint8(round(255 * self.background_weight)))
 
     def _title(self) -> str:
         """Return what tells these pictures from others, so that no run continues with others."""
@@ -218,6 +215,14 @@ def _outline_mask(scene: Scene, draws: list[float], image_size: int) -> Image.Im
     y = (GRID[line] + 0.04 * (draws[1] - 0.5)) * side
     radius = RADII[scene.size] * (0.9 + 0.2 * draws[2]) * side
     return outline_mask(scene.shape, side, (x, y), radius, 16 * (draws[3] - 0.5)).reduce(_OVERSAMPLING)
+
+
+def _widened(inside_HW: np.ndarray, reach: int) -> np.ndarray:
+    """Return what lies at most `reach` pixels from an object, along both axes."""
+    for axis in (0, 1):
+        margins = [(reach, reach) if axis == each else (0, 0) for each in (0, 1)]
+        inside_HW = sliding_window_view(np.pad(inside_HW, margins), 2 * reach + 1, axis=axis).max(axis=-1)
+    return inside_HW
 
 
 def _tinted(colour: str, draw: float) -> tuple[int, int, int]:
