@@ -25,7 +25,7 @@ from cascade_train.models.image_quality import check_installed, image_quality
 from cascade_train.models.stage import Stage
 from cascade_train.models.stage_a import StageA
 from cascade_train.tasks.base import Draws, Export, Phase, SampleSettings, StepOutput, Task
-from cascade_train.tasks.pictures import RoundTrip, pictures_of, weighted
+from cascade_train.tasks.pictures import RoundTrip, mask_of, pictures_of, weighted, where_it_counts
 from cascade_train.tasks.vqgan import Vqgan, adaptive_weight, hinge, with_gradient
 
 CANDIDATES = 8
@@ -41,6 +41,7 @@ class PreparedImages:
         quantised_B: (B,) bool, whose codes are decoded in training.
         position_BM: (B, M) fp32 uniform in [0, 1), which of its latents a sample offers to dead codes.
         weight_B: (B,) fp32 weight of each sample's loss; None = 1 each.
+        mask_B1HW: (B, 1, H, W) fp32 in [0, 1], how much each place counts; None = all of them fully.
         made_BCHW: (B, 3, H, W) what the first phase made of the images, for the discriminator; None = nothing yet.
     """
 
@@ -48,6 +49,7 @@ class PreparedImages:
     quantised_B: Tensor
     position_BM: Tensor
     weight_B: Tensor | None = None
+    mask_B1HW: Tensor | None = None
     made_BCHW: Tensor | None = None
 
 
@@ -116,12 +118,13 @@ class Autoencoding(Task):
             quantised_B=(batch.uniform("quantised") < self.objective.quantised_share).to(self.device),
             position_BM=torch.stack(places).to(self.device),
             weight_B=None if batch.weight_B is None else batch.weight_B.to(self.device),
+            mask_B1HW=mask_of(batch, self.device),
         )
 
     def loss(self, prepared: PreparedImages) -> StepOutput:
         """Return the autoencoder's loss (B,); `loss_raw` is the distance of pixels. Does not sync."""
         made = self.stage.network(prepared.image_BCHW, quantised_B=prepared.quantised_B)
-        value_B, gradient_BCHW, report = self._judge(made.image_BCHW.detach(), prepared.image_BCHW)
+        value_B, gradient_BCHW, report = self._judge(made.image_BCHW.detach(), prepared)
         codes_B = self.objective.codes(made.latent_BChw, made.code_BChw)
         loss_B = with_gradient(made.image_BCHW, value_B, gradient_BCHW) + codes_B
         prepared.made_BCHW = made.image_BCHW.detach()
@@ -129,23 +132,25 @@ class Autoencoding(Task):
         counts_K = count_codes(made.index_Bhw, len(self._unused_K))
         return StepOutput(loss_B=weighted(loss_B, prepared.weight_B), report=report, totals={"code_counts": counts_K})
 
-    def _judge(self, made_BCHW: Tensor, image_BCHW: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def _judge(self, made_BCHW: Tensor, prepared: PreparedImages) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Return the loss (B,) of reconstructions, its gradient at them (B, 3, H, W), and a report.
 
         Differentiated here and not in the whole network's backward pass: the adaptive weight needs both gradients, and
-        the discriminator's weights shall get none.
+        the discriminator's weights shall get none. What a mask leaves out, features and opponent see as it is.
         """
         objective, leaf_BCHW = self.objective, made_BCHW.requires_grad_()
+        image_BCHW, mask_B1HW = prepared.image_BCHW, prepared.mask_B1HW
         with torch.enable_grad():
-            pixels_B = objective.pixels(leaf_BCHW, image_BCHW)
+            pixels_B = objective.pixels(leaf_BCHW, image_BCHW, mask_B1HW)
+            seen_BCHW = where_it_counts(leaf_BCHW, image_BCHW, mask_B1HW)
             value_B, report = pixels_B, {"loss_raw": pixels_B.detach()}
             if self.features is not None and self._step >= objective.perceptual.start_step:
-                distance_B = self.features(leaf_BCHW, image_BCHW)
+                distance_B = self.features(seen_BCHW, image_BCHW)
                 value_B = value_B + objective.perceptual.weight * distance_B
                 report["loss_perceptual"] = distance_B.detach()
             (gradient_BCHW,) = torch.autograd.grad(value_B.sum(), leaf_BCHW)
             if self._opponent_plays():
-                fooled_B = -self.discriminator(leaf_BCHW).mean(dim=(1, 2))  # type: ignore[misc]
+                fooled_B = -self.discriminator(seen_BCHW).mean(dim=(1, 2))  # type: ignore[misc]
                 (other_BCHW,) = torch.autograd.grad(fooled_B.sum(), leaf_BCHW)
                 weight_B = adaptive_weight(gradient_BCHW, other_BCHW, most=objective.adversarial.max_weight)
                 share_B = objective.adversarial.weight * weight_B
@@ -166,7 +171,8 @@ class Autoencoding(Task):
         if made_BCHW is None:
             with torch.no_grad():
                 made_BCHW = self.stage.network(prepared.image_BCHW, quantised_B=prepared.quantised_B).image_BCHW
-        real, fake = self.discriminator(torch.cat([prepared.image_BCHW, made_BCHW.detach()])).chunk(2)
+        seen_BCHW = where_it_counts(made_BCHW.detach(), prepared.image_BCHW, prepared.mask_B1HW)
+        real, fake = self.discriminator(torch.cat([prepared.image_BCHW, seen_BCHW])).chunk(2)
         loss_B = hinge(real, fake)
         report = {"loss_raw": loss_B.detach()}
         report |= {f"score_{name}": each.detach().mean(dim=(1, 2)) for name, each in (("real", real), ("made", fake))}
@@ -182,6 +188,8 @@ class Autoencoding(Task):
     def measures(self, prepared: PreparedImages, logsnr: Sequence[float]) -> Mapping[str, Tensor]:
         """Return the distance of pixels, PSNR and SSIM of reconstructions, and the PSNR of quantised ones.
 
+        A mask counts in the first alone.
+
         `latent_rms` is what `scale_factor` should be for latents of about unit variance.
         """
         image_BCHW = prepared.image_BCHW
@@ -189,7 +197,7 @@ class Autoencoding(Task):
         everyone_B = torch.ones_like(prepared.quantised_B)
         quantised = self.stage.network(image_BCHW, quantised_B=everyone_B).image_BCHW
         return {
-            "loss": self.objective.pixels(made.image_BCHW, image_BCHW),
+            "loss": self.objective.pixels(made.image_BCHW, image_BCHW, prepared.mask_B1HW),
             **image_quality(made.image_BCHW, image_BCHW),
             "psnr_quantised": image_quality(quantised, image_BCHW)["psnr"],
             "latent_rms": made.latent_BChw.square().mean(dim=(1, 2, 3)).sqrt(),

@@ -46,6 +46,17 @@ def pictures_of(batch: Batch, device: torch.device) -> Tensor:
     return batch.image_BCHW.to(device, non_blocking=True).float() / 255
 
 
+def mask_of(batch: Batch, device: torch.device) -> Tensor | None:
+    """Return how much each place of a batch's pictures counts, (B, 1, H, W) fp32 in [0, 1]; None = all fully."""
+    mask_B1HW = batch.tensors.get("mask")
+    return None if mask_B1HW is None else mask_B1HW.to(device, non_blocking=True).float() / 255
+
+
+def where_it_counts(made_BCHW: Tensor, image_BCHW: Tensor, mask_B1HW: Tensor | None) -> Tensor:
+    """Return what was made, (B, 3, H, W), with the picture itself where a mask leaves places out."""
+    return made_BCHW if mask_B1HW is None else image_BCHW + mask_B1HW * (made_BCHW - image_BCHW)
+
+
 def weighted(loss_B: Tensor, weight_B: Tensor | None) -> Tensor:
     """Return losses (B,) times the weights of their samples; None = 1 each."""
     return loss_B if weight_B is None else loss_B * weight_B

@@ -18,9 +18,11 @@ class Preview:
 
     Args:
         pixel: l1 or l2, the distance between pictures.
+        latent_noise: standard deviation of noise on the latents in training, so that the previewer forgives Stage C
+            its errors, and a compressor that trains along keeps what it can say loudly; 0 = none.
 
     Raises:
-        ConfigError: another distance.
+        ConfigError: another distance, or less than no noise.
 
     Attributes:
         denoises: whether it is for what denoises latents.
@@ -30,9 +32,11 @@ class Preview:
     denoises: ClassVar[bool] = False
     fits: ClassVar[tuple[str, ...]] = ("stage_c",)
 
-    def __init__(self, *, pixel: Literal["l1", "l2"]) -> None:
+    def __init__(self, *, pixel: Literal["l1", "l2"], latent_noise: float = 0.0) -> None:
         check_choice("pixel", pixel, PIXELS)
-        self.pixel = pixel
+        if latent_noise < 0.0:
+            raise ValueError(f"latent_noise={latent_noise}: is a standard deviation, give 0 or more")
+        self.pixel, self.latent_noise = pixel, latent_noise
 
     def pixels(self, preview_BCHW: Tensor, original_BCHW: Tensor, mask_B1HW: Tensor | None = None) -> Tensor:
         """Return the mean distance of pixels, (B,) fp32; a mask in [0, 1] says how much each place counts."""

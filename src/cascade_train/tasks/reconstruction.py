@@ -8,7 +8,6 @@ conditions, which are the stage's (models/stage_b.py).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +17,6 @@ from torch import Tensor, nn
 from cascade_train.diffusion.objective import Objective
 from cascade_train.errors import ConfigError
 from cascade_train.models.export_decoder import decoder_parts, save_decoder
-from cascade_train.models.export_part import save_part
 from cascade_train.models.stage import Stage
 from cascade_train.models.stage_b import StageB
 from cascade_train.models.weights import load_module
@@ -26,33 +24,28 @@ from cascade_train.tasks.autoencoding import Autoencoding
 from cascade_train.tasks.base import Export, Phase, Task
 from cascade_train.tasks.preview import Preview
 from cascade_train.tasks.previewing import Previewing
+from cascade_train.tasks.trained_compressor import COMPRESSOR, compressor_export, with_compressor
 from cascade_train.tasks.vqgan import Vqgan
 from cascade_train.tasks.whole_network import WholeNetwork
 
 COND_DROP_PROB = 0.05
 """Share of captions that Stage B's training replaces by the empty one, as in the original."""
 
-BLIND: Mapping[type, Any] = {Vqgan: Autoencoding, Preview: Previewing}
-"""Objective -> the task that it is for, which sees neither captions nor conditions."""
-
-COMPRESSOR = "semantic_compressor"
-"""What the compressor is called among the stage's parts, the phase's modules and the exports."""
-
 
 class Reconstruction(WholeNetwork):
     """Trains every weight of Stage B's network to reconstruct images from their semantic latents and captions.
 
     With `objective=vqgan`, it trains Stage A; with `objective=preview`, Stage C's previewer. The semantic compressor
-    may train along with Stage B, as in Würstchen (Pernias et al. 2023): then it learns to keep what the decoder needs,
-    and Stage C is trained on its latents afterwards.
+    may train along with Stage B, as in Würstchen (Pernias et al. 2023), or with a previewer: then it learns to keep
+    what these need, and Stage C is trained on its latents afterwards.
 
     Args:
         cond_drop_prob: share of samples whose caption is replaced by the empty one, in [0, 1]; null = 0.05. For Stage
             B alone: the others see no captions.
         image_keep_prob: share of samples whose own image is a condition, in [0, 1], the others get zeros; null = the
             stage's, 0.9. For Stage B alone.
-        train_compressor: for Stage B alone, whether the semantic compressor trains along; its norms keep their
-            statistics. False = it stays as it is, which every published Stage C needs.
+        train_compressor: for Stage B and previewers, whether the semantic compressor trains along; its norms keep
+            their statistics. False = it stays as it is, which every published Stage C needs.
 
     Raises:
         ValueError: a share outside [0, 1].
@@ -81,16 +74,21 @@ class Reconstruction(WholeNetwork):
         Raises:
             ConfigError: an option that means nothing there.
         """
-        other = next((task for kind, task in BLIND.items() if isinstance(objective, kind)), None)
-        if other is None:
-            return self
-        for key, value in self._given.items():
-            if value is not None:
+        if isinstance(objective, Vqgan):
+            self._refuse("cond_drop_prob", "image_keep_prob", "train_compressor")
+            return Autoencoding(objective)
+        if isinstance(objective, Preview):
+            self._refuse("cond_drop_prob", "image_keep_prob")
+            return Previewing(objective, train_compressor=self.train_compressor)
+        return self
+
+    def _refuse(self, *keys: str) -> None:
+        for key in keys:
+            if self._given[key] is not None:
                 raise ConfigError(
-                    f"task.{key}={value}: is for Stage B; what trains by this objective sees neither captions nor "
-                    "conditions. Leave it out"
+                    f"task.{key}={self._given[key]}: is for Stage B; what trains by this objective sees neither "
+                    "captions nor conditions. Leave it out"
                 )
-        return cast(Task, other(objective))
 
     def trained_parts(self) -> frozenset[str]:
         """Return the semantic compressor where it trains along."""
@@ -108,16 +106,13 @@ class Reconstruction(WholeNetwork):
         phases = super().phases()
         if not self.train_compressor:
             return phases
-        (phase,) = phases
-        compressor = self._compressor()
-        units = {**phase.units, COMPRESSOR: [[child] for child in compressor.children()]}
-        return [replace(phase, modules={**phase.modules, COMPRESSOR: compressor}, units=units)]
+        return [with_compressor(phase, self._compressor()) for phase in phases]
 
     def exports(self) -> Mapping[str, Export]:
         """Return `decoder`, a folder that diffusers' decoder pipeline loads, and a compressor that trained along."""
         exports = {self.part: Export(module=self.stage.network, write=self._write_decoder)}
         if self.train_compressor:
-            exports[COMPRESSOR] = Export(module=self._compressor(), write=save_part)
+            exports |= compressor_export(self._compressor())
         return exports
 
     def initial_average(self, source: str) -> Iterator[tuple[str, Tensor]]:

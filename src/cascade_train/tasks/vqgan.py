@@ -146,9 +146,9 @@ class Vqgan:
         self.perceptual = perceptual
         self.adversarial = adversarial
 
-    def pixels(self, image_BCHW: Tensor, original_BCHW: Tensor) -> Tensor:
-        """Return the mean distance of pixels, (B,) fp32."""
-        return pixel_distance(image_BCHW, original_BCHW, self.pixel)
+    def pixels(self, image_BCHW: Tensor, original_BCHW: Tensor, mask_B1HW: Tensor | None = None) -> Tensor:
+        """Return the mean distance of pixels, (B,) fp32; a mask in [0, 1] says how much each place counts."""
+        return pixel_distance(image_BCHW, original_BCHW, self.pixel, mask_B1HW)
 
     def codes(self, latent_BChw: Tensor, code_BChw: Tensor) -> Tensor:
         """Return what latents and codes owe each other, (B,) fp32, weighted."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -120,3 +121,24 @@ def test_options_of_stage_b_are_refused() -> None:
     ):
         task.suited(component("objective", "vqgan"))
     assert task.suited(component("objective", "gdf")) is task
+
+
+@pytest.mark.parametrize("changed", [{}, opponent()], ids=["pixels", "opponent"])
+def test_places_that_a_mask_leaves_out_teach_nothing(changed: dict[str, Any]) -> None:
+    task = autoencoding(codebook_weight=0.0, commitment_weight=0.0, **changed)
+    batch, mask = make_batch(0), torch.zeros(1, 1, 96, 96, dtype=torch.uint8)
+    mask[..., :48] = 255
+    masked, whole = (task.prepare_batch(replace(batch, tensors=given)) for given in ({"mask": mask}, {}))
+    made = task.stage.network(masked.image_BCHW).image_BCHW
+    kept = (made - masked.image_BCHW).abs()[..., :48].mean().detach()
+    torch.testing.assert_close(task.measures(masked, [])["loss"], kept[None])
+
+    images: list[torch.Tensor] = []
+    task.stage.network.register_forward_hook(lambda _module, _given, result: images.append(result.image_BCHW))
+    for prepared in (masked, whole):
+        loss = task.loss(prepared).loss_B.sum()
+        images[-1].retain_grad()
+        loss.backward()
+    gradients = [image.grad.abs().amax(dim=(0, 1, 2)) for image in images]
+    assert gradients[0][48:].max() == 0.0 < gradients[1][48:].max()
+    assert gradients[0][:48].min() > 0.0
