@@ -2,7 +2,7 @@
 
     python bench/tiny_cascade.py --prior runs/tiny/c --decoder runs/tiny/b --out bench/results/tiny_cascade.md
 
-Captions of scenes that no training picture of Stage C showed go through C, B and A; `shapes_judge` reads what the
+Captions of scenes that no training picture of Stage C or B showed go through C, B and A; `shapes_judge` reads what the
 pictures show. Beside it: the judge on the procedure's own pictures of those scenes, and Stage B alone on these, with
 the PSNR of its reconstructions and of its conditioning brought back bilinearly. Ends with 1 where a target is missed.
 """
@@ -73,21 +73,21 @@ def shapes(options: Mapping[str, object], image_size: int, **changes: object) ->
     return Shapes(image_size=image_size, **{**known, **loading, **changes})
 
 
-def unseen(trained_on: Shapes, count: int) -> Truth:
-    """Draw scenes of the same words that are none of the training pictures', each once.
+def unseen(trained_on: Sequence[Shapes], count: int) -> Truth:
+    """Draw scenes of the first one's words that are among nobody's training pictures, each once.
 
     Raises:
         ValueError: hardly any are left.
     """
-    seen = {trained_on.draw(row)[0] for row in range(trained_on.samples)}
-    others = replace(trained_on, seed=HELD_OUT_SEED)  # rows beyond its number of samples can be drawn, too
+    seen = {pictures.draw(row)[0] for pictures in trained_on for row in range(pictures.samples)}
+    others = replace(trained_on[0], seed=HELD_OUT_SEED)  # rows beyond its number of samples can be drawn, too
     found: dict[Scene, np.ndarray] = {}
     for scene, _, picture in map(others.draw, range(LOOKED_AT)):
         if scene not in seen:
             found.setdefault(scene, np.asarray(picture))
         if len(found) == count:
             return Truth(scenes=tuple(found), pictures=tuple(found.values()))
-    raise ValueError(f"only {len(found)} of {LOOKED_AT} scenes are none of the {trained_on.samples} trained on")
+    raise ValueError(f"only {len(found)} of {LOOKED_AT} scenes are none of those trained on")
 
 
 def painted(folder: Path, count: int) -> list[np.ndarray]:
@@ -154,8 +154,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the noise")
     parser.add_argument("--out", type=Path, help="where the page is written, a grid of pictures beside it")
     args = parser.parse_args(argv)
-    cfg = find_model(args.prior, key="from", part="prior").cfg
-    truth = unseen(shapes(to_plain(cfg.data), cfg.model.image_size), args.count)
+    prior = find_model(args.prior, key="prior", part="prior").cfg
+    decoder = find_model(args.decoder, key="decoder", part="decoder").cfg
+    truth = unseen([shapes(to_plain(cfg.data), cfg.model.image_size) for cfg in (prior, decoder)], args.count)
     with tempfile.TemporaryDirectory() as folder:
         (captioned := Path(folder) / "captions").mkdir()
         (pictured := Path(folder) / "pictures").mkdir()
@@ -189,7 +190,7 @@ def page(args: argparse.Namespace, rows: Mapping[str, Mapping[str, float]], foun
         f"`python bench/tiny_cascade.py --prior {args.prior} --decoder {args.decoder} --count {args.count}`,",
         f"commit {commit()}, {datetime.now(UTC):%Y-%m-%d}.",
         "",
-        f"Accuracy in percent on {args.count} scenes that no training picture of Stage C showed:",
+        f"Accuracy in percent on {args.count} scenes that no training picture of Stage C or B showed:",
         "",
         *table(rows),
         "",

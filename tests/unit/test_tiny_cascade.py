@@ -13,17 +13,21 @@ from bench.shapes_judge import accuracies
 from bench.tiny_cascade import decibels, shapes, table, unseen
 
 OPTIONS: dict[str, Any] = {"samples": 1000, "seed": 0, "only": ["circle", "square", "red", "blue"], "names": None}
+OTHERS: dict[str, Any] = {"samples": 600, "seed": 3, "only": ["square", "red"]}
+"""What another stage was trained on."""
 
 
 @pytest.fixture(scope="module")
 def truth() -> Any:
-    return unseen(shapes(OPTIONS, 96), 40)
+    return unseen([shapes(OPTIONS, 96), shapes(OPTIONS | OTHERS, 96)], 40)
 
 
 def test_no_scene_that_is_asked_for_was_trained_on(truth: Any) -> None:
-    trained_on = shapes(OPTIONS, 96)
-    seen = {trained_on.draw(row)[0] for row in range(1000)}
+    seen = {shapes(OPTIONS, 96).draw(row)[0] for row in range(1000)}
+    others = {shapes(OPTIONS | OTHERS, 96).draw(row)[0] for row in range(600)}
     assert len(seen) > 400
+    assert len(others - seen) > 20
+    assert not others & set(truth.scenes)
     assert len(set(truth.scenes)) == 40
     assert not seen & set(truth.scenes)
     assert {scene.shape for scene in truth.scenes} == {"circle", "square"}
@@ -33,8 +37,8 @@ def test_no_scene_that_is_asked_for_was_trained_on(truth: Any) -> None:
 def test_words_of_which_hardly_a_scene_is_left_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bench.tiny_cascade.LOOKED_AT", 500)
     few = shapes(OPTIONS | {"only": ["circle", "small", "red", "center"]}, 96)
-    with pytest.raises(ValueError, match="only 0 of 500 scenes are none of the 1000 trained on"):
-        unseen(few, 3)
+    with pytest.raises(ValueError, match="only 0 of 500 scenes are none of those trained on"):
+        unseen([few], 3)
 
 
 def test_the_pictures_beside_the_scenes_show_them(truth: Any) -> None:
