@@ -1,7 +1,6 @@
 """Judge whether samples of a canny control network follow the edges that they are given.
 
-    python -m cascade_train experiment=tiny_finetune
-    python -m cascade_train experiment=tiny_canny model.weights=runs/tiny_finetune
+    python -m cascade_train experiment=tiny_canny
     python bench/control_edges.py --run runs/tiny_canny
 
 The number is the correlation of a sample's own edges with its map, both summed over cells, beside the correlation with

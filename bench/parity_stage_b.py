@@ -19,11 +19,15 @@ from cascade_train.models.latent_codec import VQGAN
 from cascade_train.models.semantic_compressor import IMAGENET_MEAN, IMAGENET_STD, SemanticCompressor
 from cascade_train.models.stage import Conditions
 from cascade_train.models.stage_b import StageB
-from cascade_train.models.tiny_compressor import TinyCodec
 from cascade_train.tasks.reconstruction import Reconstruction
 
 MODEL = Path(__file__).parents[1] / "conf" / "model" / "b_tiny.yaml"
 SHRINK_RANGE = (0.5, 1.0)
+STAGE_A = {
+    **{"weights": None, "scale_factor": 1.0, "levels": 2, "bottleneck_blocks": 1},
+    **{"embed_dim": 16, "latent_channels": 4, "num_vq_embeddings": 32},
+}
+"""One whose latents no case looks at."""
 
 
 class PooledPixels(SemanticCompressor):
@@ -91,7 +95,7 @@ def _stage(variant: Variant) -> ProbedStage:
         network=CascadeUNetConfig(**arguments),
         text_encoder=encoder,
         semantic_compressor=PooledPixels(variant.inputs["E"]),
-        stage_a=TinyCodec(),
+        stage_a=VQGAN(**STAGE_A),
     )
     stage.stage_a.build(device=CPU)
     stage.network, stage.asked = stage.network_config.build(), []

@@ -20,13 +20,13 @@ from transformers import CLIPTextConfig
 from bench.parity_case import NotCoveredError, Outcome, Variant, recorded
 from bench.parity_training import RecordedBatch, build_objective, micro_of, recorded_batch
 from cascade_train.models.cascade_unet_config import CascadeUNetConfig
+from cascade_train.models.convolutional import ConvolutionalPreviewer
 from cascade_train.models.image_encoder import ImageEncoder
 from cascade_train.models.lora_files_content import TrainedTokens
 from cascade_train.models.semantic_compressor import SemanticCompressor
 from cascade_train.models.stage import Conditions, Tokens
 from cascade_train.models.stage_c import StageC
 from cascade_train.models.text_encoder import TextEncoder
-from cascade_train.models.tiny_compressor import TinyPreviewer
 from cascade_train.models.tokens import TokenTable, is_new, train_tokens, trained_tokens
 from cascade_train.tasks.finetune import Finetune
 
@@ -132,7 +132,7 @@ def probed_stage(
         text_encoder=encoder,
         image_encoder=images,
         semantic_compressor=RecordedLatents(config.in_channels, inputs),
-        previewer=TinyPreviewer(),
+        previewer=ConvolutionalPreviewer(weights=None),
     )
     stage.network, stage.seen, stage.asked, stage.told = network, [], [], []
     return stage

@@ -30,7 +30,7 @@ from cascade_train.engine.loop import Trainer
 
 RANKS = 2
 SMALL_NETWORK = (
-    *("model=c_tiny", "model.image_size=32", "model.text_encoder.num_hidden_layers=1"),
+    *("model=c_tiny", "model.weights=null", "model.image_size=32", "model.text_encoder.num_hidden_layers=1"),
     *("model.network.block_out_channels=[32,32]", "model.network.num_attention_heads=[1,1]"),
     *("model.network.down_num_layers_per_block=[1,1]", "model.network.up_num_layers_per_block=[1,1]"),
 )
@@ -38,7 +38,7 @@ SMALL_NETWORK = (
 
 IMPORTED_ONCE = (
     *("cascade_train.build.run", "cascade_train.data.shapes", "cascade_train.models.stage_c"),
-    *("cascade_train.models.text_encoder", "cascade_train.models.tiny_compressor", "cascade_train.tasks.finetune"),
+    *("cascade_train.models.text_encoder", "cascade_train.models.convolutional", "cascade_train.tasks.finetune"),
 )
 """What forks find, so that a start costs no seconds of importing."""
 

@@ -16,6 +16,7 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from cascade_train.data.cached import Cached
 from cascade_train.errors import ConfigError
 from cascade_train.models.stage import Stage
+from cascade_train.models.weights_source import local_path
 from cascade_train.tasks.base import Task
 
 CONTENT_KEYS = {"weights": "subfolder", "tokenizer": "tokenizer_subfolder"}
@@ -56,7 +57,7 @@ def content(source: str | None, subfolder: str | None) -> dict[str, str | None] 
 
 def local_files(source: str, subfolder: str | None) -> list[Path]:
     """Return the files of a path, or of a hub id as far as they were downloaded; nothing is downloaded here."""
-    path = Path(source).expanduser()
+    path = local_path(source)
     if not path.exists():
         repository, _, inside = source.partition(":")
         try:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from cascade_train.build.components import build_component
 from cascade_train.cascade import Fingerprint, check_same_latents, fit_sizes
+from cascade_train.diffusion.target import EpsilonTarget
 from cascade_train.distributed.process_group import process_group
 from cascade_train.errors import ConfigError
 from cascade_train.models.denoising_stage import DenoisingStage
@@ -54,11 +55,17 @@ def _check(model: TrainedModel, decoder: TrainedModel) -> None:
                 f"{each.origin}: a run of what is added to a network. Merge adapters into weights first, python -m "
                 "cascade_train.merge, and name those in the run's place."
             )
+        target = build_component(each.cfg, "objective").target
+        if not isinstance(target, EpsilonTarget):
+            raise ConfigError(
+                f"{each.origin}: was trained with objective.target={type(target).__name__}, and diffusers' pipelines "
+                "of the cascade sample what predicts noise. Name one that was trained with objective=gdf."
+            )
     codec = build_component(decoder.cfg, "model").stage_a
     if not isinstance(codec, VQGAN):
         raise ConfigError(
             f"{decoder.origin}: decodes by {type(codec).__name__}, which no pipeline of diffusers has. Name a Stage B "
-            "on a VQGAN, such as one of model=b_tiny_vqgan."
+            "on a VQGAN, such as one of model=b_tiny."
         )
 
 

@@ -15,7 +15,7 @@ from cascade_train.config.published import published_config
 from cascade_train.config.saved import export_folder, load_saved_config
 from cascade_train.errors import ConfigError
 from cascade_train.models.export_formats import stored_size
-from cascade_train.models.weights_source import is_hub_id
+from cascade_train.models.weights_source import is_hub_id, is_packaged
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,10 +34,10 @@ class TrainedModel:
 
 
 def find_model(source: str, *, key: str, part: str, allow_any_target: bool = False) -> TrainedModel:
-    """Find a run, its export, something in that, or weights of a published size: a folder, a file, or a hub id.
+    """Find a run, its export, something in that, the packaged weights, or others of a published size.
 
     Args:
-        source: what the user named.
+        source: what the user named; weights of a published size may be a folder, a file, or a hub id.
         key: the argument that named it.
         part: the folder of a pipeline that is meant: "prior", "decoder", or "network" for whichever is there.
         allow_any_target: build classes of any package that a run's configuration names.
@@ -48,7 +48,7 @@ def find_model(source: str, *, key: str, part: str, allow_any_target: bool = Fal
     origin, path = f"{key}={source}", Path(source)
     run = run_of(path)
     on_hub = is_hub_id(source) and not Path(path.parts[0]).is_dir()  # runs/typo is no repository of an owner "runs"
-    if run is None and (path.exists() or on_hub) and not (path / "checkpoints").is_dir():
+    if run is None and (path.exists() or on_hub or is_packaged(source)) and not (path / "checkpoints").is_dir():
         return TrainedModel(origin=origin, cfg=_published(source, key, part), export=None)
     run = path if run is None else run
     cfg = load_saved_config(run, allow_any_target=allow_any_target, key=key)
@@ -57,7 +57,8 @@ def find_model(source: str, *, key: str, part: str, allow_any_target: bool = Fal
 
 def _published(source: str, key: str, part: str) -> DictConfig:
     """Return the configuration of weights of a published size, with the frozen parts that lie beside them."""
-    model = stored_size(source, key=key, part=part)
+    packaged = "b_tiny" if "decoder" in (part, Path(source).name) else "c_tiny"
+    model = packaged if is_packaged(source) else stored_size(source, key=key, part=part)
     if model is None:
         raise ConfigError(
             f"{key}={source}: its tensors are of no published size, so that nothing says what belongs to them. Name "
@@ -83,6 +84,6 @@ def use_codec(model: TrainedModel, codec: str) -> None:
         reason = "is no Stage B" if stage_a is None else f"decodes by {stage_a._target_}, which takes no weights"
         raise ConfigError(
             f"codec={codec}: Stage A under a Stage B, and {model.origin} {reason}. Leave codec=null, or give a Stage B "
-            "on a VQGAN, such as one of model=b_3b or b_tiny_vqgan."
+            "on a VQGAN, such as one of model=b_3b or b_tiny."
         )
     stage_a.weights = codec

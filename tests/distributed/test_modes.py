@@ -15,14 +15,14 @@ pytestmark = pytest.mark.distributed
 
 FORKED = Path(__file__).with_name("forked.py")
 NARROW = (
-    *("model.image_size=64", "model.text_encoder.num_hidden_layers=1"),
+    *("model.weights=null", "model.image_size=64", "model.text_encoder.num_hidden_layers=1"),
     *("model.network.block_out_channels=[32,32]", "model.network.num_attention_heads=[2,2]"),
     *("model.network.down_num_layers_per_block=[1,1]", "model.network.up_num_layers_per_block=[1,1]"),
 )
 """Each kind of block of Stage C once, so that a step costs little beside what surrounds it."""
 
 B_NARROW = (
-    *("model.image_size=64", "model.text_encoder.num_hidden_layers=1"),
+    *("model.weights=null", "model.image_size=64", "model.text_encoder.num_hidden_layers=1"),
     *("model.network.block_out_channels=[32,32]", "model.network.num_attention_heads=[0,2]"),
     *("model.network.down_num_layers_per_block=[1,1]", "model.network.up_num_layers_per_block=[1,1]"),
     *("model.network.down_blocks_repeat_mappers=[1,1]", "model.network.up_blocks_repeat_mappers=[2,1]"),
@@ -43,10 +43,10 @@ LORA = ("task=lora", *SHORT, "optimizer.lr=1e-2", "activation_checkpointing=true
 DORA = (*LORA, "task.dora=true", "train.max_grad_norm=null")
 CONTROL = (
     *("task=controlnet", "task.bottleneck=small", "optimizer.lr=1e-2", "activation_checkpointing=true"),
-    *("task.control_drop_prob=0.3", "ema.decay=0.5", "model.weights={base}", *SHORT),
+    *("task.control_drop_prob=0.3", "ema.decay=0.5", *SHORT, "model.weights={base}"),
 )
 TOKENS = (
-    *("task=lora", "optimizer.lr=1e-2", "ema.decay=0.5", "model.weights={base}", *SHORT),
+    *("task=lora", "optimizer.lr=1e-2", "ema.decay=0.5", *SHORT, "model.weights={base}"),
     'task.train_tokens=[["[star]","^star</w>"],["^(red|green|blue|on|background)</w>",null]]',
     "task.text_encoder_filters=[.self_attn]",
 )

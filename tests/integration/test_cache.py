@@ -8,9 +8,9 @@ import pytest
 
 from cascade_train import cache
 from cascade_train.generate import GenerateArgs, generate
+from cascade_train.models.convolutional import ConvolutionalCompressor
 from cascade_train.models.image_encoder import ImageEncoder
 from cascade_train.models.text_encoder import TextEncoder
-from cascade_train.models.tiny_compressor import TinyCompressor
 from tests.integration.runs import SMALL, read_metrics, train
 from tests.unit.data.tars import picture, write
 from tests.unit.models.test_stage_c import TINY_VISION
@@ -96,7 +96,7 @@ def test_a_lora_on_a_cache_builds_no_encoder_and_resumes_exactly(cached, from_ca
         "sample.prompts=[a prompt]",
     )
     without = train(tmp_path / "without", *lora, *SHAPES)
-    for part in (TextEncoder, ImageEncoder, TinyCompressor):
+    for part in (TextEncoder, ImageEncoder, ConvolutionalCompressor):
         monkeypatch.setattr(part, "build", lambda *_, **__: pytest.fail("an encoder was built"))
     taken = (*lora, "data=cached", f"data.path={cached}", "data.num_workers=0")
     directory = train(tmp_path / "run", *taken, "train.max_steps=2")

@@ -8,7 +8,7 @@ from tests.integration.runs import exported_weights, read_metrics, torchrun, tra
 
 @pytest.fixture(scope="module")
 def given(tmp_path_factory):
-    return train(tmp_path_factory.mktemp("given") / "run", "task=finetune", "run.seed=5", "train.max_steps=1")
+    return train(tmp_path_factory.mktemp("given") / "run", "task=finetune", "model.weights=null", "train.max_steps=1")
 
 
 def test_the_export_is_the_given_average_moved_by_the_steps_taken(given, tmp_path):

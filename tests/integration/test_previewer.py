@@ -18,9 +18,8 @@ from cascade_train.models.weights_source import find_weight_files
 from tests.distributed.test_modes import NARROW
 from tests.integration.runs import SMALL, read_metrics, train
 
-CONVOLUTIONAL = "model.previewer._target_=cascade_train.models.convolutional.ConvolutionalPreviewer"
 ORIGINAL = "model.previewer._target_=cascade_train.models.previewer.ConvolutionPreviewer"
-SCRATCH = "+model.previewer.weights=null"
+SCRATCH = "model.previewer.weights=null"
 PREVIEW = (
     *("model=c_tiny", "task=reconstruction", "objective=preview", "model.image_size=64", "optimizer.lr=3e-3"),
     *("train.global_batch_size=4", "ema.decay=0.9", "validate.share=0.05", "validate.samples=8"),
@@ -36,7 +35,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that looks at itself at its beginning, in its middle and at its end."""
     looks = ("sample.every_steps=40", "sample.count=2", "validate.every_steps=20", "checkpoint.every_steps=null")
     folder = tmp_path_factory.mktemp("previewer") / "run"
-    return train(folder, *PREVIEW, CONVOLUTIONAL, SCRATCH, *ABSENT, *looks, "train.max_steps=40", "log.every_steps=40")
+    return train(folder, *PREVIEW, SCRATCH, *ABSENT, *looks, "train.max_steps=40", "log.every_steps=40")
 
 
 def test_previews_come_nearer_to_their_pictures(run: Path) -> None:
@@ -58,7 +57,7 @@ def test_the_grid_shows_originals_and_previews(run: Path) -> None:
 
 def test_a_previewer_trains_on_and_stage_c_shows_its_samples_by_it(run: Path, tmp_path: Path) -> None:
     trained, short = load_file(run / WEIGHTS), ("train.max_steps=1", "train.global_batch_size=2")
-    taken = (CONVOLUTIONAL, f"+model.previewer.weights={run}", *short)
+    taken = (f"model.previewer.weights={run}", *short)
     again = load_file(train(tmp_path / "a", *PREVIEW, *taken, "optimizer.lr=1e-9", "ema.decay=null") / WEIGHTS)
     assert all(torch.allclose(value, again[name], rtol=0, atol=1e-6) for name, value in trained.items())
     looks = ("sample.every_steps=1", "sample.count=1", "sample.steps=1")
@@ -102,7 +101,7 @@ def test_its_checkpoint_is_exported_again_in_the_one_format_there_is(run: Path, 
 def test_a_cache_is_neither_made_nor_taken(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     data = ("data=shapes", "data.samples=4", "data.image_size=64")
     folder = tmp_path / "cache"
-    preview = (*PREVIEW, CONVOLUTIONAL, SCRATCH)
+    preview = (*PREVIEW, SCRATCH)
     assert launch_cache([*preview, *data, f"out={folder}"]) == 2
     assert "trains on pictures, so that nothing can be cached for it" in capfd.readouterr().err
     assert launch_cache(["model=c_tiny", "task=finetune", "model.image_size=64", *data, f"out={folder}"]) == 0
@@ -115,10 +114,9 @@ def test_a_cache_is_neither_made_nor_taken(tmp_path: Path, capfd: pytest.Capture
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ((), "TinyPreviewer has no weights, so that nothing would train"),
-        ((CONVOLUTIONAL, SCRATCH, "activation_checkpointing=true"), "recomputes the network, and here none trains"),
-        ((CONVOLUTIONAL, SCRATCH, "validate.every_steps=1", "validate.reconstructions=2"), "not for this stage_c"),
-        ((CONVOLUTIONAL, SCRATCH, "ema.weights=nobody/nothing"), "the average of a Previewing starts from the weights"),
+        (("activation_checkpointing=true",), "recomputes the network, and here none trains"),
+        (("validate.every_steps=1", "validate.reconstructions=2"), "not for this stage_c"),
+        (("ema.weights=nobody/nothing",), "the average of a Previewing starts from the weights"),
     ],
 )
 def test_what_would_do_nothing_is_refused_and_leaves_nothing(

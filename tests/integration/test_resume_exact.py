@@ -46,8 +46,8 @@ RUNS = {
         *("+data@data.sources.a=shapes", "+data@data.sources.b=shapes", "data.sources.b.seed=1"),
     ),
     "previewer": (
-        *("task=reconstruction", "model=c_tiny", "objective=preview", "+model.previewer.weights=null"),
-        "model.previewer._target_=cascade_train.models.convolutional.ConvolutionalPreviewer",
+        *("task=reconstruction", "model=c_tiny", "objective=preview", "model.previewer.weights=null"),
+        *("task.train_compressor=true", "objective.latent_noise=0.1"),
     ),
 }
 STOPS = {name: random.Random(f"where {name} stops").randrange(1, STEPS) for name in RUNS}

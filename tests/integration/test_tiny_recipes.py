@@ -1,8 +1,9 @@
-"""The recipes of the tiny cascade in a few steps: a compressor that trained with Stage B serves Stage C and both."""
+"""The recipes of the tiny cascade in a few steps: a compressor serves Stage B and Stage C, and both paint together."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from safetensors.torch import load_file
 
 from bench.tiny_cascade import main as judge_cascade
 from cascade_train.generate import GenerateArgs, generate
-from cascade_train.models.convolutional import ConvolutionalCompressor
+from cascade_train.models.convolutional import ConvolutionalCompressor, ConvolutionalPreviewer
 from tests.distributed.test_modes import B_NARROW, NARROW
 from tests.integration.runs import cut_back, read_metrics, train
 
@@ -24,44 +25,53 @@ def small(overrides: tuple[str, ...]) -> list[str]:
     return [each for each in overrides if each.startswith(("model.network", "model.text_encoder"))]
 
 
-RECIPE = (
-    "experiment=tiny_b",
-    "model=b_tiny_vqgan",
-    *small(B_NARROW),
-    *FEW,
-    "checkpoint.every_steps=1",
-    "checkpoint.keep_last=null",
+def of_parts(**folders: Path) -> list[str]:
+    """Return where parts of the model come from."""
+    return [f"model.{part}.weights={folder}" for part, folder in folders.items()]
+
+
+RECIPE = ("experiment=tiny_compressor", *FEW, "checkpoint.every_steps=1", "checkpoint.keep_last=null")
+
+
+@pytest.fixture(scope="module")
+def compressor(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A compressor and its previewer after two steps of their recipe."""
+    return train(tmp_path_factory.mktemp("tiny") / "compressor", *RECIPE)
+
+
+@pytest.fixture(scope="module")
+def decoder(compressor: Path) -> Path:
+    """A Stage B on that compressor."""
+    chosen = ("experiment=tiny_b", "model=b_tiny", *small(B_NARROW), *FEW, *of_parts(semantic_compressor=compressor))
+    return train(compressor.with_name("b"), *chosen)
+
+
+@pytest.fixture(scope="module")
+def prior(compressor: Path) -> Path:
+    """A Stage C on it."""
+    parts = of_parts(semantic_compressor=compressor, previewer=compressor)
+    return train(compressor.with_name("c"), "experiment=tiny_c", *small(NARROW), *FEW, *parts)
+
+
+@pytest.mark.parametrize(
+    ("part", "kind"), [("semantic_compressor", ConvolutionalCompressor), ("previewer", ConvolutionalPreviewer)]
 )
-
-
-@pytest.fixture(scope="module")
-def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Stage B with its compressor, after two steps of its recipe."""
-    folder = tmp_path_factory.mktemp("tiny") / "b"
-    return train(folder, *RECIPE)
-
-
-@pytest.fixture(scope="module")
-def prior(decoder: Path) -> Path:
-    """A Stage C on the latents of that compressor."""
-    weights = f"model.semantic_compressor.weights={decoder}"
-    return train(decoder.with_name("c"), "experiment=tiny_c", *small(NARROW), *FEW, weights)
-
-
-def test_the_compressor_has_moved_and_lies_in_the_export(decoder: Path) -> None:
-    fresh = ConvolutionalCompressor(weights=None)
+def test_both_halves_of_the_autoencoder_have_moved_and_lie_in_the_export(
+    compressor: Path, part: str, kind: Any
+) -> None:
+    fresh = kind(weights=None)
     fresh.build(device=torch.device("cpu"))
-    stored = load_file(decoder / "export" / "semantic_compressor" / "model.safetensors")
+    stored = load_file(compressor / "export" / part / "model.safetensors")
     assert stored.keys() == fresh.module.state_dict().keys()
     assert not any(torch.equal(stored[name], value) for name, value in fresh.module.named_parameters())
-    assert all(np.isfinite(row["loss"]) for row in read_metrics(decoder))
+    assert all(np.isfinite(row["loss"]) for row in read_metrics(compressor))
 
 
-def test_a_stopped_run_goes_on_with_the_compressor_it_had(decoder: Path, tmp_path: Path) -> None:
-    again = train(cut_back(decoder, tmp_path / "b", 1), *RECIPE)
-    assert read_metrics(again)[-1] == read_metrics(decoder)[-1]
-    for part in ("decoder/decoder/diffusion_pytorch_model", "semantic_compressor/model"):
-        expected, found = (load_file(run / "export" / f"{part}.safetensors") for run in (decoder, again))
+def test_a_stopped_run_goes_on_with_the_compressor_it_had(compressor: Path, tmp_path: Path) -> None:
+    again = train(cut_back(compressor, tmp_path / "compressor", 1), *RECIPE)
+    assert read_metrics(again)[-1] == read_metrics(compressor)[-1]
+    for part in ("previewer", "semantic_compressor"):
+        expected, found = (load_file(run / "export" / part / "model.safetensors") for run in (compressor, again))
         assert all(torch.equal(value, found[name]) for name, value in expected.items())
 
 

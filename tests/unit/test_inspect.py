@@ -187,7 +187,7 @@ def test_what_cannot_be_done_is_refused(
 def test_defaults_stand_back_for_choices() -> None:
     assert verb.with_defaults(["data.urls=a"]) == ["model=c_3b", "task=finetune", "data.urls=a"]
     assert verb.with_defaults(["model=c_tiny"]) == ["task=finetune", "model=c_tiny"]
-    assert verb.with_defaults(["experiment=tiny_lora"]) == ["experiment=tiny_lora"]
+    assert verb.with_defaults(["experiment=tiny_token"]) == ["experiment=tiny_token"]
 
 
 def test_help_lists_its_own_arguments(capsys: pytest.CaptureFixture[str]) -> None:

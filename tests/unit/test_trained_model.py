@@ -60,10 +60,28 @@ def test_weights_of_no_published_size_are_refused(tmp_path: Path) -> None:
         find_model(str(tmp_path), key="decoder", part="decoder")
 
 
+@pytest.mark.parametrize(
+    ("part", "model", "target"),
+    [("prior", "stage_c.StageC", "EpsilonTarget"), ("decoder", "stage_b.StageB", "VTarget")],
+)
+def test_the_packaged_weights_come_with_the_recipe_that_trained_them(part: str, model: str, target: str) -> None:
+    found = find_model("package:tiny", key="from", part=part)
+    alone = find_model(f"package:tiny/{part}", key="from", part="network").cfg
+    assert alone.model._target_ == found.cfg.model._target_
+    assert alone.model.weights == f"package:tiny/{part}"
+    assert found.export is None
+    assert found.cfg.model._target_.endswith(model)
+    assert found.cfg.model.weights == "package:tiny"
+    assert found.cfg.objective.target._target_.endswith(target)
+    assert found.cfg.data.samples == 16000
+    assert ("star" in (found.cfg.data.only or ["star"])) == (part == "decoder"), "Stage C never saw one"
+
+
 def test_a_codec_takes_the_place_of_weights_and_of_nothing_else() -> None:
     model = TrainedModel(origin="from=b", cfg=published_config("b_3b", "here"), export=None)
     use_codec(model, "runs/a")
     assert model.cfg.model.stage_a.weights == "runs/a"
     tiny = TrainedModel(origin="from=b", cfg=checked("model=b_tiny", "task=reconstruction"), export=None)
-    with pytest.raises(ConfigError, match=r"codec=a: .* from=b decodes by .*TinyCodec, which takes no weights\. Leave"):
+    del tiny.cfg.model.stage_a.weights
+    with pytest.raises(ConfigError, match=r"codec=a: .* from=b decodes by .*VQGAN, which takes no weights\. Leave"):
         use_codec(tiny, "a")

@@ -1,4 +1,4 @@
-"""The configuration of published weights, which no run left: the recipe that ships, with those weights in it.
+"""The configuration of published or packaged weights, which no run left: the recipe that ships, with those in it.
 
 Must not live here: which size weights are of (models/weights_keys.py), and configurations of runs (saved.py).
 """
@@ -13,9 +13,12 @@ from cascade_train.config.launch import register_schema
 from cascade_train.config.preflight import preflight
 from cascade_train.config.saved import ALONE
 
+TINY_RECIPES = {"b_tiny": "tiny_b", "c_tiny": "tiny_c"}
+"""Experiment that trained the packaged weights of a size."""
+
 
 def published_config(model: str, weights: str) -> DictConfig:
-    """Return the checked configuration that a run of a published size would have.
+    """Return the checked configuration that a run of this size would have; a tiny one's is that of its recipe.
 
     Args:
         model: an option of the group `model`.
@@ -23,6 +26,8 @@ def published_config(model: str, weights: str) -> DictConfig:
     """
     task = "reconstruction" if model.startswith("b_") else "finetune"
     overrides = [f"model={model}", f"task={task}", "run.name=published", "train.global_batch_size=1"]
+    if model in TINY_RECIPES:
+        overrides.append(f"experiment={TINY_RECIPES[model]}")
     register_schema()
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
         cfg = compose("config", overrides)

@@ -19,6 +19,9 @@ NETWORK_PARTS = ("prior", "decoder")
 STEMS = ("diffusion_pytorch_model", "model", "pytorch_model")
 """Stems of weight files in folders of diffusers and transformers."""
 
+PACKAGED = {"package:tiny": Path(__file__).parent / "tiny_weights"}
+"""Weights that ship with the package: a folder with one folder for each part, fp16."""
+
 _HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(:(?P<inside>[\w./-]+))?")
 _ENDINGS = (
     ".safetensors",
@@ -36,7 +39,8 @@ def find_weight_files(source: str, *, key: str = "model.weights", part: str | No
 
     Args:
         source: a single file; a folder of diffusers or transformers (one file or shards with an index); a pipeline's
-            folder; a run of ours (its `export/`); or a hub id, `owner/name[:subfolder]` or `owner/name:file`.
+            folder; a run of ours (its `export/`); a hub id, `owner/name[:subfolder]` or `owner/name:file`; or one of
+            `PACKAGED`, or a folder in it.
         key: the config key that named the source, for messages.
         part: the folder of a pipeline or an export that is meant; "network" = whichever of `NETWORK_PARTS` is there,
             the first on the hub; None = the source itself.
@@ -44,7 +48,7 @@ def find_weight_files(source: str, *, key: str = "model.weights", part: str | No
     Raises:
         ConfigError: nothing there, no weights in it, or a hub id that cannot be had.
     """
-    path = Path(source).expanduser()
+    path = local_path(source)
     if path.is_file():
         return _one_file(path, key)
     if part == "network":
@@ -52,6 +56,17 @@ def find_weight_files(source: str, *, key: str = "model.weights", part: str | No
     if path.is_dir():
         return _folder_files(path if part is None else find_part(path, part, key), key)
     return _hub_files(source, key, part)
+
+
+def is_packaged(source: str) -> bool:
+    """Return whether a source names what ships with the package, or a folder in it: `package:tiny/decoder`."""
+    return source.partition("/")[0] in PACKAGED
+
+
+def local_path(source: str) -> Path:
+    """Return where a source lies on this machine if it does, which nothing checks."""
+    name, _, inside = source.partition("/")
+    return PACKAGED[name] / inside if name in PACKAGED else Path(source).expanduser()
 
 
 def is_hub_id(source: str) -> bool:
@@ -123,7 +138,8 @@ def _hub_files(source: str, key: str, part: str | None) -> list[Path]:
     match = _HUB_ID.fullmatch(source)
     if match is None or (match["inside"] is None and source.endswith(SINGLE_FILE_SUFFIXES)):
         raise ConfigError(
-            f"{key}={source}: no such file or folder; give a path that exists, or a hub id such as owner/name:subfolder"
+            f"{key}={source}: no such file or folder; give a path that exists, a hub id such as owner/name:subfolder, "
+            f"or {' or '.join(PACKAGED)}"
         )
     inside = match["inside"] or part or ""
     if inside.endswith(SINGLE_FILE_SUFFIXES):

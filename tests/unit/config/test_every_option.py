@@ -30,7 +30,7 @@ CONTROLNETS = {
 """The original's ControlNets, and the files that their filters need."""
 
 COMPANIONS = {
-    **{f"model={m}": {"task": "reconstruction"} for m in ("a", "a_tiny", "b_3b", "b_700m", "b_tiny", "b_tiny_vqgan")},
+    **{f"model={m}": {"task": "reconstruction"} for m in ("a", "a_tiny", "b_3b", "b_700m", "b_tiny")},
     "task=reconstruction": {"model": "b_tiny"},
     "objective=vqgan": {"model": "a_tiny", "task": "reconstruction"},
     "objective=preview": {"model": "c_tiny", "task": "reconstruction"},

@@ -75,7 +75,7 @@ def test_urls_alone_choose_webdataset_and_say_so(start: Start, trained: list[Dic
 
 
 def test_urls_beside_a_choice_of_data_imply_nothing():
-    for chosen in ("data=shapes", "experiment=tiny_lora"):
+    for chosen in ("data=shapes", "experiment=tiny_token"):
         assert with_implied_choices(["data.urls=[a]", chosen]) == ["data.urls=[a]", chosen]
     assert with_implied_choices(["+data.urls=[a]"])[0] == "data=webdataset"
 

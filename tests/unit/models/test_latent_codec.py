@@ -9,7 +9,6 @@ from safetensors.torch import save_file
 
 from cascade_train.errors import ConfigError
 from cascade_train.models.latent_codec import VQGAN
-from cascade_train.models.tiny_compressor import TinyCodec
 
 CPU = torch.device("cpu")
 SMALL = {"levels": 2, "bottleneck_blocks": 1, "embed_dim": 16, "latent_channels": 4, "num_vq_embeddings": 32}
@@ -67,13 +66,3 @@ def test_weights_of_another_stage_a_and_a_scale_of_zero_are_refused(built: VQGAN
         other.build(device=CPU)
     with pytest.raises(ValueError, match="stage_a.scale_factor=0.0: divides the latents"):
         codec(scale_factor=0.0)
-
-
-def test_the_tiny_codec_keeps_mean_colours() -> None:
-    tiny = TinyCodec()
-    tiny.build(device=CPU)
-    colours = torch.rand(2, 3, 6, 8)
-    image = torch.nn.functional.interpolate(colours, scale_factor=4, mode="nearest")
-    latent = tiny.encode(image)
-    assert latent.shape == (2, 4, 6, 8)
-    torch.testing.assert_close(tiny.decode(latent), image, atol=1e-5, rtol=1e-5)

@@ -39,9 +39,10 @@ class TestBTiny(StageContract):
         cond = stage.conditions(stage.tokenize(["a red circle", "a blue circle"]))
         assert (cond["clip_text_pooled"][0] - cond["clip_text_pooled"][1]).abs().max() > 0.1
 
-    def test_what_it_decodes_it_encodes_again(self, stage: Any) -> None:
-        latent = 0.1 * torch.randn(1, 4, 24, 24)
-        torch.testing.assert_close(stage.encode(stage.decode(latent)), latent, atol=1e-4, rtol=1e-4)
+    def test_what_it_encodes_it_decodes_again(self, stage: Any) -> None:
+        image = torch.full((1, 3, 96, 96), 0.9)
+        image[:, 0, 20:50, 30:70] = 0.2
+        assert (stage.decode(stage.encode(image)) - image).square().mean() < 0.002, "27 dB"
 
 
 @pytest.fixture(scope="module")

@@ -103,6 +103,24 @@ def test_a_path_that_does_not_exist_is_refused(source: str) -> None:
         find_weight_files(source)
 
 
+@pytest.mark.parametrize("part", ["vqgan", "semantic_compressor", "previewer", "prior", "decoder"])
+def test_each_part_of_the_tiny_cascade_lies_in_the_package(part: str) -> None:
+    (file,) = find_weight_files("package:tiny", part=part)
+    assert file.is_file()
+    assert file.parent.name == part
+
+
+def test_the_packaged_weights_are_small() -> None:
+    files = [file for folder in weights_source.PACKAGED.values() for file in folder.rglob("*") if file.is_file()]
+    assert len(files) == 5
+    assert sum(file.stat().st_size for file in files) < 15_000_000
+
+
+def test_a_package_without_such_weights_is_refused_with_what_there_is() -> None:
+    with pytest.raises(ConfigError, match="model.weights=package:huge: no such file or folder.*or package:tiny"):
+        find_weight_files("package:huge")
+
+
 def test_a_cached_hub_id_is_found_offline(hub_cache: Path) -> None:
     file = cache(hub_cache, "owner/name", f"prior_lite/{WEIGHTS}")
     assert find_weight_files("owner/name:prior_lite") == [file]

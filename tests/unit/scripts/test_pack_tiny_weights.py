@@ -1,0 +1,55 @@
+"""What the tiny cascade's runs left goes into the package: each part from its run, in half precision."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+
+@pytest.fixture
+def script(repository: Path) -> Any:
+    path = repository / "scripts" / "pack_tiny_weights.py"
+    spec = importlib.util.spec_from_file_location("pack_tiny_weights", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def runs(script: Any, tmp_path: Path) -> Path:
+    """Runs of a weight and a counter each."""
+    for number, (part, run) in enumerate(script.RUNS.items()):
+        folder = tmp_path / "runs" / run / "export" / part
+        folder.mkdir(parents=True)
+        tensors = {"weight": torch.tensor([number + 1 / 3]), "count": torch.tensor(number)}
+        save_file(tensors, folder / "model.safetensors")
+    return tmp_path / "runs"
+
+
+def test_every_part_is_packed_as_half_precision(script: Any, runs: Path, tmp_path: Path) -> None:
+    assert script.main([str(runs), "--out", str(tmp_path / "out")]) == 0
+    for number, part in enumerate(script.RUNS):
+        packed = load_file(tmp_path / "out" / part / "model.safetensors")
+        assert torch.equal(packed["weight"], torch.tensor([number + 1 / 3], dtype=torch.float16))
+        assert torch.equal(packed["count"], torch.tensor(number))
+
+
+def test_more_than_the_package_may_hold_is_told(
+    script: Any, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(script, "MOST_BYTES", 100)
+    assert script.main([str(runs), "--out", str(tmp_path / "out")]) == 1
+    assert "together: 0.00 MB" in capsys.readouterr().out
+
+
+def test_a_value_beyond_half_precision_is_refused(script: Any, runs: Path, tmp_path: Path) -> None:
+    save_file({"weight": torch.tensor([1e6])}, runs / "c" / "export" / "prior" / "model.safetensors")
+    with pytest.raises(ValueError, match="prior/model.safetensors: weight holds a value that fp16 does not"):
+        script.main([str(runs), "--out", str(tmp_path / "out")])
