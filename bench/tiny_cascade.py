@@ -3,8 +3,8 @@
     python bench/tiny_cascade.py --prior runs/tiny/c --decoder runs/tiny/b --out bench/results/tiny_cascade.md
 
 Captions of scenes that no training picture of Stage C or B showed go through C, B and A; `shapes_judge` reads what the
-pictures show. Beside it: the judge on the procedure's own pictures of those scenes, and Stage B alone on these, with
-the PSNR of its reconstructions and of its conditioning brought back bilinearly. Ends with 1 where a target is missed.
+pictures show. Beside it: the judge on the procedure's own pictures of those scenes, Stage C's previews, and Stage B
+alone on the procedure's pictures, with the PSNR of its reconstructions and of its conditioning brought back bilinearly. Ends with 1 where a target is missed.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ def painted(folder: Path, count: int) -> list[np.ndarray]:
     return pictures
 
 
-def from_captions(prior: str, decoder: str, truth: Truth, seed: int, folder: Path) -> list[np.ndarray]:
-    """Paint each caption by C, B and A."""
+def from_captions(prior: str, decoder: str | None, truth: Truth, seed: int, folder: Path) -> list[np.ndarray]:
+    """Paint each caption by C, B and A; without a decoder, by C and its previewer."""
     generate(
         GenerateArgs(source=prior, decoder=decoder, prompts=truth.captions, seed=seed, batch_size=50, out=str(folder))
     )
@@ -158,13 +158,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     decoder = find_model(args.decoder, key="decoder", part="decoder").cfg
     truth = unseen([shapes(to_plain(cfg.data), cfg.model.image_size) for cfg in (prior, decoder)], args.count)
     with tempfile.TemporaryDirectory() as folder:
-        (captioned := Path(folder) / "captions").mkdir()
-        (pictured := Path(folder) / "pictures").mkdir()
+        captioned, previewed, pictured = (Path(folder) / name for name in ("captions", "previews", "pictures"))
+        for each in (captioned, previewed, pictured):
+            each.mkdir()
         chain = from_captions(args.prior, args.decoder, truth, args.seed, captioned)
+        previews = from_captions(args.prior, None, truth, args.seed, previewed)
         alone = from_pictures(args.decoder, truth, args.seed, pictured)
     judged = {
         "the judge on true pictures": truth.pictures,
         "C, B and A from captions": chain,
+        "C alone from captions, as its previewer shows it": previews,
         "B and A from pictures": alone,
     }
     rows = {name: accuracies([p / 255 for p in pictures], truth.scenes) for name, pictures in judged.items()}
@@ -173,7 +176,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(text)
     if args.out is not None:
         args.out.write_text(text)
-        columns = {"from its caption": chain, "from its picture": alone, "drawn": truth.pictures}
+        columns = {"from its caption": chain, "preview": previews, "from its picture": alone, "drawn": truth.pictures}
         images = {
             name: [Image.fromarray(picture) for picture in pictures[:SHOWN]] for name, pictures in columns.items()
         }

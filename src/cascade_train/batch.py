@@ -65,7 +65,8 @@ class Batch:
         seed: the run's seed.
         weight_B: (B,) fp32 on the host, the weight of each sample's loss; None = 1 each.
         tensors: further tensors of the samples, (B, ...) each, by name: what the task's `SampleTransform` made
-            of the pictures, what a cache holds, or `mask`, (B, 1, H, W) uint8, 255 where the loss counts.
+            of the pictures, what a cache holds, or `mask`, (B, 1, H, W) uint8, 255 where the loss counts; from a cache,
+            fp32 of the latents' size in [0, 1].
         original_size_B2: (B, 2) int64 on the host, height and width in pixels before cropping, upright; None where
             the source cannot say.
         crop_B4: (B, 4) int64 on the host, top, left, height and width of the crop in the original's pixels; None

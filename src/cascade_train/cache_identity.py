@@ -124,6 +124,8 @@ def take_cache(cfg: Mapping[str, Any], stage: Stage, task: Task, source: Cached)
         raise ConfigError(f"{where} was made by another model: {difference}. Set it back, or make another cache.")
     if cfg["sample"]["every_steps"] is not None and (stage.needs_image or task.needs_image):
         raise ConfigError(f"sample.every_steps: grids need pictures here, and {where} has none: set it to null")
+    if stage.needs_image and cfg["validate"]["reconstructions"]:
+        raise ConfigError(f"validate.reconstructions: are of pictures, and {where} has none: set it to 0")
     makers = {**stage.image_products, **stage.caption_products}
     left_out = frozenset(makers[name] for name in [*stage.image_products, *manifest.captions])
     refuse_trained(left_out & task.trained_parts(), "the cache holds what it makes")

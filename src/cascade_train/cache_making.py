@@ -36,6 +36,7 @@ from cascade_train.data.worker import Failure, MicroBatches
 from cascade_train.errors import ConfigError, RunError
 from cascade_train.models.stage import Stage
 from cascade_train.tasks.base import ImageMaker, Task
+from cascade_train.tasks.text_to_image import latent_mask
 
 LIBRARIES = ("cascade-train", "torch", "torchvision", "transformers", "diffusers", "numpy", "pillow")
 """Whose versions a manifest records."""
@@ -162,20 +163,20 @@ class Encoder:
         self.options = options
 
     def images(self, batch: Batch) -> list[dict[str, Tensor]]:
-        """Return what is kept of each picture of a batch, by name, on the host.
-
-        Raises:
-            ConfigError: the batch holds something that a cache does not.
-        """
+        """Return what is kept of each picture of a batch, by name, on the host; a mask where not everything counts."""
         assert batch.image_BCHW is not None, "pictures are read from their source"
-        if "mask" in batch.tensors:
-            raise ConfigError("data: a cache holds no masks yet; remove them from the data, or train without a cache.")
         image_BCHW = batch.image_BCHW.to(self.device).float() / 255
         products = self.stage.make_image_products(image_BCHW)
         if self.maker is not None:
             products |= self.maker(image_BCHW, batch.to(self.device).tensors)
         tensors = {name: self._kept(tensor) for name, tensor in products.items()}
-        return [{name: tensor[i] for name, tensor in tensors.items()} for i in range(len(batch))]
+        kept = [{name: tensor[i] for name, tensor in tensors.items()} for i in range(len(batch))]
+        if "mask" in batch.tensors:
+            mask_B1hw = latent_mask(batch.tensors["mask"], self.stage.latent_shape(*image_BCHW.shape[-2:]))
+            for sample, mask_1hw in zip(kept, mask_B1hw, strict=True):
+                if mask_1hw.min() < 1.0:
+                    sample["mask"] = mask_1hw
+        return kept
 
     def captions(self, captions: Sequence[str]) -> dict[str, dict[str, Tensor]]:
         """Return what is kept of each caption, on the host; nothing where captions are not cached."""

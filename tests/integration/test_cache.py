@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from cascade_train import cache
+from cascade_train.__main__ import launch
 from cascade_train.generate import GenerateArgs, generate
 from cascade_train.models.convolutional import ConvolutionalCompressor
 from cascade_train.models.image_encoder import ImageEncoder
+from cascade_train.models.latent_codec import VQGAN
 from cascade_train.models.text_encoder import TextEncoder
 from tests.integration.runs import SMALL, read_metrics, train
 from tests.unit.data.tars import picture, write
@@ -247,3 +249,20 @@ def test_a_cache_without_control_maps_and_filters_that_draw_are_refused(cached, 
     assert "lacks what the task makes of pictures" in train_refused(capfd, cached, *RUN, *control)
     drawing = ("model=c_tiny", *SHAPES, *control, "filter@task.filter=inpaint", f"out={tmp_path / 'cache'}")
     assert "InpaintFilter draws another map of a picture each epoch" in refused(capfd, *drawing)
+
+
+def test_stage_b_and_masks_train_from_a_cache_as_without(tmp_path, monkeypatch, capfd):
+    decoder = ("model=b_tiny", "task=reconstruction", "model.semantic_noise=0.2", "task.image_keep_prob=0.5")
+    short = ("train.global_batch_size=4", "train.max_steps=3", "optimizer.lr=3e-3", "task.cond_drop_prob=0.3")
+    data = (*SHAPES, "data.background_weight=0.1")
+    validated = ("validate.every_steps=3", *VALIDATED[1:])
+    without = train(tmp_path / "without", *decoder, *short, *data, *validated)
+    uneven = train(tmp_path / "uneven", *decoder, *short, *SHAPES, *validated)
+    assert read_metrics(uneven)[0]["loss"] != pytest.approx(read_metrics(without)[0]["loss"], rel=1e-2)
+    assert cache.launch([*decoder, *data, "unit_samples=10", f"out={tmp_path / 'cache'}"]) == 0
+    for part in (TextEncoder, VQGAN, ConvolutionalCompressor):
+        monkeypatch.setattr(part, "encode", lambda *_: pytest.fail("something was encoded"))
+    taken = (*decoder, *short, *validated, "data=cached", f"data.path={tmp_path / 'cache'}", "data.num_workers=0")
+    assert_equal_metrics(without, train(tmp_path / "with", *taken))
+    again = (*taken[len(decoder) :], "validate.reconstructions=2", f"run.dir={tmp_path / 'more'}")
+    assert "validate.reconstructions: are of pictures" in refused(capfd, *SMALL, *decoder, *again, launch=launch)

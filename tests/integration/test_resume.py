@@ -104,7 +104,7 @@ def test_a_new_run_starts_from_a_named_checkpoint(tmp_path):
 
 
 def test_adapters_in_an_untrained_network_are_warned_about(tmp_path, caplog):
-    run = train(tmp_path / "run", "task=lora", "train.max_steps=1")
+    run = train(tmp_path / "run", "task=lora", "model.weights=null", "train.max_steps=1")
     assert "its last layer begins at zero" in caplog.text
     assert read_metrics(run)[0]["grad_norm"] == 0.0
 

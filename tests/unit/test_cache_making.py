@@ -1,5 +1,6 @@
 """What a cache is made of, and what it refuses before anything is made."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,14 +16,17 @@ from tests.unit.tasks.task_contract import make_batch
 
 def test_a_stage_of_which_nothing_can_be_held_says_why():
     with pytest.raises(ConfigError, match=r"nothing of stage_b can be cached: .*model.shrink_range"):
-        refuse_random(make_stage("b_tiny"), None, None, captions=True)
+        refuse_random(make_stage("b_tiny", {"shrink_range": [0.5, 1.0]}), None, None, captions=True)
 
 
-def test_pictures_with_masks_are_refused():
-    batch = make_batch(0)
-    masked = SimpleNamespace(image_BCHW=batch.image_BCHW, tensors={"mask": torch.zeros(1, 1, 96, 96)})
-    with pytest.raises(ConfigError, match="a cache holds no masks yet"):
-        Encoder(stage=None, maker=None, device=torch.device("cpu"), options=None).images(masked)
+def test_a_mask_is_held_at_the_latents_size_where_not_everything_counts():
+    stage = SimpleNamespace(make_image_products=lambda image: {}, latent_shape=lambda height, width: (16, 3, 3))
+    mask = torch.full((2, 1, 96, 96), 255, dtype=torch.uint8)
+    mask[1, :, :16] = 0
+    encoder = Encoder(stage=stage, maker=None, device=torch.device("cpu"), options=SimpleNamespace(dtype="bf16"))
+    whole, half = encoder.images(replace(make_batch(0, 1), tensors={"mask": mask}))
+    assert whole == {}
+    assert half["mask"].tolist() == [[[0.5, 0.5, 0.5], [1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]]
 
 
 def test_joined_sources_with_captions_of_their_own_are_refused_without_captions():

@@ -152,14 +152,13 @@ class MicroBatches(Dataset[Batch | Failure]):
 
 def _stacked(samples: list[_Sample]) -> dict[str, Any]:
     """Return what a batch holds of its samples' arrays, by the batch's field."""
-    names = samples[0].tensors
+    names = [name for name in samples[0].tensors if name != "mask"]
     tensors = {name: _tensor([sample.tensors[name] for sample in samples]) for name in names}
+    masks = [sample.tensors.get("mask") for sample in samples]
     framed = [sample.framed for sample in samples if sample.framed is not None]
     if not framed:
-        return {"image_BCHW": None, "tensors": tensors}
-    if any(each.mask is not None for each in framed):
-        everywhere = np.full((1, *framed[0].image.shape[1:]), 255, dtype=np.uint8)
-        tensors["mask"] = _tensor([everywhere if each.mask is None else each.mask for each in framed])
+        return {"image_BCHW": None, "tensors": tensors | _masks(masks, 1.0)}
+    tensors |= _masks([each.mask for each in framed], 255)
     boxes = [(each.box.top, each.box.left, each.box.height, each.box.width) for each in framed]
     return {
         "image_BCHW": _shared([each.image for each in framed]),
@@ -167,6 +166,14 @@ def _stacked(samples: list[_Sample]) -> dict[str, Any]:
         "original_size_B2": torch.tensor([each.size for each in framed], dtype=torch.int64),
         "crop_B4": torch.tensor(boxes, dtype=torch.int64),
     }
+
+
+def _masks(masks: list[np.ndarray | None], fully: float) -> dict[str, torch.Tensor]:
+    """Return the `mask` of a batch, where a sample without one counts everywhere; nothing if none has one."""
+    known = next((mask for mask in masks if mask is not None), None)
+    if known is None:
+        return {}
+    return {"mask": _tensor([np.full_like(known, fully) if mask is None else mask for mask in masks])}
 
 
 def _shared(images: list[np.ndarray]) -> torch.Tensor:

@@ -6,11 +6,12 @@ Lives here: that alone. Must not live here: what is modelled and what it is cond
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from cascade_train.models.cascade_unet import CascadeUNet
 from cascade_train.models.cascade_unet_config import CascadeUNetConfig
@@ -18,9 +19,12 @@ from cascade_train.models.first_values import FirstValues, Shares
 from cascade_train.models.initialize import DrawnValues, unet_rule
 from cascade_train.models.lora import begin_magnitudes, split_magnitudes
 from cascade_train.models.semantic_compressor import SemanticCompressor
-from cascade_train.models.stage import Stage
+from cascade_train.models.stage import Stage, Tokens
 from cascade_train.models.text_encoder import TextEncoder
 from cascade_train.models.weights import StoredValues
+
+TOWERS = ("text_encoder", "image_encoder")
+"""Parts that take the dtype of frozen modules; the others stay fp32, as in the original."""
 
 
 class DenoisingStage(Stage):
@@ -40,6 +44,7 @@ class DenoisingStage(Stage):
     _values: FirstValues
     weights: str | None
     seed: int
+    _frozen_dtype: torch.dtype
     network_config: CascadeUNetConfig
     text_encoder: TextEncoder
     semantic_compressor: SemanticCompressor
@@ -60,6 +65,49 @@ class DenoisingStage(Stage):
                 raise ValueError(
                     f"model.network.{key}={self.network_config.arguments[key]}: must equal model.{other}={width}"
                 )
+
+    def build(self, *, device: torch.device, network_dtype: torch.dtype, frozen_dtype: torch.dtype) -> None:
+        """Make every module on the meta device, then load or initialise it on `device`; the network waits for `fill`.
+
+        Raises:
+            ConfigError: weights that do not exist or belong to another model.
+        """
+        self._frozen_dtype = frozen_dtype
+        for name, make in self._makers(device, network_dtype).items():
+            if name not in self.left_out:
+                make()
+
+    def complete(self) -> None:
+        """Build on the host what `build` left out."""
+        makers = self._makers(torch.device("cpu"), self._frozen_dtype)
+        missing, self.left_out = self.left_out, frozenset()
+        for name in missing:
+            makers[name]()
+
+    def _makers(self, device: torch.device, network_dtype: torch.dtype) -> dict[str, Callable[[], None]]:
+        """Return what builds each part, by its name."""
+        makers: dict[str, Callable[[], None]] = {"network": partial(self._build_network, network_dtype)}
+        for name, part in self._parts().items():
+            dtype = {"dtype": self._frozen_dtype} if name in TOWERS else {}
+            makers[name] = partial(part.build, device=device, **dtype)
+        return makers
+
+    def tokenize(self, captions: Sequence[str]) -> Tokens:
+        """Turn captions into token ids and attention mask, (B, L) int64 on the host; or find their products."""
+        return self.text_encoder.tokenize(captions) if self.caption_lookup is None else self.caption_lookup(captions)
+
+    @torch.no_grad()
+    def make_caption_products(self, captions: Sequence[str]) -> dict[str, Tensor]:
+        """Return those of `clip_text` (B, L, D) and `clip_text_pooled` (B, 1, D) that the stage is conditioned on."""
+        device = self.text_encoder.module.device
+        made = self._encode_text({name: ids.to(device) for name, ids in self.text_encoder.tokenize(captions).items()})
+        return {name: made[name] for name in self.caption_products}
+
+    def _encode_text(self, tokens: Tokens) -> dict[str, Tensor]:
+        """Return `clip_text` and `clip_text_pooled` of tokens, or what a cache holds of them."""
+        if self.caption_lookup is not None:
+            return {name: tokens[name].to(self._frozen_dtype) for name in self.caption_products}
+        return dict(zip(("clip_text", "clip_text_pooled"), self.text_encoder.encode(tokens), strict=True))
 
     def _build_network(self, dtype: torch.dtype) -> None:
         """Make the network on the meta device, and find what it begins with."""

@@ -73,7 +73,9 @@ class StageB(DenoisingStage):
     image_keep_prob = 0.9
     needs_image = True
     latent_name = "vq_latent"
-    why_not_cached = "its semantic latents are those of images that shrink by chance (model.shrink_range)"
+    why_not_cached = (
+        "its semantic latents are those of images that shrink by chance; model.shrink_range=[1.0,1.0] leaves them alone"
+    )
 
     def __init__(
         self,
@@ -101,6 +103,9 @@ class StageB(DenoisingStage):
         self.text_encoder = text_encoder
         self.semantic_compressor = semantic_compressor
         self.stage_a = stage_a
+        if min(shrink_range) == 1.0:
+            self.image_products = {"vq_latent": "stage_a", "effnet": "semantic_compressor"}
+            self.caption_products = {"clip_text_pooled": "text_encoder"}
         self._check_parts()
         if random_encoders:
             for part in self._parts().values():
@@ -121,19 +126,6 @@ class StageB(DenoisingStage):
         )
         self._check(widths)
 
-    def build(self, *, device: torch.device, network_dtype: torch.dtype, frozen_dtype: torch.dtype) -> None:
-        """Make every module on the meta device, then load or initialise it on `device`; the network waits for `fill`.
-
-        The text tower takes `frozen_dtype`; compressor and Stage A stay fp32, as in the original.
-
-        Raises:
-            ConfigError: weights that do not exist or belong to another model.
-        """
-        self._build_network(network_dtype)
-        self.text_encoder.build(device=device, dtype=frozen_dtype)
-        self.semantic_compressor.build(device=device)
-        self.stage_a.build(device=device)
-
     def _parts(self) -> dict[str, TextEncoder | SemanticCompressor | LatentCodec]:
         return {
             "text_encoder": self.text_encoder,
@@ -141,18 +133,22 @@ class StageB(DenoisingStage):
             "stage_a": self.stage_a,
         }
 
-    def tokenize(self, captions: Sequence[str]) -> Tokens:
-        """Turn captions into token ids and attention mask, (B, L) int64 on the host."""
-        return self.text_encoder.tokenize(captions)
-
     def encode(self, images: Images) -> Tensor:
-        """Encode images (B, 3, H, W) float in [0, 1] to latents x0 (B, 4, H / 4, W / 4) fp32. No gradient."""
-        return self.stage_a.encode(pixels(images))
+        """Encode images (B, 3, H, W) float in [0, 1] to latents x0 (B, 4, H / 4, W / 4) fp32, or find them there.
+
+        No gradient.
+        """
+        return product(images, "vq_latent", self.stage_a.encode)
+
+    @torch.no_grad()
+    def make_image_products(self, image_BCHW: Tensor) -> dict[str, Tensor]:
+        """Return `vq_latent` (B, 4, H / 4, W / 4) and `effnet` (B, 16, H / 32, W / 32) fp32, of images as they are."""
+        return {"vq_latent": self.stage_a.encode(image_BCHW), "effnet": self.semantic_compressor.encode(image_BCHW)}
 
     def draw(self, batch: Batch) -> Drawn:
         """Draw to which multiple of the compressor's stride each image shrinks, and its latents' noise."""
         low, high = self.shrink_range
-        height, width = batch.image_BCHW.shape[-2:]
+        height, width = self._sides(batch)
         factors_B = low + (high - low) * batch.uniform("shrink")
         sizes = [self.shrunken(height, width, factor) for factor in factors_B.tolist()]
         if self.semantic_noise == 0.0:
@@ -160,6 +156,13 @@ class StageB(DenoisingStage):
         compressor = self.semantic_compressor
         shape = (compressor.latent_channels, -(-height // compressor.stride), -(-width // compressor.stride))
         return Drawn(sizes=sizes, noise_BCHW=batch.normal("semantic_noise", shape))
+
+    def _sides(self, batch: Batch) -> Size:
+        if batch.image_BCHW is not None:
+            height, width = batch.image_BCHW.shape[-2:]
+            return height, width
+        rows, columns = batch.tensors[self.latent_name].shape[-2:]
+        return rows * self.stage_a.stride, columns * self.stage_a.stride
 
     def shrunken(self, height: int, width: int, factor: float) -> Size:
         """Return the size of an image of `height` x `width` pixels that shrinks by `factor`."""
@@ -178,16 +181,19 @@ class StageB(DenoisingStage):
 
         Args:
             tokens: from `tokenize`, on the device.
-            images: (B, 3, H, W) float in [0, 1], or their semantic latents by the name `effnet`, such as Stage C's;
+            images: (B, 3, H, W) float in [0, 1], or their semantic latents by the name `effnet`, cached or Stage C's;
                 None = zeros.
             keep_image_B: (B,) bool, which samples keep their semantic latents, the others get zeros; None = all.
             drawn: from `draw`; None = images do not shrink, and there is no noise.
         """
-        _, pooled = self.text_encoder.encode(tokens)
+        pooled = self._encode_text(tokens)["clip_text_pooled"]
         if images is None:
             zeros = pooled.new_zeros(len(pooled), self.semantic_compressor.latent_channels, 1, 1)
             return {"clip_text_pooled": pooled, "effnet": zeros}
-        effnet = product(images, "effnet", lambda image_BCHW: self._semantic_latents(image_BCHW, drawn))
+        if isinstance(images, Tensor):
+            effnet = self._semantic_latents(images, drawn)
+        else:
+            effnet = self._noised(images["effnet"], slice(None), drawn)
         if keep_image_B is not None:
             effnet = effnet * keep_image_B[:, None, None, None].to(effnet.dtype)
         return {"clip_text_pooled": pooled, "effnet": effnet}
@@ -215,9 +221,9 @@ class StageB(DenoisingStage):
             }
         return torch.cat([latents[i] for i in range(len(drawn.sizes))])
 
-    def _noised(self, latent_BCHW: Tensor, members: list[int], drawn: Drawn) -> Tensor:
+    def _noised(self, latent_BCHW: Tensor, members: list[int] | slice, drawn: Drawn | None) -> Tensor:
         """Add each member's own noise to its latents."""
-        if drawn.noise_BCHW is None:
+        if drawn is None or drawn.noise_BCHW is None:
             return latent_BCHW
         height, width = latent_BCHW.shape[-2:]
         noise_BCHW = drawn.noise_BCHW[members, :, :height, :width].to(latent_BCHW.device, non_blocking=True)
@@ -231,10 +237,3 @@ class StageB(DenoisingStage):
     def decode(self, latent_BCHW: Tensor) -> Tensor:
         """Decode latents to images, (B, 3, 4 H, 4 W) fp32 in [0, 1], without gradient."""
         return self.stage_a.decode(latent_BCHW).clamp(0, 1)
-
-
-def pixels(images: Images) -> Tensor:
-    """Return images (B, 3, H, W) that are none of a cache: this stage sees each of them at a size of its own."""
-    if not isinstance(images, Tensor):
-        raise AssertionError("nothing that Stage B makes of images can be cached")
-    return images

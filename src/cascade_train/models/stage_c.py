@@ -8,8 +8,6 @@ Shape legend: B batch, C channels, H W image or latent size, L text tokens, D wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -97,38 +95,6 @@ class StageC(DenoisingStage):
             widths.append(("clip_image_in_channels", "image_encoder.projection_dim", self.image_encoder.projection_dim))
         self._check(widths)
 
-    def build(self, *, device: torch.device, network_dtype: torch.dtype, frozen_dtype: torch.dtype) -> None:
-        """Make every module on the meta device, then load or initialise it on `device`; the network waits for `fill`.
-
-        The text and image towers take `frozen_dtype`; compressor and previewer stay fp32, as in the original.
-
-        Raises:
-            ConfigError: weights that do not exist or belong to another model.
-        """
-        self._frozen_dtype = frozen_dtype
-        for name, make in self._makers(device, network_dtype).items():
-            if name not in self.left_out:
-                make()
-
-    def complete(self) -> None:
-        """Build on the host what `build` left out."""
-        makers = self._makers(torch.device("cpu"), self._frozen_dtype)
-        missing, self.left_out = self.left_out, frozenset()
-        for name in missing:
-            makers[name]()
-
-    def _makers(self, device: torch.device, network_dtype: torch.dtype) -> dict[str, Callable[[], None]]:
-        """Return what builds each part, by its name."""
-        makers: dict[str, Callable[[], None]] = {
-            "network": partial(self._build_network, network_dtype),
-            "text_encoder": partial(self.text_encoder.build, device=device, dtype=self._frozen_dtype),
-            "semantic_compressor": partial(self.semantic_compressor.build, device=device),
-            "previewer": partial(self.previewer.build, device=device),
-        }
-        if self.image_encoder is not None:
-            makers["image_encoder"] = partial(self.image_encoder.build, device=device, dtype=self._frozen_dtype)
-        return makers
-
     def _parts(self) -> dict[str, TextEncoder | ImageEncoder | SemanticCompressor | Previewer]:
         parts = {
             "text_encoder": self.text_encoder,
@@ -137,10 +103,6 @@ class StageC(DenoisingStage):
             "previewer": self.previewer,
         }
         return {name: part for name, part in parts.items() if part is not None}
-
-    def tokenize(self, captions: Sequence[str]) -> Tokens:
-        """Turn captions into token ids and attention mask, (B, L) int64 on the host; or find their products."""
-        return self.text_encoder.tokenize(captions) if self.caption_lookup is None else self.caption_lookup(captions)
 
     def encode(self, images: Images) -> Tensor:
         """Encode images (B, 3, H, W) in [0, 1] to latents x0 (B, 16, H / 32, W / 32) fp32, or find them there."""
@@ -161,7 +123,8 @@ class StageC(DenoisingStage):
             keep_image_B: (B,) bool, which samples keep their image condition, the others get zeros; None = all.
             drawn: not used: this stage draws nothing.
         """
-        text, pooled = self._encode_text(tokens)
+        made = self._encode_text(tokens)
+        text, pooled = made["clip_text"], made["clip_text_pooled"]
         if self.image_encoder is None or images is None:
             image = text.new_zeros(text.shape[0], 1, self.network_config.clip_image_in_channels)
         else:
@@ -170,11 +133,6 @@ class StageC(DenoisingStage):
                 image = image * keep_image_B[:, None, None].to(image.dtype)
         return {"clip_text": text, "clip_text_pooled": pooled, "clip_img": image}
 
-    def _encode_text(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        if self.caption_lookup is None:
-            return self.text_encoder.encode(tokens)
-        return tokens["clip_text"].to(self._frozen_dtype), tokens["clip_text_pooled"].to(self._frozen_dtype)
-
     @torch.no_grad()
     def make_image_products(self, image_BCHW: Tensor) -> dict[str, Tensor]:
         """Return `effnet_latent` (B, 16, H / 32, W / 32) fp32 and, with an image tower, `clip_img` (B, 1, D')."""
@@ -182,13 +140,6 @@ class StageC(DenoisingStage):
         if self.image_encoder is not None:
             products["clip_img"] = self.image_encoder.encode(image_BCHW)
         return products
-
-    @torch.no_grad()
-    def make_caption_products(self, captions: Sequence[str]) -> dict[str, Tensor]:
-        """Return `clip_text` (B, L, D) and `clip_text_pooled` (B, 1, D)."""
-        device = self.text_encoder.module.device
-        tokens = {name: value.to(device) for name, value in self.text_encoder.tokenize(captions).items()}
-        return dict(zip(("clip_text", "clip_text_pooled"), self.text_encoder.encode(tokens), strict=True))
 
     def latent_shape(self, height: int, width: int) -> tuple[int, int, int]:
         """Return (C, H, W) of the latent of an image of `height` x `width` pixels."""

@@ -114,12 +114,8 @@ class TextToImage(Task):
             weight_B=None if batch.weight_B is None else self._copy(batch.weight_B),
             drawn=self.stage.draw(batch),
             cached={n: self._copy(batch.tensors[n]) for n in self.stage.image_products if n in batch.tensors},
-            mask_B1HW=None if "mask" not in batch.tensors else self._mask(batch.tensors["mask"], shape),
+            mask_B1HW=None if "mask" not in batch.tensors else latent_mask(self._copy(batch.tensors["mask"]), shape),
         )
-
-    def _mask(self, mask_B1HW: Tensor, shape: tuple[int, int, int]) -> Tensor:
-        """Return the mean of a mask (uint8, of the pictures' size) over what each place of the latents covers."""
-        return adaptive_avg_pool2d(self._copy(mask_B1HW).float() / 255, shape[1:])
 
     def _latent_shape(self, batch: Batch) -> tuple[int, int, int]:
         """Return (C, H, W) of the batch's latents."""
@@ -305,3 +301,15 @@ def _twice(images: Images) -> Images:
     if isinstance(images, Tensor):
         return images.repeat(2, 1, 1, 1)
     return {name: value.repeat(2, *[1] * (value.dim() - 1)) for name, value in images.items()}
+
+
+def latent_mask(mask_B1HW: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return the mean of a mask over what each place of latents covers, (B, 1, H, W) fp32 in [0, 1].
+
+    Args:
+        mask_B1HW: uint8 of the pictures' size, or what this made of it.
+        shape: of the latents, (C, H, W).
+    """
+    if mask_B1HW.dtype != torch.uint8:
+        return mask_B1HW
+    return adaptive_avg_pool2d(mask_B1HW.float() / 255, tuple(shape[1:]))
