@@ -4,7 +4,8 @@
 
 Captions of scenes that no training picture of Stage C or B showed go through C, B and A; `shapes_judge` reads what the
 pictures show. Beside it: the judge on the procedure's own pictures of those scenes, Stage C's previews, and Stage B
-alone on the procedure's pictures, with the PSNR of its reconstructions and of its conditioning brought back bilinearly. Ends with 1 where a target is missed.
+alone on the procedure's pictures, with the PSNR of its reconstructions and of its conditioning brought back
+bilinearly. Ends with 1 where a target is missed.
 """
 
 from __future__ import annotations

@@ -312,4 +312,5 @@ def latent_mask(mask_B1HW: Tensor, shape: Sequence[int]) -> Tensor:
     """
     if mask_B1HW.dtype != torch.uint8:
         return mask_B1HW
-    return adaptive_avg_pool2d(mask_B1HW.float() / 255, tuple(shape[1:]))
+    _, height, width = shape
+    return adaptive_avg_pool2d(mask_B1HW.float() / 255, (height, width))
