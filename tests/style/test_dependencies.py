@@ -22,6 +22,7 @@ EXTRAS = {
     "cv2": "filters",
     "pyarrow": "parquet",
     "onnxruntime": "filters",
+    "torch_fidelity": "metrics",
     "torchmetrics": "metrics",
 }
 """Libraries that are imported only when chosen -> the extra that brings them."""

@@ -36,11 +36,13 @@ from cascade_train.engine.progress import Progress
 from cascade_train.engine.retention import Retention
 from cascade_train.engine.rollback import Rollback, RolledBackList
 from cascade_train.engine.run_directory import RunDirectory, claim
+from cascade_train.engine.set_distance import SetDistance
 from cascade_train.engine.stopping import Signals, Stopping, TimeLimit, code_of_stop
 from cascade_train.engine.tracking import build_tracker
 from cascade_train.engine.unreadable import UnreadableList
 from cascade_train.engine.validation import HeldOut, Reconstructions, Validation
 from cascade_train.errors import ConfigError, RankLostError, RunError
+from cascade_train.models.frechet import frechet_distance, load_inception
 from cascade_train.models.image_quality import ReconstructionQuality, check_installed
 from cascade_train.models.perceptual import load_lpips
 from cascade_train.redaction import redacted
@@ -271,20 +273,25 @@ def build_reconstructions(
     Raises:
         ConfigError: the stage has nothing to measure so, or what measures is not there.
     """
-    count, stage, weights = cfg.validate.reconstructions, parts.stage, cfg.validate.lpips
+    count, stage, lpips, rfid = cfg.validate.reconstructions, parts.stage, cfg.validate.lpips, cfg.validate.rfid
     if count == 0:
         return None
-    if not stage.needs_image or (weights is None and not stage.denoises):
+    if not stage.needs_image or (not stage.denoises and lpips is None and rfid is None):
         raise ConfigError(
             f"validate.reconstructions={count}: is for Stage B, which samples pictures from what it sees of them, and "
-            f"with validate.lpips for Stage A; not for this {stage.name}. Set validate.reconstructions=0."
+            f"with validate.lpips or validate.rfid for Stage A; not for this {stage.name}. Set validate.reconstructions=0."
         )
     check_installed()
     quality = ReconstructionQuality(
         multiple=stage.image_multiple if stage.denoises else None,
-        lpips=None if weights is None else load_lpips(weights, device=device, key="validate.lpips"),
+        lpips=None if lpips is None else load_lpips(lpips, device=device, key="validate.lpips"),
     )
-    return Reconstructions(held_out=held_out(count), painter=partial(build_painter, cfg, parts), compare=quality)
+    distance = None
+    if rfid is not None:
+        features = load_inception(rfid, device=device, key="validate.rfid")
+        distance = SetDistance(features=features, distance=frechet_distance)
+    painter = partial(build_painter, cfg, parts)
+    return Reconstructions(held_out=held_out(count), painter=painter, compare=quality, rfid=distance)
 
 
 def write_exports(cfg: DictConfig, task: Task, phases: list[BoundPhase], directory: Path) -> None:

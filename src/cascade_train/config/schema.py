@@ -310,13 +310,16 @@ class ValidateConfig:
     """Held-out pictures that Stage B samples again, as `sample` says, to measure how near it comes; 0 = none."""
     lpips: str | None = None
     """A file of torchvision's VGG-16, to measure those by LPIPS too, and Stage A's; null = not measured."""
+    rfid: str | None = None
+    """A file of FID's Inception V3, to measure those and Stage A's by their Fréchet distance, too; null = not."""
 
     def __post_init__(self) -> None:
         at_least("validate.every_steps", self.every_steps, 1)
         at_least("validate.samples", self.samples, 1)
         at_least("validate.reconstructions", self.reconstructions, 0)
-        if self.lpips is not None and not self.reconstructions:
-            raise ConfigError(f"validate.lpips={self.lpips} measures validate.reconstructions. Set both, e.g. 32.")
+        for key, least in (("lpips", 1), ("rfid", 2)):
+            if (file := getattr(self, key)) is not None and self.reconstructions < least:
+                raise ConfigError(f"validate.{key}={file} measures validate.reconstructions. Set both, e.g. 32.")
         if self.share is not None and not 0.0 < self.share < 1.0:
             raise ConfigError(
                 f"validate.share={self.share} must lie between 0 and 1, e.g. 0.01; null holds nothing out."

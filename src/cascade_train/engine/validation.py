@@ -12,6 +12,7 @@ from torch import Tensor
 from cascade_train.batch import Batch
 from cascade_train.distributed.parallelize import evaluating
 from cascade_train.engine.phase import BoundPhase, averaged
+from cascade_train.engine.set_distance import SetDistance
 from cascade_train.tasks.base import Painter, Task
 
 
@@ -36,11 +37,13 @@ class Reconstructions:
         held_out: the pictures.
         painter: maps height and width in pixels to what paints pictures of that size.
         compare: maps painted and original pictures, (B, 3, H, W) fp32 in [0, 1], to measures, (B,) fp32 each.
+        rfid: what measures all painted pictures against all originals; None = nothing does.
     """
 
     held_out: HeldOut
     painter: Callable[[Sequence[int]], Painter]
     compare: Callable[[Tensor, Tensor], Mapping[str, Tensor]]
+    rfid: SetDistance | None = None
 
     def measures(self, batch: Batch, device: torch.device) -> Mapping[str, Tensor]:
         """Return how near a micro-batch of pictures comes to itself, (B,) fp32 each, by name."""
@@ -48,7 +51,19 @@ class Reconstructions:
             raise AssertionError("a stage that reconstructs takes no cache")
         image_BCHW = batch.image_BCHW.to(device).float() / 255
         painted_BCHW = self.painter(image_BCHW.shape[-2:]).paint(batch.captions, image_BCHW, batch.generators)
+        if self.rfid is not None:
+            self.rfid.add(painted_BCHW, image_BCHW, counted(batch, device))
         return self.compare(painted_BCHW, image_BCHW)
+
+    def measures_of_all(self) -> dict[str, Tensor]:
+        """Return what is measured of all pictures since the last time, by name. Collective."""
+        return {} if self.rfid is None else {"rfid": self.rfid.take()}
+
+
+def counted(batch: Batch, device: torch.device) -> Tensor:
+    """Return which samples count, (B,) fp32 of 0 and 1: those of weight 0 only fill a batch."""
+    weight_B = torch.ones(len(batch)) if batch.weight_B is None else batch.weight_B
+    return (weight_B > 0).to(device, torch.float32)
 
 
 class Validation:
@@ -97,15 +112,15 @@ class Validation:
             again = self.reconstructions
             if again is not None:
                 means |= self._means(again.held_out, lambda batch: again.measures(batch, self.device))
+                means |= again.measures_of_all()
             return {f"{name}/{measure}": mean for measure, mean in means.items()}
 
     def _means(self, held_out: HeldOut, measure_of: Callable[[Batch], Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Return the mean of each measure over the samples that count: those of weight 0 only fill a batch."""
+        """Return the mean of each measure over the samples that count."""
         sums: dict[str, Tensor] = {}
         for _, micro_batches in zip(range(held_out.steps), held_out.open(), strict=False):
             for batch in micro_batches:
-                weight_B = torch.ones(len(batch)) if batch.weight_B is None else batch.weight_B
-                counted_B = (weight_B > 0).to(self.device, torch.float32)
+                counted_B = counted(batch, self.device)
                 for measure, value_B in {**measure_of(batch), "": torch.ones_like(counted_B)}.items():
                     sums[measure] = sums.get(measure, 0.0) + (value_B * counted_B).sum()
         total = torch.stack(list(sums.values()))

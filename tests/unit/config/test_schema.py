@@ -47,6 +47,7 @@ RANGES = {
     "validate.samples=0": r"validate.samples=0 must be 1 or more",
     "validate.reconstructions=-1": r"validate.reconstructions=-1 must be 0 or more",
     "validate.lpips=vgg.pth": r"validate.lpips=vgg.pth measures validate.reconstructions",
+    "validate.rfid=a.pth": r"validate.rfid=a.pth measures validate.reconstructions",
     "validate.every_steps=5": r"validate.every_steps=5 needs held-out samples",
     "profile.steps=0": r"profile.steps=0 must be 1 or more",
     "profile.start_step=0": r"profile.start_step=0 must be 2 or more",
@@ -61,6 +62,12 @@ def whole() -> DictConfig:
 @pytest.fixture
 def tiny(whole: DictConfig) -> DictConfig:
     return whole.copy()
+
+
+def test_a_distance_of_sets_needs_two_pictures(tiny: DictConfig):
+    tiny.validate.update({"reconstructions": 1, "rfid": "a.pth"})
+    with pytest.raises(ConfigError, match="validate.rfid=a.pth measures validate.reconstructions"):
+        OmegaConf.to_object(tiny.validate)
 
 
 @pytest.mark.parametrize("override", RANGES)
