@@ -70,7 +70,7 @@ def find(target: str) -> Definition:
 def _descend(module: Module, names: list[str], target: str) -> Definition:
     definition = lookup(module, names[0])
     if definition is None:
-        if "__getattr__" in module.names or module.stars or not module.names:
+        if "__getattr__" in module.names or module.stars:
             raise UnreadableError(f"{target}: {module.name} makes its names at import.")
         near = difflib.get_close_matches(names[0], module.names, n=1)
         hint = f" Did you mean {module.name}.{near[0]}?" if near else ""
