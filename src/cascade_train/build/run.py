@@ -279,7 +279,8 @@ def build_reconstructions(
     if not stage.needs_image or (not stage.denoises and lpips is None and rfid is None):
         raise ConfigError(
             f"validate.reconstructions={count}: is for Stage B, which samples pictures from what it sees of them, and "
-            f"with validate.lpips or validate.rfid for Stage A; not for this {stage.name}. Set validate.reconstructions=0."
+            f"with validate.lpips or validate.rfid for Stage A; not for this {stage.name}. Set "
+            "validate.reconstructions=0."
         )
     check_installed()
     quality = ReconstructionQuality(

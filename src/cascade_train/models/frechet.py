@@ -66,7 +66,9 @@ def load_inception(weights: str, *, device: torch.device, key: str) -> Callable[
     return features
 
 
-def frechet_distance(mean_D: Tensor, covariance_DD: Tensor, other_mean_D: Tensor, other_covariance_DD: Tensor) -> Tensor:
+def frechet_distance(
+    mean_D: Tensor, covariance_DD: Tensor, other_mean_D: Tensor, other_covariance_DD: Tensor
+) -> Tensor:
     """Return the squared Fréchet distance of two normal distributions, () of their dtype (Heusel et al. 2017, eq. 6).
 
     The trace of the root of the covariances' product is that of a symmetric matrix with the same eigenvalues.

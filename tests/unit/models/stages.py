@@ -12,6 +12,25 @@ from omegaconf import OmegaConf
 from cascade_train.distributed.parallelize import materialise
 
 CONF = Path(__file__).parents[3] / "conf"
+LEVELLED = {
+    "weights": None,
+    "network": {
+        "patch_size": 2,
+        "block_out_channels": [32, 64, 64],
+        "num_attention_heads": [0, 2, 2],
+        "down_num_layers_per_block": [1, 1, 1],
+        "up_num_layers_per_block": [1, 1, 1],
+        "down_blocks_repeat_mappers": [1, 1, 1],
+        "up_blocks_repeat_mappers": [2, 1, 1],
+        "block_types_per_layer": [
+            ["SDCascadeResBlock", "SDCascadeTimestepBlock"],
+            ["SDCascadeResBlock", "SDCascadeTimestepBlock", "SDCascadeAttnBlock"],
+            ["SDCascadeResBlock", "SDCascadeTimestepBlock", "SDCascadeAttnBlock"],
+        ],
+        "dropout": [0.0, 0.0, 0.0],
+    },
+}
+"""What makes of a tiny Stage B one of levels and small patches, as the published ones are."""
 
 
 def model_config(model: str, *changes: dict[str, Any]) -> Any:

@@ -10,10 +10,10 @@ from torch.nn import functional
 from cascade_train.models.stage import Stage
 from cascade_train.models.stage_b import Drawn
 from tests.unit.models.stage_contract import StageContract
-from tests.unit.models.stages import build_stage, make_stage, random_weights
+from tests.unit.models.stages import LEVELLED, build_stage, make_stage, random_weights
 from tests.unit.tasks.task_contract import make_batch
 
-SHRINKING = {"shrink_range": [0.3, 1.0], "image_size": 128}
+SHRINKING = {**LEVELLED, "shrink_range": [0.3, 1.0], "image_size": 128}
 
 
 class TestBTiny(StageContract):
@@ -102,7 +102,7 @@ def test_neighbours_of_another_size_do_not_change_a_prediction(shrinking: Any) -
 
 @pytest.mark.parametrize("size", [(96, 96), (96, 160), (32, 64)])
 def test_sizes_that_levels_cannot_halve_keep_their_shape(size: tuple[int, int]) -> None:
-    stage = build_stage("b_tiny")
+    stage = build_stage("b_tiny", LEVELLED)
     images = torch.rand(1, 3, *size)
     latent = stage.encode(images)
     pred = stage.predict(latent, torch.tensor([0.5]), stage.conditions(stage.tokenize(["a"]), images))
