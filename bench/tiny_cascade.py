@@ -21,12 +21,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from omegaconf import DictConfig
 from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench.shapes_judge import ATTRIBUTES, accuracies
 from cascade_train.config.plain import to_plain
+from cascade_train.data.cache_manifest import read_manifest
 from cascade_train.data.shapes import Scene, Shapes
 from cascade_train.engine.sampling import compose_grid
 from cascade_train.generate import GenerateArgs, generate
@@ -69,19 +71,28 @@ class Truth:
 
 def shapes(options: Mapping[str, object], image_size: int, **changes: object) -> Shapes:
     """Return the pictures of a run's `data` node, with changes."""
-    known = {key: options[key] for key in ("samples", "seed", "only", "names")}
+    known = {key: options[key] for key in ("samples", "seed", "only")}
     loading = {"crop": "center", "shuffle_window_shards": 1, "num_workers": 0, "worker_start": "fork"}
     return Shapes(image_size=image_size, **{**known, **loading, **changes})
 
 
-def unseen(trained_on: Sequence[Shapes], count: int) -> Truth:
+def trained_on(cfg: DictConfig) -> Shapes:
+    """Return the pictures that a run saw, or that its cache was made of."""
+    options = to_plain(cfg.data)
+    if "path" in options:
+        made_from = read_manifest(Path(options["path"])).identity
+        options |= {key: made_from[f"data.{key}"] for key in Shapes.drawn_by}
+    return shapes(options, cfg.model.image_size)
+
+
+def unseen(seen_before: Sequence[Shapes], count: int) -> Truth:
     """Draw scenes of the first one's words that are among nobody's training pictures, each once.
 
     Raises:
         ValueError: hardly any are left.
     """
-    seen = {pictures.draw(row)[0] for pictures in trained_on for row in range(pictures.samples)}
-    others = replace(trained_on[0], seed=HELD_OUT_SEED)  # rows beyond its number of samples can be drawn, too
+    seen = {pictures.draw(row)[0] for pictures in seen_before for row in range(pictures.samples)}
+    others = replace(seen_before[0], seed=HELD_OUT_SEED)  # rows beyond its number of samples can be drawn, too
     found: dict[Scene, np.ndarray] = {}
     for scene, _, picture in map(others.draw, range(LOOKED_AT)):
         if scene not in seen:
@@ -157,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     prior = find_model(args.prior, key="prior", part="prior").cfg
     decoder = find_model(args.decoder, key="decoder", part="decoder").cfg
-    truth = unseen([shapes(to_plain(cfg.data), cfg.model.image_size) for cfg in (prior, decoder)], args.count)
+    truth = unseen([trained_on(cfg) for cfg in (prior, decoder)], args.count)
     with tempfile.TemporaryDirectory() as folder:
         captioned, previewed, pictured = (Path(folder) / name for name in ("captions", "previews", "pictures"))
         for each in (captioned, previewed, pictured):

@@ -208,7 +208,8 @@ def describe(cfg: Mapping[str, Any], encoder: Encoder, data: Rows, index: Index)
     )
     captions = encoder.captions([""]).get("", {})
     identity = encoder_identity(cfg, stage, [*stage.image_products, *captions])
-    identity |= preprocessing(source, (*PREPROCESSING, "captions") if captions else PREPROCESSING)
+    options = (*PREPROCESSING, *source.drawn_by)
+    identity |= preprocessing(source, (*options, "captions") if captions else options)
     return Manifest(
         rows=len(index),
         unit_samples=encoder.options.unit_samples,

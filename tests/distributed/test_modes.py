@@ -24,13 +24,14 @@ NARROW = (
 B_NARROW = (
     *("model.weights=null", "model.image_size=64", "model.text_encoder.num_hidden_layers=1"),
     *("model.network.block_out_channels=[32,32]", "model.network.num_attention_heads=[0,2]"),
+    "model.network.patch_size=2",
     *("model.network.down_num_layers_per_block=[1,1]", "model.network.up_num_layers_per_block=[1,1]"),
     *("model.network.down_blocks_repeat_mappers=[1,1]", "model.network.up_blocks_repeat_mappers=[2,1]"),
     "model.network.block_types_per_layer=[[SDCascadeResBlock,SDCascadeTimestepBlock],"
     "[SDCascadeResBlock,SDCascadeTimestepBlock,SDCascadeAttnBlock]]",
     "model.network.dropout=[0.0,0.0]",
 )
-"""Each kind of block of Stage B once, levels with and without attention."""
+"""Each kind of block of Stage B once, levels with and without attention, and latents finer than the semantic ones."""
 
 SHORT = (*NARROW, "train.max_steps=2", "checkpoint.every_steps=null")
 AVERAGE = ("ema.decay=0.5", "ema.start_step=2", "ema.every_steps=2")

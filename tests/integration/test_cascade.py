@@ -288,7 +288,7 @@ def lora(prior: Path) -> Path:
         ({"decoder": None}, "format=combined is written alone, of what a run exported, and needs a Stage B"),
         ({"format": "original"}, "decoder=.*/b is for format=combined; leave it out"),
         ({"codec": "a", "decoder": "{c}"}, "codec=a: Stage A under a Stage B"),
-        ({"decoder": "package:tiny"}, "trained with objective.target=VTarget, and diffusers' pipelines of the"),
+        ({"decoder": "package:tiny"}, "trained with objective.target=X0Target, and diffusers' pipelines of the"),
         ({"source": "{lora}"}, "from=.*/lora: a run of what is added to a network. Merge adapters into weights first"),
     ],
 )

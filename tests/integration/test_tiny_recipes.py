@@ -12,6 +12,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from bench.tiny_cascade import main as judge_cascade
+from cascade_train import cache
 from cascade_train.generate import GenerateArgs, generate
 from cascade_train.models.convolutional import ConvolutionalCompressor, ConvolutionalPreviewer
 from tests.distributed.test_modes import B_NARROW, NARROW
@@ -41,9 +42,12 @@ def compressor(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def decoder(compressor: Path) -> Path:
-    """A Stage B on that compressor."""
+    """A Stage B on that compressor, from latents that were made before."""
     chosen = ("experiment=tiny_b", "model=b_tiny", *small(B_NARROW), *FEW, *of_parts(semantic_compressor=compressor))
-    return train(compressor.with_name("b"), *chosen)
+    latents = compressor.with_name("latents")
+    assert cache.launch([*chosen, "data.samples=300", f"out={latents}"]) == 0
+    cached = ("data=cached", f"data.path={latents}", "data.num_workers=0", "~data.samples", "~data.background_weight")
+    return train(compressor.with_name("b"), *chosen, *cached, "validate.reconstructions=0")
 
 
 @pytest.fixture(scope="module")

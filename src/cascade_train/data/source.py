@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from cascade_train.data.buckets import Buckets, BucketTable
 from cascade_train.data.captions import Captions
@@ -62,8 +62,10 @@ class Source(abc.ABC):
         num_examples_to_see: samples after which the run ends; None = as the training says.
         on_change: what a resume does where the data, its order or the batch size changed: `refuse`, or `restart`, which
             begins another epoch, or with another batch size continues the same one.
+        drawn_by: names of options of its own that pictures and masks depend on, which a cache holds to.
     """
 
+    drawn_by: ClassVar[tuple[str, ...]] = ()
     image_size: int
     crop: Literal["center", "random", "saliency"]
     shuffle_window_shards: int
