@@ -35,6 +35,6 @@ def test_the_whole_cascade_paints_what_captions_say(truth: Truth, tmp_path: Path
 
 
 def test_stage_b_knows_more_than_the_means_of_its_squares(truth: Truth, tmp_path: Path) -> None:
-    pictures = from_pictures("package:tiny", truth, 0, tmp_path)
+    pictures = from_pictures("package:tiny/decoder", truth, 0, tmp_path)
     found, bilinear = decibels(pictures, truth, ConvolutionalCompressor.stride)
     assert found > bilinear + 3
