@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The main job on the embedded default: a LoRA teaches the tiny Stage C a word, [star], for a shape that it never saw.
-# What `make demo` runs, on the CPU, offline; Stage B and A of the package make the pictures of its latents. A run that is
-# finished is not trained again: remove runs/demo to start over. Further arguments are overrides of the run:
+# What `make demo` runs, on the CPU, offline; the previewer shows the pictures, decoder=package:tiny would take Stage B. A
+# run that is finished is not trained again: remove runs/demo to start over. Further arguments are overrides of the run:
 # scripts/demo.sh train.max_steps=20
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -14,7 +14,7 @@ prompts='prompts=["a large red [star] in the center on a white background",
 export OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES="" HF_HUB_OFFLINE=1
 
 paint() {
-  .venv/bin/python -m cascade_train.generate from="$1" decoder=package:tiny "$prompts" count=4 out="$2" >/dev/null
+  .venv/bin/python -m cascade_train.generate from="$1" "$prompts" count=4 out="$2" >/dev/null
 }
 
 paint package:tiny "$folder/before"
