@@ -109,7 +109,7 @@ def test_adapters_in_an_untrained_network_are_warned_about(tmp_path, caplog):
     assert read_metrics(run)[0]["grad_norm"] == 0.0
 
 
-OBJECTIVES = ["adaptive", "edm", "gdf", "min_snr", "rectified_flow", "v"]
+OBJECTIVES = ["adaptive", "edm", "gdf", "min_snr", "rectified_flow", "v", "x0"]
 
 
 def test_every_objective_is_among_those_that_continue(repository):

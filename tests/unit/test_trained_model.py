@@ -61,10 +61,12 @@ def test_weights_of_no_published_size_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "model", "target"),
-    [("prior", "stage_c.StageC", "EpsilonTarget"), ("decoder", "stage_b.StageB", "VTarget")],
+    ("part", "model", "target", "samples"),
+    [("prior", "stage_c.StageC", "EpsilonTarget", 16000), ("decoder", "stage_b.StageB", "X0Target", 24000)],
 )
-def test_the_packaged_weights_come_with_the_recipe_that_trained_them(part: str, model: str, target: str) -> None:
+def test_the_packaged_weights_come_with_the_recipe_that_trained_them(
+    part: str, model: str, target: str, samples: int
+) -> None:
     found = find_model("package:tiny", key="from", part=part)
     alone = find_model(f"package:tiny/{part}", key="from", part="network").cfg
     assert alone.model._target_ == found.cfg.model._target_
@@ -73,7 +75,7 @@ def test_the_packaged_weights_come_with_the_recipe_that_trained_them(part: str, 
     assert found.cfg.model._target_.endswith(model)
     assert found.cfg.model.weights == "package:tiny"
     assert found.cfg.objective.target._target_.endswith(target)
-    assert found.cfg.data.samples == 16000
+    assert found.cfg.data.samples == samples
     assert ("star" in (found.cfg.data.only or ["star"])) == (part == "decoder"), "Stage C never saw one"
 
 

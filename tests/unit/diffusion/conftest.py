@@ -15,7 +15,7 @@ from torch import Tensor
 from cascade_train.diffusion.objective import Objective
 
 FOLDER = Path(__file__).resolve().parents[3] / "conf" / "objective"
-OBJECTIVES = ("adaptive", "edm", "gdf", "min_snr", "rectified_flow", "v")
+OBJECTIVES = ("adaptive", "edm", "gdf", "min_snr", "rectified_flow", "v", "x0")
 NOT_DIFFUSION = ("vqgan", "preview")
 
 
