@@ -4,8 +4,8 @@ from typing import get_type_hints
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from cascade_train.config.preflight import preflight
 from cascade_train.config.limits import above, at_least
+from cascade_train.config.preflight import preflight
 from cascade_train.config.schema import Attention, Compile, ParallelMode, Precision, Root
 from cascade_train.config.schema_watching import TrackerName
 from cascade_train.config.signatures import attribute_docs
