@@ -260,6 +260,8 @@ def test_stage_b_and_masks_train_from_a_cache_as_without(tmp_path, monkeypatch, 
     uneven = train(tmp_path / "uneven", *decoder, *short, *SHAPES, *validated)
     assert read_metrics(uneven)[0]["loss"] != pytest.approx(read_metrics(without)[0]["loss"], rel=1e-2)
     assert cache.launch([*decoder, *data, "unit_samples=10", f"out={tmp_path / 'cache'}"]) == 0
+    lighter = (*decoder, *SHAPES, "data.background_weight=0.2", "unit_samples=10", f"out={tmp_path / 'cache'}")
+    assert "data.background_weight is 0.2 here and 0.1 there" in refused(capfd, *lighter)
     for part in (TextEncoder, VQGAN, ConvolutionalCompressor):
         monkeypatch.setattr(part, "encode", lambda *_: pytest.fail("something was encoded"))
     taken = (*decoder, *short, *validated, "data=cached", f"data.path={tmp_path / 'cache'}", "data.num_workers=0")
