@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup test soak demo lint format clean
+.PHONY: help setup test canary soak demo lint format clean
 
 # The first Python >= 3.11 found; PYTHON=/path/to/python chooses another.
 ifndef PYTHON
@@ -29,6 +29,9 @@ setup:  ## make .venv with everything in it (about a minute where packages are c
 
 test: setup  ## set up and run all tests that this machine can run
 	$(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+
+canary: setup  ## run the unit tests on the newest of everything, in .canary, and say which library broke what
+	@$(BIN)/python scripts/canary.py -n $(WORKERS) $(PYTEST_ARGS)
 
 soak: setup  ## set up and train with kills at random moments, then pass the tests of several ranks again and again
 	$(BIN)/python bench/soak.py --steps $(STEPS) --kill-every $(KILL_EVERY) --passes $(PASSES) --seed $(SEED) --out $(SOAKED)

@@ -97,6 +97,14 @@ def works(command: list[str]) -> bool:
         return False
 
 
+def environment() -> dict[str, str]:
+    """Return the environment for uv on this machine, with the settings of its pip."""
+    listing = subprocess.run(
+        [str(PYTHON), "-m", "pip", "config", "list"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    return uv_environment(os.environ, pip_options_from_listing(listing.stdout))
+
+
 def make_venv() -> None:
     """Make `.venv` where it is missing, broken, too old, half installed, or made for a checkout in another place."""
     check = f"import sys; sys.exit(sys.version_info < {OLDEST_PYTHON})"
@@ -148,10 +156,7 @@ def main() -> None:
         return
     make_venv()
     bootstrap_uv()
-    listing = subprocess.run(
-        [str(PYTHON), "-m", "pip", "config", "list"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    environ = uv_environment(os.environ, pip_options_from_listing(listing.stdout))
+    environ = environment()
     install(environ)
     check_torch(environ)
     UNFINISHED.unlink(missing_ok=True)

@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from torch import nn
 
 from cascade_train.build.components import build_component
 from cascade_train.config.groups import conf_dir, did_you_mean, group_options
+from cascade_train.config.hydra_compat import construct
 from cascade_train.config.saved import CONFIG_NAME, load_saved_config
 from cascade_train.errors import ConfigError
 from cascade_train.models.cascade_unet_config import CascadeUNetConfig
@@ -59,7 +59,7 @@ def stored_network(source: str, *, model: str | None, key: str, allow_any_target
         raise ConfigError(f"{key}={source}: its tensors are of no published size; name it by model=, one of {options}.")
     if model not in networks:
         raise ConfigError(f"model={model}: no such option.{did_you_mean(model, networks)}")
-    return _architecture(instantiate(networks[model], _convert_="all"))
+    return _architecture(construct(networks[model]))
 
 
 def _networks() -> dict[str, Any]:

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from hydra.errors import InstantiationException
-from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from cascade_train.config.explain import with_path
+from cascade_train.config.hydra_compat import construct
 from cascade_train.engine.lr_schedule import LrSchedule
 from cascade_train.engine.optimizer import OptimizerSpec
 from cascade_train.errors import ConfigError
@@ -56,7 +56,7 @@ def build_component(cfg: DictConfig, node: str, **changed: Any) -> Any:
         ConfigError: the component refuses an argument.
     """
     try:
-        return instantiate(cfg[node], **changed, _convert_="all")
+        return construct(cfg[node], **changed)
     except InstantiationException as error:
         cause = error.__cause__
         if isinstance(cause, ConfigError):

@@ -97,8 +97,11 @@ def train_in(run: RunDirectory, cfg: DictConfig, parts: Parts, data: DataSet, wo
             if trainer.stopped is None:
                 write_exports(cfg, parts.task, phases, run.export)
                 run.record_exports(trainer.step)
-    except (RankLostError, KeyboardInterrupt):
-        trainer.store.abandon()
+                trainer.tracker.alert("Finished", f"{cfg.run.name} finished at step {trainer.step}.")
+    except (RunError, KeyboardInterrupt) as error:
+        if isinstance(error, RankLostError | KeyboardInterrupt):
+            trainer.store.abandon()
+        trainer.tracker.alert("Failed", str(error), failed=True)
         raise
     finally:
         trainer.close()

@@ -176,7 +176,7 @@ def _missing_option(error: MissingConfigException) -> str:
 
 def _composition(error: ConfigCompositionException) -> str:
     text = str(error)
-    choose = re.match(r"You must specify '([^']+)'.*?\nAvailable options:(.*)", text, re.DOTALL)
+    choose = re.search(r"^(?:In '.*':\s)?You must specify '([^']+)'.*?\nAvailable options:(.*)", text, re.DOTALL)
     if choose:
         options = ", ".join(f"{choose[1]}={option}" for option in choose[2].split() if not option.startswith("_"))
         return f"{choose[1]} is not chosen. Choose one: {options}."

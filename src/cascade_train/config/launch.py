@@ -28,6 +28,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from cascade_train.config.explain import exit_code
 from cascade_train.config.groups import conf_dir
+from cascade_train.config.hydra_compat import BASE, CALLBACKS
 from cascade_train.config.overrides import check_not_expanded
 from cascade_train.config.preflight import preflight
 from cascade_train.config.schema import Root
@@ -83,7 +84,7 @@ def _compose(argv: Sequence[str], job: Callable[[DictConfig], int]) -> None:
     """Let Hydra compose, print, or run `job` once or per element of a sweep."""
     check_launcher(argv)
     with _arguments(with_implied_choices(argv)), _mode_by_flags(argv), lost_jobs_told():
-        hydra.main(config_path=str(conf_dir()), config_name="config", version_base="1.3")(job)()
+        hydra.main(config_path=str(conf_dir()), config_name="config", **BASE, **CALLBACKS)(job)()
 
 
 def register_schema() -> None:
@@ -92,7 +93,9 @@ def register_schema() -> None:
     Hydra copies the sources of its configuration for every look at a group, a hundred times for `--help`. The store of
     typed nodes, which it only reads, and copies node by node when it does, is then shared instead.
     """
-    ConfigStore.instance().store(name="schema", node=Root)
+    store = ConfigStore.instance()
+    if "schema.yaml" not in store.repo:
+        store.store(name="schema", node=Root)
     ConfigStore.__deepcopy__ = lambda store, _: store  # type: ignore[attr-defined]
 
 

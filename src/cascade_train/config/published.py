@@ -9,6 +9,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
 from cascade_train.config.groups import conf_dir
+from cascade_train.config.hydra_compat import BASE
 from cascade_train.config.launch import register_schema
 from cascade_train.config.preflight import preflight
 from cascade_train.config.saved import ALONE
@@ -29,7 +30,7 @@ def published_config(model: str, weights: str) -> DictConfig:
     if model in TINY_RECIPES:
         overrides.append(f"experiment={TINY_RECIPES[model]}")
     register_schema()
-    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+    with initialize_config_dir(str(conf_dir()), **BASE):
         cfg = compose("config", overrides)
     cfg.model.weights = weights
     cfg.parallel = ALONE

@@ -260,6 +260,7 @@ class Trainer:
         self.store.wait()
         self.stopped = f"Stopped by {self.stopping.agreed_reason()} at step {self.step}; saved."
         self.tracker.note(self.stopped)
+        self.tracker.alert("Stopped", self.stopped)
         log.info("%s The same command continues.", self.stopped)
 
     def close(self) -> None:

@@ -47,6 +47,15 @@ class Tracker(abc.ABC):
     def note(self, text: str) -> None:
         """Attach a sentence to the run."""
 
+    def alert(self, title: str, text: str, *, failed: bool = False) -> None:
+        """Notify the owner of the run, where the tracker can.
+
+        Args:
+            title: what happened, in a few words.
+            text: the sentence that the terminal shows.
+            failed: whether someone has to act.
+        """
+
     @abc.abstractmethod
     def finish(self) -> None:
         """Send what is left and close; later calls do nothing."""
@@ -167,6 +176,10 @@ class WandbTracker(Tracker):
         """Add a line to the run's notes."""
         run = self._tracker.run
         run.notes = f"{run.notes}\n{text}" if run.notes else text
+
+    def alert(self, title: str, text: str, *, failed: bool = False) -> None:
+        """Send an alert; who gets it, and how, is a setting of the user's account."""
+        self._tracker.run.alert(title=title, text=redact(text), level="ERROR" if failed else "INFO")
 
     def finish(self) -> None:
         """Send what is left and close the run."""

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
-from hydra.utils import instantiate
 
+from cascade_train.config.hydra_compat import BASE, construct
 from cascade_train.data.classification import ClassFolders, ClassTars
 from cascade_train.data.folder import Folder
 from cascade_train.data.mixture import Mixture
@@ -19,9 +19,9 @@ from cascade_train.data.webdataset import WebDataset
 
 
 def build(repository: Path, *overrides: str) -> Source:
-    with initialize_config_dir(str(repository / "conf"), version_base="1.3"):
+    with initialize_config_dir(str(repository / "conf"), **BASE):
         cfg = compose(overrides=["+model={image_size: 48}", "+run={dir: here}", *overrides])
-    return instantiate(cfg.data, _convert_="all")
+    return construct(cfg.data)
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from torch import Tensor
 
+from cascade_train.config.hydra_compat import construct
 from cascade_train.diffusion.objective import Objective
 
 FOLDER = Path(__file__).resolve().parents[3] / "conf" / "objective"
@@ -28,7 +28,7 @@ def build() -> Callable[..., Objective]:
     """Build a shipped objective by name, with some of its own values changed."""
 
     def build_objective(name: str, **changes: Any) -> Objective:
-        return instantiate(OmegaConf.merge(OmegaConf.load(FOLDER / f"{name}.yaml"), changes), _convert_="all")
+        return construct(OmegaConf.merge(OmegaConf.load(FOLDER / f"{name}.yaml"), changes))
 
     return build_objective
 

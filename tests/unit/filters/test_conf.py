@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from cascade_train.config.groups import conf_dir, group_options
+from cascade_train.config.hydra_compat import construct
 from cascade_train.filters.base import ControlFilter
 
 CHANNELS = {
@@ -40,7 +40,7 @@ def made(option: str) -> ControlFilter:
     cfg = OmegaConf.load(Path(conf_dir()) / "filter" / f"{option}.yaml")
     for key in OmegaConf.missing_keys(cfg):
         OmegaConf.update(cfg, key, "torch.nn.Identity" if key.endswith("_target_") else "brought.onnx")
-    return instantiate(cfg, _convert_="all")
+    return construct(cfg)
 
 
 def test_every_file_is_one_of_these() -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
+from cascade_train.config.hydra_compat import construct
 from cascade_train.distributed.parallelize import materialise
 
 CONF = Path(__file__).parents[3] / "conf"
@@ -50,7 +50,7 @@ def random_weights() -> Any:
 
 def make_stage(model: str, *changes: Any) -> Any:
     """Construct a stage without building it."""
-    return instantiate(model_config(model, *changes), _convert_="all")
+    return construct(model_config(model, *changes))
 
 
 def build_stage(model: str, *changes: Any, dtype: torch.dtype = torch.float32) -> Any:
@@ -73,7 +73,7 @@ def tiny_network(**changes: Any) -> Any:
         "clip_text_pooled_in_channels": 20,
         "clip_image_in_channels": 12,
     }
-    return instantiate(model_config("c_tiny", {"network": small | changes}).network, _convert_="all")
+    return construct(model_config("c_tiny", {"network": small | changes}).network)
 
 
 def filled_network(**changes: Any) -> Any:

@@ -3,9 +3,9 @@ from typing import Any
 
 import pytest
 import torch
-from hydra.utils import instantiate
 from torchvision.transforms import v2
 
+from cascade_train.config.hydra_compat import construct
 from cascade_train.errors import ConfigError
 from cascade_train.models.image_encoder import CLIP_MEAN, CLIP_STD, ImageEncoder
 from tests.unit.models.stages import model_config
@@ -22,7 +22,7 @@ SMALL = {
 
 
 def make(**changes: Any) -> ImageEncoder:
-    return instantiate(model_config("c_3b", {"image_encoder": SMALL | changes}).image_encoder, _convert_="all")
+    return construct(model_config("c_3b", {"image_encoder": SMALL | changes}).image_encoder)
 
 
 def built(**changes: Any) -> ImageEncoder:

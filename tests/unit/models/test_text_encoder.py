@@ -3,9 +3,9 @@ from typing import Any
 
 import pytest
 import torch
-from hydra.utils import instantiate
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer
 
+from cascade_train.config.hydra_compat import construct
 from cascade_train.errors import ConfigError
 from cascade_train.models.text_encoder import TextEncoder, causal_mask
 from tests.unit.models.stages import model_config
@@ -15,7 +15,7 @@ END = 670
 
 
 def make(**changes: Any) -> TextEncoder:
-    return instantiate(model_config("c_tiny", {"text_encoder": changes}).text_encoder, _convert_="all")
+    return construct(model_config("c_tiny", {"text_encoder": changes}).text_encoder)
 
 
 def built(**changes: Any) -> TextEncoder:

@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cascade_train.batch import Batch
+from cascade_train.config.hydra_compat import construct
 from cascade_train.models.initialize import Fill, fill_
 from cascade_train.tasks.base import Phase, Task
 from tests.unit.models.stages import build_stage
@@ -36,7 +36,7 @@ def component(group: str, option: str, **changes: Any) -> Any:
         own[key] = OmegaConf.load(CONF / other / f"{mounted}.yaml")
     config = OmegaConf.merge({"run": {"seed": 0}}, {"node": own}, {"node": changes})
     OmegaConf.resolve(config)
-    return instantiate(config.node, _convert_="all")
+    return construct(config.node)
 
 
 def attached(task: Task, model: str, objective: Any = None) -> Task:
