@@ -11,7 +11,7 @@ from tests.style.source import ROOT
 
 FENCE = re.compile(r"^```bash *([a-z-]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 OVERRIDE = re.compile(r"^[~+]*[a-z_]+([./@][a-z_/.]+)*=")
-TRAINING = ("python -m cascade_train", "torchrun", "cascade-train", "sbatch")
+TRAINING = ("python -m cascade_train", "torchrun", "accelerate launch", "cascade-train", "sbatch")
 
 
 @dataclass(frozen=True)
