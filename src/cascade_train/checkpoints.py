@@ -20,7 +20,7 @@ import yaml
 
 from cascade_train.config.explain import exit_code
 from cascade_train.config.groups import did_you_mean
-from cascade_train.config.verb import help_text, parse_verb
+from cascade_train.config.verb import help_text, names_place, parse_verb
 from cascade_train.engine.checkpoint_folder import CheckpointFolder
 from cascade_train.engine.manifest import MANIFEST_NAME, Manifest, find_fault, read_manifest, write_manifest
 from cascade_train.engine.retention import BEST, Retention, best_value
@@ -270,14 +270,14 @@ def _launch(argv: list[str]) -> int:
     if {"-h", "--help"} & set(rest):
         sys.stdout.write(f"{USAGE}\n{help_text(schema)}")
         return 0
-    words = [argument for argument in rest if "=" not in argument]
+    words = [argument for argument in rest if names_place(argument)]
     places = [key for key in ("from", "step") if key in ("from", *(f.name for f in dataclasses.fields(schema)))]
     if not words and not any(argument.startswith("from=") for argument in rest):
         raise ConfigError(f"{action} needs a run.\n{USAGE}")
     if len(words) > len(places):
         raise ConfigError(f"{words[len(places)]!r} is one word too many.\n{USAGE}")
     named = [f"{key}={word}" for key, word in zip(places, words, strict=False)]
-    return int(do(parse_verb(schema, [*named, *(argument for argument in rest if "=" in argument)])))
+    return int(do(parse_verb(schema, [*named, *(argument for argument in rest if not names_place(argument))])))
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from cascade_train.config.explain import exit_code
 from cascade_train.config.recipe import Recipe
 from cascade_train.config.recipe_official import from_official, is_official
 from cascade_train.config.recipe_open_diffusion import from_open_diffusion, is_open_diffusion
-from cascade_train.config.verb import parse_verb
+from cascade_train.config.verb import names_place, parse_verb
 from cascade_train.data.row_filter import parse_row_filters
 from cascade_train.errors import ConfigError
 
@@ -139,7 +139,7 @@ def parse(argv: Sequence[str]) -> ImportArgs:
         raise ConfigError(
             f"{command!r} is no command of this verb. Write: import <file> out=<folder>/experiment/<name>.yaml"
         )
-    named = [f"from={word}" if number == 0 and "=" not in word else word for number, word in enumerate(rest)]
+    named = [f"from={word}" if number == 0 and names_place(word) else word for number, word in enumerate(rest)]
     return parse_verb(ImportArgs, named if command == "import" and "--help" not in rest else ["--help"])
 
 

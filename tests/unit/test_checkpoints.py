@@ -72,6 +72,17 @@ def test_ls_says_why_each_stays(run, capsys):
     ]  # fmt: skip
 
 
+def test_a_path_may_hold_an_equals_sign(made, tmp_path, monkeypatch, capsys):
+    run = shutil.copytree(made, tmp_path / "sweep" / "lr=0.0001,rank=4")
+    assert launch(["ls", str(run)]) == 0
+    monkeypatch.chdir(run.parent)
+    assert launch(["verify", run.name, "step_3"]) == 0
+    assert launch(["prune", run.name, "keep_last=2"]) == 0
+    assert steps(run) == [5, 6]
+    assert launch(["ls", "lr=0.5"]) == 2
+    assert "ls needs a run" in capsys.readouterr().err
+
+
 def test_verify_reads_every_byte(run, capsys):
     assert launch(["verify", str(run)]) == 0
     assert capsys.readouterr().out.count(": verified\n") == 6

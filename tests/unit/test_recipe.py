@@ -218,6 +218,13 @@ def test_what_cannot_be_imported_is_refused_and_nothing_is_written(
     assert not folder.exists()
 
 
+def test_the_files_path_may_hold_an_equals_sign(tmp_path: Path) -> None:
+    file = tmp_path / "lr=1e-4" / "old.yaml"
+    file.parent.mkdir()
+    file.write_text(yaml.safe_dump(official("finetune_c_3b")))
+    assert recipe.main(["import", str(file), f"out={tmp_path}/experiment/mine.yaml"]) == 0
+
+
 def test_a_file_is_replaced_only_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(tmp_path, official("finetune_c_3b"))[0] == 0
     assert run(tmp_path, official("finetune_c_3b"))[0] == 2

@@ -29,7 +29,7 @@ from omegaconf import DictConfig, OmegaConf
 from cascade_train.config.explain import exit_code
 from cascade_train.config.groups import conf_dir
 from cascade_train.config.hydra_compat import BASE, CALLBACKS
-from cascade_train.config.overrides import check_not_expanded
+from cascade_train.config.overrides import check_not_expanded, with_paths_quoted
 from cascade_train.config.preflight import preflight
 from cascade_train.config.schema import Root
 from cascade_train.config.slurm_step import adopt_slurm_step
@@ -54,6 +54,7 @@ def compose_and_run(argv: Sequence[str], train: Callable[[DictConfig], int]) -> 
     Returns:
         0 done, 1 ended by the world, 2 refused, 75 stopped and saved, 130 interrupted (docs/stopping.md).
     """
+    argv = with_paths_quoted(argv)
     register_schema()
     adopt_slurm_step()
     raw = "HYDRA_FULL_ERROR" in os.environ

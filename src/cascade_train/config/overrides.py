@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
+from cascade_train.config.paths import is_existing_path
 from cascade_train.errors import ConfigError
 
 OPENING, CLOSING = "[({", "])}"
@@ -44,6 +45,21 @@ def parses(override: str) -> bool:
         return not OverridesParser.create().parse_override(override).is_sweep_override()
     except HydraException:
         return False
+
+
+def with_paths_quoted(arguments: Sequence[str]) -> list[str]:
+    """Return arguments in which a value that is an existing path is quoted, where Hydra's grammar would refuse it.
+
+    Runs of a sweep lie in folders such as `lr=0.0001,rank=4`, which the grammar does not read as a text.
+    """
+    return [_with_path_quoted(argument) for argument in arguments]
+
+
+def _with_path_quoted(argument: str) -> str:
+    key, _, value = argument.partition("=")
+    if argument.startswith("-") or not is_existing_path(value) or parses(argument):
+        return argument
+    return f"{key}={_quote(value)}"
 
 
 def check_not_expanded(overrides: Sequence[str]) -> None:

@@ -6,13 +6,14 @@ import dataclasses
 import shlex
 import sys
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import yaml
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from cascade_train.config.groups import did_you_mean
+from cascade_train.config.paths import is_existing_path
 from cascade_train.config.signatures import attribute_docs
 from cascade_train.errors import ConfigError
 
@@ -20,6 +21,9 @@ S = TypeVar("S")
 
 ALIASES = {"from": "source"}
 """Keys that are not Python names: as typed -> field."""
+
+MOST_COMMAS = 20
+"""In a path that is given unquoted in a list."""
 
 
 def parse_verb(schema: type[S], argv: Sequence[str]) -> S:
@@ -56,6 +60,12 @@ def help_text(schema: type) -> str:
     return "\n".join([title, "", "Arguments, as key=value:", *fields, ""])
 
 
+def names_place(argument: str) -> bool:
+    """Return whether an argument is a path or another word, rather than key=value; paths may hold `=` too."""
+    key, equals, _ = argument.partition("=")
+    return not equals or "/" in key or is_existing_path(argument)
+
+
 def _set(cfg: DictConfig, argument: str) -> None:
     key, equals, value = argument.partition("=")
     field = ALIASES.get(key, key)
@@ -65,11 +75,35 @@ def _set(cfg: DictConfig, argument: str) -> None:
     if field.partition(".")[0] not in known or key in ALIASES.values():
         raise ConfigError(f"{key} is unknown.{did_you_mean(key, [_typed(str(other)) for other in known])}")
     try:
-        OmegaConf.update(cfg, field, OmegaConf.from_dotlist([f"value={value}"]).value)
+        OmegaConf.update(cfg, field, _value(value))
     except (OmegaConfBaseException, yaml.YAMLError) as error:
         quoted = shlex.quote(f'{key}="{value}"')
         reason = str(error).splitlines()[0].rstrip(".:")
         raise ConfigError(f"{argument!r} cannot be read: {reason}. A text with symbols is written {quoted}.") from error
+
+
+def _value(text: str) -> Any:
+    """Return what YAML reads; an existing path that is no number is taken as it is written."""
+    try:
+        value = OmegaConf.from_dotlist([f"value={text}"]).value
+    except (OmegaConfBaseException, yaml.YAMLError):
+        if is_existing_path(text):
+            return text
+        raise
+    if isinstance(value, list | ListConfig) and all(isinstance(item, str) for item in value):
+        return _rejoined(list(value))
+    return text if isinstance(value, str) and is_existing_path(text) else value
+
+
+def _rejoined(items: list[str]) -> list[str]:
+    """Return a list in which an existing path that was split at its commas is one item again."""
+    whole, first = [], 0
+    while first < len(items):
+        ends = range(min(len(items), first + MOST_COMMAS + 1), first + 1, -1)
+        end = next((end for end in ends if is_existing_path(",".join(items[first:end]))), first + 1)
+        whole.append(",".join(items[first:end]))
+        first = end
+    return whole
 
 
 def _typed(field: str) -> str:

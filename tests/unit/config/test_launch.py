@@ -143,6 +143,12 @@ def test_missing_configuration_files_are_named(monkeypatch: pytest.MonkeyPatch, 
         conf_dir()
 
 
+def test_a_run_of_a_sweep_is_named_without_quotes(start: Start, trained: list[DictConfig], tmp_path: Path):
+    (tmp_path / "multirun" / "a" / "lr=0.0001,rank=4").mkdir(parents=True)
+    assert start(*TINY, "run.resume=multirun/a/lr=0.0001,rank=4") == (0, "")
+    assert trained[0].run.resume == "multirun/a/lr=0.0001,rank=4"
+
+
 SWEEPS = {
     ("optimizer.lr=1e-4,1e-3",): ["runs/lora-c_tiny-optimizer.lr=0.0001", "runs/lora-c_tiny-optimizer.lr=0.001"],
     ("task=lora,finetune",): ["runs/lora-c_tiny", "runs/finetune-c_tiny"],

@@ -1,10 +1,11 @@
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from cascade_train.config.overrides import check_not_expanded, parses, quoted_form, refusal
+from cascade_train.config.overrides import check_not_expanded, parses, quoted_form, refusal, with_paths_quoted
 from cascade_train.errors import ConfigError
 
 REPAIRED = {
@@ -85,3 +86,13 @@ def test_braces_that_the_shell_expanded_are_refused_with_the_pattern():
 )
 def test_a_key_set_again_is_no_expansion(overrides: list[str]):
     check_not_expanded(overrides)
+
+
+def test_existing_path_that_the_grammar_refuses_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("lr=0.0001,rank=4", "plain", 'say "a"=b'):
+        (tmp_path / "sweep" / name).mkdir(parents=True)
+        (word,) = with_paths_quoted([f"model.weights=sweep/{name}"])
+        assert str(OverridesParser.create().parse_override(word).value()) == f"sweep/{name}"
+    untouched = ["model.weights=sweep/plain", "model.weights=sweep/lr=9", "--config-dir", f"a={'x' * 5000}=", "a="]
+    assert with_paths_quoted(untouched) == untouched

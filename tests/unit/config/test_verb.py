@@ -1,5 +1,6 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 
 import pytest
 from omegaconf import MISSING
@@ -86,3 +87,24 @@ def test_help_prints_every_field_and_exits(capsys: pytest.CaptureFixture[str]):
         "  out=null  Folder for the images; null = the run's own.",
         "  format=png  Of the files.",
     ]
+
+
+SWEPT = ["lr=0.0001,rank=4", "lr=0.001,rank=4", "my run #2"]
+
+
+def test_path_of_a_run_is_taken_as_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    for name in SWEPT:
+        (tmp_path / "sweep" / name).mkdir(parents=True)
+        assert parse_verb(Draw, [f"from=sweep/{name}"]).source == f"sweep/{name}"
+        monkeypatch.chdir(tmp_path / "sweep")
+        assert parse_verb(Draw, [f"from={name}"]).source == name
+        monkeypatch.chdir(tmp_path)
+    given = ["sweep/lr=0.0001,rank=4", "missing", "sweep/lr=0.001,rank=4"]
+    assert parse_verb(Draw, ["from=a", f"prompts=[{','.join(given)}]"]).prompts == given
+
+
+def test_a_file_named_like_a_number_is_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "5").mkdir()
+    assert parse_verb(Draw, ["from=a", "steps=5"]).steps == 5
