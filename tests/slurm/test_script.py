@@ -158,6 +158,16 @@ def test_what_the_cluster_needs_is_sourced_first(folder: Path):
     assert run(folder, CASCADE_ENV="./missing.sh")[0] == 1
 
 
+def test_options_for_srun_come_from_the_environment(folder: Path):
+    (folder / "sbatch").mkdir()
+    (folder / "sbatch" / "env.sh").write_text("SRUN_OPTIONS='--container-image=a.sqsh  --mpi=none\n--x=*'\n")
+    assert run(folder, "task=lora", SLURM_NTASKS_PER_NODE="1", SLURM_CPUS_PER_TASK="6")[0] == 0
+    called = (folder / "srun.called").read_text().split()
+    options = ["--cpus-per-task=6", "--container-image=a.sqsh", "--mpi=none", "--x=*"]
+    assert called[2 : called.index("python")] == options
+    assert called[called.index("python") :] == ["python", "-m", "cascade_train", "task=lora"]
+
+
 def test_the_example_of_an_environment_is_valid(folder: Path):
     example = SCRIPT.with_name("env.example.sh")
     (folder / ".venv" / "bin").mkdir(parents=True)
