@@ -123,6 +123,6 @@ def test_a_sweep_trains_each_of_its_runs_in_a_folder_of_its_own(tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     sweep = ["run.name=sweep", "task=finetune", "optimizer.lr=1e-4,1e-5", "train.max_steps=1"]
     assert launch(["--multirun", *[each for each in SMALL if "max_steps" not in each], *sweep]) == 0
-    runs = sorted((tmp_path / "runs").iterdir())
+    runs = sorted((tmp_path / "multirun" / "sweep").glob("lr=*"))
     assert len(runs) == 2
     assert {row["lr"] for run in runs for row in read_metrics(run)} == {1e-4, 1e-5}

@@ -1,7 +1,8 @@
 """A real SLURM of two virtual nodes on this machine, in a folder of its own and on ports of its own.
 
 It needs Debian's packages (`apt-get install slurm-wlm munge`) and root, and touches nothing outside its folder. Its
-daemons end with this process, however that ends. Partitions: `main`; `low`, whose jobs `high` takes the nodes from.
+daemons end with this process, however that ends. Partitions: `main`; `low`, whose jobs `high` takes the nodes from;
+`abrupt`, likewise, without a grace time.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={first} CPUs=4 CoresPerS
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={second} CPUs=4 CoresPerSocket=4 RealMemory=8000 Gres=gpu:2
 PartitionName=main Nodes=n[1-2] Default=YES PriorityTier=10 PreemptMode=OFF
 PartitionName=low Nodes=n[1-2] PriorityTier=1 PreemptMode=REQUEUE GraceTime={grace}
+PartitionName=abrupt Nodes=n[1-2] PriorityTier=1 PreemptMode=REQUEUE
 PartitionName=high Nodes=n[1-2] PriorityTier=20 PreemptMode=OFF
 """
 """No cgroups, no binding, no accounting; two nodes that are this machine. `grace` is in seconds."""

@@ -141,13 +141,26 @@ def test_each_run_of_a_sweep_is_a_job_of_several_ranks(cluster: Cluster, folder:
         check=False,
     )
     assert done.returncode == 2, done.stderr
-    results = [json.loads(line) for line in (folder / "multirun" / "results.jsonl").read_text().splitlines()]
+    results = [json.loads(line) for line in (folder / "multirun" / "a" / "results.jsonl").read_text().splitlines()]
+    results.sort(key=lambda row: row["number"])
     assert [row["exit_code"] for row in results] == [0, 0, 2]
     assert [row["metrics"]["lr"] for row in results[:2]] == [1e-3, 1e-4]
     runs = [folder / row["run_dir"] for row in results]
     assert [json.loads((run / "environment.json").read_text())["ranks"] for run in runs[:2]] == [2, 2]
+    assert [run.relative_to(folder).as_posix() for run in runs] == [f"multirun/a/lr={lr}" for lr in (0.001, 0.0001, -1)]
     assert not runs[2].exists()
-    assert f"{results[1]['run_dir']}: step 1, loss {results[1]['metrics']['loss']:.4f}\n" in done.stderr
+    assert f"{results[1]['values']['loss']:.6g}        1  multirun/a/lr=0.0001\n" in done.stderr
+    assert (folder / "multirun" / "a" / "results.txt").read_text() in done.stderr
+    assert "_2  multirun/a/lr=-1  log: multirun/a/.submitit/" in done.stderr
+
+
+SWEEP = "multirun/lora-c_tiny"
+
+
+def array_of(folder: Path) -> str:
+    """Return the number of the array that a sweep of two runs has submitted."""
+    wait_for(lambda: len(list(folder.glob(f"{SWEEP}/.submitit/*_1/*submitted.pkl"))) == 1)
+    return next(folder.glob(f"{SWEEP}/.submitit/*_1")).name.partition("_")[0]
 
 
 STOPS_ONCE = """
@@ -166,15 +179,65 @@ def test_stopped_runs_of_a_sweep_continue_while_it_waits(cluster: Cluster, folde
     sweep = ["--multirun", "hydra/launcher=slurm", "hydra.launcher.tasks_per_node=2", "run.seed=1,2"]
     command = [str(warm_programs() / "python"), "-c", STOPS_ONCE, *sweep, "task=lora", "model=c_tiny"]
     waiting = subprocess.Popen(command, cwd=folder, env=cluster.environment, stderr=subprocess.PIPE, text=True)
-    wait_for(lambda: len(list(folder.glob("multirun/.submitit/*_1/*submitted.pkl"))) == 1)
-    array = next(folder.glob("multirun/.submitit/*_1")).name.partition("_")[0]
+    array = array_of(folder)
     for number in (0, 1):
         wait_for(lambda job=f"{array}_{number}": cluster.facts(job)["Restarts"] == "1")
         cluster.start_requeued(f"{array}_{number}")
     _, errors = waiting.communicate(timeout=300)
     assert waiting.returncode == 0, errors
-    results = [json.loads(line) for line in (folder / "multirun" / "results.jsonl").read_text().splitlines()]
-    assert [(row["overrides"][0], row["exit_code"]) for row in results] == [("run.seed=1", 0), ("run.seed=2", 0)]
+    results = [json.loads(line) for line in (folder / SWEEP / "results.jsonl").read_text().splitlines()]
+    assert {row["overrides"][0]: row["exit_code"] for row in results} == {"run.seed=1": 0, "run.seed=2": 0}
+
+
+SAVES_WHEN_ASKED = """
+import json, os, signal, sys, time
+from pathlib import Path
+from cascade_train.config.launch import compose_and_run
+
+def train(cfg):
+    stopped = []
+    signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
+    again = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+    Path(cfg.run.dir).mkdir(parents=True, exist_ok=True)
+    rows = [{"step": 30 if again else 15, "loss": 1.0 if again else 2.0}]
+    (Path(cfg.run.dir) / "metrics.jsonl").write_text(json.dumps(rows[0]) + chr(10))
+    while not (stopped or again):
+        time.sleep(0.2)
+        if cfg.run.seed == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+    return 75 if stopped else 0
+
+sys.exit(compose_and_run(sys.argv[1:], train))
+"""
+"""A sweep whose runs train until they are stopped, and end at once where they are started again; one is killed."""
+
+
+def test_a_sweep_waits_for_what_was_preempted_and_names_what_was_killed(cluster: Cluster, folder: Path):
+    """In a partition without a grace time SLURM has requeued a job before its ranks have saved."""
+    (folder / SWEEP).mkdir(parents=True)
+    (folder / SWEEP / "results.jsonl").write_text("of an earlier sweep")
+    options = ["hydra.launcher.partition=abrupt", "hydra.launcher.cpus_per_task=4"]
+    sweep = ["--multirun", "hydra/launcher=slurm", *options, "run.seed=1,2", "task=lora", "model=c_tiny"]
+    command = [str(warm_programs() / "python"), "-c", SAVES_WHEN_ASKED, *sweep]
+    waiting = subprocess.Popen(command, cwd=folder, env=cluster.environment, stderr=subprocess.PIPE, text=True)
+    array = array_of(folder)
+    for number in (1, 2):
+        wait_for(lambda number=number: (folder / SWEEP / f"seed={number}" / "metrics.jsonl").exists())
+    assert not (folder / SWEEP / "results.jsonl").exists()
+    wait_for(lambda: cluster.state(f"{array}_1") == "FAILED")
+    other = cluster.submit("--partition=high", "--nodes=2", "--exclusive", "--wrap=true", cwd=folder)
+    wait_for(lambda: cluster.facts(f"{array}_0")["Restarts"] == "1")
+    assert waiting.poll() is None
+    wait_for(lambda: cluster.state(other) == "COMPLETED")
+    cluster.start_requeued(f"{array}_0")
+    _, errors = waiting.communicate(timeout=300)
+    assert waiting.returncode == 1, errors
+    results = [json.loads(line) for line in (folder / SWEEP / "results.jsonl").read_text().splitlines()]
+    assert [(row["run_dir"], row["metrics"]["step"], row["exit_code"], row.get("state")) for row in results] == [
+        (f"{SWEEP}/seed=1", 30, 0, None),
+        (f"{SWEEP}/seed=2", 15, 1, "FAILED"),
+    ]
+    assert f"{SWEEP}/seed=2  (exit code 1, FAILED, log " in errors
 
 
 def test_refused_job_is_not_requeued(cluster: Cluster, folder: Path):

@@ -10,21 +10,17 @@ import contextlib
 import functools
 import logging
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from hashlib import blake2b
-from pathlib import Path
 from typing import NoReturn
 
 import hydra
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import get_args_parser
-from hydra.conf import HydraConf
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from cascade_train.config.explain import exit_code
 from cascade_train.config.groups import conf_dir
@@ -32,14 +28,12 @@ from cascade_train.config.hydra_compat import BASE, CALLBACKS
 from cascade_train.config.overrides import check_not_expanded, with_paths_quoted
 from cascade_train.config.preflight import preflight
 from cascade_train.config.schema import Root
+from cascade_train.config.slurm_jobs import slurm_jobs_followed
 from cascade_train.config.slurm_step import adopt_slurm_step
-from cascade_train.config.sweep import check_launcher, lost_jobs_told
+from cascade_train.config.sweep import check_launcher
+from cascade_train.config.sweep_naming import place_run
 from cascade_train.errors import ConfigError
-from cascade_train.redaction import RedactingFilter, redact
-
-LONGEST_NAME = 120
-"""Characters of a sweep job's name before it is cut and hashed; folder names end at 255 bytes."""
-
+from cascade_train.redaction import RedactingFilter
 
 CONTINUED = "The same command continues from the newest checkpoint, or from the start where there is none yet."
 
@@ -54,13 +48,13 @@ def compose_and_run(argv: Sequence[str], train: Callable[[DictConfig], int]) -> 
     Returns:
         0 done, 1 ended by the world, 2 refused, 75 stopped and saved, 130 interrupted (docs/stopping.md).
     """
-    argv = with_paths_quoted(argv)
     register_schema()
     adopt_slurm_step()
+    argv = with_implied_choices(with_paths_quoted(argv))
     raw = "HYDRA_FULL_ERROR" in os.environ
 
     def checked(cfg: DictConfig) -> int:
-        separate_sweep_job(cfg, HydraConfig.get())
+        place_run(cfg, HydraConfig.get(), argv)
         ready = preflight(cfg)
         _configure_logging()
         return train(ready)
@@ -84,7 +78,7 @@ def compose_and_run(argv: Sequence[str], train: Callable[[DictConfig], int]) -> 
 def _compose(argv: Sequence[str], job: Callable[[DictConfig], int]) -> None:
     """Let Hydra compose, print, or run `job` once or per element of a sweep."""
     check_launcher(argv)
-    with _arguments(with_implied_choices(argv)), _mode_by_flags(argv), lost_jobs_told():
+    with _arguments(argv), _mode_by_flags(argv), slurm_jobs_followed(argv):
         hydra.main(config_path=str(conf_dir()), config_name="config", **BASE, **CALLBACKS)(job)()
 
 
@@ -117,27 +111,6 @@ def with_implied_choices(argv: Sequence[str]) -> list[str]:
 
 EXAMPLE = {"model": "c_tiny", "task": "finetune"}
 """What `--help` shows where nothing is chosen; the choices that every run's name tells."""
-
-
-def separate_sweep_job(cfg: DictConfig, hydra_cfg: HydraConf) -> None:
-    """Give a job of a sweep its own run directory, named by its overrides."""
-    if hydra_cfg.mode != RunMode.MULTIRUN:
-        return
-    values = {override.partition("=")[0]: override for override in hydra_cfg.overrides.task}
-    told = {"run.name", "run.dir"} if "run.name" in values else {"run.name", "run.dir", *EXAMPLE}
-    suffix = ",".join(override for key, override in sorted(values.items()) if key not in told)
-    if suffix:
-        cfg.run.name = folder_name(redact(f"{cfg.run.name}-{suffix}"))
-    if "${run.name}" not in str(OmegaConf.to_container(cfg.run, resolve=False)["dir"]):  # type: ignore[index, call-overload]
-        cfg.run.dir = str(Path(cfg.run.dir) / cfg.run.name)
-
-
-def folder_name(text: str) -> str:
-    """Return `text` with only characters that are safe in a folder's name, cut to a length that is too."""
-    safe = re.sub(r"[^A-Za-z0-9._=,+-]+", "_", text)
-    if safe == text and len(text) <= LONGEST_NAME:
-        return text
-    return f"{safe[:LONGEST_NAME]}-{blake2b(text.encode(), digest_size=4).hexdigest()}"
 
 
 @contextlib.contextmanager

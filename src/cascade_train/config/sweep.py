@@ -1,7 +1,7 @@
-"""What a sweep (`--multirun`) leaves beside its runs: one line per run, and one exit code for all.
+"""What a sweep (`--multirun`) leaves beside its runs: a line and a rank for each, and one exit code for all.
 
 With `hydra/launcher=slurm` each run is a job of its own, submitted by submitit; the process that was called waits for
-all of them. This file also checks that such jobs can be submitted, and puts a stopped one back into the queue.
+all of them (slurm_jobs.py). This file also checks that such jobs can be submitted.
 """
 
 from __future__ import annotations
@@ -11,28 +11,33 @@ import json
 import os
 import secrets
 import shutil
-import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode, TaskFunction
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
+from cascade_train.config.overrides import parses
+from cascade_train.config.slurm_jobs import ON_SLURM, SlurmJob, requeue, slurm_jobs
 from cascade_train.config.slurm_step import adopt_slurm_step
-from cascade_train.errors import STOPPED, ConfigError, RunError
+from cascade_train.config.sweep_naming import key_of, place_sweep
+from cascade_train.config.sweep_ranking import Result, measured, metric_of, ranked, table
+from cascade_train.errors import STOPPED, ConfigError
 from cascade_train.redaction import redact
-
-ON_SLURM = "hydra/launcher=slurm"
 
 LOOKING = {"--cfg", "-c", "--info", "-i", "--help", "-h", "--hydra-help"}
 """Flags with which nothing is run."""
 
-SECONDS_OF_A_CALL = 60
+RESULTS, TABLE = "results.jsonl", "results.txt"
+
+SECONDS_FOR_A_SLOW_FOLDER = 15.0
+"""A shared folder may show a file late that another machine wrote."""
 
 
 def check_launcher(argv: Sequence[str]) -> None:
@@ -57,31 +62,25 @@ def check_launcher(argv: Sequence[str]) -> None:
         )
 
 
-@contextmanager
-def lost_jobs_told() -> Iterator[None]:
-    """Tell in words what submitit raises in the process that waits for the jobs of a sweep.
-
-    Raises:
-        RunError: a job was not submitted, or ended without a result.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if not type(error).__module__.startswith("submitit."):
-            raise
-        message = f"A job of the sweep was not submitted, or ended without a result; others are left alone. {error}"
-        raise RunError(message) from error
-
-
 class SweepResults(Callback):
     """Collects what the runs of a sweep came to; rank 0 of each run writes, the process that was called reads.
 
-    The runs write one file each, since many may end at once, on machines that share a slow folder.
+    The runs write one file each, since many may end at once, on machines that share a slow folder. The files stay, so
+    that a later call of the sweep ranks the runs of this one, too.
     """
 
     def __init__(self) -> None:
-        """Draw a name for this sweep: others may share its folder."""
-        self.name = secrets.token_hex(4)
+        """Draw a name for this call, which its results carry."""
+        self.call = secrets.token_hex(4)
+        self.reported = False
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Give the sweep its folder, and take away the summary of an earlier call."""
+        folder = place_sweep(config)
+        if is_main():
+            tell_changes(folder / "multirun.yaml", config)
+            for name in (RESULTS, TABLE):
+                (folder / name).unlink(missing_ok=True)
 
     def on_job_start(self, config: DictConfig, *, task_function: TaskFunction, **kwargs: Any) -> None:
         """Take the place among the ranks that SLURM gave to this process."""
@@ -95,87 +94,124 @@ class SweepResults(Callback):
         submitted = "SUBMITIT_EXECUTOR" in os.environ
         if is_main():
             if submitted and code == STOPPED and requeue():
-                raise SystemExit(code)  # without a result, so that the waiting process waits on
-            write_result(self._folder(config) / f"{config.hydra.job.num}.json", job_return, code)
+                raise SystemExit(code)
+            self._write(config, job_return, code)
         if code and not submitted:
             self._report(config)
             raise SystemExit(code)
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        """Tell what the runs came to, and end with the exit code of the first that failed."""
+        """Show what the runs came to, and end with the exit code of the first that failed.
+
+        Newer versions of Hydra call this after a failure, too: what has been shown stays, and the failure goes on.
+        """
         code = self._report(config)
-        if code:
+        if code and sys.exc_info()[0] is None:
             raise SystemExit(code)
 
-    def _folder(self, config: DictConfig) -> Path:
-        return Path(config.hydra.sweep.dir) / ".results" / self.name
+    def _write(self, config: DictConfig, job: JobReturn, code: int) -> None:
+        assert job.cfg is not None
+        checkpoint = OmegaConf.select(job.cfg, "checkpoint") or {}
+        best = checkpoint.get("best_metric")
+        result = {
+            "call": self.call,
+            "number": config.hydra.job.num,
+            "overrides": [redact(override) for override in job.overrides or ()],
+            "run_dir": str(job.cfg.run.dir),
+            "exit_code": code,
+            "best_metric": None if best is None else [best, str(checkpoint["best_mode"])],
+            **measured(Path(job.cfg.run.dir) / "metrics.jsonl", best),
+        }
+        name = blake2b(result["run_dir"].encode(), digest_size=8).hexdigest()
+        write_whole(Path(config.hydra.sweep.dir) / ".results" / f"{name}.json", json.dumps(result))
 
     def _report(self, config: DictConfig) -> int:
-        """Join the results to one file, show them, and return the first exit code that is not 0."""
-        if not is_main():
+        """Write and show the results, once, and return the first exit code of this call that is not 0."""
+        if not is_main() or self.reported:
             return 0
-        files = sorted(self._folder(config).glob("*.json"), key=lambda path: int(path.stem))
-        results = [json.loads(path.read_text(encoding="utf-8")) for path in files]
-        joined = Path(config.hydra.sweep.dir) / "results.jsonl"
-        joined.write_text("".join(f"{json.dumps(result)}\n" for result in results), encoding="utf-8")
-        sys.stderr.write("".join(f"{line(result)}\n" for result in results))
-        sys.stderr.write(f"{len(results)} runs, in {joined}.\n")
-        shutil.rmtree(self._folder(config), ignore_errors=True)
-        return next((result["exit_code"] for result in results if result["exit_code"]), 0)
+        self.reported = True
+        folder = Path(config.hydra.sweep.dir)
+        results = self._results(folder)
+        name, mode = metric_of(results)
+        lines = [json.dumps({**result, "ranked_by": name, "mode": mode}) + "\n" for result in ranked(results)]
+        write_whole(folder / RESULTS, "".join(lines))
+        write_whole(folder / TABLE, table(results))
+        sys.stderr.write(f"{table(results)}{len(results)} runs, in {folder / RESULTS} and {TABLE}.\n")
+        own = sorted((each for each in results if not each["earlier"]), key=lambda each: each["number"])
+        return next((each["exit_code"] for each in own if each["exit_code"]), 0)
+
+    def _results(self, folder: Path) -> list[Result]:
+        """Return what is known of the runs of this call, and of earlier ones whose directories are still there."""
+        end = time.monotonic() + SECONDS_FOR_A_SLOW_FOLDER
+        while True:
+            found = [json.loads(path.read_text(encoding="utf-8")) for path in (folder / ".results").glob("*.json")]
+            own = {each["number"] for each in found if each["call"] == self.call}
+            lost = [job for job in slurm_jobs() if job.number not in own]
+            if not any(job.state in ("", "COMPLETED") for job in lost) or time.monotonic() > end:
+                break
+            time.sleep(1)
+        states = {job.number: job.state for job in slurm_jobs()}
+        results = [self._public(each, states) for each in found] + [_lost(job) for job in lost]
+        taken = {each["run_dir"] for each in results if not each["earlier"]}
+        return [
+            each
+            for each in results
+            if not each["earlier"] or (each["run_dir"] not in taken and Path(each["run_dir"]).is_dir())
+        ]
+
+    def _public(self, result: Result, states: Mapping[int, str]) -> Result:
+        """Return a result without what only this file needs; with what SLURM says of a job that failed."""
+        earlier = result["call"] != self.call
+        state = None if earlier or not result["exit_code"] else states.get(result["number"])
+        shown = {key: value for key, value in result.items() if key != "call"} | {"earlier": earlier}
+        return shown | ({} if state in (None, "", "COMPLETED") else {"state": state})
 
 
-def write_result(path: Path, job: JobReturn, code: int) -> None:
-    """Write the overrides, directory, exit code and last metrics of a run."""
-    assert job.cfg is not None
-    directory = Path(job.cfg.run.dir)
-    result = {
-        "overrides": [redact(override) for override in job.overrides or ()],
+def tell_changes(path: Path, config: DictConfig) -> None:
+    """Say which single values differ from those of an earlier call: its runs are continued, not trained anew.
+
+    Args:
+        path: what Hydra wrote of that call.
+        config: of this call.
+    """
+    if not path.is_file():
+        return
+    before, now = (
+        {key_of(override): override for override in cfg.hydra.overrides.task if parses(override)}
+        for cfg in (OmegaConf.load(path), config)
+    )
+    changed = [redact(f"{before[key]} before, {now[key]} now") for key in now if before.get(key, now[key]) != now[key]]
+    if changed:
+        sys.stderr.write(
+            f"{path.parent} holds a sweep already, whose runs go on: {'; '.join(changed)}. What has ended is not "
+            "trained again unless it is given more steps. Another run.name starts another sweep.\n"
+        )
+
+
+def _lost(job: SlurmJob) -> Result:
+    """Return what is known of a job that was killed, or cancelled before it began."""
+    directory = job.directory or Path("-")
+    return {
+        "number": job.number,
+        "overrides": [redact(override) for override in job.overrides],
         "run_dir": str(directory),
-        "exit_code": code,
-        "metrics": last_metrics(directory / "metrics.jsonl"),
+        "exit_code": 1,
+        "state": job.state or "unknown to SLURM",
+        "log": str(job.log),
+        "best_metric": None,
+        "earlier": False,
+        **measured(directory / "metrics.jsonl", None),
     }
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that is never seen half."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result), encoding="utf-8")
-
-
-def last_metrics(path: Path) -> dict[str, Any]:
-    """Return the last line of a run's metrics; empty where there is none."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    last: dict[str, Any] = json.loads(lines[-1]) if lines else {}
-    return last
-
-
-def line(result: dict[str, Any]) -> str:
-    """Return what a person wants to see of a run's result first."""
-    metrics = result["metrics"]
-    numbers = f"step {metrics['step']}, loss {metrics['loss']:.4f}" if "loss" in metrics else "no step"
-    failed = f", exit code {result['exit_code']}" if result["exit_code"] else ""
-    return f"{result['run_dir']}: {numbers}{failed}"
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text(text, encoding="utf-8")
+    beside.replace(path)
 
 
 def is_main() -> bool:
     """Return whether this process is the one that writes."""
     return os.environ.get("RANK", "0") == "0"
-
-
-def requeue() -> bool:
-    """Put the job of this process back into the queue and return whether that worked.
-
-    A job that was cancelled is stopped by the same signal as one that was preempted, but is not RUNNING any more.
-    """
-    job = os.environ.get("SLURM_JOB_ID")
-    if job is None:  # a launcher of submitit's without a queue
-        return False
-    if "SLURM_ARRAY_JOB_ID" in os.environ:  # the number of one job of an array may be that of the array
-        job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
-    state = _ask("squeue", "--noheader", f"--jobs={job}", "--format=%T")
-    return state == "RUNNING" and _ask("scontrol", "requeue", job) is not None
-
-
-def _ask(*command: str) -> str | None:
-    """Return what a client of SLURM printed; None where it failed."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS_OF_A_CALL, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()

@@ -1,3 +1,4 @@
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -11,7 +12,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from cascade_train.config.groups import conf_dir
 from cascade_train.config.hydra_compat import HAS_WHITELIST
-from cascade_train.config.launch import LONGEST_NAME, compose_and_run, folder_name, with_implied_choices
+from cascade_train.config.launch import compose_and_run, with_implied_choices
+from cascade_train.config.sweep_naming import LONGEST_NAME, RUN_DIR, SWEEP_DIR, folder_name
 from cascade_train.errors import ConfigError, RunError
 
 Start = Callable[..., tuple[int, str]]
@@ -150,33 +152,86 @@ def test_a_run_of_a_sweep_is_named_without_quotes(start: Start, trained: list[Di
 
 
 SWEEPS = {
-    ("optimizer.lr=1e-4,1e-3",): ["runs/lora-c_tiny-optimizer.lr=0.0001", "runs/lora-c_tiny-optimizer.lr=0.001"],
-    ("task=lora,finetune",): ["runs/lora-c_tiny", "runs/finetune-c_tiny"],
-    ("run.name=a,b",): ["runs/a-model=c_tiny,task=lora", "runs/b-model=c_tiny,task=lora"],
-    ("run.dir=out", "run.seed=1,2"): ["out/lora-c_tiny-run.seed=1", "out/lora-c_tiny-run.seed=2"],
-    ("run.dir=out", "task=lora,finetune"): ["out/lora-c_tiny", "out/finetune-c_tiny"],
-    ("run.name=x", "task=lora,finetune"): ["runs/x-model=c_tiny,task=lora", "runs/x-model=c_tiny,task=finetune"],
+    ("optimizer.lr=1e-4,1e-3",): ["multirun/lora-c_tiny/lr=0.0001", "multirun/lora-c_tiny/lr=0.001"],
+    ("optimizer.lr=1e-4,1e-3", "task.rank=4"): ["multirun/lora-c_tiny/lr=0.0001", "multirun/lora-c_tiny/lr=0.001"],
+    ("optimizer.lr=1e-4", "task.rank=4,8"): ["multirun/lora-c_tiny/rank=4", "multirun/lora-c_tiny/rank=8"],
+    ("optimizer.lr=1e-4,1e-3", "task.rank=4,6", "run.name=a"): [
+        f"multirun/a/lr={lr},rank={rank}" for lr in (0.0001, 0.001) for rank in (4, 6)
+    ],
+    ("task=lora,finetune",): ["multirun/task-c_tiny/task=lora", "multirun/task-c_tiny/task=finetune"],
+    ("run.name=a,b",): ["multirun/lora-c_tiny/name=a", "multirun/lora-c_tiny/name=b"],
+    ("run.dir=out", "run.seed=1,2"): ["out/seed=1", "out/seed=2"],
+    ("run.dir=out/${run.name}/x", "run.seed=1,2"): ["out/lora-c_tiny-seed=1/x", "out/lora-c_tiny-seed=2/x"],
+    ("run.dir=a,b",): ["a/lora-c_tiny", "b/lora-c_tiny"],
+    ("hydra.sweep.dir=there", "run.seed=1,2"): ["there/seed=1", "there/seed=2"],
+    ("run.seed=1,2", "data.seed=3,4", "data.samples=8"): [
+        f"multirun/lora-c_tiny/data.seed={data},run.seed={run}" for run in (1, 2) for data in (3, 4)
+    ],
 }
 
 
 @pytest.mark.parametrize("overrides", SWEEPS)
-def test_jobs_of_a_sweep_have_run_directories_of_their_own(
+def test_runs_of_a_sweep_are_named_by_what_was_swept(
     start: Start, trained: list[DictConfig], overrides: tuple[str, ...]
 ):
     chosen = TINY[:1] if any(o.startswith("task=") for o in overrides) else TINY
     code, text = start("--multirun", *chosen, *overrides)
-    assert code == 0
-    assert text.endswith("\n2 runs, in multirun/results.jsonl.\n")
+    assert code == 0, text
     assert [cfg.run.dir for cfg in trained] == SWEEPS[overrides]
+
+
+def test_a_sweep_of_one_run_is_named_by_its_overrides(start: Start, trained: list[DictConfig]):
+    assert start("--multirun", *TINY, "optimizer.lr=1e-4", "data.urls=[a.tar]")[0] == 0
+    assert start("--multirun", *TINY)[0] == 0
+    named, plain = [cfg.run.dir for cfg in trained]
+    assert named.startswith("multirun/lora-c_tiny/data=webdataset,urls=_a.tar_,lr=0.0001-")
+    assert plain == "multirun/lora-c_tiny/lora-c_tiny"
 
 
 def test_sweep_leaves_one_folder_and_stops_at_a_refusal(start: Start, trained: list[DictConfig], tmp_path: Path):
     code, text = start("-m", *TINY, "train.max_steps=3,0,5")
     assert code == 2
-    assert text.startswith("train.max_steps=0 must be 1 or more.\nruns/lora-c_tiny-train.max_steps=3: no step\n")
-    assert text.endswith("no step, exit code 2\n2 runs, in multirun/results.jsonl.\n")
+    assert text.startswith("train.max_steps=0 must be 1 or more.\nRuns by loss, the mean of its last 100 steps; ")
+    assert text.endswith(
+        "             -        -  multirun/lora-c_tiny/max_steps=3\n"
+        "             -        -  multirun/lora-c_tiny/max_steps=0  (exit code 2)\n"
+        "2 runs, in multirun/lora-c_tiny/results.jsonl and results.txt.\n"
+    )
     assert [cfg.train.max_steps for cfg in trained] == [3]
     assert [path.name for path in tmp_path.iterdir()] == ["multirun"]
+
+
+def test_a_sweep_that_fails_leaves_no_older_summary(start: Start, tmp_path: Path):
+    assert start("-m", *TINY, "run.seed=1,2")[0] == 0
+    summary = tmp_path / "multirun" / "lora-c_tiny" / "results.jsonl"
+    assert summary.is_file()
+    assert start("-m", *TINY, "run.seed=1,2", "optimizer=adamw,nothing")[0] == 2
+    assert not summary.exists()
+
+
+def test_a_second_call_extends_a_sweep(start: Start, tmp_path: Path):
+    def train(cfg: DictConfig) -> int:
+        Path(cfg.run.dir).mkdir(parents=True, exist_ok=True)
+        row = {"step": cfg.train.max_steps, "loss": 0.5, "validate/loss": cfg.optimizer.lr * cfg.train.max_steps}
+        (Path(cfg.run.dir) / "metrics.jsonl").write_text(f"{json.dumps(row)}\n")
+        return 0
+
+    def order() -> list[tuple[str, int, bool]]:
+        lines = (tmp_path / "multirun" / "a" / "results.jsonl").read_text().splitlines()
+        rows = [json.loads(line) for line in lines]
+        assert {(row["ranked_by"], row["mode"]) for row in rows} == {("validate/loss", "min")}
+        return [(Path(row["run_dir"]).name, row["metrics"]["step"], row["earlier"]) for row in rows]
+
+    first = ("-m", *TINY, "run.name=a", "train.max_steps=2")
+    assert start(*first, "optimizer.lr=0.2,0.1", train=train)[0] == 0
+    assert order() == [("lr=0.1", 2, False), ("lr=0.2", 2, False)]
+    code, text = start(*first[:-1], "train.max_steps=4", "optimizer.lr=0.1,0.01", train=train)
+    assert code == 0
+    assert "train.max_steps=2 before, train.max_steps=4 now. What has ended is not trained again" in text
+    assert order() == [("lr=0.01", 4, False), ("lr=0.1", 4, False), ("lr=0.2", 2, True)]
+    table = (tmp_path / "multirun" / "a" / "results.txt").read_text()
+    assert table in text
+    assert table.endswith("           0.4        2  multirun/a/lr=0.2  (from an earlier call)\n")
 
 
 def test_names_of_folders_are_safe_short_and_distinct():
@@ -186,3 +241,8 @@ def test_names_of_folders_are_safe_short_and_distinct():
     assert all("/" not in name and " " not in name for name in strange)
     assert len(folder_name("x" * 500)) == LONGEST_NAME + 9
     assert folder_name("x" * 500) != folder_name("x" * 501)
+
+
+def test_what_nobody_has_set_is_known_from_the_root():
+    root = OmegaConf.load(conf_dir() / "config.yaml")
+    assert (root.hydra.sweep.dir, OmegaConf.to_container(root.run, resolve=False)["dir"]) == (SWEEP_DIR, RUN_DIR)

@@ -1,18 +1,20 @@
 import importlib.util
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.types import RunMode
 from omegaconf import OmegaConf
-from submitit.core.utils import FailedSubmissionError
 
-from cascade_train.config import sweep
+from cascade_train.config import slurm_jobs, sweep
 from cascade_train.config.launch import compose_and_run
-from cascade_train.config.sweep import SweepResults, check_launcher, lost_jobs_told
-from cascade_train.errors import STOPPED, ConfigError, RunError
+from cascade_train.config.slurm_jobs import SlurmJob
+from cascade_train.config.sweep import SweepResults, check_launcher
+from cascade_train.config.sweep_ranking import measured
+from cascade_train.errors import STOPPED, ConfigError
 
 ON_SLURM = ["hydra/launcher=slurm", "--multirun"]
 
@@ -28,13 +30,15 @@ def config(folder: Path, number: int = 0, mode: RunMode = RunMode.MULTIRUN):
     return OmegaConf.create({"hydra": {"mode": mode, "job": {"num": number}, "sweep": {"dir": str(folder)}}})
 
 
-def ended(folder: Path, number: int, code: int = 0, loss: float | None = None) -> JobReturn:
+def ended(folder: Path, number: int, code: int = 0, best: str | None = None, **metrics: float) -> JobReturn:
     """Return a run that ended, with one line of metrics in its directory."""
     directory = folder / f"run{number}"
     directory.mkdir()
-    if loss is not None:
-        (directory / "metrics.jsonl").write_text(json.dumps({"step": 7, "loss": loss}) + "\n")
-    job = JobReturn(overrides=[f"run.seed={number}"], cfg=OmegaConf.create({"run": {"dir": str(directory)}}))
+    if metrics:
+        (directory / "metrics.jsonl").write_text(json.dumps({"step": 7, **metrics}) + "\n{torn")
+    checkpoint = {"best_metric": best, "best_mode": "max"}
+    cfg = OmegaConf.create({"run": {"dir": str(directory)}, "checkpoint": checkpoint})
+    job = JobReturn(overrides=[f"run.seed={number}"], cfg=cfg)
     job.status, job.return_value = JobStatus.COMPLETED, code
     return job
 
@@ -43,28 +47,92 @@ def read(folder: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
 
 
-def test_results_are_one_file_and_one_line_each(folder: Path, capsys: pytest.CaptureFixture[str]):
+def test_results_are_a_table_and_one_line_each_with_the_best_first(folder: Path, capsys: pytest.CaptureFixture[str]):
     results = SweepResults()
     for number in (10, 2):
         results.on_job_end(config(folder, number), ended(folder, number, loss=number / 8))
     results.on_multirun_end(config(folder))
     assert [row["overrides"] for row in read(folder)] == [["run.seed=2"], ["run.seed=10"]]
     assert read(folder)[0] == {
+        "number": 2,
         "overrides": ["run.seed=2"],
         "run_dir": str(folder / "run2"),
         "exit_code": 0,
+        "best_metric": None,
         "metrics": {"step": 7, "loss": 0.25},
+        "values": {"loss": 0.25},
+        "earlier": False,
+        "ranked_by": "loss",
+        "mode": "min",
     }
-    said = capsys.readouterr().err
-    assert said.startswith(f"{folder / 'run2'}: step 7, loss 0.2500\n")
-    assert said.endswith(f"2 runs, in {folder / 'results.jsonl'}.\n")
-    assert not list((folder / ".results").iterdir())
+    table = (
+        "Runs by loss, the mean of its last 100 steps; the smallest is the best:\n"
+        "          loss     step  run\n"
+        f"          0.25        7  {folder / 'run2'}\n"
+        f"          1.25        7  {folder / 'run10'}\n"
+    )
+    assert (folder / "results.txt").read_text() == table
+    assert capsys.readouterr().err == f"{table}2 runs, in {folder / 'results.jsonl'} and results.txt.\n"
+
+
+@pytest.mark.parametrize(
+    ("best", "metrics", "order", "by"),
+    [
+        (None, "validate/loss", [1, 2, 0], "validate/loss, as last measured; the smallest"),
+        ("psnr", "psnr", [2, 1, 0], "psnr, as last measured; the largest"),
+        ("loss", "other", [0, 1, 2], "loss, the mean of its last 100 steps; the largest"),
+    ],
+    ids=["validation", "chosen", "the loss, chosen"],
+)
+def test_runs_are_ranked_by_the_validation_metric_or_the_chosen_one(
+    folder: Path, capsys: pytest.CaptureFixture[str], best: str | None, metrics: str, order: list[int], by: str
+):
+    results = SweepResults()
+    values = [{"loss": 0.9}, {"loss": 0.8, metrics: 0.3}, {"loss": 0.7, metrics: 0.4}]
+    for number, value in enumerate(values):
+        results.on_job_end(config(folder, number), ended(folder, number, best=best, **value))
+    results.on_multirun_end(config(folder))
+    assert [row["number"] for row in read(folder)] == order
+    assert capsys.readouterr().err.startswith(f"Runs by {by} is the best:\n")
+
+
+def test_the_last_steps_of_a_loss_are_averaged_and_torn_lines_left_out(tmp_path: Path):
+    lines = [json.dumps({"step": step, "loss": float(step)}) for step in range(1, 301)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 301, "loss": null}', '{"step": 3', "[1]"]))
+    found = measured(tmp_path / "metrics.jsonl", None)
+    assert found["values"] == {"loss": pytest.approx(sum(range(202, 301)) / 99)}
+    assert found["metrics"] == {"step": 301, "loss": None}
 
 
 def test_a_run_that_failed_here_ends_the_sweep(folder: Path, capsys: pytest.CaptureFixture[str]):
+    results = SweepResults()
+    results.on_job_end(config(folder, 0), ended(folder, 0, loss=0.5))
     with pytest.raises(SystemExit, match="1"):
-        SweepResults().on_job_end(config(folder), ended(folder, 0, code=1))
-    assert capsys.readouterr().err.startswith(f"{folder / 'run0'}: no step, exit code 1\n")
+        results.on_job_end(config(folder, 1), ended(folder, 1, code=1, loss=0.1))
+    assert f"           0.1        7  {folder / 'run1'}  (exit code 1)\n" in capsys.readouterr().err
+    assert [row["exit_code"] for row in read(folder)] == [0, 1]
+
+
+def test_a_failure_goes_on_where_hydra_ends_the_sweep_after_it(folder: Path, capsys: pytest.CaptureFixture[str]):
+    def sweep_as_newer_hydra(results: SweepResults, run: Callable[[], None]) -> None:
+        try:
+            run()
+        finally:
+            results.on_multirun_end(config(folder))
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    first, second = SweepResults(), SweepResults()
+    stopped = ended(folder, 0, code=75, loss=0.5)
+    with pytest.raises(SystemExit, match="75"):
+        sweep_as_newer_hydra(first, lambda: first.on_job_end(config(folder), stopped))
+    assert [row["exit_code"] for row in read(folder)] == [75]
+    assert capsys.readouterr().err.count("Runs by loss") == 1
+    second.on_job_end(config(folder, 1), ended(folder, 1, loss=0.5))
+    with pytest.raises(KeyboardInterrupt):
+        sweep_as_newer_hydra(second, interrupt)
+    assert [(row["number"], row["earlier"]) for row in read(folder)] == [(1, False), (0, True)]
 
 
 def test_a_job_that_failed_elsewhere_leaves_the_others_alone(folder: Path, monkeypatch: pytest.MonkeyPatch):
@@ -75,7 +143,43 @@ def test_a_job_that_failed_elsewhere_leaves_the_others_alone(folder: Path, monke
             results.on_job_end(config(folder, number), ended(folder, number, code))
     with pytest.raises(SystemExit, match="2"):
         results.on_multirun_end(config(folder))
-    assert [row["exit_code"] for row in read(folder)] == [0, 2, 1]
+    assert {row["number"]: row["exit_code"] for row in read(folder)} == {0: 0, 1: 2, 2: 1}
+
+
+def test_a_job_that_left_nothing_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    results = SweepResults()
+    with monkeypatch.context() as job:
+        job.setenv("SUBMITIT_EXECUTOR", "slurm")
+        results.on_job_end(config(folder, 0), ended(folder, 0, loss=0.5))
+        results.on_job_end(config(folder, 2), ended(folder, 2, STOPPED))
+    ended(folder, 1, loss=0.25)
+    jobs = [
+        SlurmJob(
+            number, f"17_{number}", [f"run.seed={number}"], folder / f"run{number}", folder / f"{number}.out", state
+        )
+        for number, state in enumerate(("COMPLETED", "CANCELLED", "FAILED"))
+    ]
+    monkeypatch.setattr(sweep, "slurm_jobs", lambda: jobs)
+    with pytest.raises(SystemExit, match="1"):
+        results.on_multirun_end(config(folder))
+    assert [(row["number"], row["exit_code"], row.get("state")) for row in read(folder)] == [
+        (0, 0, None),
+        (1, 1, "CANCELLED"),
+        (2, STOPPED, "FAILED"),
+    ]
+    shown = f"          0.25        7  {folder / 'run1'}  (exit code 1, CANCELLED, log {folder / '1.out'})\n"
+    assert shown in capsys.readouterr().err
+
+
+def test_a_result_that_a_slow_folder_shows_late_is_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    job = SlurmJob(0, "17", ["run.seed=0"], folder / "run0", folder / "out", "COMPLETED")
+    monkeypatch.setattr(sweep, "slurm_jobs", lambda: [job])
+    results, late = SweepResults(), ended(folder, 0, loss=0.5)
+    monkeypatch.setattr(sweep.time, "sleep", lambda seconds: results._write(config(folder, 0), late, 0))
+    results.on_multirun_end(config(folder))
+    assert [row["exit_code"] for row in read(folder)] == [0]
 
 
 def test_only_rank_zero_writes(folder: Path, monkeypatch: pytest.MonkeyPatch):
@@ -119,7 +223,7 @@ class Slurm:
 def test_a_stopped_job_goes_back_to_the_queue(
     folder: Path, monkeypatch: pytest.MonkeyPatch, slurm: Slurm, asked: list[str]
 ):
-    monkeypatch.setattr(sweep, "_ask", slurm)
+    monkeypatch.setattr(slurm_jobs, "ask", slurm)
     monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     works = slurm.answers == Slurm("RUNNING").answers
@@ -134,10 +238,10 @@ def test_a_stopped_job_goes_back_to_the_queue(
 
 def test_one_job_of_an_array_is_requeued_alone(monkeypatch: pytest.MonkeyPatch):
     asked = []
-    monkeypatch.setattr(sweep, "_ask", lambda *command: asked.append(command) or "RUNNING")
+    monkeypatch.setattr(slurm_jobs, "ask", lambda *command: asked.append(command) or "RUNNING")
     for name, value in {"JOB_ID": "17", "ARRAY_JOB_ID": "17", "ARRAY_TASK_ID": "3"}.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
-    assert sweep.requeue()
+    assert slurm_jobs.requeue()
     assert asked == [("squeue", "--noheader", "--jobs=17_3", "--format=%T"), ("scontrol", "requeue", "17_3")]
 
 
@@ -145,13 +249,13 @@ def test_without_a_queue_a_stopped_run_is_a_result(folder: Path, monkeypatch: py
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     monkeypatch.setenv("SUBMITIT_EXECUTOR", "local")
     SweepResults().on_job_end(config(folder), ended(folder, 0, STOPPED))
-    assert len(list((folder / ".results").rglob("0.json"))) == 1
+    assert len(list((folder / ".results").glob("*.json"))) == 1
 
 
 def test_client_that_fails_or_is_missing_answers_nothing(monkeypatch: pytest.MonkeyPatch):
-    assert sweep._ask("echo", "17") == "17"
-    assert sweep._ask("false") is None
-    assert sweep._ask("no-such-program-anywhere") is None
+    assert slurm_jobs.ask("echo", "17") == "17"
+    assert slurm_jobs.ask("false") is None
+    assert slurm_jobs.ask("no-such-program-anywhere") is None
 
 
 def test_a_sweep_on_slurm_needs_its_plugin(monkeypatch: pytest.MonkeyPatch):
@@ -181,11 +285,3 @@ def test_launcher_can_be_looked_at_where_no_job_can_be_submitted(
     said = capsys.readouterr().out
     assert "max_num_timeout: 1000\n" in said
     assert "SlurmLauncher\n" in said
-
-
-def test_a_job_that_is_lost_is_told_in_words():
-    told = "was not submitted, or ended without a result; others are left alone. no such"
-    with pytest.raises(RunError, match=told), lost_jobs_told():
-        raise FailedSubmissionError("no such partition")
-    with pytest.raises(RuntimeError, match="something else"), lost_jobs_told():
-        raise RuntimeError("something else")

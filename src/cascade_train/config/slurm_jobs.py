@@ -1,0 +1,236 @@
+"""The jobs of a sweep on SLURM: told when they are submitted, waited for while SLURM holds them, requeued when stopped.
+
+What a run came to is not read here (sweep.py): a job that was killed, or was preempted, leaves no result of its own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra.core.utils import JobReturn, JobStatus
+
+from cascade_train.config.sweep_naming import folder_of_runs, sweep_name, swept_part
+from cascade_train.errors import RunError
+
+ON_SLURM = "hydra/launcher=slurm"
+
+SECONDS_OF_A_CALL = 60
+FIRST_PAUSE, LONGEST_PAUSE = 2.0, 30.0
+"""Seconds between two questions to SLURM: few at first, and a tenth of the time that was waited already."""
+
+ENDED = {
+    "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED",
+    "TIMEOUT",
+}  # fmt: skip
+"""States that a job does not leave; in all others SLURM holds it, and may start it again."""
+
+
+@dataclass
+class SlurmJob:
+    """A run of a sweep as SLURM knows it.
+
+    Attributes:
+        number: of the run in the sweep.
+        job: SLURM's number, such as 17_0.
+        overrides: of the run.
+        directory: the run's; None where only the run itself knows it.
+        log: what it says goes there.
+        state: as SLURM gave it last; empty before.
+    """
+
+    number: int
+    job: str
+    overrides: list[str]
+    directory: Path | None
+    log: Path
+    state: str = ""
+
+
+class SlurmJobs:
+    """The jobs that this process has submitted."""
+
+    def __init__(self, argv: Sequence[str]) -> None:
+        """Store.
+
+        Args:
+            argv: the command line of the sweep.
+        """
+        self.argv = argv
+        self.jobs: list[SlurmJob] = []
+
+    def add(self, submitted: Sequence[Any], calls: Sequence[Any]) -> None:
+        """Note and show what submitit has submitted.
+
+        Args:
+            submitted: its jobs.
+            calls: what each runs: a launcher of Hydra's with a run's overrides and number.
+        """
+        new = [self._job(job, call) for job, call in zip(submitted, calls, strict=True)]
+        self.jobs += new
+        ids = ",".join(sorted({job.job.partition("_")[0] for job in new}))
+        say(
+            f"Submitted {len(new)} runs as SLURM's job {ids}. Ctrl-C ends the waiting, not the jobs; scancel {ids} "
+            "ends them."
+        )
+        for job in new:
+            say(f"  {job.job}  {job.directory or ' '.join(job.overrides)}  log: {_relative(job.log)}")
+
+    def _job(self, job: Any, call: Any) -> SlurmJob:
+        overrides, number = [str(override) for override in call.args[0]], call.args[2]
+        cfg = call.function.config
+        folder = folder_of_runs(cfg, cfg.hydra.sweep.dir)
+        directory = None if folder is None else folder / (swept_part(overrides, self.argv) or sweep_name(cfg))
+        return SlurmJob(number, job.job_id, overrides, directory, Path(job.paths.stdout))
+
+    def wait(self) -> None:
+        """Wait until SLURM holds none of the jobs; say how many have ended.
+
+        Raises:
+            KeyboardInterrupt: as it was, with what becomes of the jobs.
+        """
+        states = {job.job: job.state for job in self.jobs if job.state not in ENDED}
+        try:
+            wait_until_ended(states)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(
+                f"Interrupted. SLURM goes on with the jobs {', '.join(states)}. The same command later waits for them, "
+                "and shows what all runs came to."
+            ) from None
+        finally:
+            for job in self.jobs:
+                job.state = states.get(job.job, job.state)
+
+
+_followed = SlurmJobs([])
+
+
+def slurm_jobs() -> list[SlurmJob]:
+    """Return the jobs that this command has submitted; none where runs are no jobs."""
+    return _followed.jobs
+
+
+@contextmanager
+def slurm_jobs_followed(argv: Sequence[str]) -> Iterator[None]:
+    """Let submitit tell what it submits, and wait by SLURM's word rather than for the files that jobs leave.
+
+    Raises:
+        RunError: a job was not submitted.
+    """
+    global _followed
+    _followed = SlurmJobs(argv)
+    if ON_SLURM not in argv:
+        yield
+        return
+    slurm: Any = importlib.import_module("submitit.slurm.slurm")
+    submit, results = slurm.SlurmExecutor._internal_process_submissions, slurm.SlurmJob.results
+    slurm.SlurmExecutor._internal_process_submissions = _submitting(submit)
+    slurm.SlurmJob.results = lambda job: _ended()
+    try:
+        yield
+    except RuntimeError as error:
+        if not type(error).__module__.startswith("submitit."):
+            raise
+        raise RunError(f"The runs of the sweep were not submitted. {error}") from error
+    finally:
+        slurm.SlurmExecutor._internal_process_submissions = submit
+        slurm.SlurmJob.results = results
+
+
+def _submitting(submit: Callable[..., Any]) -> Callable[..., Any]:
+    def told(executor: Any, calls: Sequence[Any]) -> Any:
+        wait_for_earlier(Path(executor.folder).parent)
+        jobs = submit(executor, calls)
+        _followed.add(jobs, calls)
+        return jobs
+
+    return told
+
+
+def _ended() -> list[JobReturn]:
+    """Return what Hydra wants of a job; what the runs came to lies in their results."""
+    _followed.wait()
+    ended = JobReturn()
+    ended.status, ended.return_value = JobStatus.COMPLETED, 0
+    return [ended]
+
+
+def wait_for_earlier(folder: Path) -> None:
+    """Wait for the jobs of an earlier call of this sweep: two at once would be refused by the run's lock.
+
+    Args:
+        folder: in which each job has one, named by its number.
+    """
+    own = {job.job for job in _followed.jobs}
+    there = {path.name for path in folder.iterdir()} - own if folder.is_dir() else set()
+    held = {job: state for job, state in (queue() or {}).items() if job in there and state not in ENDED}
+    if held:
+        say(f"SLURM still holds {', '.join(held)} of an earlier call of this sweep: waiting for them to end.")
+        wait_until_ended(held)
+
+
+def wait_until_ended(states: dict[str, str]) -> None:
+    """Wait until SLURM holds none of some jobs, whose states are noted.
+
+    A job that SLURM does not know, twice in a row, has ended; where SLURM does not answer, nothing has.
+    """
+    held, missed, begun = set(states), set[str](), time.monotonic()
+    while held:
+        found = queue()
+        for job in sorted(held) if found is not None else ():
+            state = (found or {}).get(job)
+            states[job] = state or states[job]
+            if state in ENDED or (state is None and job in missed):
+                held.discard(job)
+                say(f"Job {job} has ended; {len(held)} of {len(states)} are left.")
+            missed = missed | {job} if state is None else missed - {job}
+        if held:
+            time.sleep(min(LONGEST_PAUSE, max(FIRST_PAUSE, (time.monotonic() - begun) / 10)))
+
+
+def queue() -> dict[str, str] | None:
+    """Return the states of this user's jobs, by job, lately ended ones included; None where SLURM does not answer."""
+    said = ask("squeue", "--noheader", "--array", "--states=all", f"--user={os.getuid()}", "--format=%i %T")
+    return None if said is None else dict(line.split(maxsplit=1) for line in said.splitlines() if " " in line.strip())
+
+
+def requeue() -> bool:
+    """Put the job of this process back into the queue and return whether that worked.
+
+    A job that was cancelled is stopped by the same signal as one that was preempted, but is not RUNNING any more. Nor
+    is one that SLURM itself has requeued: the process that waits goes on waiting for that one.
+    """
+    job = os.environ.get("SLURM_JOB_ID")
+    if job is None:  # a launcher of submitit's without a queue
+        return False
+    if "SLURM_ARRAY_JOB_ID" in os.environ:  # the number of one job of an array may be that of the array
+        job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    state = ask("squeue", "--noheader", f"--jobs={job}", "--format=%T")
+    return state == "RUNNING" and ask("scontrol", "requeue", job) is not None
+
+
+def ask(*command: str) -> str | None:
+    """Return what a client of SLURM printed; None where it failed."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS_OF_A_CALL, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def say(line: str) -> None:
+    """Show a line to whoever waits."""
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
+
+
+def _relative(path: Path) -> Path:
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
