@@ -52,7 +52,8 @@ def lora(variant: Variant) -> Outcome:
     if any("depthwise" in place.name for place in places):
         return _without_depthwise(variant, network, places, got, facts)
     fresh = build_network(args["ctor"], variant.weights)
-    inject_lora(fresh, rank=args["rank"], alpha=1.0, dropout=0.0, module_filters=args["filters"], seed=0)
+    first = {"rank": args["rank"], "alpha": 1.0, "dropout": 0.0, "seed": 0, "init": "original"}
+    inject_lora(fresh, module_filters=args["filters"], **first)
     _load(network, variant, places)
     got |= {"y.fresh_lora": _run(fresh, variant), "y.with_lora": _run(network, variant)}
     (got["y.with_lora"] * variant.inputs["g"]).sum().backward()

@@ -3,8 +3,8 @@
 Lives here: everything about adapters on a network in memory. Must not live here: writing files (export.py), and what
 trains or when (tasks/).
 
-An adapted layer computes W x + (alpha / rank) B A x (Hu et al. 2021, equation 3), A drawn, B zero. The original draws
-B and zeroes A, and adapts q, k and v jointly (Stable Cascade, modules/lora.py).
+An adapted layer computes W x + (alpha / rank) B A x (Hu et al. 2021, equation 3). One of A and B is drawn and the other
+zero, see `Init`. The original adapts q, k and v jointly (Stable Cascade, modules/lora.py).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
@@ -27,6 +28,13 @@ from cascade_train.models.weights_keys import recognise_size
 
 ADAPTER = "default"
 """peft's name of the one adapter that a network carries."""
+
+Init = Literal["kaiming", "original"]
+"""First values of adapters.
+
+kaiming: A uniform within 1 / sqrt(fan-in), B zero. original: A zero, B N(0, 1) (Stable Cascade, modules/lora.py), so that
+a first step of the same size changes the adapted weight sqrt(3 fan-in) times as much.
+"""
 
 _MAGNITUDE = ".lora_magnitude_vector."
 
@@ -65,6 +73,7 @@ def inject_lora(
     dropout: float,
     module_filters: Sequence[str] | None,
     seed: int,
+    init: Init = "kaiming",
     dora: bool = False,
     joint_qkv: bool = False,
     key: str = "task.module_filters",
@@ -81,6 +90,7 @@ def inject_lora(
         dropout: on the adapters' input, in [0, 1).
         module_filters: see `select_modules`.
         seed: the run's seed.
+        init: which half is drawn.
         dora: also train the magnitude of each output, which begins as the base's.
         joint_qkv: q, k and v of an attention share one A.
         key: the config key that named the filters.
@@ -92,9 +102,9 @@ def inject_lora(
     attach_adapters(network, rank=rank, alpha=alpha, dropout=dropout, targets=targets, dora=dora)
     for name, layer in adapted_layers(network):
         down, up = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
-        fan_in = math.prod(down.shape[1:])
-        fill_(down, Fill(kind="uniform", scale=1.0 / math.sqrt(fan_in)), seed, f"{name}.lora_A")
-        fill_(up, ZEROS, seed, f"{name}.lora_B")
+        down_fill, up_fill = _first_fills(init, down)
+        fill_(down, down_fill, seed, f"{name}.lora_A")
+        fill_(up, up_fill, seed, f"{name}.lora_B")
         weight = layer.get_base_layer().weight
         if dora and weight.is_meta:
             layer.lora_magnitude_vector[ADAPTER].to("meta")  # until the base has values, see `begin_magnitudes`
@@ -104,6 +114,13 @@ def inject_lora(
         share_down_halves(network)
     assert_only_adapters_train(network)
     return targets
+
+
+def _first_fills(init: Init, down: Tensor) -> tuple[Fill, Fill]:
+    """Return how A (r, in, *kernel) and B begin; their product is zero."""
+    if init == "original":
+        return ZEROS, Fill(kind="normal", scale=1.0)
+    return Fill(kind="uniform", scale=1.0 / math.sqrt(math.prod(down.shape[1:]))), ZEROS
 
 
 def split_magnitudes(shares: Shares) -> tuple[dict[str, tuple[Tensor, int]], dict[str, tuple[Tensor, int]]]:

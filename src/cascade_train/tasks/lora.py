@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +43,8 @@ class LoRA(TextToImage):
     Args:
         rank: of every adapter, >= 1.
         alpha: the adapters' output is scaled by alpha / rank, > 0.
+        init: first values. kaiming: A uniform, B zero. original: A zero, B normal, which moves the adapted weights one to
+            two orders of magnitude further in the same steps; alpha=1 belongs to it.
         dropout: on the adapters' input, in [0, 1).
         module_filters: substrings (else regular expressions) of the names of the modules that get adapters, under
             diffusers' names or the original's; null = every linear and ungrouped convolution layer.
@@ -78,6 +81,7 @@ class LoRA(TextToImage):
         seed: int,
         cond_drop_prob: float,
         image_keep_prob: float | None,
+        init: Literal["kaiming", "original"] = "kaiming",
         joint_qkv: bool = False,
     ) -> None:
         super().__init__(cond_drop_prob=cond_drop_prob, image_keep_prob=image_keep_prob)
@@ -91,6 +95,7 @@ class LoRA(TextToImage):
             raise ValueError("train_tokens=[]: names no token; give pairs like ['[fernando]', '^dog</w>'], or null")
         self.rank = rank
         self.alpha = alpha
+        self.init = init
         self.dropout = dropout
         self.module_filters = module_filters
         self.dora = dora
@@ -136,6 +141,7 @@ class LoRA(TextToImage):
             dropout=self.dropout,
             module_filters=filters,
             seed=self.seed,
+            init=self.init,
             dora=self.dora,
             joint_qkv=self.joint_qkv,
             key=key,

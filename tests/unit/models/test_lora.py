@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -21,7 +23,7 @@ from cascade_train.models.lora import (
 from tests.unit.models.networks import empty_network, predict, small_network
 
 
-def inject(network: nn.Module, module_filters: list[str] | None = None, **changes: float) -> list[str]:
+def inject(network: nn.Module, module_filters: list[str] | None = None, **changes: Any) -> list[str]:
     arguments = {"rank": 2, "alpha": 4.0, "dropout": 0.0, "seed": 0} | changes
     return inject_lora(network, module_filters=[".attn"] if module_filters is None else module_filters, **arguments)
 
@@ -103,6 +105,36 @@ def test_gradients_reach_fp32_adapters_through_a_bf16_base(network: CascadeUNet,
         if ".lora_B" in name:
             assert parameter.grad.dtype == torch.float32
             assert parameter.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("module_filters", [[".attn"], ["embedding", "clf", "channelwise"]])
+def test_the_originals_first_values_are_a_of_zeros_and_a_normal_b(
+    network: CascadeUNet, module_filters: list[str]
+) -> None:
+    before = predict(network)
+    inject(network, module_filters, init="original", rank=8)
+    state = adapter_state(network.state_dict())
+    downs, ups = ([v.flatten() for name, v in state.items() if f"lora_{half}" in name] for half in "AB")
+    assert len(downs) == len(ups) > 0
+    assert torch.cat(downs).eq(0).all()
+    up = torch.cat(ups)
+    assert abs(float(up.mean())) < 5 / len(up) ** 0.5
+    assert float(up.std()) == pytest.approx(1.0, abs=5 / (2 * len(up)) ** 0.5)
+    assert torch.equal(predict(network), before)
+
+
+def test_the_originals_first_values_learn_faster_by_the_root_of_thrice_the_width() -> None:
+    moved = {}
+    for init in ("kaiming", "original"):
+        network = small_network()
+        inject(network, [".attn"], init=init, alpha=1.0, rank=4)
+        optimizer = torch.optim.AdamW([p for p in network.parameters() if p.requires_grad], lr=1e-4)
+        predict(network).square().mean().backward()
+        optimizer.step()
+        layers = [layer for _, layer in adapted_layers(network)]
+        moved[init] = torch.stack([layer.get_delta_weight(ADAPTER).detach().norm() for layer in layers])
+    expected = torch.tensor([(3 * layer.in_features) ** 0.5 for layer in layers])
+    assert float((moved["original"] / moved["kaiming"] / expected).median()) == pytest.approx(1.0, abs=0.1)
 
 
 def test_first_values_depend_on_seed_and_name_alone(network: CascadeUNet) -> None:

@@ -53,6 +53,22 @@ class TestLoRAWithJointProjections(TestLoRA):
         return attached(component("task", "lora", joint_qkv=True), cls.model)
 
 
+class TestLoRAAsTheOriginal(TestLoRA):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def task(cls) -> Any:
+        options = {"joint_qkv": True, "init": "original", "alpha": 1.0, "train_tokens": TOKENS}
+        return attached(component("task", "lora", **options), cls.model)
+
+
+@pytest.mark.parametrize("filters", [None, [".self_attn"]])
+def test_the_first_values_are_those_of_every_adapter(filters: list[str] | None) -> None:
+    task = attached(component("task", "lora", init="original", dora=True, text_encoder_filters=filters), "c_tiny")
+    state = {n: p for root in task.phases()[0].modules.values() for n, p in root.named_parameters() if ".lora_" in n}
+    assert any("self_attn" in name for name in state) == (filters is not None)
+    assert all(value.eq(0).all() == ("lora_A" in name) for name, value in state.items())
+
+
 def test_joint_projections_share_one_parameter() -> None:
     apart, joint = (attached(component("task", "lora", joint_qkv=j), "c_tiny") for j in (False, True))
     attentions = sum(name.endswith(".to_q") for name, _ in adapted_layers(joint.stage.network))
