@@ -54,7 +54,7 @@ class S3(Store):
         return try_again(lambda: _read_once(client, item, start, size), what=f"reading {item.url}")
 
     def list_prefix(self, url: str) -> list[StoredObject]:
-        """Return every object below `s3://bucket/prefix/`, sorted by key.
+        """Return every object whose key begins with the prefix of `s3://bucket/prefix`, sorted by key.
 
         Raises:
             ConfigError: the bucket is not there, or may not be listed.

@@ -25,6 +25,7 @@ COMPRESSIONS = {".gz": "gzip", ".tgz": "gzip", ".bz2": "bz2", ".tbz2": "bz2", ".
 """What Python's own library decompresses, by the end of a name."""
 
 _ENDS = (".tar", ".tgz", ".tbz2", ".txz", ".tar.gz", ".tar.bz2", ".tar.xz")
+_UNREAD_COMPRESSIONS = (".zst", ".tzst", ".lz4", ".br")
 _log = logging.getLogger(__name__)
 
 
@@ -101,6 +102,7 @@ class Listings:
         listed = [item for item in store.list_prefix(prefix) if item.url.lower().endswith(_ENDS)]
         if not listed:
             raise ConfigError(f"data.urls={prefix} holds no tar; check bucket and prefix, and that names end in .tar")
+        _log_outside(prefix, listed)
         known = self._read().get(prefix)
         self._found[prefix] = listed if known is None else known
         if known is not None:
@@ -144,6 +146,25 @@ class Listings:
             )
 
 
+def _log_outside(prefix: str, listed: list[StoredObject]) -> None:
+    """Warn where a prefix without a slash at the end takes more than the folder of that name."""
+    inside = [item for item in listed if item.url.startswith(f"{prefix.rstrip('/')}/")]
+    outside = [item for item in listed if item not in inside]
+    if inside and outside:
+        _log.warning(
+            "data.urls=%s also takes %d tars outside of the folder, such as %s: write %s/ for the folder alone",
+            prefix,
+            len(outside),
+            outside[0].url,
+            prefix,
+        )
+
+
+def is_prefix(url: str) -> bool:
+    """Return whether a url is an S3 prefix, which is listed: whatever does not end as a tar does."""
+    return url.startswith(S3_SCHEME) and not url.lower().endswith((*_ENDS, *_UNREAD_COMPRESSIONS))
+
+
 def find_tars(urls: str | list[str], listings: Listings) -> list[Tar]:
     """Return the tars that `data.urls` names, in its order.
 
@@ -154,7 +175,7 @@ def find_tars(urls: str | list[str], listings: Listings) -> list[Tar]:
     entries = expand_urls(urls)
     local, s3 = LocalFiles(), S3()
     refuse_missing(urls, [Path(entry) for entry in entries if not entry.startswith((PIPE, S3_SCHEME))])
-    remote = [entry for entry in entries if entry.startswith(S3_SCHEME) and not entry.endswith("/")]
+    remote = [entry for entry in entries if entry.startswith(S3_SCHEME) and not is_prefix(entry)]
     heads = dict(zip(remote, at_once(s3, s3.stat, remote), strict=True))
     tars: list[Tar] = []
     for entry in entries:
@@ -162,7 +183,7 @@ def find_tars(urls: str | list[str], listings: Listings) -> list[Tar]:
             tars.append(Tar(item=StoredObject(url=entry, size=0, version=""), store=None))
         elif entry in heads:
             tars.append(Tar(item=heads[entry], store=s3))
-        elif entry.startswith(S3_SCHEME):
+        elif is_prefix(entry):
             tars += [Tar(item=item, store=s3) for item in listings.below(entry, s3)]
         else:
             tars.append(Tar(item=local.stat(entry), store=local))
@@ -181,7 +202,7 @@ def at_once(store: Store, work: Callable[[str], StoredObject], urls: list[str]) 
 
 def _refuse_unknown_compression(tars: list[Tar]) -> None:
     for tar in tars:
-        if tar.store is not None and tar.item.name.lower().endswith((".zst", ".tzst", ".lz4", ".br")):
+        if tar.store is not None and tar.item.name.lower().endswith(_UNREAD_COMPRESSIONS):
             raise ConfigError(
                 f"data.urls: {tar.item.url} is compressed in a way that is not read here; stream it, as in"
                 f" 'pipe:zstd -dc {tar.item.name}', or decompress it"

@@ -1,6 +1,6 @@
 """What a user writes for `data.urls` -> one url per tar or prefix, in order. Nothing is read here.
 
-A url is then a path, `s3://bucket/key`, `s3://bucket/prefix/`, or `pipe:command`.
+A url is then a path, `s3://bucket/key.tar`, `s3://bucket/prefix`, or `pipe:command`.
 """
 
 from __future__ import annotations

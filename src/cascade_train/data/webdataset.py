@@ -42,7 +42,7 @@ class WebDataset(Source):
     """Samples KEY.jpg (or jpeg, png, webp) with KEY.txt in tar files; KEY.json and KEY.mask.png where they are there.
 
     Attributes:
-        urls: a local path, a `file:` path, `s3://bucket/key`, an S3 prefix that ends in /, a brace pattern such as
+        urls: a local path, a `file:` path, `s3://bucket/key.tar`, an S3 prefix, a brace pattern such as
             `shards/{000..005}.tar`, `pipe:command`, or a list of them.
         index_dir: folder for the cached index; None = beside the tars, else the user's cache folder.
         row_filters: conditions on each sample's json: a list of [key, condition], or a mapping; None = all samples.

@@ -100,6 +100,33 @@ def test_a_run_moves_to_remote_tars_and_goes_on(bucket: Bucket, folder: Path) ->
         assert content(next(loader)) == expected
 
 
+@pytest.mark.parametrize("prefix", ["s3://bucket/sets", "s3://bucket/sets/", "s3://bucket/sets/deep/er/par"])
+def test_a_prefix_is_listed_recursively_with_or_without_a_slash(bucket: Bucket, folder: Path, prefix: str) -> None:
+    for shard, key in enumerate(("sets/part-0.tar", "sets/deep/er/part-1.tar", "sets/deep/er/part-2.tar")):
+        bucket.put(folder / f"part-{shard}.tar", key)
+    expected = 21 if "er" in prefix else 29
+    assert len(tars.webdataset(prefix).open()) == expected
+
+
+def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+def test_a_prefix_without_a_slash_says_what_it_takes_beside_the_folder(
+    bucket: Bucket, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for shard, key in enumerate(("train/part-0.tar", "train_old/part-1.tar")):
+        bucket.put(folder / f"part-{shard}.tar", key)
+    for prefix, samples in ((f"s3://{BUCKET}/train/", 8), (f"s3://{BUCKET}/train_", 5)):
+        assert len(tars.webdataset(prefix).open()) == samples
+    assert not warned(caplog)
+    assert len(tars.webdataset(f"s3://{BUCKET}/train").open()) == 13
+    assert warned(caplog) == [
+        "data.urls=s3://bucket/train also takes 1 tars outside of the folder, such as s3://bucket/train_old/part-1.tar:"
+        " write s3://bucket/train/ for the folder alone"
+    ]
+
+
 def test_a_sample_is_read_with_one_request_where_its_parts_are_close(
     bucket: Bucket, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,6 +227,8 @@ def test_sources_of_one_run_share_the_record(bucket: Bucket, folder: Path, tmp_p
         (f"{PREFIX}none.tar", r"none.tar is not there \(404\); check bucket, key and AWS_ENDPOINT_URL"),
         ("s3://elsewhere/a.tar", "s3://elsewhere/a.tar is not there"),
         (f"s3://{BUCKET}/empty/", "s3://bucket/empty/ holds no tar; check bucket and prefix"),
+        (f"s3://{BUCKET}/empty", "s3://bucket/empty holds no tar; check bucket and prefix"),
+        (f"s3://{BUCKET}/set/archive.zip", "s3://bucket/set/archive.zip holds no tar"),
     ],
 )
 def test_what_is_not_there_is_named(bucket: Bucket, url: str, message: str) -> None:
