@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from bench.parity_case import Comparison, NotCoveredError, Outcome, Variant, fact, recorded
 from bench.parity_networks import build_network, fetch, network_config
 from bench.parity_text import (
-    CAPTION_DROP,
     SET_ORDER,
     dropped_below,
     expressible,
     in_order,
     probed_stage,
+    shipped_drop,
     text_encoder,
     trained_table,
     whole_table,
@@ -188,7 +188,7 @@ def build_task(args: Mapping[str, Any], entries: list[Any]) -> RecordedLora:
         train_tokens=[list(entry) for entry in entries],
         weights=None,
         seed=0,
-        cond_drop_prob=CAPTION_DROP,
+        cond_drop_prob=shipped_drop("lora"),
         image_keep_prob=0.0,
         joint_qkv=True,
     )

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from bench.parity_case import Outcome, Variant, recorded
 from bench.parity_networks import CPU, store
-from bench.parity_text import CAPTION_DROP, dropped_below, text_encoder
+from bench.parity_text import dropped_below, text_encoder
 from bench.parity_training import RecordedBatch, build_objective, recorded_batch
 from cascade_train.models.cascade_unet_config import CascadeUNetConfig
 from cascade_train.models.latent_codec import VQGAN
@@ -61,11 +61,16 @@ class ProbedStage(StageB):
         return torch.zeros_like(noised_BCHW)
 
 
-def conditions(variant: Variant) -> Outcome:
-    """Run the Stage B variants of conditions: what a task makes of captions and images, in training and sampling."""
+def conditions(variant: Variant, cond_drop_prob: float | None = None) -> Outcome:
+    """Run the Stage B variants of conditions: what a task makes of captions and images, in training and sampling.
+
+    Args:
+        variant: of the case.
+        cond_drop_prob: share of dropped captions; None = the one that ships.
+    """
     call, images, captions = variant.args["call"], variant.inputs["images"], variant.args["captions"]
     stage = _stage(variant)
-    task = Reconstruction(cond_drop_prob=CAPTION_DROP, image_keep_prob=None)
+    task = Reconstruction(cond_drop_prob=cond_drop_prob, image_keep_prob=None)
     task.attach(stage, build_objective(adaptive=False), CPU)
     if not call.get("is_eval"):
         task.loss(task.prepare_batch(_training_batch(variant)))

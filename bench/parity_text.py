@@ -31,9 +31,8 @@ from cascade_train.models.tokens import TokenTable, is_new, train_tokens, traine
 from cascade_train.tasks.finetune import Finetune
 
 CPU = torch.device("cpu")
-TINY = Path(__file__).resolve().parents[1] / "conf" / "model" / "c_tiny.yaml"
-CAPTION_DROP, IMAGE_KEEP = 0.05, 0.1
-"""The original's shares of dropped captions and of kept image embeddings."""
+CONF = Path(__file__).resolve().parents[1] / "conf"
+TINY = CONF / "model" / "c_tiny.yaml"
 
 LEGACY_END = 2
 """An id of the end of text in old configurations that made transformers pool at the highest id."""
@@ -169,13 +168,24 @@ def image_encoder(width: int) -> ImageEncoder:
     return encoder
 
 
-def conditions(variant: Variant) -> Outcome:
-    """Run the Stage C variants of conditions: what a task makes of captions and images, in training and sampling."""
+def shipped_drop(task: str) -> float:
+    """Return the share of dropped captions that a task ships with."""
+    return float(OmegaConf.load(CONF / "task" / f"{task}.yaml").cond_drop_prob)
+
+
+def conditions(variant: Variant, cond_drop_prob: float | None = None) -> Outcome:
+    """Run the Stage C variants of conditions: what a task makes of captions and images, in training and sampling.
+
+    Args:
+        variant: of the case.
+        cond_drop_prob: share of dropped captions; None = the one that ships.
+    """
     args, given, call = variant.args, variant.inputs, variant.args["call"]
     encoder, width = text_encoder(args, variant.weights), variant.outputs["clip_img"].shape[-1]
     config = _config(encoder, width)
     stage = probed_stage(config, nn.Module(), encoder, image_encoder(width), {})
-    task = Finetune(cond_drop_prob=CAPTION_DROP, image_keep_prob=IMAGE_KEEP)
+    share = shipped_drop("finetune") if cond_drop_prob is None else cond_drop_prob
+    task = Finetune(cond_drop_prob=share, image_keep_prob=None)
     task.attach(stage, build_objective(adaptive=False), CPU)
     captions = args["captions"]
     if not call.get("is_eval"):

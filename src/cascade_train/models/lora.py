@@ -32,8 +32,8 @@ ADAPTER = "default"
 Init = Literal["kaiming", "original"]
 """First values of adapters.
 
-kaiming: A uniform within 1 / sqrt(fan-in), B zero. original: A zero, B N(0, 1) (Stable Cascade, modules/lora.py), so that
-a first step of the same size changes the adapted weight sqrt(3 fan-in) times as much.
+kaiming: A uniform within 1 / sqrt(fan-in), B zero. original: A zero, B N(0, 1) (Stable Cascade, modules/lora.py), so
+that a first step of the same size changes the adapted weight sqrt(3 fan-in) times as much.
 """
 
 _MAGNITUDE = ".lora_magnitude_vector."

@@ -43,8 +43,8 @@ class LoRA(TextToImage):
     Args:
         rank: of every adapter, >= 1.
         alpha: the adapters' output is scaled by alpha / rank, > 0.
-        init: first values. kaiming: A uniform, B zero. original: A zero, B normal, which moves the adapted weights one to
-            two orders of magnitude further in the same steps; alpha=1 belongs to it.
+        init: first values. kaiming: A uniform, B zero. original: A zero, B normal, which moves the adapted weights up
+            to a hundred times as far in the same steps; alpha=1 belongs to it.
         dropout: on the adapters' input, in [0, 1).
         module_filters: substrings (else regular expressions) of the names of the modules that get adapters, under
             diffusers' names or the original's; null = every linear and ungrouped convolution layer.
