@@ -22,6 +22,9 @@ from cascade_train.tasks.base import Task
 CONTENT_KEYS = {"weights": "subfolder", "tokenizer": "tokenizer_subfolder"}
 """Options of a part that name files, which count by their content, with the option that says where among them."""
 
+ADDED = {"model.image_encoder.antialias": True}
+"""Options that caches of earlier versions do not name, and what these were made with."""
+
 
 def encoder_identity(cfg: Mapping[str, Any], stage: Stage, names: Iterable[str]) -> dict[str, Any]:
     """Return everything in a model's configuration that changes the products of these names, by key.
@@ -71,7 +74,7 @@ def local_files(source: str, subfolder: str | None) -> list[Path]:
 def first_difference(own: Mapping[str, Any], held: Mapping[str, Any]) -> str | None:
     """Return the first key, with both values, in which a run differs from what a cache was made with."""
     for key, value in own.items():
-        other = held.get(key)
+        other = held.get(key, ADDED.get(key))
         if not _same(value, other):
             return f"{key}={_shown(value)}, where the cache has {_shown(other)}"
     return None

@@ -46,6 +46,12 @@ def test_seeded_encoders_do_not_depend_on_the_weights_that_are_named():
     assert not any(key.startswith("model.previewer") for key in found)
 
 
+def test_a_cache_of_an_earlier_version_was_made_with_antialiasing():
+    key = "model.image_encoder.antialias"
+    assert first_difference({key: True}, {}) is None
+    assert first_difference({key: False}, {}) == f"{key}=False, where the cache has True"
+
+
 def test_parts_that_train_are_refused_by_name():
     with pytest.raises(ConfigError, match="something in model.text_encoder trains, but why"):
         refuse_trained(["text_encoder"], "why")

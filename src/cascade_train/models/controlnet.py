@@ -147,10 +147,10 @@ def _small(channels: int) -> nn.Sequential:
     return nn.Sequential(*(layer for pair in layers for layer in pair))
 
 
-def _torch_default(name: str, parameter: nn.Parameter) -> Fill:
-    """Return torch's own fill of a convolution, with biases zero; norms are one."""
-    if parameter.dim() >= 2:
-        return Fill(kind="uniform", scale=1.0 / math.sqrt(math.prod(parameter.shape[1:])))
+def _torch_default(owner: nn.Module, name: str) -> Fill:
+    """Return torch's own fill of a convolution's weight and bias, or of a norm's."""
+    if isinstance(owner, nn.Conv2d):
+        return Fill(kind="uniform", scale=1.0 / math.sqrt(math.prod(owner.weight.shape[1:])))
     return ONES if name.endswith("weight") else ZEROS
 
 
@@ -158,17 +158,17 @@ def _torch_default(name: str, parameter: nn.Parameter) -> Fill:
 class Backbone:
     """How the features of a control map are made: a module for a number of channels, and its first values.
 
-    Its last convolution gives the features.
+    Its last convolution gives the features. Without a rule the first values are torch's own, as in the original.
     """
 
     build: Callable[[int], nn.Sequential]
-    rule: Rule
+    rule: Rule | None = None
 
 
 BACKBONES: Mapping[str, Backbone] = {
     "effnet": Backbone(build_control_features, convolution_rule(EFFNET_GAIN)),
-    "simple": Backbone(_simple, _torch_default),
-    "large": Backbone(_large, _torch_default),
+    "simple": Backbone(_simple),
+    "large": Backbone(_large),
     "small": Backbone(_small, convolution_rule(math.sqrt(2.0))),
 }
 
@@ -178,10 +178,15 @@ def build_control_network(spec: ControlSpec, *, device: torch.device, seed: int)
     with torch.device("meta"):
         network = ControlNetwork(spec)
 
+    backbone_rule = BACKBONES[spec.bottleneck].rule
+
     def rule(name: str, parameter: nn.Parameter) -> Fill:
-        if not name.startswith("projections."):
-            return BACKBONES[spec.bottleneck].rule(name, parameter)
-        return ZEROS if name.endswith(".2.weight") else _torch_default(name, parameter)
+        is_projection = name.startswith("projections.")
+        if is_projection and name.endswith(".2.weight"):
+            return ZEROS
+        if is_projection or backbone_rule is None:
+            return _torch_default(network.get_submodule(name.rpartition(".")[0]), name)
+        return backbone_rule(name, parameter)
 
     initialise(network, rule, device=device, dtype=torch.float32, seed=seed)
     return network

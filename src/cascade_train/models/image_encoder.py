@@ -32,6 +32,8 @@ class ImageEncoder:
         num_attention_heads: heads of each layer.
         projection_dim: width of the image embedding.
         hidden_act: activation by its transformers name.
+        antialias: whether a larger picture is low-passed as it shrinks to the tower's size, as CLIP's own preprocessing
+            does; false = as the original with its torchvision 0.16.
 
     Raises:
         ValueError: heads that do not divide the width, or patches that do not divide the image.
@@ -50,6 +52,7 @@ class ImageEncoder:
         num_attention_heads: int,
         projection_dim: int,
         hidden_act: str,
+        antialias: bool = True,
     ) -> None:
         if num_attention_heads < 1 or hidden_size % num_attention_heads:
             raise ValueError(
@@ -70,6 +73,7 @@ class ImageEncoder:
         self.num_attention_heads = num_attention_heads
         self.projection_dim = projection_dim
         self.hidden_act = hidden_act
+        self.antialias = antialias
         self.module: CLIPVisionModelWithProjection
 
     def forget_weights(self) -> None:
@@ -121,11 +125,11 @@ class ImageEncoder:
         return module.to(device)
 
     def preprocess(self, image_BCHW: Tensor) -> Tensor:
-        """Resize the shorter side (bicubic, antialiased), cut the centre square and normalise; [0, 1] in, fp32 out."""
+        """Resize the shorter side (bicubic), cut the centre square and normalise; [0, 1] in, fp32 out."""
         height, width = image_BCHW.shape[-2:]
         side, short = self.image_size_px, min(height, width)
         size = (side * height // short, side * width // short)
-        resized = torch.nn.functional.interpolate(image_BCHW.float(), size, mode="bicubic", antialias=True)
+        resized = torch.nn.functional.interpolate(image_BCHW.float(), size, mode="bicubic", antialias=self.antialias)
         top, left = round((size[0] - side) / 2), round((size[1] - side) / 2)
         return (resized[..., top : top + side, left : left + side] - self._mean) / self._std
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from cascade_train.models import controlnet
 from cascade_train.models.controlnet import (
     ControlNetwork,
     ControlSpec,
@@ -77,6 +78,21 @@ def test_widths_follow_the_levels_and_their_repeats() -> None:
         "up_blocks_repeat_mappers": [3, 1],
     }
     assert block_widths(config) == [8, 16, 16, 16, 16, 16, 16, 16, 8, 8]
+
+
+@pytest.mark.parametrize("bottleneck", ["simple", "large"])
+def test_convolutions_of_the_originals_own_heads_begin_as_torchs(
+    bottleneck: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(controlnet, "LARGE_WIDTHS", (96, 48, 80))
+    made = build_control_network(spec(channels=64, bottleneck=bottleneck), device=CPU, seed=3)
+    found = [module for module in made.backbone.modules() if isinstance(module, nn.Conv2d)]
+    assert len(found) == {"simple": 2, "large": 3 + 2 * 8}[bottleneck]
+    for convolution in found:
+        bound = convolution.weight[0].numel() ** -0.5
+        for values in (convolution.weight.detach(), convolution.bias.detach()):
+            assert 0.85 * bound < float(values.abs().max()) <= bound
+            assert float(values.std() / bound) == pytest.approx(3**-0.5, abs=0.15)
 
 
 @pytest.mark.parametrize("bottleneck", ["simple", "small"])

@@ -36,17 +36,27 @@ def encoder() -> ImageEncoder:
     return built()
 
 
+@pytest.mark.parametrize("antialias", [True, False])
 @pytest.mark.parametrize("size", [(300, 300), (231, 500), (401, 150), (224, 224)])
-def test_preprocessing_is_resize_centre_crop_and_normalise(encoder: ImageEncoder, size: tuple[int, int]) -> None:
-    image = torch.rand(2, 3, *size)
+def test_preprocessing_is_resize_centre_crop_and_normalise(size: tuple[int, int], antialias: bool) -> None:
+    encoder, image = built(antialias=antialias), torch.rand(2, 3, *size)
     original = v2.Compose(
         [
-            v2.Resize(224, interpolation=v2.InterpolationMode.BICUBIC, antialias=True),
+            v2.Resize(224, interpolation=v2.InterpolationMode.BICUBIC, antialias=antialias),
             v2.CenterCrop(224),
             v2.Normalize(CLIP_MEAN, CLIP_STD),
         ]
     )
     torch.testing.assert_close(encoder.preprocess(image), original(image), atol=1e-5, rtol=0)
+
+
+def test_without_antialiasing_a_detailed_picture_looks_otherwise() -> None:
+    across = (torch.arange(768) % 2).float().expand(1, 3, 768, 768)  # stripes of one pixel
+    grey = -torch.tensor(CLIP_MEAN).view(3, 1, 1) + 0.5
+    grey /= torch.tensor(CLIP_STD).view(3, 1, 1)
+    smooth, jagged = (float((built(antialias=each).preprocess(across) - grey).abs().mean()) for each in (True, False))
+    assert smooth < 0.05
+    assert jagged > 1.0
 
 
 def test_embeddings_have_a_token_axis_and_no_gradient(encoder: ImageEncoder) -> None:
