@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from cascade_train.config.explain import exit_code
 from cascade_train.config.recipe import Recipe
+from cascade_train.config.recipe_behaviour import check_behaviour
 from cascade_train.config.recipe_official import from_official, is_official
 from cascade_train.config.recipe_open_diffusion import from_open_diffusion, is_open_diffusion
 from cascade_train.config.verb import names_place, parse_verb
@@ -37,6 +38,8 @@ class ImportArgs:
     """What to write: experiment/<name>.yaml in a folder of yours, which --config-dir names."""
     ranks: int = 1
     """Processes that it will run on, where the file counts per process."""
+    behaviour: str | None = None
+    """Who decides what a file of Stable Cascade leaves open: original, its trainer (null means so too); or ours."""
     model: str = "c_3b"
     """Model to train in the place of open-diffusion's own."""
     overwrite: bool = False
@@ -45,6 +48,7 @@ class ImportArgs:
     def __post_init__(self) -> None:
         if self.ranks < 1:
             raise ConfigError(f"ranks={self.ranks} must be at least 1: it counts processes.")
+        check_behaviour(self.behaviour)
 
 
 def import_recipe(args: ImportArgs) -> int:
@@ -112,7 +116,9 @@ def translate(source: dict[str, Any], args: ImportArgs) -> Recipe:
         ConfigError: it is of no known trainer, or one of its row filters is refused.
     """
     if is_official(source):
-        recipe = from_official(source, ranks=args.ranks)
+        recipe = from_official(source, ranks=args.ranks, behaviour=args.behaviour or "original")
+    elif is_open_diffusion(source) and args.behaviour == "original":
+        raise ConfigError("behaviour=original is for files of Stable Cascade; open-diffusion trains another network.")
     elif is_open_diffusion(source):
         recipe = from_open_diffusion(source, ranks=args.ranks, model=args.model)
     else:
@@ -124,7 +130,7 @@ def translate(source: dict[str, Any], args: ImportArgs) -> Recipe:
         parse_row_filters(recipe.values.get("data.row_filters"))
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    recipe.set_aside()
+    recipe.leave_out_unknown()
     return recipe
 
 

@@ -3,20 +3,37 @@
 from __future__ import annotations
 
 import gzip
+import importlib.util
 import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import boto3
 import pytest
+from hydra.utils import instantiate
 
 from cascade_train.__main__ import launch
 from cascade_train.build import run as build
 from tests.integration.runs import SMALL, read_metrics, train
+from tests.unit.config.composing import checked
+from tests.unit.config.test_every_option import CONTROLNETS, OFFICIAL
 from tests.unit.data import tars
 from tests.unit.data.loopback import BUCKET, point_at, s3_server
+from tests.unit.test_recipe import official
+from tests.unit.test_recipe import run as run_import
+from tests.unit.test_recipe_controlnet import OFFICIAL as CONTROLS
+from tests.unit.test_recipe_controlnet import SHARED
 
 PREFIX = f"s3://{BUCKET}/set/"
+AS_WRITTEN = ["s3://path/to/your/first/dataset/on/s3", "s3://path/to/your/second/dataset/on/s3"]
+OFFICIAL_FILES = {
+    **{name: official(name, webdataset_path=AS_WRITTEN) for name in OFFICIAL},
+    **{
+        name: {**SHARED, **more, "experiment_id": name, "webdataset_path": AS_WRITTEN}
+        for name, more in CONTROLS.items()
+    },
+}
+"""The original's eleven training files, with the paths of data that they have."""
 DATA = (
     "task=finetune",
     "data=webdataset",
@@ -92,3 +109,25 @@ def test_a_failing_command_ends_a_run_in_one_line(folder: Path, capsys: pytest.C
     told = capsys.readouterr().err
     assert f"{command} ended with code 7: the bucket is gone" in told
     assert "Traceback" not in told
+
+
+@pytest.mark.s3
+def test_every_official_file_as_written_finds_its_data(
+    tmp_path: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    point_at(monkeypatch, endpoint)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True if name == "wandb" else find_spec(name))
+    client = boto3.session.Session().client("s3")
+    client.create_bucket(Bucket="path")
+    for number, place in enumerate(("first", "second")):
+        files = [*tars.samples([number]), (f"{number:04d}.json", b'{"width": 800, "height": 900}')]
+        content = tars.write(tmp_path / f"{number}.tar", files).read_bytes()
+        client.put_object(Bucket="path", Key=f"to/your/{place}/dataset/on/s3/deep/{number}.tar", Body=content)
+    for name, source in OFFICIAL_FILES.items():
+        code, conf = run_import(tmp_path, source, "overwrite=true")
+        cfg = checked("experiment=mine", *CONTROLNETS.get(name, []), "data.listing=null", extra=conf)
+        assert code == 0
+        assert len(instantiate(cfg.data, _convert_="all").open()) == 2, name
+    assert len(OFFICIAL_FILES) == 11

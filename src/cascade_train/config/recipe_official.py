@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from cascade_train.config.recipe import Recipe
+from cascade_train.config.recipe_behaviour import describe, original_behaviour
+from cascade_train.config.recipe_captions import caption_keys
 from cascade_train.errors import ConfigError
 
 MODELS = {"3.6B": "c_3b", "1B": "c_1b", "3B": "b_3b", "700M": "b_700m"}
@@ -76,10 +78,6 @@ NOTES = {
     "output_path": "sample grids lie in the run's own folder, run.dir",
     "shift": "the original reads it and trains with 1; objective.shift would shift for real",
 }
-PLAIN_CAPTIONS = ("txt", "identity")
-OWN_CAPTIONS = ("json", "captions_getter")
-"""Values of `captions_getter`: the text file, and the original's function that takes an older caption in 1 of 20."""
-
 FIRST = ("run", "model", "data", "task", "objective", "train", "optimizer", "lr_scheduler", "ema", "parallel")
 
 
@@ -88,12 +86,13 @@ def is_official(source: Mapping[str, Any]) -> bool:
     return {"experiment_id", "model_version"} <= source.keys()
 
 
-def from_official(source: Mapping[str, Any], *, ranks: int) -> Recipe:
+def from_official(source: Mapping[str, Any], *, ranks: int, behaviour: str) -> Recipe:
     """Translate one configuration.
 
     Args:
         source: its keys and values.
         ranks: processes that it will run on; the original gives accumulation steps, this library the micro-batch.
+        behaviour: whose behaviour is set where the file says nothing, "original" or "ours".
 
     Raises:
         ConfigError: a model that does not exist, or a batch that does not divide.
@@ -107,6 +106,9 @@ def from_official(source: Mapping[str, Any], *, ranks: int) -> Recipe:
             recipe.notes[key] = NOTES.get(key, "has no equivalent")
     recipe.values |= _values(given, ranks) | _ema(given) | _control(given)
     _note(given, recipe)
+    switches = original_behaviour(given, task=recipe.groups["task"], is_stage_b=_is_stage_b(given))
+    recipe.values |= switches if behaviour == "original" else {}
+    recipe.remarks.append(describe(behaviour, switches))
     order = {node: number for number, node in enumerate(FIRST)}
     recipe.values = dict(sorted(recipe.values.items(), key=lambda item: order.get(item[0].split(".")[0], len(order))))
     return recipe
@@ -119,7 +121,7 @@ def _groups(given: Mapping[str, Any]) -> dict[str, str]:
     chosen = {"task": _task(given), "model": MODELS[version], "data": "webdataset"}
     if "controlnet_filter" in given:
         name = str(given["controlnet_filter"])
-        chosen["filter@task.filter"] = FILTERS.get(name, name)
+        chosen["filter@task.filter"] = FILTERS.get(name, "own")
     if given.get("adaptive_loss_weight"):
         chosen["objective"] = "adaptive"
     elif given.get("edm_objective"):
@@ -162,10 +164,7 @@ def _values(given: Mapping[str, Any], ranks: int) -> dict[str, Any]:
         values["train.micro_batch_size"] = batch // passes // ranks
     if given.get("adaptive_loss_weight") and given.get("edm_objective"):
         values["objective.target._target_"] = "cascade_train.diffusion.target.VTarget"
-    if "module_filters" in given:
-        values |= {"task.alpha": 1.0, "task.joint_qkv": True}
-    if tuple(given.get("captions_getter", PLAIN_CAPTIONS)) == OWN_CAPTIONS:
-        values["data.captions.key"] = {"caption": 0.95, "old_caption.og_caption": 0.05}
+    values |= caption_keys(given.get("captions_getter", ("txt", "identity"))) or {}
     sampling = (
         {"sample.steps": 10, "sample.guidance_scale": 1.5} if _is_stage_b(given) else {"sample.guidance_scale": 5.0}
     )
@@ -192,16 +191,28 @@ def _control(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _note(given: Mapping[str, Any], recipe: Recipe) -> None:
-    if given.get("controlnet_filter") in FILTER_FILES:
-        recipe.notes["controlnet_filter"] = FILTER_FILES[given["controlnet_filter"]]
-    if tuple(given.get("captions_getter", PLAIN_CAPTIONS)) not in (PLAIN_CAPTIONS, OWN_CAPTIONS):
-        recipe.notes["captions_getter"] = f"{given['captions_getter']} has no equivalent; captions are read from .txt"
+    name = given.get("controlnet_filter")
+    if name in FILTER_FILES:
+        recipe.notes["controlnet_filter"] = FILTER_FILES[name]
+    elif name is not None and name not in FILTERS:
+        recipe.notes["controlnet_filter"] = (
+            f"{name} is no filter of the original: name your class by task.filter._target_ (docs/add-a-filter.md)"
+        )
+    if "captions_getter" in given and caption_keys(given["captions_getter"]) is None:
+        recipe.notes["captions_getter"] = (
+            f"{given['captions_getter']} is not taken over, and captions are read from .txt: data.captions.key names a"
+            " key of the json, or several with weights, and data.captions.template puts texts together"
+        )
     if "dtype" in given:
         recipe.notes["dtype"] = f"{given['dtype']}: trained weights stay fp32, compute is train.precision"
     urls = given.get("webdataset_path", [])
+    if isinstance(urls, str) and urls.strip().endswith(".yml"):
+        recipe.notes["webdataset_path"] = (
+            f"is left to you: data.urls=[...], the entries of {recipe.values.pop('data.urls')}"
+        )
     for url in [urls] if isinstance(urls, str) else urls:
         if url.startswith("s3:"):
-            recipe.notes["webdataset_path"] = f"{url} is read through boto3: install the extra s3"
+            recipe.notes["webdataset_path"] = "s3:// is read through boto3: install the extra s3"
         elif url.startswith("http"):
             recipe.notes["webdataset_path"] = f"{url} is not read by itself: stream it through pipe:curl in data.urls"
     if given.get("edm_objective"):

@@ -12,7 +12,6 @@ PLAIN = {
     "experiment.project": "tracker.project",
     "wandb.entity": "tracker.entity",
     "system.workers": "data.num_workers",
-    "dataset.params.path": "data.urls",
     "dataset.params.resolution": "model.image_size",
     "optimizer.params.learning_rate": "optimizer.lr",
     "optimizer.params.weight_decay": "optimizer.weight_decay",
@@ -37,6 +36,8 @@ READ_ELSEWHERE = {
     "model.mixed_precision",
     "model.xformers",
     "dataset.type",
+    "dataset.params.path",
+    "dataset.params.class_mapping",
     "lr_scheduler.scheduler",
 }
 SAME_AGAIN = {
@@ -51,10 +52,19 @@ NOTES = {
     "wandb.api_key": "never copied; log in once by wandb login",
     "system": "processes meet through torchrun",
     "distributed": "processes meet through torchrun",
-    "experiment": "has no equivalent yet",
+    "experiment.eval_caption_file": "is left to you: sample.prompts=[...] takes the captions themselves",
+    "experiment.num_eval_images": "has no equivalent: a grid has sample.count pictures, or one for each prompt",
     "model": "describes Stable Diffusion, which is not trained here; the model is the one of model=",
 }
 EMA_DECAY = 0.9999
+DATASETS = {
+    "WebDataset": ("webdataset", "data.urls"),
+    "ClassificationWebDataset": ("classification", "data.urls"),
+    "ParquetDataset": ("parquet", "data.path"),
+    "CSVDataset": ("csv", "data.path"),
+    "TorchCSVDataset": ("csv", "data.path"),
+}
+"""Its classes of data -> option of the group data, and the key that names the files."""
 
 
 def is_open_diffusion(source: Mapping[str, Any]) -> bool:
@@ -77,15 +87,32 @@ def from_open_diffusion(source: Mapping[str, Any], *, ranks: int, model: str) ->
     filters = (source["dataset"].get("params") or {}).get("filters")
     if filters:
         recipe.values["data.row_filters"] = dict(filters)
+    _data(flat, recipe)
     _train(given, recipe, ranks)
     _rest(given, recipe)
     for key, value in flat.items():
-        if value == "???" and PLAIN.get(key) in ("data.urls", "tracker.project"):
-            recipe.notes[key] = f"is left to you: {PLAIN[key]}="
+        if value == "???" and PLAIN.get(key) == "tracker.project":
+            recipe.notes[key] = "is left to you: tracker.project="
         elif key in given and key not in PLAIN.keys() | READ_ELSEWHERE | SAME_AGAIN and ".filters." not in key:
             node = key.partition(".")[0]
             recipe.notes[key if key in NOTES else node] = NOTES.get(key, NOTES.get(node, "has no equivalent"))
     return recipe
+
+
+def _data(flat: Mapping[str, Any], recipe: Recipe) -> None:
+    kind, path = str(flat.get("dataset.type", "WebDataset")), flat.get("dataset.params.path")
+    if kind not in DATASETS:
+        recipe.notes["dataset.type"] = f"{kind} is none of open-diffusion's; data=webdataset in its place"
+    recipe.groups["data"], key = DATASETS.get(kind, DATASETS["WebDataset"])
+    if path == "???":
+        recipe.notes["dataset.params.path"] = f"is left to you: {key}="
+    elif path is not None:
+        recipe.values[key] = path
+    classes = flat.get("dataset.params.class_mapping")
+    if isinstance(classes, str) and classes != "???":
+        recipe.values["data.idx_to_prompt"] = classes
+    if recipe.groups["data"] == "csv":
+        recipe.notes["dataset.type"] = f"{kind}: its columns are data.image_column and data.caption_column here"
 
 
 def _train(given: Mapping[str, Any], recipe: Recipe, ranks: int) -> None:
@@ -114,9 +141,7 @@ def _rest(given: Mapping[str, Any], recipe: Recipe) -> None:
     if scheduler not in SCHEDULERS:
         recipe.notes["lr_scheduler.scheduler"] = f"{scheduler} has no equivalent; constant after the warmup"
     if str(given.get("optimizer.name", "adamw")) != "adamw":
-        recipe.notes["optimizer.name"] = f"{given['optimizer.name']}: AdamW in its place"
-    if str(given.get("dataset.type", "WebDataset")) != "WebDataset":
-        recipe.notes["dataset.type"] = f"{given['dataset.type']}: not read yet; webdataset in its place"
+        recipe.notes["optimizer.name"] = f"{given['optimizer.name']}: AdamW in its place; optimizer=torch takes another"
     if {"optimizer.params.beta1", "optimizer.params.beta2"} <= given.keys():
         recipe.values["optimizer.algorithm.betas"] = [given[f"optimizer.params.beta{i}"] for i in (1, 2)]
     if given.get("model.use_ema"):
