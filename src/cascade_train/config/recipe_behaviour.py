@@ -31,7 +31,7 @@ def original_behaviour(given: Mapping[str, Any], *, task: str, is_stage_b: bool)
         is_stage_b: whether Stage B is trained, else Stage C.
     """
     several_shapes = "multi_aspect_ratio" in given
-    values = {
+    values: dict[str, Any] = {
         "data.replacement": True,
         "data.crop": "random" if several_shapes else "saliency",
         "optimizer.decay": "all",

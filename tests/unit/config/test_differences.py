@@ -34,8 +34,9 @@ def context(span: str) -> list[str]:
     """Return what a span needs to be composed: its own choices first, then those that it takes for granted."""
     groups, keys = split(span)
     task = "lora" if any(key.startswith("task.") for key in keys) else "finetune"
-    given = [] if any(group.startswith("task=") for group in groups) else [f"task={task}"]
-    return [*groups, *given, "model=c_1b", "data=webdataset", "data.urls=[a.tar]"]
+    chosen = {group.partition("=")[0] for group in groups}
+    more = [f"{group}={option}" for group, option in {"task": task, "model": "c_1b"}.items() if group not in chosen]
+    return [*groups, *more, "data=webdataset", "data.urls=[a.tar]"]
 
 
 def test_the_page_names_switches() -> None:
