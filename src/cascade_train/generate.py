@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig
 
 from cascade_train.config.explain import exit_code
-from cascade_train.config.preflight import preflight
+from cascade_train.config.preflight import guidance_scale, preflight
 from cascade_train.config.verb import parse_verb
 from cascade_train.errors import ConfigError
 
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 
 DECODER_STEPS = 10
 """Network evaluations of Stage B for each picture, as in the original's text_to_image.ipynb."""
-
-DECODER_GUIDANCE_SCALE = 1.1
-"""Its classifier-free guidance, likewise."""
 
 START_STRENGTH = 0.8
 """How far pictures are noised that sampling starts from, as in the original's image_to_image.ipynb."""
@@ -210,7 +207,7 @@ def set_decoding(cfg: DictConfig, args: GenerateArgs) -> None:
     """Let a Stage B sample as its arguments say, or as the original does."""
     cfg.sample.steps = DECODER_STEPS if args.decoder_steps is None else args.decoder_steps
     given = args.decoder_guidance_scale
-    cfg.sample.guidance_scale = DECODER_GUIDANCE_SCALE if given is None else given
+    cfg.sample.guidance_scale = guidance_scale(cfg) if given is None else given
 
 
 def refuse_variation(model: TrainedModel, args: GenerateArgs) -> None:

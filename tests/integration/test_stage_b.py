@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from cascade_train.build.components import build_component
+from cascade_train.config.saved import load_saved_config
 from cascade_train.errors import ConfigError
 from cascade_train.export import ExportArgs, export
 from cascade_train.generate import GenerateArgs, generate
@@ -62,3 +65,25 @@ def test_an_adapter_trains_on_it_and_merges_into_it(run: Path, tmp_path: Path) -
 def test_prompts_alone_are_refused(run: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="stage_b reconstructs images and cannot paint from prompts alone"):
         generate(GenerateArgs(source=str(run), prompts=["a circle"], out=str(tmp_path)))
+
+
+def decibels(left: Path, right: Path) -> float:
+    """Return the PSNR of two pictures."""
+    first, second = (np.asarray(Image.open(path)).astype(float) / 255 for path in (left, right))
+    return float(-10 * np.log10(np.square(first - second).mean()))
+
+
+def test_by_default_samples_show_the_picture_in_training_and_in_generate(tmp_path: Path) -> None:
+    validated = ("validate.every_steps=1", "validate.share=0.05", "validate.samples=4", "validate.reconstructions=8")
+    short = ("train.max_steps=1", "optimizer.lr=1e-9", "sample.steps=10")
+    run = train(tmp_path / "run", *STAGE_B, *short, *validated)
+    row = read_metrics(run)[-1]
+    _, prompt, picture = build_component(load_saved_config(run), "data").draw(0)
+    picture.save(tmp_path / "picture.png")
+    for name, given in (("default", {}), ("guided", {"guidance_scale": 4.0})):
+        image, out = str(tmp_path / "picture.png"), str(tmp_path / name)
+        assert generate(GenerateArgs(source=str(run), prompts=[prompt], image=image, out=out, **given)) == 0
+    default, guided = (decibels(tmp_path / each / "00_00.png", Path(image)) for each in ("default", "guided"))
+    assert default > guided + 3
+    assert row["validate/psnr"] > row["validate/psnr_bilinear"] - 1
+    assert row["validate/ssim"] > 0.6

@@ -32,8 +32,9 @@ EXTRAS = {
 
 
 def preflight(cfg: DictConfig, *, ranks: int | None = None) -> DictConfig:
-    """Check a composed configuration and return it resolved, `train.precision` decided where the model says.
+    """Check a composed configuration and return it resolved.
 
+    What the model decides is decided: `train.precision` where it is auto, `sample.guidance_scale` where it is null.
     Imports neither torch nor any component.
 
     Args:
@@ -61,6 +62,8 @@ def preflight(cfg: DictConfig, *, ranks: int | None = None) -> DictConfig:
     check_parallel(root, ranks)
     resolved.train.micro_batch_size = batch_split(root, ranks).micro_batch_size
     resolved.train.precision = precision(root)
+    if root.sample.guidance_scale is None:
+        resolved.sample.guidance_scale = guidance_scale(root)
     return resolved
 
 
@@ -257,6 +260,14 @@ def precision(root: Root) -> Precision:
     if root.train.precision is not Precision.auto:
         return root.train.precision
     return Precision(root.model.get("precision", Precision.auto))
+
+
+def guidance_scale(cfg: Root | DictConfig) -> float | None:
+    """Return the guidance of the stage's samples; None where the task reconstructs and samples nothing."""
+    if _constant(cfg.model, "name") in (_constant(cfg.task, "reconstructs") or ()):
+        return None
+    scale: float | None = _constant(cfg.model, "guidance_scale")
+    return scale
 
 
 def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:

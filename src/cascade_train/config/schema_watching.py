@@ -62,8 +62,8 @@ class SampleConfig:
     """Reverse process."""
     steps: int
     """Network evaluations per image, without counting guidance twice."""
-    guidance_scale: float
-    """Classifier-free guidance; 1 = none."""
+    guidance_scale: float | None
+    """Classifier-free guidance; 1 = none; null = the stage's: 4 for C, 1.1 for B, as the original samples."""
     shift: float
     """logSNR shift of the sampling schedule, -2 ln(shift); 1 = none."""
 

@@ -49,6 +49,7 @@ class Stage(abc.ABC):
         precision: "bf16" or "fp32", the compute that the stage is meant for.
         image_multiple: both sides of an image must be multiples of this many pixels.
         image_keep_prob: share of training samples that keep their image condition, where a task names no other.
+        guidance_scale: classifier-free guidance of samples, where `sample.guidance_scale` is null; None = none.
         needs_image: whether evaluation and sampling, too, show the network an image; else they show it text alone.
         denoises: whether the network denoises latents; else there are no conditions, and nobody asks it to `predict`.
         latent_name: what the clean latents are called among the products.
@@ -64,6 +65,7 @@ class Stage(abc.ABC):
 
     name: ClassVar[str]
     image_keep_prob: ClassVar[float]
+    guidance_scale: ClassVar[float | None] = None
     needs_image: ClassVar[bool]
     denoises: ClassVar[bool] = True
     latent_name: ClassVar[str]

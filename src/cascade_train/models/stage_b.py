@@ -71,6 +71,7 @@ class StageB(DenoisingStage):
     name = "stage_b"
     part = "decoder"
     image_keep_prob = 0.9
+    guidance_scale = 1.1
     needs_image = True
     latent_name = "vq_latent"
     why_not_cached = (

@@ -46,6 +46,7 @@ class StageC(DenoisingStage):
     name = "stage_c"
     part = "prior"
     image_keep_prob = 0.1
+    guidance_scale = 4.0
     needs_image = False
     latent_name = "effnet_latent"
     encodes_nothing = frozenset({"network", "previewer"})

@@ -114,7 +114,7 @@ class SampleSettings:
 
     sampler: str
     steps: int
-    guidance_scale: float
+    guidance_scale: float | None
     shift: float
 
 
