@@ -16,23 +16,16 @@ from cascade_train.__main__ import launch
 from cascade_train.build import run as build
 from tests.integration.runs import SMALL, read_metrics, train
 from tests.unit.config.composing import checked
-from tests.unit.config.test_every_option import CONTROLNETS, OFFICIAL
+from tests.unit.config.defaults import RECIPES
+from tests.unit.config.test_every_option import CONTROLNETS
 from tests.unit.data import tars
 from tests.unit.data.loopback import BUCKET, point_at, s3_server
 from tests.unit.test_recipe import official
 from tests.unit.test_recipe import run as run_import
-from tests.unit.test_recipe_controlnet import OFFICIAL as CONTROLS
-from tests.unit.test_recipe_controlnet import SHARED
 
 PREFIX = f"s3://{BUCKET}/set/"
 AS_WRITTEN = ["s3://path/to/your/first/dataset/on/s3", "s3://path/to/your/second/dataset/on/s3"]
-OFFICIAL_FILES = {
-    **{name: official(name, webdataset_path=AS_WRITTEN) for name in OFFICIAL},
-    **{
-        name: {**SHARED, **more, "experiment_id": name, "webdataset_path": AS_WRITTEN}
-        for name, more in CONTROLS.items()
-    },
-}
+OFFICIAL_FILES = {name: official(name, webdataset_path=AS_WRITTEN) for name in RECIPES}
 """The original's eleven training files, with the paths of data that they have."""
 DATA = (
     "task=finetune",

@@ -10,50 +10,19 @@ import pytest
 import yaml
 
 from cascade_train import recipe
-from cascade_train.data.buckets import parse_ratios
+from cascade_train.config.plain import to_plain
 from tests.unit.config.composing import checked, composed
-from tests.unit.config.test_every_option import OFFICIAL
+from tests.unit.config.defaults import RECIPES, differences, recipe_values
+from tests.unit.config.test_every_option import CONTROLNETS
 
-RATIOS = ["1/1", "1/2", "1/3", "2/3", "3/4", "1/5", "2/5", "3/5", "4/5", "1/6", "5/6", "9/16"]
-COMMON = {
+PLACES = {
     "checkpoint_path": "/path/to/checkpoint",
     "output_path": "/path/to/samples",
     "wandb_project": "StableCascade",
     "wandb_entity": "wandb_username",
-    "lr": 1.0e-4,
-    "warmup_updates": 1,
-    "grad_accum_steps": 1,
-    "use_fsdp": True,
-    "model_version": "3.6B",
-    "batch_size": 512,
-    "image_size": 768,
-    "updates": 100000,
-    "backup_every": 20000,
-    "save_every": 2000,
-    "multi_aspect_ratio": RATIOS,
     "webdataset_path": ["s3://path/to/your/first/dataset/on/s3", "file:/path/to/your/local/dataset.tar"],
-    "effnet_checkpoint_path": "models/effnet_encoder.safetensors",
-    "previewer_checkpoint_path": "models/previewer.safetensors",
-    "generator_checkpoint_path": "models/stage_c_bf16.safetensors",
 }
-LORA = {"batch_size": 32, "updates": 10000, "backup_every": 1000, "save_every": 100, "grad_accum_steps": 4,
-        "use_fsdp": False, "rank": 4, "module_filters": [".attn"],
-        "train_tokens": [["[fernando]", "^dog</w>"]]}  # fmt: skip
-LITE = {"model_version": "1B", "batch_size": 1024, "updates": 10000, "multi_aspect_ratio": None,
-        "generator_checkpoint_path": "models/stage_c_lite_bf16.safetensors"}  # fmt: skip
-STAGE_B = {"image_size": 1024, "multi_aspect_ratio": None, "shift": 4, "previewer_checkpoint_path": None,
-           "stage_a_checkpoint_path": "models/stage_a.safetensors"}  # fmt: skip
-DIFFERENCES: dict[str, dict[str, Any]] = {
-    "finetune_c_3b": {"adaptive_loss_weight": True},
-    "finetune_c_3b_lowres": {"adaptive_loss_weight": True, "image_size": 384, "batch_size": 1024},
-    "finetune_c_3b_v": {"adaptive_loss_weight": True, "edm_objective": True},
-    "finetune_c_1b": LITE,
-    "finetune_c_3b_lora": LORA,
-    "finetune_b_3b": STAGE_B
-    | {"model_version": "3B", "adaptive_loss_weight": True, "batch_size": 256, "save_every": 1000},
-    "finetune_b_700m": STAGE_B | {"model_version": "700M", "batch_size": 512, "updates": 10000},
-}
-"""What each official file sets beside what they share."""
+"""What every official file has beside the values in tests/golden/original."""
 
 OPEN_DIFFUSION = """
 wandb: {api_key: secret-key, entity: me}
@@ -87,47 +56,42 @@ def run(folder: Path, source: dict[str, Any] | str, *more: str) -> tuple[int, Pa
 
 
 def official(name: str, **changes: Any) -> dict[str, Any]:
-    return {"experiment_id": name, **COMMON, **DIFFERENCES[name], **changes}
+    return {**PLACES, **RECIPES[name], **changes}
 
 
-@pytest.mark.parametrize("name", OFFICIAL)
+@pytest.mark.parametrize("name", RECIPES)
+def test_an_imported_official_file_has_its_values_key_by_key(name: str, tmp_path: Path) -> None:
+    code, folder = run(tmp_path, official(name))
+    assert code == 0
+    values = {k: v for k, v in recipe_values(name, imported=True).items() if not k.startswith("defaults.")}
+    places = {
+        "run.dir": f"/path/to/checkpoint/{RECIPES[name]['experiment_id']}",
+        "tracker.project": "StableCascade",
+        "tracker.entity": "wandb_username",
+        "data.urls": PLACES["webdataset_path"],
+    }
+    assert not differences(composed("experiment=mine", *CONTROLNETS.get(name, []), extra=folder), values | places)
+
+
+@pytest.mark.parametrize("name", RECIPES)
 def test_an_imported_official_file_equals_the_recipe_that_ships(name: str, tmp_path: Path) -> None:
     code, folder = run(tmp_path, official(name), "behaviour=ours")
     assert code == 0
-    mine = checked("experiment=mine", extra=folder)
-    ours = checked(f"experiment={name}", "data.urls=[a.tar]")
+    files = CONTROLNETS.get(name, [])
+    mine = checked("experiment=mine", *files, extra=folder)
+    ours = checked(f"experiment={name}", "data.urls=[a.tar]", *files)
     for node in ("train", "optimizer", "lr_scheduler", "objective", "parallel", "checkpoint", "sample", "ema"):
         assert mine[node] == ours[node], node
-    assert mine.run.name == ours.run.name == name
+    assert mine.task == ours.task or name == "finetune_c_3b_lora"  # ours trains with the original's first values
     assert mine.model.image_size == ours.model.image_size
     assert mine.model.network == ours.model.network
-    assert mine.task == ours.task or name == "finetune_c_3b_lora"
-    ratios = [None if c.data.aspect_ratios is None else parse_ratios(c.data.aspect_ratios) for c in (mine, ours)]
-    assert ratios[0] == ratios[1]
-    assert (ratios[0] is None) == (official(name)["multi_aspect_ratio"] is None)
-    assert mine.run.dir == f"/path/to/checkpoint/{name}"
-    assert mine.model.weights == COMMON["generator_checkpoint_path"] or name == "finetune_c_1b"
-    assert mine.tracker.project == "StableCascade"
-    assert name.startswith("finetune_c") or mine.model.stage_a.weights == "models/stage_a.safetensors"
+    shapes_and_filters = {f"data.{key}": to_plain(ours)["data"][key] for key in ("aspect_ratios", "row_filters")}
+    assert not differences(mine, shapes_and_filters)
 
 
-def test_the_recipes_that_ship_have_the_official_numbers() -> None:
-    cfg = {name: checked(f"experiment={name}", "data.urls=[a.tar]") for name in OFFICIAL}
-    numbers = {n: (c.train.global_batch_size, c.model.image_size, c.train.max_steps) for n, c in cfg.items()}
-    assert numbers == {
-        "finetune_c_3b": (512, 768, 100000),
-        "finetune_c_3b_lowres": (1024, 384, 100000),
-        "finetune_c_3b_v": (512, 768, 100000),
-        "finetune_c_1b": (1024, 768, 10000),
-        "finetune_c_3b_lora": (32, 768, 10000),
-        "finetune_b_3b": (256, 1024, 100000),
-        "finetune_b_700m": (512, 1024, 10000),
-    }
-    assert cfg["finetune_b_3b"].objective.loss_weight._target_.endswith(".AdaptiveLossWeight")
-    assert cfg["finetune_b_3b"].objective.noise._target_.endswith(".PyramidNoise")
-    assert cfg["finetune_c_3b_v"].objective.target._target_.endswith(".VTarget")
-    assert cfg["finetune_c_3b_v"].objective.loss_weight._target_.endswith(".AdaptiveLossWeight")
-    assert cfg["finetune_c_3b_lora"].train.micro_batch_size * 4 == 32
+def test_files_that_the_original_finds_by_itself_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(tmp_path, official("controlnet_c_3b_inpainting"))[0] == 0
+    assert "its saliency network is task.filter.weights=saliency_model.pt" in capsys.readouterr().out
 
 
 def test_filters_and_the_average_are_taken_over(tmp_path: Path) -> None:
@@ -150,7 +114,7 @@ def test_what_has_no_equivalent_is_printed(tmp_path: Path, capsys: pytest.Captur
         assert line in text
     kept = yaml.safe_load((tmp_path / "conf" / "experiment" / "mine.yaml").read_text())
     assert "odd_key" not in kept
-    assert kept["data"]["aspect_ratios"] == RATIOS
+    assert kept["data"]["aspect_ratios"] == RECIPES["finetune_c_3b_v"]["multi_aspect_ratio"]
 
 
 def test_keys_of_a_controlnet_are_translated(tmp_path: Path) -> None:

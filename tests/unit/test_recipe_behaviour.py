@@ -10,12 +10,10 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.unit.config.composing import checked
-from tests.unit.config.test_every_option import CONTROLNETS, OFFICIAL
+from tests.unit.config.defaults import RECIPES
+from tests.unit.config.test_every_option import CONTROLNETS
 from tests.unit.test_recipe import official, run
-from tests.unit.test_recipe_controlnet import OFFICIAL as CONTROLS
-from tests.unit.test_recipe_controlnet import SHARED
 
-ALL = (*OFFICIAL, *CONTROLNETS)
 EVERYWHERE = {"data.replacement": True, "optimizer.decay": "all", "lr_scheduler.from_zero": True}
 ONE_SHAPE = {"data.crop": "saliency"}
 SEVERAL_SHAPES = {"data.crop": "random", "data.buckets.distance": "linear", "data.buckets.random_share": 0.05}
@@ -42,17 +40,11 @@ def _every_extra_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True if name == "wandb" else find_spec(name))
 
 
-def source(name: str) -> dict[str, Any]:
-    if name in CONTROLS:
-        return {"experiment_id": name, **SHARED, **CONTROLS[name]}
-    return official(name, **({"adaptive_loss_weight": True} if name == "finetune_b_700m" else {}))
-
-
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", RECIPES)
 def test_the_originals_behaviour_is_the_default_and_named(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, folder = run(tmp_path, source(name))
+    code, folder = run(tmp_path, official(name))
     assert code == 0
     printed, written = capsys.readouterr().out, (folder / "experiment" / "mine.yaml").read_text()
     cfg = checked("experiment=mine", *CONTROLNETS.get(name, []), extra=folder)
@@ -64,12 +56,12 @@ def test_the_originals_behaviour_is_the_default_and_named(
         assert all(f"{key}={str(value).lower()}" in text for key, value in expected.items())
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", RECIPES)
 def test_ours_leaves_everything_else_to_this_library(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = CONTROLNETS.get(name, [])
-    code, folder = run(tmp_path, source(name), "behaviour=ours")
+    code, folder = run(tmp_path, official(name), "behaviour=ours")
     assert code == 0
     assert "behaviour=ours: left to this library" in capsys.readouterr().out
     assert "\n# behaviour=ours: left to this library" in (folder / "experiment" / "mine.yaml").read_text()

@@ -69,6 +69,14 @@ FILES = sorted(
 )
 
 
+def overrides(group: str, option: str) -> list[str]:
+    """Return the least that composes an option: what else is chosen, and what it leaves to the user."""
+    choice = f"{group}={option}"
+    companions = COMPANIONS.get(choice, COMPANIONS.get(group, {}))
+    chosen = {**CHOSEN, **companions, group: option} if group != "experiment" else {group: option}
+    return [*(f"{MOUNTED.get(key, key)}={value}" for key, value in chosen.items()), *NEEDED.get(choice, [])]
+
+
 @pytest.fixture(autouse=True)
 def _every_extra_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     find_spec = importlib.util.find_spec
@@ -87,10 +95,7 @@ def test_every_file_is_tried():
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
 def test_option_composes_and_passes_preflight(group: str, option: str):
-    choice = f"{group}={option}"
-    companions = COMPANIONS.get(choice, COMPANIONS.get(group, {}))
-    chosen = {**CHOSEN, **companions, group: option} if group != "experiment" else {group: option}
-    cfg = checked(*[f"{MOUNTED.get(key, key)}={value}" for key, value in chosen.items()], *NEEDED.get(choice, []))
+    cfg = checked(*overrides(group, option))
     assert cfg.run.dir == f"runs/{cfg.run.name}"
 
 

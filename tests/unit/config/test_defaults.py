@@ -1,0 +1,67 @@
+"""Every number that ships is the original's, or is listed with the reason why it is not."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.config.composing import composed
+from tests.unit.config.defaults import (
+    CHOSEN,
+    PUBLISHED,
+    RECIPES,
+    canonical,
+    defaults,
+    differences,
+    expected,
+    listed,
+    python_default,
+    python_defaults,
+    recipe_values,
+    shipped,
+    shipped_files,
+)
+from tests.unit.config.test_every_option import OPTIONS, overrides
+
+
+@pytest.mark.parametrize("file", shipped_files())
+def test_every_default_of_a_file_is_in_a_list(file: str) -> None:
+    found, lists = defaults(file), listed(file)
+    unlisted = [key for key in found if key not in lists]
+    assert not unlisted, f"add them to tests/golden/original/chosen.yaml, with the reason: {unlisted}"
+    changed = {key: value for key, value in found.items() if canonical(key, value) != canonical(key, lists[key])}
+    assert not changed
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS)
+def test_a_composition_has_the_listed_values(group: str, option: str) -> None:
+    cfg = composed(*overrides(group, option))
+    values = expected(cfg)
+    assert len(values) > 60
+    assert not differences(cfg, values)
+
+
+def test_every_default_in_python_is_in_a_list() -> None:
+    found, lists = python_defaults(), listed("python")
+    assert len(found) > 30
+    assert [name for name in found if name not in lists] == []
+    assert {name: python_default(name) for name in lists} == lists
+
+
+def test_the_lists_speak_of_what_ships_and_give_reasons() -> None:
+    named = {file for entry in CHOSEN for file in entry["values"]} | set(PUBLISHED) - {"recipe"}
+    assert named <= {*shipped_files(), "python"}
+    assert {f"experiment/{name}" for name in RECIPES} <= set(shipped_files())
+    assert len(RECIPES) == 11
+    assert all(len(entry["reason"]) > 20 for entry in CHOSEN)
+    stale = [f"{f}: {key}" for e in CHOSEN for f in e["values"] if f != "python" for key in e["values"][f]
+             if key not in shipped(f)]  # fmt: skip
+    assert not stale
+    both = [f"{f}: {key}" for e in CHOSEN for f in e["values"] for key in e["values"][f]
+            if key in PUBLISHED.get(f, {}) and "original" not in e["reason"]]  # fmt: skip
+    assert not both, "what differs from the original says so in its reason"
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_that_ships_has_every_value_of_the_official_file(name: str) -> None:
+    values = {k: v for k, v in recipe_values(name).items() if not k.startswith("defaults.")}
+    assert not differences(composed(*overrides("experiment", name)), values)
