@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 import cascade_train
 from cascade_train.config.groups import conf_dir
 from cascade_train.config.signatures import class_chain
-from cascade_train.config.source import find
+from cascade_train.config.source import find, load_module
 from cascade_train.data.buckets import parse_ratios
 from cascade_train.data.row_filter import parse_row_filters
 
@@ -236,7 +236,7 @@ def canonical(key: str, value: Any) -> Any:
 
 
 def python_defaults() -> dict[str, Any]:
-    """Return the numbers and switches that stand where neither YAML nor user say otherwise.
+    """Return the numbers and switches that stand where neither YAML nor user say otherwise, by name.
 
     Those of classes whose fields are arguments of a command or keys of the configuration, and of the classes that
     conf/ names, their bases included.
@@ -247,52 +247,58 @@ def python_defaults() -> dict[str, Any]:
     for path in sorted(root.rglob("*.py")):
         module = path.relative_to(root).with_suffix("").as_posix().replace("/", ".")
         for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ClassDef) and (
-                node.name in wanted or re.search("(Args|Arguments|Config)$", node.name)
-            ):
-                found |= {f"{module}.{node.name}{key}": value for key, value in class_defaults(node)}
+            if isinstance(node, ast.ClassDef) and (node.name in wanted or node.name.endswith(ARGUMENTS)):
+                found |= {f"{module}.{node.name}{key}": ast.literal_eval(value) for key, value in in_class(node)}
     return found
+
+
+ARGUMENTS = ("Args", "Arguments", "Config")
+"""Ends of the names of classes whose fields users set."""
 
 
 def targets() -> set[str]:
     """Return the classes of this library that conf/ names."""
-    found: set[str] = set()
-    for file in shipped_files():
-        node = yaml.safe_load((conf_dir() / f"{file}.yaml").read_text())
-        found |= {str(value) for key, value in leaves(node) if key.endswith("_target_")}
+    nodes = [yaml.safe_load((conf_dir() / f"{file}.yaml").read_text()) for file in shipped_files()]
+    found = {str(value) for node in nodes for key, value in leaves(node) if key.endswith("_target_")}
     return {target for target in found if target.startswith("cascade_train.")}
 
 
-def class_defaults(node: ast.ClassDef) -> Iterator[tuple[str, Any]]:
+def python_module(name: str) -> str:
+    """Return the module in which a name such as `module.Class.field` or `module.function(argument)` stands."""
+    module = name.partition("(")[0].rpartition(".")[0]
+    return module if load_module(f"cascade_train.{module}") else module.rpartition(".")[0]
+
+
+def python_expression(name: str) -> ast.expr:
+    """Return the number or switch in the source that such a name stands for."""
+    module = python_module(name)
+    owner, dot, field = name.removeprefix(f"{module}.").partition(".")
+    owner, bracket, argument = owner.partition("(") if not dot else (owner, "", "")
+    node = find(f"cascade_train.{module}.{owner}").node
+    if isinstance(node, ast.ClassDef):
+        return dict(in_class(node))[f".{field}" if dot else f"({argument}"]
+    if isinstance(node, ast.FunctionDef):
+        return dict(in_function(node))[f"({argument}"]
+    return node.value
+
+
+def in_class(node: ast.ClassDef) -> Iterator[tuple[str, ast.expr]]:
     """Yield `.field` or `(argument)` and the number or switch that a class gives it."""
     for statement in node.body:
-        if isinstance(statement, ast.AnnAssign | ast.Assign):
+        if isinstance(statement, ast.AnnAssign | ast.Assign) and is_number(statement.value):
             target = statement.target if isinstance(statement, ast.AnnAssign) else statement.targets[0]
-            yield from _number(f".{ast.unparse(target)}", statement.value)
+            yield f".{ast.unparse(target)}", statement.value
         if isinstance(statement, ast.FunctionDef) and statement.name == "__init__":
-            yield from function_defaults(statement)
+            yield from in_function(statement)
 
 
-def function_defaults(node: ast.FunctionDef) -> Iterator[tuple[str, Any]]:
+def in_function(node: ast.FunctionDef) -> Iterator[tuple[str, ast.expr]]:
     """Yield `(argument)` and its default where that is a number or a switch."""
     for argument, value in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True):
-        yield from _number(f"({argument.arg})", value)
+        if is_number(value):
+            yield f"({argument.arg})", value
 
 
-def _number(name: str, value: ast.expr | None) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, ast.Constant) and isinstance(value.value, bool | int | float):
-        yield name, value.value
-
-
-def python_default(name: str) -> Any:
-    """Return one default by its name: `module.Class.field`, `module.Class(argument)`, `module.CONSTANT`, …"""
-    path, _, rest = name.partition("(")
-    module, last = path.rsplit(".", 1)
-    definition = find(f"cascade_train.{path}") if rest else find(f"cascade_train.{module}")
-    if rest:
-        node = definition.node
-        found = function_defaults(node) if isinstance(node, ast.FunctionDef) else class_defaults(node)
-        return dict(found)[f"({rest}"]
-    if isinstance(definition.node, ast.ClassDef):
-        return dict(class_defaults(definition.node))[f".{last}"]
-    return dict(_number(last, find(f"cascade_train.{path}").node.value))[last]
+def is_number(value: ast.expr | None) -> bool:
+    """Return whether an expression is a number or a switch."""
+    return isinstance(value, ast.Constant) and isinstance(value.value, bool | int | float)

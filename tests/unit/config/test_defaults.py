@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+
 import pytest
 
 from tests.unit.config.composing import composed
@@ -14,8 +16,8 @@ from tests.unit.config.defaults import (
     differences,
     expected,
     listed,
-    python_default,
     python_defaults,
+    python_expression,
     recipe_values,
     shipped,
     shipped_files,
@@ -44,7 +46,7 @@ def test_every_default_in_python_is_in_a_list() -> None:
     found, lists = python_defaults(), listed("python")
     assert len(found) > 30
     assert [name for name in found if name not in lists] == []
-    assert {name: python_default(name) for name in lists} == lists
+    assert {name: ast.literal_eval(python_expression(name)) for name in lists} == lists
 
 
 def test_the_lists_speak_of_what_ships_and_give_reasons() -> None:
