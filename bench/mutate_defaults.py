@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 COMPOSED_BY = {"config": ("tracker", "none"), "data/_base": ("data", "folder")}
 """Options whose composition shows a file that is no option itself."""
 
-JUDGES = ("composition", "list of the file", "nobody")
+JUDGES = ("list of the file", "composition", "nobody")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,13 +132,13 @@ def judge(change: Change, tests: ModuleType) -> str:
 
     if change.file == "python":
         load_module.cache_clear()
-        tried: dict[str, Callable[[], None]] = {JUDGES[1]: tests.test_every_default_in_python_is_in_a_list}
+        tried: dict[str, Callable[[], None]] = {JUDGES[0]: tests.test_every_default_in_python_is_in_a_list}
     else:
         group, _, option = change.file.partition("/")
         shown = COMPOSED_BY.get(change.file, (group, option))
-        tried = {JUDGES[1]: lambda: tests.test_every_default_of_a_file_is_in_a_list(change.file)}
+        tried = {JUDGES[0]: lambda: tests.test_every_default_of_a_file_is_in_a_list(change.file)}
         if shown in tests.OPTIONS:
-            tried = {JUDGES[0]: lambda: tests.test_a_composition_has_the_listed_values(*shown), **tried}
+            tried[JUDGES[1]] = lambda: tests.test_a_composition_has_the_listed_values(*shown)
     for name, test in tried.items():
         try:
             test()
@@ -169,7 +169,7 @@ def page(judged: list[tuple[Change, str]], published: dict[str, Any], seconds: f
         counts = Counter(name for _, name in part)
         numbers = [len(part), originals, len(part) - originals, *(counts[name] for name in JUDGES)]
         lines.append(f"| {group} | " + " | ".join(map(str, numbers)) + " |")
-    lines += ["", "The first test that notices counts: of the composition of the file, else of its list."]
+    lines += ["", "The first test that notices counts: of the file beside its lists, else of its composition."]
     return lines + [f"- {c.file} {c.key}: {c.before} became {c.after}" for c in unnoticed]
 
 

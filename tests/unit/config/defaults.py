@@ -98,8 +98,8 @@ def recipe_values(name: str, *, imported: bool = False) -> dict[str, Any]:
     }
     values["data.captions.key"], reader = given.pop("captions_getter")
     assert reader == "identity"
-    if "shift" in given:  # which the original reads, and then trains with 1
-        values["objective.shift"] = given.pop("shift") ** 0
+    given.pop("shift", None)  # which the original reads, and does not use
+    values["objective.shift"] = PUBLISHED["objective/gdf"]["shift"]["value"]
     if mode is not None:
         values["task.bottleneck"] = mode
         chosen["filter@task.filter"] = FILTERS[given.pop("controlnet_filter")]
