@@ -42,6 +42,7 @@ TARGETS = {"colour": 0.9, "background": 0.9, "shape": 0.8, "position": 0.8}
 TARGET_DB = 3.0
 """By how many decibels Stage B's reconstructions must beat the bilinear baseline."""
 
+DRAWN_BY = ("samples", "seed", "only")
 HELD_OUT_SEED = 1_000_003
 """Of the pictures among which unseen scenes are looked for."""
 
@@ -71,7 +72,7 @@ class Truth:
 
 def shapes(options: Mapping[str, object], image_size: int, **changes: object) -> Shapes:
     """Return the pictures of a run's `data` node, with changes."""
-    known = {key: options[key] for key in ("samples", "seed", "only")}
+    known = {key: options[key] for key in DRAWN_BY}
     loading = {"crop": "center", "shuffle_window_shards": 1, "num_workers": 0, "worker_start": "fork"}
     return Shapes(image_size=image_size, **{**known, **loading, **changes})
 
@@ -81,7 +82,7 @@ def trained_on(cfg: DictConfig) -> Shapes:
     options = to_plain(cfg.data)
     if "path" in options:
         made_from = read_manifest(Path(options["path"])).identity
-        options |= {key: made_from[f"data.{key}"] for key in Shapes.drawn_by}
+        options |= {key: made_from[f"data.{key}"] for key in DRAWN_BY}
     return shapes(options, cfg.model.image_size)
 
 

@@ -5,6 +5,7 @@ Used by the verb that makes caches and by the one that trains. Making the tensor
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -13,14 +14,12 @@ from typing import Any
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
+from cascade_train.config.roles import component_options, declared_roles
 from cascade_train.data.cached import Cached
 from cascade_train.errors import ConfigError
 from cascade_train.models.stage import Stage
 from cascade_train.models.weights_source import local_path
 from cascade_train.tasks.base import Task
-
-CONTENT_KEYS = {"weights": "subfolder", "tokenizer": "tokenizer_subfolder"}
-"""Options of a part that name files, which count by their content, with the option that says where among them."""
 
 ADDED = {"model.image_encoder.antialias": True}
 """Options that caches of earlier versions do not name, and what these were made with."""
@@ -38,11 +37,31 @@ def encoder_identity(cfg: Mapping[str, Any], stage: Stage, names: Iterable[str])
     seeded = bool(cfg["model"].get("random_encoders"))
     found: dict[str, Any] = {"train.precision": cfg["train"]["precision"], "model.random_encoders": seeded}
     for part in sorted({makers[name] for name in names}):
-        node = dict(cfg["model"][part])
-        for key, inside in CONTENT_KEYS.items():
-            if key in node:
-                node[key] = None if seeded else content(node[key], node.pop(inside, None))
+        node = by_content(cfg["model"][part], seeded=seeded)
         found |= {f"model.{part}.{key}": value for key, value in sorted(node.items())}
+    return found
+
+
+def data_identity(cfg: Mapping[str, Any]) -> dict[str, Any]:
+    """Return everything in the configuration of the data, joined sources included, that changes a sample, by key."""
+    held = [option for option in component_options(cfg["data"], "data.") if not option.roles & {"Free", "Order"}]
+    return {key: content(value, None) if "File" in roles else value for key, value, roles in held}
+
+
+def task_identity(cfg: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what changes the tensors that a task makes of pictures, by key."""
+    node = by_content({key: cfg["task"][key] for key in ("_target_", "filter") if key in cfg["task"]})
+    return {f"task.{key}": value for key, value in node.items()}
+
+
+def by_content(node: Mapping[str, Any], *, seeded: bool = False) -> dict[str, Any]:
+    """Return a component's options, at any depth files by their content, or as null where values are seeded."""
+    found = {
+        key: by_content(value, seeded=seeded) if isinstance(value, Mapping) else value for key, value in node.items()
+    }
+    for key in [name for name, roles in declared_roles(node).items() if "File" in roles and name in node]:
+        inside = "subfolder" if key == "weights" else f"{key}_subfolder"
+        found[key] = None if seeded else content(found[key], found.pop(inside, None))
     return found
 
 
@@ -81,9 +100,11 @@ def first_difference(own: Mapping[str, Any], held: Mapping[str, Any]) -> str | N
 
 
 def _same(own: Any, held: Any) -> bool:
-    """Compare values; sources of weights by their files, or by name where one has no files on this machine."""
+    """Compare values; files by their content, or by name where one is not on this machine."""
     if not (_is_content(own) and _is_content(held)):
-        return bool(own == held)
+        if isinstance(own, Mapping) and isinstance(held, Mapping):
+            return own.keys() == held.keys() and all(_same(value, held[key]) for key, value in own.items())
+        return bool(own == held) or (_is_content(own) and bool(own["source"] == held))  # of earlier versions: the name
     by = "source" if None in (own["sha256"], held["sha256"]) else "sha256"
     return bool(own[by] == held[by])
 
@@ -110,6 +131,7 @@ def take_cache(cfg: Mapping[str, Any], stage: Stage, task: Task, source: Cached)
             task trains.
     """
     manifest, where = source.manifest, f"data.path={source.path}"
+    check_data(cfg, source)
     refuse_reconstruction(stage, task, f"and {where} is a cache, which has none: use the data that it was made of")
     lacking = sorted(stage.image_products.keys() - manifest.tensors.keys())
     if lacking:
@@ -138,9 +160,35 @@ def take_cache(cfg: Mapping[str, Any], stage: Stage, task: Task, source: Cached)
         source.find_captions(["", *(cfg["sample"]["prompts"] or [])])
 
 
-def task_identity(cfg: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what changes the tensors that a task makes of pictures, by key."""
-    return {f"task.{key}": cfg["task"][key] for key in ("_target_", "filter") if key in cfg["task"]}
+def check_data(cfg: Mapping[str, Any], source: Cached) -> None:
+    """Check the options that made the samples of a cache: those that are left at their defaults follow it.
+
+    Raises:
+        ConfigError: one is set to something else.
+    """
+    defaults = component_defaults(source)
+    held = defaults | source.manifest.identity
+    for key, own in data_identity(cfg).items():
+        is_held = not key.endswith("_target_") and (source.manifest.captions or not key.startswith("data.captions"))
+        if is_held and own != held.get(key) and not (key in defaults and own == defaults[key]):
+            raise ConfigError(
+                f"{key}={own} differs from the cache at data.path={source.path}, which was made with"
+                f" {key}={held.get(key)}. Leave {key} out, or make another cache."
+            )
+
+
+def component_defaults(source: Cached) -> dict[str, Any]:
+    """Return the defaults of a source's options, nested ones included, by key."""
+    made = {
+        field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        for field in dataclasses.fields(source)
+    }
+    plain = {
+        key: dataclasses.asdict(value) if hasattr(value, "__dataclass_fields__") else value
+        for key, value in made.items()
+    }
+    found = component_options({key: value for key, value in plain.items() if value is not dataclasses.MISSING}, "data.")
+    return {option.key: option.value for option in found}
 
 
 def refuse_reconstruction(stage: Stage, task: Task, why: str) -> None:

@@ -22,15 +22,21 @@ from torch.utils.data import DataLoader, Dataset
 from cascade_train.batch import Batch
 from cascade_train.build.components import build_component, build_parts
 from cascade_train.build.model import compute_dtype
-from cascade_train.cache_identity import encoder_identity, refuse_reconstruction, refuse_trained, task_identity
+from cascade_train.cache_identity import (
+    data_identity,
+    encoder_identity,
+    refuse_reconstruction,
+    refuse_trained,
+    task_identity,
+)
 from cascade_train.config.plain import to_plain
 from cascade_train.data.cache_manifest import Manifest, write_manifest
 from cascade_train.data.cache_units import CachedSample, is_whole, load_table, write_unit
-from cascade_train.data.cached import PREPROCESSING, preprocessing
 from cascade_train.data.data_set import Rows, open_data_set
 from cascade_train.data.index import Index
 from cascade_train.data.plan import Step
 from cascade_train.data.sample import RawSample
+from cascade_train.data.skipped import FEW, too_many_text
 from cascade_train.data.source import Source
 from cascade_train.data.worker import Failure, MicroBatches
 from cascade_train.errors import ConfigError, RunError
@@ -208,8 +214,7 @@ def describe(cfg: Mapping[str, Any], encoder: Encoder, data: Rows, index: Index)
     )
     captions = encoder.captions([""]).get("", {})
     identity = encoder_identity(cfg, stage, [*stage.image_products, *captions])
-    options = (*PREPROCESSING, *source.drawn_by)
-    identity |= preprocessing(source, (*options, "captions") if captions else options)
+    identity |= data_identity(cfg)
     return Manifest(
         rows=len(index),
         unit_samples=encoder.options.unit_samples,
@@ -367,16 +372,13 @@ def keep_readable(encoder: Encoder, read: Pictures, step: Step) -> dict[int, Cac
 
 
 def refuse_unreadable(names: Sequence[str], seen: int, share: float) -> None:
-    """Stop where more samples are unreadable than the run allows, three of the first few aside.
+    """Stop where more samples are unreadable than the run allows, a few of the first aside.
 
     Raises:
         RunError: listing them.
     """
-    if len(names) > 3 + share * seen:
-        raise RunError(
-            f"{len(names)} of {seen} pictures are unreadable, more than data.max_unreadable_share={share:g}:"
-            f" {'; '.join(names[:20])}. Remove or replace them, or allow more."
-        )
+    if len(names) > FEW + share * seen:
+        raise RunError(too_many_text(len(names), seen, share, "; ".join(names[:20])))
     if names:
         _log.warning("%d pictures are unreadable so far and are left out: %s", len(names), "; ".join(names[:5]))
 

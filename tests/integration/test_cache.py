@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,21 @@ def train_refused(capfd, folder, *arguments):
 @pytest.fixture(scope="module")
 def cached(tmp_path_factory):
     return make_cache(tmp_path_factory.mktemp("cache") / "cache", "sample.prompts=[a prompt]")
+
+
+MIXTURE = (
+    "data=mixture",
+    *(f"+data@data.sources.{name}=shapes" for name in "ab"),
+    *(f"data.sources.{name}.samples=10" for name in "ab"),
+    "data.num_workers=0",
+    "model.image_size=64",
+    "task_count=2",
+)
+
+
+@pytest.fixture(scope="module")
+def half_mixture(tmp_path_factory):
+    return make_cache(tmp_path_factory.mktemp("mixture") / "cache", *MIXTURE, "task_index=0")
 
 
 def assert_equal_metrics(left, right, tolerance=1e-5):
@@ -249,6 +265,27 @@ def test_a_cache_without_control_maps_and_filters_that_draw_are_refused(cached, 
     assert "lacks what the task makes of pictures" in train_refused(capfd, cached, *RUN, *control)
     drawing = ("model=c_tiny", *SHAPES, *control, "filter@task.filter=inpaint", f"out={tmp_path / 'cache'}")
     assert "InpaintFilter draws another map of a picture each epoch" in refused(capfd, *drawing)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ("data.sources.b.background_weight=0.2", "data.sources.b.background_weight is 0.2 here and 1.0 there"),
+        ("data.sources.a.captions.template='a {}'", "data.sources.a.captions.template is a {} here and None there"),
+        ("data.loss_weights={a: 0.5}", "data.loss_weights.a is 0.5 here and None there"),
+        ("data.max_pixels=100", "data.max_pixels is 100 here and 134217728 there"),
+        ("data.sources.a.num_workers=1", None),
+        ("data.max_wait_seconds=5", None),
+    ],
+)
+def test_a_cache_of_a_mixture_holds_to_what_each_part_was_made_by(half_mixture, tmp_path, capfd, changed, message):
+    folder = shutil.copytree(half_mixture, tmp_path / "cache")
+    if message is None:
+        make_cache(folder, *MIXTURE, "task_index=1", changed)
+        assert "is complete: 20 samples" in capfd.readouterr().out
+    else:
+        command = ("task=finetune", *MODEL, *MIXTURE, "unit_samples=10", "task_index=1", changed, f"out={folder}")
+        assert f"holds another cache: {message}" in refused(capfd, *command)
 
 
 def test_stage_b_and_masks_train_from_a_cache_as_without(tmp_path, monkeypatch, capfd):

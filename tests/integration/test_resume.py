@@ -7,6 +7,7 @@ import subprocess
 
 import pytest
 import torch
+import yaml
 
 from bench.soak_ranks import SMALL_NETWORK
 from cascade_train.__main__ import launch
@@ -58,6 +59,21 @@ def pictures_in_shapes(folder):
         for member in ((f"{key:02d}.png", tars.picture(*sizes[key % 5], tint=4 * key)), (f"{key:02d}.txt", b"a circle"))
     ]
     return f"data.urls={tars.write(folder / 'shapes.tar', members)}"
+
+
+def test_a_run_goes_on_from_another_folder_with_another_patience(tmp_path, monkeypatch):
+    pictures = tmp_path / "here" / "pictures"
+    pictures.mkdir(parents=True)
+    for number in range(8):
+        (pictures / f"a star {number}.png").write_bytes(tars.picture(64, 64, tint=9 * number))
+    command = (*FINETUNE, "data=folder", "data.num_workers=0", "objective=adaptive")
+    monkeypatch.chdir(pictures.parent)
+    run = train(tmp_path / "run", *command, "data.path=pictures", "train.max_steps=2")
+    assert yaml.safe_load((run / "config.yaml").read_text())["data"]["path"] == str(pictures)
+    monkeypatch.chdir(tmp_path)
+    patient = ("data.max_wait_seconds=1200", "data.max_unreadable_share=0.5", f"data.path={pictures}")
+    train(run, *command, *patient)
+    assert [row["step"] for row in read_metrics(run)] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(("workers", "in_shapes"), [(0, False), (2, True)])

@@ -137,20 +137,23 @@ def test_masked_mirrored_and_salient_pictures_train_and_waiting_is_measured(tmp_
 
 
 def test_too_many_unusable_pictures_are_listed(rough, tmp_path, caplog, capfd):
+    bad = [(f"bad{number}.{extension}", b"<html>") for number in range(2) for extension in ("jpg", "txt")]
+    more = tars.write(tmp_path / "set" / "more.tar", [*tars.samples(range(2)), *bad])
     code = launch(
         [
             *SMALL,
             "task=finetune",
             f"run.dir={tmp_path / 'run'}",
             "data=webdataset",
-            f"data.urls={rough}",
+            f"data.urls=[{rough},{more}]",
             "data.num_workers=0",
         ]
     )
     assert code == 1
     said = " ".join(capfd.readouterr().err.split())
-    assert "2 of 63 pictures are unreadable, more than 1%: rough.tar:x_html, rough.tar:x_script" in said
-    assert "allow more by data.max_unreadable_share" in said
+    assert "4 of 67 samples are unreadable, more than data.max_unreadable_share=0.01 allows" in said
+    assert "more.tar:bad0, more.tar:bad1, rough.tar:x_html, rough.tar:x_script" in said
+    assert "allow as many by data.max_unreadable_share=0.06" in said
     assert not (tmp_path / "run").exists()
 
 

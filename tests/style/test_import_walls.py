@@ -9,7 +9,7 @@ import pytest
 
 from tests.style.source import PACKAGE, in_rooms, library
 
-# What each room may import of the library. `batch`, `errors` and `redaction` are open to all.
+# What each room may import of the library. `batch`, `errors`, `options` and `redaction` are open to all.
 INSIDE = {
     "config": {"config"},
     "engine": {"engine", "distributed", "tasks.base"},
@@ -21,9 +21,10 @@ INSIDE = {
     "diffusion": {"diffusion"},
     "batch": set(),
     "errors": set(),
+    "options": set(),
     "redaction": set(),
 }
-GROUND = {"batch", "errors", "redaction"}
+GROUND = {"batch", "errors", "options", "redaction"}
 
 # What each room may import from elsewhere, beside the standard library.
 OUTSIDE = {
@@ -32,6 +33,7 @@ OUTSIDE = {
     "distributed": {"torch"},
     "batch": {"torch", "numpy"},
     "errors": set(),
+    "options": set(),
     "redaction": set(),
     "config": {"hydra", "omegaconf", "yaml"},
 }

@@ -14,8 +14,8 @@ from cascade_train.build.components import Parts, build_component, build_parts
 from cascade_train.build.model import build_phases
 from cascade_train.build.samples import build_painter, build_sampling
 from cascade_train.cache_identity import take_cache
-from cascade_train.config.paths import make_absolute
 from cascade_train.config.plain import to_plain
+from cascade_train.config.roles import free_keys, make_absolute
 from cascade_train.data.cached import Cached
 from cascade_train.data.data_set import DataSet, open_data_set
 from cascade_train.data.source import Source
@@ -61,14 +61,14 @@ def train(cfg: DictConfig) -> int:
     """
     with Signals() as signals, process_group() as world:
         set_deterministic(cfg.run.deterministic)
-        for node in (cfg.model, cfg.task, cfg.ema):
-            make_absolute(node)
+        make_absolute(cfg)
         parts = build_parts(cfg)
         data = open_data(cfg, parts.task, world)
         data.check_sides(parts.stage.image_multiple)
         if isinstance(data.training.source, Cached):
             take_cache(to_plain(cfg), parts.stage, parts.task, data.training.source)
-        run = claim(Path(cfg.run.dir), config=to_plain(cfg), resume=cfg.run.resume)
+        plain = to_plain(cfg)
+        run = claim(Path(cfg.run.dir), config=plain, resume=cfg.run.resume, free_keys=free_keys(plain))
         with run.held():
             if run.finished:
                 log.info("%s is finished. Raise train.max_steps to train on, or choose another run.name.", run.path)

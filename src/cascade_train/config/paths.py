@@ -1,16 +1,8 @@
-"""Paths in a configuration and on a command line; a saved configuration names the same files from any folder.
-
-Must not live here: paths of data, which are read where they were written, and of the run itself.
-"""
+"""Paths on a command line and in a configuration. Which options hold any is declared by components: see roles.py."""
 
 from __future__ import annotations
 
 from pathlib import Path
-
-from omegaconf import DictConfig, OmegaConf
-
-FILE_KEYS = ("weights", "backbone_weights", "detector", "recogniser", "tokenizer")
-"""Keys of a model or a task, at any depth, that name a file, a folder or a hub id."""
 
 
 def is_existing_path(text: str) -> bool:
@@ -19,15 +11,3 @@ def is_existing_path(text: str) -> bool:
         return bool(text) and Path(text).exists()
     except (OSError, ValueError):
         return False
-
-
-def make_absolute(node: DictConfig) -> None:
-    """Make every existing path in a node absolute, in place; hub ids and what is not set stay as they are."""
-    for key in node:
-        if OmegaConf.is_missing(node, key):
-            continue
-        value = node[key]
-        if isinstance(value, DictConfig):
-            make_absolute(value)
-        elif key in FILE_KEYS and isinstance(value, str) and Path(value).exists():
-            node[key] = str(Path(value).absolute())

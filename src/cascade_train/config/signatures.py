@@ -17,6 +17,9 @@ from typing import Any
 from cascade_train.config.source import Definition, Module, UnreadableError, find, lookup_expression
 from cascade_train.errors import ConfigError
 
+ROLES = frozenset({"Free", "Order", "File"})
+"""Markers of cascade_train/options.py."""
+
 PLAIN_BASES = frozenset({"object", "Generic", "Protocol", "ABC"})
 """Bases that bring no constructor of their own."""
 
@@ -26,14 +29,16 @@ class Parameter:
     """One argument of a constructor.
 
     Attributes:
-        annotation: its type as written; None = not annotated.
+        annotation: its type as written, without markers of its roles; None = not annotated.
         required: whether it has no default.
         module: where the annotation's names are looked up.
+        roles: names of the markers of cascade_train/options.py around its type.
     """
 
     annotation: ast.expr | None
     required: bool
     module: Module
+    roles: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -171,8 +176,16 @@ def _function(node: ast.FunctionDef, module: Module, *, skip_first: bool) -> Sig
     missing: list[ast.expr | None] = [None] * (len(positional) - len(arguments.defaults))
     pairs = [*zip(positional, [*missing, *arguments.defaults], strict=True)][skip_first:]
     pairs += zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-    parameters = {a.arg: Parameter(a.annotation, default is None, module) for a, default in pairs}
+    parameters = {a.arg: _parameter(a.annotation, default is None, module) for a, default in pairs}
     return Signature(parameters, accepts_any=arguments.kwarg is not None)
+
+
+def _parameter(annotation: ast.expr | None, required: bool, module: Module) -> Parameter:
+    roles = set[str]()
+    while isinstance(annotation, ast.Subscript) and (role := ast.unparse(annotation.value)) in ROLES:
+        roles.add(role)
+        annotation = annotation.slice
+    return Parameter(annotation, required, module, frozenset(roles))
 
 
 def _dataclass_fields(definition: Definition) -> dict[str, Parameter]:
@@ -183,7 +196,7 @@ def _dataclass_fields(definition: Definition) -> dict[str, Parameter]:
                 options = _field_options(statement.value)
                 if options.get("init") != "False":
                     required = statement.value is None or (bool(options) and not options.keys() & FIELD_DEFAULTS)
-                    fields[ast.unparse(statement.target)] = Parameter(statement.annotation, required, current.module)
+                    fields[ast.unparse(statement.target)] = _parameter(statement.annotation, required, current.module)
     return fields
 
 

@@ -6,13 +6,12 @@ order of samples and what is drawn about them are the same. What makes a cache l
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -36,31 +35,7 @@ from cascade_train.data.sample import RawSample, UnreadableSampleError
 from cascade_train.data.selection import RowSelector, Selection
 from cascade_train.data.source import Source
 from cascade_train.errors import ConfigError
-
-PREPROCESSING = ("image_size", "crop", "flip_prob", "aspect_ratios", "buckets", "size_filters")
-"""Options of a source that change what is made of a picture, or which pictures take part."""
-
-_REQUIRED = "required"
-"""Stands for the default of an option that has none, and equals no value of one."""
-
-
-def preprocessing(source: Source, names: Sequence[str] = PREPROCESSING) -> dict[str, Any]:
-    """Return a source's options of these names, as JSON holds them, by configuration key."""
-    return _flat({f"data.{name}": _plain(getattr(source, name)) for name in names})
-
-
-def _plain(value: Any) -> Any:
-    """Return an option as JSON holds it."""
-    nested = dataclasses.is_dataclass(value) and not isinstance(value, type)
-    return json.loads(json.dumps(dataclasses.asdict(value) if nested else value))
-
-
-def _flat(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested options by their whole keys."""
-    found: dict[str, Any] = {}
-    for key, value in options.items():
-        found |= _flat({f"{key}.{k}": v for k, v in value.items()}) if isinstance(value, dict) else {key: value}
-    return found
+from cascade_train.options import File, Order
 
 
 @dataclass(kw_only=True)
@@ -74,7 +49,7 @@ class Cached(Source):
         crop: which part of a picture the cache was made of.
     """
 
-    path: str
+    path: Order[File[str]]
     crop: Literal["center", "random", "saliency"] = "center"
 
     def __post_init__(self) -> None:
@@ -97,10 +72,9 @@ class Cached(Source):
         """Read where everything lies.
 
         Raises:
-            ConfigError: there is no cache, it is not finished, or it was made with other options.
+            ConfigError: there is no cache, or it is not finished.
         """
         self._manifest = read_manifest(self._folder)
-        self._check_options()
         self._index = read_index(self._folder, self._manifest)
         tables = [self._table(unit) for unit in range(self._manifest.units)]
         self._samples = np.concatenate([table.samples for table in tables])
@@ -109,18 +83,6 @@ class Cached(Source):
         self._digests, first = np.unique(np.concatenate([table.digests for table in tables]), return_index=True)
         self._captions, self._unit_of_caption = self._captions[first], units[first]
         return self._index
-
-    def _check_options(self) -> None:
-        names = PREPROCESSING if not self._manifest.captions else (*PREPROCESSING, "captions")
-        fields = {field.name: field for field in dataclasses.fields(self)}
-        defaults = _flat({f"data.{name}": _default(fields[name]) for name in names})
-        for key, own in preprocessing(self, names).items():
-            held = self._manifest.identity.get(key)
-            if own != held and own != defaults.get(key, _REQUIRED):
-                raise ConfigError(
-                    f"{key}={own} differs from the cache at data.path={self.path}, which was made with {key}={held}."
-                    f" Leave {key} out, or make another cache."
-                )
 
     def _table(self, unit: int) -> UnitTable:
         table = load_table(self._folder, unit, self._manifest)
@@ -196,13 +158,6 @@ class Cached(Source):
 
 def _took_part(index: Index) -> Selection:
     return Selection(kept=index.table["width"] > 0, reason="took no part when the cache was made")
-
-
-def _default(field: dataclasses.Field[Any]) -> Any:
-    """Return an option's default as JSON holds it."""
-    if field.default_factory is not dataclasses.MISSING:
-        return _plain(field.default_factory())
-    return _REQUIRED if field.default is dataclasses.MISSING else field.default
 
 
 def _array(tensor: Tensor) -> np.ndarray:

@@ -17,6 +17,7 @@ from cascade_train.data.index import Index
 from cascade_train.data.sample import RawSample, UnreadableSampleError
 from cascade_train.data.webdataset import WebDataset
 from cascade_train.errors import ConfigError
+from cascade_train.options import File
 
 CHECKED = 50
 """Samples of tars whose class is looked up when they are opened, so that a wrong file of prompts shows at once."""
@@ -84,7 +85,7 @@ class ClassTars(WebDataset):
         idx_to_prompt: json file, from a class to its prompt or a list of its prompts; null = the class is the prompt.
     """
 
-    idx_to_prompt: str | None
+    idx_to_prompt: File[str | None]
 
     caption = "cls"
 
@@ -125,7 +126,7 @@ class ClassFolders(PictureFolder):
             the order of the folders' names; null = the folder's name is the prompt.
     """
 
-    idx_to_prompt: str | None
+    idx_to_prompt: File[str | None]
 
     def usable(self, found: list[PictureFile]) -> list[PictureFile]:
         """See `PictureFolder.usable`."""

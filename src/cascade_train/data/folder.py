@@ -31,6 +31,7 @@ from cascade_train.data.row_verdicts import judged, passing_rows
 from cascade_train.data.sample import RawSample, UnreadableSampleError
 from cascade_train.data.source import Source
 from cascade_train.errors import ConfigError, RunError
+from cascade_train.options import File, Free, Order
 
 FOLDER_FIELDS = [*ROW_FIELDS, ("bytes", "<i8"), ("caption", "u1"), ("values", "u1"), ("mask", "u1")]
 _SHOWN = 5
@@ -47,9 +48,9 @@ class PictureFolder(Source):
         row_filters: conditions on each sample's json or yaml: a list of [key, condition], or a mapping; None = all.
     """
 
-    path: str
-    index_dir: str | None
-    row_filters: list[list[Any]] | dict[str, str] | None
+    path: Order[File[str]]
+    index_dir: Free[str | None]
+    row_filters: Order[list[list[Any]] | dict[str, str] | None]
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -15,6 +15,7 @@ from cascade_train.data.repeats import repeat_counts, repeated_rows
 from cascade_train.data.selection import selected
 from cascade_train.data.source import Source
 from cascade_train.errors import ConfigError
+from cascade_train.options import Order
 
 LEAST_BLOCK = 1024  # samples: a block of fewer would hold too few of a small source to keep its share
 _log = logging.getLogger(__name__)
@@ -37,8 +38,8 @@ class Mixture(JoinedSource):
     """
 
     sources: dict[str, Source]
-    repeats: dict[str, float] | None
-    shares: dict[str, float] | Literal["equal"] | None
+    repeats: Order[dict[str, float] | None]
+    shares: Order[dict[str, float] | Literal["equal"] | None]
     loss_weights: dict[str, float] | None
 
     def __post_init__(self) -> None:

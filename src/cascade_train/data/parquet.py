@@ -26,6 +26,7 @@ from cascade_train.data.sample import RawSample
 from cascade_train.data.source import Source
 from cascade_train.data.table import caption_text
 from cascade_train.errors import ConfigError, RunError
+from cascade_train.options import File, Free, Order
 
 MUCH_MEMORY = 2 * 1024**3
 """Bytes of row groups in one worker that are worth a warning."""
@@ -48,14 +49,14 @@ class Parquet(Source):
         row_filters: conditions on the columns: a list of [key, condition], or a mapping; None = all rows.
     """
 
-    path: list[str] | str
+    path: Order[File[list[str] | str]]
     image_column: str
     caption_column: str | None
     width_column: str | None
     height_column: str | None
-    root: str | None
-    index_dir: str | None
-    row_filters: list[list[Any]] | dict[str, str] | None
+    root: Order[File[str | None]]
+    index_dir: Free[str | None]
+    row_filters: Order[list[list[Any]] | dict[str, str] | None]
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -22,6 +22,7 @@ from cascade_train.data.decode import upright_size
 from cascade_train.data.index import Index
 from cascade_train.data.index_cache import default_cache_dir, read_cache, write_cache
 from cascade_train.data.sample import UnreadableSampleError
+from cascade_train.data.skipped import most_unreadable, too_many_text
 from cascade_train.errors import RunError
 
 EXTENSIONS = ("jpg", "jpeg", "jfif", "png", "webp", "bmp")
@@ -106,17 +107,15 @@ def refuse_unreadable(index: Index, where: str, share: float) -> None:
     Args:
         index: of the samples.
         where: the key and value that names them, for the message.
-        share: of the samples that may have none; one always may.
+        share: of the samples that may have none; a few always may.
 
     Raises:
         RunError: more have none.
     """
     names = sorted({index.name(row) for row in np.flatnonzero(index.table["width"] == 0).tolist()})
-    if len(names) > max(1, share * len(index)):
-        raise RunError(
-            f"{where}: {len(names)} pictures have no readable header, more than data.max_unreadable_share={share:.0%}"
-            f" of {len(index)}: {', '.join(names[:10])}{', ...' if len(names) > 10 else ''}; remove or replace them"
-        )
+    if len(names) > most_unreadable(len(index), share):
+        listed = f"{', '.join(names[:10])}{', ...' if len(names) > 10 else ''} (no header that tells the size)"
+        raise RunError(f"{where}: {too_many_text(len(names), len(index), share, listed)}")
 
 
 def _load_facts(

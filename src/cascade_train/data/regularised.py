@@ -13,6 +13,7 @@ from cascade_train.data.index import Index
 from cascade_train.data.joined import Joined, JoinedSource, Part, check_parts
 from cascade_train.data.selection import selected
 from cascade_train.data.source import Source
+from cascade_train.options import Order
 
 
 @dataclass(kw_only=True)
@@ -32,7 +33,7 @@ class Regularised(JoinedSource):
 
     source: Source
     regularisation: Source
-    share: float
+    share: Order[float]
     weight: float
 
     def __post_init__(self) -> None:

@@ -97,7 +97,6 @@ class Shapes(Source):
             twentieth of a picture, so that a young model overlooks them. 1 = as much as the object.
     """
 
-    drawn_by = ("samples", "seed", "only", "background_weight")
     samples: int
     seed: int
     only: list[str] | None = None

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from cascade_train.data.buckets import Buckets, BucketTable
 from cascade_train.data.captions import Captions
@@ -22,6 +22,7 @@ from cascade_train.data.quarantine import quarantine_selection, read_quarantine
 from cascade_train.data.sample import RawSample
 from cascade_train.data.selection import RowSelector
 from cascade_train.data.size_filter import parse_size_filters, size_selection
+from cascade_train.options import File, Free, Order
 
 START_METHODS = ("fork", "forkserver", "spawn")
 CROPS = ("center", "random", "saliency")
@@ -31,6 +32,8 @@ LEFTOVERS = ("carry", "drop", "flush")
 @dataclass(kw_only=True)
 class Source(abc.ABC):
     """Where samples come from. The constructor checks ranges and touches no file.
+
+    A resume and a cache hold to every option, except where its annotation declares it to be `Free` or `Order`.
 
     Attributes:
         image_size: side of the square training picture in pixels; other shapes have about its area.
@@ -62,30 +65,28 @@ class Source(abc.ABC):
         num_examples_to_see: samples after which the run ends; None = as the training says.
         on_change: what a resume does where the data, its order or the batch size changed: `refuse`, or `restart`, which
             begins another epoch, or with another batch size continues the same one.
-        drawn_by: names of options of its own that pictures and masks depend on, which a cache holds to.
     """
 
-    drawn_by: ClassVar[tuple[str, ...]] = ()
     image_size: int
     crop: Literal["center", "random", "saliency"]
-    shuffle_window_shards: int
-    num_workers: int
-    worker_start: Literal["fork", "forkserver", "spawn"]
+    shuffle_window_shards: Order[int]
+    num_workers: Free[int]
+    worker_start: Free[Literal["fork", "forkserver", "spawn"]]
     captions: Captions = field(default_factory=Captions)
     size_filters: list[list[Any]] | dict[str, str] | None = None
-    quarantine: str | None = None
+    quarantine: Order[File[str | None]] = None
     flip_prob: float = 0.0
     max_pixels: int | None = 2**27
     max_file_mib: int | None = 128
     max_text_kib: int | None = 1024
-    max_unreadable_share: float = 0.01
-    max_wait_seconds: float | None = 600.0
+    max_unreadable_share: Free[float] = 0.01
+    max_wait_seconds: Free[float | None] = 600.0
     aspect_ratios: list[str | float] | str | None = None
     buckets: Buckets = field(default_factory=Buckets)
-    leftover: Literal["carry", "drop", "flush"] = "carry"
-    replacement: bool = False
-    num_examples_to_see: int | None = None
-    on_change: Literal["refuse", "restart"] = "refuse"
+    leftover: Order[Literal["carry", "drop", "flush"]] = "carry"
+    replacement: Order[bool] = False
+    num_examples_to_see: Free[int | None] = None
+    on_change: Free[Literal["refuse", "restart"]] = "refuse"
 
     def __post_init__(self) -> None:
         if self.image_size < 1:

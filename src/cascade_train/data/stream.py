@@ -17,6 +17,7 @@ from cascade_train.data.tar_files import Tar
 from cascade_train.data.tar_sample import Dropped
 from cascade_train.data.tar_stream import stream_samples
 from cascade_train.errors import RunError
+from cascade_train.options import Free
 from cascade_train.redaction import printable
 
 MEBIBYTE = 1024**2
@@ -38,8 +39,8 @@ class StreamSpec:
 
     buffer_samples: int = 256
     buffer_mib: int = 64
-    max_file_mib: int = 128
-    timeout_seconds: float | None = 300.0
+    max_file_mib: Free[int] = 128
+    timeout_seconds: Free[float | None] = 300.0
 
     def __post_init__(self) -> None:
         for name in ("buffer_samples", "buffer_mib", "max_file_mib"):

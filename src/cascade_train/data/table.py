@@ -18,6 +18,7 @@ from cascade_train.data.sample import RawSample, UnreadableSampleError
 from cascade_train.data.source import Source
 from cascade_train.data.table_files import TableFile, table_file
 from cascade_train.errors import ConfigError, RunError
+from cascade_train.options import File, Free, Order
 
 TABLE_FIELDS = [*ROW_FIELDS, ("bytes", "<i8"), ("row_start", "<i8"), ("row_bytes", "<i8")]
 _SHOWN = 5
@@ -39,13 +40,13 @@ class Table(Source):
         row_filters: conditions on the columns: a list of [key, condition], or a mapping; None = all rows.
     """
 
-    path: list[str] | str
+    path: Order[File[list[str] | str]]
     image_column: str
     caption_column: str | None
     mask_column: str | None
-    root: str | None
-    index_dir: str | None
-    row_filters: list[list[Any]] | dict[str, str] | None
+    root: Order[File[str | None]]
+    index_dir: Free[str | None]
+    row_filters: Order[list[list[Any]] | dict[str, str] | None]
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -18,6 +18,7 @@ import numpy as np
 
 from cascade_train.data.feed import Feed, FeedRequest
 from cascade_train.data.index import ROW_FIELDS, Index
+from cascade_train.data.picture_files import refuse_unreadable
 from cascade_train.data.read_ahead import ReadAhead
 from cascade_train.data.row_filter import parse_row_filters, passing
 from cascade_train.data.sample import RawSample
@@ -31,6 +32,7 @@ from cascade_train.data.tar_index import ShardIndex, load_shard
 from cascade_train.data.tar_sample import PARTS, raw_sample
 from cascade_train.data.tar_verdicts import load_verdicts
 from cascade_train.errors import ConfigError, RunError
+from cascade_train.options import File, Free, Order
 
 _INDEXED_AT_ONCE = 8  # remote tars, each with a buffer of 8 MiB
 _READ_ACROSS_BYTES = 64 * 1024  # what lies between two parts of a sample is read along rather than asked for apart
@@ -52,12 +54,12 @@ class WebDataset(Source):
         stream: how they are read.
     """
 
-    urls: list[str] | str
-    index_dir: str | None
-    row_filters: list[list[Any]] | dict[str, str] | None
-    listing: str | None = None
-    streams: int | None = None
-    stream: StreamSpec = field(default_factory=StreamSpec)
+    urls: Order[File[list[str] | str]]
+    index_dir: Free[str | None]
+    row_filters: Order[list[list[Any]] | dict[str, str] | None]
+    listing: Free[str | None] = None
+    streams: Order[int | None] = None
+    stream: Order[StreamSpec] = field(default_factory=StreamSpec)
 
     caption = PARTS["caption"]  # the extension of what stands for a caption, for sources that inherit
 
@@ -100,7 +102,7 @@ class WebDataset(Source):
         names = tuple(tar.name for tar in self._tars)
         keys = np.concatenate([shard.keys for shard in shards])
         index = Index(shards=names, table=table[kept], keys=keys[kept], filters=self._filters.identity)
-        _refuse_unreadable(index, self.max_unreadable_share)
+        refuse_unreadable(index, "data.urls", self.max_unreadable_share)
         self._index = index
         self._stores = list({id(tar.store): tar.store for tar in self._tars if tar.store is not None}.values())
         threads = max(store.parallel_reads for store in self._stores)
@@ -245,14 +247,3 @@ def _neighbours(places: dict[str, tuple[int, int]]) -> Iterator[list[tuple[str, 
             group = []
         group.append((part, start, size))
     yield group
-
-
-def _refuse_unreadable(index: Index, share: float) -> None:
-    rows = np.flatnonzero(index.table["width"] == 0)
-    if len(rows) > max(1, share * len(index)):
-        names = ", ".join(index.name(row) for row in rows[:10])
-        raise RunError(
-            f"data.urls: {len(rows)} of {len(index)} pictures are unreadable, more than {share:.0%}:"
-            f" {names}{', ...' if len(rows) > 10 else ''}; remove or replace them, or allow more by"
-            " data.max_unreadable_share"
-        )

@@ -1,12 +1,14 @@
-"""Which settings differ between two configs, and which of them a continued run may change.
+"""Which settings differ between two configs, and which of the loop's own a continued run may change.
 
-Works on plain dicts; what is done about a difference is decided by `run_directory`.
+Works on plain dicts; what is done about a difference is decided by `run_directory`. Components declare for themselves
+which of their options may change, see cascade_train/options.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 _FREE_NODES = (
@@ -28,12 +30,6 @@ _FREE_KEYS = (
     "train.max_steps",
     "train.max_epochs",
     "train.micro_batch_size",
-    "data.num_workers",
-    "data.index_dir",
-    "data.listing",
-    "data.stream.timeout_seconds",
-    "data.num_examples_to_see",
-    "data.on_change",
     "compile",
     "activation_checkpointing",
     "attention",
@@ -76,6 +72,8 @@ class Difference:
         node = self.key.split(".", 1)[0]
         if self.key in _FREE_NUMBERS:
             return not {None, ABSENT} & {self.old, self.new}
+        if _made_absolute(self.old, self.new):
+            return True
         return self.key not in _BOUND_KEYS and (node in _FREE_NODES or self.key in _FREE_KEYS)
 
     @property
@@ -94,14 +92,18 @@ def find_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Dif
     ]
 
 
-def refused(differences: Sequence[Difference], *, data_may_change: bool = False) -> list[Difference]:
+def refused(
+    differences: Sequence[Difference], *, free_keys: Collection[str] = (), data_may_change: bool = False
+) -> list[Difference]:
     """Return the differences that make it another run.
 
     Args:
         differences: between the run's config and the new one.
+        free_keys: options that components declare to be free.
         data_may_change: `data.on_change=restart`: the data and the batch size are free too.
     """
-    return [each for each in differences if not (each.is_free or (data_may_change and each.is_of_data))]
+    bound = [each for each in differences if not each.is_free and each.key not in free_keys]
+    return [each for each in bound if not (data_may_change and each.is_of_data)]
 
 
 def describe(differences: Sequence[Difference]) -> str:
@@ -116,6 +118,15 @@ def is_limit_raised(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
         if before is not None and (after is None or after > before):
             return True
     return False
+
+
+def _made_absolute(old: Any, new: Any) -> bool:
+    """Return whether the new value is the old path, or list of paths, made absolute from the current folder."""
+    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        return all(a == b or _made_absolute(a, b) for a, b in zip(old, new, strict=True))
+    return (
+        isinstance(old, str) and isinstance(new, str) and Path(new).is_absolute() and Path(old).absolute() == Path(new)
+    )
 
 
 def _flatten(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

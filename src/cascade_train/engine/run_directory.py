@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -152,7 +152,7 @@ class RunDirectory:
             shutil.rmtree(self.path)
 
 
-def claim(directory: Path, *, config: Mapping[str, Any], resume: str) -> RunDirectory:
+def claim(directory: Path, *, config: Mapping[str, Any], resume: str, free_keys: Collection[str] = ()) -> RunDirectory:
     """Make a run directory, or continue the run in it. Collective; rank 0 decides.
 
     To be called once preflight passed and the data opened: what is refused here leaves nothing behind.
@@ -166,6 +166,7 @@ def claim(directory: Path, *, config: Mapping[str, Any], resume: str) -> RunDire
         config: the resolved config, plain values.
         resume: "auto" (continue where there is a run, else start), "never" (refuse where there is a run), or
             a checkpoint or run directory that a new run starts from.
+        free_keys: options that the components of `config` let a continued run change.
 
     Raises:
         ConfigError: the directory is not writable, belongs to something else or to a run of another config,
@@ -174,15 +175,15 @@ def claim(directory: Path, *, config: Mapping[str, Any], resume: str) -> RunDire
         RunError: none of the run's checkpoints verifies.
     """
     plain: dict[str, Any] = redacted(yaml.safe_load(yaml.safe_dump(dict(config))))
-    return from_rank_zero(lambda: _decide(directory.absolute(), plain, resume))
+    return from_rank_zero(lambda: _decide(directory.absolute(), plain, resume, free_keys))
 
 
-def _decide(directory: Path, config: dict[str, Any], resume: str) -> RunDirectory:
+def _decide(directory: Path, config: dict[str, Any], resume: str, free_keys: Collection[str]) -> RunDirectory:
     if (directory / _CONFIG).is_file():
         lock = RunLock(directory)
         lock.acquire()
         try:
-            return _continue_run(directory, config, resume, lock)
+            return _continue_run(directory, config, resume, free_keys, lock)
         except BaseException:
             lock.release()
             raise
@@ -203,7 +204,9 @@ def _is_untouched(directory: Path) -> bool:
     return {path.name for path in directory.iterdir()} <= _BEFORE_THE_FIRST_STEP
 
 
-def _continue_run(directory: Path, config: dict[str, Any], resume: str, lock: RunLock) -> RunDirectory:
+def _continue_run(
+    directory: Path, config: dict[str, Any], resume: str, free_keys: Collection[str], lock: RunLock
+) -> RunDirectory:
     other_name = "another run.name (or run.dir)"
     if resume == "never":
         raise ConfigError(
@@ -212,7 +215,8 @@ def _continue_run(directory: Path, config: dict[str, Any], resume: str, lock: Ru
         )
     saved = _read_config(directory / _CONFIG)
     differences = find_differences(saved, config)
-    blocking = refused(differences, data_may_change=config.get("data", {}).get("on_change") == "restart")
+    may_change = config.get("data", {}).get("on_change") == "restart"
+    blocking = refused(differences, free_keys=free_keys, data_may_change=may_change)
     if blocking and not _is_untouched(directory):
         raise ConfigError(
             f"run.dir={directory} holds a run of another config:\n{describe(blocking)}\n"

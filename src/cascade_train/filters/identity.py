@@ -16,6 +16,7 @@ from cascade_train.filters.faces import OUTPUTS, Faces, detect, recognise
 from cascade_train.filters.files import WeightsFile, find_file
 from cascade_train.filters.libraries import require
 from cascade_train.filters.onnx_session import open_session
+from cascade_train.options import File
 
 STRIDE = 32
 """Pixels for each place of the map, as for latents of Stage C."""
@@ -59,7 +60,9 @@ class IdentityFilter(ControlFilter):
 
     channels = WIDTH
 
-    def __init__(self, *, detector: str, recogniser: str, max_faces: int, p_drop: float, p_full: float) -> None:
+    def __init__(
+        self, *, detector: File[str], recogniser: File[str], max_faces: int, p_drop: float, p_full: float
+    ) -> None:
         require("onnxruntime")
         require("cv2")
         if max_faces < 1:

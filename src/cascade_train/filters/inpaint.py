@@ -15,6 +15,7 @@ from cascade_train.filters.files import WeightsFile, find_file, load_weights
 from cascade_train.filters.libraries import require
 from cascade_train.filters.random_masks import random_mask
 from cascade_train.filters.saliency import SaliencyNetwork
+from cascade_train.options import File
 
 SALIENCY = WeightsFile(
     key="task.filter.weights",
@@ -51,7 +52,7 @@ class InpaintFilter(ControlFilter):
 
     channels = 4
 
-    def __init__(self, *, weights: str | None, threshold: list[float], p_outpaint: float) -> None:
+    def __init__(self, *, weights: File[str | None], threshold: list[float], p_outpaint: float) -> None:
         if len(threshold) != 2 or not 0.0 <= threshold[0] <= threshold[1] <= 1.0:
             raise ValueError(f"threshold={threshold}: is drawn between two shares, give [low, high] with low <= high")
         if not 0.0 <= p_outpaint <= 1.0:

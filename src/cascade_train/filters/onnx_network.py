@@ -14,6 +14,7 @@ from cascade_train.filters.files import WeightsFile, find_file
 from cascade_train.filters.libraries import require
 from cascade_train.filters.network_images import check_options, network_input, network_map
 from cascade_train.filters.onnx_session import open_session
+from cascade_train.options import File
 
 NETWORK = WeightsFile(
     key="task.filter.weights",
@@ -47,7 +48,7 @@ class OnnxFilter(ImageFilter):
     def __init__(
         self,
         *,
-        weights: str,
+        weights: File[str],
         channels: int,
         resize: int | None,
         mean: list[float],

@@ -14,6 +14,7 @@ from cascade_train.filters.base import ControlFilter, ControlMap, Encode, betwee
 from cascade_train.filters.edge_network import SMALLEST_SIDE, EdgeNetwork
 from cascade_train.filters.files import WeightsFile, find_file, load_weights
 from cascade_train.filters.morphology import check_kernels, dilated
+from cascade_train.options import File
 
 EDGES = WeightsFile(
     key="task.filter.weights",
@@ -43,7 +44,13 @@ class SketchFilter(ControlFilter):
     channels = 1
 
     def __init__(
-        self, *, weights: str, resize: int | None, dilation_kernels: list[int], binarize: bool, threshold: list[float]
+        self,
+        *,
+        weights: File[str],
+        resize: int | None,
+        dilation_kernels: list[int],
+        binarize: bool,
+        threshold: list[float],
     ) -> None:
         if resize is not None and resize < SMALLEST_SIDE:
             raise ValueError(f"resize={resize}: edges are sketched in a copy of at least {SMALLEST_SIDE} px")

@@ -14,6 +14,7 @@ from cascade_train.errors import ConfigError
 from cascade_train.filters.base import ControlFilter, ControlMap, Encode, resized
 from cascade_train.filters.files import WeightsFile, find_file, load_weights
 from cascade_train.filters.network_images import check_options, network_input, network_map
+from cascade_train.options import File
 
 NETWORK = WeightsFile(
     key="task.filter.weights",
@@ -46,7 +47,7 @@ class NetworkFilter(ControlFilter):
         self,
         *,
         network: Callable[[], nn.Module],
-        weights: str | None,
+        weights: File[str | None],
         channels: int,
         resize: int | None,
         mean: list[float],

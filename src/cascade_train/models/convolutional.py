@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from cascade_train.models.previewer import Previewer
 from cascade_train.models.semantic_compressor import SemanticCompressor
+from cascade_train.options import File
 
 STRIDE = 32
 _PATCH = 4
@@ -53,7 +54,7 @@ class ConvolutionalCompressor(SemanticCompressor):
     latent_channels = 16
     stride = STRIDE
 
-    def __init__(self, *, weights: str | None) -> None:
+    def __init__(self, *, weights: File[str | None]) -> None:
         self.weights = weights
 
     def build(self, *, device: torch.device) -> None:
@@ -103,7 +104,7 @@ class ConvolutionalPreviewer(Previewer):
 
     scale = STRIDE
 
-    def __init__(self, *, weights: str | None) -> None:
+    def __init__(self, *, weights: File[str | None]) -> None:
         self.weights = weights
 
     def build(self, *, device: torch.device) -> None:

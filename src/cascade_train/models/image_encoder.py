@@ -13,6 +13,7 @@ from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
 
 from cascade_train.errors import ConfigError
 from cascade_train.models.initialize import FROZEN_SEED, initialise, tower_rule
+from cascade_train.options import File
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
@@ -42,7 +43,7 @@ class ImageEncoder:
     def __init__(
         self,
         *,
-        weights: str | None,
+        weights: File[str | None],
         subfolder: str | None,
         image_size_px: int,
         patch_size_px: int,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from cascade_train.models.frozen_part import FrozenPart
+from cascade_train.options import File
 
 ORIGINAL_NAMES = {"vquantizer.codebook.": "vquantizer.embedding."}
 """Beginnings of names that the original and diffusers spell differently."""
@@ -61,7 +62,7 @@ class VQGAN(LatentCodec):
     def __init__(
         self,
         *,
-        weights: str | None,
+        weights: File[str | None],
         scale_factor: float,
         levels: int,
         bottleneck_blocks: int,

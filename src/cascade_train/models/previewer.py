@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from cascade_train.models.efficientnet import FixedBatchNorm2d
 from cascade_train.models.frozen_part import FrozenPart
+from cascade_train.options import File
 
 
 class Previewer(FrozenPart):
@@ -74,7 +75,7 @@ class ConvolutionPreviewer(Previewer):
 
     scale = 8
 
-    def __init__(self, *, weights: str | None) -> None:
+    def __init__(self, *, weights: File[str | None]) -> None:
         self.weights = weights
 
     def build(self, *, device: torch.device) -> None:

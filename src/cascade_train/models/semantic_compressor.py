@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from cascade_train.models.efficientnet import build_features
 from cascade_train.models.frozen_part import FrozenPart
+from cascade_train.options import File
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -70,7 +71,7 @@ class EfficientNetCompressor(SemanticCompressor):
     latent_channels = 16
     stride = 32
 
-    def __init__(self, *, weights: str | None) -> None:
+    def __init__(self, *, weights: File[str | None]) -> None:
         self.weights = weights
 
     def build(self, *, device: torch.device) -> None:

@@ -18,6 +18,7 @@ from cascade_train.models.initialize import initialise
 from cascade_train.models.latent_codec import ORIGINAL_NAMES
 from cascade_train.models.stage import Conditions, Images, Stage, Tokens
 from cascade_train.models.weights import load_module
+from cascade_train.options import File
 
 
 class StageA(Stage):
@@ -56,7 +57,7 @@ class StageA(Stage):
         precision: Literal["bf16", "fp32"],
         seed: int,
         random_encoders: bool,
-        weights: str | None,
+        weights: File[str | None],
         scale_factor: float,
         levels: int,
         bottleneck_blocks: int,

@@ -23,6 +23,7 @@ from cascade_train.models.latent_codec import LatentCodec
 from cascade_train.models.semantic_compressor import SemanticCompressor
 from cascade_train.models.stage import Conditions, Images, Tokens, product
 from cascade_train.models.text_encoder import TextEncoder
+from cascade_train.options import File
 
 Size = tuple[int, int]
 """Height and width in pixels."""
@@ -85,7 +86,7 @@ class StageB(DenoisingStage):
         precision: Literal["bf16", "fp32"],
         seed: int,
         random_encoders: bool,
-        weights: str | None,
+        weights: File[str | None],
         shrink_range: list[float],
         semantic_noise: float = 0.0,
         network: CascadeUNetConfig,

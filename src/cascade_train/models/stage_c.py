@@ -20,6 +20,7 @@ from cascade_train.models.previewer import Previewer
 from cascade_train.models.semantic_compressor import SemanticCompressor
 from cascade_train.models.stage import Conditions, Images, Tokens, product
 from cascade_train.models.text_encoder import TextEncoder
+from cascade_train.options import File
 
 
 class StageC(DenoisingStage):
@@ -58,7 +59,7 @@ class StageC(DenoisingStage):
         precision: Literal["bf16", "fp32"],
         seed: int,
         random_encoders: bool,
-        weights: str | None,
+        weights: File[str | None],
         network: CascadeUNetConfig,
         text_encoder: TextEncoder,
         image_encoder: ImageEncoder | None,

@@ -19,6 +19,7 @@ from cascade_train.errors import ConfigError
 from cascade_train.models.initialize import FROZEN_SEED, initialise, tower_rule
 from cascade_train.models.stage import Tokens
 from cascade_train.models.tiny_vocabulary import FOLDER
+from cascade_train.options import File
 
 LONG_PIECES = 3
 """Pieces of a long caption: 225 tokens where one piece has 75, as other trainers have it."""
@@ -51,9 +52,9 @@ class TextEncoder:
     def __init__(
         self,
         *,
-        weights: str | None,
+        weights: File[str | None],
         subfolder: str | None,
-        tokenizer: str | None,
+        tokenizer: File[str | None],
         tokenizer_subfolder: str | None,
         max_tokens: int,
         vocab_size: int,

@@ -34,6 +34,7 @@ from cascade_train.models.export import network_config
 from cascade_train.models.stage import Stage
 from cascade_train.models.stage_c import StageC
 from cascade_train.models.weights_keys import recognise_size
+from cascade_train.options import File
 from cascade_train.tasks.base import Export, Guide, ImageMaker, Phase, Predictor
 from cascade_train.tasks.text_to_image import PreparedBatch, TextToImage
 
@@ -85,8 +86,8 @@ class ControlNet(TextToImage):
         filter: ControlFilter,
         blocks: list[int] | None,
         bottleneck: Bottleneck,
-        backbone_weights: str | None,
-        weights: str | None,
+        backbone_weights: File[str | None],
+        weights: File[str | None],
         control_drop_prob: float,
         seed: int,
         cond_drop_prob: float,

@@ -30,6 +30,7 @@ from cascade_train.models.stage_b import StageB
 from cascade_train.models.stage_c import StageC
 from cascade_train.models.text_encoder import TextEncoder
 from cascade_train.models.tokens import put_tokens, train_tokens, trained_tokens
+from cascade_train.options import File
 from cascade_train.tasks.base import Export, Phase
 from cascade_train.tasks.text_to_image import TextToImage
 
@@ -77,7 +78,7 @@ class LoRA(TextToImage):
         dora: bool,
         text_encoder_filters: list[str] | None,
         train_tokens: list[list[str | None]] | None,
-        weights: str | None,
+        weights: File[str | None],
         seed: int,
         cond_drop_prob: float,
         image_keep_prob: float | None,

@@ -16,6 +16,7 @@ from torch import Tensor
 from cascade_train.diffusion.checks import check_choice, check_within
 from cascade_train.models.discriminator import PatchDiscriminator, build_discriminator
 from cascade_train.models.perceptual import FeatureDistance
+from cascade_train.options import File
 from cascade_train.tasks.pictures import PIXELS, pixel_distance
 
 _MOST = 1.0e6
@@ -33,7 +34,7 @@ class Perceptual:
         ConfigError: a number out of range.
     """
 
-    def __init__(self, *, weights: str | None, weight: float, start_step: int) -> None:
+    def __init__(self, *, weights: File[str | None], weight: float, start_step: int) -> None:
         check_within("perceptual.weight", weight, 0.0, _MOST)
         check_within("perceptual.start_step", start_step, 1, 10**12)
         self.weights = weights

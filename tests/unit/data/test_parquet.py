@@ -197,8 +197,8 @@ def _denied(*_: Any) -> None:
 
 
 def test_damage_is_found_at_the_start_and_during_the_run(tmp_path: Path) -> None:
-    damaged = [{"image": b"no picture", "text": "x"}] * 2
-    with pytest.raises(RunError, match="2 pictures have no readable header"):
+    damaged = [{"image": b"no picture", "text": "x"}] * 4
+    with pytest.raises(RunError, match="4 of 8 samples are unreadable"):
         parquet(write(tmp_path / "a.parquet", [*rows_of(range(4)), *damaged])).open()
     path = write(tmp_path / "b.parquet", rows_of(range(4)))
     source = parquet(path)

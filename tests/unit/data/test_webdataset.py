@@ -76,7 +76,8 @@ def test_too_many_pictures_without_a_header_stop_the_start(tmp_path: Path) -> No
     bad = [(f"bad{i}.{extension}", b"?") for i in range(12) for extension in ("jpg", "txt")]
     source = tars.webdataset(tars.write(tmp_path / "a.tar", [*tars.samples(range(5)), *bad]))
     with pytest.raises(
-        RunError, match=r"12 of 17 pictures are unreadable, more than 1%: a.tar:bad0, .*, \.\.\.; remove"
+        RunError,
+        match=r"12 of 17 samples are unreadable, .*=0.01 allows: a.tar:bad0, .*, \.\.\. .* Remove .*_share=0.71\.",
     ):
         source.open()
 

@@ -14,8 +14,8 @@ from cascade_train.engine.config_difference import (
 FREE = [
     "run.name", "run.resume", "log.every_steps", "sample.prompts", "checkpoint.keep_last", "tracker.name",
     "profile.steps", "validate.samples", "train.max_steps", "train.max_epochs", "train.micro_batch_size",
-    "optimizer.lr", "optimizer.algorithm._target_", "lr_scheduler.warmup_steps", "data.num_workers", "parallel.mode",
-    "compile", "activation_checkpointing", "attention", "ema.device", "data.num_examples_to_see", "data.on_change",
+    "optimizer.lr", "optimizer.algorithm._target_", "lr_scheduler.warmup_steps", "parallel.mode",
+    "compile", "activation_checkpointing", "attention", "ema.device",
     "train.max_grad_norm", "ema.decay", "ema.start_step", "ema.every_steps", "rollback.enabled",
 ]  # fmt: skip
 BOUND = [
@@ -32,6 +32,20 @@ def test_a_free_key_may_change(key):
 @pytest.mark.parametrize("key", BOUND)
 def test_a_bound_key_may_not(key):
     assert not Difference(key, 1, 2).is_free
+
+
+def test_what_components_declare_free_may_change_and_the_rest_may_not():
+    differences = [Difference("data.num_workers", 0, 4), Difference("data.crop", "center", "random")]
+    assert refused(differences, free_keys={"data.num_workers"}) == differences[1:]
+
+
+def test_a_path_may_become_absolute_and_no_other_may_take_its_place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    own = str(tmp_path / "vgg.pth")
+    assert Difference("objective.perceptual.weights", "vgg.pth", own).is_free
+    assert Difference("data.urls", ["vgg.pth", "s3://bucket/a.tar"], [own, "s3://bucket/a.tar"]).is_free
+    bound = [("vgg.pth", f"{own}2"), (own, "vgg.pth"), (["vgg.pth"], [own, own]), ("vgg.pth", None)]
+    assert not any(Difference("objective.perceptual.weights", *values).is_free for values in bound)
 
 
 def test_an_average_may_change_its_decay_but_neither_begin_nor_end():
