@@ -29,14 +29,14 @@ def user_cache_dir() -> Path:
 
 
 def read_cache(cached: Path) -> dict[str, np.ndarray] | None:
-    """Return the arrays of a file, or None if there is none; a damaged file counts as none."""
-    if not cached.is_file():
-        return None
+    """Return the arrays of a file, or None if there is none; one that is damaged or may not be read counts as none."""
     try:
         with cached.open("rb") as file, np.load(file, allow_pickle=False) as parts:
             return dict(parts)
+    except FileNotFoundError:
+        return None
     except Exception as error:  # numpy and zipfile answer damage in many ways
-        _log.warning("cached index %s is damaged (%s); reading the data again", cached, error)
+        _log.warning("cached index %s is damaged or may not be read (%s); reading the data again", cached, error)
         return None
 
 

@@ -25,6 +25,7 @@ from cascade_train.engine.config_difference import Difference, describe, find_di
 from cascade_train.engine.durable_files import append_durably, write_durably
 from cascade_train.engine.environment import describe_environment
 from cascade_train.engine.manifest import find_fault, read_manifest
+from cascade_train.engine.metrics_file import cut_lines, missing_steps, step_of
 from cascade_train.engine.run_lock import LOCK_NAME, RunLock
 from cascade_train.errors import ConfigError, RunError
 from cascade_train.redaction import redacted
@@ -97,7 +98,7 @@ class RunDirectory:
         Raises:
             RunError: the file could not be rewritten; it is as it was.
         """
-        from_rank_zero(lambda: _cut_lines(self.metrics_path, step))
+        from_rank_zero(lambda: cut_lines(self.metrics_path, step))
 
     def record_exports(self, step: int) -> None:
         """Note that the results of `step` lie in `export/`: only then is a run finished. Collective.
@@ -225,6 +226,8 @@ def _continue_run(
     checkpoint = _newest(directory)
     if resume != "auto":
         checkpoint = _reconcile(directory, checkpoint, resume, started_from=saved.get("run", {}).get("resume"))
+    if checkpoint is not None and directory in checkpoint.parents:
+        _report_lost_metrics(directory, read_manifest(checkpoint).step, saved)
     finished = checkpoint is not None and _is_finished(directory, checkpoint, saved, config)
     if not finished:
         _record_continuation(directory, config, differences, checkpoint)
@@ -249,15 +252,32 @@ def _is_finished(directory: Path, checkpoint: Path, saved: dict[str, Any], confi
     return ended and not is_limit_raised(then, config)
 
 
+def _report_lost_metrics(directory: Path, step: int, saved: dict[str, Any]) -> None:
+    """Say where `metrics.jsonl` lacks steps that the run took; one that began elsewhere has none of before."""
+    changes = [line["changes"].get("run.resume", ["auto"]) for line in _read_history(directory)]
+    starts = {saved.get("run", {}).get("resume", "auto"), *(old for old, *_ in changes)}
+    path = directory / _METRICS
+    missing = missing_steps(path, first=1 if starts <= {"auto", "never"} else None, last=step)
+    if missing:
+        log.warning(
+            "%s lacks the lines of %d steps (%d to %d) that this run took: it was deleted or cut. The run goes on,"
+            " without them in its loss curve. Remedy: restore the file from a backup, if there is one.",
+            path,
+            len(missing),
+            missing[0],
+            missing[-1],
+        )
+
+
 def _exported_step(directory: Path) -> int | None:
     path = directory / "export" / _EXPORTED
-    return _step_of(path.read_text(encoding="utf-8")) if path.is_file() else None
+    return step_of(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
 def _read_history(directory: Path) -> list[dict[str, Any]]:
     path = directory / _HISTORY
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if _step_of(line) is not None]
+    return [json.loads(line) for line in lines if step_of(line) is not None]
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -355,27 +375,3 @@ def _record_continuation(
         raise ConfigError(f"run.dir={directory} is not writable: {error}. Remedy: make it so, or a new run") from error
     if differences:
         log.info("continuing %s with changed settings:\n%s", directory, describe(differences))
-
-
-def _cut_lines(path: Path, step: int) -> None:
-    if not path.exists():
-        return
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-    kept = []
-    for number, line in enumerate(lines, start=1):
-        line_step = _step_of(line)
-        if line_step is None:
-            log.warning("line %d of %s is torn and dropped", number, path)
-        elif line_step <= step:
-            kept.append(line)
-    if kept != lines:
-        write_durably(path, "".join(kept))
-
-
-def _step_of(line: str) -> int | None:
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    is_whole = line.endswith("\n") and isinstance(row, dict) and isinstance(row.get("step"), int)
-    return row["step"] if is_whole else None

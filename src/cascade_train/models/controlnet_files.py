@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from cascade_train.errors import ConfigError
 from cascade_train.models.controlnet import ControlNetwork, ControlSpec
 from cascade_train.models.export import Exported, check_equal_tensors, checked_error, replaced_directory
+from cascade_train.models.tensor_file import write_tensors
 from cascade_train.models.weights_source import find_part, find_weight_files
 
 FORMAT = "cascade_train.controlnet/1"
@@ -146,7 +146,7 @@ def save_control(stored: StoredControl, directory: Path) -> Exported:
         "filter": json.dumps(stored.filter),
     }
     with replaced_directory(directory) as partial:
-        save_file({name: value.contiguous() for name, value in stored.state.items()}, partial / FILE_NAME, header)
+        write_tensors(partial / FILE_NAME, stored.state, header)
         found = read_control(str(partial / FILE_NAME), key="export")
         check_equal_tensors(stored.state, found.state, directory)
         error = checked_error(_fixed_output(stored), _fixed_output(found), torch.float32, directory)

@@ -15,7 +15,6 @@ from pathlib import Path
 from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
@@ -23,6 +22,7 @@ from cascade_train.models.lora import ADAPTER, LoraSpec, attach_adapters, lora_s
 from cascade_train.models.lora_files_content import StoredLora, TrainedTokens
 from cascade_train.models.lora_files_keyed import Adapter, is_keyed, read_keyed, unify
 from cascade_train.models.lora_files_original import DEFAULT_FILTERS, is_original, read_original
+from cascade_train.models.tensor_file import write_tensors
 from cascade_train.models.weights import set_tensor
 from cascade_train.models.weights_keys import SIZES, Shape, compare_keys, recognise_adapter_size, recognise_size
 from cascade_train.models.weights_source import find_part
@@ -60,7 +60,7 @@ def write_single_file(path: Path, lora: StoredLora, metadata: Mapping[str, str])
     if lora.tokens is not None:
         tensors["token_rows"] = lora.tokens.rows
         header |= _token_header(lora.tokens)
-    save_file({name: value.contiguous() for name, value in tensors.items()}, path, metadata=header)
+    write_tensors(path, tensors, header)
 
 
 def write_peft_folder(folder: Path, lora: StoredLora) -> None:
@@ -74,22 +74,21 @@ def write_peft_folder(folder: Path, lora: StoredLora) -> None:
         (folder / TEXT_ENCODER).mkdir()
         _write_adapter(folder / TEXT_ENCODER, lora.text_encoder, lora.spec)
     if lora.tokens is not None:
-        rows = {"token_rows": lora.tokens.rows.contiguous()}
-        save_file(rows, folder / TOKENS_FILE, metadata=_token_header(lora.tokens))
+        write_tensors(folder / TOKENS_FILE, {"token_rows": lora.tokens.rows}, _token_header(lora.tokens))
 
 
 def _write_adapter(folder: Path, state: Mapping[str, Tensor], spec: LoraSpec) -> None:
     config = LoraConfig(
         r=spec.rank,
         lora_alpha=spec.alpha,
-        target_modules=list(_modules(state)),
         use_dora=spec.dora,
         inference_mode=True,
     )
+    config.target_modules = list(_modules(state))  # peft makes a set of it, whose order differs between processes
     config.save_pretrained(str(folder))
     short = {name.replace(f"{_MAGNITUDE}.weight", _MAGNITUDE): value for name, value in state.items()}
-    tensors = {f"{_PEFT_PREFIX}{name}": value.contiguous() for name, value in short.items()}
-    save_file(tensors, folder / ADAPTER_FILE, metadata={"format": "pt"})
+    tensors = {f"{_PEFT_PREFIX}{name}": value for name, value in short.items()}
+    write_tensors(folder / ADAPTER_FILE, tensors, {"format": "pt"})
 
 
 def _token_header(tokens: TrainedTokens) -> dict[str, str]:

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from cascade_train.errors import ConfigError
 from cascade_train.models.lora import LoraSpec
 from cascade_train.models.lora_files_content import StoredLora
+from cascade_train.models.tensor_file import write_tensors
 
 PREFIXES = {"comfyui": ("lora_prior_unet_", "lora_prior_te_"), "kohya": ("lora_unet_", "lora_te_")}
 """Format -> prefixes of the network's and of the text encoder's modules."""
@@ -84,7 +84,7 @@ def write_keyed(path: Path, lora: StoredLora, metadata: Mapping[str, str], *, st
             magnitude = state.get(f"{name}.lora_magnitude_vector.weight")
             if magnitude is not None:
                 tensors[f"{stem}.dora_scale"] = magnitude.reshape(-1, *[1] * (up.ndim - 1)).contiguous()
-    save_file(tensors, path, metadata={**metadata, **_header(lora.spec)})
+    write_tensors(path, tensors, {**metadata, **_header(lora.spec)})
 
 
 def _header(spec: LoraSpec) -> dict[str, str]:
@@ -104,7 +104,7 @@ def write_token_files(folder: Path, lora: StoredLora) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for string, row in zip(lora.tokens.strings, lora.tokens.rows, strict=True):
         safe = re.sub(r"[^\w-]+", "", string.removesuffix("</w>")) or "token"
-        save_file({"clip_g": row[None].contiguous()}, folder / f"{safe}.safetensors", metadata={"token": string})
+        write_tensors(folder / f"{safe}.safetensors", {"clip_g": row[None]}, {"token": string})
 
 
 def is_keyed(names: Iterable[str]) -> bool:

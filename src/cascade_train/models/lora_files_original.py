@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from cascade_train.errors import ConfigError
 from cascade_train.models.lora import LoraSpec
 from cascade_train.models.lora_files_content import StoredLora, TrainedTokens
+from cascade_train.models.tensor_file import write_tensors
 from cascade_train.models.weights_keys import Shape
 
 log = logging.getLogger(__name__)
@@ -186,7 +186,7 @@ def write_original(path: Path, lora: StoredLora, modules: Mapping[str, Shape], m
         tensors["embeddings.embeddings"] = lora.tokens.rows.contiguous()
         tensors["embeddings.indices"] = torch.tensor(lora.tokens.ids)
         header["tokens"] = json.dumps(lora.tokens.strings)
-    save_file(tensors, path, metadata={**metadata, **header, "base_size": lora.spec.base_size or ""})
+    write_tensors(path, tensors, {**metadata, **header, "base_size": lora.spec.base_size or ""})
 
 
 def _check_expressible(lora: StoredLora, modules: Mapping[str, Shape]) -> None:

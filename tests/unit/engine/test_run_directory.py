@@ -377,6 +377,40 @@ def test_metrics_are_cut_to_a_step_and_torn_lines_dropped(directory, caplog):
     assert run.metrics_path.read_text() == ""
 
 
+@pytest.mark.parametrize(
+    ("kept", "missing"),
+    [
+        ([], "4 steps (1 to 4)"),
+        ([3, 4], "2 steps (1 to 2)"),
+        ([1, 2], "2 steps (3 to 4)"),
+        ([1, 4], "2 steps (2 to 3)"),
+    ],
+)
+def test_metrics_that_were_lost_between_starts_are_reported(directory, caplog, kept, missing):
+    run = claim(directory, config=CONFIG, resume="auto")
+    save(directory, 4)
+    run.metrics_path.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1, 7)))
+    claim(directory, config=CONFIG, resume="auto")
+    assert "lacks" not in caplog.text
+    run.metrics_path.write_text("".join(json.dumps({"step": step}) + "\n" for step in kept))
+    claim(directory, config=CONFIG, resume="auto")
+    assert f"metrics.jsonl lacks the lines of {missing}" in caplog.text
+
+
+def test_a_run_that_began_elsewhere_lacks_no_metrics_of_before(tmp_path, directory, caplog):
+    claim(tmp_path / "first", config=CONFIG, resume="auto")
+    origin = str(save(tmp_path / "first", 4))
+    run = claim(directory, config=changed(run__resume=origin), resume=origin)
+    save(directory, 6)
+    run.metrics_path.write_text('{"step": 5}\n{"step": 6}\n')
+    for _ in range(2):  # also once run.resume=auto is what was saved last
+        claim(directory, config=CONFIG, resume="auto")
+    assert "lacks" not in caplog.text
+    run.metrics_path.unlink()
+    claim(directory, config=CONFIG, resume="auto")
+    assert "metrics.jsonl lacks the lines of 1 steps (6 to 6)" in caplog.text
+
+
 @pytest.mark.parametrize("torn", ['{"step": 2}', "\0\0\0\n", "[2]\n", '{"loss": 1.0}\n', '{"step": null}\n'])
 def test_every_kind_of_torn_line_is_dropped(directory, torn):
     run = claim(directory, config=CONFIG, resume="auto")

@@ -126,10 +126,10 @@ def test_what_is_no_control_network_is_refused(make: Callable[[Path], str], mess
 
 
 def test_a_file_that_reads_back_differently_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def spoil(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+    def spoil(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
         save_file({name: value + 1 for name, value in tensors.items()}, path, metadata)
 
-    monkeypatch.setattr(controlnet_files, "save_file", spoil)
+    monkeypatch.setattr(controlnet_files, "write_tensors", spoil)
     with pytest.raises(RunError, match="reads back differently"):
         save_control(stored(), tmp_path / "controlnet")
     assert not (tmp_path / "controlnet").exists()

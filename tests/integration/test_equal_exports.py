@@ -1,0 +1,53 @@
+"""Equal runs leave equal files, whatever order a process gives its sets and hashes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.integration.runs import SMALL
+
+RUNS = {
+    "lora": ("task=lora", "task.train_tokens=[['[star]','star']]", "task.text_encoder_filters=[.self_attn]"),
+    "control": ("task=controlnet", "filter@task.filter=canny", "task.bottleneck=small"),
+    "prior": ("task=finetune",),
+    "decoder": ("task=reconstruction", "model=b_tiny"),
+    "codec": ("task=reconstruction", "model=a_tiny"),
+}
+SCRIPT = f"""
+import sys
+from cascade_train.__main__ import launch
+from cascade_train.export import ExportArgs, export
+
+for name, arguments in {RUNS!r}.items():
+    if launch([*{SMALL!r}, "train.max_steps=1", *arguments, f"run.dir={{name}}"]) != 0:
+        sys.exit(name)
+export(ExportArgs(source="lora", format=["single", "comfyui", "kohya"], out="converted/lora"))
+export(ExportArgs(source="prior", format="original", out="converted/prior"))
+export(ExportArgs(source="prior", format="combined", decoder="decoder", out="converted/whole"))
+"""
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    paths = [path for part in ("*/export", "converted") for path in folder.glob(f"{part}/**/*") if path.is_file()]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+
+
+def test_exports_of_equal_runs_are_equal_byte_by_byte(tmp_path: Path) -> None:
+    found = []
+    for seed in ("1", "2"):
+        folder = tmp_path / seed
+        folder.mkdir()
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT], cwd=folder, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        found.append(files(folder))
+    one, two = found
+    assert one.keys() == two.keys()
+    assert {"lora/export/lora/adapter_config.json", "converted/lora/lora.kohya.safetensors"} <= one.keys()
+    assert len(one) > 30
+    assert [name for name in one if one[name] != two[name]] == []
