@@ -12,8 +12,8 @@ from tests.integration.runs import SMALL
 RUNS = {
     "lora": ("task=lora", "task.train_tokens=[['[star]','star']]", "task.text_encoder_filters=[.self_attn]"),
     "control": ("task=controlnet", "filter@task.filter=canny", "task.bottleneck=small"),
-    "prior": ("task=finetune",),
-    "decoder": ("task=reconstruction", "model=b_tiny"),
+    "prior": ("task=finetune", "objective=gdf"),
+    "decoder": ("task=reconstruction", "model=b_tiny", "objective=gdf"),
     "codec": ("task=reconstruction", "model=a_tiny"),
 }
 SCRIPT = f"""

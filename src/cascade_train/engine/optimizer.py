@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -13,10 +15,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim import Optimizer
 
+from cascade_train.distributed.parallelize import like, local
 from cascade_train.errors import ConfigError
 
 NO_DECAY_SUFFIXES = (".gamma", ".beta", ".lora_magnitude_vector.weight")
 """Parameters with two or more dimensions that are still scales or shifts (the response norm's)."""
+
+
+REFUSED = {
+    torch.optim.LBFGS: "it computes the loss several times in a step, and each step here sees its batch once",
+    torch.optim.SparseAdam: "it takes sparse gradients, and all gradients here are dense",
+}
+"""Algorithms of torch that cannot train here, and why."""
 
 
 class OptimizerSpec:
@@ -41,8 +51,19 @@ class OptimizerSpec:
             decay: "matrices" and kernels alone, not norms, biases, response norms and tokens; "all" as in the original.
 
         Raises:
-            ValueError: a value out of its range.
+            ValueError: a value out of its range, an algorithm that cannot train here, or one without weight decay.
         """
+        made = getattr(algorithm, "func", algorithm)
+        if made in REFUSED:
+            raise ValueError(
+                f"optimizer.algorithm={made.__name__} cannot train here: {REFUSED[made]}. Choose another, such as "
+                "torch.optim.AdamW."
+            )
+        if weight_decay > 0 and not _takes_weight_decay(made):
+            raise ValueError(
+                f"optimizer.weight_decay={weight_decay} has no effect: {made.__name__} has no weight decay. Set "
+                "optimizer.weight_decay=0."
+            )
         if lr <= 0:
             raise ValueError(f"optimizer.lr={lr} must be positive.")
         if weight_decay < 0:
@@ -63,7 +84,7 @@ class OptimizerSpec:
         """Return the algorithm over two groups, with and without weight decay; empty groups are left out. Collective.
 
         Raises:
-            ConfigError: the algorithm refuses these parameters, or cannot work on sharded ones.
+            ConfigError: the algorithm refuses these parameters, or cannot work on weights that ranks have parts of.
         """
         decayed = [p for name, p in parameters.items() if self.decay_all or decays(name, p)]
         kept = [p for name, p in parameters.items() if not (self.decay_all or decays(name, p))]
@@ -71,29 +92,83 @@ class OptimizerSpec:
             {"params": decayed, "weight_decay": self.weight_decay},
             {"params": kept, "weight_decay": 0.0},
         ]
+        name = getattr(getattr(self.algorithm, "func", self.algorithm), "__name__", self.algorithm)
         try:
             optimizer = self.algorithm([g for g in groups if g["params"]], lr=self.base_lr(global_batch_size))
-            self._try_on_shards(next((p.device_mesh for p in parameters.values() if isinstance(p, DTensor)), None))
         except ValueError as error:
-            name = getattr(getattr(self.algorithm, "func", self.algorithm), "__name__", self.algorithm)
             raise ConfigError(
                 f"optimizer.algorithm={name} cannot train these weights: {str(error).splitlines()[0]} Remedy: another "
                 "algorithm, such as torch.optim.AdamW; or this one without fused, where it was given"
             ) from error
-        return optimizer
+        mesh = next((p.device_mesh for p in parameters.values() if isinstance(p, DTensor)), None)
+        if mesh is None or self._works_on(mesh):
+            return optimizer
+        if mesh.size(-1) > 1:
+            raise ConfigError(
+                f"optimizer.algorithm={name} cannot train these weights: it needs each of them whole, and here they are"
+                f" sharded over {mesh.size(-1)} ranks. Remedy: parallel=ddp, where they fit a device; another "
+                "algorithm, such as torch.optim.AdamW; or this one without fused, where it was given"
+            )
+        return stepping_locally(optimizer)
 
-    def _try_on_shards(self, mesh: DeviceMesh | None) -> None:
-        """Take a step with a matrix of two rows a rank, so that what cannot work is found before the first batch."""
-        if mesh is None:
-            return
+    def _works_on(self, mesh: DeviceMesh) -> bool:
+        """Return whether a step works with a matrix of two rows a rank, so that it is known before the first batch."""
         placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
-        values = torch.ones(2 * mesh.size(mesh.ndim - 1), 2, device=mesh.device_type)
+        values = torch.ones(2 * mesh.size(-1), 2, device=mesh.device_type)
         weight = nn.Parameter(distribute_tensor(values, mesh, placements))
         weight.grad = torch.zeros_like(weight)
         try:
             self.algorithm([weight], lr=self.lr).step()
-        except RuntimeError as error:
-            raise ValueError(f"it does not work on sharded weights ({str(error).splitlines()[0]}).") from error
+        except RuntimeError:
+            return False
+        return True
+
+
+def _takes_weight_decay(algorithm: Callable[..., Optimizer]) -> bool:
+    parameters = inspect.signature(algorithm).parameters
+    return "weight_decay" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def stepping_locally(optimizer: Optimizer) -> Optimizer:
+    """Let an optimizer that does not know DTensor update the tensors behind its weights, which are whole. In place."""
+    step = optimizer.step
+
+    def local_step(closure: None = None) -> None:
+        with _local_tensors(optimizer):
+            step()
+
+    optimizer.step = local_step  # type: ignore[method-assign, assignment]
+    return optimizer
+
+
+@contextmanager
+def _local_tensors(optimizer: Optimizer) -> Iterator[None]:
+    """Put this rank's own tensors in the place of an optimizer's weights, gradients and state for the block."""
+    weights = [p for group in optimizer.param_groups for p in group["params"]]
+    twins = [nn.Parameter(local(p.detach())) for p in weights]
+    for weight, twin in zip(weights, twins, strict=True):
+        twin.grad = None if weight.grad is None else local(weight.grad)
+    _rekey(optimizer, weights, twins, lambda _, value: local(value))
+    try:
+        yield
+    finally:
+        _rekey(optimizer, twins, weights, lambda p, value: like(p, value) if value.shape == p.shape else value)
+
+
+def _rekey(
+    optimizer: Optimizer,
+    old: Sequence[nn.Parameter],
+    new: Sequence[nn.Parameter],
+    convert: Callable[[nn.Parameter, Tensor], Tensor],
+) -> None:
+    """Let an optimizer hold other parameters in the place of its own, its state converted."""
+    place = dict(zip(old, new, strict=True))
+    for group in optimizer.param_groups:
+        group["params"] = [place[p] for p in group["params"]]
+    states = [(place[p], state) for p, state in optimizer.state.items()]
+    optimizer.state = defaultdict(dict)
+    for p, state in states:
+        optimizer.state[p] = {k: convert(p, v) if isinstance(v, Tensor) else v for k, v in state.items()}
 
 
 def decays(name: str, parameter: nn.Parameter) -> bool:
@@ -108,18 +183,15 @@ def settings(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def fill_state(module: nn.Module, optimizer: Optimizer) -> None:
-    """Give an optimizer that has taken no step its state, as zeros. Collective.
+    """Give an optimizer that has taken no step a state of the right form for checkpoints. Collective.
 
-    Else the first checkpoint would do so and count it as a step, and so change what a phase that begins later does.
+    Its values are those of an empty step: who takes the first real one clears them.
 
     Args:
         module: holds the optimizer's parameters.
         optimizer: without state.
     """
     get_optimizer_state_dict(module, optimizer, options=StateDictOptions(ignore_frozen_params=True))
-    for state in optimizer.state.values():
-        if isinstance(state.get("step"), Tensor):
-            state["step"].zero_()
 
 
 def can_withhold(optimizer: Optimizer) -> bool:

@@ -97,6 +97,8 @@ class BoundPhase:
         if self.can_withhold:
             device = next(iter(self.parameters.values())).device  # the host where weights are offloaded
             self.optimizer.found_inf = withheld.to(device)  # type: ignore[attr-defined]
+        if step == self.phase.start_step and step > 1:
+            self.optimizer.state.clear()  # what `fill_state` put there for the checkpoints before
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if self.ema is not None:

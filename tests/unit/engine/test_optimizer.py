@@ -1,15 +1,23 @@
 """What decays, how the rate scales, and that an update can be withheld."""
 
+import inspect
 from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from cascade_train.distributed.process_group import build_mesh
-from cascade_train.engine.optimizer import OptimizerSpec, can_withhold, settings
+from cascade_train.engine.checkpoint import CheckpointStore
+from cascade_train.engine.lr_schedule import ConstantSchedule
+from cascade_train.engine.optimizer import REFUSED, OptimizerSpec, can_withhold, settings
+from cascade_train.engine.phase import BoundPhase, trainable_parameters
 from cascade_train.errors import ConfigError
+from cascade_train.tasks.base import Phase
 
 
 def spec(**changes):
@@ -76,12 +84,89 @@ def test_an_algorithm_that_refuses_these_weights_is_a_mistake_of_the_configurati
         spec(algorithm=torch.optim.Muon).build(parameters(), 1)
 
 
+ALGORITHMS = [
+    getattr(torch.optim, name)
+    for name in sorted(vars(torch.optim))
+    if inspect.isclass(getattr(torch.optim, name)) and issubclass(getattr(torch.optim, name), torch.optim.Optimizer)
+    if getattr(torch.optim, name) is not torch.optim.Optimizer
+]
+DENSE = [*(each for each in ALGORITHMS if each not in REFUSED), partial(torch.optim.SGD, fused=True)]
+
+
+def test_every_optimizer_of_torch_is_known():
+    assert len(ALGORITHMS) >= 15
+    assert {each.__name__ for each in REFUSED} == {"LBFGS", "SparseAdam"}
+
+
+@pytest.mark.parametrize("algorithm", REFUSED)
+def test_an_algorithm_that_cannot_train_here_is_refused_with_the_reason(algorithm):
+    with pytest.raises(ValueError, match=rf"optimizer.algorithm={algorithm.__name__} cannot train here: it .* Choose"):
+        spec(algorithm=partial(algorithm))
+
+
+def test_weight_decay_that_does_nothing_is_refused():
+    with pytest.raises(ValueError, match="optimizer.weight_decay=0.1 has no effect: Rprop has no weight decay. Set"):
+        spec(algorithm=torch.optim.Rprop)
+
+
+def matrices(mesh):
+    """Return a phase's module of matrices alone, which every algorithm takes, whole on this rank."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(8, 3, bias=False))
+    fully_shard(network, mesh=mesh)
+    return network
+
+
+def bound(algorithm, mesh, start_step=1):
+    network = matrices(mesh)
+    phase = Phase(name="main", modules={"n": network}, units={"n": []}, loss=network, start_step=start_step)
+    decay = 0.0 if algorithm is torch.optim.Rprop else 0.1
+    optimizer = spec(algorithm=algorithm, weight_decay=decay).build(trainable_parameters(phase), 1)
+    constant = ConstantSchedule(warmup_steps=0)
+    return BoundPhase(phase, optimizer=optimizer, base_lr=1e-2, lr_schedule=constant, ema=None, max_grad_norm=1.0)
+
+
+def train(phase, steps):
+    for step in steps:
+        inputs = torch.randn(5, 4, generator=torch.Generator().manual_seed(step))
+        phase.phase.loss(inputs).square().sum().backward()
+        phase.clip()
+        phase.update(step, 10, torch.tensor(0.0))
+    return [p.detach().full_tensor().clone() for p in phase.parameters.values()]
+
+
+@pytest.mark.parametrize("start_step", [1, 3])
+@pytest.mark.parametrize("algorithm", DENSE)
+def test_every_dense_optimizer_of_torch_trains_and_resumes_bitwise(world, tmp_path, algorithm, start_step):
+    mesh = build_mesh(world, (1, 1))
+    whole = bound(algorithm, mesh, start_step)
+    before = [p.detach().full_tensor().clone() for p in whole.parameters.values()]
+    store = CheckpointStore(tmp_path)
+    first = train(whole, range(start_step, 3))
+    path = store.save(2, whole.state_dict(), {})
+    last = train(whole, range(3, 6))
+    assert all(not torch.equal(a, b) and b.isfinite().all() for a, b in zip(before, last, strict=True))
+    resumed = bound(algorithm, mesh, start_step)
+    state = resumed.state_dict()
+    store.load(path, state)
+    resumed.load_state_dict(state)
+    at_two = [p.detach().full_tensor() for p in resumed.parameters.values()]
+    assert all(torch.equal(a, b) for a, b in zip(first, at_two, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(last, train(resumed, range(3, 6)), strict=True))
+    if start_step == 3:  # a phase that begins later does what it would do from the start
+        fresh = bound(algorithm, mesh)
+        assert all(torch.equal(a, b) for a, b in zip(last, train(fresh, range(3, 6)), strict=True))
+
+
 @pytest.mark.parametrize("algorithm", [torch.optim.Adafactor, torch.optim.Rprop, partial(torch.optim.SGD, fused=True)])
-def test_an_algorithm_that_cannot_work_on_shards_is_refused_before_the_first_batch(world, algorithm):
-    layer = nn.Linear(4, 4)
-    fully_shard(layer, mesh=build_mesh(world, (1, 1)))
-    with pytest.raises(ConfigError, match=r"optimizer.algorithm=\w+ cannot train these weights: .* sharded"):
-        spec(algorithm=algorithm).build(dict(layer.named_parameters()), 1)
+def test_what_cannot_work_on_parts_of_weights_is_refused_before_the_first_batch(algorithm):
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        network = matrices(init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard")))
+        with pytest.raises(ConfigError, match=r"optimizer.algorithm=\w+ cannot train .* sharded over 2 ranks. Remedy"):
+            spec(algorithm=algorithm, weight_decay=0.0).build(dict(network.named_parameters()), 1)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_settings_are_what_the_constructor_takes_not_what_an_optimizer_keeps():
