@@ -32,6 +32,7 @@ from cascade_train.cache_identity import (
 from cascade_train.config.plain import to_plain
 from cascade_train.data.cache_manifest import Manifest, write_manifest
 from cascade_train.data.cache_units import CachedSample, is_whole, load_table, write_unit
+from cascade_train.data.cached import Cached
 from cascade_train.data.data_set import Rows, open_data_set
 from cascade_train.data.index import Index
 from cascade_train.data.plan import Step
@@ -72,6 +73,8 @@ def make_cache(cfg: DictConfig, options: CacheOptions) -> str:
     """
     parts, source = build_parts(cfg), build_component(cfg, "data")
     stage, task = parts.stage, parts.task
+    if isinstance(source, Cached):
+        raise ConfigError(f"data.path={source.path} is a cache already. Name the data that it was made of.")
     refuse_random(stage, task, source, captions=options.captions)
     data = open_data_set(source, share=None, held_out=None, transform=task.sample_transform()).training
     if not data.index.rows_are_samples:

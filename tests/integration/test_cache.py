@@ -241,6 +241,14 @@ def test_what_cannot_be_cached_is_refused_with_the_reason(tmp_path, capfd, argum
     assert not Path(tmp_path / "cache").exists()
 
 
+def test_a_cache_is_no_part_of_other_data(cached, tmp_path, capfd):
+    again = ("task=finetune", *MODEL, "data=cached", f"data.path={cached}", f"out={tmp_path / 'again'}")
+    assert "is a cache already. Name the data that it was made of" in refused(capfd, *again)
+    mixed = ("data=mixture", "+data@data.sources.a=cached", f"data.sources.a.path={cached}")
+    message = refused(capfd, *SMALL, "task=finetune", *mixed, launch=launch)
+    assert "data.sources.a: a cache cannot be joined with other data" in message
+
+
 def test_help_names_its_own_arguments_and_where_the_others_are(capfd):
     assert cache.launch(["--help"]) == 0
     told = capfd.readouterr().out

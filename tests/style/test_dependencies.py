@@ -73,6 +73,11 @@ def test_what_is_imported_on_demand_is_an_extra(package: str) -> None:
     assert brought_by & names(project()["optional-dependencies"][EXTRAS[package]])
 
 
+def test_an_extra_brings_what_is_used() -> None:
+    plugins = {"slurm"}  # hydra finds its launcher by itself
+    assert project()["optional-dependencies"].keys() == {*EXTRAS.values(), *plugins, "dev"}
+
+
 def test_every_dependency_is_imported() -> None:
     distributions = {normal(d) for package in imported() for d in packages_distributions().get(package, [])}
     assert names(project()["dependencies"]) <= distributions

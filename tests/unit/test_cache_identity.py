@@ -4,10 +4,12 @@ import pytest
 
 from cascade_train.cache_identity import (
     content,
+    data_identity,
     encoder_identity,
     first_difference,
     refuse_reconstruction,
     refuse_trained,
+    task_identity,
 )
 from cascade_train.errors import ConfigError
 from tests.unit.models.stages import make_stage, model_config
@@ -50,6 +52,44 @@ def test_a_cache_of_an_earlier_version_was_made_with_antialiasing():
     key = "model.image_encoder.antialias"
     assert first_difference({key: True}, {}) is None
     assert first_difference({key: False}, {}) == f"{key}=False, where the cache has True"
+
+
+def test_a_filter_counts_by_its_arguments_and_the_content_of_its_files(tmp_path):
+    for name, text in (("a.pth", b"1"), ("b.pth", b"1"), ("c.pth", b"2")):
+        (tmp_path / name).write_bytes(text)
+
+    def identity(weights, **changed):
+        target = "cascade_train.filters.sketch.SketchFilter"
+        node = {"_target_": target, "weights": str(tmp_path / weights), "resize": None, **changed}
+        return task_identity({"task": {"_target_": "x.Y", "filter": node, "bottleneck": "small"}})
+
+    assert first_difference(identity("a.pth"), identity("b.pth")) is None
+    assert "task.filter=" in first_difference(identity("a.pth"), identity("c.pth"))
+    assert "task.filter=" in first_difference(identity("a.pth", resize=512), identity("a.pth"))
+    named = identity("a.pth")
+    named["task.filter"]["weights"] = str(tmp_path / "a.pth")  # as earlier versions wrote it
+    assert first_difference(identity("a.pth"), named) is None
+
+
+def test_data_count_by_every_option_that_makes_a_sample(tmp_path):
+    (tmp_path / "classes.json").write_text("{}")
+    node = {
+        "_target_": "cascade_train.data.classification.ClassFolders",
+        "path": "pictures",
+        "idx_to_prompt": str(tmp_path / "classes.json"),
+        "num_workers": 4,
+        "shuffle_window_shards": 2,
+        "crop": "center",
+        "captions": {"_target_": "cascade_train.data.captions.Captions", "key": "prompts"},
+    }
+    assert data_identity({"data": {"_target_": "x.Y", "sources": {"mine": node}}}) == {
+        "data._target_": "x.Y",
+        "data.sources.mine._target_": node["_target_"],
+        "data.sources.mine.idx_to_prompt": content(str(tmp_path / "classes.json"), None),
+        "data.sources.mine.crop": "center",
+        "data.sources.mine.captions._target_": "cascade_train.data.captions.Captions",
+        "data.sources.mine.captions.key": "prompts",
+    }
 
 
 def test_parts_that_train_are_refused_by_name():

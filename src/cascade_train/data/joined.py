@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from cascade_train.data.cached import Cached
 from cascade_train.data.captions import Captions
 from cascade_train.data.index import ROW_FIELDS, Index
 from cascade_train.data.sample import RawSample
@@ -135,12 +136,17 @@ def check_parts(whole: Source, parts: Mapping[str, Source]) -> None:
         parts: the others by their keys.
 
     Raises:
-        ValueError: captions of the whole, or parts with pictures of another size.
+        ValueError: captions of the whole, or parts that are caches or have pictures of another size.
     """
     if not whole.captions.changes_nothing:
         keys = ", ".join(f"data.{key}.captions" for key in parts)
         raise ValueError(f"data.captions belongs to each of the joined sources here: set {keys}")
     for key, part in parts.items():
+        if isinstance(part, Cached):
+            raise ValueError(
+                f"data.{key}: a cache cannot be joined with other data, since it holds no pictures. Join the data that "
+                "it was made of, and make a cache of the whole."
+            )
         if part.image_size != whole.image_size:
             raise ValueError(
                 f"data.{key}.image_size={part.image_size} differs from data.image_size={whole.image_size}: "

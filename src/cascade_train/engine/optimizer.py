@@ -96,9 +96,10 @@ class OptimizerSpec:
         try:
             optimizer = self.algorithm([g for g in groups if g["params"]], lr=self.base_lr(global_batch_size))
         except ValueError as error:
+            reason = str(error).splitlines()[0].rstrip(".")
             raise ConfigError(
-                f"optimizer.algorithm={name} cannot train these weights: {str(error).splitlines()[0]} Remedy: another "
-                "algorithm, such as torch.optim.AdamW; or this one without fused, where it was given"
+                f"optimizer.algorithm={name} cannot train these weights: {reason}. Remedy: another algorithm,"
+                " such as torch.optim.AdamW; or this one without fused, where it was given"
             ) from error
         mesh = next((p.device_mesh for p in parameters.values() if isinstance(p, DTensor)), None)
         if mesh is None or self._works_on(mesh):
