@@ -56,7 +56,7 @@ def task_identity(cfg: Mapping[str, Any]) -> dict[str, Any]:
 
 def by_content(node: Mapping[str, Any], *, seeded: bool = False) -> dict[str, Any]:
     """Return a component's options, at any depth files by their content, or as null where values are seeded."""
-    found = {
+    found: dict[str, Any] = {
         key: by_content(value, seeded=seeded) if isinstance(value, Mapping) else value for key, value in node.items()
     }
     for key in [name for name, roles in declared_roles(node).items() if "File" in roles and name in node]:
@@ -167,7 +167,7 @@ def check_data(cfg: Mapping[str, Any], source: Cached) -> None:
         ConfigError: one is set to something else.
     """
     defaults = component_defaults(source)
-    held = defaults | source.manifest.identity
+    held = {**defaults, **source.manifest.identity}
     for key, own in data_identity(cfg).items():
         is_held = not key.endswith("_target_") and (source.manifest.captions or not key.startswith("data.captions"))
         if is_held and own != held.get(key) and not (key in defaults and own == defaults[key]):
@@ -179,7 +179,7 @@ def check_data(cfg: Mapping[str, Any], source: Cached) -> None:
 
 def component_defaults(source: Cached) -> dict[str, Any]:
     """Return the defaults of a source's options, nested ones included, by key."""
-    made = {
+    made: dict[str, Any] = {
         field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         for field in dataclasses.fields(source)
     }

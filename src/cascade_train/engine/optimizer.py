@@ -166,7 +166,7 @@ def _rekey(
     place = dict(zip(old, new, strict=True))
     for group in optimizer.param_groups:
         group["params"] = [place[p] for p in group["params"]]
-    states = [(place[p], state) for p, state in optimizer.state.items()]
+    states = [(new_p, optimizer.state[p]) for p, new_p in place.items() if p in optimizer.state]
     optimizer.state = defaultdict(dict)
     for p, state in states:
         optimizer.state[p] = {k: convert(p, v) if isinstance(v, Tensor) else v for k, v in state.items()}
