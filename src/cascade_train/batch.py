@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cascade_train.redaction import LONGEST_NAME, LONGEST_REASON, shortened
+
 SampleTransform = Callable[[np.ndarray, torch.Generator], Mapping[str, np.ndarray]]
 """Makes further arrays of a sample, by name, from its picture, (3, H, W) uint8 RGB as it enters the batch.
 
@@ -48,8 +50,8 @@ class Unreadable(NamedTuple):
     reason: str
 
     def __str__(self) -> str:
-        """Return both, for messages."""
-        return f"{self.name} ({self.reason})"
+        """Return both, for messages, shortened."""
+        return f"{shortened(self.name, LONGEST_NAME)} ({shortened(self.reason, LONGEST_REASON)})"
 
 
 @dataclass(frozen=True, kw_only=True)

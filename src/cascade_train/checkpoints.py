@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from cascade_train.config.explain import exit_code
 from cascade_train.config.groups import did_you_mean
 from cascade_train.config.verb import help_text, names_place, parse_verb
@@ -26,6 +24,7 @@ from cascade_train.engine.manifest import MANIFEST_NAME, Manifest, find_fault, r
 from cascade_train.engine.retention import BEST, Retention, best_value
 from cascade_train.engine.run_lock import RunLock
 from cascade_train.errors import ConfigError, RunError
+from cascade_train.untrusted import read_yaml
 
 USAGE = """python -m cascade_train.checkpoints ACTION RUN …
 
@@ -186,7 +185,10 @@ def _open(run: str) -> tuple[CheckpointFolder, Retention]:
     if not (directory / "checkpoints").is_dir():
         raise ConfigError(f"{run} is no run with checkpoints. Give the folder that holds `checkpoints/`.")
     config = directory / "config.yaml"
-    saved = yaml.safe_load(config.read_text(encoding="utf-8")) if config.is_file() else None
+    try:
+        saved = read_yaml(config.read_bytes()) if config.is_file() else None
+    except ValueError as error:
+        raise RunError(f"{config} is damaged: {error}. Restore it from a backup.") from error
     node = saved.get("checkpoint", {}) if isinstance(saved, dict) else {}
     known = {field.name for field in dataclasses.fields(Retention)}
     return CheckpointFolder(directory / "checkpoints"), Retention(**{k: v for k, v in node.items() if k in known})

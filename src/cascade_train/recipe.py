@@ -6,26 +6,30 @@ told by config/.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import MISSING, OmegaConf
 
 from cascade_train.config.explain import exit_code
 from cascade_train.config.recipe import Recipe
 from cascade_train.config.recipe_behaviour import check_behaviour
 from cascade_train.config.recipe_official import from_official, is_official
 from cascade_train.config.recipe_open_diffusion import from_open_diffusion, is_open_diffusion
+from cascade_train.config.saved import load_yaml
 from cascade_train.config.verb import names_place, parse_verb
 from cascade_train.data.row_filter import parse_row_filters
 from cascade_train.errors import ConfigError
+from cascade_train.redaction import printable
 
 MAX_BYTES = 1_000_000
+REFERENCE = re.compile(r"\$\{([\w.-]+)\}")
+MAX_REFERENCES, LONGEST = 20, 10_000
+"""How many interpolations are followed, one behind the other or within one text, and how long what they make may be."""
 
 
 @dataclass(kw_only=True)
@@ -66,10 +70,10 @@ def import_recipe(args: ImportArgs) -> int:
     command = f"python -m cascade_train --config-dir {out.absolute().parents[1]} experiment={out.stem}"
     out.parent.mkdir(parents=True, exist_ok=True)
     shown = f"python -m cascade_train --config-dir {out.parents[1]} experiment={out.stem}"
-    out.write_text(recipe.text(title=f"Imported from {Path(args.source).name}.", command=shown))
+    out.write_text(recipe.text(title=f"Imported from {printable(Path(args.source).name)}.", command=shown))
     print(f"Wrote {out}. Run it: {command}")
     for line in recipe.report():
-        print(f"  {line}")
+        print(f"  {printable(line)}")
     return 0
 
 
@@ -81,32 +85,43 @@ def read_source(path: Path) -> dict[str, Any]:
     """
     if not path.is_file() or path.stat().st_size > MAX_BYTES:
         raise ConfigError(f"{path} is no file of at most {MAX_BYTES} bytes. Name a training configuration.")
-    try:
-        source = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-        if isinstance(source, dict):
-            return resolved(source)
-    except (OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"{path} cannot be read as YAML: {str(error).splitlines()[0]}.") from error
+    source = OmegaConf.to_container(load_yaml(path), resolve=False)
+    if isinstance(source, dict):
+        return resolved(source)
     raise ConfigError(f"{path} holds no keys and values. Name a training configuration.")
 
 
 def resolved(source: dict[Any, Any]) -> dict[str, Any]:
-    """Return plain values, `???` where an interpolation leads to nothing. No resolver of the environment is run."""
-    cfg = OmegaConf.create(source)
+    """Return plain values, `???` where an interpolation leads to nothing, too far, or to more than one value.
 
-    def plain(node: Any, path: str) -> Any:
+    No resolver is run, and no few bytes become many: each reference is followed once, and what it brings is bounded.
+    """
+    found: dict[str, Any] = {}
+
+    def referred(key: str, depth: int) -> Any:
+        if key not in found:
+            found[key] = MISSING  # what leads to itself leads to nothing
+            value: Any = source
+            for name in key.split("."):
+                value = value.get(name, MISSING) if isinstance(value, dict) else MISSING
+            found[key] = MISSING if isinstance(value, dict | list) else plain(value, depth + 1)
+        return found[key]
+
+    def plain(node: Any, depth: int = 0) -> Any:
         if isinstance(node, dict):
-            return {str(key): plain(value, f"{path}.{key}" if path else str(key)) for key, value in node.items()}
+            return {str(key): plain(value) for key, value in node.items()}
         if not isinstance(node, str) or "${" not in node:
             return node
-        if ":" in node:
-            return "???"
-        try:
-            return OmegaConf.select(cfg, path, default="???")
-        except OmegaConfBaseException:
-            return "???"
+        if depth > MAX_REFERENCES or node.count("${") > MAX_REFERENCES:
+            return MISSING
+        values = {each[1]: referred(each[1], depth) for each in REFERENCE.finditer(node)}
+        whole = REFERENCE.fullmatch(node)
+        if whole is not None:
+            return values[whole[1]]
+        text = REFERENCE.sub(lambda each: str(values[each[1]])[: LONGEST + 1], node)
+        return MISSING if "${" in text or MISSING in values.values() or len(text) > LONGEST else text
 
-    return {str(key): plain(value, str(key)) for key, value in source.items()}
+    return {str(key): plain(value) for key, value in source.items()}
 
 
 def translate(source: dict[str, Any], args: ImportArgs) -> Recipe:
@@ -115,13 +130,22 @@ def translate(source: dict[str, Any], args: ImportArgs) -> Recipe:
     Raises:
         ConfigError: it is of no known trainer, or one of its row filters is refused.
     """
-    if is_official(source):
-        recipe = from_official(source, ranks=args.ranks, behaviour=args.behaviour or "original")
-    elif is_open_diffusion(source) and args.behaviour == "original":
-        raise ConfigError("behaviour=original is for files of Stable Cascade; open-diffusion trains another network.")
-    elif is_open_diffusion(source):
-        recipe = from_open_diffusion(source, ranks=args.ranks, model=args.model)
-    else:
+    try:
+        if is_official(source):
+            recipe = from_official(source, ranks=args.ranks, behaviour=args.behaviour or "original")
+        elif is_open_diffusion(source) and args.behaviour == "original":
+            raise ConfigError(
+                "behaviour=original is for files of Stable Cascade; open-diffusion trains another network."
+            )
+        elif is_open_diffusion(source):
+            recipe = from_open_diffusion(source, ranks=args.ranks, model=args.model)
+        else:
+            recipe = None
+    except ConfigError:
+        raise
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(f"{args.source} holds a value of another type than its trainer reads: {error}.") from error
+    if recipe is None:
         raise ConfigError(
             f"{args.source} is neither a training file of Stable Cascade (experiment_id, model_version) nor one of"
             " open-diffusion (system, experiment, dataset)."

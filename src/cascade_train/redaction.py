@@ -2,59 +2,117 @@
 
 Every writer of a file, a log line or a tracker asks here, so that there is one answer. Two configurations that differ
 in a secret alone are the same after it: a secret says who may read, not what is read. A false alarm would make two
-different settings equal, so that each rule asks for a form that nothing else has.
+different settings equal, so that each rule asks for a form that nothing else has. Only of a `pipe:` command, whose
+options may hold a secret in any form, program and tars alone are shown.
+
+Texts come from outside: every rule takes time in proportion to the text, whatever is in it. A repeat that may fail
+after it matched is bounded, and a rule begins with a word of its own rather than with what may stand before that.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 HIDDEN = "<redacted>"
+LONGEST_LOGGED, LONGEST_NAME, LONGEST_REASON = 20_000, 200, 1000
+"""Characters of a log line, of a name from outside, and of what is wrong with it, before they are shortened."""
 
-_PASSWORD = r"(?:pass(?:word|wd|phrase)|secrets?|credentials?)"
-_KEY = (
-    r"(?:token|(?:api|access|secret|private|account|signing|auth)[_-]?key(?:[_-]?id)?|x-(?:amz|goog)-[a-z-]+|signature"
-    r"|sig|authorization)"
+_BEGINS = r"(?<![^\W_])"  # a word, or a part of a name behind _, . or -
+_PASSWORD = r"pass(?:word|wd|phrase)"
+_COMPOUND = (
+    rf"{_BEGINS}(?:access|account|api|app|auth|client|deploy|hf|hub|id|job|personal|private|refresh|secret|security"
+    r"|session|signing|wandb)[_-]?(?:key|token|secret)(?:[_-]?id)?"
 )
-_OPAQUE = r"(?=[^\s\"'&;,]{0,200}\d)[\w./+=~%:-]{12,}"
+_WORD = rf"{_BEGINS}(?:authorization|bearer|cookies?|credentials?|jwt|pwd|secrets?)"
+_SECRET = rf"(?=[abcdhijprsw])(?:{_PASSWORD}|{_COMPOUND}|{_WORD})"
+"""Names whose value is a secret, whatever it looks like."""
+
+_HEADER = r"(?<=[a-z0-9])-(?:auth|key|secret|session|token)"
+"""How headers of services end: `X-Vault-Token`."""
+
+_TOKEN = rf"{_BEGINS}(?:sig|signature|token)"
+"""Names whose value is a secret where it looks like one."""
+
+_OPAQUE = r"(?=[^\s\"'&;,\d]{0,40}\d)[\w./+=~%:-]{12,}"
 """What a token looks like: long, one word, with a digit. `pad_token: <pad>` and a token to train do not."""
 
-_PASSWORD_NAME = re.compile(rf"(?:.*[_.-])?{_PASSWORD}", re.IGNORECASE)
-_KEY_NAME = re.compile(rf"(?:.*[_.-])?{_KEY}", re.IGNORECASE)
-_OPAQUE_VALUE = re.compile(_OPAQUE)
-_PREFIX = r"(?:[\w.-]{0,40}[_.-])?"  # bounded: a text from outside must not cost the square of its length
-_ASSIGNED = r"(?:=|[\"']\s*:\s*)[\"']?"
+_QUOTE = r"\\?[\"']"
+_ASSIGNED = rf"(?:\s{{1,4}}=\s{{1,4}}|=|{_QUOTE}\s{{0,4}}:\s{{0,4}})"
+_COLON = rf"(?:{_QUOTE})?\s{{0,4}}:\s{{0,4}}"
+_VALUE = rf"(?:({_QUOTE})[^\"'\r\n]+|[^\s\"'&]+)"
+_WORD_VALUE = rf"(?:({_QUOTE})[^\"'\r\n]+|[^\s\"'-][^\s\"']*)"
+_OPTION = r"(?<!\S)--?(?:[\w.-]{0,30}[_.-])?"
 _SHORTEST_OF_ENVIRONMENT = 12
+_END_OF_NAME = 100
 
-_RULES: tuple[tuple[re.Pattern[str], str], ...] = (
+_SECRET_NAME = re.compile(rf"(?:{_SECRET}|{_HEADER})\Z", re.IGNORECASE)
+_TOKEN_NAME = re.compile(rf"{_TOKEN}\Z", re.IGNORECASE)
+_OPAQUE_VALUE = re.compile(_OPAQUE)
+_TAR = re.compile(r"\.(?:tar|tgz|tbz2|txz)(?![a-z])", re.IGNORECASE)
+_PIECES = re.compile(r"[\s=?#&|;'\"()`$\\]+")
+_PIPE = re.compile(r"([\"']|(?<=[\[,])|)pipe:(?=\S)", re.IGNORECASE)
+
+
+class Rule(NamedTuple):
+    """A form that secrets have.
+
+    Attributes:
+        words: one of them is in every text that the rule finds something in, in small letters.
+        pattern: finds the secret and what tells that it is one.
+        shown: what stands in the place of both.
+    """
+
+    words: tuple[str, ...]
+    pattern: re.Pattern[str]
+    shown: str
+
+
+def _rule(words: str, pattern: str, shown: str = HIDDEN) -> Rule:
+    return Rule(tuple(words.split()), re.compile(pattern, re.IGNORECASE | re.DOTALL), shown)
+
+
+_KEPT, _KEPT_QUOTE = rf"\1{HIDDEN}", rf"\1\2{HIDDEN}"
+_NAMED = "auth bearer cookie credential jwt key pass pwd secret session sig token"
+
+RULES = (
     # Forms that issuers chose so that they can be found.
-    (re.compile(r"\bhf_[A-Za-z0-9]{16,}"), HIDDEN),
-    (re.compile(r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b"), HIDDEN),
-    (re.compile(r"\b(?:gh[opsur]_|github_pat_|glpat-|xox[abprs]-|wandb_v\d+_)[\w-]{16,}"), HIDDEN),
-    (re.compile(r"\bsk-(?=[\w-]{0,200}\d)[\w-]{20,}"), HIDDEN),
-    (re.compile(r"\bAIza[\w-]{35}"), HIDDEN),
-    (re.compile(r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*"), HIDDEN),
-    (re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL), HIDDEN),
-    # What a url carries before its host and behind its question mark.
-    (re.compile(r"\b([a-z][a-z0-9+.-]{0,20}://)[^\s/?#\"']+@", re.IGNORECASE), rf"\1{HIDDEN}@"),
-    (
-        re.compile(r"([?&](?:x-(?:amz|goog)-[a-z-]+|awsaccesskeyid|expires|signature|sig)=)[^\s&\"']+", re.I),
-        rf"\1{HIDDEN}",
+    _rule("hf_", r"\b(?-i:hf_)[a-z0-9]{16,}"),
+    _rule("akia asia", r"\b(?-i:(?:AKIA|ASIA)[A-Z0-9]{16})\b"),
+    _rule(
+        "gho_ ghp_ ghs_ ghu_ ghr_ github_pat_ glpat- xox wandb_v",
+        r"\b(?-i:gh[opsur]_|github_pat_|glpat-|xox[abprs]-|wandb_v\d{1,3}_)[\w-]{16,}",
     ),
-    # What commands and headers carry.
-    (re.compile(r"(\bauthorization\s*:\s*)(?:[\w-]+\s+)?[^\s\"']+", re.IGNORECASE), rf"\1{HIDDEN}"),
-    (re.compile(r"(\bbearer\s+)(?=[\w.~+/=-]{0,200}\d)[\w.~+/=-]{12,}", re.IGNORECASE), rf"\1{HIDDEN}"),
-    (re.compile(r"((?<!\S)(?:-u|--user)[ =][\"']?)[^\s:\"'/]+:[^\s\"']+"), rf"\1{HIDDEN}"),
-    (re.compile(r"(\bwandb\s+login(?:\s+--\S+)*\s+)\w{20,}"), rf"\1{HIDDEN}"),
+    _rule("sk-", r"\b(?-i:sk-)(?=[\w-]{0,64}\d)[\w-]{20,}"),
+    _rule("aiza", r"\b(?-i:AIza)[\w-]{35}"),
+    _rule("eyj", r"(?<![\w-])(?-i:eyJ)[\w-]{8,}+\.[\w-]{8,}(?:\.[\w-]*)?"),
+    _rule("-----begin", r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----.*?(?:-----END [A-Z ]{0,40}PRIVATE KEY-----|\Z)"),
+    # What a url carries before its host and behind its question mark.
+    _rule("://", r"(://)[^\s/?#\"']+@", rf"{_KEPT}@"),
+    _rule(
+        "? &",
+        rf"([?&](?:[\w.-]{{0,40}}[_.-])?(?:{_SECRET}|{_TOKEN}|auth|awsaccesskeyid|expires|key|x-(?:amz|goog)-[a-z-]{{1,40}})"
+        r"=)[^\s&\"']+",
+        _KEPT,
+    ),
+    # What headers and commands carry.
+    _rule("authorization", r"(\bauthorization\s{0,4}:\s{0,4})(?:[\w-]{1,40}\s{1,4})?[^\s\"']+", _KEPT),
+    _rule("bearer", r"(\bbearer\s{1,4})(?=[\w.~+/=-]{0,64}\d)[\w.~+/=-]{12,}", _KEPT),
+    _rule("cookie", r"(\bcookie\s{0,4}:\s{0,4})(?=[^\s=;\"']{1,64}=)[^\"'\r\n]+", _KEPT),
+    _rule("-b", rf"((?<!\S)-b\s?)(?=[\\\"']{{0,2}}[^\s=;\"']{{1,64}}=){_VALUE}", _KEPT_QUOTE),
+    _rule("-u", rf"((?<!\S)-(?:u|-user|-proxy-user)[ =]{{0,2}}(?:{_QUOTE})?)[^\s:\"'/]{{1,200}}:[^\s\"']+", _KEPT),
+    _rule("sshpass", rf"(\bsshpass\s{{1,4}}(?:-[ev]\s{{1,4}}){{0,2}}-p\s{{0,4}}){_VALUE}", _KEPT_QUOTE),
+    _rule("wandb", r"(\bwandb\s{1,4}login(?:\s{1,4}--\S{1,40}){0,4}\s{1,4})\w{20,}", _KEPT),
     # A name and its value.
-    (re.compile(rf"(\b{_PREFIX}{_PASSWORD}{_ASSIGNED})[^\s\"'&]+", re.IGNORECASE), rf"\1{HIDDEN}"),
-    (re.compile(rf"((?<!\S)--?{_PREFIX}{_PASSWORD}\s+[\"']?)[^\s\"'-][^\s\"']*", re.IGNORECASE), rf"\1{HIDDEN}"),
-    (re.compile(rf"(\b{_PREFIX}{_KEY}{_ASSIGNED}){_OPAQUE}", re.IGNORECASE), rf"\1{HIDDEN}"),
-    (re.compile(rf"((?<!\S)--?{_PREFIX}{_KEY}\s+[\"']?){_OPAQUE}", re.IGNORECASE), rf"\1{HIDDEN}"),
+    _rule(_NAMED, rf"({_SECRET}{_ASSIGNED}){_VALUE}", _KEPT_QUOTE),
+    _rule(_NAMED, rf"((?=[acdhijprsw-])(?:{_PASSWORD}|{_COMPOUND}|{_HEADER}){_COLON}){_VALUE}", _KEPT_QUOTE),
+    _rule(_NAMED, rf"((?=[abcjpst])(?:{_WORD}|{_TOKEN})(?:{_ASSIGNED}|{_COLON})(?:{_QUOTE})?){_OPAQUE}", _KEPT),
+    _rule(_NAMED, rf"({_OPTION}{_SECRET}\s{{1,4}}){_WORD_VALUE}", _KEPT_QUOTE),
+    _rule(_NAMED, rf"({_OPTION}{_TOKEN}\s{{1,4}}(?:{_QUOTE})?){_OPAQUE}", _KEPT),
 )
 
 
@@ -66,9 +124,21 @@ def redact(text: str) -> str:
     """
     for value in _secrets_of_environment():
         text = text.replace(value, HIDDEN)
-    for pattern, shown in _RULES:
-        text = pattern.sub(shown, text)
+    small = text.lower()
+    for rule in RULES:
+        if any(word in small for word in rule.words):
+            text = rule.pattern.sub(rule.shown, text)
     return text
+
+
+def redact_argument(text: str) -> str:
+    """Return an argument of a command line, or a value, with its secrets and the options of `pipe:` commands hidden."""
+    shown, begin = [], 0
+    while (found := _PIPE.search(text, begin)) is not None:
+        end = _end_of_command(text, found)
+        shown += [text[begin : found.end()], _program_and_tars(text[found.end() : end])]
+        begin = end
+    return redact("".join([*shown, text[begin:]]))
 
 
 def redacted(value: Any, name: str = "") -> Any:
@@ -79,33 +149,80 @@ def redacted(value: Any, name: str = "") -> Any:
         name: the key that it stands under.
     """
     if isinstance(value, Mapping):
-        return {key: redacted(inner, str(key)) for key, inner in value.items()}
+        below = name if _names_secret(name) else None
+        return {key: redacted(inner, below or str(key)) for key, inner in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         return [redacted(inner, name) for inner in value]
     if isinstance(value, str):
-        return HIDDEN if value and _is_secret(name, value) else redact(value)
+        return HIDDEN if value and _is_secret(name, value) else redact_argument(value)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return HIDDEN if is_number and _PASSWORD_NAME.fullmatch(name) else value
+    return HIDDEN if is_number and _names_secret(name) else value
 
 
-def printable(text: str) -> str:
-    """Return a name from outside as one line that a terminal takes as text: what cannot be printed is escaped."""
-    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+def printable(text: str, *, kept: str = "") -> str:
+    """Return a text from outside as a terminal takes it: what cannot be printed, and is not kept, is escaped."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in kept else ascii(c)[1:-1] for c in text)
+
+
+def logged(text: str) -> str:
+    """Return a message as it is shown: secrets hidden, no control characters but ends of lines, of bounded length."""
+    return printable(shortened(redact(text), LONGEST_LOGGED), kept="\n\t")
+
+
+def shortened(text: str, longest: int) -> str:
+    """Return a text that comes from outside at a length that a message can hold: its beginning and its end."""
+    if len(text) <= longest:
+        return text
+    return f"{text[: longest // 2]}[... {len(text) - longest // 2 * 2} characters ...]{text[-(longest // 2) :]}"
 
 
 class RedactingFilter(logging.Filter):
-    """Hides secrets in every record of a handler."""
+    """Hides secrets in every record of a handler, and shortens what is too long to read."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Put the redacted message in the place of message and arguments."""
-        record.msg, record.args = redact(record.getMessage()), None
+        record.msg, record.args = logged(record.getMessage()), None
         return True
+
+
+def _program_and_tars(command: str) -> str:
+    """Return what is shown of a shell command; of all else, that there is something."""
+    program, *words = command.split() or [""]
+    name = re.match(r"[\w./+-]*", program)
+    assert name is not None
+    shown = [name[0]] if name[0] == program else [name[0], HIDDEN]
+    for word in words:
+        tar = next((piece for piece in _PIECES.split(word) if _TAR.search(piece)), HIDDEN)
+        if (tar, shown[-1]) != (HIDDEN, HIDDEN):
+            shown.append(tar)
+    return " ".join(shown)
+
+
+def _end_of_command(text: str, found: re.Match[str]) -> int:
+    """Return where a `pipe:` command ends: at its quote, at the next element of a list without quotes, or never."""
+    end = re.compile(rf"(?<!\\){found[1]}") if found[1] else None
+    if end is None and text[found.start() - 1 : found.start()] in ("[", ","):
+        end = re.compile(r"[,\]]")
+    stop = end and end.search(text, found.end())
+    return stop.start() if stop else len(text)
 
 
 def _is_secret(name: str, value: str) -> bool:
-    if _PASSWORD_NAME.fullmatch(name):
+    if _names_secret(name):
         return True
-    return bool(_KEY_NAME.fullmatch(name) and _OPAQUE_VALUE.fullmatch(value))
+    return _names_token(name) and _OPAQUE_VALUE.fullmatch(value) is not None
+
+
+@functools.lru_cache(maxsize=4096)
+def _names_secret(name: str) -> bool:
+    return _SECRET_NAME.search(name[-_END_OF_NAME:]) is not None
+
+
+@functools.lru_cache(maxsize=4096)
+def _names_token(name: str) -> bool:
+    return _TOKEN_NAME.search(name[-_END_OF_NAME:]) is not None
 
 
 def _secrets_of_environment() -> list[str]:
@@ -113,6 +230,6 @@ def _secrets_of_environment() -> list[str]:
     found = {
         value
         for name, value in list(os.environ.items())
-        if len(value) >= _SHORTEST_OF_ENVIRONMENT and (_PASSWORD_NAME.fullmatch(name) or _KEY_NAME.fullmatch(name))
+        if len(value) >= _SHORTEST_OF_ENVIRONMENT and name != "PWD" and (_names_secret(name) or _names_token(name))
     }
     return sorted(found, key=len, reverse=True)

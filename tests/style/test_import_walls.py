@@ -9,7 +9,7 @@ import pytest
 
 from tests.style.source import PACKAGE, in_rooms, library
 
-# What each room may import of the library. `batch`, `errors`, `options` and `redaction` are open to all.
+# What each room may import of the library. `batch`, `errors`, `options`, `redaction` and `untrusted` are open to all.
 INSIDE = {
     "config": {"config"},
     "engine": {"engine", "distributed", "tasks.base"},
@@ -23,8 +23,9 @@ INSIDE = {
     "errors": set(),
     "options": set(),
     "redaction": set(),
+    "untrusted": set(),
 }
-GROUND = {"batch", "errors", "options", "redaction"}
+GROUND = {"batch", "errors", "options", "redaction", "untrusted"}
 
 # What each room may import from elsewhere, beside the standard library.
 OUTSIDE = {
@@ -35,6 +36,7 @@ OUTSIDE = {
     "errors": set(),
     "options": set(),
     "redaction": set(),
+    "untrusted": {"yaml"},
     "config": {"hydra", "omegaconf", "yaml"},
 }
 

@@ -199,3 +199,9 @@ def test_looking_imports_no_torch(run):
         "assert launch(['ls', sys.argv[1]]) == launch(['verify', sys.argv[1]]) == 0; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script, str(run)], check=True, capture_output=True, timeout=60)
+
+
+def test_a_configuration_that_would_not_end_is_said_to_be_damaged(run, capsys):
+    (run / "config.yaml").write_text("a: &a [x]\nb: *a")
+    assert launch(["ls", str(run)]) == 1
+    assert "config.yaml is damaged: it has an alias, *a" in capsys.readouterr().err

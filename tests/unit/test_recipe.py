@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +232,10 @@ def test_the_template_with_everything_left_open_is_translated(tmp_path: Path) ->
         ({"model": 3}, (), "is neither a training file of Stable Cascade"),
         ("[1, 2]", (), "holds no keys and values"),
         ("a: [1", (), "cannot be read as YAML"),
+        ("a: &a [x]\nb: *a", (), "cannot be read as YAML: it has an alias, *a; write out what it stands for"),
+        ("a: " + "[" * 10_000, (), "cannot be read as YAML: it is nested deeper than 50 levels"),
+        ("a: ${b", (), "cannot be read as YAML"),
+        ({"system": 1, "experiment": 2, "dataset": 3}, (), "holds a value of another type than its trainer reads"),
         (official("finetune_c_3b", model_version="7B"), (), "model_version=7B is no model of Stable Cascade"),
         (official("finetune_c_3b_lora"), ("ranks=3",), "does not divide into grad_accum_steps=4 passes of 3 ranks"),
         (official("finetune_c_3b", dataset_filters=[["a", "lambda s: __import__('os')"]]), (), "calls are not allowed"),
@@ -285,3 +291,31 @@ def test_the_originals_choice_of_captions_is_taken_over(tmp_path: Path) -> None:
         "caption": 0.95,
         "old_caption.og_caption": 0.05,
     }
+
+
+def test_interpolations_are_followed_so_far_and_no_text_grows_without_end() -> None:
+    doubled = {"a0": "x" * 10} | {f"a{i}": f"${{a{i - 1}}}${{a{i - 1}}}" for i in range(1, 60)}
+    began = time.process_time()
+    found = recipe.resolved(
+        doubled | {"loop": "${loop}", "odd": "${a.b[0]}", "deep": {"to": "${deep.from}", "from": 3}}
+    )
+    assert time.process_time() - began < 1.0
+    assert found["a3"] == "x" * 80
+    assert found["a59"] == found["loop"] == found["odd"] == "???"
+    assert found["deep"] == {"to": 3, "from": 3}
+    assert max(len(str(value)) for value in found.values()) <= recipe.LONGEST
+
+
+def test_keys_and_values_with_control_characters_are_shown_as_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    strange = {"a\x1b[2J\nrun: {dir: /}": 1, "b\ud800": "\ud800", "c[0": "${x[}", "wandb_project": "p\x1b[31m"}
+    source = tmp_path / "in" / "strange\n\x1b[2Jname.yaml"
+    source.parent.mkdir()
+    source.write_text(json.dumps(official("finetune_c_3b") | strange))
+    out = tmp_path / "experiment" / "mine.yaml"
+    assert recipe.main(["import", str(source), f"out={out}"]) == 0
+    said = capsys.readouterr().out
+    assert r"a\x1b[2J\nrun: {dir: /}" in said
+    assert "\x1b" not in said + out.read_text()
+    assert yaml.safe_load(out.read_text())["run"].keys() == {"name"}

@@ -26,7 +26,7 @@ from cascade_train.config.groups import did_you_mean, groups
 from cascade_train.config.overrides import quoted_form, refusal
 from cascade_train.config.schema import COMPONENTS
 from cascade_train.errors import INTERRUPTED, LOST_PEER, ConfigError, Interrupted, RunError
-from cascade_train.redaction import redact
+from cascade_train.redaction import logged
 
 FP16 = (
     "train.precision=fp16 is refused: the activations of Stage C overflow its range. "
@@ -90,12 +90,12 @@ def _report(error: Exception) -> int:
     paragraph = explain(error)
     if paragraph is None:
         error.add_note(f"on rank {rank}")
-        sys.stderr.write(redact("".join(traceback.format_exception(error))))
+        sys.stderr.write(logged("".join(traceback.format_exception(error))))
         return 1
     if rank == "0":
-        sys.stderr.write(f"{redact(paragraph)}\n")
+        sys.stderr.write(f"{logged(paragraph)}\n")
     elif isinstance(error, RunError) and not error.shared:
-        sys.stderr.write(f"[rank {rank}] {redact(paragraph)}\n")
+        sys.stderr.write(f"[rank {rank}] {logged(paragraph)}\n")
     elif "TORCHELASTIC_RUN_ID" in os.environ:
         time.sleep(SECONDS_FOR_RANK_ZERO)
     return 1 if isinstance(error, RunError | BrokenPipeError | RuntimeError) else 2

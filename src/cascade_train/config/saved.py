@@ -5,17 +5,21 @@ A run folder may come from someone else: which classes it may name is decided he
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+import yaml
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from cascade_train.config.annotations import is_component
 from cascade_train.config.preflight import preflight
 from cascade_train.config.schema import ParallelConfig, ParallelMode, Root
 from cascade_train.config.targets import is_trusted
 from cascade_train.errors import ConfigError
+from cascade_train.untrusted import check_yaml
 
 CONFIG_NAME = "config.yaml"
 ALONE = ParallelConfig(mode=ParallelMode.single, shard_size=None, reshard_after_forward=True, cpu_offload=False)
@@ -37,7 +41,7 @@ def load_saved_config(folder: Path, *, allow_any_target: bool = False, key: str 
     if not path.is_file():
         reason = "no such folder" if not folder.is_dir() else f"no {CONFIG_NAME} in it"
         raise ConfigError(f"{key}={folder}: {reason}. Name the folder of a run, or the export/ that it left.")
-    saved = OmegaConf.load(path)
+    saved = load_yaml(path)
     if not allow_any_target:
         check_plain(OmegaConf.to_container(saved, resolve=False), path)
     cfg = OmegaConf.merge(OmegaConf.structured(Root), saved)
@@ -49,6 +53,21 @@ def load_saved_config(folder: Path, *, allow_any_target: bool = False, key: str 
     cfg.train.global_batch_size = 1
     cfg.parallel = ALONE
     return preflight(cfg, ranks=1)
+
+
+def load_yaml(path: Path) -> DictConfig | ListConfig:
+    """Return what a YAML file from elsewhere holds, interpolations as they are.
+
+    Raises:
+        ConfigError: it cannot be read, or is nested or repeated without end.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        check_yaml(text)
+        return OmegaConf.load(io.StringIO(text))
+    except (OSError, ValueError, OmegaConfBaseException, yaml.YAMLError) as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise ConfigError(f"{path} cannot be read as YAML: {reason}. Give another file, or mend it.") from error
 
 
 def check_plain(node: Any, path: Path, key: str = "") -> None:

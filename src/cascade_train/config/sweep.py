@@ -29,7 +29,7 @@ from cascade_train.config.slurm_step import adopt_slurm_step
 from cascade_train.config.sweep_naming import key_of, place_sweep
 from cascade_train.config.sweep_ranking import Result, measured, metric_of, ranked, table
 from cascade_train.errors import STOPPED, ConfigError
-from cascade_train.redaction import redact
+from cascade_train.redaction import redact_argument
 
 LOOKING = {"--cfg", "-c", "--info", "-i", "--help", "-h", "--hydra-help"}
 """Flags with which nothing is run."""
@@ -116,7 +116,7 @@ class SweepResults(Callback):
         result = {
             "call": self.call,
             "number": config.hydra.job.num,
-            "overrides": [redact(override) for override in job.overrides or ()],
+            "overrides": [redact_argument(override) for override in job.overrides or ()],
             "run_dir": str(job.cfg.run.dir),
             "exit_code": code,
             "best_metric": None if best is None else [best, str(checkpoint["best_mode"])],
@@ -180,7 +180,11 @@ def tell_changes(path: Path, config: DictConfig) -> None:
         {key_of(override): override for override in cfg.hydra.overrides.task if parses(override)}
         for cfg in (OmegaConf.load(path), config)
     )
-    changed = [redact(f"{before[key]} before, {now[key]} now") for key in now if before.get(key, now[key]) != now[key]]
+    changed = [
+        f"{redact_argument(before[key])} before, {redact_argument(now[key])} now"
+        for key in now
+        if before.get(key, now[key]) != now[key]
+    ]
     if changed:
         sys.stderr.write(
             f"{path.parent} holds a sweep already, whose runs go on: {'; '.join(changed)}. What has ended is not "
@@ -193,7 +197,7 @@ def _lost(job: SlurmJob) -> Result:
     directory = job.directory or Path("-")
     return {
         "number": job.number,
-        "overrides": [redact(override) for override in job.overrides],
+        "overrides": [redact_argument(override) for override in job.overrides],
         "run_dir": str(directory),
         "exit_code": 1,
         "state": job.state or "unknown to SLURM",

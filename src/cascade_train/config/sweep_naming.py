@@ -16,7 +16,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from cascade_train.config.overrides import parses
-from cascade_train.redaction import redact
+from cascade_train.redaction import redact_argument
 
 SWEEP_DIR, RUN_DIR = "multirun", "runs/${run.name}"
 """`hydra.sweep.dir` and `run.dir` where nobody has set them, as in conf/config.yaml."""
@@ -60,7 +60,7 @@ def place_run(cfg: DictConfig, hydra_cfg: HydraConf, argv: Sequence[str]) -> Non
     part = swept_part(hydra_cfg.overrides.task, argv)
     folder = folder_of_runs(cfg, hydra_cfg.sweep.dir)
     if part:
-        cfg.run.name = folder_name(redact(f"{cfg.run.name}-{part}"))
+        cfg.run.name = folder_name(redact_argument(f"{cfg.run.name}-{part}"))
     if folder is not None:
         cfg.run.dir = str(folder / (part or cfg.run.name))
 
@@ -88,7 +88,7 @@ def swept_part(overrides: Sequence[str], argv: Sequence[str]) -> str:
     short = {key: re.split(r"[./@]", key)[-1] for key in told}
     times = Counter(short.values())
     names = {key: name if times[name] == 1 else key for key, name in short.items()}
-    return folder_name(redact(",".join(f"{names[key]}={told[key]}" for key in sorted(told))))
+    return folder_name(redact_argument(",".join(f"{names[key]}={told[key]}" for key in sorted(told))))
 
 
 def key_of(override: str) -> str:

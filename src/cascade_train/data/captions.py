@@ -13,7 +13,6 @@ import torch
 from cascade_train.data.caption_template import CAPTION, CaptionTemplate
 from cascade_train.data.sample import RawSample, UnreadableSampleError, value_of
 from cascade_train.data.tags import Tags, drawn, weighted_texts
-from cascade_train.errors import RunError
 
 TEXT = "txt"
 """The name, among keys, of the caption that the source itself reads."""
@@ -83,12 +82,12 @@ class Captions:
         """Return the caption of a sample.
 
         Raises:
-            UnreadableSampleError: the sample lacks what is asked for, or has something else than text there.
-            RunError: it has a list of captions, and `choose` does not say which.
+            UnreadableSampleError: the sample lacks what is asked for, has something else than text there, or a list of
+                captions where `choose` does not say which.
         """
         caption = self.tags.apply(self._chosen(raw, generator), raw.values, generator)
         template = self._templates[drawn([1.0] * len(self._templates), generator)]
-        return template.fill(caption, raw.values)
+        return _encodable(template.fill(caption, raw.values))
 
     def _chosen(self, raw: RawSample, generator: torch.Generator) -> str:
         """Return the text of one key, one of several where they are to be chosen from."""
@@ -102,7 +101,7 @@ class Captions:
                 return value
             texts = [(line.strip(), 1.0) for line in value.splitlines() if line.strip()] or [("", 1.0)]
         elif self.choose == "whole":
-            raise RunError(
+            raise UnreadableSampleError(
                 f"data.captions.key={key} is no single text but {type(value).__name__}: choose one of several by"
                 " data.captions.choose=first or random"
             )
@@ -110,6 +109,19 @@ class Captions:
             raise UnreadableSampleError(f"{key} holds no caption")
         position = drawn([weight for _, weight in texts], generator) if self.choose == "random" else 0
         return texts[position][0]
+
+
+def _encodable(caption: str) -> str:
+    """Return a caption that can be written; json may hold halves of characters, which no file and no tokenizer takes.
+
+    Raises:
+        UnreadableSampleError: it holds such a half.
+    """
+    try:
+        caption.encode()
+    except UnicodeEncodeError as error:
+        raise UnreadableSampleError(f"its caption is no Unicode text: {error.reason}") from error
+    return caption
 
 
 def _value(raw: RawSample, key: str) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from cascade_train.data.sample import RawSample, UnreadableSampleError
 from cascade_train.data.webdataset import WebDataset
 from cascade_train.errors import ConfigError
 from cascade_train.options import File
+from cascade_train.untrusted import read_json
 
 CHECKED = 50
 """Samples of tars whose class is looked up when they are opened, so that a wrong file of prompts shows at once."""
@@ -45,7 +45,7 @@ class Prompts:
         if path is None:
             return cls(None)
         try:
-            given = json.loads(Path(path).expanduser().read_bytes())
+            given = read_json(Path(path).expanduser().read_bytes())
         except FileNotFoundError as error:
             raise ConfigError(f"data.idx_to_prompt={path} is not there; paths start at {Path.cwd()}") from error
         except (OSError, ValueError) as error:

@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from cascade_train.data.limits import FileLimits
 from cascade_train.data.picture_files import EXTENSIONS
 from cascade_train.data.row_filter import read_metadata
 from cascade_train.data.sample import UnreadableSampleError
 from cascade_train.errors import ConfigError
+from cascade_train.untrusted import read_yaml
 
 MULTIPLY = "multiply.txt"
 CAPTION_FILES = ("", ".txt", ".caption")
@@ -104,8 +103,8 @@ def read_values(path: Path, limits: FileLimits) -> Mapping[str, Any] | None:
     values = read_metadata(content)
     if values is None and path.suffix != ".json":
         try:
-            values = yaml.safe_load(content)
-        except (yaml.YAMLError, ValueError, RecursionError):  # a ValueError for a date that is none
+            values = read_yaml(content)
+        except ValueError:
             return None
     return values if isinstance(values, Mapping) else None
 

@@ -49,6 +49,12 @@ class InHand(Source):
         return np.array(sorted(self.held), dtype=np.int64)
 
     def read(self, row: int) -> RawSample:
-        """Return a sample."""
+        """Return a sample.
+
+        Raises:
+            UnreadableSampleError: a part of it is larger than is read.
+        """
         each = self.held[row]
+        for part, content in each.parts.items():
+            self.limits.check(part, len(content))
         return raw_sample(each.parts, each.key, needs_values=self.captions.needs_values)

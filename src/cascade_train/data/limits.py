@@ -51,10 +51,14 @@ class FileLimits:
         """Read a whole file.
 
         Raises:
-            UnreadableSampleError: it is larger than allowed, or no plain file: a device may have no end.
+            UnreadableSampleError: it is larger than allowed, no plain file, since a device may have no end, or no name
+                of a file.
             OSError: it cannot be read.
         """
-        found = path.stat()
+        try:
+            found = path.stat()
+        except ValueError as error:  # what a table names
+            raise UnreadableSampleError(f"its {part} has a name that no file can have: {error}") from error
         if not stat.S_ISREG(found.st_mode):
             raise UnreadableSampleError(f"its {part} is no plain file")
         self.check(part, found.st_size)

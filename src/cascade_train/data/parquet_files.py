@@ -127,7 +127,21 @@ def scan_file(path: Path, columns: Columns) -> FileIndex:
 def read_rows(file: Any, group: int, names: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Yield the rows of a row group, some at a time, with these columns."""
     for batch in file.read_row_group(group, columns=list(names), use_threads=False).to_batches(_BATCH):
-        yield from batch.to_pylist()
+        try:
+            yield from batch.to_pylist()
+        except (ValueError, OverflowError):  # a text that is not UTF-8, a date beyond all calendars
+            yield from (_plain_row(batch.slice(row, 1)) for row in range(len(batch)))
+
+
+def _plain_row(row: Any) -> dict[str, Any]:
+    """Return a batch of one row as values, None in the place of those that Python does not have."""
+    values: dict[str, Any] = {}
+    for name in row.schema.names:
+        try:
+            values[name] = row.column(name)[0].as_py()
+        except (ValueError, OverflowError):
+            values[name] = None
+    return values
 
 
 def check_columns(path: Path, found: Sequence[str], columns: Columns) -> None:
@@ -201,8 +215,7 @@ class RowGroups:
                 self._kept.popitem(last=False)
             self._kept[path, group] = _read_group(path, group, names)
         self._kept.move_to_end((path, group))
-        found: list[dict[str, Any]] = self._kept[path, group].slice(row, 1).to_pylist()
-        return found[0]
+        return _plain_row(self._kept[path, group].slice(row, 1))
 
 
 def _read_group(path: Path, group: int, names: Sequence[str] | None) -> Any:

@@ -133,7 +133,7 @@ def _load_facts(
     folder = default_cache_dir(owner) if cache_dir is None else cache_dir
     cached = folder / f"{owner.resolve().name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.npz"
     marks = np.array(list(_in_threads(_mark, [root / name for name in names])), dtype=np.int64).reshape(-1, 2)
-    keys = [name.encode() for name in names]
+    keys = [name.encode(errors="replace") for name in names]
     values = np.zeros((len(names), columns), dtype=np.int32)
     known = _take_known(read_cache(cached), keys, marks, values)
     wanted = np.flatnonzero(~known & (marks[:, 0] >= 0))
@@ -149,9 +149,11 @@ def _mark(path: Path) -> tuple[int, int]:
     try:
         found = path.stat()
     except OSError as error:
-        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG):
             return -1, 0
         raise
+    except ValueError:  # a name that no file can have
+        return -1, 0
     return (found.st_size, found.st_mtime_ns) if stat.S_ISREG(found.st_mode) else (-1, 0)
 
 

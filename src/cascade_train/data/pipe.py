@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from typing import IO, BinaryIO
 
 from cascade_train.errors import ConfigError, RunError
+from cascade_train.redaction import redact_argument
 
 _BUFFER_BYTES = 1024**2
 _END_SECONDS = 5.0
@@ -35,18 +36,19 @@ def piped(command: str, *, timeout_seconds: float | None) -> Iterator[BinaryIO]:
     Raises:
         RunError: the command failed, gave nothing for too long, or goes on after all was read.
     """
+    name = redact_argument(f"pipe:{command}")
     with tempfile.TemporaryFile() as told, _running(command, told) as process:
         assert process.stdout is not None, "its output is piped"
-        raw = _Output(process.stdout.fileno(), command, timeout_seconds)
+        raw = _Output(process.stdout.fileno(), name, timeout_seconds)
         try:
             with io.BufferedReader(raw, buffer_size=_BUFFER_BYTES) as file:
                 yield file
                 if file.read(1):
-                    raise RunError(f"data.urls: pipe:{command} goes on after the end of its tar; give one tar for each")
+                    raise RunError(f"data.urls: {name} goes on after the end of its tar; give one tar for each")
         except ConfigError:  # a tar that is cut short: the command's end says why
-            _refuse_failed(process, command, told)
+            _refuse_failed(process, name, told)
             raise
-        _refuse_failed(process, command, told)
+        _refuse_failed(process, name, told)
 
 
 @contextmanager
@@ -66,7 +68,7 @@ def _running(command: str, told: IO[bytes]) -> Iterator[subprocess.Popen[bytes]]
             process.stdout.close()
 
 
-def _refuse_failed(process: subprocess.Popen[bytes], command: str, told: IO[bytes]) -> None:
+def _refuse_failed(process: subprocess.Popen[bytes], name: str, told: IO[bytes]) -> None:
     """Check how the command ended; one that has not ended says nothing.
 
     Raises:
@@ -77,14 +79,14 @@ def _refuse_failed(process: subprocess.Popen[bytes], command: str, told: IO[byte
         if code != 0:
             told.seek(0)
             last = told.read().decode(errors="replace").strip()[-_SHOWN_CHARACTERS:]
-            raise RunError(f"data.urls: pipe:{command} ended with code {code}: {last or 'it said nothing'}")
+            raise RunError(f"data.urls: {name} ended with code {code}: {last or 'it said nothing'}")
 
 
 class _Output(io.RawIOBase):
     """A command's output; waiting for it has an end."""
 
-    def __init__(self, descriptor: int, command: str, timeout_seconds: float | None) -> None:
-        self._descriptor, self._command, self._timeout_seconds = descriptor, command, timeout_seconds
+    def __init__(self, descriptor: int, name: str, timeout_seconds: float | None) -> None:
+        self._descriptor, self._name, self._timeout_seconds = descriptor, name, timeout_seconds
 
     def readable(self) -> bool:
         return True
@@ -94,7 +96,7 @@ class _Output(io.RawIOBase):
         waiting.register(self._descriptor, select.POLLIN)
         if not waiting.poll(None if self._timeout_seconds is None else self._timeout_seconds * 1000):
             raise RunError(
-                f"data.urls: pipe:{self._command} gave nothing for {self._timeout_seconds:g} s; see why, or raise"
+                f"data.urls: {self._name} gave nothing for {self._timeout_seconds:g} s; see why, or raise"
                 " data.stream.timeout_seconds"
             )
         content = os.read(self._descriptor, len(buffer))

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from cascade_train.data.row_expression import Expression, parse_expression
+from cascade_train.untrusted import read_json
 
 KEY = "data.row_filters"
 VERSION = 1
@@ -139,7 +140,7 @@ def _row_filter(where: str, entry: Any) -> RowFilter:
 def read_metadata(metadata: bytes | None) -> Mapping[str, Any] | None:
     """Return what a sample's json says, None where there is none or it is no mapping that can be read."""
     try:
-        values = None if metadata is None else json.loads(metadata)
-    except (ValueError, RecursionError):
+        values = None if metadata is None else read_json(metadata)
+    except ValueError:
         return None
     return values if isinstance(values, Mapping) else None

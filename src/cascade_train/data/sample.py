@@ -5,7 +5,6 @@ No reading and no decoding here.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from cascade_train.errors import RunError
+from cascade_train.untrusted import read_json
 
 
 class UnreadableSampleError(RunError):
@@ -61,6 +61,6 @@ def value_of(values: Mapping[str, Any], key: str) -> Any:
 
 def _parsed(text: str) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return read_json(text)
+    except ValueError:
         return None

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 from cascade_train.batch import Batch, Unreadable
 from cascade_train.errors import RunError
+from cascade_train.redaction import LONGEST_NAME, LONGEST_REASON, shortened
 
 FEW = 3
 """Unreadable samples that no share counts against, while they are at most half of all: few samples say little."""
@@ -74,5 +75,5 @@ def by_reason(unreadable: Iterable[Unreadable]) -> str:
     """Return the samples for a message, those of one reason together."""
     names: dict[str, list[str]] = {}
     for each in dict.fromkeys(unreadable):
-        names.setdefault(each.reason, []).append(each.name)
-    return "; ".join(f"{', '.join(same)} ({reason})" for reason, same in names.items())
+        names.setdefault(each.reason, []).append(shortened(each.name, LONGEST_NAME))
+    return "; ".join(f"{', '.join(same)} ({shortened(reason, LONGEST_REASON)})" for reason, same in names.items())

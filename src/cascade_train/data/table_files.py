@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import csv
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any, BinaryIO
 
 from cascade_train.data.sample import UnreadableSampleError
 from cascade_train.errors import ConfigError
+from cascade_train.untrusted import read_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +132,7 @@ class JsonLines(TableFile):
 
     def values(self, text: str) -> Mapping[str, Any]:
         """See `TableFile`."""
-        values = json.loads(text.removeprefix("\ufeff"))
+        values = read_json(text.removeprefix("\ufeff"))
         if not isinstance(values, dict):
             raise ValueError(f"it is a {type(values).__name__}")
         return values

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from cascade_train.data.sample import UnreadableSampleError, value_of
+from cascade_train.redaction import LONGEST_NAME, shortened
 
 LIST_SEPARATOR = ","
 """What parts the tags of a list, where no separator is named."""
@@ -141,8 +143,9 @@ def weighted_texts(value: Any, key: str) -> list[Weighted]:
         raise UnreadableSampleError(f"{key} is {type(value).__name__}, not a list of texts")
     for text, weight in entries:
         number = isinstance(weight, int | float) and not isinstance(weight, bool)
-        if not (isinstance(text, str) and number and 0 < weight < float("inf")):
-            raise UnreadableSampleError(f"{key} holds neither texts nor texts with a weight above 0: {text}, {weight}")
+        if not (isinstance(text, str) and number and 0 < weight <= sys.float_info.max):
+            shown = shortened(f"{text}, {weight}", LONGEST_NAME)
+            raise UnreadableSampleError(f"{key} holds neither texts nor texts with a weight above 0: {shown}")
     return [(text.strip(), float(weight)) for text, weight in entries if text.strip()]
 
 

@@ -19,7 +19,7 @@ from cascade_train.data.tar_sample import PARTS
 from cascade_train.data.urls import PIPE, expand_urls, refuse_missing
 from cascade_train.data.urls import S3 as S3_SCHEME
 from cascade_train.errors import ConfigError
-from cascade_train.redaction import redact
+from cascade_train.redaction import redact, redact_argument
 
 COMPRESSIONS = {".gz": "gzip", ".tgz": "gzip", ".bz2": "bz2", ".tbz2": "bz2", ".xz": "xz", ".txz": "xz"}
 """What Python's own library decompresses, by the end of a name."""
@@ -65,7 +65,12 @@ class Tar:
 
     @property
     def name(self) -> str:
-        """The name in messages and in the index: a file's last part, a pipe's command without its secrets."""
+        """The name in messages: a file's last part, of a pipe's command its program and its tars."""
+        return redact_argument(self.item.url) if self.store is None else self.item.name
+
+    @property
+    def identity(self) -> str:
+        """What tells it from other tars: a file's last part, a pipe's command without the secrets of known forms."""
         return redact(self.item.url) if self.store is None else self.item.name
 
     def read(self, start: int, size: int) -> bytes:

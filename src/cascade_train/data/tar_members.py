@@ -5,20 +5,17 @@ Nothing is ever unpacked: names are keys, not paths. What is done with a member'
 
 from __future__ import annotations
 
-import re
 import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import IO, TypeVar
 
 from cascade_train.errors import ConfigError
-from cascade_train.redaction import printable
+from cascade_train.redaction import LONGEST_NAME, printable, shortened
 
 _LONGEST_HEADER = 1024**2  # of names and pax records, which tarfile reads as a whole
 _LONGEST_PADDING = 1024**2  # tar fills up to a multiple of its record, mostly 10 KiB
 _SKIP_BYTES = 1024**2
-# webdataset's rule: the key is the path up to the first dot of the file name, the rest is the extension.
-_KEY = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")
 T = TypeVar("T")
 
 
@@ -105,9 +102,10 @@ def samples(name: str, file: Forward, take: Callable[[Member], T]) -> Iterator[t
             yield current, parts
             parts = {}
         if (member.key != current and member.key in seen) or member.extension in parts:
+            key = printable(shortened(member.key, LONGEST_NAME))
             raise ConfigError(
-                f"data.urls: {name}: the files of key {printable(member.key)} are not next to each other, or one is"
-                " there twice; write the tar with tar --sort=name -cf dataset.tar dataset/"
+                f"data.urls: {name}: the files of key {key} are not next to each other, or one is there"
+                " twice; write the tar with tar --sort=name -cf dataset.tar dataset/"
             )
         seen.add(member.key)
         current, parts[member.extension] = member.key, take(member)
@@ -121,22 +119,36 @@ def _members(name: str, file: Forward) -> Iterator[Member]:
         with tarfile.open(fileobj=file, mode="r:") as tar:  # type: ignore[call-overload] # it needs no more than this
             for entry in tar:
                 tar.members = []  # tarfile keeps every header otherwise
-                match = _KEY.match(entry.name)
-                if match is not None and entry.isreg() and not entry.issparse():
-                    yield _member(entry, match, file)
+                named = key_and_extension(entry.name)
+                if named is not None and entry.isreg() and not entry.issparse():
+                    yield _member(entry, named, file)
             _refuse_unended(name, file, tar.offset)
     except tarfile.TarError as error:
         raise ConfigError(f"data.urls: {name} is not a readable tar file ({error}); write or copy it again") from error
 
 
-def _member(entry: tarfile.TarInfo, match: re.Match[str], file: Forward) -> Member:
+def key_and_extension(name: str) -> tuple[str, str] | None:
+    """Return what webdataset makes of a name: the path up to the first dot of the file's name, and what follows it.
+
+    None where there is no dot. A file's name that begins with one belongs to the folder, unless that has a dot too. In
+    time in proportion to the name, which webdataset's regular expression does not take.
+    """
+    folder, slash, file = name.rpartition("/")
+    stem, dot, extension = file.partition(".")
+    if not dot or not (stem or (slash and "." not in folder.rpartition("/")[2])):
+        return None
+    return f"{folder}{slash}{stem}", extension
+
+
+def _member(entry: tarfile.TarInfo, named: tuple[str, str], file: Forward) -> Member:
+    key, extension = named
     end = entry.offset_data + entry.size
 
     def read(size: int) -> bytes:
         file.seek(max(entry.offset_data, file.position))
         return file.payload(min(size, end - file.position))
 
-    return Member(key=match[1], extension=match[2].lower(), start=entry.offset_data, size=entry.size, read=read)
+    return Member(key=key, extension=extension.lower(), start=entry.offset_data, size=entry.size, read=read)
 
 
 def _refuse_unended(name: str, file: Forward, end: int) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from cascade_train.data.row_filter import read_metadata
 from cascade_train.data.sample import RawSample, UnreadableSampleError
-from cascade_train.redaction import printable
+from cascade_train.redaction import LONGEST_NAME, printable, shortened
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
 PARTS = {"caption": "txt", "json": "json", "mask": "mask.png"}
@@ -42,7 +42,8 @@ class Dropped:
         self.without_image += no_image
         self.without_caption += not no_image
         if len(self.examples) < 5:
-            self.examples.append(printable(f"{key} ({', '.join(sorted(extensions))})"))
+            found = f"{key} ({', '.join(sorted(extensions))})"
+            self.examples.append(printable(shortened(found, LONGEST_NAME)))
 
 
 def image_extension(extensions: Container[str]) -> str | None:

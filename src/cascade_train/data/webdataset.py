@@ -131,7 +131,7 @@ class WebDataset(Source):
         table = np.zeros(len(self._tars), dtype=[*ROW_FIELDS, ("bytes", "<i8")])
         table["shard"] = np.arange(len(table))
         table["bytes"] = [tar.item.size for tar in self._tars]
-        names = tuple(tar.name for tar in self._tars)
+        names = tuple(tar.identity for tar in self._tars)
         keys = np.array([name.encode() for name in names])
         _log.info("%s cannot be indexed: all tars are streamed", streamed)
         return Index(shards=names, table=table, keys=keys, filters=self._filters.identity, rows_are_samples=False)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cascade_train.redaction import redact
+from cascade_train.redaction import redact_argument
 
 _PACKAGES = (
     "accelerate",
@@ -46,7 +46,7 @@ def describe_environment() -> dict[str, Any]:
         "platform": platform.platform(),
         "packages": {**{name: _version(name) for name in _PACKAGES}, "torch": torch.__version__},
         "git_commit": _git_commit(Path(__file__).resolve()),
-        "command_line": [redact(argument) for argument in sys.orig_argv],
+        "command_line": [redact_argument(argument) for argument in sys.orig_argv],
         "ranks": dist.get_world_size(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "cuda": torch.version.cuda,

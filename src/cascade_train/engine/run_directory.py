@@ -29,6 +29,7 @@ from cascade_train.engine.metrics_file import cut_lines, missing_steps, step_of
 from cascade_train.engine.run_lock import LOCK_NAME, RunLock
 from cascade_train.errors import ConfigError, RunError
 from cascade_train.redaction import redacted
+from cascade_train.untrusted import read_yaml
 
 log = logging.getLogger(__name__)
 
@@ -282,8 +283,8 @@ def _read_history(directory: Path) -> list[dict[str, Any]]:
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        saved = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (ValueError, yaml.YAMLError):
+        saved = read_yaml(path.read_bytes())
+    except ValueError:
         saved = None
     if not isinstance(saved, dict):
         raise RunError(f"{path} is damaged: it holds no config. Remedy: restore it from a backup, or a new run.name")

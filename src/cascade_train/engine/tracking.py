@@ -20,7 +20,7 @@ from PIL import Image
 
 from cascade_train.distributed.consensus import from_rank_zero
 from cascade_train.errors import ConfigError
-from cascade_train.redaction import redact, redacted
+from cascade_train.redaction import redact_argument, redacted
 
 _LAUNCHER_VARIABLES = ("LOCAL_RANK", "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 """What makes accelerate believe that it should form a process group."""
@@ -253,7 +253,7 @@ def _single_process_accelerate() -> Iterator[None]:
     from accelerate import PartialState
 
     hidden = {key: os.environ.pop(key) for key in _LAUNCHER_VARIABLES if key in os.environ}
-    arguments, sys.argv = sys.argv, [redact(argument) for argument in sys.argv]  # which wandb sends along
+    arguments, sys.argv = sys.argv, [redact_argument(argument) for argument in sys.argv]  # which wandb sends along
     try:
         PartialState(cpu=True)
         yield

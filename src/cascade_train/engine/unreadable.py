@@ -12,7 +12,7 @@ from pathlib import Path
 
 from cascade_train.batch import Unreadable
 from cascade_train.engine.durable_files import append_durably, write_durably
-from cascade_train.redaction import redact
+from cascade_train.redaction import LONGEST_REASON, redact, shortened
 
 log = logging.getLogger(__name__)
 
@@ -63,4 +63,5 @@ class UnreadableList:
 
 
 def _line(unreadable: Unreadable, step: int) -> str:
-    return json.dumps({"sample": unreadable.name, "reason": redact(unreadable.reason), "step": step}) + "\n"
+    reason = redact(shortened(unreadable.reason, LONGEST_REASON))
+    return json.dumps({"sample": unreadable.name, "reason": reason, "step": step}) + "\n"

@@ -1,5 +1,6 @@
 """A folder of someone else may name components, and nothing that could run its wishes."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -82,3 +83,24 @@ def test_a_folder_without_a_configuration_is_refused(tmp_path: Path):
         load_saved_config(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=r"no config.yaml in it\. Name the folder"):
         load_saved_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 30)), "has an alias"),
+        ("deep: " + "[" * 10_000, "nested deeper than 50 levels"),
+        ("a: [1", "cannot be read as YAML"),
+        ("a: ${b", "cannot be read as YAML"),
+        ("a: 1\na: 2", "cannot be read as YAML"),
+    ],
+)
+def test_a_folder_that_could_not_be_read_to_its_end_is_refused_at_once(
+    checked: DictConfig, tmp_path: Path, more: str, message: str
+):
+    path = write(checked, tmp_path) / "config.yaml"
+    path.write_text(f"{path.read_text()}\n{more}")
+    began = time.process_time()
+    with pytest.raises(ConfigError, match=message):
+        load_saved_config(tmp_path)
+    assert time.process_time() - began < 5.0

@@ -101,8 +101,10 @@ def test_an_empty_text_is_an_empty_caption_and_an_empty_list_is_none() -> None:
         only(Captions(key="captions", choose="first"), raw(captions=3))
 
 
-def test_a_list_where_one_text_is_wanted_ends_the_run() -> None:
-    with pytest.raises(RunError, match="data.captions.key=captions is no single text but list: choose one of several"):
+def test_a_list_where_one_text_is_wanted_is_unreadable() -> None:
+    with pytest.raises(
+        UnreadableSampleError, match="data.captions.key=captions is no single text but list: choose one of several"
+    ):
         only(Captions(key="captions"), raw(captions=["a", "b"]))
 
 
@@ -237,3 +239,21 @@ def test_what_every_sample_lacks_is_said_once() -> None:
     ):
         next(loader)
     assert str(caught.value).count("it lacks title") == 1
+
+
+@pytest.mark.parametrize(
+    ("captions", "values", "message"),
+    [
+        (Captions(key="a"), {"a": "half \ud800 a character"}, "its caption is no Unicode text: surrogates not allowed"),
+        (Captions(template="{a}"), {"a": "\udfff"}, "its caption is no Unicode text"),
+        (Captions(key="a", choose="random"), {"a": {"x": 10**400}}, "neither texts nor texts with a weight above 0"),
+        (Captions(key="a", choose="first"), {"a": [["x" * 10**6]]}, r"weight above 0: \['xxx.*characters ..."),
+        (Captions(key="a.b", choose="first"), {"a": "[" * 100_000}, "it lacks a.b"),
+    ],
+)
+def test_whatever_a_sample_says_of_itself_makes_it_unreadable_at_worst(
+    captions: Captions, values: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UnreadableSampleError, match=message) as caught:
+        only(captions, raw(**values))
+    assert len(str(caught.value)) < 1000

@@ -326,3 +326,16 @@ def test_two_pictures_of_one_stem_share_their_files(tmp_path: Path) -> None:
     write(tmp_path / "a.txt", "both")
     assert [file.name for file in find_pictures(tmp_path)] == ["a.jpg", "a.png"]
     assert set(captions(folder(tmp_path)).values()) == {"both"}
+
+
+BOMB = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 30))
+
+
+@pytest.mark.parametrize("text", [BOMB, "a: " + "[" * 10_000, "a: 0x" + "f" * 20_000, "a: !!timestamp x"])
+def test_a_yaml_that_would_not_end_is_one_unreadable_sample(tmp_path: Path, text: str) -> None:
+    write(tmp_path / "a.png")
+    write(tmp_path / "a.yaml", text)
+    source = folder(tmp_path, captions=Captions(key="a29", choose="first"), row_filters=None)
+    source.open()
+    with pytest.raises(UnreadableSampleError, match="its yaml is damaged: it is no mapping that can be read"):
+        source.read(0)

@@ -212,3 +212,15 @@ def test_captions_of_several_texts_are_lines(tmp_path: Path) -> None:
     source = parquet(write(tmp_path / "a.parquet", [{"image": tars.picture(), "text": ["one", "two"]}]))
     source.open()
     assert source.read(0).caption == "one\ntwo"
+
+
+def test_a_value_that_python_does_not_have_is_absent(tmp_path: Path) -> None:
+    rows = rows_of(range(3))
+    half = pyarrow.Array.from_buffers(pyarrow.string(), 3, pyarrow.array([b"a", b"\xff", b"c"]).buffers())
+    columns = {"image": [row["image"] for row in rows], "text": [row["text"] for row in rows], "more": half}
+    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
+    source = parquet(tmp_path / "a.parquet", captions=Captions(key="more"), row_filters={"more": "!='x'"})
+    assert len(source.open()) == 2
+    source = parquet(tmp_path / "a.parquet", captions=Captions(key="more"))
+    source.open()
+    assert [source.read(row).values.get("more") for row in range(3)] == ["a", None, "c"]

@@ -198,3 +198,18 @@ def test_a_caption_must_be_text(tmp_path: Path, value: Any) -> None:
     source.open()
     with pytest.raises(UnreadableSampleError, match="its caption is no text: "):
         source.read(0)
+
+
+def test_names_that_no_file_can_have_are_pictures_that_are_not_there(tmp_path: Path) -> None:
+    pictures(tmp_path, "a.png")
+    names = ["a.png", "b\0.png", "\ud800.png", "c" * 5000]
+    lines = "".join(json.dumps({"image": name, "caption": "x", "mask": "m\0"}) + "\n" for name in names)
+    source = table(text(tmp_path / "t.jsonl", lines), mask_column="mask")
+    assert len(source.open()) == 1
+    with pytest.raises(UnreadableSampleError, match="its mask has a name that no file can have"):
+        source.read(0)
+
+
+def test_a_line_that_is_nested_without_end_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="line 1 is no json mapping.*(RecursionError|nested deeper)"):
+        table(text(tmp_path / "t.jsonl", '{"image": ' + "[" * 100_000)).open()

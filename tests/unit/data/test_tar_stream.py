@@ -5,8 +5,10 @@ from __future__ import annotations
 import bz2
 import gzip
 import io
+import itertools
 import lzma
 import random
+import re
 import tarfile
 import time
 import tracemalloc
@@ -20,6 +22,7 @@ from cascade_train.data.row_filter import parse_row_filters
 from cascade_train.data.stream import Cursor, Stream, StreamSpec
 from cascade_train.data.tar_files import Listings, Tar, find_tars
 from cascade_train.data.tar_index import scan_shard
+from cascade_train.data.tar_members import key_and_extension
 from cascade_train.data.tar_sample import Dropped
 from cascade_train.data.tar_stream import stream_samples
 from cascade_train.errors import ConfigError, RunError
@@ -63,7 +66,7 @@ def test_what_is_no_sample_is_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("head -c 4000 {0}", r"pipe:head -c 4000 .*a.tar (ends within|is cut short|is not a readable tar)"),
+        ("head -c 4000 {0}", r"pipe:head <redacted> .*a.tar (ends within|is cut short|is not a readable tar)"),
         ("head -c 4000 {0}; echo no such bucket >&2; exit 3", "ended with code 3: no such bucket"),
         ("cat {0}; exit 4", "ended with code 4: it said nothing"),
         ("cat {0}.missing | cat", "ended with code 1: .*a.tar.missing: No such file"),
@@ -223,3 +226,14 @@ def test_settings_out_of_range_are_refused(name: str, value: int, message: str) 
 def test_a_number_of_streams_out_of_range_is_refused() -> None:
     with pytest.raises(ValueError, match="data.streams=0 must be at least 1; null chooses a number"):
         tars.webdataset(["pipe:true"], streams=0)
+
+
+def test_names_are_parted_as_webdataset_parts_them_and_in_time_in_proportion_to_them():
+    rule = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")
+    names = ["".join(name) for length in range(7) for name in itertools.product("a./", repeat=length)]
+    expected = [None if (match := rule.match(name)) is None else match.groups() for name in names]
+    assert len([each for each in expected if each]) > 100
+    assert [key_and_extension(name) for name in names] == expected
+    began = time.process_time()
+    assert key_and_extension("a/" * 2**19) is None
+    assert time.process_time() - began < 0.5

@@ -1,0 +1,72 @@
+"""JSON and YAML from outside: what they say, or one kind of error, soon and whatever they hold."""
+
+import time
+
+import pytest
+
+from cascade_train.untrusted import MAX_DEPTH, check_yaml, read_json, read_yaml
+
+DOUBLED = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 30))
+BAD_YAML = {
+    DOUBLED: "it has an alias, \\*a0; write out what it stands for",
+    "a: &a {<<: *a}": "it has an alias",
+    "a: " + "[" * 10_000: "nested deeper than 50 levels",
+    "\n".join(" " * depth + "a:" for depth in range(200)): "nested deeper than 50 levels",
+    "a: 0x" + "f" * 20_000: "a number of 20002 digits",
+    "a: " + "1:" * 10_000 + "1.5": "cannot be read .OverflowError",
+    "a: !!timestamp x": "cannot be read .AttributeError",
+    "a: 2001-99-99": "month must be in",
+    "a: !!python/object/apply:os.getcwd []": "could not determine a constructor",
+    "a: [1": "expected ',' or ']', but got '<stream end>', line 1",
+    "{[1]: 2}": "unhashable",
+    "a: b\n--- \nc: d": "found another document",
+    "\0": "ReaderError",
+}
+
+
+@pytest.mark.parametrize("text", BAD_YAML, ids=BAD_YAML.values())
+def test_a_yaml_that_would_not_end_is_one_error_at_once(text: str):
+    began = time.process_time()
+    with pytest.raises(ValueError, match=BAD_YAML[text]):
+        read_yaml(text)
+    assert time.process_time() - began < 2.0
+
+
+def test_the_structure_of_a_yaml_is_checked_without_its_values():
+    check_yaml("a: 2001-99-99\nb: [1, {c: 1e-4}]")
+    for text in (DOUBLED, "a: " + "[" * 10_000, "a: 0x" + "f" * 20_000):
+        with pytest.raises(ValueError, match=BAD_YAML[text]):
+            check_yaml(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[" * 100_000, "cannot be read .RecursionError|nested deeper"),
+        ("[" * (MAX_DEPTH + 2) + "]" * (MAX_DEPTH + 2), "nested deeper than 50 levels"),
+        ("9" * 5000, "Exceeds the limit"),
+        ("{", "Expecting property name"),
+    ],
+)
+def test_a_json_that_nothing_can_walk_through_is_one_error(text: str, message: str):
+    with pytest.raises(ValueError, match=message):
+        read_json(text)
+
+
+def test_a_json_that_does_not_fit_into_memory_is_one_error(monkeypatch: pytest.MonkeyPatch):
+    def full(text: str) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("cascade_train.untrusted.json.loads", full)
+    monkeypatch.setattr("cascade_train.untrusted._Loader.get_single_data", lambda self: full(""))
+    with pytest.raises(ValueError, match="cannot be read .MemoryError"):
+        read_json("1")
+    with pytest.raises(ValueError, match="cannot be read .MemoryError"):
+        read_yaml("1")
+
+
+def test_plain_values_are_read_as_they_are():
+    values = {"a": [1, 2.5, None, True, "x"], "b": {"c": {"d": []}}}
+    assert read_json('{"a": [1, 2.5, null, true, "x"], "b": {"c": {"d": []}}}') == values
+    assert read_yaml(b"a: [1, 2.5, null, true, x]\nb: {c: {d: []}}") == values
+    assert read_json("[" * MAX_DEPTH + "]" * MAX_DEPTH)
