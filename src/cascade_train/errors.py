@@ -1,6 +1,8 @@
 """The two errors a user may meet, and the end that someone asked for; everything else is a defect with a traceback."""
 
 import re
+import shutil
+from pathlib import Path
 
 STOPPED = 75
 """Exit code of a run that was stopped and goes on with the same command: EX_TEMPFAIL of sysexits.h."""
@@ -45,3 +47,10 @@ class Interrupted(KeyboardInterrupt):
     def __init__(self, message: str, *, code: int) -> None:
         super().__init__(message)
         self.code = code
+
+
+def unwritten(path: Path, error: Exception) -> str:
+    """Return in words that something could not be written, why, and how much room is left on its disk."""
+    there = next((each for each in (path, *path.absolute().parents) if each.exists()), Path("/"))
+    free = shutil.disk_usage(there).free / 2**30
+    return f"{path} could not be written: {error} ({free:.3f} GiB are free there)"

@@ -310,8 +310,7 @@ def test_keys_and_values_with_control_characters_are_shown_as_text(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     strange = {"a\x1b[2J\nrun: {dir: /}": 1, "b\ud800": "\ud800", "c[0": "${x[}", "wandb_project": "p\x1b[31m"}
-    source = tmp_path / "in" / "strange\n\x1b[2Jname.yaml"
-    source.parent.mkdir()
+    source = tmp_path / "in.yaml"
     source.write_text(json.dumps(official("finetune_c_3b") | strange))
     out = tmp_path / "experiment" / "mine.yaml"
     assert recipe.main(["import", str(source), f"out={out}"]) == 0

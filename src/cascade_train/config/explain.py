@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -25,7 +27,7 @@ from cascade_train.config.components import group_form
 from cascade_train.config.groups import did_you_mean, groups
 from cascade_train.config.overrides import quoted_form, refusal
 from cascade_train.config.schema import COMPONENTS
-from cascade_train.errors import INTERRUPTED, LOST_PEER, ConfigError, Interrupted, RunError
+from cascade_train.errors import INTERRUPTED, LOST_PEER, ConfigError, Interrupted, RunError, unwritten
 from cascade_train.redaction import logged
 
 FP16 = (
@@ -39,6 +41,8 @@ SECONDS_FOR_RANK_ZERO = 10.0
 
 DEAD_WORKER = re.compile(r"DataLoader worker \(pid")
 """What torch raises, from its handler of signals, when a worker process has died."""
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 def exit_code(action: Callable[[], Any], *, remedy: str = "") -> int:
@@ -98,7 +102,7 @@ def _report(error: Exception) -> int:
         sys.stderr.write(f"[rank {rank}] {logged(paragraph)}\n")
     elif "TORCHELASTIC_RUN_ID" in os.environ:
         time.sleep(SECONDS_FOR_RANK_ZERO)
-    return 1 if isinstance(error, RunError | BrokenPipeError | RuntimeError) else 2
+    return 1 if isinstance(error, RunError | OSError | RuntimeError) else 2
 
 
 def explain(error: Exception) -> str | None:
@@ -116,6 +120,8 @@ def explain(error: Exception) -> str | None:
             return f"A configuration file is not valid YAML: {_one_line(error)}"
         case RuntimeError() if LOST_PEER.search(str(error)):
             return "The connection to another rank was lost: that rank ended first, or hangs; what it said tells why."
+        case OSError() if error.errno in NO_ROOM:
+            return f"{unwritten(Path(error.filename or '.'), error)}. Free space there, or give another folder."
         case BrokenPipeError():
             return "Whoever read the output has closed it."
         case ValueError():

@@ -256,10 +256,21 @@ def batch_split(root: Root, ranks: int) -> BatchSplit:
 
 
 def precision(root: Root) -> Precision:
-    """Return the precision of the run; auto follows the argument `model.precision` where the model has one."""
+    """Return the precision of the run; auto follows the argument `model.precision`.
+
+    Raises:
+        ConfigError: the model has none, or another than those there are.
+    """
     if root.train.precision is not Precision.auto:
         return root.train.precision
-    return Precision(root.model.get("precision", Precision.auto))
+    own = root.model.get("precision")
+    if own not in (Precision.bf16, Precision.fp32):
+        reason = f"{root.model['_target_']} has no precision" if own is None else f"model.precision={own} is none"
+        raise ConfigError(
+            f"train.precision=auto takes that of the model, and {reason}. Set train.precision=bf16, or fp32 for small "
+            "models; a stage of your own may have an argument precision for it."
+        )
+    return Precision(own)
 
 
 def guidance_scale(cfg: Root | DictConfig) -> float | None:

@@ -44,7 +44,7 @@ def check_launcher(argv: Sequence[str]) -> None:
     """Refuse a sweep on SLURM where none can be submitted.
 
     Raises:
-        ConfigError: the plugin or sbatch is missing, or it is no sweep.
+        ConfigError: the plugin, sbatch or srun is missing, or it is no sweep.
     """
     if ON_SLURM not in argv:
         return
@@ -56,10 +56,11 @@ def check_launcher(argv: Sequence[str]) -> None:
         raise ConfigError(
             f"{ON_SLURM} submits the runs of a sweep. Add --multirun, or submit one run with sbatch/train.sbatch."
         )
-    if shutil.which("sbatch") is None:
-        raise ConfigError(
-            f"{ON_SLURM} needs sbatch, which is not on the PATH. Start the sweep where jobs are submitted from."
-        )
+    for command in ("sbatch", "srun"):  # submitit asks for the second before it calls the first
+        if shutil.which(command) is None:
+            raise ConfigError(
+                f"{ON_SLURM} needs {command}, which is not on the PATH. Start the sweep where jobs are submitted from."
+            )
 
 
 class SweepResults(Callback):

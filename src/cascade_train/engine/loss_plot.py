@@ -7,12 +7,17 @@ Shape legend: G samples of the global batch, N levels.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
+
+from cascade_train.errors import unwritten
+
+log = logging.getLogger(__name__)
 
 FILE_NAME = "loss_by_logsnr.png"
 LOWEST, HIGHEST, LEVELS = -16.0, 16.0, 64
@@ -67,8 +72,14 @@ class LossPlot:
         if not self._is_main or not points:
             return []
         file = self._directory / f"step_{step}" / FILE_NAME
-        file.parent.mkdir(parents=True, exist_ok=True)
-        draw_losses(points, before).save(file)
+        try:
+            self._directory.mkdir(exist_ok=True)  # and no run directory that was removed
+            file.parent.mkdir(exist_ok=True)
+            draw_losses(points, before).save(file)
+        except OSError as error:
+            file.unlink(missing_ok=True)
+            log.warning("%s. The run goes on without this plot.", unwritten(file, error))
+            return []
         return [file]
 
 

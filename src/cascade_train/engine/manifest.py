@@ -15,9 +15,32 @@ from typing import Any
 
 from cascade_train.engine.durable_files import write_durably
 from cascade_train.errors import RunError
+from cascade_train.untrusted import read_json
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
+TYPES = {
+    "step": int,
+    "has_optimizer": bool,
+    "name": str | None,
+    "facts": dict,
+    "facts.step": int,
+    "facts.samples_seen": int,
+    "facts.finished": bool,
+    "facts.max_steps": int,
+    "facts.data": dict,
+    "facts.data.position": int,
+    "facts.data.global_batch_size": int,
+    "facts.data.identity": str,
+    "facts.data.start": dict,
+    "facts.data.streams": list,
+    "facts.tracker_run_id": str | None,
+    "facts.losses": dict,
+    "facts.best": dict,
+    "facts.best.metric": str,
+    "facts.best.value": int | float,
+}
+"""What the loop writes and reads again without asking; not all of it is in every manifest."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +104,7 @@ def read_manifest(directory: Path) -> Manifest:
     """
     path = directory / MANIFEST_NAME
     try:
-        body = json.loads(path.read_text(encoding="utf-8"))
+        body = read_json(path.read_bytes())
         digest = body.pop("sha256")
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise RunError(f"{path} is missing or unreadable: {error!r}") from error
@@ -99,6 +122,7 @@ def _from_plain(body: dict[str, Any], path: Path) -> Manifest:
         files = {name: FileRecord(**record) for name, record in body["files"].items()}
         if any(Path(name).name != name for name in files):
             raise ValueError("it names files outside its folder")
+        _check_types(body, files)
         manifest = Manifest(
             step=body["step"],
             files=files,
@@ -109,6 +133,24 @@ def _from_plain(body: dict[str, Any], path: Path) -> Manifest:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise RunError(f"{path} does not hold what a manifest holds: {error!r}") from error
     return manifest
+
+
+def _check_types(body: dict[str, Any], files: dict[str, FileRecord]) -> None:
+    """Check what the loop takes for granted of values that are there; a hash says that they are as they were written.
+
+    Raises:
+        ValueError: one has another type.
+    """
+    for name, record in files.items():
+        if type(record.size) is not int or type(record.sha256) is not str:
+            raise ValueError(f"files.{name} has a size or a hash of another type")
+    for key, kind in TYPES.items():
+        *path, name = key.split(".")
+        node: Any = body
+        for each in path:
+            node = node.get(each, {})
+        if name in node and (not isinstance(node[name], kind) or (isinstance(node[name], bool) and kind is not bool)):
+            raise ValueError(f"{key} is {type(node[name]).__name__}")
 
 
 def find_fault(directory: Path, *, hashes: bool = True) -> str | None:

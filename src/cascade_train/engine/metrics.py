@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from cascade_train.engine.durable_files import append_durably
-from cascade_train.errors import RunError
+from cascade_train.errors import RunError, unwritten
 
 Row = dict[str, Any]
 """One line of the file: an int `step` and `samples_seen`, then numbers; None (null in the file) stands for
@@ -125,10 +125,14 @@ class MetricsLog:
         rows = [_row(record, {**numbers, **speeds}) for record, numbers in zip(self._pending, values, strict=True)]
         self._pending.clear()
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
             append_durably(self._path, "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
+        except FileNotFoundError as error:
+            raise RunError(
+                f"{self._path.parent} is gone: it was removed or moved while the run went on. "
+                "Put it back, and the same command continues from its newest checkpoint; else it starts over."
+            ) from error
         except OSError as error:
-            raise RunError(f"{self._path} could not be written: {error}") from error
+            raise RunError(f"{unwritten(self._path, error)}. Free space there; the same command continues.") from error
         return rows
 
     def _speeds(self, samples_seen: int) -> dict[str, float]:

@@ -5,6 +5,8 @@ Shape legend: B samples, C channels, H W size.
 
 from __future__ import annotations
 
+import logging
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +19,11 @@ from cascade_train.batch import sample_seed
 from cascade_train.distributed.parallelize import evaluating
 from cascade_train.distributed.process_group import World
 from cascade_train.engine.phase import BoundPhase, averaged
+from cascade_train.errors import unwritten
+from cascade_train.redaction import LONGEST_REASON, shortened
 from cascade_train.tasks.base import Painter
+
+log = logging.getLogger(__name__)
 
 CELL_PX = 192
 LABEL_PX = 220
@@ -58,12 +64,24 @@ class SampleGrid:
         self.directory = directory
 
     def draw(self, step: int) -> list[Path]:
-        """Paint the grid of `step` and return the files written (none but on rank 0). Collective."""
+        """Paint the grid of `step` and return the files written (none but on rank 0). Collective.
+
+        A grid that cannot be written stops nothing.
+        """
         columns = self._columns()
         if not self.world.is_main:
             return []
         folder = self.directory / f"step_{step}"
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            return self._write(folder, columns)
+        except OSError as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            log.warning("%s. The run goes on without this grid.", unwritten(folder, error))
+            return []
+
+    def _write(self, folder: Path, columns: dict[str, list[Image.Image]]) -> list[Path]:
+        self.directory.mkdir(exist_ok=True)  # and no run directory that was removed
+        folder.mkdir(exist_ok=True)
         for name in (self.painter.result, f"ema_{self.painter.result}"):
             for row, image in enumerate(columns.get(name, [])):
                 image.save(folder / f"{row:02d}_{name}.png")
@@ -123,7 +141,7 @@ def _fit(image: Image.Image) -> Image.Image:
 def _wrapped(caption: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> str:
     lines: list[str] = []
     line = ""
-    for word in caption.split():
+    for word in shortened(caption, LONGEST_REASON).split():
         longer = f"{line} {word}".strip()
         if font.getlength(longer) > LABEL_PX - 12 and line:
             lines, line = [*lines, line], word

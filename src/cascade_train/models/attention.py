@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import torch
 from diffusers.models.attention_processor import Attention, AttnProcessor, AttnProcessor2_0, XFormersAttnProcessor
 from diffusers.utils import is_xformers_available
 from torch import Tensor, nn
@@ -41,7 +42,7 @@ def set_attention(network: nn.Module, name: str) -> None:
     """Choose the attention kernel of a network: "sdpa", "xformers" or "math".
 
     Raises:
-        ConfigError: an unknown name, or xformers is not installed.
+        ConfigError: an unknown name, or xformers without its package or a CUDA device.
     """
     if name not in PROCESSORS:
         raise ConfigError(f"attention={name}: must be one of {', '.join(PROCESSORS)}")
@@ -49,6 +50,10 @@ def set_attention(network: nn.Module, name: str) -> None:
         raise ConfigError(
             "attention=xformers: the package xformers is not installed; "
             "install cascade-train[xformers] or use attention=sdpa"
+        )
+    if name == "xformers" and not torch.cuda.is_available():
+        raise ConfigError(
+            "attention=xformers: its kernels need a CUDA device, and torch finds none; use attention=sdpa"
         )
     for attention in _attentions(network):
         drops = PROBABILITY_DROPOUT in dict(attention.named_children())

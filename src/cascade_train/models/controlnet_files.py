@@ -19,6 +19,7 @@ from torch import Tensor
 from cascade_train.errors import ConfigError
 from cascade_train.models.controlnet import ControlNetwork, ControlSpec
 from cascade_train.models.export import Exported, check_equal_tensors, checked_error, replaced_directory
+from cascade_train.models.lora_files_content import header_checked
 from cascade_train.models.tensor_file import write_tensors
 from cascade_train.models.weights_source import find_part, find_weight_files
 
@@ -75,6 +76,18 @@ def read_control(source: str, *, key: str, blocks: Sequence[int] | None = None) 
     if bottleneck is None or not outer:
         first = ", ".join(list(tensors)[:2]) or "nothing"
         raise ConfigError(f"{origin}: holds no control network, but {first}; name a controlnet.safetensors")
+    with header_checked(origin):
+        return _stored(header, tensors, bottleneck, outer, blocks, origin)
+
+
+def _stored(
+    header: Mapping[str, str],
+    tensors: Mapping[str, Tensor],
+    bottleneck: str,
+    outer: Sequence[str],
+    blocks: Sequence[int] | None,
+    origin: str,
+) -> StoredControl:
     stem = next(name for name in ("backbone.0.0.weight", "backbone.0.weight") if name in tensors)
     channels = tensors[stem].shape[1]
     kind = f"{len(outer)} projections of task.bottleneck={bottleneck} for maps of {channels} channels"

@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from diffusers import DDPMWuerstchenScheduler, StableCascadePriorPipeline, StableCascadeUNet
 from diffusers.utils import logging as diffusers_logging
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import CLIPImageProcessor
 from transformers.utils import logging as transformers_logging
 
-from cascade_train.errors import RunError
+from cascade_train.errors import RunError, unwritten
 from cascade_train.models.lora import LoraSpec
 from cascade_train.models.lora_files import SINGLE_FILE, module_shapes, read_lora, write_peft_folder, write_single_file
 from cascade_train.models.lora_files_content import StoredLora, TrainedTokens
@@ -36,6 +37,8 @@ The tensors themselves must come back bit for bit; kernels may round otherwise w
 
 PUBLISHED_RESOLUTION_MULTIPLE = 42.67
 """Pixels of the finished picture per latent position where Stage B decodes 24 x 24 to 1024 x 1024 pixels."""
+
+NO_ROOM = "Free space there, or give another folder; what was there before is as it was."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -330,28 +333,40 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def replaced_file(path: Path) -> Iterator[Path]:
-    """Yield a file name beside `path` that takes its place when the block succeeds, else vanishes."""
+    """Yield a file name beside `path` that takes its place when the block succeeds, else vanishes.
+
+    Raises:
+        RunError: it could not be written.
+    """
     partial = path.with_name(f".partial.{path.name}")
-    path.parent.mkdir(parents=True, exist_ok=True)
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         yield partial
         partial.replace(path)
+    except (OSError, SafetensorError) as error:
+        raise RunError(f"{unwritten(path, error)}. {NO_ROOM}") from error
     finally:
         partial.unlink(missing_ok=True)
 
 
 @contextmanager
 def replaced_directory(directory: Path) -> Iterator[Path]:
-    """Yield an empty folder beside `directory` that takes its place when the block succeeds, else vanishes."""
+    """Yield an empty folder beside `directory` that takes its place when the block succeeds, else vanishes.
+
+    Raises:
+        RunError: it could not be written.
+    """
     partial, old = (directory.with_name(f".{directory.name}.{suffix}") for suffix in ("partial", "old"))
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     try:
+        partial.mkdir(parents=True)
         yield partial
         shutil.rmtree(old, ignore_errors=True)
         if directory.exists():
             directory.rename(old)
         partial.rename(directory)
+    except (OSError, SafetensorError) as error:
+        raise RunError(f"{unwritten(directory, error)}. {NO_ROOM}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     shutil.rmtree(old, ignore_errors=True)

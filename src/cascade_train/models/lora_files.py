@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
 from cascade_train.models.lora import ADAPTER, LoraSpec, attach_adapters, lora_spec
-from cascade_train.models.lora_files_content import StoredLora, TrainedTokens
+from cascade_train.models.lora_files_content import StoredLora, TrainedTokens, header_checked
 from cascade_train.models.lora_files_keyed import Adapter, is_keyed, read_keyed, unify
 from cascade_train.models.lora_files_original import DEFAULT_FILTERS, is_original, read_original
 from cascade_train.models.tensor_file import write_tensors
@@ -121,14 +121,16 @@ def read_lora(
     origin = f"{key}={source}"
     if path.is_dir():
         path = find_part(path, "lora", key)
-        check_adapter_size(_folder_tensors(path, key)[1], None, modules, origin)
-        lora = _read_peft_folder(path, key)
+        with header_checked(origin):
+            check_adapter_size(_folder_tensors(path, key)[1], None, modules, origin)
+            lora = _read_peft_folder(path, key)
     elif not path.is_file():
         raise ConfigError(f"{origin}: no such file or folder; give a run, its export/lora, or a .safetensors file")
     else:
         header, tensors = read_tensors(path, key)
-        check_adapter_size(tensors, header.get("base_size") or None, modules, origin)
-        lora = _from_one_file(header, tensors, modules, module_filters, origin)
+        with header_checked(origin):
+            check_adapter_size(tensors, header.get("base_size") or None, modules, origin)
+            lora = _from_one_file(header, tensors, modules, module_filters, origin)
     _check_fit(lora, modules, origin)
     if lora.spec.base_size is None:
         lora = replace(lora, spec=replace(lora.spec, base_size=recognise_size(_weights(modules))))

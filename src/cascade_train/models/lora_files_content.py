@@ -5,12 +5,33 @@ Lives here: the values that every format is read into and written from. Must not
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from cascade_train.errors import ConfigError
 from cascade_train.models.lora import LoraSpec
+from cascade_train.redaction import LONGEST_NAME, shortened
+
+
+@contextmanager
+def header_checked(origin: str) -> Iterator[None]:
+    """Read what the header of a file from elsewhere says; `origin` is the key and value that named the file.
+
+    Raises:
+        ConfigError: it lacks something, or says it in another form.
+    """
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise ConfigError(
+            f"{origin}: its header is damaged ({type(error).__name__}: {shortened(str(error), LONGEST_NAME)}); copy it "
+            "again from where it was made"
+        ) from error
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,11 +6,12 @@ Lives here: hub ids, diffusers folders, single files, and our own runs. Must not
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
 from cascade_train.errors import ConfigError
+from cascade_train.redaction import LONGEST_NAME, shortened
+from cascade_train.untrusted import read_json
 
 SINGLE_FILE_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 NETWORK_PARTS = ("prior", "decoder")
@@ -127,11 +128,37 @@ def _folder_files(folder: Path, key: str) -> list[Path]:
 
 
 def _shards(index: Path, key: str) -> list[Path]:
-    names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    names = shard_names(index, key)
     missing = [name for name in names if not (index.parent / name).is_file()]
     if missing:
         raise ConfigError(f"{key}={index.parent}: {index.name} names {missing[0]}, which is not there; copy it again")
     return [index.parent / name for name in names]
+
+
+def shard_names(index: Path, key: str) -> list[str]:
+    """Return the files that an index names as those of a model's tensors, which lie beside it, sorted.
+
+    Raises:
+        ConfigError: it names none, or something else than files beside it.
+    """
+    try:
+        content = read_json(index.read_bytes())
+    except ValueError as error:
+        raise ConfigError(f"{key}={index}: cannot be read as json ({error}); copy or download it again") from error
+    tensors = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(tensors, dict) or not tensors or not all(isinstance(name, str) for name in tensors.values()):
+        raise ConfigError(
+            f"{key}={index}: has no weight_map of tensors to the files that hold them; copy or download it again, or "
+            "name one file of weights"
+        )
+    names = sorted(set(tensors.values()))
+    for name in names:
+        if name in ("", ".", "..") or "/" in name or "\\" in name or not name.endswith(SINGLE_FILE_SUFFIXES):
+            raise ConfigError(
+                f"{key}={index}: names {shortened(name, LONGEST_NAME)!r}, which is no file of weights beside it; an "
+                "index may name nothing else"
+            )
+    return names
 
 
 def _hub_files(source: str, key: str, part: str | None) -> list[Path]:
@@ -168,7 +195,7 @@ def _download_folder(repo: str, subfolder: str, source: str, key: str) -> list[P
 
 
 def _download_shards(repo: str, subfolder: str, index: Path, source: str, key: str) -> list[Path]:
-    names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    names = shard_names(index, key)
     return [_download(repo, f"{subfolder}/{name}".lstrip("/"), source, key) for name in names]
 
 

@@ -95,8 +95,8 @@ def load_pickle(file: Path, key: str) -> dict[str, Tensor]:
         ConfigError: it holds anything but tensors by name.
     """
     try:
-        content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+        content = torch.load(file, map_location="cpu", weights_only=True, mmap=_is_stored(file))
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, OSError, zipfile.BadZipFile) as error:
         raise ConfigError(
             f"{key}={file}: cannot be read as weights alone ({type(error).__name__}); convert it to safetensors"
         ) from error
@@ -105,3 +105,11 @@ def load_pickle(file: Path, key: str) -> dict[str, Tensor]:
     if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
         raise ConfigError(f"{key}={file}: holds something else than tensors by name; convert it to safetensors")
     return content
+
+
+def _is_stored(file: Path) -> bool:
+    """Return whether a file is a zip of parts as they are, which can be mapped into memory: torch writes no other."""
+    if not zipfile.is_zipfile(file):
+        return False
+    with zipfile.ZipFile(file) as content:
+        return all(each.compress_type == zipfile.ZIP_STORED for each in content.infolist())

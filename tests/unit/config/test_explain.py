@@ -1,3 +1,4 @@
+import errno
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -118,6 +119,26 @@ def test_closed_output_is_no_defect(capsys: pytest.CaptureFixture[str]):
 
     assert exit_code(write) == 1
     assert capsys.readouterr().err == "Whoever read the output has closed it.\n"
+
+
+def test_a_full_disk_is_no_defect(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    def write() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "a" / "b.png"))
+
+    assert exit_code(write) == 1
+    said = capsys.readouterr().err
+    assert re.search(r"b.png could not be written: .*No space left on device.* \(\d+.\d+ GiB are free there\)", said)
+    assert "Traceback" not in said
+
+
+def test_what_is_said_has_no_control_characters_and_an_end(capsys: pytest.CaptureFixture[str]):
+    def refuse() -> None:
+        raise ConfigError("the key a\x1b[2J\ud800\nis " + "x" * 10**6)
+
+    assert exit_code(refuse) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("the key a\\x1b[2J\\ud800\nis xxx")
+    assert len(said) < 21_000
 
 
 def test_none_is_success():

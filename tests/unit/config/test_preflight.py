@@ -6,7 +6,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from cascade_train.config.batch_size import BatchSplit
-from cascade_train.config.preflight import batch_split, preflight
+from cascade_train.config.preflight import batch_split, precision, preflight
 from cascade_train.config.schema import ParallelMode, Precision
 from cascade_train.errors import ConfigError
 from tests.unit.config.composing import composed
@@ -186,3 +186,11 @@ def test_automatic_precision_is_what_the_model_is_meant_for(tiny: DictConfig):
     assert preflight(tiny, ranks=1).train.precision is Precision.fp32
     tiny.model.precision = "bf16"
     assert preflight(tiny, ranks=1).train.precision is Precision.bf16
+
+
+@pytest.mark.parametrize(("own", "reason"), [(None, "has no precision"), ("fp8", "model.precision=fp8 is none")])
+def test_automatic_precision_asks_for_one_where_the_model_has_none(tiny: DictConfig, own: str | None, reason: str):
+    root = OmegaConf.to_object(tiny)
+    root.model["precision"] = own
+    with pytest.raises(ConfigError, match=f"train.precision=auto takes that of the model, and .*{reason}"):
+        precision(root)

@@ -268,6 +268,9 @@ def test_a_sweep_on_slurm_needs_sbatch(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(ConfigError, match="needs sbatch, which is not on the PATH"):
         check_launcher(ON_SLURM)
+    monkeypatch.setattr(shutil, "which", lambda name: None if name == "srun" else f"/usr/bin/{name}")
+    with pytest.raises(ConfigError, match="needs srun, which is not on the PATH"):
+        check_launcher(ON_SLURM)
 
 
 def test_a_single_run_is_no_sweep_on_slurm():

@@ -1,5 +1,6 @@
 """The loss by noise level: means per level, fixed size, and the picture."""
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -61,3 +62,15 @@ def test_gathering_never_waits_for_the_device_and_never_grows(tmp_path: Path):
     for size in (1, 1000):
         plot.add(torch.zeros(size, device="meta"), torch.zeros(size, device="meta"))
     assert plot._sums_2N.shape == (2, LEVELS)
+
+
+def test_a_plot_that_cannot_be_written_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog):
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Image.Image, "save", full)
+    plot = LossPlot(directory=tmp_path, device=CPU, is_main=True)
+    plot.add(torch.linspace(-9, 9, 50), torch.linspace(0, 1, 50))
+    assert plot.draw(7) == []
+    assert "No space left on device" in caplog.text
+    assert "GiB are free there). The run goes on without this plot." in caplog.text

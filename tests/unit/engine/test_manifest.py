@@ -104,3 +104,38 @@ def test_a_manifest_of_another_content_is_a_run_error(directory, files, said):
     (directory / "manifest.json").write_text(json.dumps({**body, "sha256": module._digest(body)}))
     with pytest.raises(RunError, match=said):
         read_manifest(directory)
+
+
+OTHER_TYPES = {
+    "step": "3",
+    "has_optimizer": 1,
+    "name": 7,
+    "files": {"a.bin": {"size": "3000", "sha256": "x"}},
+    "facts": [],
+    "facts.step": "3",
+    "facts.samples_seen": None,
+    "facts.finished": "no",
+    "facts.data": 3,
+    "facts.data.position": "3",
+    "facts.losses": [],
+    "facts.best": 3,
+    "facts.best.value": "low",
+    "facts.tracker_run_id": 5,
+}
+
+
+@pytest.mark.parametrize("key", OTHER_TYPES)
+def test_values_of_another_type_are_damage_although_the_hash_is_right(directory, key):
+    path = directory / "manifest.json"
+    body = json.loads(path.read_text())
+    body["facts"] |= {"data": {}, "best": {"metric": "loss"}}
+    *nodes, name = key.split(".")
+    node = body
+    for each in nodes:
+        node = node[each]
+    node[name] = OTHER_TYPES[key]
+    body["sha256"] = module._digest({name: value for name, value in body.items() if name != "sha256"})
+    path.write_text(json.dumps(body))
+    assert f"{key}" in find_fault(directory)
+    with pytest.raises(RunError, match="does not hold what a manifest holds"):
+        read_manifest(directory)

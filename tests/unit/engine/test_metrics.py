@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -32,6 +33,7 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def log(tmp_path):
+    (tmp_path / "run").mkdir()
     return MetricsLog(tmp_path / "run" / "metrics.jsonl", is_main=True)
 
 
@@ -193,3 +195,13 @@ def test_recording_does_not_wait_for_the_device(tmp_path):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert log.flush()[0]["loss"] == 1.5
+
+
+def test_a_run_folder_that_was_removed_is_said_and_not_made_again(tmp_path, log):
+    log.record(1, 8, {"loss": 1.0})
+    log.flush()
+    shutil.rmtree(tmp_path / "run")
+    log.record(2, 16, {"loss": 1.0})
+    with pytest.raises(RunError, match="run is gone: it was removed or moved while the run went on. Put it back"):
+        log.flush()
+    assert not (tmp_path / "run").exists()

@@ -440,3 +440,13 @@ def test_metrics_that_cannot_be_rewritten_stay_as_they_are(directory, monkeypatc
     with pytest.raises(RunError, match="No space left on device"):
         run.cut_metrics(1)
     assert run.metrics_path.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_a_manifest_whose_facts_are_of_another_type_lets_the_older_one_continue(directory, caplog):
+    claim(directory, config=CONFIG, resume="auto").lock.release()
+    older, newer = save(directory, 2), save(directory, 4)
+    write_manifest(newer, dataclasses.replace(read_manifest(newer), facts={"data": 7, "step": "four"}))
+    claimed = claim(directory, config=CONFIG, resume="auto")
+    assert claimed.resume_from == older
+    assert "step_4 is damaged and skipped" in caplog.text
+    claimed.lock.release()

@@ -105,3 +105,10 @@ def test_missing_xformers_names_the_extra(network: CascadeUNet, monkeypatch: pyt
     monkeypatch.setattr(attention, "is_xformers_available", lambda: False)
     with pytest.raises(ConfigError, match=r"install cascade-train\[xformers\]"):
         network.set_attention("xformers")
+
+
+def test_xformers_without_a_cuda_device_is_refused(network: CascadeUNet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "is_xformers_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="attention=xformers: its kernels need a CUDA device.*use attention=sdpa"):
+        network.set_attention("xformers")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from diffusers import StableCascadePriorPipeline
+from safetensors import SafetensorError
 from transformers import (
     CLIPTextConfig,
     CLIPTextModelWithProjection,
@@ -19,7 +23,14 @@ from transformers import (
 from cascade_train.errors import RunError
 from cascade_train.models import export
 from cascade_train.models.cascade_unet import CascadeUNet
-from cascade_train.models.export import PriorParts, build_plain_network, replaced_directory, save_lora, save_prior
+from cascade_train.models.export import (
+    PriorParts,
+    build_plain_network,
+    replaced_directory,
+    replaced_file,
+    save_lora,
+    save_prior,
+)
 from cascade_train.models.lora import adapter_state, inject_lora, lora_spec
 from cascade_train.models.tiny_vocabulary import FOLDER
 from cascade_train.models.weights import load_network
@@ -196,3 +207,26 @@ def test_a_failure_leaves_the_old_directory(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="the disk is full"):
         fail()
     assert [path.name for path in sorted(tmp_path.rglob("*"))] == ["export", "kept.txt"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OSError(errno.ENOSPC, "No space left on device"), SafetensorError("No space left on device (os error 28)")],
+)
+@pytest.mark.parametrize("replaced", [replaced_file, replaced_directory])
+def test_a_full_disk_is_said_with_the_room_that_is_left_and_what_was_there_stays(
+    tmp_path: Path, replaced: Callable[[Path], AbstractContextManager[Path]], error: Exception
+) -> None:
+    out = tmp_path / "out"
+    if replaced is replaced_directory:
+        out.mkdir()
+    else:
+        out.write_text("before")
+    with (
+        pytest.raises(
+            RunError, match=r"out could not be written: .*No space left.* \(\d+.\d+ GiB are free there\). Free"
+        ),
+        replaced(out),
+    ):
+        raise error
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from cascade_train.errors import ConfigError
 from cascade_train.models.cascade_unet import CascadeUNet
 from cascade_train.models.weights import load_module, load_network
 from cascade_train.models.weights_keys import Stored, recognise_size
-from cascade_train.models.weights_tensors import StoredTensors
+from cascade_train.models.weights_tensors import StoredTensors, load_pickle
 from tests.unit.models.networks import SMALL_B, empty_network, original_state, small_network
 
 CPU = torch.device("cpu")
@@ -180,3 +181,26 @@ def test_a_pickle_of_the_old_form_is_read(tmp_path: Path) -> None:
     torch.save({"a": torch.arange(3.0)}, tmp_path / "old.pth", _use_new_zipfile_serialization=False)
     with StoredTensors([tmp_path / "old.pth"], key="model.weights") as tensors:
         assert tensors.read(Stored("a")).tolist() == [0.0, 1.0, 2.0]
+
+
+def test_a_pickle_that_another_program_compressed_is_read_as_it_is(tmp_path: Path) -> None:
+    values = {"a": torch.arange(6.0), "b": torch.randn(1000, 100)}
+    torch.save(values, tmp_path / "stored.pt")
+    with (
+        zipfile.ZipFile(tmp_path / "stored.pt") as stored,
+        zipfile.ZipFile(tmp_path / "squeezed.pt", "w", zipfile.ZIP_DEFLATED) as squeezed,
+    ):
+        for each in stored.infolist():
+            squeezed.writestr(each.filename, stored.read(each))
+    for name in ("stored.pt", "squeezed.pt"):
+        found = load_pickle(tmp_path / name, "model.weights")
+        assert all(torch.equal(found[key], values[key]) for key in values), name
+
+
+def test_a_zip_that_is_cut_short_is_refused(tmp_path: Path) -> None:
+    torch.save({"a": torch.arange(6.0)}, tmp_path / "a.pt")
+    whole = (tmp_path / "a.pt").read_bytes()
+    for name, content in (("end.pt", whole[:-30]), ("begin.pt", whole[300:]), ("empty.pt", b"")):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ConfigError, match="cannot be read as weights alone"):
+            load_pickle(tmp_path / name, "model.weights")

@@ -171,3 +171,33 @@ def test_a_hub_that_answers_with_an_error_is_reported_once(monkeypatch: pytest.M
     monkeypatch.setattr(weights_source, "_fetch", answer)
     with pytest.raises(ConfigError, match=r"model.weights=owner/name: .*OSError: no route to owner/name"):
         find_weight_files("owner/name")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "cannot be read as json"),
+        ("[" * 100_000, "cannot be read as json"),
+        ("[]", "has no weight_map of tensors to the files"),
+        ("{}", "has no weight_map"),
+        ('{"weight_map": {}}', "has no weight_map"),
+        ('{"weight_map": "model.safetensors"}', "has no weight_map"),
+        ('{"weight_map": {"a": 3}}', "has no weight_map"),
+        ('{"weight_map": {"a": "../secret.safetensors"}}', "which is no file of weights beside it"),
+        ('{"weight_map": {"a": "/etc/passwd"}}', "which is no file of weights beside it"),
+        ('{"weight_map": {"a": ".."}}', "which is no file of weights beside it"),
+        ('{"weight_map": {"a": "%s"}}' % ("x" * 10_000), "x... .* characters ...x*', which is no file of weights"),
+    ],
+)
+def test_an_index_names_files_beside_it_or_is_refused(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(ConfigError, match=message) as caught:
+        find_weight_files(str(tmp_path), part=None)
+    assert len(str(caught.value)) < 1000
+
+
+def test_an_index_of_the_hub_names_files_beside_it_or_is_refused(hub_cache: Path) -> None:
+    index = cache(hub_cache, "owner/name", "prior/model.safetensors.index.json")
+    index.write_text('{"weight_map": {"a": "../../model.safetensors"}}')
+    with pytest.raises(ConfigError, match="which is no file of weights beside it"):
+        find_weight_files("owner/name:prior")

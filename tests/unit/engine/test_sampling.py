@@ -1,0 +1,53 @@
+"""Grids of samples: where they are written, and what happens where they cannot be."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from cascade_train.distributed.process_group import World
+from cascade_train.engine.sampling import SampleGrid, SampleSpec
+
+CAPTIONS = ("a cat", "w" * 10**6)
+
+
+@pytest.fixture
+def grid(world: World, tmp_path: Path) -> SampleGrid:
+    painter: Any = SimpleNamespace(result="sample", paint=lambda captions, *_: torch.rand(len(captions), 3, 8, 8))
+    spec = SampleSpec(captions=CAPTIONS, image_BCHW=None, seed=0)
+    (tmp_path / "run").mkdir()
+    return SampleGrid(phases=[], painter=painter, spec=spec, world=world, directory=tmp_path / "run" / "samples")
+
+
+def test_a_grid_lies_in_a_folder_of_its_step(grid: SampleGrid) -> None:
+    assert grid.draw(3) == [grid.directory / "step_3" / "grid.png"]
+    names = ["00_sample.png", "01_sample.png", "grid.png"]
+    assert sorted(path.name for path in (grid.directory / "step_3").iterdir()) == names
+
+
+def test_a_grid_that_does_not_fit_on_the_disk_stops_nothing(
+    grid: SampleGrid, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(image: Image.Image, path: Path) -> None:
+        path.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Image.Image, "save", full)
+    assert grid.draw(3) == []
+    assert "No space left on device" in caplog.text
+    assert "GiB are free there). The run goes on without this grid." in caplog.text
+    assert not (grid.directory / "step_3").exists()
+
+
+def test_a_run_folder_that_was_removed_is_not_made_again(grid: SampleGrid, caplog: pytest.LogCaptureFixture) -> None:
+    shutil.rmtree(grid.directory.parent)
+    assert grid.draw(3) == []
+    assert "The run goes on without this grid." in caplog.text
+    assert not grid.directory.parent.exists()
