@@ -309,7 +309,7 @@ def test_interpolations_are_followed_so_far_and_no_text_grows_without_end() -> N
 def test_keys_and_values_with_control_characters_are_shown_as_text(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    strange = {"a\x1b[2J\nrun: {dir: /}": 1, "b\ud800": "\ud800", "c[0": "${x[}", "wandb_project": "p\x1b[31m"}
+    strange = {"a\x1b[2J\nrun: {dir: /}": 1, "b\ud800": "\ud800", "c[0": "${x:y}", "wandb_project": "p\x1b[31m"}
     source = tmp_path / "in.yaml"
     source.write_text(json.dumps(official("finetune_c_3b") | strange))
     out = tmp_path / "experiment" / "mine.yaml"
@@ -317,4 +317,4 @@ def test_keys_and_values_with_control_characters_are_shown_as_text(
     said = capsys.readouterr().out
     assert r"a\x1b[2J\nrun: {dir: /}" in said
     assert "\x1b" not in said + out.read_text()
-    assert yaml.safe_load(out.read_text())["run"].keys() == {"name"}
+    assert yaml.safe_load(out.read_text())["run"]["dir"] == COMMON["output_path"]

@@ -102,7 +102,8 @@ def _report(error: Exception) -> int:
         sys.stderr.write(f"[rank {rank}] {logged(paragraph)}\n")
     elif "TORCHELASTIC_RUN_ID" in os.environ:
         time.sleep(SECONDS_FOR_RANK_ZERO)
-    return 1 if isinstance(error, RunError | OSError | RuntimeError) else 2
+    of_the_world = isinstance(error, RunError | BrokenPipeError | RuntimeError)
+    return 1 if of_the_world or (isinstance(error, OSError) and error.errno in NO_ROOM) else 2
 
 
 def explain(error: Exception) -> str | None:
