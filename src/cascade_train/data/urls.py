@@ -11,6 +11,7 @@ from pathlib import Path
 from braceexpand import UnbalancedBracesError, braceexpand
 
 from cascade_train.errors import ConfigError
+from cascade_train.redaction import redact_argument
 
 PIPE, S3 = "pipe:", "s3://"
 _SCHEME = re.compile(r"^([a-zA-Z][a-zA-Z0-9+.-]+):")
@@ -46,7 +47,9 @@ def _braces(pattern: str) -> list[str]:
     try:
         expanded = list(braceexpand(pattern))
     except UnbalancedBracesError as error:
-        raise ConfigError(f"data.urls={pattern} has unbalanced braces: write {{000..005}} or {{a,b}}") from error
+        raise ConfigError(
+            f"data.urls={redact_argument(pattern)} has unbalanced braces: write {{000..005}} or {{a,b}}"
+        ) from error
     return expanded if len(expanded) > 1 else [pattern]  # one alone may be a command, whose backslashes stay
 
 
@@ -71,7 +74,8 @@ def _normal(url: str) -> str:
 
 def _missing_text(patterns: list[str], missing: list[Path], total: int) -> str:
     shown = ", ".join(str(path) for path in missing[:3]) + (", ..." if len(missing) > 3 else "")
-    text = f"data.urls={','.join(patterns)}: {len(missing)} of {total} tar files not found: {shown}."
+    given = ",".join(map(redact_argument, patterns))
+    text = f"data.urls={given}: {len(missing)} of {total} tar files not found: {shown}."
     if missing[0].is_dir():
         return f"{text} {missing[0]} is a folder: name the tar files in it, as in {missing[0]}/{{000..005}}.tar"
     if any("*" in path.name for path in missing):

@@ -19,7 +19,7 @@ from cascade_train.untrusted import read_json
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
-TYPES = {
+TYPES: dict[str, Any] = {
     "step": int,
     "has_optimizer": bool,
     "name": str | None,
