@@ -204,7 +204,7 @@ def test_a_failure_leaves_the_old_directory(tmp_path: Path) -> None:
             (partial / "new.txt").touch()
             raise OSError("the disk is full")
 
-    with pytest.raises(OSError, match="the disk is full"):
+    with pytest.raises(RunError, match="could not be written: the disk is full"):
         fail()
     assert [path.name for path in sorted(tmp_path.rglob("*"))] == ["export", "kept.txt"]
 
