@@ -20,7 +20,7 @@ from PIL import Image
 
 from cascade_train.distributed.consensus import from_rank_zero
 from cascade_train.errors import ConfigError
-from cascade_train.redaction import redact_argument, redacted
+from cascade_train.redaction import redact, redact_argument, redacted
 
 _LAUNCHER_VARIABLES = ("LOCAL_RANK", "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 """What makes accelerate believe that it should form a process group."""
