@@ -204,4 +204,6 @@ def test_looking_imports_no_torch(run):
 def test_a_configuration_that_would_not_end_is_said_to_be_damaged(run, capsys):
     (run / "config.yaml").write_text("a: &a [x]\nb: *a")
     assert launch(["ls", str(run)]) == 1
-    assert "config.yaml is damaged: it has an alias, *a" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "config.yaml is damaged: it has an alias, *a" in said
+    assert "Restore it from a backup." in said

@@ -136,6 +136,8 @@ def test_values_of_another_type_are_damage_although_the_hash_is_right(directory,
     node[name] = OTHER_TYPES[key]
     body["sha256"] = module._digest({name: value for name, value in body.items() if name != "sha256"})
     path.write_text(json.dumps(body))
-    assert f"{key}" in find_fault(directory)
+    if key == "files":
+        assert "has a size or a hash of another type" in find_fault(directory)
+    assert key in find_fault(directory)
     with pytest.raises(RunError, match="does not hold what a manifest holds"):
         read_manifest(directory)

@@ -176,8 +176,8 @@ def test_a_hub_that_answers_with_an_error_is_reported_once(monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "cannot be read as json"),
-        ("[" * 100_000, "cannot be read as json"),
+        ("{", "is no index that can be read"),
+        ("[" * 100_000, "is no index that can be read"),
         ("[]", "has no weight_map of tensors to the files"),
         ("{}", "has no weight_map"),
         ('{"weight_map": {}}', "has no weight_map"),
