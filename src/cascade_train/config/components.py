@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_type_hints
 
 from cascade_train.config.annotations import fits, is_component, literals, needs_component
-from cascade_train.config.groups import did_you_mean, group_options, groups
+from cascade_train.config.groups import did_you_mean, group_options, groups, options_with
 from cascade_train.config.schema import Root
 from cascade_train.config.signatures import Parameter, Signature, argument_doc, attribute_docs, read_signature
 from cascade_train.config.source import UnreadableError
@@ -69,20 +69,32 @@ def group_form(path: str, value: Any) -> str:
     return f"Choose it by the group {root} ({options}), or name its class by {path}._target_=package.Class."
 
 
+def unknown_hint(node: str, key: str, known: Iterable[str]) -> str:
+    """Return a sentence on an unknown key of a component: the nearest of `known`, or the options that have the key."""
+    near = did_you_mean(key, known, f"{node}.")
+    options = [] if near.startswith(" Did you mean") else options_with(node, key)
+    return f" It is a key of {' and '.join(f'{node}={o}' for o in options)}." if options else near
+
+
 def missing_message(path: str, cfg: Mapping[str, Any]) -> str:
     """Return what to set for a `???` at `path` of the (unresolved, plain) configuration."""
-    parent_path, _, name = path.rpartition(".")
-    if name in groups():
+    if path.rpartition(".")[2] in groups():
         return f"{path} is not chosen (???). {group_form(path, None)}"
-    meaning = _meaning(parent_path, name, cfg)
+    meaning = meaning_of(path, cfg)
     return f"{path} is not set (???){': ' if meaning else ''}{meaning.rstrip('.')}. Set it: {path}=<value>."
 
 
-def _meaning(parent_path: str, name: str, cfg: Mapping[str, Any]) -> str:
-    """Return what the schema, or the constructor of the component at `parent_path`, says of `name`."""
+def meaning_of(path: str, cfg: Mapping[str, Any]) -> str:
+    """Return what the schema, or the constructor of the component above it, says of a key; empty for nothing.
+
+    Args:
+        path: the key, with dots.
+        cfg: the unresolved configuration as plain containers.
+    """
+    parent_path, _, name = path.rpartition(".")
     if name == "_target_":
         return "the dotted path of a class, e.g. torch.optim.SGD"
-    typed = get_type_hints(Root).get(parent_path)
+    typed = get_type_hints(Root).get(parent_path, Root if not parent_path else None)
     if dataclasses.is_dataclass(typed):
         return attribute_docs(typed).get(name, "")  # type: ignore[arg-type]
     parent: Any = cfg
@@ -125,7 +137,7 @@ def _check_names(
 ) -> None:
     for key in given:
         if key not in signature.parameters and not signature.accepts_any:
-            hint = did_you_mean(key, signature.parameters, f"{path}.")
+            hint = unknown_hint(path, key, signature.parameters)
             raise ConfigError(f"{path}.{key} is unknown: {target} has no such argument.{hint}")
     positional = len(node.get("_args_", ()))
     required = [n for n, p in signature.parameters.items() if p.required and n not in given][positional:]

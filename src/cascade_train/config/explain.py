@@ -8,7 +8,7 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from cascade_train.config.components import group_form
 from cascade_train.config.groups import did_you_mean, groups
 from cascade_train.config.overrides import quoted_form, refusal
 from cascade_train.config.schema import COMPONENTS
+from cascade_train.config.unknown_keys import unknown_key
 from cascade_train.errors import INTERRUPTED, LOST_PEER, ConfigError, Interrupted, RunError, unwritten
 from cascade_train.redaction import logged
 
@@ -194,7 +195,7 @@ def _composition(error: ConfigCompositionException) -> str:
             f"{unknown[1]} is not a group of this configuration.{did_you_mean(unknown[1].partition('@')[0], groups())}"
         )
     if unknown:
-        return _unknown_key(unknown[1], cause)
+        return unknown_key(unknown[1], cause)
     merging = re.match(r"Error merging override (.+)", text, re.S)
     if merging and isinstance(cause, OmegaConfBaseException):
         return _value(cause, merging[1])
@@ -204,43 +205,6 @@ def _composition(error: ConfigCompositionException) -> str:
     if stranger:
         return f"{stranger[1]} is not a group of this configuration.{did_you_mean(stranger[1], groups())}"
     return _ambiguous(text)
-
-
-def _unknown_key(path: str, cause: BaseException | None) -> str:
-    parent = getattr(cause, "parent_node", None)
-    parts = path.split(".")
-    known, prefix = _siblings(parent, parts)
-    if prefix.count(".") >= len(parts):  # a mapping was given, and the unknown key is in that
-        path = str(getattr(cause, "full_key", path))
-        parts = path.split(".")
-    if prefix:
-        hint = did_you_mean(parts[prefix.count(".")], known, prefix)
-        return f"{path} is unknown.{hint}"
-    paths = list(_paths(parent)) if isinstance(parent, DictConfig) else []
-    same = [p for p in paths if p.rpartition(".")[2] == path]
-    if same:
-        return f"{path} is unknown. Did you mean {' or '.join(same[:3])}?"
-    return f"{path} is unknown.{did_you_mean(parts[0], {*known, *groups()})}"
-
-
-def _siblings(parent: Any, parts: list[str]) -> tuple[list[str], str]:
-    """Return the keys beside the unknown one, and the path before them, with its dot."""
-    if not isinstance(parent, DictConfig):
-        return [], ""
-    full = parent._get_full_key(None)
-    keys = [str(key) for key in parent if str(key) != "hydra"]
-    return keys, f"{full}." if full else ""
-
-
-def _paths(node: DictConfig, prefix: str = "") -> Iterator[str]:
-    for key in node:
-        path = f"{prefix}{key!s}"
-        if path == "hydra":
-            continue
-        yield path
-        child = node._get_node(key)
-        if isinstance(child, DictConfig) and not child._is_none() and not child._is_missing():
-            yield from _paths(child, f"{path}.")
 
 
 def _value(error: OmegaConfBaseException, override: str | None) -> str:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 import cascade_train
 
@@ -50,6 +52,28 @@ def option_targets(group: str) -> dict[str, str]:
         if isinstance(target, str):
             targets[option] = target
     return targets
+
+
+def options_with(group: str, key: str) -> list[str]:
+    """Return the options of a group whose own files hold `key`, a path below the group."""
+    files = {option: conf_dir() / group / f"{option}.yaml" for option in group_options(group)}
+    return [o for o, file in files.items() if file.is_file() and _holds(OmegaConf.load(file), key)]
+
+
+def _holds(node: Any, key: str) -> bool:
+    first, _, rest = key.partition(".")
+    if not isinstance(node, DictConfig) or first not in list(node.keys()):  # `in node` is false for a ???
+        return False
+    return not rest or _holds(node._get_node(first), rest)
+
+
+def chosen(group: str, target: str) -> str:
+    """Return how a component was chosen, as `group=option`; by its class where that cannot be told."""
+    config = HydraConfig.instance().cfg
+    option = None if config is None else config.hydra.runtime.choices.get(group)
+    options = [option] if option_targets(group).get(str(option)) == target else []
+    options += [name for name, other in option_targets(group).items() if other == target]
+    return f"{group}={options[0]}" if options else f"the {group} {target}"
 
 
 def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:

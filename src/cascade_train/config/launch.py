@@ -23,15 +23,17 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from cascade_train.config.explain import exit_code
-from cascade_train.config.groups import conf_dir
+from cascade_train.config.groups import conf_dir, groups
+from cascade_train.config.help import help_text
 from cascade_train.config.hydra_compat import BASE, CALLBACKS
-from cascade_train.config.overrides import check_not_expanded, with_paths_quoted
+from cascade_train.config.overrides import check_not_expanded, check_not_hydras, with_paths_quoted
 from cascade_train.config.preflight import preflight
 from cascade_train.config.schema import Root
 from cascade_train.config.slurm_jobs import slurm_jobs_followed
 from cascade_train.config.slurm_step import adopt_slurm_step
 from cascade_train.config.sweep import check_launcher
 from cascade_train.config.sweep_naming import place_run
+from cascade_train.config.unknown_keys import other_name
 from cascade_train.errors import ConfigError
 from cascade_train.redaction import RedactingFilter
 
@@ -52,6 +54,7 @@ def compose_and_run(argv: Sequence[str], train: Callable[[DictConfig], int]) -> 
     adopt_slurm_step()
     argv = with_implied_choices(with_paths_quoted(argv))
     raw = "HYDRA_FULL_ERROR" in os.environ
+    asked_for_help = not HELP.isdisjoint(argv)
 
     def checked(cfg: DictConfig) -> int:
         place_run(cfg, HydraConfig.get(), argv)
@@ -60,6 +63,9 @@ def compose_and_run(argv: Sequence[str], train: Callable[[DictConfig], int]) -> 
         return train(ready)
 
     def job(cfg: DictConfig) -> int:
+        if asked_for_help:
+            sys.stdout.write(help_text(cfg))
+            return 0
         code = checked(cfg) if raw else exit_code(functools.partial(checked, cfg), remedy=CONTINUED)
         if code and HydraConfig.get().mode != RunMode.MULTIRUN:  # a sweep's codes are read by sweep.SweepResults
             raise SystemExit(code)
@@ -78,7 +84,7 @@ def compose_and_run(argv: Sequence[str], train: Callable[[DictConfig], int]) -> 
 def _compose(argv: Sequence[str], job: Callable[[DictConfig], int]) -> None:
     """Let Hydra compose, print, or run `job` once or per element of a sweep."""
     check_launcher(argv)
-    with _arguments(argv), _mode_by_flags(argv), slurm_jobs_followed(argv):
+    with _arguments([a for a in argv if a not in HELP]), _mode_by_flags(argv), slurm_jobs_followed(argv):
         hydra.main(config_path=str(conf_dir()), config_name="config", **BASE, **CALLBACKS)(job)()
 
 
@@ -95,19 +101,48 @@ def register_schema() -> None:
 
 
 def with_implied_choices(argv: Sequence[str]) -> list[str]:
-    """Return `argv` with the group choices that it implies.
+    """Return `argv` with the group choices that it implies, each in the form that Hydra takes.
 
-    `data.urls=` alone means `data=webdataset`; `--help` alone shows the smallest model and task.
+    `data.urls=` or `data.path=` alone chooses the data that reads it; `+experiment=x` is `experiment=x`, and
+    `filter=` and `noise=` are chosen where they belong; `--help` alone shows the smallest model and task.
     """
-    given = {argument.partition("=")[0].lstrip("+") for argument in argv if not argument.startswith("-")}
+    argv = [_in_full(argument) for argument in argv]
+    given = {key.lstrip("+"): value for key, _, value in (a.partition("=") for a in argv if not a.startswith("-"))}
     implied = []
-    if "data.urls" in given and not given & {"data", "experiment"}:
-        implied.append("data=webdataset")
-        _say("data.urls is given and no data= is chosen: data=webdataset.")
-    if not {"--help", "-h"}.isdisjoint(argv):
+    if not given.keys() & {"data", "experiment"}:
+        for key in given.keys() & {"data.urls", "data.path"}:
+            choice = "webdataset" if key == "data.urls" else data_of_path(given[key])
+            implied.append(f"data={choice}")
+            _say(f"{key} is given and no data= is chosen: data={choice}.")
+    if not HELP.isdisjoint(argv):
         implied += [f"{group}={option}" for group, option in EXAMPLE.items() if group not in given]
     return [*implied, *argv]
 
+
+def _in_full(argument: str) -> str:
+    """Return an override that chooses an option with the key that Hydra knows the group by; others as they are."""
+    key, equals, value = argument.partition("=")
+    name = key.lstrip("+")
+    if not equals or name not in groups():
+        return argument
+    return f"{NESTED.get(name, name)}={value}"
+
+
+def data_of_path(value: str) -> str:
+    """Return the option of data that reads a path, or the first of a list of paths, as typed for `data.path`."""
+    path = Path(value.strip("[] ").partition(",")[0].strip("\"' ")).expanduser()
+    suffix = path.suffix.lower()
+    if suffix == ".parquet" or (path.is_dir() and next(path.glob("*.parquet"), None) is not None):
+        return "parquet"
+    return "csv" if suffix in TABLES else "folder"
+
+
+HELP = {"--help", "-h"}
+
+NESTED = {"filter": "filter@task.filter", "noise": "noise@objective.noise"}
+"""Groups whose choice belongs to a component, and not to the root."""
+
+TABLES = {".csv", ".tsv", ".jsonl", ".ndjson"}
 
 EXAMPLE = {"model": "c_tiny", "task": "finetune"}
 """What `--help` shows where nothing is chosen; the choices that every run's name tells."""
@@ -118,11 +153,13 @@ def _arguments(argv: Sequence[str]) -> Iterator[None]:
     """Show `argv` to Hydra, which reads it from sys.
 
     Raises:
-        ConfigError: a flag that Hydra does not know, or overrides that a shell has expanded.
+        ConfigError: a flag that Hydra does not know, a key of Hydra's without effect, or overrides that a shell has
+            expanded.
     """
     before = sys.argv
     overrides = _parser().parse_intermixed_args(argv).overrides
     check_not_expanded(overrides)
+    check_not_hydras(overrides)
     flags = [argument for argument in argv if argument not in overrides]
     sys.argv = [before[0], *overrides, *flags]  # Hydra's parser refuses flags between overrides
     try:
@@ -150,7 +187,9 @@ def _mode_by_flags(argv: Sequence[str]) -> Iterator[None]:
 
 def _parser() -> argparse.ArgumentParser:
     def refuse(message: str) -> NoReturn:
-        raise ConfigError(f"{message}. Overrides are key=value, without dashes; --help shows keys and flags.")
+        names = re.findall(r"(?<=\s)--?([\w-]+)", message)
+        known = "".join(dict.fromkeys(other_name(name) for name in names))
+        raise ConfigError(f"{message}. Overrides are key=value, without dashes; --help explains the keys.{known}")
 
     parser = get_args_parser()
     parser.error = refuse  # type: ignore[method-assign]

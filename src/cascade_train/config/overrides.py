@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
+from cascade_train.config.other_names import HYDRAS_OWN
 from cascade_train.config.paths import is_existing_path
 from cascade_train.errors import ConfigError
 
@@ -79,6 +80,18 @@ def check_not_expanded(overrides: Sequence[str]) -> None:
             column = [row[place] for row in numbers]
             if len(given) > 1 and [int(n) - int(column[0]) for n in column] == list(range(len(given))):
                 _refuse_expanded(key, given, column)
+
+
+def check_not_hydras(overrides: Sequence[str]) -> None:
+    """Refuse keys of Hydra's own that other programs are steered by and that have no effect on a run here.
+
+    Raises:
+        ConfigError: names the key that has.
+    """
+    for override in overrides:
+        key, _, value = override.lstrip("+").partition("=")
+        if key in HYDRAS_OWN:
+            raise ConfigError(f"{override} has no effect on a run. Write: {shlex.quote(f'{HYDRAS_OWN[key]}={value}')}")
 
 
 def _refuse_expanded(key: str, given: Sequence[str], column: Sequence[str]) -> None:

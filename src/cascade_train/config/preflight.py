@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from cascade_train.config.annotations import is_component
 from cascade_train.config.batch_size import BatchSplit, split_batch
 from cascade_train.config.components import check_component, check_is_component, missing_message
-from cascade_train.config.groups import did_you_mean, option_targets
+from cascade_train.config.groups import chosen, did_you_mean, option_targets
 from cascade_train.config.schema import COMPONENTS, ParallelMode, Precision, Root
 from cascade_train.config.signatures import class_constant
 from cascade_train.config.source import UnreadableError
@@ -155,8 +155,8 @@ def check_task_fits_stage(root: Root) -> None:
     tasks = [o for o, t in option_targets("task").items() if stage in (_constant({"_target_": t}, "fits") or ())]
     models = [o for o, t in option_targets("model").items() if _constant({"_target_": t}, "name") in fits]
     raise ConfigError(
-        f"The task {root.task['_target_']} trains {', '.join(fits)}, but the model {root.model['_target_']} is "
-        f"{stage}. Tasks that fit {stage}: {', '.join(tasks) or 'none yet'}; models that fit this task: "
+        f"{chosen('task', root.task['_target_'])} trains {', '.join(fits)}, but {chosen('model', root.model['_target_'])}"
+        f" is {stage}. Tasks that fit {stage}: {', '.join(tasks) or 'none yet'}; models that fit this task: "
         f"{', '.join(models) or 'none yet'}."
     )
 
@@ -177,17 +177,27 @@ def check_objective_fits(root: Root) -> None:
     if None in (stage, denoises, trained, reconstructs) or stage not in trained:
         return
 
-    def fits(objective: Mapping[str, Any]) -> bool:
-        stages = _constant(objective, "fits")
-        return _constant(objective, "denoises") == (stage not in reconstructs) and (stages is None or stage in stages)
-
-    if not fits(root.objective):
-        options = [o for o, t in option_targets("objective").items() if fits({"_target_": t})]
-        what = "turns latents back into pictures" if stage in reconstructs else "denoises"
+    if not _scores(root.objective, stage, reconstructs):
+        kinds = {o: {"_target_": t} for o, t in option_targets("objective").items()}
+        objectives = [o for o, objective in kinds.items() if _scores(objective, stage, reconstructs)]
+        stages = {o: _constant({"_target_": t}, "name") for o, t in option_targets("model").items()}
+        models = [o for o, s in stages.items() if s in trained and _scores(root.objective, s, reconstructs)]
+        task, objective = (chosen(key, getattr(root, key)["_target_"]) for key in ("task", "objective"))
+        model, instead = chosen("model", root.model["_target_"]), f" but {_list(models)}" if models else ""
         raise ConfigError(
-            f"The objective {root.objective['_target_']} is for something else: {root.task['_target_']} trains what "
-            f"{what} in {stage}. Objectives that fit: {', '.join(options) or 'none yet'}."
+            f"{task} with {objective} does not train {model} ({stage}){instead}. For {model}, choose "
+            f"objective={_list(objectives) or '(none yet)'}."
         )
+
+
+def _scores(objective: Mapping[str, Any], stage: str, reconstructs: Sequence[str]) -> bool:
+    """Return whether an objective scores what a task, which reconstructs with some stages, trains of a stage."""
+    stages = _constant(objective, "fits")
+    return _constant(objective, "denoises") == (stage not in reconstructs) and (stages is None or stage in stages)
+
+
+def _list(names: Sequence[str]) -> str:
+    return " or ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
 
 
 def check_libraries(cfg: DictConfig) -> None:

@@ -83,6 +83,51 @@ def test_urls_beside_a_choice_of_data_imply_nothing():
     assert with_implied_choices(["+data.urls=[a]"])[0] == "data=webdataset"
 
 
+PATHS = {
+    "pictures": "folder",
+    "[a.csv,b.csv]": "csv",
+    "rows.TSV": "csv",
+    "'rows.jsonl'": "csv",
+    "rows.parquet": "parquet",
+    "columns": "parquet",
+}
+
+
+@pytest.mark.parametrize("value", PATHS)
+def test_a_path_alone_chooses_the_data_that_reads_it(
+    start: Start, trained: list[DictConfig], tmp_path: Path, value: str
+):
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "columns").mkdir()
+    (tmp_path / "columns" / "0.parquet").touch()
+    implied = with_implied_choices([*TINY, f"data.path={value}"])
+    assert implied == [f"data={PATHS[value]}", *TINY, f"data.path={value}"]
+    assert with_implied_choices([*implied]) == implied
+
+
+PLAIN = {
+    "+experiment=tiny_token": "experiment=tiny_token",
+    "++model=c_tiny": "model=c_tiny",
+    "noise=pyramid": "noise@objective.noise=pyramid",
+    "filter=sr": "filter@task.filter=sr",
+    "+data@data.sources.a=shapes": "+data@data.sources.a=shapes",
+    "+optimizer.algorithm.momentum=0.9": "+optimizer.algorithm.momentum=0.9",
+}
+
+
+@pytest.mark.parametrize("typed", PLAIN)
+def test_a_choice_is_taken_in_the_forms_that_users_of_hydra_type(typed: str):
+    assert with_implied_choices([typed]) == [PLAIN[typed]]
+
+
+def test_an_experiment_with_a_plus_is_that_experiment(start: Start, trained: list[DictConfig]):
+    assert start("+experiment=tiny_token") == (0, "")
+    assert start("experiment=tiny_token") == (0, "")
+    assert trained[0] == trained[1]
+    assert start("task=controlnet", "model=c_tiny", "filter=sr", "noise=pyramid") == (0, "")
+    assert trained[2].task.filter._target_.endswith("SuperResolutionFilter")
+
+
 def test_flags_may_stand_between_overrides(start: Start, capsys: pytest.CaptureFixture[str]):
     assert compose_and_run(["model=c_tiny", "--cfg", "job", "task=lora"], lambda cfg: 1) == 0
     assert capsys.readouterr().out.startswith("model:\n  _target_: cascade_train.models.stage_c.StageC\n")

@@ -11,20 +11,24 @@ from tests.unit.config.composing import checked
     [
         (
             ["reconstruction", "a_tiny", "gdf"],
-            r"Objective is for something.*back into pictures in stage_a.*fit: vqgan\.",
+            r"objective=gdf does not train model=a_tiny .* but b_3b, b_700m or b_tiny\.",
         ),
-        (["reconstruction", "a_tiny", "preview"], r"Preview is for something else.*Objectives that fit: vqgan\."),
         (
-            ["reconstruction", "b_tiny", "vqgan"],
-            r"Vqgan is for something.*what denoises in stage_b.*fit: adaptive, .*gdf",
+            ["reconstruction", "a_tiny", "preview"],
+            r"does not train model=a_tiny \(stage_a\) but c_1b, c_3b or c_tiny\.",
         ),
+        (["reconstruction", "a_tiny", "gdf"], r"For model=a_tiny, choose objective=vqgan\.$"),
+        (["reconstruction", "b_tiny", "vqgan"], r"^task=reconstruction with objective=vqgan .* but a or a_tiny\."),
         (
             ["reconstruction", "b_tiny", "preview"],
-            r"Preview is for something else.*Objectives that fit: adaptive, .*gdf",
+            r"choose objective=adaptive, edm, gdf, min_snr, rectified_flow, v or x0",
         ),
-        (["reconstruction", "c_tiny", "gdf"], r"Objective is for something.*pictures in stage_c.*that fit: preview\."),
-        (["reconstruction", "c_tiny", "vqgan"], r"Vqgan is for something else.*that fit: preview\."),
-        (["finetune", "c_tiny", "preview"], r"Preview is for something.*Finetune trains.*fit: adaptive, edm"),
+        (["reconstruction", "c_tiny", "gdf"], r"b_700m or b_tiny\. For model=c_tiny, choose objective=preview\.$"),
+        (["reconstruction", "c_tiny", "vqgan"], r"For model=c_tiny, choose objective=preview\.$"),
+        (
+            ["finetune", "c_tiny", "preview"],
+            r"preview does not train model=c_tiny \(stage_c\)\. .*objective=adaptive, edm",
+        ),
     ],
 )
 def test_an_objective_for_something_else_is_refused(overrides, message):

@@ -1,0 +1,71 @@
+"""The text of `--help`: what is set first, the groups with their options, and every key with its meaning."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from cascade_train.config.components import HYDRA_KEYS, meaning_of
+from cascade_train.config.groups import group_options, groups
+
+WIDTH, INDENT = 120, 42
+
+FIRST = {
+    "task=lora": "what trains",
+    "model=c_3b": "which stage, and how large; names ending in _tiny train on a laptop",
+    "data.path=pictures": "a folder of pictures with captions beside them (.txt), a .csv or a .parquet",
+    "data.urls='\"a-{00..05}.tar\"'": "or tar files in the webdataset layout",
+    "experiment=finetune_c_3b_lora": "or a recipe, with all of its settings",
+    "run.name=mine": "the run is written to runs/mine; the same command continues it",
+    "train.max_steps=2000": "optimizer steps",
+    "train.global_batch_size=16": "samples of a step, over all ranks",
+    "train.micro_batch_size=1": "samples that one rank holds at once: lower it when memory runs out",
+    "optimizer.lr=1e-4": "learning rate",
+    "sample.prompts='[a red circle]'": "what the sample grids show",
+}
+"""What a first run sets, as typed -> meaning."""
+
+HEAD = "Train any part of Stable Cascade: python -m cascade_train group=option ... key=value ..."
+FOOT = """Quote values with braces, spaces or symbols: 'data.urls="a-{000..005}.tar"'.
+--cfg job prints the composed configuration, --info defaults shows where it comes from, --multirun a=1,2 sweeps.
+"""
+
+
+def help_text(cfg: DictConfig) -> str:
+    """Return the help for a composed configuration, whose components show the keys of the options chosen."""
+    plain: dict[str, Any] = OmegaConf.to_container(cfg, resolve=False)  # type: ignore[assignment]
+    options = {f"{group}=": ", ".join(group_options(group)) for group in groups()}
+    keys = {f"{key}={_shown(value)}": meaning_of(key, plain) for key, value in _leaves(plain)}
+    parts = {"Set first": FIRST, "Groups (group=option)": options, "Keys (key=value) of the options chosen": keys}
+    return "\n\n".join([HEAD, *(f"== {title} ==\n{_table(rows)}" for title, rows in parts.items()), FOOT])
+
+
+def _leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the keys that may be set, typed nodes before components, as the root lists them."""
+    for key, value in sorted(node.items(), key=lambda pair: "_target_" in pair[1] if isinstance(pair[1], dict) else 0):
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        elif key not in HYDRA_KEYS:
+            yield f"{prefix}{key}", value
+
+
+def _table(rows: Mapping[str, str]) -> str:
+    return "\n".join(_row(name, meaning) for name, meaning in rows.items())
+
+
+def _row(name: str, meaning: str) -> str:
+    name = f"  {name}"
+    gap = "" if len(name) < INDENT - 1 else f"\n{' ' * INDENT}"
+    text = textwrap.fill(meaning, WIDTH, initial_indent=" " * INDENT, subsequent_indent=" " * INDENT).lstrip()
+    return f"{name:<{INDENT}}{gap}{text}".rstrip()
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{','.join(map(_shown, value))}]"
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return "{}" if value == {} else str(value)
