@@ -155,9 +155,9 @@ def check_task_fits_stage(root: Root) -> None:
     tasks = [o for o, t in option_targets("task").items() if stage in (_constant({"_target_": t}, "fits") or ())]
     models = [o for o, t in option_targets("model").items() if _constant({"_target_": t}, "name") in fits]
     raise ConfigError(
-        f"{chosen('task', root.task['_target_'])} trains {', '.join(fits)}, but {chosen('model', root.model['_target_'])}"
-        f" is {stage}. Tasks that fit {stage}: {', '.join(tasks) or 'none yet'}; models that fit this task: "
-        f"{', '.join(models) or 'none yet'}."
+        f"{chosen('task', root.task['_target_'])} trains {', '.join(fits)}, but "
+        f"{chosen('model', root.model['_target_'])} is {stage}. Tasks that fit {stage}: "
+        f"{', '.join(tasks) or 'none yet'}; models that fit this task: {', '.join(models) or 'none yet'}."
     )
 
 

@@ -87,18 +87,22 @@ def class_constant(target: str, name: str) -> Any:
 
 
 def argument_doc(target: str, name: str) -> str:
-    """Return what the docstring of a target says of one argument; empty where it says nothing."""
+    """Return what the docstrings of a target and its bases say of one argument; empty where they say nothing."""
     try:
-        definition = find(target)
+        for definition in class_chain(find(target)):
+            for node in [definition.node, *_class_body(definition)]:
+                if isinstance(node, ast.ClassDef | ast.FunctionDef) and (text := _entry(node, name)):
+                    return text
     except (ConfigError, UnreadableError):
-        return ""
-    for node in [definition.node, *_class_body(definition)]:
-        if isinstance(node, ast.ClassDef | ast.FunctionDef):
-            entry = rf"^ +{name}: (.+?)(?=\n *\w+: |\n\n|\n *$|\Z)"
-            found = re.search(entry, ast.get_docstring(node) or "", re.MULTILINE | re.DOTALL)
-            if found:
-                return " ".join(found[1].split())
+        pass
     return ""
+
+
+def _entry(node: ast.ClassDef | ast.FunctionDef, name: str) -> str:
+    """Return the entry of a docstring's list on one name; empty where there is none."""
+    entry = rf"^ +{name}: (.+?)(?=\n *\w+: |\n\n|\n *$|\Z)"
+    found = re.search(entry, ast.get_docstring(node) or "", re.MULTILINE | re.DOTALL)
+    return " ".join(found[1].split()) if found else ""
 
 
 def attribute_docs(cls: type) -> dict[str, str]:

@@ -171,7 +171,7 @@ def test_task_that_does_not_fit_the_stage_is_refused_with_what_does(
     monkeypatch.syspath_prepend(str(tmp_path))
     tiny.task._target_ = "strange_tasks.ForB"
     tiny.run.allowed_packages = ["cascade_train", "torch", "strange_tasks"]
-    message = "trains stage_b, but the model .*StageC is stage_c. Tasks that fit stage_c: .*lora.*fit this task: "
+    message = "trains stage_b, but model=c_tiny is stage_c. Tasks that fit stage_c: .*lora.*fit this task: "
     with pytest.raises(ConfigError, match=message):
         preflight(tiny, ranks=1)
     assert "strange_tasks" not in sys.modules
