@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from cascade_train.build.components import Parts, build_component, build_parts
 from cascade_train.build.model import build_phases
 from cascade_train.build.samples import build_painter, build_sampling
+from cascade_train.build.start_report import start_report
 from cascade_train.cache_identity import take_cache
 from cascade_train.config.plain import to_plain
 from cascade_train.config.roles import free_keys, make_absolute
@@ -27,6 +28,7 @@ from cascade_train.engine.bad_step import SpikeWatch
 from cascade_train.engine.ballot import Ballot
 from cascade_train.engine.checkpoint import CheckpointStore
 from cascade_train.engine.loop import Cadence, Trainer
+from cascade_train.engine.loss_curve import LossCurve
 from cascade_train.engine.loss_plot import LossPlot
 from cascade_train.engine.manifest import read_manifest
 from cascade_train.engine.metrics import MetricsLog
@@ -90,6 +92,7 @@ def train_in(run: RunDirectory, cfg: DictConfig, parts: Parts, data: DataSet, wo
         run.cut_metrics(trainer.step)
         run.record_stop(None)
         from_rank_zero(data.record)
+    log.info("%s", start_report(cfg, parts, data, run, trainer))
     signals.wait_for_votes()
     try:
         with roll_call.naming_the_lost():
@@ -189,6 +192,7 @@ def build_trainer(
         validation=build_validation(cfg, parts, phases, data, world),
         sampling=build_sampling(cfg, parts, phases, data, run, world),
         loss_plot=LossPlot(directory=run.samples, device=world.device, is_main=world.is_main),
+        loss_curve=LossCurve(run.metrics_path, is_main=world.is_main),
         unreadable=UnreadableList(run.quarantine, rank=world.rank, met=feed.skipped),
         stopping=build_stopping(cfg, signals),
         roll_call=roll_call,

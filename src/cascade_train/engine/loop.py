@@ -28,6 +28,7 @@ from cascade_train.engine.bad_step import SpikeWatch, Trace, not_finite
 from cascade_train.engine.ballot import Motion
 from cascade_train.engine.checkpoint import CheckpointStore
 from cascade_train.engine.gathering import gather_samples, sum_totals
+from cascade_train.engine.loss_curve import LossCurve
 from cascade_train.engine.loss_plot import LossPlot
 from cascade_train.engine.metrics import MetricsLog
 from cascade_train.engine.phase import BoundPhase, restore_training_state, training_state
@@ -97,6 +98,7 @@ class Trainer:
         validation: Validation | None,
         sampling: SampleGrid | None,
         loss_plot: LossPlot | None = None,
+        loss_curve: LossCurve | None = None,
         unreadable: UnreadableList | None = None,
         stopping: Stopping | None = None,
         roll_call: RollCall | None = None,
@@ -119,6 +121,7 @@ class Trainer:
         self.validation = validation
         self.sampling = sampling
         self.loss_plot = loss_plot
+        self.loss_curve = loss_curve
         self.unreadable = unreadable
         self.stopping = stopping
         self.roll_call = roll_call
@@ -132,14 +135,17 @@ class Trainer:
     def run(self) -> None:
         """Train to `max_steps`, or to an agreed stop, with one visible line for each thing beside steps. Collective."""
         feed = iter(self.feed)
+        if self.sampling is not None and self.step == 0:
+            self.show(self.sampling)
         self.metrics.start(self.samples_seen)
         while self.step < self.max_steps:
             with self._watched():
                 values = self.train_step(self._next(feed))
-            if self.validation is not None and self._due(self.cadence.validate):
+            measured = self.validation is not None and self._due(self.cadence.validate)
+            if self.validation is not None and measured:
                 values |= self.measure(self.validation)
             self.metrics.record(self.step, self.samples_seen, values)
-            if self._due(self.cadence.log):
+            if measured or self._due(self.cadence.log):
                 self.flush()
             if self.sampling is not None and self._due(self.cadence.sample):
                 self.show(self.sampling)
@@ -227,9 +233,11 @@ class Trainer:
             self.tracker.log(row, row["step"])
             self.progress.update(row)
         self._list_unreadable()
-        for notice in self.task.notices():
-            if self.world.is_main:
-                log.warning("%s (Rank 0, since the last such line.)", notice)
+        self._tell()
+
+    def _tell(self, *, last: bool = False) -> None:
+        for notice in self.task.notices(last=last) if self.world.is_main else ():
+            log.warning("%s%s", "In all, " if last else "", notice)
 
     def measure(self, validation: Validation) -> dict[str, Tensor | float]:
         """Return the losses on held-out samples. Collective."""
@@ -249,6 +257,8 @@ class Trainer:
         begun = time.monotonic()
         with self.metrics.paused():
             self.store.save(self.step, training_state(self.phases, self.task), self._facts())
+            if self.loss_curve is not None:
+                self.loss_curve.draw()
         if self.stopping is not None:
             self.stopping.limit.end_save(time.monotonic() - begun)
 
@@ -267,6 +277,7 @@ class Trainer:
         """Finish the save in flight, the list of unreadable samples, progress line, profiler and tracker."""
         self.store.close()
         self._list_unreadable()
+        self._tell(last=True)
         self.progress.close()
         self.profiler.close()
         self.tracker.finish()

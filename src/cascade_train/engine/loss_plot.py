@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image
 from torch import Tensor
 
+from cascade_train.engine.chart import Line, draw_chart
 from cascade_train.errors import unwritten
 
 log = logging.getLogger(__name__)
@@ -23,7 +24,6 @@ FILE_NAME = "loss_by_logsnr.png"
 LOWEST, HIGHEST, LEVELS = -16.0, 16.0, 64
 """Range of logSNR and how many levels it is cut into; what lies outside counts for the level at its end."""
 
-_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 720, 360, 60, 16, 44, 44
 _NOW, _BEFORE = "#2040a0", "#b0b0b0"
 
 
@@ -85,28 +85,8 @@ class LossPlot:
 
 def draw_losses(points: Sequence[tuple[float, float]], before: Sequence[tuple[float, float]]) -> Image.Image:
     """Return a picture of (logSNR, loss) points, the earlier ones in grey."""
-    picture = Image.new("RGB", (_WIDTH, _HEIGHT), "white")
-    canvas, font = ImageDraw.Draw(picture), ImageFont.load_default(size=13)
-    everything = [*points, *before]
-    left, right = (f(logsnr for logsnr, _ in everything) for f in (min, max))
-    top = max(loss for _, loss in everything) or 1.0
-
-    def place(logsnr: float, loss: float) -> tuple[float, float]:
-        across = (logsnr - left) / (right - left) if right > left else 0.5
-        return _LEFT + across * (_WIDTH - _LEFT - _RIGHT), _HEIGHT - _BOTTOM - loss / top * (_HEIGHT - _TOP - _BOTTOM)
-
-    for part in range(5):
-        y = place(left, top * part / 4)[1]
-        canvas.line([(_LEFT, y), (_WIDTH - _RIGHT, y)], fill="#dddddd")
-        canvas.text((8, y - 8), f"{top * part / 4:.3g}", fill="black", font=font)
-        logsnr = left + (right - left) * part / 4
-        canvas.text((place(logsnr, 0)[0] - 14, _HEIGHT - _BOTTOM + 8), f"{logsnr:.1f}", fill="black", font=font)
-    canvas.text((_LEFT, 4), "unweighted loss over logSNR (left: noise, right: data)", fill="black", font=font)
-    canvas.text((_LEFT, 22), "since the last plot", fill=_NOW, font=font)
-    canvas.text((_LEFT + 160, 22), "before it", fill=_BEFORE, font=font)
-    for series, colour in ((before, _BEFORE), (points, _NOW)):
-        places = [place(*point) for point in series]
-        canvas.line(places, fill=colour, width=2)
-        for x, y in places:
-            canvas.ellipse((x - 2, y - 2, x + 2, y + 2), fill=colour)
-    return picture
+    lines = [
+        Line(label="since the last plot", colour=_NOW, points=points, dotted=True),
+        Line(label="before it", colour=_BEFORE, points=before, dotted=True),
+    ]
+    return draw_chart("unweighted loss over logSNR (left: noise, right: data)", lines, x_format=".1f")

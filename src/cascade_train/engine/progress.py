@@ -1,4 +1,4 @@
-"""How a person watches a run: a bar on a terminal, else plain log lines.
+"""How a person watches a run: a bar on a terminal, above which log messages appear, else plain log lines.
 
 Only formatting lives here; the numbers come from the metrics' rows.
 """
@@ -9,7 +9,7 @@ import logging
 import sys
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, TextIO
 
 from tqdm import tqdm
 
@@ -38,6 +38,7 @@ class Progress:
         self._bar: tqdm[None] | None = None
         if is_main and sys.stderr.isatty():
             self._bar = tqdm(total=max_steps, bar_format=_BAR, dynamic_ncols=True, file=sys.stderr)
+            self._move_log(sys.stderr, _AboveBar())
 
     def update(self, row: Mapping[str, Any]) -> None:
         """Show one step.
@@ -53,12 +54,37 @@ class Progress:
             self._bar.update(step - self._bar.n)
         elif step == self._max_steps or (self._every_steps is not None and step % self._every_steps == 0):
             log.info("step %d/%d  %s", step, self._max_steps, describe_row(row, self._max_steps))
+        if measured := describe_validation(row):
+            log.info("step %d/%d  %s", step, self._max_steps, measured)
 
     def close(self) -> None:
         """Leave the bar as it stands."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
+            for handler, stream in self._moved:
+                handler.setStream(stream)
+
+    def _move_log(self, stream: TextIO, above: _AboveBar) -> None:
+        """Let the handlers that write to a stream write above the bar, until `close`."""
+        handlers = [each for each in logging.getLogger().handlers if isinstance(each, logging.StreamHandler)]
+        self._moved = [(each, each.setStream(above)) for each in handlers if each.stream is stream]
+
+
+class _AboveBar:
+    """A stream whose lines appear above the bar on the terminal."""
+
+    def write(self, text: str) -> None:
+        tqdm.write(text, file=sys.stderr, end="")
+
+    def flush(self) -> None:
+        sys.stderr.flush()
+
+
+def describe_validation(row: Mapping[str, Any]) -> str:
+    """Return the measures of a validation, without those of single noise levels; empty where the row has none."""
+    shown = {name: value for name, value in row.items() if name.startswith("validate") and "_logsnr_" not in name}
+    return "  ".join(f"{name} {'not finite' if value is None else f'{value:.4f}'}" for name, value in shown.items())
 
 
 def describe_row(row: Mapping[str, Any], max_steps: int) -> str:

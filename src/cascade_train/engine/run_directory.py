@@ -41,8 +41,11 @@ _EXPORTED = "exported.json"
 _QUARANTINE = "quarantine"
 _STOPPED = "stopped.json"
 _LISTING = "listing.json"
-_BEFORE_THE_FIRST_STEP = {_CONFIG, _ENVIRONMENT, _HISTORY, LOCK_NAME, _QUARANTINE, _LISTING, "tensorboard", "wandb"}
-"""What a start makes before there is anything to lose: our files, and the folders of trackers."""
+_SAMPLES = "samples"
+_BEFORE_THE_FIRST_STEP = {
+    _CONFIG, _ENVIRONMENT, _HISTORY, LOCK_NAME, _QUARANTINE, _LISTING, _SAMPLES, "tensorboard", "wandb",
+}  # fmt: skip
+"""What a start makes before there is anything to lose: our files, the first grid, and the folders of trackers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +74,7 @@ class RunDirectory:
     @property
     def samples(self) -> Path:
         """Where sample images lie."""
-        return self.path / "samples"
+        return self.path / _SAMPLES
 
     @property
     def export(self) -> Path:
@@ -203,7 +206,9 @@ def _decide(directory: Path, config: dict[str, Any], resume: str, free_keys: Col
 
 def _is_untouched(directory: Path) -> bool:
     """Whether nothing was trained in a run directory yet."""
-    return {path.name for path in directory.iterdir()} <= _BEFORE_THE_FIRST_STEP
+    made = {path.name for path in directory.iterdir()}
+    grids = {path.name for path in (directory / _SAMPLES).iterdir()} if _SAMPLES in made else set()
+    return made <= _BEFORE_THE_FIRST_STEP and grids <= {"step_0"}
 
 
 def _continue_run(

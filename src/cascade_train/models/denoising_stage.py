@@ -132,9 +132,9 @@ class DenoisingStage(Stage):
         """Return the modules of the frozen parts, by name, but for those that are left out."""
         return {name: part.module for name, part in self._parts().items() if name not in self.left_out}
 
-    def notices(self) -> list[str]:
-        """Say how many captions were cut since the last call, if any."""
-        return self.text_encoder.notices()
+    def notices(self, *, last: bool = False) -> list[str]:
+        """Say how many captions were cut, see `TextEncoder.notices`."""
+        return self.text_encoder.notices(last=last)
 
     def units(self) -> list[list[nn.Module]]:
         """Return the network's (residual, timestep, attention) triples, in execution order."""

@@ -115,8 +115,8 @@ class Stage(abc.ABC):
     def tokenize(self, captions: Sequence[str]) -> Tokens:
         """Turn captions into token ids and attention mask, (B, L) int64 on the host. May sync."""
 
-    def notices(self) -> list[str]:
-        """Return what people should hear about the captions since the last call; nothing by default."""
+    def notices(self, *, last: bool = False) -> list[str]:
+        """Return what people should hear about the captions, see `Task.notices`; nothing by default."""
         return []
 
     def complete(self) -> None:

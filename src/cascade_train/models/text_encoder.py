@@ -87,6 +87,7 @@ class TextEncoder:
         self.hidden_act = hidden_act
         self.pieces = LONG_PIECES if long_captions else 1
         self._captions = self._cut = 0
+        self._told = False
         self.tokenizer: CLIPTokenizer
         self.module: CLIPTextModelWithProjection
 
@@ -185,14 +186,14 @@ class TextEncoder:
         tokens = {"input_ids": ids_PL, "attention_mask": keep_PL}
         return {name: value_PL.reshape(len(words), -1) for name, value_PL in tokens.items()}
 
-    def notices(self) -> list[str]:
-        """Say how many captions were cut since the last call, if any."""
-        cut, captions, self._cut, self._captions = self._cut, self._captions, 0, 0
-        if not cut:
+    def notices(self, *, last: bool = False) -> list[str]:
+        """Say how many captions were cut: once, when the first were, and at the `last` call, if any were."""
+        if not self._cut or (self._told and not last):
             return []
+        self._told = True
         room = (self.max_tokens - 2) * self.pieces
         remedy = "" if self.pieces > 1 else "; model.text_encoder.long_captions=true takes three times as many"
-        return [f"{cut} of {captions} captions were longer than {room} tokens and were cut{remedy}."]
+        return [f"{self._cut} of {self._captions} captions were longer than {room} tokens and were cut{remedy}."]
 
     def encode(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
         """Encode (B, L) tokens to text (B, L, D) before the final layer norm and pooled text (B, 1, D').

@@ -276,8 +276,12 @@ class Task(abc.ABC):
         """
         return {}
 
-    def notices(self) -> list[str]:
-        """Return what people should hear about the samples since the last call; nothing by default."""
+    def summary(self) -> str:
+        """Return how much of what the task added trains, for the lines with which a run starts; empty by default."""
+        return ""
+
+    def notices(self, *, last: bool = False) -> list[str]:
+        """Return what people should hear about the samples: once, and in all at the `last` call; empty by default."""
         return []
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ from cascade_train.errors import ConfigError
 from cascade_train.models.export import network_config, save_lora
 from cascade_train.models.lora import (
     LoraSpec,
+    adapted_layers,
     adapter_state,
     halves_are_shared,
     inject_lora,
@@ -158,6 +159,12 @@ class LoRA(TextToImage):
         if self.trains_conditions:
             units["text_encoder"] = self._encoder.units()
         return [Phase(name="train", modules=modules, units=units, loss=self.loss)]
+
+    def summary(self) -> str:
+        """Count the adapted layers and the trained tokens."""
+        layers = sum(1 for root in self._roots().values() for _ in adapted_layers(root))
+        tokens = f", {len(self.train_tokens)} entries of train_tokens" if self.train_tokens else ""
+        return f"{layers} adapted layers of rank {self.rank}{tokens}"
 
     def _roots(self) -> dict[str, nn.Module]:
         roots = {"network": self.stage.network}

@@ -269,9 +269,9 @@ class TextToImage(Task):
         self.objective.after_step(report["logsnr"], report["loss_raw"])
         return {}
 
-    def notices(self) -> list[str]:
-        """Say how many captions were cut since the last call, if any."""
-        return self.stage.notices()
+    def notices(self, *, last: bool = False) -> list[str]:
+        """Say how many captions were cut, see `TextEncoder.notices`."""
+        return self.stage.notices(last=last)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the objective's state; the task itself has none."""

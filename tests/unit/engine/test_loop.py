@@ -193,7 +193,9 @@ class EndingFeed(ToyFeed):
 
 def test_what_a_task_notices_is_said_at_the_log_cadence(world, tmp_path, monkeypatch, caplog):
     trainer = build_trainer(world, tmp_path, max_steps=5)
-    monkeypatch.setattr(trainer.task, "notices", lambda: [f"seen by step {trainer.step}"])
+    monkeypatch.setattr(trainer.task, "notices", lambda last=False: [f"seen by step {trainer.step}"])
     trainer.run()
+    trainer.close()
     said = [record.message for record in caplog.records if "seen by" in record.message]
-    assert said[:2] == [f"seen by step {step} (Rank 0, since the last such line.)" for step in (2, 4)]
+    assert said[:2] == [f"seen by step {step}" for step in (2, 4)]
+    assert said[-1] == "In all, seen by step 5"

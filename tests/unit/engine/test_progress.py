@@ -1,7 +1,13 @@
 """The bar and the lines."""
 
+import fcntl
 import io
 import logging
+import os
+import pty
+import struct
+import sys
+import termios
 from types import SimpleNamespace
 
 import pytest
@@ -72,3 +78,47 @@ def test_other_ranks_show_nothing(request, sees, caplog):
     progress.close()
     assert caplog.messages == []
     assert sees == "no_terminal" or where.getvalue() == ""
+
+
+def test_validation_is_reported_when_it_is_measured(no_terminal):
+    progress = Progress(max_steps=25, is_main=True, every_steps=10)
+    progress.update(row(7, **{"validate/loss": 0.5, "validate/loss_logsnr_-6": 0.9, "validate_ema/loss": None}))
+    assert no_terminal.messages == ["step 7/25  validate/loss 0.5000  validate_ema/loss not finite"]
+
+
+SCRIPT = """
+import logging
+logging.basicConfig(format="%(message)s", level=logging.INFO)
+from cascade_train.engine.progress import Progress
+progress = Progress(max_steps=4, is_main=True)
+for step in range(1, 5):
+    progress.update({"step": step, "samples_seen": step, "loss": 0.5, "images_per_second": 1.0})
+    logging.getLogger("cascade_train.somewhere").warning("message %d", step)
+progress.close()
+logging.warning("after the end")
+"""
+
+
+def on_a_terminal(script: str) -> list[str]:
+    """Return the lines that are left on the screen of a terminal in which Python ran a script."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
+        os.execv(sys.executable, [sys.executable, "-c", script])
+    shown = b""
+    while True:
+        try:
+            shown += os.read(terminal, 4096)
+        except OSError:  # the child has ended
+            break
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    lines = [line.strip("\r").split("\r") for line in shown.decode().split("\n")]
+    return [parts[-1].strip() or parts[0].strip() for parts in lines if parts[-1].strip()]
+
+
+def test_messages_never_break_into_the_bar():
+    lines = on_a_terminal(SCRIPT)
+    assert [line for line in lines if "message" in line] == [f"message {step}" for step in range(1, 5)]
+    assert lines[-1] == "after the end"
+    assert "4/4" in lines[-2]
+    assert len(lines) == 6, lines

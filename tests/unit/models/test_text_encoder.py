@@ -165,15 +165,18 @@ def test_the_exported_tokenizer_is_the_librarys_own(folder: Path) -> None:
     assert CLIPTokenizer.from_pretrained(folder / "words")("a red circle").input_ids[-1] == END
 
 
-def test_cut_captions_are_counted_once(encoder: TextEncoder) -> None:
-    encoder.notices()
+def test_cut_captions_are_reported_once_and_counted_at_the_end() -> None:
+    encoder = built()
+    assert encoder.notices(last=True) == []
     encoder.tokenize(["red " * 22, "red " * 23, ""])
     encoder.tokenize(["red " * 40])
     assert encoder.notices() == [
         "2 of 4 captions were longer than 22 tokens and were cut; "
         "model.text_encoder.long_captions=true takes three times as many."
     ]
+    encoder.tokenize(["red " * 40])
     assert encoder.notices() == []
+    assert encoder.notices(last=True)[0].startswith("3 of 5 captions were longer than 22 tokens")
 
 
 def test_long_captions_are_encoded_in_three_pieces_and_pooled_by_the_first(encoder: TextEncoder) -> None:

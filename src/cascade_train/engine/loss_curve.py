@@ -1,0 +1,86 @@
+"""The loss over the steps of a run, with that of validation: read from its metrics, drawn beside them.
+
+The loss by noise level is drawn in loss_plot.py.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from cascade_train.engine.chart import Line, Point, draw_chart
+
+log = logging.getLogger(__name__)
+
+FILE_NAME = "loss.png"
+MEMORY = 0.95
+"""Share of the running mean that each step keeps."""
+POINTS = 2000
+"""Of a line at most; a longer one is thinned."""
+
+
+class LossCurve:
+    """Draws a run's metrics to `loss.png` beside them; the file is whole or as it was."""
+
+    def __init__(self, metrics: Path, *, is_main: bool) -> None:
+        """Store; touches no file.
+
+        Args:
+            metrics: the run's `metrics.jsonl`.
+            is_main: whether this rank draws.
+        """
+        self._metrics = metrics
+        self._is_main = is_main
+
+    def draw(self) -> None:
+        """Draw what the metrics hold by now. A full disk or a damaged line stops nothing."""
+        if not self._is_main or not self._metrics.is_file():
+            return
+        path = self._metrics.with_name(FILE_NAME)
+        beside = path.with_name(f".{path.name}")
+        try:
+            with self._metrics.open(encoding="utf-8") as lines:
+                picture = draw_curve([json.loads(line) for line in lines])
+            if picture is not None:
+                picture.save(beside, format="png")
+                beside.replace(path)
+        except (OSError, ValueError) as error:
+            log.warning("%s could not be drawn (%s); the numbers are in %s.", path, error, self._metrics)
+
+
+def draw_curve(rows: Sequence[Mapping[str, Any]]) -> Image.Image | None:
+    """Return a chart of the loss in rows of metrics; None where there is none."""
+    loss = _points(rows, "loss")
+    if not loss:
+        return None
+    lines = [
+        Line(label="each step", colour="#b8c4e8", points=_thinned(loss)),
+        Line(label="running mean", colour="#2040a0", points=_thinned(running_mean(loss))),
+    ]
+    for key, colour in (("validate/loss", "#c04010"), ("validate_ema/loss", "#109050")):
+        if points := _points(rows, key):
+            lines.append(Line(label=key, colour=colour, points=points, dotted=True))
+    positive = all(y > 0 for line in lines for _, y in line.points)
+    return draw_chart("loss over optimizer steps", lines, x_format=".0f", logarithmic=positive)
+
+
+def running_mean(points: Sequence[Point]) -> list[Point]:
+    """Return the exponential running mean, started at the first value."""
+    mean, means = points[0][1], []
+    for step, loss in points:
+        mean = MEMORY * mean + (1 - MEMORY) * loss
+        means.append((step, mean))
+    return means
+
+
+def _points(rows: Sequence[Mapping[str, Any]], key: str) -> list[Point]:
+    return [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+
+
+def _thinned(points: Sequence[Point]) -> Sequence[Point]:
+    return [*points[:: -(-len(points) // POINTS)], points[-1]]
