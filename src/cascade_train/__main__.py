@@ -25,6 +25,9 @@ def launch(argv: Sequence[str]) -> int:
 
 def train(cfg: DictConfig) -> int:
     """Train one checked configuration. Torch and everything above it are imported here, after every refusal."""
+    from cascade_train.build.early import check_files
+
+    check_files(cfg)
     from cascade_train.build import run
 
     return run.train(cfg)

@@ -6,18 +6,20 @@ How they are joined lives beside it; nothing below this room sees a config node.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hydra.errors import InstantiationException
 from omegaconf import DictConfig
 
 from cascade_train.config.explain import with_path
 from cascade_train.config.hydra_compat import construct
-from cascade_train.engine.lr_schedule import LrSchedule
-from cascade_train.engine.optimizer import OptimizerSpec
 from cascade_train.errors import ConfigError
-from cascade_train.models.stage import Stage
-from cascade_train.tasks.base import Task
+
+if TYPE_CHECKING:
+    from cascade_train.engine.lr_schedule import LrSchedule
+    from cascade_train.engine.optimizer import OptimizerSpec
+    from cascade_train.models.stage import Stage
+    from cascade_train.tasks.base import Task
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,13 +7,22 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_type_hints
 
 from cascade_train.config.annotations import fits, is_component, literals, needs_component
 from cascade_train.config.groups import did_you_mean, group_options, groups, options_with
+from cascade_train.config.guards import UNKNOWN, refusal
 from cascade_train.config.schema import Root
-from cascade_train.config.signatures import Parameter, Signature, argument_doc, attribute_docs, read_signature
+from cascade_train.config.signatures import (
+    Parameter,
+    Signature,
+    argument_doc,
+    attribute_docs,
+    definition_chain,
+    read_signature,
+)
 from cascade_train.config.source import UnreadableError
 from cascade_train.config.targets import check_confined
 from cascade_train.errors import ConfigError
@@ -30,7 +39,8 @@ def check_component(path: str, node: Any, allowed: Sequence[str] | None) -> None
         allowed: top-level packages that `_target_` may name; None = any.
 
     Raises:
-        ConfigError: a target that is not allowed or not there; an argument that is unknown, missing or of a wrong type.
+        ConfigError: a target that is not allowed or not there; an argument that is unknown, missing, of a wrong type,
+            or refused by the constructor's own checks.
     """
     if is_component(node):
         _check_target(path, node, allowed)
@@ -130,6 +140,35 @@ def _check_arguments(path: str, node: Mapping[str, Any]) -> None:
         parameter = signature.parameters.get(key)
         if parameter is not None and not fits(value, parameter.annotation, parameter.module):
             raise ConfigError(_mismatch(f"{path}.{key}", value, parameter))
+    later = dict.fromkeys(signature.parameters, UNKNOWN) if node.get("_partial_") else {}
+    known = {key: UNKNOWN if _holds_component(value) else value for key, value in given.items()}
+    if refused := refusal(definition_chain(target), later | known):
+        raise ConfigError(by_path(refused, path))
+
+
+def by_path(message: str, place: str) -> str:
+    """Return what a constructor refused, its argument named by the whole path.
+
+    A constructor names its argument alone (`rank=0`), below its own name (`network.dropout=2`), or by the whole path.
+
+    Args:
+        message: the constructor's.
+        place: path of the component.
+    """
+    parts = place.split(".")
+    named = re.match(r"([\w.]+)(\[\d+\])*(?P<end>[=: ])", message)
+    key = named[1].split(".") if named else []
+    if key[:1] == parts[:1]:
+        return message
+    if named is None or named["end"] == " ":
+        return f"{place}: {message}"
+    shared = next((n for n in range(len(parts), 0, -1) if parts[-n:] == key[:n]), 0)
+    return ".".join([*parts[: len(parts) - shared], message])
+
+
+def _holds_component(value: Any) -> bool:
+    inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    return is_component(value) or any(_holds_component(each) for each in inside)
 
 
 def _check_names(

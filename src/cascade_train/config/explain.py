@@ -23,7 +23,7 @@ from hydra.errors import (
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from cascade_train.config.components import group_form
+from cascade_train.config.components import by_path, group_form
 from cascade_train.config.groups import did_you_mean, groups
 from cascade_train.config.overrides import quoted_form, refusal
 from cascade_train.config.schema import COMPONENTS
@@ -134,22 +134,12 @@ def explain(error: Exception) -> str | None:
 def with_path(error: InstantiationException, node: str) -> str:
     """Return what a constructor refused, its argument named by the whole path.
 
-    A constructor names its argument alone (`rank=0`), below its own name (`network.dropout=2`), or by the whole path.
-
     Args:
         error: Hydra's, caused by the constructor's.
         node: key of the component that was to be made; what is nested in it is told by the error.
     """
-    message, place = str(error.__cause__), re.search(r"full_key: (\S+)", str(error))
-    parts = (place[1] if place else node).split(".")
-    named = re.match(r"([\w.]+)(\[\d+\])*(?P<end>[=: ])", message)
-    key = named[1].split(".") if named else []
-    if key[:1] == parts[:1]:
-        return message
-    if named is None or named["end"] == " ":
-        return f"{'.'.join(parts)}: {message}"
-    shared = next((n for n in range(len(parts), 0, -1) if parts[-n:] == key[:n]), 0)
-    return ".".join([*parts[: len(parts) - shared], message])
+    place = re.search(r"full_key: (\S+)", str(error))
+    return by_path(str(error.__cause__), place[1] if place else node)
 
 
 def _composing(error: HydraException) -> str:

@@ -72,6 +72,22 @@ def read_signature(target: str) -> Signature:
     raise UnreadableError(f"{target} is neither a class nor a function in its source.")
 
 
+def definition_chain(target: str) -> list[Definition]:
+    """Return a class and its bases, as far as the source tells, or a function alone.
+
+    Raises:
+        ConfigError: the target names nothing.
+        UnreadableError: the source alone cannot tell.
+    """
+    found, chain = find(target), []
+    try:
+        for definition in class_chain(found):
+            chain.append(definition)  # noqa: PERF402 - what came before an unreadable base stays
+    except UnreadableError:
+        pass
+    return chain
+
+
 def class_constant(target: str, name: str) -> Any:
     """Return the literal that a class or the nearest of its bases assigns to `name`.
 

@@ -6,13 +6,14 @@ Only texts here. The empty caption of unconditional training is drawn by the tas
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal
 
 from cascade_train.data.caption_template import CAPTION, CaptionTemplate
 from cascade_train.data.sample import RawSample, UnreadableSampleError, value_of
 from cascade_train.data.tags import Tags, drawn, weighted_texts
+
+if TYPE_CHECKING:
+    import torch
 
 TEXT = "txt"
 """The name, among keys, of the caption that the source itself reads."""

@@ -74,6 +74,11 @@ class PictureFolder(Source):
             UnreadableSampleError: it is no text.
         """
 
+    def check(self) -> None:
+        """See `Source.check`: the folder, and a picture in it."""
+        if next(find_pictures(self._root), None) is None:
+            raise ConfigError(self._empty_text())
+
     def open(self) -> Index:
         """Find the pictures in the order of their names, and read the headers of those that changed.
 
@@ -95,11 +100,16 @@ class PictureFolder(Source):
         """Return the pictures that can be used."""
         found = list(find_pictures(self._root))
         if not found:
-            raise ConfigError(
-                f"data.path={self.path} holds no picture (.{', .'.join(EXTENSIONS)}), nor do the folders below it;"
-                " hidden files do not count"
-            )
+            raise ConfigError(self._empty_text())
         return self.usable(found)
+
+    def _empty_text(self) -> str:
+        has_tars = next(self._root.glob("*.tar"), None) is not None
+        tars = "; its tar files are read by data=webdataset and named by data.urls" if has_tars else ""
+        return (
+            f"data.path={self.path} holds no picture (.{', .'.join(EXTENSIONS)}), nor do the folders below it;"
+            f" hidden files do not count{tars}"
+        )
 
     def _indexed(self, found: list[PictureFile]) -> Index:
         """Return the index of these pictures, repeated, and of those that meet the filters."""

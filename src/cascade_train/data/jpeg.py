@@ -11,7 +11,6 @@ import logging
 from collections.abc import Callable
 
 import numpy as np
-import torch
 from PIL import Image
 
 JpegDecoder = Callable[[bytes], np.ndarray]
@@ -26,6 +25,7 @@ def fast_jpeg_decoder() -> JpegDecoder | None:
     it starts others.
     """
     try:
+        import torch
         from torchvision.io import ImageReadMode, decode_jpeg  # seconds to import
 
         def decode(encoded: bytes) -> np.ndarray:

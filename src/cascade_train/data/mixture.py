@@ -68,6 +68,11 @@ class Mixture(JoinedSource):
             if number <= 0:
                 raise ValueError(f"data.{key}.{name}={number} must be above 0; leave the source out instead")
 
+    def check(self) -> None:
+        """See `Source.check`: of each source."""
+        for source in self.sources.values():
+            source.check()
+
     def open(self) -> Index:
         """Open every source and lay their samples out, as often as they come.
 

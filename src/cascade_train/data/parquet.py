@@ -14,6 +14,7 @@ from cascade_train.data.parquet_files import (
     Columns,
     FileIndex,
     RowGroups,
+    check_columns,
     load_file,
     open_parquet,
     picture_of,
@@ -68,6 +69,12 @@ class Parquet(Source):
         )
         self._groups = RowGroups(self.shuffle_window_shards + 1)
         self._paths: list[Path] = []
+
+    def check(self) -> None:
+        """See `Source.check`: the files, and the columns of the first."""
+        first = _files([self.path] if isinstance(self.path, str) else self.path)[0]
+        with open_parquet(first) as file:
+            check_columns(first, file.schema_arrow.names, self._columns)
 
     def open(self) -> Index:
         """Index every file, or take its index from the cache.

@@ -44,6 +44,11 @@ class Regularised(JoinedSource):
             raise ValueError(f"data.weight={self.weight} must be above 0: it multiplies the regularisation's loss")
         check_parts(self, {"source": self.source, "regularisation": self.regularisation})
 
+    def check(self) -> None:
+        """See `Source.check`: of both."""
+        self.source.check()
+        self.regularisation.check()
+
     def open(self) -> Index:
         """Open both and return one index, in which the smaller side is repeated."""
         own, other = self.source.open(), self.regularisation.open()

@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from cascade_train.data.buckets import Buckets, BucketTable
 from cascade_train.data.captions import Captions
-from cascade_train.data.feed import Feed, FeedRequest
 from cascade_train.data.index import Index
 from cascade_train.data.limits import FileLimits
 from cascade_train.data.quarantine import quarantine_selection, read_quarantine
@@ -23,6 +22,9 @@ from cascade_train.data.sample import RawSample
 from cascade_train.data.selection import RowSelector
 from cascade_train.data.size_filter import parse_size_filters, size_selection
 from cascade_train.options import File, Free, Order
+
+if TYPE_CHECKING:
+    from cascade_train.data.feed import Feed, FeedRequest
 
 START_METHODS = ("fork", "forkserver", "spawn")
 CROPS = ("center", "random", "saliency")
@@ -135,6 +137,13 @@ class Source(abc.ABC):
     def captions_of(self, row: int) -> Captions:
         """Return what makes the caption of one row; a source made of others asks the row's own."""
         return self.captions
+
+    def check(self) -> None:
+        """Find out at little cost whether the data is there, before anything is loaded; `open` finds what is left.
+
+        Raises:
+            ConfigError: a file, a folder or a column is missing.
+        """
 
     @abc.abstractmethod
     def open(self) -> Index:

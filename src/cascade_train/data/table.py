@@ -56,6 +56,17 @@ class Table(Source):
             raise ValueError("data.path=[] names no table: give a path or a list of paths")
         self._cache_dir = None if self.index_dir is None else Path(self.index_dir)
 
+    def check(self) -> None:
+        """See `Source.check`: the tables, and their columns."""
+        wanted = {column for column in (self.image_column, self.caption_column, self.mask_column) if column is not None}
+        for file in map(table_file, self._paths):
+            columns: dict[str, None] = {}
+            for row in file.rows():
+                columns.update(dict.fromkeys(row.values))
+                if wanted <= columns.keys():
+                    break
+            self._check_columns(file, columns)
+
     def open(self) -> Index:
         """Read the tables, and the headers of the pictures that changed.
 

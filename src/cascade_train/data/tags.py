@@ -6,12 +6,13 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from cascade_train.data.sample import UnreadableSampleError, value_of
 from cascade_train.redaction import LONGEST_NAME, shortened
+
+if TYPE_CHECKING:
+    import torch
 
 LIST_SEPARATOR = ","
 """What parts the tags of a list, where no separator is named."""
@@ -164,11 +165,15 @@ def _shuffled(tags: list[Weighted], generator: torch.Generator) -> list[Weighted
 
 def _races(weights: Sequence[float], generator: torch.Generator) -> list[float]:
     """Return a number per weight, the largest being each one's in proportion to them (Efraimidis and Spirakis 2006)."""
+    import torch  # seconds to import, and a configuration is checked before
+
     u = torch.rand(len(weights), generator=generator, dtype=torch.float64)
     return (torch.log1p(-u) / torch.tensor(list(weights), dtype=torch.float64)).tolist()
 
 
 def _uniform(count: int, generator: torch.Generator) -> list[float]:
+    import torch
+
     return torch.rand(count, generator=generator, dtype=torch.float64).tolist()
 
 

@@ -12,11 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cascade_train.data.feed import Feed, FeedRequest
 from cascade_train.data.index import ROW_FIELDS, Index
 from cascade_train.data.picture_files import refuse_unreadable
 from cascade_train.data.read_ahead import ReadAhead
@@ -26,13 +25,16 @@ from cascade_train.data.selection import RowSelector
 from cascade_train.data.source import Source
 from cascade_train.data.store import Store
 from cascade_train.data.stream import Stream, StreamSpec
-from cascade_train.data.stream_feed import StreamFeed, choose_streams
 from cascade_train.data.tar_files import Listings, Tar, find_tars
 from cascade_train.data.tar_index import ShardIndex, load_shard
 from cascade_train.data.tar_sample import PARTS, raw_sample
 from cascade_train.data.tar_verdicts import load_verdicts
+from cascade_train.data.urls import PIPE, S3, expand_urls, refuse_missing
 from cascade_train.errors import ConfigError, RunError
 from cascade_train.options import File, Free, Order
+
+if TYPE_CHECKING:
+    from cascade_train.data.feed import Feed, FeedRequest
 
 _INDEXED_AT_ONCE = 8  # remote tars, each with a buffer of 8 MiB
 _READ_ACROSS_BYTES = 64 * 1024  # what lies between two parts of a sample is read along rather than asked for apart
@@ -75,6 +77,10 @@ class WebDataset(Source):
         self._listings = Listings(None if self.listing is None else Path(self.listing))
         self._stores: list[Store] = []
         self._ahead: ReadAhead[dict[str, bytes]] | None = None
+
+    def check(self) -> None:
+        """See `Source.check`: the tars on disks; stores are not asked."""
+        refuse_missing(self.urls, [Path(url) for url in expand_urls(self.urls) if not url.startswith((PIPE, S3))])
 
     def open(self) -> Index:
         """Index every tar, or take its index from the cache.
@@ -144,6 +150,8 @@ class WebDataset(Source):
         """
         if request.index.rows_are_samples:
             return None
+        from cascade_train.data.stream_feed import StreamFeed, choose_streams  # torch, after `check`
+
         rows = request.rows.tolist()
         is_shown = request.whole_epochs  # a few samples to look at: nothing is mixed or counted
         spec = replace(self.stream, buffer_samples=1) if is_shown else self.stream

@@ -26,6 +26,8 @@ from cascade_train.engine.durable_files import append_durably, write_durably
 from cascade_train.engine.environment import describe_environment
 from cascade_train.engine.manifest import find_fault, read_manifest
 from cascade_train.engine.metrics_file import cut_lines, missing_steps, step_of
+from cascade_train.engine.run_folder import CONFIG as _CONFIG
+from cascade_train.engine.run_folder import check_folder
 from cascade_train.engine.run_lock import LOCK_NAME, RunLock
 from cascade_train.errors import ConfigError, RunError
 from cascade_train.redaction import redacted
@@ -33,7 +35,6 @@ from cascade_train.untrusted import read_yaml
 
 log = logging.getLogger(__name__)
 
-_CONFIG = "config.yaml"
 _ENVIRONMENT = "environment.json"
 _HISTORY = "config_history.jsonl"
 _METRICS = "metrics.jsonl"
@@ -192,11 +193,7 @@ def _decide(directory: Path, config: dict[str, Any], resume: str, free_keys: Col
         except BaseException:
             lock.release()
             raise
-    if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
-        raise ConfigError(
-            f"run.dir={directory} exists, is not empty and is not a run (it has no {_CONFIG}). "
-            "Remedy: another run.name or run.dir, or move it away"
-        )
+    check_folder(directory)
     origin = None if resume in ("auto", "never") else _find_origin(resume)
     _create(directory, config)
     lock = RunLock(directory)

@@ -194,4 +194,4 @@ def test_long_captions_are_encoded_in_three_pieces_and_pooled_by_the_first(encod
     torch.testing.assert_close(pooled, pooled_alone[[0, 3]].reshape(2, 1, 128), rtol=1e-4, atol=1e-5)
     assert long.notices() == []
     long.tokenize(["red " * 67])
-    assert long.notices() == ["1 of 1 captions were longer than 66 tokens and were cut."]
+    assert long.notices() == ["1 of 3 captions were longer than 66 tokens and were cut."]

@@ -1,0 +1,51 @@
+"""Missing files, wrong columns and folders that cannot be written are refused before torch is imported."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+REFUSED = {
+    "data.path=nowhere": r"data\.path=nowhere is not a folder; paths are relative",
+    "data.path=empty": r"data\.path=empty holds no picture .*; its tar files are read by data=webdataset",
+    "data.path=nowhere.csv": r"data\.path=nowhere\.csv is not there",
+    "data.path=rows.csv": r"data\.image_column=image is no column of rows\.csv, which has file, text",
+    "data.path=rows.jsonl": r"data\.caption_column=caption is no column of rows\.jsonl, which has image, text",
+    "data.path=rows.parquet": r"data\.image_column=image is not among the columns of rows\.parquet: file, text",
+    "data.urls=[a.tar,b.tar]": r"data\.urls=a\.tar,b\.tar: 2 of 2 tar files not found",
+    "data.urls=[a.tar] data.flip_prob=2": r"data\.flip_prob=2 must lie between",
+    "data=regularised data@data.source=folder data.source.path=no data@data.regularisation=shapes": r"data\.path=no is",
+    "data=mixture +data@data.sources.a=csv data.sources.a.path=no.csv": r"data\.path=no\.csv is not there",
+    "validate.every_steps=1 validate.urls=[b.tar] data.urls=[empty/c.tar]": r"data\.urls=b\.tar: 1 of 1",
+    "run.dir=rows.csv/run": r"run\.dir=.*rows\.csv/run cannot be made: Not a directory\. Remedy: a writable run\.dir",
+    "run.dir=empty": r"run\.dir=.*empty exists, is not empty and is not a run",
+    "optimizer.lr=-1": r"optimizer\.lr=-1 must be positive",
+}
+
+SCRIPT = """
+import sys
+from cascade_train.__main__ import launch
+for line in sys.argv[1:]:
+    code = launch(["task=lora", "model=c_tiny", *line.split()])
+    sys.stderr.write(f"code {code}, torch {'torch' in sys.modules}\\n---\\n")
+"""
+
+
+def test_what_needs_no_torch_is_refused_without_it(tmp_path: Path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "c.tar").touch()
+    (tmp_path / "rows.csv").write_text("file,text\na.jpg,x\n")
+    (tmp_path / "rows.jsonl").write_text('{"image": "a.jpg"}\n{"text": "x"}\n')
+    pq.write_table(pa.table({"file": ["a.jpg"], "text": ["x"]}), tmp_path / "rows.parquet")
+    before = sorted(tmp_path.iterdir())
+    command = [sys.executable, "-c", SCRIPT, *REFUSED]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    said = done.stderr.split("---\n")[:-1]
+    assert len(said) == len(REFUSED), done.stderr
+    for (line, message), text in zip(REFUSED.items(), said, strict=True):
+        assert re.search(message, text), text
+        assert text.endswith("code 2, torch False\n"), f"{line}: {text}"
+    assert sorted(tmp_path.iterdir()) == before
