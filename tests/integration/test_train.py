@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import warnings
 
 import pytest
@@ -43,6 +44,9 @@ def test_a_run_leaves_what_it_promises(finished):
         pictures = sorted(path.name for path in (finished / "samples" / f"step_{step}").iterdir())
         samples = ["00_ema_sample.png", "00_sample.png", "01_ema_sample.png", "01_sample.png"]
         assert pictures == [*samples, "grid.png", "loss_by_logsnr.png"]
+    first = sorted(path.name for path in (finished / "samples" / "step_0").iterdir())
+    assert first == [*samples, "grid.png"]
+    assert (finished / "loss.png").is_file()
     assert len(list(finished.rglob("events.out.tfevents*"))) >= 1
 
 
@@ -64,6 +68,21 @@ def test_a_finished_run_says_so_and_changes_nothing(finished, caplog):
         assert launch([*SMALL, *EVERYTHING, f"run.dir={finished}"]) == 0
     assert "is finished" in caplog.text
     assert (finished / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_start_reports_what_runs(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "cascade_train")
+    batch = ["train.global_batch_size=8", "train.micro_batch_size=2", "train.max_steps=1"]
+    train(tmp_path / "run", "task=lora", "data.samples=80", "validate.share=0.1", *batch)
+    (told,) = [message for message in caplog.messages if message.startswith("  device")]
+    lines = dict(line.strip().split(maxsplit=1) for line in told.splitlines()[:-1])
+    assert lines["device"] == "1 x cpu, parallel=single; fp32"
+    assert lines["batch"] == "8 = 2 per micro-batch x 4 accumulated x 1 rank"
+    assert re.fullmatch(r"[\d,]+ of [\d,]+ parameters \(LoRA on StageC: 32 adapted layers of rank 4\)", lines["trains"])
+    training, held_out = map(int, re.fullmatch(r"(\d+), (\d+) held out", lines["samples"]).groups())
+    assert training + held_out == 80
+    assert re.fullmatch(r"1 steps, 0\.1\d* epochs of (8|9) steps", lines["length"])
+    assert told.splitlines()[-1] == f"  writes to  {tmp_path / 'run'}"
 
 
 def test_raising_the_limit_continues_a_finished_run(tmp_path):

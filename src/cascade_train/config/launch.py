@@ -10,8 +10,10 @@ import contextlib
 import functools
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 import hydra

@@ -11,6 +11,7 @@ from cascade_train.distributed.process_group import build_mesh
 from cascade_train.engine.checkpoint import CheckpointStore
 from cascade_train.engine.ema import Ema
 from cascade_train.engine.loop import Cadence, Trainer
+from cascade_train.engine.loss_curve import LossCurve
 from cascade_train.engine.lr_schedule import ConstantSchedule
 from cascade_train.engine.metrics import MetricsLog
 from cascade_train.engine.optimizer import OptimizerSpec
@@ -199,3 +200,45 @@ def test_what_a_task_notices_is_said_at_the_log_cadence(world, tmp_path, monkeyp
     said = [record.message for record in caplog.records if "seen by" in record.message]
     assert said[:2] == [f"seen by step {step}" for step in (2, 4)]
     assert said[-1] == "In all, seen by step 5"
+
+
+class CountingGrid:
+    """A grid that only counts its drawings."""
+
+    def __init__(self):
+        self.steps = []
+
+    def draw(self, step):
+        self.steps.append(step)
+        return []
+
+
+def test_a_grid_is_drawn_before_the_first_step_and_not_after_a_resume(world, tmp_path):
+    first = build_trainer(world, tmp_path, max_steps=4, sample=3, checkpoint=2)
+    first.sampling = CountingGrid()
+    first.run()
+    assert first.sampling.steps == [0, 3, 4]
+    second = build_trainer(world, tmp_path, max_steps=6, sample=3, checkpoint=2)
+    second.sampling = CountingGrid()
+    second.restore(second.store.newest())
+    second.run()
+    assert second.sampling.steps == [6]
+
+
+def test_a_validation_reaches_the_progress_at_once(world, tmp_path, monkeypatch):
+    trainer = build_trainer(world, tmp_path, max_steps=5, log=5, validate=2)
+    trainer.validation = object()
+    monkeypatch.setattr(trainer, "measure", lambda validation: {"validate/loss": 0.5})
+    shown = []
+    monkeypatch.setattr(trainer.progress, "update", lambda row: shown.append((trainer.step, row["step"])))
+    trainer.run()
+    assert shown == [(2, 1), (2, 2), (4, 3), (4, 4), (5, 5)]
+
+
+def test_the_loss_curve_is_drawn_at_every_checkpoint(world, tmp_path):
+    trainer = build_trainer(world, tmp_path, max_steps=5, checkpoint=2)
+    trainer.loss_curve = LossCurve(tmp_path / "metrics.jsonl", is_main=True)
+    drawn = []
+    trainer.loss_curve.draw = lambda: drawn.append(len((tmp_path / "metrics.jsonl").read_text().splitlines()))
+    trainer.run()
+    assert drawn == [2, 4, 5]

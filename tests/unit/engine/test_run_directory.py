@@ -450,3 +450,11 @@ def test_a_manifest_whose_facts_are_of_another_type_lets_the_older_one_continue(
     assert claimed.resume_from == older
     assert "step_4 is damaged and skipped" in caplog.text
     claimed.lock.release()
+
+
+@pytest.mark.parametrize(("grid", "stays"), [("step_0", False), ("step_2", True)])
+def test_the_grid_before_the_first_step_is_nothing_to_lose(directory, grid, stays):
+    run = claim(directory, config=CONFIG, resume="auto")
+    (run.samples / grid).mkdir(parents=True)
+    run.withdraw()
+    assert directory.exists() is stays
