@@ -27,7 +27,7 @@ from cascade_train.engine.environment import describe_environment
 from cascade_train.engine.manifest import find_fault, read_manifest
 from cascade_train.engine.metrics_file import cut_lines, missing_steps, step_of
 from cascade_train.engine.run_folder import CONFIG as _CONFIG
-from cascade_train.engine.run_folder import check_folder
+from cascade_train.engine.run_folder import check_folder, not_writable
 from cascade_train.engine.run_lock import LOCK_NAME, RunLock
 from cascade_train.errors import ConfigError, RunError
 from cascade_train.redaction import redacted
@@ -355,9 +355,7 @@ def _create(directory: Path, config: dict[str, Any]) -> None:
         for parent in missing_parents:
             if parent.is_dir() and not any(parent.iterdir()):
                 parent.rmdir()
-        raise ConfigError(
-            f"run.dir={directory} cannot be made: {error.strerror or error}. Remedy: a writable run.dir"
-        ) from error
+        raise not_writable(directory, error) from error
 
 
 def _record_continuation(

@@ -29,6 +29,9 @@ def check_folder(directory: Path) -> None:
         with tempfile.TemporaryFile(dir=nearest):
             pass
     except OSError as error:
-        raise ConfigError(
-            f"run.dir={directory} cannot be made: {error.strerror or error}. Remedy: a writable run.dir"
-        ) from error
+        raise not_writable(directory, error) from error
+
+
+def not_writable(directory: Path, error: OSError) -> ConfigError:
+    """Return the refusal of a folder that cannot be made."""
+    return ConfigError(f"run.dir={directory} cannot be made: {error.strerror or error}. Remedy: a writable run.dir")
