@@ -11,6 +11,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,12 +80,10 @@ def definition_chain(target: str) -> list[Definition]:
         ConfigError: the target names nothing.
         UnreadableError: the source alone cannot tell.
     """
-    found, chain = find(target), []
-    try:
-        for definition in class_chain(found):
-            chain.append(definition)  # noqa: PERF402 - what came before an unreadable base stays
-    except UnreadableError:
-        pass
+    found = find(target)
+    chain: list[Definition] = []
+    with suppress(UnreadableError):
+        chain.extend(class_chain(found))
     return chain
 
 
