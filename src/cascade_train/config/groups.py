@@ -69,8 +69,7 @@ def _holds(node: Any, key: str) -> bool:
 
 def chosen(group: str, target: str) -> str:
     """Return how a component was chosen, as `group=option`; by its class where that cannot be told."""
-    config = HydraConfig.instance().cfg
-    option = None if config is None else config.hydra.runtime.choices.get(group)
+    option = HydraConfig.get().runtime.choices.get(group) if HydraConfig.initialized() else None
     options = [option] if option_targets(group).get(str(option)) == target else []
     options += [name for name, other in option_targets(group).items() if other == target]
     return f"{group}={options[0]}" if options else f"the {group} {target}"

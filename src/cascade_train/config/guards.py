@@ -87,7 +87,7 @@ def _construct(chain: Sequence[Definition], given: Mapping[str, Any], positional
             own = Definition(definition.module, methods["__init__"])
             return _call(own, Scope(definition.module, chain[position:]), [SimpleNamespace(), *positional], given)
         if "__post_init__" in methods:
-            values = _field_defaults(chain) | given
+            values = _field_defaults(chain) | dict(given)
             fields = SimpleNamespace(**{name: value for name, value in values.items() if value is not UNKNOWN})
             own = Definition(definition.module, methods["__post_init__"])
             return _call(own, Scope(definition.module, chain[position:]), [fields], {})
@@ -109,8 +109,8 @@ def _call(function: Definition, scope: Scope, positional: Sequence[Any], named: 
     node = function.node
     assert isinstance(node, ast.FunctionDef)
     arguments = [*node.args.posonlyargs, *node.args.args]
-    defaults = [*zip(arguments[::-1], node.args.defaults[::-1], strict=False)]
-    defaults += [pair for pair in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True) if pair[1] is not None]
+    defaults: list[tuple[ast.arg, ast.expr | None]] = [*zip(arguments[::-1], node.args.defaults[::-1], strict=False)]
+    defaults += zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
     values = {a.arg: default.value for a, default in defaults if isinstance(default, ast.Constant)}
     known = {argument.arg for argument in [*arguments, *node.args.kwonlyargs]}
     values |= {a.arg: value for a, value in zip(arguments, positional, strict=False)}
@@ -266,8 +266,8 @@ def _text(node: ast.JoinedStr | ast.FormattedValue, scope: Scope) -> str:
     if isinstance(node, ast.JoinedStr):
         return "".join(str(evaluate(each, scope)) for each in node.values)
     value = evaluate(node.value, scope)
-    shown = {ord("r"): repr, ord("s"): str, ord("a"): ascii}.get(node.conversion, lambda plain: plain)(value)
-    return format(shown, "" if node.format_spec is None else evaluate(node.format_spec, scope))
+    value = {ord("r"): repr, ord("s"): str, ord("a"): ascii}[node.conversion](value) if node.conversion > 0 else value
+    return format(value, "" if node.format_spec is None else evaluate(node.format_spec, scope))
 
 
 def _bool(is_and: bool, values: Sequence[ast.expr], scope: Scope) -> Any:
