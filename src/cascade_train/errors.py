@@ -28,7 +28,15 @@ class RunError(RuntimeError):
 
 
 class RankLostError(RunError):
-    """Another rank has ended or hangs."""
+    """Another rank has ended or hangs.
+
+    Attributes:
+        code: exit code of the process, that of the rank that ended where it is known.
+    """
+
+    def __init__(self, message: str, *, shared: bool = False, code: int = 1) -> None:
+        super().__init__(message, shared=shared)
+        self.code = code
 
 
 LOST_PEER = re.compile(

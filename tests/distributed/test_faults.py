@@ -50,7 +50,7 @@ FAULTS = {
     "killed_while_publishing": Fault(
         hook="kill_while_publishing",
         codes=[-9, 1],
-        words=("Ranks are lost: rank 0", "rank 1 is in step ", "The same command continues"),
+        words=("Rank 0 has ended", "rank 1 is in step ", "The same command continues"),
         next_starts=(("truncate_newest", 0, "step_4 is damaged and skipped: __1_0.distcp has"),),
     ),
     "disk_full": Fault(

@@ -5,25 +5,38 @@ Nothing here knows a model, a task or a step.
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
+from functools import partial
+from threading import Thread
+from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
-from cascade_train.errors import ConfigError
+from cascade_train.errors import ConfigError, RunError
+
+T = TypeVar("T")
 
 ParallelMode = Literal["auto", "single", "ddp", "fsdp", "hsdp"]
 
 
+MEETING_SECONDS = 300.0
+"""How long ranks wait for each other to start; they were started together."""
+
 SET_UP_SECONDS = 7200.0
 """How long ranks wait for each other outside of steps, where one alone may load, hash or write very much."""
+
+DEVICE_GRACE_SECONDS = 60.0
+"""How much longer the device's own exchange waits than that of the hosts, whose failure can be told in words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +69,8 @@ def process_group() -> Iterator[World]:
     After an error the group is left without the final barrier: the peers may never reach it.
 
     Raises:
-        ConfigError: more processes on this machine than it has GPUs.
+        ConfigError: two ranks have the same GPU.
+        RunError: the ranks do not find each other.
     """
     world = _join()
     try:
@@ -67,39 +81,117 @@ def process_group() -> Iterator[World]:
 
 
 def _join() -> World:
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     cuda = torch.cuda.is_available()
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if cuda and local_ranks > torch.cuda.device_count():
-        raise ConfigError(
-            f"{local_ranks} processes on a machine with {torch.cuda.device_count()} GPUs: each needs its own. "
-            f"Use --nproc_per_node {torch.cuda.device_count()} or fewer; in a step of srun fewer --ntasks-per-node, "
-            "without --gpus-per-task, which hides the other GPUs."
-        )
-    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    if cuda:
+        torch.cuda.init()  # a driver that fails does so here, and not while ranks meet
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        device = _outside_of_main_thread(partial(_meet, backend))
+    else:
+        device = torch.device("cuda", 0) if cuda else torch.device("cpu")
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     if cuda:
         torch.cuda.set_device(device)
-    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    patient = timedelta(seconds=SET_UP_SECONDS)
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        store, rank, ranks = _meet(patient)
-        dist.init_process_group(
-            backend, timeout=patient, store=store, rank=rank, world_size=ranks, device_id=device if cuda else None
-        )
-    else:
-        dist.init_process_group(backend, timeout=patient, store=dist.HashStore(), rank=0, world_size=1)
-    return World(rank=dist.get_rank(), ranks=dist.get_world_size(), machine_ranks=local_ranks, device=device)
+    set_timeout([], SET_UP_SECONDS)
+    machine_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return World(rank=dist.get_rank(), ranks=dist.get_world_size(), machine_ranks=machine_ranks, device=device)
 
 
-def _meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
-    """Return where the ranks exchange addresses, this rank's number, and how many there are. Collective.
+def _outside_of_main_thread(work: Callable[[], T]) -> T:
+    """Return what `work` returns; waiting for it, this thread hears signals, which it does not in C++."""
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(work())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    Thread(target=run, daemon=True).start()
+    return outcome.result()
+
+
+def _meet(backend: str) -> torch.device:
+    """Make the process group of all ranks and return this rank's device. Collective.
 
     torchrun keeps its store over a restart, with the addresses of the ranks that have ended: each attempt looks below a
     name of its own.
+
+    Raises:
+        ConfigError: two ranks have the same GPU.
+        RunError: the ranks do not find each other.
     """
-    store, rank, ranks = next(rendezvous("env://", timeout=timeout))
+    meeting = timedelta(seconds=MEETING_SECONDS)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"attempt_{attempt}", store), rank, ranks
+    try:
+        shared, rank, ranks = next(rendezvous("env://", timeout=meeting))
+        store = dist.PrefixStore(f"attempt_{attempt}", shared)
+        device = own_device(store, rank, ranks)
+        cuda = device if device.type == "cuda" else None
+        dist.init_process_group(backend, timeout=meeting, store=store, rank=rank, world_size=ranks, device_id=cuda)
+        store.set_timeout(timedelta(seconds=SET_UP_SECONDS))
+    except (RuntimeError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise RunError(_apart(error), shared=os.environ.get("LOCAL_RANK", "0") != "0") from error
+    return device
+
+
+def _apart(error: Exception) -> str:
+    """Return why ranks did not meet, for one rank of each machine to say."""
+    address, port = (os.environ.get(key, "not set") for key in ("MASTER_ADDR", "MASTER_PORT"))
+    reason = (str(error).splitlines() or [""])[0].rstrip(". ")
+    return (
+        f"Rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} on {socket.gethostname()} does not meet the others "
+        f"at MASTER_ADDR={address}, MASTER_PORT={port}: {reason}. Ranks wait {MEETING_SECONDS / 60:.0f} minutes for "
+        "each other. Every machine must resolve and reach that address, the port must be free on the machine of rank "
+        "0, and every rank must have started. In a job of SLURM, set both in sbatch/env.sh."
+    )
+
+
+def own_device(store: dist.Store, rank: int, ranks: int) -> torch.device:
+    """Return the GPU of this rank, or the CPU where it sees none. Collective.
+
+    It is the one with the rank's number on its machine, or the only one that a launcher lets the rank see.
+
+    Args:
+        store: where ranks note what they have.
+        rank: of this process.
+        ranks: number of processes.
+
+    Raises:
+        ConfigError: two ranks have the same GPU, or some have none; the same on every rank.
+    """
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    index = local_rank if local_rank < gpus else 0
+    gpu = str(torch.cuda.get_device_properties(index).uuid) if gpus else ""
+    store.set(f"gpu_of_{rank}", json.dumps([gpu, gpus, socket.gethostname()]))
+    seen: dict[str, int] = {}
+    for other, note in enumerate(store.multi_get([f"gpu_of_{each}" for each in range(ranks)])):
+        gpu, count, host = json.loads(note)
+        if gpu in seen and gpu:
+            raise ConfigError(
+                f"ranks {seen[gpu]} and {other} have the same GPU, one of {count} that they see on {host}: each needs "
+                f"its own. Use --nproc_per_node {count} or fewer; in a step of srun fewer --ntasks-per-node."
+            )
+        if seen and (gpu == "") != ("" in seen):
+            raise ConfigError(
+                f"rank {other} on {host} sees {count} GPUs, unlike rank 0: all ranks compute on GPUs, or all on CPUs. "
+                "Ask for GPUs on every node, or hide them with CUDA_VISIBLE_DEVICES=."
+            )
+        seen[gpu] = other
+    return torch.device("cuda", index) if gpus else torch.device("cpu")
+
+
+def set_timeout(groups: Sequence[dist.ProcessGroup], seconds: float) -> None:
+    """Set how long exchanges that begin from now on wait, in the default group and others."""
+    default = dist.group.WORLD
+    assert default is not None
+    for group in {default, *groups}:
+        for device in group._device_types:
+            late = DEVICE_GRACE_SECONDS if device.type == "cuda" else 0.0
+            group._get_backend(device)._set_default_timeout(timedelta(seconds=seconds + late))
 
 
 def mesh_shape(

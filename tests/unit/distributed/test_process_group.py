@@ -1,13 +1,20 @@
 """Meshes, agreement on errors, and an orderly end."""
 
+import json
 import os
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from cascade_train.distributed.process_group import build_mesh, mesh_shape, process_group
+from cascade_train.distributed import process_group as module
+from cascade_train.distributed.process_group import build_mesh, mesh_shape, own_device, process_group
 from cascade_train.errors import ConfigError, RunError
+from tests.slurm.cluster import free_ports
 
 
 @pytest.mark.parametrize(
@@ -50,12 +57,104 @@ def test_a_rank_alone_has_a_group_and_a_mesh_and_leaves_them():
     assert not dist.is_initialized()
 
 
-def test_more_processes_than_gpus_are_refused_on_every_rank_of_the_machine(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    with pytest.raises(ConfigError, match="4 processes on a machine with 2 GPUs.*--nproc_per_node 2"), process_group():
+def see(monkeypatch, *gpus, local_rank=0):
+    """Let this process see some GPUs, as rank of its machine."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(gpus))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=gpus[index]))
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+
+
+def noted(*gpus, seen=2):
+    """Return a store in which ranks have noted their GPUs, the first one rank 0."""
+    store = dist.HashStore()
+    for rank, gpu in enumerate(gpus):
+        store.set(f"gpu_of_{rank}", json.dumps([gpu, seen if gpu else 0, "a.example"]))
+    return store
+
+
+@pytest.mark.parametrize(
+    ("gpus", "others", "index"),
+    [(("x", "y"), ("x",), 1), (("y",), ("x",), 0)],
+    ids=["all of the machine", "its own alone, as with --gpus-per-task"],
+)
+def test_a_rank_has_the_gpu_of_its_number_or_the_only_one_that_it_sees(monkeypatch, gpus, others, index):
+    see(monkeypatch, *gpus, local_rank=1)
+    assert own_device(noted(*others), 1, 2) == torch.device("cuda", index)
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_more_processes_than_gpus_are_refused_on_every_rank(monkeypatch, rank):
+    store = noted("x", "y", "x", "x")
+    see(monkeypatch, "x", "y", local_rank=rank)
+    with pytest.raises(ConfigError, match=r"ranks 0 and 2 have the same GPU, one of 2 .*: each.*--nproc_per_node 2 or"):
+        own_device(store, rank, 4)
+
+
+def test_ranks_with_and_without_gpus_are_refused(monkeypatch):
+    see(monkeypatch)
+    with pytest.raises(
+        ConfigError, match=r"rank 1 on .* sees 0 GPUs, unlike rank 0: all ranks .* Ask for GPUs on every"
+    ):
+        own_device(noted("x"), 1, 2)
+    assert own_device(noted(""), 1, 2) == torch.device("cpu")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_that_cannot_meet_say_where_they_tried(monkeypatch, rank):
+    monkeypatch.setattr(module, "MEETING_SECONDS", 1.0)
+    for key, value in {
+        "RANK": rank,
+        "WORLD_SIZE": 2,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": free_ports(1)[0],
+    }.items():
+        monkeypatch.setenv(key, str(value))
+    match = rf"Rank {rank} of 2 on .* at MASTER_ADDR=127.0.0.1, MASTER_PORT=\d+: .* In a job of SLURM, .* sbatch/env.sh"
+    with pytest.raises(RunError, match=match), process_group():
         pass
+    assert not dist.is_initialized()
+
+
+def test_a_rank_that_is_told_nowhere_to_meet_says_so(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(RunError, match="MASTER_ADDR=not set"), process_group():
+        pass
+
+
+def test_ranks_meet_for_minutes_and_load_for_hours(world):
+    assert module.MEETING_SECONDS == 300
+    group = dist.group.WORLD
+    assert group._get_backend(torch.device("cpu")).options._timeout.total_seconds() == module.SET_UP_SECONDS
+
+
+MEETING = """
+from cascade_train.config.explain import exit_code
+from cascade_train.distributed.process_group import process_group
+from cascade_train.signals import Signals
+
+def meet():
+    with Signals(), process_group():
+        pass
+
+print("meeting", flush=True)
+raise SystemExit(exit_code(meet))
+"""
+
+
+def test_a_signal_is_heard_while_ranks_wait_for_each_other():
+    place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0])}
+    command, environment = [sys.executable, "-c", MEETING], {**os.environ, **place}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as rank:
+        assert rank.stdout.readline() == "meeting\n"
+        time.sleep(1)
+        rank.terminate()
+        begun = time.monotonic()
+        _, errors = rank.communicate(timeout=120)
+    assert rank.returncode == 75, errors
+    assert time.monotonic() - begun < 30, "and not after the time for meeting"
 
 
 def test_the_group_is_left_after_an_error_too():

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from cascade_train.distributed import roll_call
 from cascade_train.distributed.roll_call import RollCall
-from cascade_train.errors import RankLostError
+from cascade_train.errors import ConfigError, Interrupted, RankLostError, RunError
 
 LOST = "[pair.cc:553] Connection closed by peer [127.0.0.1]:40879"
 SLOW = "[unbound_buffer.cc:78] Timed out waiting 5000ms for recv operation to complete"
@@ -52,15 +52,15 @@ def test_many_lost_ranks_are_counted(store):
 
 def test_notes_that_are_gone_with_the_rank_that_kept_them_are_said_to_be(monkeypatch):
     class Gone:
-        def set(self, key, value):
+        def check(self, *arguments):
             raise dist.DistNetworkError("Connection was likely closed")
 
-        def check(self, keys):
-            raise dist.DistNetworkError("Connection was likely closed")
+        compare_set = check
 
     monkeypatch.setattr(roll_call, "_get_default_store", Gone)
-    with pytest.raises(RankLostError, match=r"rank 0 \(its note is gone"), called(1, ranks=2).naming_the_lost():
+    with pytest.raises(RankLostError, match=r"^Rank 0 has ended.*; rank 1 is in step 0"), called(1).naming_the_lost():
         raise RuntimeError(LOST)
+    leave(2, ConfigError("the word finds no store"))
 
 
 @pytest.mark.parametrize("text", ["a defect", LOST])
@@ -85,3 +85,28 @@ def test_steps_are_noted_and_alone_nothing_is(store, monkeypatch):
     assert waits == [7200.0, 5, 7200.0], "the first step may take its time"
     with called(0, ranks=1).step(1, []):
         assert not store.check(["step_of_0"])
+
+
+def leave(rank, error, ranks=3):
+    with pytest.raises(type(error)), called(rank, ranks).leaving_word():
+        raise error
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "code"),
+    [
+        (ConfigError("data.urls=a.tar is not there."), "data.urls=a.tar is not there.", 2),
+        (RunError("the disk is full"), "the disk is full", 1),
+        (KeyError("defect"), r"KeyError\('defect'\)", 1),
+        (Interrupted("Stopped by SIGTERM before the first step.", code=75), "Stopped by SIGTERM before", 75),
+    ],
+    ids=["refused", "the world", "a defect", "stopped"],
+)
+@pytest.mark.parametrize(("rank", "shared"), [(0, False), (2, True)])
+def test_the_rank_that_ended_the_run_is_named_with_what_it_said(store, error, text, code, rank, shared):
+    leave(1, error)
+    leave(2, RunError("a consequence"))
+    match = rf"^Rank 1 on {socket.gethostname()} ended the run before the first step: {text}"
+    with pytest.raises(RankLostError, match=match) as named, called(rank).naming_the_lost():
+        raise RuntimeError(LOST)
+    assert (named.value.code, named.value.shared) == (code, shared)
