@@ -1,25 +1,34 @@
 """Train: `python -m cascade_train …`, `torchrun -m cascade_train …`, or the console script `cascade-train`.
 
-Only the way in; composing lives in config/launch.py, training behind build/.
+Only the way in; composing lives in config/launch.py, training behind build/. What is imported here comes before the
+handlers of signals, so it is little.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from omegaconf import DictConfig
+from cascade_train.signals import set_handlers, stop_at_once, while_importing
 
-from cascade_train.config.launch import compose_and_run
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 
 def main() -> None:
     """Train what the command line describes and exit: 0 done, 1 the world, 2 refused, 75 stopped, 130 interrupted."""
-    sys.exit(launch(sys.argv[1:]))
+    set_handlers(stop_at_once)
+    code = launch(sys.argv[1:])
+    set_handlers(lambda *_: os._exit(code))  # the run has ended: nothing changes its code any more
+    sys.exit(code)
 
 
 def launch(argv: Sequence[str]) -> int:
     """Train what `argv` describes and return the exit code."""
+    from cascade_train.config.launch import compose_and_run
+
     return compose_and_run(argv, train)
 
 
@@ -28,7 +37,9 @@ def train(cfg: DictConfig) -> int:
     from cascade_train.build.early import check_files
 
     check_files(cfg)
-    from cascade_train.build import run
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else stacks of C++ frames come before what a rank says
+    with while_importing():
+        from cascade_train.build import run
 
     return run.train(cfg)
 

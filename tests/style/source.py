@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "cascade_train"
-GROUND = ("batch", "errors", "options", "__init__")
+GROUND = ("batch", "errors", "options", "signals", "__init__")
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -22,7 +22,7 @@ class SourceFile:
     Attributes:
         path: where it lies.
         tree: its syntax tree.
-        room: the folder below the package; "verbs", "build", "batch", "errors", "options" for files beside it.
+        room: the folder below the package; "verbs", "build", or its own name for files beside the folders.
     """
 
     path: Path

@@ -9,7 +9,8 @@ import pytest
 
 from tests.style.source import PACKAGE, in_rooms, library
 
-# What each room may import of the library. `batch`, `errors`, `options`, `redaction` and `untrusted` are open to all.
+# What each room may import of the library. `batch`, `errors`, `options`, `redaction`, `signals` and `untrusted` are open
+# to all.
 INSIDE = {
     "config": {"config"},
     "engine": {"engine", "distributed", "tasks.base"},
@@ -23,9 +24,10 @@ INSIDE = {
     "errors": set(),
     "options": set(),
     "redaction": set(),
+    "signals": set(),
     "untrusted": set(),
 }
-GROUND = {"batch", "errors", "options", "redaction", "untrusted"}
+GROUND = {"batch", "errors", "options", "redaction", "signals", "untrusted"}
 
 # What each room may import from elsewhere, beside the standard library.
 OUTSIDE = {
@@ -36,6 +38,7 @@ OUTSIDE = {
     "errors": set(),
     "options": set(),
     "redaction": set(),
+    "signals": set(),
     "untrusted": {"yaml"},
     "config": {"hydra", "omegaconf", "yaml"},
 }

@@ -37,9 +37,9 @@ from cascade_train.engine.profiler import Profiler
 from cascade_train.engine.progress import Progress
 from cascade_train.engine.retention import Retention
 from cascade_train.engine.rollback import Rollback, RolledBackList
-from cascade_train.engine.run_directory import RunDirectory, claim
+from cascade_train.engine.run_directory import RunDirectory, claimed
 from cascade_train.engine.set_distance import SetDistance
-from cascade_train.engine.stopping import Signals, Stopping, TimeLimit, code_of_stop
+from cascade_train.engine.stopping import Stopping, TimeLimit, code_of_stop
 from cascade_train.engine.tracking import build_tracker
 from cascade_train.engine.unreadable import UnreadableList
 from cascade_train.engine.validation import HeldOut, Reconstructions, Validation
@@ -48,6 +48,7 @@ from cascade_train.models.frechet import frechet_distance, load_inception
 from cascade_train.models.image_quality import ReconstructionQuality, check_installed
 from cascade_train.models.perceptual import load_lpips
 from cascade_train.redaction import redacted
+from cascade_train.signals import Signals
 from cascade_train.tasks.base import Task
 
 log = logging.getLogger(__name__)
@@ -62,28 +63,40 @@ def train(cfg: DictConfig) -> int:
         Interrupted: a signal during set-up, or one that was repeated.
     """
     with Signals() as signals, process_group() as world:
-        set_deterministic(cfg.run.deterministic)
-        make_absolute(cfg)
-        parts = build_parts(cfg)
-        data = open_data(cfg, parts.task, world)
-        data.check_sides(parts.stage.image_multiple)
-        if isinstance(data.training.source, Cached):
-            take_cache(to_plain(cfg), parts.stage, parts.task, data.training.source)
-        plain = to_plain(cfg)
-        run = claim(Path(cfg.run.dir), config=plain, resume=cfg.run.resume, free_keys=free_keys(plain))
-        with run.held():
-            if run.finished:
-                log.info("%s is finished. Raise train.max_steps to train on, or choose another run.name.", run.path)
-            else:
-                return train_in(run, cfg, parts, data, world, signals)
+        roll_call = RollCall(rank=world.rank, ranks=world.ranks, timeout_seconds=cfg.run.timeout_seconds)
+        with roll_call.leaving_word(), roll_call.naming_the_lost():
+            return train_on(cfg, world, signals, roll_call)
+
+
+def train_on(cfg: DictConfig, world: World, signals: Signals, roll_call: RollCall) -> int:
+    """Train on ranks that have met; return the exit code. Collective."""
+    set_deterministic(cfg.run.deterministic)
+    make_absolute(cfg)
+    parts = build_parts(cfg)
+    data = open_data(cfg, parts.task, world)
+    data.check_sides(parts.stage.image_multiple)
+    plain = to_plain(cfg)
+    if isinstance(data.training.source, Cached):
+        take_cache(plain, parts.stage, parts.task, data.training.source)
+    with claimed(Path(cfg.run.dir), config=plain, resume=cfg.run.resume, free_keys=free_keys(plain)) as run:
+        if not run.finished:
+            return train_in(run, cfg, parts, data, world, signals, roll_call)
+    log.info("%s is finished. Raise train.max_steps to train on, or choose another run.name.", run.path)
     return 0
 
 
-def train_in(run: RunDirectory, cfg: DictConfig, parts: Parts, data: DataSet, world: World, signals: Signals) -> int:
+def train_in(
+    run: RunDirectory,
+    cfg: DictConfig,
+    parts: Parts,
+    data: DataSet,
+    world: World,
+    signals: Signals,
+    roll_call: RollCall,
+) -> int:
     """Train in a claimed directory, to the end and the exports, or to a stop; return the exit code. Collective."""
     with run.withdrawn_on_failure():
         phases = build_phases(cfg, parts, world)
-        roll_call = RollCall(rank=world.rank, ranks=world.ranks, timeout_seconds=cfg.run.timeout_seconds)
         trainer = build_trainer(cfg, parts, phases, data, run, world, signals, roll_call)
         rollback = build_rollback(cfg, run)
         trainer.feed.exclude(rollback.listed.keys)

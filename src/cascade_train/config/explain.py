@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +30,18 @@ from cascade_train.config.groups import did_you_mean, groups
 from cascade_train.config.overrides import quoted_form, refusal
 from cascade_train.config.schema import COMPONENTS
 from cascade_train.config.unknown_keys import unknown_key
-from cascade_train.errors import INTERRUPTED, LOST_PEER, ConfigError, Interrupted, RunError, unwritten
+from cascade_train.errors import (
+    INTERRUPTED,
+    LOST_PEER,
+    STOPPED,
+    ConfigError,
+    Interrupted,
+    RankLostError,
+    RunError,
+    unwritten,
+)
 from cascade_train.redaction import logged
+from cascade_train.signals import handling
 
 FP16 = (
     "train.precision=fp16 is refused: the activations of Stage C overflow its range. "
@@ -39,6 +51,7 @@ FP16 = (
 SECONDS_FOR_RANK_ZERO = 10.0
 """torchrun ends all ranks with the first that exits; the silent ones wait until rank 0 has spoken."""
 
+STOPPED_IN_ORDER = "Stopped as asked, and saved. The same command continues."
 
 DEAD_WORKER = re.compile(r"DataLoader worker \(pid")
 """What torch raises, from its handler of signals, when a worker process has died."""
@@ -59,7 +72,10 @@ def exit_code(action: Callable[[], Any], *, remedy: str = "") -> int:
         happened to one rank is said by that rank.
     """
     try:
-        return int(action() or 0)
+        code = int(action() or 0)
+        if code == STOPPED:
+            _tell_torchrun(STOPPED_IN_ORDER)
+        return code
     except KeyboardInterrupt as interrupt:
         return _interrupted(interrupt, remedy)
     except Exception as error:
@@ -85,8 +101,11 @@ def _origin_in_interrupt(error: BaseException | None) -> KeyboardInterrupt | Non
 
 
 def _interrupted(interrupt: KeyboardInterrupt, remedy: str) -> int:
+    text = str(interrupt)
+    if text and not isinstance(interrupt, Interrupted):
+        remedy = ""  # it says itself what follows
     if os.environ.get("RANK", "0") == "0":
-        sys.stderr.write(f"{str(interrupt) or 'Interrupted.'} {remedy}".rstrip() + "\n")
+        _say(f"{text or 'Interrupted.'} {remedy}".rstrip())
     return interrupt.code if isinstance(interrupt, Interrupted) else INTERRUPTED
 
 
@@ -96,15 +115,38 @@ def _report(error: Exception) -> int:
     if paragraph is None:
         error.add_note(f"on rank {rank}")
         sys.stderr.write(logged("".join(traceback.format_exception(error))))
+        _tell_torchrun(logged(repr(error)))
         return 1
     if rank == "0":
-        sys.stderr.write(f"{logged(paragraph)}\n")
+        _say(logged(paragraph))
     elif isinstance(error, RunError) and not error.shared:
-        sys.stderr.write(f"[rank {rank}] {logged(paragraph)}\n")
+        _say(f"[rank {rank}] {logged(paragraph)}")
     elif "TORCHELASTIC_RUN_ID" in os.environ:
-        time.sleep(SECONDS_FOR_RANK_ZERO)
-    of_the_world = isinstance(error, RunError | BrokenPipeError | RuntimeError)
+        if os.environ.get("LOCAL_RANK") == "0":  # on another machine than rank 0, with a torchrun of its own
+            _tell_torchrun(logged(paragraph))
+        with handling(lambda *_: os._exit(0)):  # torchrun ends this rank with rank 0, and lists those with other codes
+            time.sleep(SECONDS_FOR_RANK_ZERO)
+    if isinstance(error, RankLostError):
+        return error.code
+    of_the_world = isinstance(error, BrokenPipeError | RuntimeError)
     return 1 if of_the_world or (isinstance(error, OSError) and error.errno in NO_ROOM) else 2
+
+
+def _say(paragraph: str) -> None:
+    sys.stderr.write(f"{paragraph}\n")
+    _tell_torchrun(paragraph)
+
+
+def _tell_torchrun(paragraph: str) -> None:
+    """Note what happened where torchrun looks for it, so that its report on a failed rank ends with that.
+
+    The form is that of torch.distributed.elastic.multiprocessing.errors.
+    """
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file:
+        message = {"message": paragraph, "extraInfo": {"timestamp": int(time.time())}}
+        with suppress(OSError):
+            Path(file).write_text(json.dumps({"message": message}), encoding="utf-8")
 
 
 def explain(error: Exception) -> str | None:

@@ -32,14 +32,13 @@ from cascade_train.config.overrides import check_not_expanded, check_not_hydras,
 from cascade_train.config.preflight import preflight
 from cascade_train.config.schema import Root
 from cascade_train.config.slurm_jobs import slurm_jobs_followed
-from cascade_train.config.slurm_step import adopt_slurm_step
+from cascade_train.config.slurm_step import adopt_slurm_step, one_thread_a_rank
 from cascade_train.config.sweep import check_launcher
 from cascade_train.config.sweep_naming import place_run
 from cascade_train.config.unknown_keys import other_name
 from cascade_train.errors import ConfigError
 from cascade_train.redaction import RedactingFilter
-
-CONTINUED = "The same command continues from the newest checkpoint, or from the start where there is none yet."
+from cascade_train.signals import CONTINUED, Signals
 
 
 def compose_and_run(argv: Sequence[str], train: Callable[[DictConfig], int]) -> int:
@@ -54,6 +53,7 @@ def compose_and_run(argv: Sequence[str], train: Callable[[DictConfig], int]) -> 
     """
     register_schema()
     adopt_slurm_step()
+    one_thread_a_rank()
     argv = with_implied_choices(with_paths_quoted(argv))
     raw = "HYDRA_FULL_ERROR" in os.environ
     asked_for_help = not HELP.isdisjoint(argv)
@@ -78,7 +78,7 @@ def compose_and_run(argv: Sequence[str], train: Callable[[DictConfig], int]) -> 
             _compose(argv, job)
             return 0
         with _own_error_handling():
-            return exit_code(functools.partial(_compose, argv, job))
+            return exit_code(functools.partial(_compose, argv, job), remedy=CONTINUED)
     except SystemExit as stop:
         return int(stop.code or 0)
 
@@ -86,7 +86,8 @@ def compose_and_run(argv: Sequence[str], train: Callable[[DictConfig], int]) -> 
 def _compose(argv: Sequence[str], job: Callable[[DictConfig], int]) -> None:
     """Let Hydra compose, print, or run `job` once or per element of a sweep."""
     check_launcher(argv)
-    with _arguments([a for a in argv if a not in HELP]), _mode_by_flags(argv), slurm_jobs_followed(argv):
+    followed = slurm_jobs_followed(argv)
+    with Signals(), _arguments([a for a in argv if a not in HELP]), _mode_by_flags(argv), followed:
         hydra.main(config_path=str(conf_dir()), config_name="config", **BASE, **CALLBACKS)(job)()
 
 

@@ -1,4 +1,4 @@
-"""Which rank this process is in a step that SLURM's srun started, in the words of torchrun.
+"""Which rank this process is in a step that SLURM's srun started, and with how many threads, as torchrun has it.
 
 Nothing here submits or requeues a job, and nothing imports torch: refusals come before that.
 """
@@ -29,6 +29,16 @@ def adopt_slurm_step(environment: MutableMapping[str, str] = os.environ) -> None
     environment["LOCAL_WORLD_SIZE"] = str(tasks_per_node(environment["SLURM_STEP_TASKS_PER_NODE"])[node])
     environment.setdefault("MASTER_ADDR", first_host(environment["SLURM_STEP_NODELIST"]))
     environment.setdefault("MASTER_PORT", str(FIRST_PORT + int(environment["SLURM_JOB_ID"]) % PORTS))
+
+
+def one_thread_a_rank(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Set OMP_NUM_THREADS to 1 where there are several ranks and it is not set, whatever has started them.
+
+    Sums on a CPU differ in bits by the number of threads, and torchrun sets it so for several ranks of a machine. To be
+    called before torch or numpy is imported.
+    """
+    if int(environment.get("WORLD_SIZE", "1")) > 1:
+        environment.setdefault("OMP_NUM_THREADS", "1")
 
 
 def first_host(nodes: str) -> str:

@@ -48,9 +48,9 @@ def write_cache(cached: Path, parts: Mapping[str, np.ndarray], *, required: bool
     """
     try:
         cached.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=cached.parent, suffix=".part", delete=False) as file:
-            np.savez(file, **parts)  # type: ignore[arg-type] # numpy has a keyword of its own
-        Path(file.name).replace(cached)
+        with tempfile.TemporaryDirectory(dir=cached.parent, prefix=".part-") as beside:
+            np.savez(Path(beside) / cached.name, **parts)  # type: ignore[arg-type] # numpy has a keyword of its own
+            (Path(beside) / cached.name).replace(cached)
     except OSError as error:
         if required:
             raise ConfigError(f"data.index_dir={cached.parent} cannot be written ({error}); choose another") from error

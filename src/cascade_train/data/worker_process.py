@@ -13,11 +13,13 @@ import gc
 import multiprocessing
 import signal
 
+from cascade_train.signals import STOP_SIGNALS
+
 
 def begin_worker(worker: int) -> None:
     """Ignore, in a worker process, what asks the run to stop, and collect no object of before the fork."""
     gc.freeze()
-    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+    for each in STOP_SIGNALS:
         signal.signal(each, signal.SIG_IGN)
 
 

@@ -42,7 +42,7 @@ def write_durably(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         beside.replace(path)
-    except OSError:
+    except BaseException:  # a signal too
         beside.unlink(missing_ok=True)
         raise
     sync_directory(path.parent)

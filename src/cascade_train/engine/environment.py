@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import subprocess
 import sys
@@ -37,8 +36,8 @@ _GIT_SECONDS = 10
 def describe_environment() -> dict[str, Any]:
     """Return what JSON can hold: time, python, platform, packages, git commit of the code, command line, ranks, device.
 
-    Of the environment's variables only that of the threads is told, and secrets on the command line are hidden. A
-    package that is not installed, and a commit where the code is not a checkout, are None.
+    No variable of the environment is told, and secrets on the command line are hidden. A package that is not installed,
+    and a commit where the code is not a checkout, are None.
     """
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -50,7 +49,7 @@ def describe_environment() -> dict[str, Any]:
         "ranks": dist.get_world_size(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "cuda": torch.version.cuda,
-        "cpu_threads": os.environ.get("OMP_NUM_THREADS"),
+        "cpu_threads": torch.get_num_threads(),
     }
 
 

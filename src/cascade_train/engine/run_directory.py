@@ -31,6 +31,7 @@ from cascade_train.engine.run_folder import check_folder, not_writable
 from cascade_train.engine.run_lock import LOCK_NAME, RunLock
 from cascade_train.errors import ConfigError, RunError
 from cascade_train.redaction import redacted
+from cascade_train.signals import held_back
 from cascade_train.untrusted import read_yaml
 
 log = logging.getLogger(__name__)
@@ -126,46 +127,52 @@ class RunDirectory:
             from_rank_zero(lambda: write_durably(path, json.dumps(dict(stop)) + "\n"))
 
     def withdraw(self) -> None:
-        """Remove a directory that this claim made and that holds no results yet. Collective.
-
-        For a start that fails after the claim, so that it leaves nothing.
-        """
-        from_rank_zero(self._remove_if_untouched)
+        """Remove, on rank 0, a directory that this claim made and that holds no results yet. Not collective."""
+        if dist.get_rank() == 0 and self.created and _is_untouched(self.path):
+            shutil.rmtree(self.path)
 
     @contextmanager
     def withdrawn_on_failure(self) -> Iterator[None]:
-        """Withdraw when the block ends in an error that all ranks agreed on, collectively, or by a signal."""
+        """Withdraw when the block, a start after the claim, ends in an error, so that it leaves nothing."""
         try:
             yield
-        except (ConfigError, RunError):
+        except Exception:
             self.withdraw()
             raise
-        except KeyboardInterrupt:
-            if dist.get_rank() == 0:
-                self._remove_if_untouched()
-            raise
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Let others claim the directory once the block ends, however it ends. Not collective."""
-        try:
-            yield
-        finally:
-            self.lock.release()
-
-    def _remove_if_untouched(self) -> None:
-        if self.created and _is_untouched(self.path):
-            shutil.rmtree(self.path)
 
 
-def claim(directory: Path, *, config: Mapping[str, Any], resume: str, free_keys: Collection[str] = ()) -> RunDirectory:
+@contextmanager
+def claimed(
+    directory: Path, *, config: Mapping[str, Any], resume: str, free_keys: Collection[str] = ()
+) -> Iterator[RunDirectory]:
+    """Claim a run directory (`claim`) for the block; a signal before the first step leaves nothing. Collective."""
+    claims: list[RunDirectory] = []
+    try:
+        yield claim(directory, config=config, resume=resume, free_keys=free_keys, claims=claims)
+    except KeyboardInterrupt:
+        for run in claims:
+            run.withdraw()
+        raise
+    finally:
+        for run in claims:
+            run.lock.release()
+
+
+def claim(
+    directory: Path,
+    *,
+    config: Mapping[str, Any],
+    resume: str,
+    free_keys: Collection[str] = (),
+    claims: list[RunDirectory] | None = None,
+) -> RunDirectory:
     """Make a run directory, or continue the run in it. Collective; rank 0 decides.
 
     To be called once preflight passed and the data opened: what is refused here leaves nothing behind.
     A run is continued from its newest checkpoint that verifies. Settings that do not change what is
     learned from which sample may differ from the run's; they are applied and recorded in
     `config_history.jsonl`. A start that ended before its first step has nothing to lose: all settings may differ.
-    The claim lasts until `RunDirectory.held` ends, or the process.
+    The claim lasts until its lock is released (`claimed`), or the process ends.
 
     Args:
         directory: `run.dir`.
@@ -173,6 +180,7 @@ def claim(directory: Path, *, config: Mapping[str, Any], resume: str, free_keys:
         resume: "auto" (continue where there is a run, else start), "never" (refuse where there is a run), or
             a checkpoint or run directory that a new run starts from.
         free_keys: options that the components of `config` let a continued run change.
+        claims: takes the claim of rank 0, as soon as there is something to give back.
 
     Raises:
         ConfigError: the directory is not writable, belongs to something else or to a run of another config,
@@ -181,24 +189,30 @@ def claim(directory: Path, *, config: Mapping[str, Any], resume: str, free_keys:
         RunError: none of the run's checkpoints verifies.
     """
     plain: dict[str, Any] = redacted(yaml.safe_load(yaml.safe_dump(dict(config))))
-    return from_rank_zero(lambda: _decide(directory.absolute(), plain, resume, free_keys))
+    noted = [] if claims is None else claims
+    return from_rank_zero(lambda: _decide(directory.absolute(), plain, resume, free_keys, noted))
 
 
-def _decide(directory: Path, config: dict[str, Any], resume: str, free_keys: Collection[str]) -> RunDirectory:
+def _decide(
+    directory: Path, config: dict[str, Any], resume: str, free_keys: Collection[str], claims: list[RunDirectory]
+) -> RunDirectory:
     if (directory / _CONFIG).is_file():
         lock = RunLock(directory)
         lock.acquire()
         try:
-            return _continue_run(directory, config, resume, free_keys, lock)
+            claims.append(_continue_run(directory, config, resume, free_keys, lock))
+            return claims[-1]
         except BaseException:
             lock.release()
             raise
     check_folder(directory)
     origin = None if resume in ("auto", "never") else _find_origin(resume)
-    _create(directory, config)
     lock = RunLock(directory)
+    with held_back():
+        _create(directory, config)
+        claims.append(RunDirectory(path=directory, resume_from=origin, finished=False, created=True, lock=lock))
     lock.acquire()
-    return RunDirectory(path=directory, resume_from=origin, finished=False, created=True, lock=lock)
+    return claims[-1]
 
 
 def _is_untouched(directory: Path) -> bool:

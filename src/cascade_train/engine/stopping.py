@@ -1,4 +1,4 @@
-"""Orderly ends before the last step: signals, and a limit of time.
+"""Orderly ends before the last step: signals (signals.py), and a limit of time.
 
 What is saved at such an end, and what is said, is the loop's business.
 """
@@ -6,74 +6,14 @@ What is saved at such an end, and what is said, is the loop's business.
 from __future__ import annotations
 
 import os
-import signal
-import threading
 import time
 from collections import deque
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any, Self
 
 from cascade_train.distributed.consensus import from_every_rank
 from cascade_train.engine.ballot import Ballot, Motion
-from cascade_train.errors import INTERRUPTED, STOPPED, Interrupted
-
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-"""Ctrl-C, and what schedulers send before they kill. SIGCONT, which SLURM sends with SIGTERM, changes nothing."""
-
-SAME_REQUEST_SECONDS = 3.0
-"""A signal that comes again within this time is the same request: a scheduler signals every process of a job, and
-torchrun, signalled too, passes it on once more. A repeated Ctrl-C is a person's, and counts at once."""
-
-
-class Signals:
-    """Hears what asks this process to stop, while the block runs; afterwards the handlers of before are back.
-
-    During set-up a signal ends the process at once. Once steps run (`wait_for_votes`), the first one is kept until
-    the ranks agree on it; the same one again, or Ctrl-C, or anything after Ctrl-C, ends the process at once.
-
-    Attributes:
-        first: the signal that asked for an orderly stop; None = none did.
-    """
-
-    def __init__(self) -> None:
-        """Store; no handler is set yet."""
-        self.first: signal.Signals | None = None
-        self._heard = 0.0
-        self._voting = False
-        self._before: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            for each in STOP_SIGNALS:
-                if signal.getsignal(each) is not signal.SIG_IGN:  # as nohup and a shell's background jobs have it
-                    self._before[each] = signal.signal(each, self._receive)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for each, handler in self._before.items():
-            signal.signal(each, signal.SIG_DFL if handler is None else handler)
-        self._before.clear()
-
-    def wait_for_votes(self) -> None:
-        """Set-up is over: from now on the first signal waits for the next vote."""
-        self._voting = True
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        heard, now = signal.Signals(number), time.monotonic()
-        if not self._voting:
-            code = INTERRUPTED if heard is signal.SIGINT else STOPPED
-            raise Interrupted(f"Stopped by {heard.name} before the first step.", code=code)
-        if self.first is None:
-            self.first, self._heard = heard, now
-        elif heard is signal.SIGINT or self._is_meant_again(heard, now):
-            raise Interrupted(f"Ended at once by {heard.name}.", code=128 + number)
-
-    def _is_meant_again(self, heard: signal.Signals, now: float) -> bool:
-        insists = self.first in (heard, signal.SIGINT)
-        return insists and now - self._heard >= SAME_REQUEST_SECONDS
+from cascade_train.errors import STOPPED
+from cascade_train.signals import Signals
 
 
 class TimeLimit:

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 from hydra.errors import InstantiationException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from cascade_train.config.explain import SECONDS_FOR_RANK_ZERO, exit_code, explain, with_path
 from cascade_train.config.groups import did_you_mean, group_options, groups, option_targets
-from cascade_train.errors import ConfigError, Interrupted, RunError
+from cascade_train.errors import ConfigError, Interrupted, RankLostError, RunError
 
 Start = Callable[..., tuple[int, str]]
 TINY = ("model=c_tiny", "task=lora")
@@ -179,6 +180,41 @@ def test_silent_ranks_under_torchrun_let_rank_zero_speak_first(monkeypatch: pyte
     assert waited == [SECONDS_FOR_RANK_ZERO] * 2
 
 
+def raise_(error: BaseException) -> None:
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("action", "told"),
+    [
+        (lambda: raise_(ConfigError("no.")), "no."),
+        (lambda: raise_(Interrupted("Stopped by SIGTERM.", code=75)), "Stopped by SIGTERM. Start again."),
+        (lambda: raise_(KeyError("defect")), "KeyError('defect')"),
+        (lambda: 75, "Stopped as asked, and saved. The same command continues."),
+        (lambda: 0, None),
+    ],
+    ids=["refused", "stopped early", "a defect", "stopped", "ended"],
+)
+def test_torchrun_is_told_what_happened(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, action: Callable[[], int | None], told: str | None
+):
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    exit_code(action, remedy="Start again.")
+    if told is None:
+        assert not file.exists()
+        return
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(file))
+    assert f"traceback : {told}\n" in str(ChildFailedError("cascade_train", {0: failure}))
+
+
+@pytest.mark.parametrize("rank", ["0", "1", "2"])
+def test_a_rank_that_ended_the_run_gives_its_code_to_the_others(monkeypatch: pytest.MonkeyPatch, rank: str):
+    monkeypatch.setenv("RANK", rank)
+    assert exit_code(lambda: raise_(RankLostError("Rank 1 on a ended the run: no.", code=2))) == 2
+    assert exit_code(lambda: raise_(RankLostError("Ranks are lost: rank 1."))) == 1
+
+
 def test_nearest_name_or_all_names_are_told():
     assert did_you_mean("max_stepz", ["max_steps", "lr"], "train.") == " Did you mean train.max_steps?"
     assert did_you_mean("zzz", ["max_steps", "lr"]) == " Known here: max_steps, lr."
@@ -201,6 +237,8 @@ def test_an_interrupt_is_one_line_on_rank_zero(monkeypatch: pytest.MonkeyPatch, 
     assert capsys.readouterr().err == "Interrupted. Start again.\n"
     assert exit_code(interrupted) == 130
     assert capsys.readouterr().err == "Interrupted.\n"
+    assert exit_code(lambda: raise_(KeyboardInterrupt("The jobs go on.")), remedy="Start again.") == 130
+    assert capsys.readouterr().err == "The jobs go on.\n"
     monkeypatch.setenv("RANK", "1")
     assert exit_code(interrupted) == 130
     assert capsys.readouterr().err == ""

@@ -1,6 +1,10 @@
+import os
+import subprocess
+import sys
+
 import pytest
 
-from cascade_train.config.slurm_step import adopt_slurm_step, first_host, tasks_per_node
+from cascade_train.config.slurm_step import adopt_slurm_step, first_host, one_thread_a_rank, tasks_per_node
 
 BATCH_SHELL = {
     "SLURM_JOB_ID": "123456",
@@ -72,3 +76,37 @@ def test_first_host_of_a_list_of_nodes(nodes: str, first: str):
 @pytest.mark.parametrize(("counts", "tasks"), [("2", [2]), ("2(x3)", [2, 2, 2]), ("4(x2),1,2(x2)", [4, 4, 1, 2, 2])])
 def test_tasks_of_each_node(counts: str, tasks: list[int]):
     assert tasks_per_node(counts) == tasks
+
+
+@pytest.mark.parametrize(
+    ("given", "threads"),
+    [
+        ({}, None),
+        ({"WORLD_SIZE": "1"}, None),
+        ({"WORLD_SIZE": "2"}, "1"),
+        ({"WORLD_SIZE": "2", "OMP_NUM_THREADS": "4"}, "4"),
+    ],
+    ids=["alone", "one rank", "several", "as the user says"],
+)
+def test_each_of_several_ranks_computes_in_one_thread(given: dict[str, str], threads: str | None):
+    environment = dict(given)
+    one_thread_a_rank(environment)
+    assert environment.get("OMP_NUM_THREADS") == threads
+
+
+def test_torch_heeds_the_number_of_threads():
+    program = """
+from cascade_train.config.slurm_step import one_thread_a_rank
+one_thread_a_rank()
+import torch
+print(torch.get_num_threads())
+"""
+    environment = {key: value for key, value in os.environ.items() if key not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**environment, "WORLD_SIZE": "2"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "1\n"

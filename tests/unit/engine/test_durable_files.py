@@ -6,6 +6,7 @@ import os
 import pytest
 
 from cascade_train.engine.durable_files import append_durably, sync_directory, write_durably
+from cascade_train.errors import Interrupted
 
 
 def test_a_text_is_replaced_whole(tmp_path):
@@ -16,15 +17,16 @@ def test_a_text_is_replaced_whole(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_failed_write_leaves_the_old_text_and_no_other_file(tmp_path, monkeypatch):
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left"), Interrupted("No space left", code=75)])
+def test_a_failed_write_leaves_the_old_text_and_no_other_file(tmp_path, monkeypatch, error):
     path = tmp_path / "a.json"
     write_durably(path, "old")
 
     def full(handle):
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise error
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(type(error), match="No space left"):
         write_durably(path, "new")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]

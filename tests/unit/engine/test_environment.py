@@ -16,7 +16,8 @@ def test_the_description_is_json_and_complete(world):
     assert found["python"].startswith("3.")
     assert found["ranks"] == 1
     assert found["command_line"] == sys.orig_argv
-    assert {"time", "platform", "git_commit", "device", "cuda", "cpu_threads"} <= found.keys()
+    assert found["cpu_threads"] == torch.get_num_threads()
+    assert {"time", "platform", "git_commit", "device", "cuda"} <= found.keys()
 
 
 def test_no_secret_of_the_command_line_or_the_environment_is_described(world, monkeypatch):

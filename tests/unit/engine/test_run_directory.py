@@ -5,6 +5,7 @@ import dataclasses
 import json
 import logging
 import shutil
+import signal
 from copy import deepcopy
 
 import pytest
@@ -14,8 +15,9 @@ import yaml
 from cascade_train.engine import run_directory as module
 from cascade_train.engine.checkpoint import CheckpointStore
 from cascade_train.engine.manifest import read_manifest, write_manifest
-from cascade_train.engine.run_directory import claim
-from cascade_train.errors import ConfigError, RunError
+from cascade_train.engine.run_directory import claim, claimed
+from cascade_train.errors import ConfigError, Interrupted, RunError
+from cascade_train.signals import Signals
 
 CONFIG = {
     "run": {"name": "lora-c_tiny", "resume": "auto", "seed": 0},
@@ -169,14 +171,39 @@ def test_a_start_that_trained_nothing_may_be_repeated_with_another_config(direct
 
 
 def test_a_claim_ends_with_its_block(directory):
-    run = claim(directory, config=CONFIG, resume="auto")
-    with run.held():
-        assert (directory / ".lock").is_file()
-    assert not (directory / ".lock").exists()
-    run = claim(directory, config=CONFIG, resume="auto")
-    with contextlib.suppress(ZeroDivisionError), run.held():
+    for _ in range(2):
+        with claimed(directory, config=CONFIG, resume="auto"):
+            assert (directory / ".lock").is_file()
+        assert not (directory / ".lock").exists()
+    with contextlib.suppress(ZeroDivisionError), claimed(directory, config=CONFIG, resume="auto"):
         raise ZeroDivisionError
+    assert directory.exists()
     assert not (directory / ".lock").exists()
+
+
+@pytest.mark.parametrize("moment", ["write_durably", "describe_environment", "RunLock.acquire", "from_rank_zero"])
+def test_a_signal_during_the_claim_leaves_nothing(directory, monkeypatch, moment):
+    owner = module.RunLock if "." in moment else module
+    name = moment.rpartition(".")[2]
+    original = getattr(owner, name)
+
+    def signalled(*args):
+        result = original(*args)
+        signal.raise_signal(signal.SIGTERM)
+        return result
+
+    monkeypatch.setattr(owner, name, signalled)
+    directory.parent.mkdir()
+    with pytest.raises(Interrupted), Signals(), claimed(directory, config=CONFIG, resume="auto"):
+        raise AssertionError("the claim was to end")
+    assert list(directory.parent.iterdir()) == []
+
+
+def test_a_signal_leaves_a_run_that_was_there(directory):
+    claim(directory, config=CONFIG, resume="auto").lock.release()
+    with pytest.raises(Interrupted), Signals(), claimed(directory, config=CONFIG, resume="auto"):
+        signal.raise_signal(signal.SIGUSR2)
+    assert (directory / "config.yaml").is_file()
 
 
 def test_a_refused_claim_leaves_no_lock(directory):
@@ -355,14 +382,14 @@ def test_withdrawing_never_touches_results(directory):
     assert directory.exists()
 
 
-@pytest.mark.parametrize(("error", "stays"), [(ConfigError("a"), False), (RunError("b"), False), (KeyError("c"), True)])
-def test_a_start_that_fails_after_the_claim_leaves_nothing(directory, error, stays):
+@pytest.mark.parametrize("error", [ConfigError("a"), RunError("b"), KeyError("c")])
+def test_a_start_that_fails_after_the_claim_leaves_nothing(directory, error):
     run = claim(directory, config=CONFIG, resume="auto")
     (directory / "tensorboard").mkdir()
     (directory / "tensorboard" / "events").write_text("")
     with pytest.raises(type(error)), run.withdrawn_on_failure():
         raise error
-    assert directory.exists() is stays, "ranks did not agree on a defect, so none may wait for another"
+    assert not directory.exists()
 
 
 def test_metrics_are_cut_to_a_step_and_torn_lines_dropped(directory, caplog):

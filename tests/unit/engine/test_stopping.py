@@ -1,15 +1,15 @@
 """What a signal and a limit of time do to a run of one rank."""
 
 import signal
-import threading
 
 import pytest
 
 from cascade_train.engine import stopping
 from cascade_train.engine.ballot import Ballot, Motion
 from cascade_train.engine.checkpoint import CheckpointStore
-from cascade_train.engine.stopping import STOP_SIGNALS, Signals, Stopping, TimeLimit, code_of_stop, seconds_since_start
-from cascade_train.errors import Interrupted, RunError
+from cascade_train.engine.stopping import Stopping, TimeLimit, code_of_stop, seconds_since_start
+from cascade_train.errors import RunError
+from cascade_train.signals import STOP_SIGNALS, Signals
 from tests.unit.engine.test_loop import build_trainer
 
 
@@ -26,13 +26,6 @@ def clock(monkeypatch):
     monkeypatch.setattr(stopping, "seconds_since_start", lambda: times["now"])
     monkeypatch.setattr(stopping.time, "monotonic", lambda: times["now"])
     return times
-
-
-@pytest.mark.parametrize("number", STOP_SIGNALS)
-def test_a_signal_during_set_up_ends_at_once(signals, number):
-    with pytest.raises(Interrupted, match=f"Stopped by {number.name} before the first step") as ended:
-        signal.raise_signal(number)
-    assert ended.value.code == (130 if number == signal.SIGINT else 75)
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
@@ -58,72 +51,6 @@ def test_a_failed_save_ends_the_run_on_the_step_on_which_all_know(world, tmp_pat
 
 def fail():
     raise RunError("as a full disk")
-
-
-def test_ctrl_c_again_ends_at_once(signals):
-    signals.wait_for_votes()
-    signal.raise_signal(signal.SIGINT)
-    with pytest.raises(Interrupted, match="Ended at once by SIGINT") as ended:
-        signal.raise_signal(signal.SIGINT)
-    assert ended.value.code == 130
-
-
-def test_the_same_signal_again_ends_at_once_unless_it_is_the_same_request(signals, clock):
-    signals.wait_for_votes()
-    signal.raise_signal(signal.SIGTERM)
-    clock["now"] = stopping.SAME_REQUEST_SECONDS - 0.1
-    signal.raise_signal(signal.SIGTERM)
-    clock["now"] = stopping.SAME_REQUEST_SECONDS
-    with pytest.raises(Interrupted, match="Ended at once by SIGTERM") as ended:
-        signal.raise_signal(signal.SIGTERM)
-    assert ended.value.code == 128 + signal.SIGTERM
-
-
-def test_a_schedulers_next_reminder_does_not_end_the_save_in_progress(signals, clock):
-    signals.wait_for_votes()
-    signal.raise_signal(signal.SIGUSR1)
-    clock["now"] = 60.0
-    signal.raise_signal(signal.SIGTERM)
-    assert signals.first == signal.SIGUSR1
-
-
-def test_a_signal_to_continue_asks_for_nothing(signals):
-    before = signal.getsignal(signal.SIGCONT)
-    signal.raise_signal(signal.SIGCONT)
-    assert signals.first is None
-    assert before is signal.SIG_DFL
-
-
-def test_handlers_of_before_are_back_afterwards():
-    before = {each: signal.getsignal(each) for each in STOP_SIGNALS}
-    with Signals():
-        assert all(signal.getsignal(each) != before[each] for each in STOP_SIGNALS)
-    assert {each: signal.getsignal(each) for each in STOP_SIGNALS} == before
-
-
-def test_what_is_ignored_stays_ignored():
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        with Signals() as signals:
-            signal.raise_signal(signal.SIGINT)
-            assert signals.first is None
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def test_another_thread_than_the_main_one_hears_nothing_and_does_not_fail():
-    heard = []
-
-    def listen():
-        with Signals():
-            heard.append(signal.getsignal(signal.SIGTERM))
-
-    before = signal.getsignal(signal.SIGTERM)
-    thread = threading.Thread(target=listen)
-    thread.start()
-    thread.join()
-    assert heard == [before]
 
 
 def test_the_limit_leaves_time_for_two_steps_and_a_save(clock):
