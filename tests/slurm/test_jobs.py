@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shlex
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -254,6 +255,38 @@ def test_ranks_see_the_gpus_of_their_job_and_no_others(cluster: Cluster, folder:
     wait_for(lambda: cluster.state(job) == "COMPLETED")
     expected = [f"rank {rank}, {rank % 2} of 0,1" for rank in range(4)]
     assert sorted(line for line in said(folder).splitlines() if line.startswith("rank")) == expected
+
+
+def test_nodes_with_different_numbers_of_gpus_have_a_rank_for_each(cluster: Cluster, folder: Path):
+    stand_in(folder, 'echo "rank $SLURM_PROCID, $SLURM_LOCALID of $CUDA_VISIBLE_DEVICES, $SLURM_STEP_TASKS_PER_NODE"')
+    job = submit(cluster, folder, "--nodes=2", "--gpus=3")
+    wait_for(lambda: cluster.state(job) in ("COMPLETED", "FAILED"))
+    ranks = sorted(line for line in said(folder).splitlines() if line.startswith("rank"))
+    expected = ["rank 0, 0 of 0,1, 2,1", "rank 1, 1 of 0,1, 2,1", "rank 2, 0 of 0, 2,1"]
+    other = ["rank 0, 0 of 0, 1,2", "rank 1, 0 of 0,1, 1,2", "rank 2, 1 of 0,1, 1,2"]
+    assert ranks in (expected, other), said(folder)
+
+
+def test_job_preempted_while_it_starts_is_requeued(cluster: Cluster, folder: Path):
+    (folder / "sbatch" / "env.sh").write_text(ENVIRONMENT.format(python=Path(sys.executable).parent))
+    job = submit(cluster, folder, "--partition=low", *RANKS, overrides=(*TRAINING, "run.dir=run"))
+    wait_for(lambda: "srun" in said(folder))
+    cluster.submit("--partition=high", "--nodes=2", "--exclusive", "--wrap=true", cwd=folder)
+    wait_for(lambda: cluster.state(job) in ("PENDING", "COMPLETED", "FAILED"), seconds=300)
+    state, restarts = cluster.state(job), cluster.facts(job)["Restarts"]
+    cluster.call("scancel", job)
+    assert (state, restarts) == ("PENDING", "1"), said(folder)
+    assert "requeued; the same command continues" in said(folder)
+    assert not (folder / "run").exists()
+
+
+def test_job_after_a_refused_one_ends_where_it_is_told_to(cluster: Cluster, folder: Path):
+    stand_in(folder, "exit 2")
+    job = submit(cluster, folder)
+    waiting = ["--dependency=afterok:" + job, "--kill-on-invalid-dep=yes", "--wrap=true"]
+    after = cluster.submit(*waiting, cwd=folder)
+    wait_for(lambda: cluster.state(job) == "FAILED")
+    wait_for(lambda: cluster.state(after) == "CANCELLED")
 
 
 def test_cancelled_job_is_not_requeued(cluster: Cluster, folder: Path):

@@ -66,10 +66,18 @@ def requeues(folder: Path) -> int:
         ({"STEP_EXITS": "1"}, 0, "failed with exit code 1"),
         ({"STEP_EXITS": "130"}, 0, "failed with exit code 130"),
         ({"STEP_EXITS": "75"}, 1, "requeued; the same command continues"),
+        ({"STEP_EXITS": "143"}, 1, "requeued; the same command continues"),
+        ({"STEP_EXITS": "138"}, 1, "requeued; the same command continues"),
+        ({"STEP_EXITS": "140"}, 1, "requeued; the same command continues"),
+        ({"STEP_EXITS": "137"}, 0, "failed with exit code 137"),
         ({"STEP_EXITS": "75", "STATE": "COMPLETING"}, 0, "the job is COMPLETING, so it is not requeued"),
+        ({"STEP_EXITS": "143", "STATE": "CANCELLED"}, 0, "the job is CANCELLED, so it is not requeued"),
         ({"STEP_EXITS": "75", "SCONTROL_EXITS": "1"}, 1, "SLURM does not requeue this job"),
     ],
-    ids=["ended", "refused", "crashed", "interrupted", "stopped", "cancelled", "requeue refused"],
+    ids=[
+        *("ended", "refused", "crashed", "interrupted", "stopped", "TERM before Python", "USR1 before Python"),
+        *("USR2 before Python", "killed", "cancelled", "cancelled before Python", "requeue refused"),
+    ],
 )
 def test_only_a_stopped_run_goes_back_to_the_queue(folder: Path, environment: dict[str, str], count: int, said: str):
     code, text = run(folder, **environment)
@@ -99,15 +107,28 @@ LISTENS = "trap 'asked=1' USR1; touch began; while [ -z \"${asked:-}\" ]; do sle
 STARTS = "touch began; while true; do sleep; done"
 
 
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 @pytest.mark.parametrize(("step", "code"), [(LISTENS, 75), (STARTS, 128 + signal.SIGUSR1)], ids=["listens", "starts"])
-def test_request_to_stop_reaches_the_ranks(folder: Path, step: str, code: int):
+def test_request_to_stop_reaches_the_ranks(folder: Path, step: str, code: int, number: signal.Signals):
     (folder / "step.sh").write_text(step)
     script = begin(folder, DURING_STEP=". ./step.sh", STEP_EXITS="75")
     wait_for((folder / "began").exists, seconds=30)
-    script.send_signal(signal.SIGUSR1)
+    script.send_signal(number)
     said, _ = script.communicate(timeout=60)
     assert script.returncode == code, said
     assert requeues(folder) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_request_to_stop_before_the_ranks_start_requeues_without_starting_them(folder: Path, number: signal.Signals):
+    (folder / "sbatch").mkdir()
+    (folder / "sbatch" / "env.sh").write_text("touch sourcing; /bin/sleep 1")
+    script = begin(folder)
+    wait_for((folder / "sourcing").exists, seconds=30)
+    script.send_signal(number)
+    said, _ = script.communicate(timeout=60)
+    assert (script.returncode, requeues(folder)) == (75, 1), said
+    assert not (folder / "srun.called").exists()
 
 
 def test_overrides_reach_the_ranks_as_they_were_written(folder: Path):
@@ -155,7 +176,15 @@ def test_what_the_cluster_needs_is_sourced_first(folder: Path):
     code, said = run(folder, CASCADE_ENV="./other.sh")
     assert code == 1
     assert "./other.sh failed" in said
-    assert run(folder, CASCADE_ENV="./missing.sh")[0] == 1
+    code, said = run(folder, CASCADE_ENV="./missing.sh")
+    assert code == 1
+    assert f"CASCADE_ENV=./missing.sh is not there, seen from {folder}" in said
+
+
+def test_where_an_environment_was_looked_for_is_said(folder: Path):
+    code, said = run(folder)
+    assert code == 0
+    assert f"no {folder}/sbatch/env.sh, so nothing is sourced" in said
 
 
 def test_options_for_srun_come_from_the_environment(folder: Path):
