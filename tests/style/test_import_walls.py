@@ -9,8 +9,8 @@ import pytest
 
 from tests.style.source import PACKAGE, in_rooms, library
 
-# What each room may import of the library. `batch`, `errors`, `options`, `redaction`, `signals` and `untrusted` are open
-# to all.
+# What each room may import of the library. `batch`, `errors`, `options`, `redaction`, `signals` and `untrusted` are
+# open to all.
 INSIDE = {
     "config": {"config"},
     "engine": {"engine", "distributed", "tasks.base"},
