@@ -144,9 +144,7 @@ def shard_names(index: Path, key: str) -> list[str]:
     try:
         content = read_json(index.read_bytes())
     except ValueError as error:
-        raise ConfigError(
-            f"{key}={index}: is no index that can be read ({error}); copy or download it again"
-        ) from error
+        raise ConfigError(f"{key}={index}: is no index that can be read ({error}); copy it again") from error
     tensors = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(tensors, dict) or not tensors or not all(isinstance(name, str) for name in tensors.values()):
         raise ConfigError(
