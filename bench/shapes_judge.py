@@ -2,7 +2,8 @@
 
 The background is the median of the border; the object's colour is the median of what differs most from it; how far each
 pixel lies between the two is a soft mask; and of all outlines that the procedure could have drawn there, the nearest in
-squared distance gives shape, size and position. Nothing is learned.
+squared distance gives shape, size and position. An object on the left and one on the right are `sides`. Nothing is
+learned.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from cascade_train.data.shapes import COLOURS, GRID, POSITIONS, RADII, SHAPES, Scene, outline_mask
+from cascade_train.data.shapes import COLOURS, GRID, PLACES, POSITIONS, RADII, SHAPES, Scene, outline_mask
 
 ATTRIBUTES = tuple(field.name for field in fields(Scene))
 NOTHING = "nothing"
 """What is read of an object that is not there."""
 
+_OF_OUTLINE = ("shape", "size", "position")
 _SIDE = 40  # of the window that an outline is compared in: the largest one fits
 _BORDER = 3
 _OVERSAMPLING = 4
@@ -69,14 +71,38 @@ def judge(image_HW3: np.ndarray) -> dict[str, str]:
     read = {"colour": _nearest(colour), "background": _nearest(background)}
     contrast = colour - background
     if contrast @ contrast < _DISTINCT:
-        return read | dict.fromkeys(("shape", "size", "position"), NOTHING)
+        return read | dict.fromkeys(_OF_OUTLINE, NOTHING)
     mask_HW = np.clip((image_HW3 - background) @ contrast / (contrast @ contrast), 0, 1)
-    centroid = _centroid(np.where(mask_HW > 0.25, mask_HW, 0))
-    known = outlines(len(image_HW3))
+    return read | (_both_sides(mask_HW) or _object(mask_HW))
+
+
+def _both_sides(mask_HW: np.ndarray) -> dict[str, str] | None:
+    """Return what is read where each half of a picture shows an object of its own, one left and one right; else None.
+
+    A shape or size that is not the same in both is nothing.
+    """
+    left = np.arange(mask_HW.shape[1]) < mask_HW.shape[1] / 2
+    halves = [_object(mask_HW * half) for half in (left, ~left)]
+    if tuple(half["position"] for half in halves) != PLACES["sides"]:
+        return None
+    first, second = halves
+    return {name: word if word == second[name] else NOTHING for name, word in first.items()} | {"position": "sides"}
+
+
+def _object(mask_HW: np.ndarray) -> dict[str, str]:
+    """Return shape, size and position of the nearest outline, or nothing where less than half of it is there."""
+    inside_HW = np.where(mask_HW > 0.25, mask_HW, 0)
+    if not inside_HW.any():
+        return dict.fromkeys(_OF_OUTLINE, NOTHING)
+    centroid = _centroid(inside_HW)
+    known = outlines(len(mask_HW))
     seen_P = _window(mask_HW, *centroid).reshape(-1)
     best = int(((known.masks_NP - seen_P) ** 2).sum(axis=1).argmin())
-    read["shape"], read["size"] = known.names[best]
-    return read | {"position": _cell((np.array(centroid) + known.offsets_N2[best]) / len(image_HW3))}
+    outline_P = known.masks_NP[best]
+    if seen_P @ outline_P < outline_P @ outline_P / 2:
+        return dict.fromkeys(_OF_OUTLINE, NOTHING)
+    cell = _cell((np.array(centroid) + known.offsets_N2[best]) / len(mask_HW))
+    return dict(zip(_OF_OUTLINE, (*known.names[best], cell), strict=True))
 
 
 def accuracies(images: Iterable[np.ndarray], scenes: Sequence[Scene]) -> dict[str, float]:

@@ -112,12 +112,14 @@ def painted(folder: Path, count: int) -> list[np.ndarray]:
     return pictures
 
 
-def from_captions(prior: str, decoder: str | None, truth: Truth, seed: int, folder: Path) -> list[np.ndarray]:
+def from_captions(
+    prior: str, decoder: str | None, captions: Sequence[str], seed: int, folder: Path
+) -> list[np.ndarray]:
     """Paint each caption by C, B and A; without a decoder, by C and its previewer."""
     generate(
-        GenerateArgs(source=prior, decoder=decoder, prompts=truth.captions, seed=seed, batch_size=50, out=str(folder))
+        GenerateArgs(source=prior, decoder=decoder, prompts=[*captions], seed=seed, batch_size=50, out=str(folder))
     )
-    return painted(folder, len(truth.scenes))
+    return painted(folder, len(captions))
 
 
 def from_pictures(decoder: str, truth: Truth, seed: int, folder: Path) -> list[np.ndarray]:
@@ -140,13 +142,14 @@ def decibels(reconstructions: Sequence[np.ndarray], truth: Truth, stride: int) -
     return found["psnr"].mean().item(), found["psnr_bilinear"].mean().item()
 
 
-def table(rows: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
-    """Yield the lines of a table of accuracies in percent."""
+def table(rows: Mapping[str, Mapping[str, float]], targets: Mapping[str, float] = TARGETS) -> Iterator[str]:
+    """Yield the lines of a table of accuracies in percent, with a row of the targets if there are any."""
     columns = (*ATTRIBUTES, "all")
     yield "| | " + " | ".join(columns) + " |"
     yield "|---" * (len(columns) + 1) + "|"
-    targets = {column: f"{100 * TARGETS[column]:.0f}" if column in TARGETS else "" for column in columns}
-    yield "| target | " + " | ".join(targets.values()) + " |"
+    if targets:
+        least = (f"{100 * targets[column]:.0f}" if column in targets else "" for column in columns)
+        yield "| target | " + " | ".join(least) + " |"
     for name, found in rows.items():
         yield f"| {name} | " + " | ".join(f"{100 * found[column]:.1f}" for column in columns) + " |"
 
@@ -174,8 +177,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         captioned, previewed, pictured = (Path(folder) / name for name in ("captions", "previews", "pictures"))
         for each in (captioned, previewed, pictured):
             each.mkdir()
-        chain = from_captions(args.prior, args.decoder, truth, args.seed, captioned)
-        previews = from_captions(args.prior, None, truth, args.seed, previewed)
+        chain = from_captions(args.prior, args.decoder, truth.captions, args.seed, captioned)
+        previews = from_captions(args.prior, None, truth.captions, args.seed, previewed)
         alone = from_pictures(args.decoder, truth, args.seed, pictured)
     judged = {
         "the judge on true pictures": truth.pictures,

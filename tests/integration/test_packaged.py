@@ -28,7 +28,7 @@ def test_previews_show_what_captions_say(truth: Truth, tmp_path: Path) -> None:
 
 
 def test_the_whole_cascade_paints_what_captions_say(truth: Truth, tmp_path: Path) -> None:
-    pictures = from_captions("package:tiny", "package:tiny", truth, 0, tmp_path)
+    pictures = from_captions("package:tiny", "package:tiny", truth.captions, 0, tmp_path)
     right = accuracies([picture / 255 for picture in pictures], truth.scenes)
     assert min(right[name] for name in ("colour", "size", "position", "background")) > 0.85
     assert right["shape"] > 0.7

@@ -48,6 +48,24 @@ def test_what_was_asked_for_does_not_matter(drawn: list[tuple[Scene, np.ndarray]
         assert sum(found.values()) == len(ATTRIBUTES) - 1
 
 
+def test_an_object_on_the_left_and_one_on_the_right_are_sides() -> None:
+    rows = [Shapes(image_size=96, samples=1, seed=31, only=["sides"], **OPTIONS).draw(row) for row in range(100)]
+    draws = np.random.default_rng(0)
+    pictures = [np.clip(np.asarray(picture) / 255 + draws.normal(0, 0.04, (96, 96, 3)), 0, 1) for *_, picture in rows]
+    assert min(accuracies(pictures, [scene for scene, *_ in rows]).values()) >= 0.98
+    halves = [np.where(np.arange(96)[:, None] < 48, picture, picture[0, 0]) for picture in pictures]
+    assert {judge(half)["position"] for half in halves} == {"left"}
+
+
+def test_objects_that_differ_have_no_shape_in_common(drawn: list[tuple[Scene, np.ndarray]]) -> None:
+    circle, ring = (
+        Shapes(image_size=96, samples=1, seed=31, only=["sides", "red", "large", shape], **OPTIONS).draw(0)
+        for shape in ("circle", "ring")
+    )
+    both = np.where(np.arange(96)[:, None] < 48, np.asarray(circle[2]), np.asarray(ring[2])) / 255
+    assert judge(both) == vars(circle[0]) | {"shape": NOTHING}
+
+
 def test_an_empty_picture_shows_nothing() -> None:
     read = judge(np.full((96, 96, 3), 0.5))
     assert read["background"] == "gray"

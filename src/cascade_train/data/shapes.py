@@ -1,4 +1,4 @@
-"""Procedural captioned pictures: one object on a plain background, the embedded default data.
+"""Procedural captioned pictures: an object on a plain background, the embedded default data.
 
 Every picture and caption is a function of (seed, row, image size) alone. The captions use only words that are
 one token each in the tokenizer that ships with the package.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
-from PIL import Image, ImageDraw
+from PIL import Image, ImageChops, ImageDraw
 
 from cascade_train.data.index import ROW_FIELDS, Index
 from cascade_train.data.sample import RawSample
@@ -46,7 +46,10 @@ POSITIONS = {
     "bottom": (1, 2),
     "bottom right": (2, 2),
 }
-WORDS = (*COLOURS, *SHAPES, *RADII, *POSITIONS)
+PLACES = {"sides": ("left", "right")}
+"""Several positions at once: the object is there in each. Pictures have them only where `only` names them."""
+
+WORDS = (*COLOURS, *SHAPES, *RADII, *POSITIONS, *PLACES)
 """Words that describe an object."""
 
 GRID = (0.22, 0.5, 0.78)
@@ -65,7 +68,7 @@ class Scene:
         colour: of the object.
         shape: of the object.
         size: small or large.
-        position: cell of a 3 x 3 grid.
+        position: cell of a 3 x 3 grid, or a place of several cells.
         background: colour behind it, another than the object's.
     """
 
@@ -92,6 +95,7 @@ class Shapes(Source):
         samples: how many.
         seed: which ones; another seed draws other pictures.
         only: words for colours, shapes, sizes and positions that objects are limited to, e.g. `star`; null = all.
+            `sides`, which no picture has otherwise, puts the object on the left and on the right.
         names: what captions call a colour, shape, size or position instead, e.g. `star: "[star]"`; null = its word.
         background_weight: how much the loss counts there beside the object and its edge, in [0, 1]: objects cover a
             twentieth of a picture, so that a young model overlooks them. 1 = as much as the object.
@@ -169,7 +173,9 @@ def _choose(options: Sequence[str], draw: float) -> str:
 
 
 def _scene(draws: list[float], only: Collection[str]) -> Scene:
-    options = [[word for word in words if word in only] or list(words) for words in (COLOURS, SHAPES, RADII, POSITIONS)]
+    everything = (COLOURS, SHAPES, RADII, (*POSITIONS, *PLACES))
+    usual = (COLOURS, SHAPES, RADII, POSITIONS)
+    options = [[w for w in words if w in only] or list(most) for words, most in zip(everything, usual, strict=True)]
     colour, shape, size, position = (_choose(each, draw) for each, draw in zip(options, draws, strict=False))
     return Scene(
         colour=colour,
@@ -208,13 +214,16 @@ def _picture(scene: Scene, draws: list[float], image_size: int) -> Image.Image:
 
 
 def _outline_mask(scene: Scene, draws: list[float], image_size: int) -> Image.Image:
-    """Draw the object's outline at a multiple of the size, and reduce it to a soft mask."""
+    """Draw the object's outline, wherever it lies, at a multiple of the size, and reduce it to a soft mask."""
     side = image_size * _OVERSAMPLING
-    column, line = POSITIONS[scene.position]
-    x = (GRID[column] + 0.04 * (draws[0] - 0.5)) * side
-    y = (GRID[line] + 0.04 * (draws[1] - 0.5)) * side
     radius = RADII[scene.size] * (0.9 + 0.2 * draws[2]) * side
-    return outline_mask(scene.shape, side, (x, y), radius, 16 * (draws[3] - 0.5)).reduce(_OVERSAMPLING)
+    mask = Image.new("L", (side, side))
+    for position in PLACES.get(scene.position, (scene.position,)):
+        column, line = POSITIONS[position]
+        x = (GRID[column] + 0.04 * (draws[0] - 0.5)) * side
+        y = (GRID[line] + 0.04 * (draws[1] - 0.5)) * side
+        mask = ImageChops.lighter(mask, outline_mask(scene.shape, side, (x, y), radius, 16 * (draws[3] - 0.5)))
+    return mask.reduce(_OVERSAMPLING)
 
 
 def _widened(inside_HW: np.ndarray, reach: int) -> np.ndarray:

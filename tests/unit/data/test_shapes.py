@@ -108,6 +108,17 @@ def test_the_object_lies_in_its_cell_and_inside_the_picture(position: str) -> No
     assert seen > 20
 
 
+def test_sides_put_the_same_object_left_and_right_and_are_in_no_picture_unasked() -> None:
+    both, left, right = (shapes(image_size=96, only=[place, "star"]) for place in ("sides", "left", "right"))
+    for row in range(30):
+        scene, caption, picture = both.draw(row)
+        assert scene.position == "sides"
+        assert "the sides" in caption or " the " not in caption
+        halves = [np.asarray(each.draw(row)[2])[:, half] for each, half in ((left, np.s_[:48]), (right, np.s_[48:]))]
+        assert np.array_equal(np.asarray(picture), np.concatenate(halves, axis=1))
+    assert not any(shapes(samples=600).draw(row)[0].position == "sides" for row in range(600))
+
+
 def test_edges_are_soft() -> None:
     source = shapes(image_size=96, samples=100)
     row = next(row for row in range(100) if source.draw(row)[0].shape == "circle")
