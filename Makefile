@@ -36,7 +36,7 @@ canary: setup  ## run the unit tests on the newest of everything, in .canary, an
 soak: setup  ## set up and train with kills at random moments, then pass the tests of several ranks again and again
 	$(BIN)/python bench/soak.py --steps $(STEPS) --kill-every $(KILL_EVERY) --passes $(PASSES) --seed $(SEED) --out $(SOAKED)
 
-demo: setup  ## set up and train a tiny model, then a LoRA on it, on the CPU
+demo: setup  ## set up and teach the tiny model in the package a new word by a LoRA, on the CPU, in about a minute
 	@scripts/demo.sh
 
 lint: setup  ## check style, formatting and types

@@ -15,6 +15,11 @@ class ConfigError(ValueError):
     """Something the user can fix: names the key, the value, the rule and the remedy."""
 
 
+def install_hint(extra: str) -> str:
+    """Return how an extra is installed; the library is in no package index, so that its own folder is named."""
+    return f"Install it, in the folder of cascade_train: pip install --editable '.[{extra}]'"
+
+
 class RunError(RuntimeError):
     """Something the world did: a missing file, an unreadable sample, a number that is not finite.
 

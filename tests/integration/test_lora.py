@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from cascade_train.generate import GenerateArgs, generate
 from tests.integration.runs import read_metrics, train
 
-TOKENS = 'task.train_tokens=[["[star]","^star</w>"],["^(red|on|background)</w>",null]]'
+TOKENS = 'task.train_tokens=[["[sides]","^left</w>"],["^(red|on|background)</w>",null]]'
 LORA = ("experiment=tiny_token", "run.name=run", TOKENS, "sample.every_steps=4", "sample.steps=2", "sample.count=1")
 FULL = ("task.dora=true", "task.text_encoder_filters=[.self_attn]", "task.dropout=0.1", "ema.decay=0.5")
 
@@ -46,7 +46,7 @@ def test_a_token_learns_from_the_captions_that_name_it(run):
 
 def test_the_token_is_known_when_painting_and_to_a_run_that_starts_from_it(base, run, tmp_path, monkeypatch):
     out = tmp_path / "out"
-    generate(GenerateArgs(source=str(run), prompts=["a red [star]"], out=str(out), steps=2))
+    generate(GenerateArgs(source=str(run), prompts=["a red circle at the [sides]"], out=str(out), steps=2))
     assert len(pixels(out)) == 96 * 96 * 3
     monkeypatch.chdir(run.parent)
     plain = [part for part in LORA if part != TOKENS]
@@ -55,7 +55,11 @@ def test_the_token_is_known_when_painting_and_to_a_run_that_starts_from_it(base,
     for name, value in exported(run).items():
         torch.testing.assert_close(exported(next_run)[name], value, rtol=0, atol=1e-6, msg=name)
     monkeypatch.chdir(tmp_path)
-    generate(GenerateArgs(source=str(next_run), prompts=["a red [star]"], out=str(tmp_path / "again"), steps=2))
+    generate(
+        GenerateArgs(
+            source=str(next_run), prompts=["a red circle at the [sides]"], out=str(tmp_path / "again"), steps=2
+        )
+    )
     assert max(abs(a - b) for a, b in zip(pixels(out), pixels(tmp_path / "again"), strict=True)) <= 1
 
 

@@ -28,7 +28,7 @@ SHORT = (
     *("checkpoint.keep_last=null", "sample.every_steps=null", "ema.decay=0.5", "ema.start_step=2"),
 )
 LORA = ("task=lora", "model.weights={base}", "task.rank=2", "task.dropout=0.5", "optimizer.lr=1e-2")
-TOKENS = 'task.train_tokens=[["[star]","^star</w>"],["^(red|on|background)</w>",null]]'
+TOKENS = 'task.train_tokens=[["[sides]","^left</w>"],["^(red|on|background)</w>",null]]'
 RUNS = {
     "finetune": (
         *("task=finetune", "objective=adaptive", "optimizer.lr=1e-3", "data.num_workers=2", "data.flip_prob=0.5"),

@@ -16,6 +16,13 @@ READ_ONLY = [block for page in PAGES for block in blocks_of(page) if not block.r
 LEFT_ALONE = ("git ", "cd ", "python3 -m venv", "pip install", ".venv/bin/", "wandb ")
 """Beginnings of commands in read-only blocks that this test does not look into."""
 
+SEARCHED = (
+    *("fine-tune", "LoRA", "DreamBooth", "textual inversion", "ControlNet", "inpainting", "image-to-image"),
+    *("VRAM", "out of memory", "gradient checkpointing", "gradient accumulation", "mixed precision", "multi-GPU"),
+    *("aspect ratio bucketing", "prior preservation", "EMA"),
+)
+"""What people look for in the pages of a trainer."""
+
 
 def compose(overrides: list[str]) -> int:
     """Compose a configuration in this process, with the tiny LoRA as default, and show it instead of running it."""
@@ -70,6 +77,25 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
     links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())
     broken = [link for link in links if not (page.parent / link).exists()]
     assert not broken
+
+
+def test_every_page_is_linked_from_the_tour() -> None:
+    linked = set(re.findall(r"\]\((\w[\w.-]*\.md)\)", (ROOT / "docs/index.md").read_text()))
+    pages_there = {page.name for page in (ROOT / "docs").glob("*.md")} - {"index.md"}
+    assert len(pages_there) > 15
+    assert pages_there <= linked
+
+
+def test_every_recipe_is_on_its_page() -> None:
+    text = (ROOT / "docs/recipes.md").read_text()
+    recipes = [path.stem for path in (ROOT / "conf/experiment").glob("*.yaml")]
+    assert len(recipes) > 15
+    assert [name for name in recipes if f"`{name}`" not in text] == []
+
+
+@pytest.mark.parametrize("word", SEARCHED)
+def test_the_words_people_search_for_are_on_the_pages(word: str) -> None:
+    assert any(word.lower() in page.read_text().lower() for page in PAGES)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -22,7 +22,7 @@ from cascade_train.config.groups import chosen, did_you_mean, option_targets
 from cascade_train.config.schema import COMPONENTS, ParallelMode, Precision, Root
 from cascade_train.config.signatures import class_constant
 from cascade_train.config.source import UnreadableError
-from cascade_train.errors import ConfigError
+from cascade_train.errors import ConfigError, install_hint
 
 EXTRAS = {
     "tracker.name": {"wandb": "wandb", "tensorboard": "tensorboard"},
@@ -211,7 +211,7 @@ def check_libraries(cfg: DictConfig) -> None:
         if choice in libraries and importlib.util.find_spec(libraries[choice]) is None:
             raise ConfigError(
                 f"{key}={choice} needs the library {libraries[choice]}, which is not installed. "
-                f"Install it: pip install 'cascade-train[{libraries[choice]}]'."
+                f"{install_hint(libraries[choice])}."
             )
 
 

@@ -28,7 +28,7 @@ from cascade_train.config.slurm_jobs import ON_SLURM, SlurmJob, requeue, slurm_j
 from cascade_train.config.slurm_step import adopt_slurm_step
 from cascade_train.config.sweep_naming import key_of, place_sweep
 from cascade_train.config.sweep_ranking import Result, measured, metric_of, ranked, table
-from cascade_train.errors import STOPPED, ConfigError
+from cascade_train.errors import STOPPED, ConfigError, install_hint
 from cascade_train.redaction import redact_argument
 
 LOOKING = {"--cfg", "-c", "--info", "-i", "--help", "-h", "--hydra-help"}
@@ -49,7 +49,7 @@ def check_launcher(argv: Sequence[str]) -> None:
     if ON_SLURM not in argv:
         return
     if importlib.util.find_spec("hydra_plugins.hydra_submitit_launcher") is None:
-        raise ConfigError(f'{ON_SLURM} needs hydra-submitit-launcher. Install it: pip install "cascade_train[slurm]"')
+        raise ConfigError(f"{ON_SLURM} needs hydra-submitit-launcher. {install_hint('slurm')}.")
     if LOOKING & set(argv):
         return
     if not {"--multirun", "-m"} & set(argv):

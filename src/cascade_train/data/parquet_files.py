@@ -18,7 +18,7 @@ from cascade_train.data.decode import upright_size
 from cascade_train.data.index import ROW_FIELDS
 from cascade_train.data.index_cache import default_cache_dir, read_cache, write_cache
 from cascade_train.data.sample import UnreadableSampleError
-from cascade_train.errors import ConfigError
+from cascade_train.errors import ConfigError, install_hint
 
 PARQUET_FIELDS = [*ROW_FIELDS, ("row", "<i4"), ("bytes", "<i8")]
 """Of a row: `shard` is its row group, `row` its place in it, `bytes` those of its picture."""
@@ -74,8 +74,7 @@ def open_parquet(path: Path) -> Any:
         import pyarrow.parquet
     except ImportError as error:
         raise ConfigError(
-            "data=parquet needs the library pyarrow, which is not installed. Install it: pip install"
-            " 'cascade-train[parquet]'"
+            f"data=parquet needs the library pyarrow, which is not installed. {install_hint('parquet')}."
         ) from error
     try:
         return pyarrow.parquet.ParquetFile(path)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from cascade_train.data.store import PassingError, Store, StoredObject, try_again
-from cascade_train.errors import ConfigError, RunError
+from cascade_train.errors import ConfigError, RunError, install_hint
 
 SCHEME = "s3://"
 _CONNECT_SECONDS, _READ_SECONDS = 10, 60
@@ -84,7 +84,7 @@ def _new_client(connections: int) -> Any:
         from botocore.config import Config
         from botocore.exceptions import BotoCoreError
     except ImportError as error:
-        raise ConfigError("data.urls names s3:// objects, which need boto3: install the extra s3") from error
+        raise ConfigError(f"data.urls names s3:// objects, which need boto3. {install_hint('s3')}.") from error
     try:
         session = boto3.session.Session()
         config = Config(

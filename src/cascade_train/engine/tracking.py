@@ -19,7 +19,7 @@ import yaml
 from PIL import Image
 
 from cascade_train.distributed.consensus import from_rank_zero
-from cascade_train.errors import ConfigError
+from cascade_train.errors import ConfigError, install_hint
 from cascade_train.redaction import redact, redact_argument, redacted
 
 _LAUNCHER_VARIABLES = ("LOCAL_RANK", "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
@@ -99,8 +99,8 @@ class TensorBoardTracker(Tracker):
                 self._tracker.start()
             except ModuleNotFoundError as error:
                 raise ConfigError(
-                    "tracker.name=tensorboard: tensorboard is not installed. Remedy: pip install "
-                    "'cascade-train[tensorboard]', or tracker=none"
+                    "tracker.name=tensorboard: tensorboard is not installed. "
+                    f"{install_hint('tensorboard')}, or choose tracker=none."
                 ) from error
         self._open = True
         self._tracker.tracker.add_text("config", f"```yaml\n{yaml.safe_dump(dict(config), sort_keys=False)}```", 0)
@@ -238,8 +238,8 @@ def _require_wandb() -> None:
         import wandb  # noqa: F401
     except ModuleNotFoundError as error:
         raise ConfigError(
-            "tracker.name=wandb: wandb is not installed. Remedy: pip install 'cascade-train[wandb]', or "
-            "tracker=tensorboard, or tracker=none"
+            f"tracker.name=wandb: wandb is not installed. {install_hint('wandb')}, or choose "
+            "tracker=tensorboard or tracker=none."
         ) from error
 
 

@@ -6,7 +6,7 @@ import importlib.util
 from functools import cache
 from typing import Any
 
-from cascade_train.errors import ConfigError
+from cascade_train.errors import ConfigError, install_hint
 
 PACKAGES = {"cv2": "OpenCV", "onnxruntime": "onnxruntime"}
 """What people call each library."""
@@ -20,8 +20,7 @@ def require(library: str) -> None:
     """
     if importlib.util.find_spec(library) is None:
         raise ConfigError(
-            f"task.filter: this filter needs {PACKAGES[library]}, which is not installed; install it with the extra:"
-            " pip install 'cascade-train[filters]'"
+            f"task.filter: this filter needs {PACKAGES[library]}, which is not installed. {install_hint('filters')}."
         )
 
 

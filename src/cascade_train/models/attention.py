@@ -16,7 +16,7 @@ from diffusers.models.attention_processor import Attention, AttnProcessor, AttnP
 from diffusers.utils import is_xformers_available
 from torch import Tensor, nn
 
-from cascade_train.errors import ConfigError
+from cascade_train.errors import ConfigError, install_hint
 
 PROCESSORS = {"sdpa": AttnProcessor2_0, "xformers": XFormersAttnProcessor, "math": AttnProcessor}
 """Attention kernels by the name that a user gives."""
@@ -48,8 +48,8 @@ def set_attention(network: nn.Module, name: str) -> None:
         raise ConfigError(f"attention={name}: must be one of {', '.join(PROCESSORS)}")
     if name == "xformers" and not is_xformers_available():
         raise ConfigError(
-            "attention=xformers: the package xformers is not installed; "
-            "install cascade-train[xformers] or use attention=sdpa"
+            f"attention=xformers: the package xformers is not installed. {install_hint('xformers')}, or choose "
+            "attention=sdpa."
         )
     if name == "xformers" and not torch.cuda.is_available():
         raise ConfigError(

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from cascade_train.errors import ConfigError
+from cascade_train.errors import ConfigError, install_hint
 from cascade_train.models.weights_keys import Stored
 from cascade_train.models.weights_source import find_weight_files
 from cascade_train.models.weights_tensors import StoredTensors
@@ -39,8 +39,7 @@ def load_inception(weights: str, *, device: torch.device, key: str) -> Callable[
     """
     if find_spec("torch_fidelity") is None:
         raise ConfigError(
-            f"{key} is measured by the library torch-fidelity, which is not installed. Install it: "
-            "pip install 'cascade-train[metrics]'."
+            f"{key} is measured by the library torch-fidelity, which is not installed. {install_hint('metrics')}."
         )
     from torch_fidelity import FeatureExtractorInceptionV3
 

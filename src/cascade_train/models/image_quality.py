@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cascade_train.errors import ConfigError
+from cascade_train.errors import ConfigError, install_hint
 
 
 def check_installed() -> None:
@@ -24,8 +24,8 @@ def check_installed() -> None:
     """
     if find_spec("torchmetrics") is None:
         raise ConfigError(
-            "Reconstructions are measured by the library torchmetrics, which is not installed. Install it: "
-            "pip install 'cascade-train[metrics]'."
+            "Reconstructions are measured by the library torchmetrics, which is not installed. "
+            f"{install_hint('metrics')}."
         )
 
 

@@ -260,7 +260,7 @@ def test_client_that_fails_or_is_missing_answers_nothing(monkeypatch: pytest.Mon
 
 def test_a_sweep_on_slurm_needs_its_plugin(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r'pip install "cascade_train\[slurm\]"'):
+    with pytest.raises(ConfigError, match=r"pip install --editable '\.\[slurm\]'"):
         check_launcher(ON_SLURM)
 
 

@@ -174,7 +174,9 @@ def test_other_ranks_know_the_run_id_but_show_nothing(world, tmp_path, monkeypat
 
 def test_a_missing_wandb_names_the_extra(world, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match=r"wandb is not installed. Remedy: pip install 'cascade-train\[wandb\]'"):
+    with pytest.raises(
+        ConfigError, match=r"wandb is not installed. Install it, .*: pip install --editable '\.\[wandb\]'"
+    ):
         build("wandb", tmp_path)
 
 
@@ -192,7 +194,9 @@ def test_a_missing_tensorboard_names_the_extra(world, tmp_path, monkeypatch):
         raise ModuleNotFoundError("No module named 'tensorboardX'")
 
     monkeypatch.setattr("accelerate.tracking.TensorBoardTracker.start", missing)
-    with pytest.raises(ConfigError, match=r"tensorboard is not installed. Remedy: pip install"):
+    with pytest.raises(
+        ConfigError, match=r"tensorboard is not installed. Install it, .*: pip install --editable '\.\[tensorboard\]'"
+    ):
         build("tensorboard", tmp_path)
 
 

@@ -14,5 +14,8 @@ from cascade_train.filters.libraries import require
 def test_a_filter_without_its_library_is_refused_when_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     require("cv2")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"needs OpenCV, which is not installed; install it with the extra: pip"):
+    with pytest.raises(
+        ConfigError,
+        match=r"needs OpenCV, which is not installed. Install it, .*: pip install --editable '\.\[filters\]'",
+    ):
         CannyFilter(resize=None, low=1, high=2)

@@ -34,7 +34,7 @@ def test_another_network_is_refused_and_so_is_a_missing_library(
     with pytest.raises(ConfigError, match="validate.rfid=.*is not FID's Inception V3"):
         load_inception(str(tmp_path / "other.safetensors"), device=torch.device("cpu"), key="validate.rfid")
     monkeypatch.setattr("cascade_train.models.frechet.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"torch-fidelity, which is not installed.*cascade-train\[metrics\]"):
+    with pytest.raises(ConfigError, match=r"torch-fidelity, which is not installed.*--editable '\.\[metrics\]'"):
         load_inception(str(tmp_path / "other.safetensors"), device=torch.device("cpu"), key="validate.rfid")
 
 

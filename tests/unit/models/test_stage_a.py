@@ -182,7 +182,7 @@ def test_quality_is_that_of_its_definition() -> None:
 
 def test_a_missing_library_of_metrics_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cascade_train.models.image_quality.find_spec", lambda _: None)
-    with pytest.raises(ConfigError, match=r"pip install 'cascade-train\[metrics\]'"):
+    with pytest.raises(ConfigError, match=r"pip install --editable '\.\[metrics\]'"):
         check_installed()
 
 

@@ -1,0 +1,114 @@
+"""Write what docs/config.md and docs/objectives.md say about groups, keys and objectives, from conf/ and the schema.
+
+    python scripts/write_reference.py
+
+Each generated part of a page lies between `<!-- NAME: generated -->` and `<!-- end -->`; the rest is written by hand.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+CONF, CONFIG = ROOT / "conf", ROOT / "src/cascade_train/config"
+SCHEMAS = (CONFIG / "schema.py", CONFIG / "schema_watching.py")
+CHOSEN = {"parallel": "auto", "tracker": "none"}
+"""Typed groups, whose values lie in the option that is chosen by default."""
+
+
+def options(group: str) -> dict[str, str]:
+    """Return each option of a group and the first line of its file, which says what it is."""
+    files = sorted(path for path in (CONF / group).glob("*.yaml") if not path.stem.startswith("_"))
+    lines = {path.stem: path.read_text().splitlines() for path in files}
+    return {name: next(line for line in text if not line.startswith("# @"))[2:] for name, text in lines.items()}
+
+
+def group_names() -> list[str]:
+    """Return the groups of the defaults list, in its order, with those that a task or an objective has inside."""
+    listed = yaml.safe_load((CONF / "config.yaml").read_text())["defaults"]
+    names = [name.split("@")[0] for entry in listed if isinstance(entry, dict) for name in entry]
+    return [name for name in ("model", "task", *names, "filter") if (CONF / name).is_dir()]
+
+
+def groups() -> Iterator[str]:
+    """Yield the table of groups and their options."""
+    yield "| Group | Option | Is |"
+    yield "|---|---|---|"
+    for group in dict.fromkeys(group_names()):
+        for name, text in options(group).items():
+            yield f"| `{group}` | `{name}` | {_cell(text)} |"
+
+
+def explained() -> dict[str, dict[str, str]]:
+    """Return what each field of each class of the schema is, from the text below it; a field without one is a node."""
+    found: dict[str, dict[str, str]] = {}
+    for path in SCHEMAS:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                found[node.name] = dict(_fields(node))
+    return found
+
+
+def _fields(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
+    for field, after in zip(node.body, [*node.body[1:], ast.Pass()], strict=True):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+            text = after.value if isinstance(after, ast.Expr) else None
+            said = text.value if isinstance(text, ast.Constant) else f"-> {ast.unparse(field.annotation)}"
+            yield field.target.id, str(said)
+
+
+def keys() -> Iterator[str]:
+    """Yield the table of the loop's keys, with their defaults."""
+    classes, values = explained(), yaml.safe_load((CONF / "config.yaml").read_text())
+    values |= {group: yaml.safe_load((CONF / group / f"{name}.yaml").read_text()) for group, name in CHOSEN.items()}
+    yield "| Key | Default | Is |"
+    yield "|---|---|---|"
+    for name, text in classes["Root"].items():
+        node = classes.get(text.removeprefix("-> "))
+        if node is not None:
+            yield from (_row(f"{name}.{key}", values[name].get(key), said) for key, said in node.items())
+        elif not text.startswith("-> "):
+            yield _row(name, values[name], text)
+
+
+def _row(key: str, value: Any, text: str) -> str:
+    shown = value if isinstance(value, str) else json.dumps(value)
+    return f"| `{key}` | `{shown}` | {_cell(text)} |"
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.replace("|", "\\|").split()).rstrip(".")
+
+
+def objectives() -> Iterator[str]:
+    """Yield the table of objectives."""
+    yield "| Override | Is |"
+    yield "|---|---|"
+    yield from (f"| `objective={name}` | {_cell(text)} |" for name, text in options("objective").items())
+
+
+PAGES = {"docs/config.md": {"groups": groups, "keys": keys}, "docs/objectives.md": {"objectives": objectives}}
+
+
+def written(page: str) -> str:
+    """Return a page with its generated parts made anew."""
+    text = (ROOT / page).read_text()
+    for name, lines in PAGES[page].items():
+        first, last = f"<!-- {name}: generated -->", "<!-- end -->"
+        new = "\n".join([first, *lines(), last])
+        text, count = re.subn(f"{first}.*?{last}", lambda _, new=new: new, text, flags=re.DOTALL)
+        if count != 1:
+            raise ValueError(f"{page} has {count} parts named {name}: it needs one between its marks")
+    return text
+
+
+if __name__ == "__main__":
+    for page in PAGES:
+        (ROOT / page).write_text(written(page))

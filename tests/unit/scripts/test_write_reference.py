@@ -1,0 +1,50 @@
+"""What the pages say about groups, keys and objectives is what conf/ and the schema say today."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from cascade_train.config.schema import Root
+from scripts import write_reference
+from tests.style.source import ROOT
+
+
+@pytest.mark.parametrize("page", list(write_reference.PAGES))
+def test_the_generated_parts_of_a_page_are_fresh(page: str) -> None:
+    assert write_reference.written(page) == (ROOT / page).read_text(), "run: python scripts/write_reference.py"
+
+
+def test_every_key_has_its_line_and_default() -> None:
+    lines = list(write_reference.keys())
+    assert (
+        "| `train.max_grad_norm` | `1.0` | Global gradient norm above which gradients are scaled down; null = off |"
+        in lines
+    )
+    assert len(lines) > 60
+    nodes = {line.split("`")[1].split(".")[0] for line in lines[2:]}
+    assert nodes == set(Root.__dataclass_fields__) - {"model", "task", "objective", "data", "optimizer", "lr_scheduler"}
+
+
+def test_every_option_has_its_line() -> None:
+    listed = {tuple(re.findall("`([^`]+)`", line)[:2]) for line in write_reference.groups() if "`" in line}
+    files = [path for path in (ROOT / "conf").glob("*/*.yaml") if not path.stem.startswith("_")]
+    assert len(files) > 60
+    assert listed == {(path.parent.name, path.stem) for path in files}
+
+
+def test_every_class_of_an_objective_is_on_its_page() -> None:
+    text = (ROOT / "docs/objectives.md").read_text()
+    kinds = ("Schedule", "Scaling", "Target", "Condition", "LossWeight")
+    sources = (ROOT / "src/cascade_train/diffusion").glob("*.py")
+    classes = [name for path in sources for name in re.findall(r"^class (\w+)\(", path.read_text(), re.MULTILINE)]
+    parts = [name for name in classes if name.endswith(kinds) and name not in kinds and not name.startswith("_")]
+    assert len(parts) > 30
+    assert [name for name in parts if name not in text and name != "NoiseCondition"] == []
+
+
+def test_a_page_that_lost_its_marks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(write_reference.PAGES, "docs/index.md", {"keys": write_reference.keys})
+    with pytest.raises(ValueError, match="docs/index.md has 0 parts named keys: it needs one between its marks"):
+        write_reference.written("docs/index.md")
