@@ -266,8 +266,8 @@ def _text(node: ast.JoinedStr | ast.FormattedValue, scope: Scope) -> str:
     if isinstance(node, ast.JoinedStr):
         return "".join(str(evaluate(each, scope)) for each in node.values)
     value = evaluate(node.value, scope)
-    conversion: Callable[[object], str] | None = {ord("r"): repr, ord("s"): str, ord("a"): ascii}.get(node.conversion)
-    value = value if conversion is None else conversion(value)
+    conversions: dict[int, Callable[[object], str]] = {ord("r"): repr, ord("s"): str, ord("a"): ascii}
+    value = conversions[node.conversion](value) if node.conversion in conversions else value
     return format(value, "" if node.format_spec is None else evaluate(node.format_spec, scope))
 
 

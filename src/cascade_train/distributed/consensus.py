@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Generic, NoReturn, TypeVar, cast
 
 import torch.distributed as dist
@@ -24,6 +25,17 @@ class _Outcome(Generic[T]):
     value: T | None = None
     error: str | None = None
     user_can_fix: bool = False
+
+
+def own_group(timeout: timedelta) -> dist.ProcessGroup:
+    """Open a gloo group of all ranks, for exchanges that must not meet any other. Collective.
+
+    Args:
+        timeout: how long an exchange in it waits for the other ranks.
+    """
+    group = dist.new_group(backend="gloo", timeout=timeout)
+    assert isinstance(group, dist.ProcessGroup)  # else this rank were none of its members
+    return group
 
 
 def from_rank_zero(work: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:

@@ -11,6 +11,8 @@ from enum import IntFlag
 import torch
 import torch.distributed as dist
 
+from cascade_train.distributed.consensus import own_group
+
 
 class Motion(IntFlag):
     """What a rank may ask of all ranks."""
@@ -37,7 +39,7 @@ class Ballot:
         self._group: dist.ProcessGroup | None = None
         self._travelling: tuple[dist.Work, torch.Tensor] | None = None
         if dist.get_world_size() > 1:
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+            self._group = own_group(timedelta(seconds=timeout_seconds))
 
     def cast(self, motions: Motion) -> Motion:
         """Cast this rank's motions and return what is carried: with several ranks, by the vote before. Collective."""

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from cascade_train.distributed.consensus import from_every_rank, from_rank_zero
+from cascade_train.distributed.consensus import from_every_rank, from_rank_zero, own_group
 from cascade_train.engine.background import Background, Piece
 from cascade_train.engine.checkpoint_folder import CheckpointFolder
 from cascade_train.engine.checkpoint_loading import load_files
@@ -72,7 +72,7 @@ class CheckpointStore:
         self._retention = retention or Retention()
         self._metrics = metrics
         self._memory = HostMemory()
-        self._group = dist.new_group(backend="gloo", timeout=_SLOWEST_WRITE) if asynchronous else None
+        self._group = own_group(_SLOWEST_WRITE) if asynchronous else None
         self._background = Background(name="checkpoints")
         self._in_flight: Piece | None = None
         self._has_told = False
