@@ -35,10 +35,10 @@ _SECRET = rf"(?=[abcdhijprsw])(?:{_PASSWORD}|{_COMPOUND}|{_WORD})"
 _HEADER = r"(?<=[a-z0-9])-(?:auth|key|secret|session|token)"
 """How headers of services end: `X-Vault-Token`."""
 
-_TOKEN = rf"{_BEGINS}(?:sig|signature|token)"
+_TOKEN = rf"(?=[st]){_BEGINS}(?:sig(?:nature)?|token)"
 """Names whose value is a secret where it looks like one."""
 
-_OPAQUE = r"(?=[^\s\"'&;,\d]{0,40}\d)[\w./+=~%:-]{12,}"
+_OPAQUE = r"(?=[^\s\"'&;,\d]{0,32}\d)[\w./+=~%:-]{12,}"
 """What a token looks like: long, one word, with a digit. `pad_token: <pad>` and a token to train do not."""
 
 _QUOTE = r"\\?[\"']"
@@ -46,7 +46,7 @@ _ASSIGNED = rf"(?:\s{{1,4}}=\s{{1,4}}|=|{_QUOTE}\s{{0,4}}:\s{{0,4}})"
 _COLON = rf"(?:{_QUOTE})?\s{{0,4}}:\s{{0,4}}"
 _VALUE = rf"(?:({_QUOTE})[^\"'\r\n]+|[^\s\"'&]+)"
 _WORD_VALUE = rf"(?:({_QUOTE})[^\"'\r\n]+|[^\s\"'-][^\s\"']*)"
-_OPTION = r"(?<!\S)--?(?:[\w.-]{0,30}[_.-])?"
+_OPTION = r"-(?<!\S-)-?(?:[\w.-]{0,20}[_.-])?"
 _SHORTEST_OF_ENVIRONMENT = 12
 _END_OF_NAME = 100
 
@@ -77,7 +77,7 @@ def _rule(words: str, pattern: str, shown: str = HIDDEN) -> Rule:
 
 
 _KEPT, _KEPT_QUOTE = rf"\1{HIDDEN}", rf"\1\2{HIDDEN}"
-_NAMED = "auth bearer cookie credential jwt key pass pwd secret session sig token"
+_SECRETS, _TOKENS = "auth bearer cookie credential jwt key pass pwd secret session token", "sig token"
 
 RULES = (
     # Forms that issuers chose so that they can be found.
@@ -108,11 +108,15 @@ RULES = (
     _rule("sshpass", rf"(\bsshpass\s{{1,4}}(?:-[ev]\s{{1,4}}){{0,2}}-p\s{{0,4}}){_VALUE}", _KEPT_QUOTE),
     _rule("wandb", r"(\bwandb\s{1,4}login(?:\s{1,4}--\S{1,40}){0,4}\s{1,4})\w{20,}", _KEPT),
     # A name and its value.
-    _rule(_NAMED, rf"({_SECRET}{_ASSIGNED}){_VALUE}", _KEPT_QUOTE),
-    _rule(_NAMED, rf"((?=[acdhijprsw-])(?:{_PASSWORD}|{_COMPOUND}|{_HEADER}){_COLON}){_VALUE}", _KEPT_QUOTE),
-    _rule(_NAMED, rf"((?=[abcjpst])(?:{_WORD}|{_TOKEN})(?:{_ASSIGNED}|{_COLON})(?:{_QUOTE})?){_OPAQUE}", _KEPT),
-    _rule(_NAMED, rf"({_OPTION}{_SECRET}\s{{1,4}}){_WORD_VALUE}", _KEPT_QUOTE),
-    _rule(_NAMED, rf"({_OPTION}{_TOKEN}\s{{1,4}}(?:{_QUOTE})?){_OPAQUE}", _KEPT),
+    _rule(_SECRETS, rf"({_SECRET}{_ASSIGNED}){_VALUE}", _KEPT_QUOTE),
+    _rule(_SECRETS, rf"((?=[acdhijprsw-])(?:{_PASSWORD}|{_COMPOUND}|{_HEADER}){_COLON}){_VALUE}", _KEPT_QUOTE),
+    _rule(
+        f"{_SECRETS} {_TOKENS}",
+        rf"((?=[abcjpst])(?:{_WORD}|{_TOKEN})(?:{_ASSIGNED}|{_COLON})(?:{_QUOTE})?){_OPAQUE}",
+        _KEPT,
+    ),
+    _rule(_SECRETS, rf"({_OPTION}{_SECRET}\s{{1,4}}){_WORD_VALUE}", _KEPT_QUOTE),
+    _rule(_TOKENS, rf"({_OPTION}{_TOKEN}\s{{1,4}}(?:{_QUOTE})?){_OPAQUE}", _KEPT),
 )
 
 

@@ -16,7 +16,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from cascade_train.config.overrides import parses
-from cascade_train.redaction import redact_argument
+from cascade_train.redaction import redact, redact_argument
 
 SWEEP_DIR, RUN_DIR = "multirun", "runs/${run.name}"
 """`hydra.sweep.dir` and `run.dir` where nobody has set them, as in conf/config.yaml."""
@@ -88,7 +88,8 @@ def swept_part(overrides: Sequence[str], argv: Sequence[str]) -> str:
     short = {key: re.split(r"[./@]", key)[-1] for key in told}
     times = Counter(short.values())
     names = {key: name if times[name] == 1 else key for key, name in short.items()}
-    return folder_name(redact_argument(",".join(f"{names[key]}={told[key]}" for key in sorted(told))))
+    each = [f"{names[key]}={told[key]}" for key in sorted(told)]
+    return folder_name(redact(",".join(each)), shown=",".join(map(redact_argument, each)))
 
 
 def key_of(override: str) -> str:
@@ -96,9 +97,12 @@ def key_of(override: str) -> str:
     return override.partition("=")[0].lstrip("+")
 
 
-def folder_name(text: str) -> str:
-    """Return `text` with only characters that are safe in a folder's name, cut to a length that is too."""
-    safe = re.sub(r"[^A-Za-z0-9._=,+-]+", "_", text)
+def folder_name(text: str, *, shown: str | None = None) -> str:
+    """Return `text`, or what is shown of it, with only characters that are safe in a folder's name, cut to its length.
+
+    What is not shown counts by a hash.
+    """
+    safe = re.sub(r"[^A-Za-z0-9._=,+-]+", "_", text if shown is None else shown)
     if safe == text and len(text) <= LONGEST_NAME:
         return text
     return f"{safe[:LONGEST_NAME]}-{blake2b(text.encode(), digest_size=4).hexdigest()}"
