@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -49,6 +49,7 @@ class Cached(Source):
         crop: which part of a picture the cache was made of.
     """
 
+    is_cache: ClassVar[bool] = True
     path: Order[File[str]]
     crop: Literal["center", "random", "saliency"] = "center"
 

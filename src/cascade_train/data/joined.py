@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from cascade_train.data.cached import Cached
 from cascade_train.data.captions import Captions
 from cascade_train.data.index import ROW_FIELDS, Index
 from cascade_train.data.sample import RawSample
@@ -142,7 +141,7 @@ def check_parts(whole: Source, parts: Mapping[str, Source]) -> None:
         keys = ", ".join(f"data.{key}.captions" for key in parts)
         raise ValueError(f"data.captions belongs to each of the joined sources here: set {keys}")
     for key, part in parts.items():
-        if isinstance(part, Cached):
+        if part.is_cache:
             raise ValueError(
                 f"data.{key}: a cache cannot be joined with other data, since it holds no pictures. Join the data that "
                 "it was made of, and make a cache of the whole."

@@ -5,10 +5,13 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from cascade_train.batch import Batch, Unreadable
 from cascade_train.errors import RunError
 from cascade_train.redaction import LONGEST_NAME, LONGEST_REASON, shortened
+
+if TYPE_CHECKING:
+    from cascade_train.batch import Batch, Unreadable
 
 FEW = 3
 """Unreadable samples that no share counts against, while they are at most half of all: few samples say little."""

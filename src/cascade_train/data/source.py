@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from cascade_train.data.buckets import Buckets, BucketTable
 from cascade_train.data.captions import Captions
@@ -38,6 +38,7 @@ class Source(abc.ABC):
     A resume and a cache hold to every option, except where its annotation declares it to be `Free` or `Order`.
 
     Attributes:
+        is_cache: whether it holds what a cache was filled with, and no pictures.
         image_size: side of the square training picture in pixels; other shapes have about its area.
         crop: which part of a picture that has another shape than its batch: the middle, one drawn anew each epoch, or
             the one that stands out most.
@@ -69,6 +70,7 @@ class Source(abc.ABC):
             begins another epoch, or with another batch size continues the same one.
     """
 
+    is_cache: ClassVar[bool] = False
     image_size: int
     crop: Literal["center", "random", "saliency"]
     shuffle_window_shards: Order[int]

@@ -42,6 +42,7 @@ NEEDED = {
     "data=webdataset": ["data.urls=[a.tar]"],
     **{f"data={name}": ["data.path=a"] for name in ("cached", "class_folders", "csv", "folder", "parquet")},
     "data=classification": ["data.urls=[a.tar]"],
+    "data=mixture": ["+data@data.sources.a=shapes"],
     "tracker=wandb": ["tracker.project=p"],
     "optimizer=torch": ["optimizer.algorithm._target_=torch.optim.SGD"],
     **{f"experiment={name}": ["data.urls=[a.tar]"] for name in OFFICIAL},
