@@ -16,13 +16,11 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
 from cascade_train.config.roles import component_options, declared_roles
 from cascade_train.data.cached import Cached
+from cascade_train.engine.config_difference import ADDED
 from cascade_train.errors import ConfigError
 from cascade_train.models.stage import Stage
 from cascade_train.models.weights_source import local_path
 from cascade_train.tasks.base import Task
-
-ADDED = {"model.image_encoder.antialias": True}
-"""Options that caches of earlier versions do not name, and what these were made with."""
 
 
 def encoder_identity(cfg: Mapping[str, Any], stage: Stage, names: Iterable[str]) -> dict[str, Any]:

@@ -12,12 +12,14 @@ from cascade_train.engine.run_folder import check_folder
 
 
 def check_files(cfg: DictConfig) -> None:
-    """Check on rank 0 that the data is there and that the run can be written; the other ranks follow its exit.
+    """Check that the data is there and that the run can be written, where this process is alone.
+
+    Several ranks find that out together, once they have met, so that all of them end with the same code.
 
     Raises:
         ConfigError: a file, a folder or a column is missing, or `run.dir` cannot be made.
     """
-    if os.environ.get("RANK", "0") != "0":
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return
     check_folder(Path(cfg.run.dir).absolute())
     try:

@@ -114,10 +114,10 @@ def train_in(
                 write_exports(cfg, parts.task, phases, run.export)
                 run.record_exports(trainer.step)
                 trainer.tracker.alert("Finished", f"{cfg.run.name} finished at step {trainer.step}.")
-    except (RunError, KeyboardInterrupt) as error:
+    except (Exception, KeyboardInterrupt) as error:
         if isinstance(error, RankLostError | KeyboardInterrupt):
             trainer.store.abandon()
-        trainer.tracker.alert("Failed", str(error), failed=True)
+        trainer.tracker.alert("Failed", str(error) or type(error).__name__, failed=True)
         raise
     finally:
         trainer.close()

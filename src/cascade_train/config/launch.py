@@ -113,7 +113,7 @@ def with_implied_choices(argv: Sequence[str]) -> list[str]:
     given = {key.lstrip("+"): value for key, _, value in (a.partition("=") for a in argv if not a.startswith("-"))}
     implied = []
     if not given.keys() & {"data", "experiment"}:
-        for key in given.keys() & {"data.urls", "data.path"}:
+        for key in [key for key in ("data.urls", "data.path") if key in given][:1]:
             choice = "webdataset" if key == "data.urls" else data_of_path(given[key])
             implied.append(f"data={choice}")
             _say(f"{key} is given and no data= is chosen: data={choice}.")

@@ -5,6 +5,7 @@ Nothing here knows a model, a task or a step.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import socket
@@ -28,6 +29,9 @@ T = TypeVar("T")
 
 ParallelMode = Literal["auto", "single", "ddp", "fsdp", "hsdp"]
 
+
+_GROUPS = itertools.count()
+"""Numbers the groups that this process joins one after the other, alike on all ranks."""
 
 MEETING_SECONDS = 300.0
 """How long ranks wait for each other to start; they were started together."""
@@ -114,8 +118,8 @@ def _outside_of_main_thread(work: Callable[[], T]) -> T:
 def _meet(backend: str) -> torch.device:
     """Make the process group of all ranks and return this rank's device. Collective.
 
-    torchrun keeps its store over a restart, with the addresses of the ranks that have ended: each attempt looks below a
-    name of its own.
+    torchrun keeps its store over a restart, and over the runs of a sweep in one process, with the addresses of groups
+    that have ended: each attempt, and each group of a process, looks below a name of its own.
 
     Raises:
         ConfigError: two ranks have the same GPU.
@@ -125,7 +129,7 @@ def _meet(backend: str) -> torch.device:
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
         shared, rank, ranks = next(rendezvous("env://", timeout=meeting))
-        store = dist.PrefixStore(f"attempt_{attempt}", shared)
+        store = dist.PrefixStore(f"attempt_{attempt}/group_{next(_GROUPS)}", shared)
         device = own_device(store, rank, ranks)
         cuda = device if device.type == "cuda" else None
         dist.init_process_group(backend, timeout=meeting, store=store, rank=rank, world_size=ranks, device_id=cuda)

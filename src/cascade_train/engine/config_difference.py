@@ -48,6 +48,9 @@ _BOUND_KEYS = ("run.seed",)
 _DATA_KEYS = ("train.global_batch_size",)
 """Beside the node `data`, what `data.on_change=restart` frees: the data's position is then taken care of."""
 
+ADDED = {"model.image_encoder.antialias": True, "task.init": "kaiming"}
+"""Options that configurations of earlier versions lack, and the values with which those ran."""
+
 ABSENT = "(absent)"
 """Stands for the value of a key that one of two configs lacks."""
 
@@ -84,7 +87,8 @@ class Difference:
 
 def find_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Difference]:
     """Compare two nested configs, key by key in alphabetical order; lists are compared as a whole."""
-    before, after = _flatten(old), _flatten(new)
+    after = _flatten(new)
+    before = {key: value for key, value in ADDED.items() if key in after} | _flatten(old)
     return [
         Difference(key, before.get(key, ABSENT), after.get(key, ABSENT))
         for key in sorted(before.keys() | after.keys())

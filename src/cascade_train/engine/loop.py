@@ -303,6 +303,8 @@ class Trainer:
         self.metrics.forget()
         if self.loss_plot is not None:
             self.loss_plot.forget()
+        if self.loss_curve is not None:
+            self.loss_curve.forget()
         for phase in self.phases:
             phase.optimizer.zero_grad(set_to_none=True)
 

@@ -9,7 +9,6 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from PIL import Image
 
@@ -20,6 +19,8 @@ log = logging.getLogger(__name__)
 FILE_NAME = "loss.png"
 MEMORY = 0.95
 """Share of the running mean that each step keeps."""
+COLOURS = {"loss": "#2040a0", "validate/loss": "#c04010", "validate_ema/loss": "#109050"}
+"""Of the metrics that are drawn."""
 POINTS = 2000
 """Of a line at most; a longer one is thinned."""
 
@@ -36,6 +37,12 @@ class LossCurve:
         """
         self._metrics = metrics
         self._is_main = is_main
+        self.forget()
+
+    def forget(self) -> None:
+        """Read the metrics from their beginning at the next drawing: lines have been cut off."""
+        self._read_bytes = 0
+        self._points: dict[str, list[Point]] = {key: [] for key in COLOURS}
 
     def draw(self) -> None:
         """Draw what the metrics hold by now. A full disk or a damaged line stops nothing."""
@@ -44,27 +51,42 @@ class LossCurve:
         path = self._metrics.with_name(FILE_NAME)
         beside = path.with_name(f".{path.name}")
         try:
-            with self._metrics.open(encoding="utf-8") as lines:
-                picture = draw_curve([json.loads(line) for line in lines])
+            self._read()
+            picture = draw_curve(self._points)
             if picture is not None:
                 picture.save(beside, format="png")
                 beside.replace(path)
         except (OSError, ValueError) as error:
             log.warning("%s could not be drawn (%s); the numbers are in %s.", path, error, self._metrics)
 
+    def _read(self) -> None:
+        """Take in the lines since the last drawing."""
+        with self._metrics.open("rb") as lines:
+            lines.seek(self._read_bytes)
+            for line in lines:
+                row = json.loads(line)
+                for key, points in self._points.items():
+                    if row.get(key) is not None:
+                        points.append((row["step"], row[key]))
+                self._read_bytes += len(line)
 
-def draw_curve(rows: Sequence[Mapping[str, Any]]) -> Image.Image | None:
-    """Return a chart of the loss in rows of metrics; None where there is none."""
-    loss = _points(rows, "loss")
+
+def draw_curve(points: Mapping[str, Sequence[Point]]) -> Image.Image | None:
+    """Return a chart of (step, value) points; None where there is no loss.
+
+    Args:
+        points: by the keys of `COLOURS`.
+    """
+    loss = points["loss"]
     if not loss:
         return None
     lines = [
         Line(label="each step", colour="#b8c4e8", points=_thinned(loss)),
-        Line(label="running mean", colour="#2040a0", points=_thinned(running_mean(loss))),
+        Line(label="running mean", colour=COLOURS["loss"], points=_thinned(running_mean(loss))),
     ]
-    for key, colour in (("validate/loss", "#c04010"), ("validate_ema/loss", "#109050")):
-        if points := _points(rows, key):
-            lines.append(Line(label=key, colour=colour, points=points, dotted=True))
+    for key, colour in COLOURS.items():
+        if key != "loss" and points[key]:
+            lines.append(Line(label=key, colour=colour, points=points[key], dotted=True))
     positive = all(y > 0 for line in lines for _, y in line.points)
     return draw_chart("loss over optimizer steps", lines, x_format=".0f", logarithmic=positive)
 
@@ -76,10 +98,6 @@ def running_mean(points: Sequence[Point]) -> list[Point]:
         mean = MEMORY * mean + (1 - MEMORY) * loss
         means.append((step, mean))
     return means
-
-
-def _points(rows: Sequence[Mapping[str, Any]], key: str) -> list[Point]:
-    return [(row["step"], row[key]) for row in rows if row.get(key) is not None]
 
 
 def _thinned(points: Sequence[Point]) -> Sequence[Point]:

@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import abc
+import functools
+import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import torch.distributed as dist
@@ -22,8 +24,32 @@ from cascade_train.distributed.consensus import from_rank_zero
 from cascade_train.errors import ConfigError, install_hint
 from cascade_train.redaction import redact, redact_argument, redacted
 
+log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T", bound="Tracker")
+
 _LAUNCHER_VARIABLES = ("LOCAL_RANK", "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 """What makes accelerate believe that it should form a process group."""
+
+
+def tolerated(method: Callable[Concatenate[T, P], None]) -> Callable[Concatenate[T, P], None]:
+    """Let a tracker's method fail without ending the run: that is reported once, and nothing more is sent."""
+
+    @functools.wraps(method)
+    def tried(self: T, *args: P.args, **kwargs: P.kwargs) -> None:
+        if self.failed:
+            return
+        try:
+            method(self, *args, **kwargs)
+        except Exception as error:  # trackers raise many kinds
+            self.failed = True
+            log.warning(
+                "The tracker failed (%s). The run goes on without it; metrics.jsonl has every step.",
+                redact(f"{type(error).__name__}: {error}"),
+            )
+
+    return tried
 
 
 class Tracker(abc.ABC):
@@ -31,9 +57,11 @@ class Tracker(abc.ABC):
 
     Attributes:
         run_id: what continues the same tracked run after a resume, equal on all ranks; None where there is none.
+        failed: whether it could not be reached, and nothing more is sent.
     """
 
     run_id: str | None = None
+    failed = False
 
     @abc.abstractmethod
     def log(self, values: Mapping[str, Any], step: int) -> None:
@@ -105,18 +133,22 @@ class TensorBoardTracker(Tracker):
         self._open = True
         self._tracker.tracker.add_text("config", f"```yaml\n{yaml.safe_dump(dict(config), sort_keys=False)}```", 0)
 
+    @tolerated
     def log(self, values: Mapping[str, Any], step: int) -> None:
         """Add one scalar per number."""
         self._tracker.log({k: v for k, v in values.items() if v is not None and k != "step"}, step=step)
 
+    @tolerated
     def log_image(self, name: str, path: Path, step: int) -> None:
         """Add the image."""
         self._tracker.log_images({name: _read_image(path)[None]}, step=step, dataformats="NHWC")
 
+    @tolerated
     def note(self, text: str) -> None:
         """Add a text."""
         self._tracker.log({"note": text})
 
+    @tolerated
     def finish(self) -> None:
         """Close the event file."""
         if self._open:
@@ -162,25 +194,30 @@ class WandbTracker(Tracker):
         self.run_id = str(self._tracker.run.id)
         self._open = True
 
+    @tolerated
     def log(self, values: Mapping[str, Any], step: int) -> None:
         """Send the numbers of one step."""
         self._tracker.log({**{k: v for k, v in values.items() if v is not None}, "step": step})
 
+    @tolerated
     def log_image(self, name: str, path: Path, step: int) -> None:
         """Send the image."""
         import wandb
 
         self._tracker.log({name: [wandb.Image(_read_image(path))], "step": step})
 
+    @tolerated
     def note(self, text: str) -> None:
         """Add a line to the run's notes."""
         run = self._tracker.run
         run.notes = f"{run.notes}\n{text}" if run.notes else text
 
+    @tolerated
     def alert(self, title: str, text: str, *, failed: bool = False) -> None:
         """Send an alert; who gets it, and how, is a setting of the user's account."""
         self._tracker.run.alert(title=title, text=redact(text), level="ERROR" if failed else "INFO")
 
+    @tolerated
     def finish(self) -> None:
         """Send what is left and close the run."""
         if self._open:

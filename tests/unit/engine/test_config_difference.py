@@ -97,3 +97,13 @@ def test_a_raised_limit_is_one_that_trains_longer(old, new, raised):
 def test_more_examples_to_see_are_a_raised_limit():
     assert is_limit_raised({"data": {"num_examples_to_see": 8}}, {"data": {"num_examples_to_see": 9}})
     assert not is_limit_raised({"data": {"num_examples_to_see": 8}}, {"data": {"num_examples_to_see": 8}})
+
+
+def test_an_option_that_a_later_version_added_counts_as_what_the_run_had():
+    old = {"task": {"rank": 4}, "model": {"image_encoder": {"crop": True}}}
+    new = {"task": {"rank": 4, "init": "kaiming"}, "model": {"image_encoder": {"crop": True, "antialias": True}}}
+    assert find_differences(old, new) == []
+    new["task"]["init"] = "original"
+    assert [(each.key, each.old, each.new) for each in find_differences(old, new)] == [
+        ("task.init", "kaiming", "original")
+    ]

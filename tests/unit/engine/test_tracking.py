@@ -208,3 +208,19 @@ def test_an_unknown_tracker_is_refused(world, tmp_path):
 def test_the_library_imports_no_tracker_before_it_is_chosen():
     assert not {"accelerate", "wandb"} & vars(tracking).keys()
     assert issubclass(TensorBoardTracker, tracking.Tracker)
+
+
+def test_a_tracker_that_fails_is_reported_once_and_ends_nothing(world, tmp_path, wandb, picture, caplog):
+    tracker = build("wandb", tmp_path)
+
+    def lost(*_, **__):
+        raise ConnectionResetError("wandb-core is gone")
+
+    tracker._tracker.run.log = tracker._tracker.run.finish = lost
+    tracker.log({"loss": 0.5}, 1)
+    tracker.log_image("grid", picture, 1)
+    tracker.note("Stopped.")
+    tracker.alert("Stopped", "Stopped.")
+    tracker.finish()
+    assert caplog.text.count("The tracker failed (ConnectionResetError: wandb-core is gone)") == 1
+    assert wandb.of("finish") == []
