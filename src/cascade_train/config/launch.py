@@ -215,6 +215,7 @@ _REDACTING = RedactingFilter()
 def _configure_logging() -> None:
     """Show what the library logs as plain lines on stderr, secrets hidden: all of it on rank 0, warnings elsewhere."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    logging.captureWarnings(True)  # so that they appear above the progress bar
     for handler in logging.getLogger().handlers:
         handler.addFilter(_REDACTING)
     logging.getLogger("cascade_train").setLevel(logging.INFO if _is_main() else logging.WARNING)

@@ -86,7 +86,8 @@ def draw_curve(points: Mapping[str, Sequence[Point]]) -> Image.Image | None:
     ]
     for key, colour in COLOURS.items():
         if key != "loss" and points[key]:
-            lines.append(Line(label=key, colour=colour, points=points[key], dotted=True))
+            label = f"{key} (unweighted, at fixed noise levels)"
+            lines.append(Line(label=label, colour=colour, points=points[key], dotted=True))
     positive = all(y > 0 for line in lines for _, y in line.points)
     return draw_chart("loss over optimizer steps", lines, x_format=".0f", logarithmic=positive)
 

@@ -6,6 +6,7 @@ Only formatting lives here; the numbers come from the metrics' rows.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Mapping
 from datetime import timedelta
@@ -36,7 +37,7 @@ class Progress:
         self._is_main = is_main
         self._every_steps = every_steps
         self._bar: tqdm[None] | None = None
-        if is_main and sys.stderr.isatty():
+        if is_main and sys.stderr.isatty() and _has_width(sys.stderr):
             self._bar = tqdm(total=max_steps, bar_format=_BAR, dynamic_ncols=True, file=sys.stderr)
             self._move_log(sys.stderr, _AboveBar())
 
@@ -69,6 +70,14 @@ class Progress:
         """Let the handlers that write to a stream write above the bar, until `close`."""
         handlers = [each for each in logging.getLogger().handlers if isinstance(each, logging.StreamHandler)]
         self._moved = [(each, each.setStream(above)) for each in handlers if each.stream is stream]
+
+
+def _has_width(terminal: TextIO) -> bool:
+    """Return whether a terminal says how wide it is; one that was never sized shows no bar."""
+    try:
+        return os.get_terminal_size(terminal.fileno()).columns > 0
+    except OSError:  # a stand-in
+        return True
 
 
 class _AboveBar:

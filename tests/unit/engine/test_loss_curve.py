@@ -40,8 +40,8 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> dict[str, Line]:
 def test_losses_of_training_and_validation_are_drawn(lines: dict[str, Line], tmp_path: Path):
     draw(tmp_path, [*rows(4), {"step": 5, "loss": None}, {"step": 6, "loss": 0.5, "validate/loss": 0.25}])
     assert [step for step, _ in lines["each step"].points] == [1, 2, 3, 4, 6, 6]
-    assert lines["validate/loss"].points == [(6, 0.25)]
-    assert "validate_ema/loss" not in lines
+    assert lines["validate/loss (unweighted, at fixed noise levels)"].points == [(6, 0.25)]
+    assert not [label for label in lines if label.startswith("validate_ema")]
     assert lines[""]["logarithmic"]
 
 

@@ -99,11 +99,11 @@ logging.warning("after the end")
 """
 
 
-def on_a_terminal(script: str) -> list[str]:
+def on_a_terminal(script: str, columns: int = 100) -> list[str]:
     """Return the lines that are left on the screen of a terminal in which Python ran a script."""
     pid, terminal = pty.fork()
     if pid == 0:
-        fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
+        fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", 24 if columns else 0, columns, 0, 0))
         os.execv(sys.executable, [sys.executable, "-c", script])
     shown = b""
     while True:
@@ -122,3 +122,9 @@ def test_messages_never_break_into_the_bar():
     assert lines[-1] == "after the end"
     assert "4/4" in lines[-2]
     assert len(lines) == 6, lines
+
+
+def test_a_terminal_of_unknown_width_gets_lines():
+    lines = on_a_terminal(SCRIPT, columns=0)
+    assert [line for line in lines if line.startswith("step ")][-1].startswith("step 4/4  loss 0.5000")
+    assert len(lines) == 9, lines
