@@ -33,7 +33,7 @@ from cascade_train.config.preflight import preflight
 from cascade_train.config.schema import Root
 from cascade_train.config.slurm_jobs import slurm_jobs_followed
 from cascade_train.config.slurm_step import adopt_slurm_step, one_thread_a_rank
-from cascade_train.config.sweep import check_launcher
+from cascade_train.config.sweep import check_launcher, sweeps_saved_redacted
 from cascade_train.config.sweep_naming import place_run
 from cascade_train.config.unknown_keys import other_name
 from cascade_train.errors import ConfigError
@@ -87,7 +87,8 @@ def _compose(argv: Sequence[str], job: Callable[[DictConfig], int]) -> None:
     """Let Hydra compose, print, or run `job` once or per element of a sweep."""
     check_launcher(argv)
     followed = slurm_jobs_followed(argv)
-    with Signals(), _arguments([a for a in argv if a not in HELP]), _mode_by_flags(argv), followed:
+    arguments = _arguments([a for a in argv if a not in HELP])
+    with Signals(), arguments, _mode_by_flags(argv), sweeps_saved_redacted(), followed:
         hydra.main(config_path=str(conf_dir()), config_name="config", **BASE, **CALLBACKS)(job)()
 
 

@@ -20,6 +20,7 @@ from hydra.core.utils import JobReturn, JobStatus
 
 from cascade_train.config.sweep_naming import folder_of_runs, sweep_name, swept_part
 from cascade_train.errors import RunError
+from cascade_train.redaction import redact_argument
 
 ON_SLURM = "hydra/launcher=slurm"
 
@@ -82,7 +83,8 @@ class SlurmJobs:
             "ends them."
         )
         for job in new:
-            say(f"  {job.job}  {job.directory or ' '.join(job.overrides)}  log: {_relative(job.log)}")
+            where = job.directory or " ".join(map(redact_argument, job.overrides))
+            say(f"  {job.job}  {where}  log: {_relative(job.log)}")
 
     def _job(self, job: Any, call: Any) -> SlurmJob:
         overrides, number = [str(override) for override in call.args[0]], call.args[2]

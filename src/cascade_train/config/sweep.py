@@ -13,28 +13,34 @@ import secrets
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+import yaml
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
+from cascade_train.config.explain import exit_code
 from cascade_train.config.overrides import parses
 from cascade_train.config.slurm_jobs import ON_SLURM, SlurmJob, requeue, slurm_jobs
 from cascade_train.config.slurm_step import adopt_slurm_step
 from cascade_train.config.sweep_naming import key_of, place_sweep
 from cascade_train.config.sweep_ranking import Result, measured, metric_of, ranked, table
-from cascade_train.errors import STOPPED, ConfigError, install_hint
-from cascade_train.redaction import redact_argument
+from cascade_train.errors import STOPPED, ConfigError, RunError, install_hint, unwritten
+from cascade_train.redaction import redact_argument, redacted
 
 LOOKING = {"--cfg", "-c", "--info", "-i", "--help", "-h", "--hydra-help"}
 """Flags with which nothing is run."""
 
 RESULTS, TABLE = "results.jsonl", "results.txt"
+
+SAVED = "multirun.yaml"
+"""What Hydra's sweepers write of a sweep, before the first run begins."""
 
 SECONDS_FOR_A_SLOW_FOLDER = 15.0
 """A shared folder may show a file late that another machine wrote."""
@@ -74,29 +80,41 @@ class SweepResults(Callback):
         """Draw a name for this call, which its results carry."""
         self.call = secrets.token_hex(4)
         self.reported = False
+        self.unwritten: list[Result] = []
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Give the sweep its folder, and take away the summary of an earlier call."""
-        folder = place_sweep(config)
-        if is_main():
-            tell_changes(folder / "multirun.yaml", config)
-            for name in (RESULTS, TABLE):
-                (folder / name).unlink(missing_ok=True)
+        self.reported = True  # where this fails, there is nothing to report
+        with ending_the_sweep():
+            folder = place_sweep(config)
+            if is_main():
+                for name in (RESULTS, TABLE):
+                    (folder / name).unlink(missing_ok=True)
+                tell_changes(folder / SAVED, config)
+        self.reported = False
 
     def on_job_start(self, config: DictConfig, *, task_function: TaskFunction, **kwargs: Any) -> None:
         """Take the place among the ranks that SLURM gave to this process."""
-        adopt_slurm_step()
+        with ending_the_sweep():
+            adopt_slurm_step()
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
         """Write what a run came to; end a sweep in this process with the first run that failed."""
         if config.hydra.mode != RunMode.MULTIRUN or job_return.status != JobStatus.COMPLETED:
             return
+        with ending_the_sweep():
+            self._end_run(config, job_return)
+
+    def _end_run(self, config: DictConfig, job_return: JobReturn) -> None:
         code = int(job_return.return_value or 0)
         submitted = "SUBMITIT_EXECUTOR" in os.environ
         if is_main():
             if submitted and code == STOPPED and requeue():
                 raise SystemExit(code)
-            self._write(config, job_return, code)
+            written = self._write(config, job_return, code)
+            if submitted and not written:  # the process that waits learns of it from SLURM
+                raise SystemExit(code or 1)
+            code = code or int(not written)
         if code and not submitted:
             self._report(config)
             raise SystemExit(code)
@@ -106,11 +124,13 @@ class SweepResults(Callback):
 
         Newer versions of Hydra call this after a failure, too: what has been shown stays, and the failure goes on.
         """
-        code = self._report(config)
-        if code and sys.exc_info()[0] is None:
-            raise SystemExit(code)
+        with ending_the_sweep():
+            code = self._report(config)
+            if code and sys.exc_info()[0] is None:
+                raise SystemExit(code)
 
-    def _write(self, config: DictConfig, job: JobReturn, code: int) -> None:
+    def _write(self, config: DictConfig, job: JobReturn, code: int) -> bool:
+        """Write what a run came to, and return whether that worked; where it did not, it is kept for the table."""
         assert job.cfg is not None
         checkpoint = OmegaConf.select(job.cfg, "checkpoint") or {}
         best = checkpoint.get("best_metric")
@@ -124,7 +144,14 @@ class SweepResults(Callback):
             **measured(Path(job.cfg.run.dir) / "metrics.jsonl", best),
         }
         name = blake2b(result["run_dir"].encode(), digest_size=8).hexdigest()
-        write_whole(Path(config.hydra.sweep.dir) / ".results" / f"{name}.json", json.dumps(result))
+        path = Path(config.hydra.sweep.dir) / ".results" / f"{name}.json"
+        try:
+            write_whole(path, json.dumps(result))
+        except OSError as error:
+            self.unwritten.append(result)
+            sys.stderr.write(f"{unwritten(path, error)}.\n")
+            return False
+        return True
 
     def _report(self, config: DictConfig) -> int:
         """Write and show the results, once, and return the first exit code of this call that is not 0."""
@@ -133,13 +160,22 @@ class SweepResults(Callback):
         self.reported = True
         folder = Path(config.hydra.sweep.dir)
         results = self._results(folder)
+        if sys.exc_info()[0] is not None and all(each["earlier"] for each in results):
+            return 0  # the sweep ends before its first run has
         name, mode = metric_of(results)
         lines = [json.dumps({**result, "ranked_by": name, "mode": mode}) + "\n" for result in ranked(results)]
-        write_whole(folder / RESULTS, "".join(lines))
-        write_whole(folder / TABLE, table(results))
-        sys.stderr.write(f"{table(results)}{len(results)} runs, in {folder / RESULTS} and {TABLE}.\n")
+        sys.stderr.write(table(results))
         own = sorted((each for each in results if not each["earlier"]), key=lambda each: each["number"])
-        return next((each["exit_code"] for each in own if each["exit_code"]), 0)
+        code = next((each["exit_code"] for each in own if each["exit_code"]), 0)
+        path = folder / RESULTS
+        try:
+            write_whole(path, "".join(lines))
+            write_whole(folder / TABLE, table(results))
+        except OSError as error:
+            sys.stderr.write(f"{len(results)} runs. {unwritten(path, error)}.\n")
+            return code or 1
+        sys.stderr.write(f"{len(results)} runs, in {path} and {TABLE}.\n")
+        return code or int(bool(self.unwritten))
 
     def _results(self, folder: Path) -> list[Result]:
         """Return what is known of the runs of this call, and of earlier ones whose directories are still there."""
@@ -151,6 +187,7 @@ class SweepResults(Callback):
             if not any(job.state in ("", "COMPLETED") for job in lost) or time.monotonic() > end:
                 break
             time.sleep(1)
+        found += self.unwritten
         states = {job.number: job.state for job in slurm_jobs()}
         results = [self._public(each, states) for each in found] + [_lost(job) for job in lost]
         taken = {each["run_dir"] for each in results if not each["earlier"]}
@@ -172,25 +209,70 @@ def tell_changes(path: Path, config: DictConfig) -> None:
     """Say which single values differ from those of an earlier call: its runs are continued, not trained anew.
 
     Args:
-        path: what Hydra wrote of that call.
+        path: what was saved of that call; nothing is said where it is missing or damaged.
         config: of this call.
     """
-    if not path.is_file():
-        return
     before, now = (
-        {key_of(override): override for override in cfg.hydra.overrides.task if parses(override)}
-        for cfg in (OmegaConf.load(path), config)
+        {key_of(override): redact_argument(override) for override in overrides if parses(override)}
+        for overrides in (_saved_overrides(path), config.hydra.overrides.task)
     )
-    changed = [
-        f"{redact_argument(before[key])} before, {redact_argument(now[key])} now"
-        for key in now
-        if before.get(key, now[key]) != now[key]
-    ]
+    changed = [f"{before[key]} before, {now[key]} now" for key in now if before.get(key, now[key]) != now[key]]
     if changed:
         sys.stderr.write(
             f"{path.parent} holds a sweep already, whose runs go on: {'; '.join(changed)}. What has ended is not "
             "trained again unless it is given more steps. Another run.name starts another sweep.\n"
         )
+
+
+def _saved_overrides(path: Path) -> list[str]:
+    try:
+        saved = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return [str(override) for override in saved["hydra"]["overrides"]["task"]]
+    except (OSError, ValueError, yaml.YAMLError, LookupError, TypeError):
+        return []
+
+
+@contextmanager
+def sweeps_saved_redacted() -> Iterator[None]:
+    """Let rank 0 alone save the configuration of a sweep, with every secret in it hidden.
+
+    Hydra's sweepers save it themselves, before they look at what the runs are given, so that a sweep that is refused
+    leaves it too.
+    """
+    save: Callable[..., None] = OmegaConf.save
+
+    def save_redacted(config: Any, f: Any, resolve: bool = False) -> None:
+        if not isinstance(f, str | Path) or Path(f).name != SAVED:
+            save(config, f, resolve)
+        elif is_main():
+            plain = redacted(OmegaConf.to_container(config, resolve=resolve, enum_to_str=True))
+            write_whole(Path(f), yaml.safe_dump(plain, sort_keys=False, allow_unicode=True))
+
+    OmegaConf.save = staticmethod(save_redacted)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        OmegaConf.save = staticmethod(save)  # type: ignore[method-assign]
+
+
+@contextmanager
+def ending_the_sweep() -> Iterator[None]:
+    """Tell what fails in a callback and end the sweep with it: Hydra would make a warning of it, and go on.
+
+    Where the sweep ends by another failure already, that one goes on.
+    """
+    ending = sys.exc_info()[0] is not None
+    try:
+        yield
+    except Exception as error:
+        failure = RunError(f"The sweep ends here: {error}.") if isinstance(error, OSError) else error
+
+        def fail() -> NoReturn:
+            raise failure
+
+        code = exit_code(fail)
+        if not ending:
+            raise SystemExit(code) from None
 
 
 def _lost(job: SlurmJob) -> Result:

@@ -13,13 +13,16 @@ from pathlib import Path
 
 from hydra.conf import HydraConf
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, read_write
 
 from cascade_train.config.overrides import parses
 from cascade_train.redaction import redact, redact_argument
 
 SWEEP_DIR, RUN_DIR = "multirun", "runs/${run.name}"
 """`hydra.sweep.dir` and `run.dir` where nobody has set them, as in conf/config.yaml."""
+
+DELETED = "~"
+"""How an override begins that takes a key away; Hydra gives `~key` to a sweep's runs as `~key=null`."""
 
 LONGEST_NAME = 120
 """Characters of a run's name before it is cut and hashed; folder names end at 255 bytes."""
@@ -35,8 +38,9 @@ def place_sweep(cfg: DictConfig) -> Path:
         cfg: composed without what is swept; written for the jobs, too.
     """
     if cfg.hydra.sweep.dir == SWEEP_DIR:
-        cfg.hydra.sweep.dir = f"{SWEEP_DIR}/{folder_name(sweep_name(cfg))}"
-        cfg.hydra.overrides.hydra.append(f'hydra.sweep.dir="{cfg.hydra.sweep.dir}"')
+        with read_write(cfg.hydra):  # Hydra 1.4 has closed it by now
+            cfg.hydra.sweep.dir = f"{SWEEP_DIR}/{folder_name(sweep_name(cfg))}"
+            cfg.hydra.overrides.hydra.append(f'hydra.sweep.dir="{cfg.hydra.sweep.dir}"')
     return Path(cfg.hydra.sweep.dir)
 
 
@@ -80,7 +84,8 @@ def swept_part(overrides: Sequence[str], argv: Sequence[str]) -> str:
         overrides: of one run.
         argv: the command line; what it gives a single value is not swept.
     """
-    fixed = {key_of(argument) for argument in argv if "=" in argument and parses(argument)}
+    fixed = {key_of(each) for each in argv if ("=" in each or each.startswith(DELETED)) and parses(each)}
+    deleted = {key_of(override) for override in overrides if override.startswith(DELETED)}
     values = {key_of(override): override.partition("=")[2].strip("'\"") for override in overrides}
     swept = {key: value for key, value in values.items() if key not in fixed}
     told = swept or {key: value for key, value in values.items() if key not in NAMED_ANYWAY}
@@ -88,13 +93,13 @@ def swept_part(overrides: Sequence[str], argv: Sequence[str]) -> str:
     short = {key: re.split(r"[./@]", key)[-1] for key in told}
     times = Counter(short.values())
     names = {key: name if times[name] == 1 else key for key, name in short.items()}
-    each = [f"{names[key]}={told[key]}" for key in sorted(told)]
+    each = [f"no-{names[key]}" if key in deleted else f"{names[key]}={told[key]}" for key in sorted(told)]
     return folder_name(redact(",".join(each)), shown=",".join(map(redact_argument, each)))
 
 
 def key_of(override: str) -> str:
-    """Return what an override sets."""
-    return override.partition("=")[0].lstrip("+")
+    """Return what an override sets or deletes."""
+    return override.partition("=")[0].lstrip(f"+{DELETED}")
 
 
 def folder_name(text: str, *, shown: str | None = None) -> str:

@@ -1,5 +1,6 @@
 import importlib.util
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from cascade_train.config import slurm_jobs, sweep
 from cascade_train.config.launch import compose_and_run
 from cascade_train.config.slurm_jobs import SlurmJob
 from cascade_train.config.sweep import SweepResults, check_launcher
+from cascade_train.config.sweep_naming import swept_part
 from cascade_train.config.sweep_ranking import measured
 from cascade_train.errors import STOPPED, ConfigError
 
@@ -182,6 +184,67 @@ def test_a_result_that_a_slow_folder_shows_late_is_waited_for(folder: Path, monk
     assert [row["exit_code"] for row in read(folder)] == [0]
 
 
+def test_a_result_that_cannot_be_written_ends_the_sweep(folder: Path, capsys: pytest.CaptureFixture[str]):
+    (folder / ".results").touch()
+    results = SweepResults()
+    with pytest.raises(SystemExit, match="1"):
+        results.on_job_end(config(folder, 0), ended(folder, 0, loss=0.5))
+    assert [(row["number"], row["exit_code"]) for row in read(folder)] == [(0, 0)]
+    said = capsys.readouterr().err
+    assert ".json could not be written: " in said
+    assert said.endswith(f"1 runs, in {folder / 'results.jsonl'} and results.txt.\n")
+
+
+def test_the_code_of_a_run_is_kept_where_its_result_cannot_be_written(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    (folder / ".results").touch()
+    with pytest.raises(SystemExit, match="2"):
+        SweepResults().on_job_end(config(folder, 0), ended(folder, 0, code=2))
+    monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
+    with pytest.raises(SystemExit, match="1"):
+        SweepResults().on_job_end(config(folder, 1), ended(folder, 1))
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_summary_that_cannot_be_written_ends_in_a_failure(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: int
+):
+    results = SweepResults()
+    (folder / "results.jsonl").mkdir()
+    with monkeypatch.context() as job:
+        job.setenv("SUBMITIT_EXECUTOR", "slurm")
+        results.on_job_end(config(folder, 0), ended(folder, 0, code, loss=0.5))
+    with pytest.raises(SystemExit, match=str(code or 1)):
+        results.on_multirun_end(config(folder))
+    said = capsys.readouterr().err
+    assert f"           0.5        7  {folder / 'run0'}" in said
+    assert "results.jsonl could not be written: " in said
+
+
+def test_a_defect_ends_the_sweep_and_does_not_hide_why_it_ends(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def fail(*_: object) -> None:
+        raise IndexError("a defect")
+
+    monkeypatch.setattr(sweep, "table", fail)
+    results = SweepResults()
+    results.on_job_end(config(folder, 0), ended(folder, 0, loss=0.5))
+    with pytest.raises(SystemExit, match="1"):
+        results.on_multirun_end(config(folder))
+    second = SweepResults()
+    second.on_job_end(config(folder, 1), ended(folder, 1, loss=0.5))
+
+    def sweep_as_newer_hydra() -> None:
+        try:
+            raise ValueError("the cause")
+        finally:
+            second.on_multirun_end(config(folder))
+
+    with pytest.raises(ValueError, match="the cause"):
+        sweep_as_newer_hydra()
+    assert capsys.readouterr().err.count("IndexError: a defect") == 2
+
+
 def test_only_rank_zero_writes(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
@@ -288,3 +351,85 @@ def test_launcher_can_be_looked_at_where_no_job_can_be_submitted(
     said = capsys.readouterr().out
     assert "max_num_timeout: 1000\n" in said
     assert "SlurmLauncher\n" in said
+
+
+SECRET = "SECRETSECRET12345"
+PIPED = ("model=c_tiny", "task=finetune", "data=webdataset")
+URLS = rf'data.urls=["pipe:curl -H \"X-Api-Key: {SECRET}\" https://h/a.tar"]'
+
+
+def holding(secret: str, folder: Path) -> list[str]:
+    """Return the files in which a secret stands."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return sorted(str(path.relative_to(folder)) for path in files if secret.encode() in path.read_bytes())
+
+
+@pytest.mark.parametrize("swept", ["optimizer.lr=1e-4,1e-3", "optimizer.lr=-1,-2", "optimizer.none=1,2"])
+def test_a_sweep_keeps_no_secret(start: Callable[..., tuple[int, str]], tmp_path: Path, swept: str):
+    code, said = start("--multirun", *PIPED, URLS, swept)
+    assert code == (0 if "1e-4" in swept else 2), said
+    saved = tmp_path / "multirun" / "finetune-c_tiny" / "multirun.yaml"
+    assert "pipe:curl <redacted> https://h/a.tar" in saved.read_text()
+    assert OmegaConf.load(saved).hydra.mode == "MULTIRUN"
+    assert (holding(SECRET, tmp_path), SECRET in said) == ([], False)
+
+
+def test_only_the_tars_of_a_command_are_compared_with_an_earlier_call(start: Callable[..., tuple[int, str]]):
+    sweep_of = ("--multirun", *PIPED, "optimizer.lr=1e-4,1e-3")
+    assert start(*sweep_of, URLS)[0] == 0
+    said = start(*sweep_of, URLS.replace(SECRET, "ANOTHER123456789"))[1]
+    assert "before," not in said
+    said = start(*sweep_of, URLS.replace("a.tar", "b.tar"))[1]
+    assert "https://h/a.tar" in said.partition(" before, ")[0]
+    assert "https://h/b.tar" in said.partition(" before, ")[2].partition(" now")[0]
+    assert SECRET not in said
+
+
+def test_a_sweep_on_slurm_keeps_a_secret_in_its_pickles_alone(
+    start: Callable[..., tuple[int, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    answers = {"sbatch": "Submitted batch job 17", "squeue": "17_0 FAILED\n17_1 FAILED", "srun": "", "sinfo": ""}
+    for name, answer in answers.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\nprintf '%s\\n' '{answer}'\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delenv("SUBMITIT_EXECUTOR", raising=False)
+    own = "run.dir=out/${run.name}"  # runs are told by their overrides
+    code, said = start("--multirun", ON_SLURM[0], *PIPED, URLS, own, "run.seed=1,2", train=len)
+    assert code == 1, said
+    assert "Submitted 2 runs as SLURM's job 17" in said
+    assert SECRET not in said
+    held = holding(SECRET, tmp_path)
+    assert held
+    assert {path.split("/")[2] for path in held} == {".submitit"}
+    assert {Path(path).suffix for path in held} == {".pkl"}
+
+
+@pytest.mark.parametrize("damaged", ["a: [", "[]", "hydra: 1", "\udcff"])
+def test_what_is_damaged_of_an_earlier_call_keeps_no_summary(
+    start: Callable[..., tuple[int, str]], tmp_path: Path, damaged: str
+):
+    folder = tmp_path / "multirun" / "finetune-c_tiny"
+    folder.mkdir(parents=True)
+    (folder / "multirun.yaml").write_bytes(damaged.encode(errors="surrogateescape"))
+    (folder / "results.jsonl").touch()
+    code, said = start("--multirun", *PIPED[:2], "optimizer.none=1,2")
+    assert (code, "UserWarning" in said) == (2, False), said
+    assert not (folder / "results.jsonl").exists()
+
+
+def test_a_folder_that_cannot_be_used_ends_the_sweep_in_words(start: Callable[..., tuple[int, str]], tmp_path: Path):
+    (tmp_path / "there" / "results.jsonl").mkdir(parents=True)
+    code, said = start("--multirun", *PIPED[:2], "hydra.sweep.dir=there", "run.seed=1,2")
+    assert code == 1
+    assert said.startswith("The sweep ends here: ")
+    assert "results.jsonl" in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("deletion", ["~ema.decay", "~ema.decay=null"])
+def test_a_key_that_is_deleted_is_no_value_of_a_run(deletion: str):
+    swept = ["--multirun", deletion, "optimizer.lr=1,2"]
+    assert swept_part([deletion, "optimizer.lr=1"], swept) == "lr=1"
+    assert swept_part(["~ema.decay=null", "optimizer.lr=1"], swept) == "lr=1"
+    assert swept_part([deletion], ["--multirun", deletion]) == "no-decay"
