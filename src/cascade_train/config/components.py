@@ -12,8 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_type_hints
 
 from cascade_train.config.annotations import fits, is_component, literals, needs_component
+from cascade_train.config.expressions import UNKNOWN
 from cascade_train.config.groups import did_you_mean, group_options, groups, options_with
-from cascade_train.config.guards import UNKNOWN, refusal
+from cascade_train.config.guards import refusal
 from cascade_train.config.schema import Root
 from cascade_train.config.signatures import (
     Parameter,
@@ -140,7 +141,8 @@ def _check_arguments(path: str, node: Mapping[str, Any]) -> None:
         parameter = signature.parameters.get(key)
         if parameter is not None and not fits(value, parameter.annotation, parameter.module):
             raise ConfigError(_mismatch(f"{path}.{key}", value, parameter))
-    later = dict.fromkeys(signature.parameters, UNKNOWN) if node.get("_partial_") else {}
+    unseen = node.get("_partial_") or node.get("_args_")
+    later = dict.fromkeys(signature.parameters, UNKNOWN) if unseen else {}
     known = {key: UNKNOWN if _holds_component(value) else value for key, value in given.items()}
     if refused := refusal(definition_chain(target), later | known):
         raise ConfigError(by_path(refused, path))

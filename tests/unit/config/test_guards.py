@@ -1,12 +1,14 @@
 """What constructors refuse is refused from their source, before torch is imported."""
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from cascade_train.config.guards import UNKNOWN, refusal
+from cascade_train.config.expressions import UNKNOWN
+from cascade_train.config.guards import refusal
 from cascade_train.config.signatures import definition_chain
 from cascade_train.errors import ConfigError
 from tests.unit.config.composing import checked
@@ -67,11 +69,127 @@ class Fields:
 '''
 
 
+ACCEPTED = """
+from dataclasses import dataclass
+KINDS = ["a"]
+KINDS.append("b")
+def fill(names):
+    names.append("b")
+
+class Continue:
+    def __init__(self, names):
+        for name in names:
+            if name in ("a", "b"):
+                continue
+            raise ValueError(f"names={name} is unknown")
+
+class Append:
+    def __init__(self, sizes):
+        even = []
+        for size in sizes:
+            if size % 2 == 0:
+                even.append(size)
+        if not even:
+            raise ValueError(f"sizes={sizes}: none is even")
+
+class Sort:
+    def __init__(self, names):
+        rest = list(names)
+        rest.sort()
+        if rest[0] != "a":
+            raise ValueError("first")
+
+class Load:
+    def __init__(self, path):
+        self.loaded = None
+        self.load(path)
+        if self.loaded is None:
+            raise ValueError(f"path={path}: nothing loaded")
+
+    def load(self, path):
+        self.loaded = path
+
+class LoadByHelp(Load):
+    def load(self, path):
+        vars(self)["loaded"] = path
+
+class Low:
+    def __init__(self, share):
+        self.share = share
+        self.check()
+
+    def check(self):
+        if self.share > 1:
+            raise ValueError(f"share={self.share} is above 1")
+
+class Override(Low):
+    def check(self):
+        if self.share > 10:
+            raise ValueError(f"share={self.share} is above 10")
+
+class Two:
+    def __init__(self, low=0.0, high=1.0):
+        if low >= high:
+            raise ValueError(f"low={low} must be below high={high}")
+
+class Rest(Two):
+    def __init__(self, low, **rest):
+        super().__init__(low, **rest)
+
+class Grown:
+    def __init__(self, kind):
+        known = ["a"]
+        known += ["b"]
+        if kind not in known:
+            raise ValueError("unknown")
+
+class Constant:
+    def __init__(self, kind):
+        if kind not in KINDS:
+            raise ValueError("unknown")
+
+class Filled:
+    def __init__(self, kind):
+        known = ["a"]
+        fill(known)
+        if kind not in known:
+            raise ValueError("unknown")
+
+class Builtin:
+    def __init__(self, max):
+        if max is not None:
+            raise ValueError("max is given")
+
+class Caught:
+    def __init__(self, size):
+        try:
+            if size < 0:
+                raise ValueError("negative")
+        except ValueError:
+            size = 0
+
+class Setter:
+    def __init__(self, size):
+        self.half = None
+        self.size = size
+        if self.half is None:
+            raise ValueError("unset")
+
+    size = property(lambda self: 2 * self.half, lambda self, size: setattr(self, "half", size / 2))
+
+@dataclass
+class Replaced(Two):
+    low: float
+"""
+
+
 @pytest.fixture
 def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "guarded.py").write_text(SOURCE)
+    (tmp_path / "accepting.py").write_text(ACCEPTED)
     monkeypatch.syspath_prepend(str(tmp_path))
-    return lambda name, **given: refusal(definition_chain(f"guarded.{name}"), given)
+    monkeypatch.delitem(sys.modules, "accepting", raising=False)
+    return lambda name, **given: refusal(definition_chain(name if "." in name else f"guarded.{name}"), given)
 
 
 @pytest.mark.parametrize(
@@ -102,6 +220,37 @@ def test_the_checks_of_a_dataclass_are_evaluated_and_what_changed_is_unknown(mad
 def test_a_function_is_checked_like_a_constructor(made):
     assert made("check", key="k", value=-1) == "k=-1 must be above 0"
     assert made("check", key="k", value=1) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("Continue", {"names": ["a", "b"]}),
+        ("Append", {"sizes": [2, 3]}),
+        ("Sort", {"names": ["b", "a"]}),
+        ("Load", {"path": "x"}),
+        ("LoadByHelp", {"path": "x"}),
+        ("Override", {"share": 5}),
+        ("Rest", {"low": 2.0, "high": 3.0}),
+        ("Grown", {"kind": "b"}),
+        ("Constant", {"kind": "b"}),
+        ("Filled", {"kind": "b"}),
+        ("Builtin", {"max": None}),
+        ("Caught", {"size": -1}),
+        ("Setter", {"size": 4}),
+        ("Replaced", {"low": 2.0}),
+    ],
+)
+def test_what_a_constructor_accepts_is_not_refused(made, name, given):
+    unknown = dict.fromkeys(given, UNKNOWN)
+    assert made(f"accepting.{name}", **given) is None
+    assert made(f"accepting.{name}", **unknown) is None
+    constructor = getattr(importlib.import_module("accepting"), name)
+    assert isinstance(constructor(**given), constructor)
+
+
+def test_an_override_is_what_is_evaluated(made):
+    assert made("accepting.Override", share=11) == "share=11 is above 10"
 
 
 REFUSED = {
