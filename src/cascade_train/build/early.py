@@ -9,6 +9,7 @@ from omegaconf import DictConfig
 
 from cascade_train.build.components import build_component
 from cascade_train.engine.run_folder import check_folder
+from cascade_train.errors import ConfigError
 
 
 def check_files(cfg: DictConfig) -> None:
@@ -23,8 +24,13 @@ def check_files(cfg: DictConfig) -> None:
         return
     check_folder(Path(cfg.run.dir).absolute())
     try:
-        build_component(cfg, "data").check()
+        sources = [build_component(cfg, "data")]
         if cfg.validate.urls is not None:
-            build_component(cfg, "data", urls=list(cfg.validate.urls)).check()
+            sources.append(build_component(cfg, "data", urls=list(cfg.validate.urls)))
+    except ConfigError:
+        return  # a value, not a file: refused where the run builds its parts, the model's first
+    try:
+        for source in sources:
+            source.check()
     except OSError:
         return  # `open` says of which file, and tells it from what is missing

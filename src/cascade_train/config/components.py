@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, get_type_hints
 
 from cascade_train.config.annotations import fits, is_component, literals, needs_component
@@ -31,13 +31,16 @@ from cascade_train.errors import ConfigError
 HYDRA_KEYS = {"_target_", "_partial_", "_convert_", "_recursive_", "_args_"}
 
 
-def check_component(path: str, node: Any, allowed: Sequence[str] | None) -> None:
+def check_component(
+    path: str, node: Any, allowed: Sequence[str] | None, derived: Collection[str] = frozenset()
+) -> None:
     """Check a component and everything nested in it.
 
     Args:
         path: key of the node.
         node: plain containers, interpolations resolved, nothing missing.
         allowed: top-level packages that `_target_` may name; None = any.
+        derived: paths whose values follow other keys: what they may be is judged where they are used.
 
     Raises:
         ConfigError: a target that is not allowed or not there; an argument that is unknown, missing, of a wrong type,
@@ -45,15 +48,15 @@ def check_component(path: str, node: Any, allowed: Sequence[str] | None) -> None
     """
     if is_component(node):
         _check_target(path, node, allowed)
-        _check_arguments(path, node)
+        _check_arguments(path, node, derived)
         if allowed is not None:
             check_confined(path, node["_target_"])
     if isinstance(node, Mapping):
         for key, value in node.items():
-            check_component(f"{path}.{key}", value, allowed)
+            check_component(f"{path}.{key}", value, allowed, derived)
     elif isinstance(node, Sequence) and not isinstance(node, str):
         for position, value in enumerate(node):
-            check_component(f"{path}[{position}]", value, allowed)
+            check_component(f"{path}[{position}]", value, allowed, derived)
 
 
 def check_is_component(path: str, node: Any) -> None:
@@ -127,7 +130,7 @@ def _check_target(path: str, node: Mapping[str, Any], allowed: Sequence[str] | N
         )
 
 
-def _check_arguments(path: str, node: Mapping[str, Any]) -> None:
+def _check_arguments(path: str, node: Mapping[str, Any], derived: Collection[str]) -> None:
     target = node["_target_"]
     try:
         signature = read_signature(target)
@@ -143,7 +146,9 @@ def _check_arguments(path: str, node: Mapping[str, Any]) -> None:
             raise ConfigError(_mismatch(f"{path}.{key}", value, parameter))
     unseen = node.get("_partial_") or node.get("_args_")
     later = dict.fromkeys(signature.parameters, UNKNOWN) if unseen else {}
-    known = {key: UNKNOWN if _holds_component(value) else value for key, value in given.items()}
+    known = {
+        key: UNKNOWN if _holds_component(value) or f"{path}.{key}" in derived else value for key, value in given.items()
+    }
     if refused := refusal(definition_chain(target), later | known):
         raise ConfigError(by_path(refused, path))
 

@@ -9,7 +9,7 @@ import dataclasses
 import importlib.util
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ def preflight(cfg: DictConfig, *, ranks: int | None = None) -> DictConfig:
     check_nothing_added(root)
     check_numbers(resolved)
     check_objective_fits(root)
-    check_components(root)
+    check_components(root, derived=interpolated(cfg))
     check_task_fits_stage(root)
     check_data_fits(root)
     check_libraries(resolved)
@@ -65,6 +65,13 @@ def preflight(cfg: DictConfig, *, ranks: int | None = None) -> DictConfig:
     if root.sample.guidance_scale is None:
         resolved.sample.guidance_scale = guidance_scale(root)
     return resolved
+
+
+def interpolated(cfg: DictConfig, prefix: str = "") -> set[str]:
+    """Return the dotted keys of a configuration whose values follow other keys."""
+    keys = {f"{prefix}{key}" for key in cfg if OmegaConf.is_interpolation(cfg, str(key))}
+    nodes = {f"{prefix}{key}.": cfg._get_node(key) for key in cfg if f"{prefix}{key}" not in keys}
+    return keys.union(*(interpolated(node, path) for path, node in nodes.items() if isinstance(node, DictConfig)))
 
 
 def check_nothing_missing(cfg: DictConfig) -> None:
@@ -130,7 +137,7 @@ def check_data_fits(root: Root) -> None:
         )
 
 
-def check_components(root: Root) -> None:
+def check_components(root: Root, *, derived: Collection[str]) -> None:
     """Check every component node against its constructor.
 
     Raises:
@@ -139,7 +146,7 @@ def check_components(root: Root) -> None:
     allowed = None if root.run.allow_any_target else root.run.allowed_packages
     for key in COMPONENTS:
         check_is_component(key, getattr(root, key))
-        check_component(key, getattr(root, key), allowed)
+        check_component(key, getattr(root, key), allowed, derived)
 
 
 def check_task_fits_stage(root: Root) -> None:

@@ -158,7 +158,7 @@ def test_choice_whose_library_is_not_installed_is_refused(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == choice else find_spec(name))
     OmegaConf.update(tiny, key, choice)
     tiny.tracker.project = "p"
-    with pytest.raises(ConfigError, match=rf"{key}={choice} needs the library {choice}.*cascade-train\[{choice}\]"):
+    with pytest.raises(ConfigError, match=rf"{key}={choice} needs the library {choice}.*editable '\.\[{choice}\]'"):
         preflight(tiny, ranks=1)
 
 
