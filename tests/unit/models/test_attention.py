@@ -103,7 +103,7 @@ def test_an_unknown_kernel_is_refused(network: CascadeUNet) -> None:
 
 def test_missing_xformers_names_the_extra(network: CascadeUNet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "is_xformers_available", lambda: False)
-    with pytest.raises(ConfigError, match=r"install cascade-train\[xformers\]"):
+    with pytest.raises(ConfigError, match=r"pip install --editable '\.\[xformers\]'"):
         network.set_attention("xformers")
 
 
