@@ -143,7 +143,7 @@ def test_a_url_without_a_bucket_is_refused(url: str) -> None:
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "boto3", None)
-    with pytest.raises(ConfigError, match="need boto3: install the extra s3"):
+    with pytest.raises(ConfigError, match=r"need boto3.*pip install --editable '\.\[s3\]'"):
         S3().prepare()
 
 
