@@ -24,6 +24,7 @@ from tests.unit.engine.toy import ToyFeed, ToyTask
 
 
 def build_trainer(world, directory: Path, *, task=None, micro=4, max_steps=6, lr=0.05, algorithm=None, **cadence):
+    directory.mkdir(exist_ok=True)  # as the claim of a run does; nothing makes it again in mid-run
     task = task or ToyTask()
     phase = task.phases()[0]
     parallelize(
