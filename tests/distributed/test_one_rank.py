@@ -67,4 +67,3 @@ def test_the_report_of_torchrun_ends_with_what_was_refused(tmp_path):
     refusal = "train.max_steps=0 must be 1 or more."
     assert done.stderr.splitlines()[-2] == f"  traceback : {refusal}"
     assert done.stderr.count(refusal) == 2
-    assert "<NO_OTHER_FAILURES>" in done.stderr
