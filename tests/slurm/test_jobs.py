@@ -287,6 +287,7 @@ def test_job_after_a_refused_one_ends_where_it_is_told_to(cluster: Cluster, fold
     after = cluster.submit(*waiting, cwd=folder)
     wait_for(lambda: cluster.state(job) == "FAILED")
     wait_for(lambda: cluster.state(after) == "CANCELLED")
+    assert cluster.facts(after)["Restarts"] == "0"
 
 
 def test_cancelled_job_is_not_requeued(cluster: Cluster, folder: Path):
