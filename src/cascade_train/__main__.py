@@ -34,12 +34,12 @@ def launch(argv: Sequence[str]) -> int:
 
 def train(cfg: DictConfig) -> int:
     """Train one checked configuration. Torch and everything above it are imported here, after every refusal."""
-    from cascade_train.build.early import check_files
+    from cascade_train.assembly.early import check_files
 
     check_files(cfg)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else stacks of C++ frames come before what a rank says
     with while_importing():
-        from cascade_train.build import run
+        from cascade_train.assembly import run
 
     return run.train(cfg)
 

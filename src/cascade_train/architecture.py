@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from torch import nn
 
-from cascade_train.build.components import build_component
+from cascade_train.assembly.components import build_component
 from cascade_train.config.groups import conf_dir, did_you_mean, group_options
 from cascade_train.config.hydra_compat import construct
 from cascade_train.config.saved import CONFIG_NAME, load_saved_config

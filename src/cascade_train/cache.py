@@ -59,7 +59,7 @@ def cache(args: CacheArgs, cfg: DictConfig) -> int:
         ConfigError: something that cannot be cached, with the reason.
         RunError: something the world did.
     """
-    from cascade_train.cache_making import CacheOptions, make_cache  # heavy: torch and everything above it
+    from cascade_train.assembly.cache_making import CacheOptions, make_cache  # heavy: torch and everything above it
 
     report = make_cache(cfg, CacheOptions(**vars(args)))
     sys.stdout.write(f"{report}\n")

@@ -18,9 +18,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from cascade_train.assembly.components import build_component
+from cascade_train.assembly.samples import build_painter
 from cascade_train.batch import sample_seed
-from cascade_train.build.components import build_component
-from cascade_train.build.samples import build_painter
 from cascade_train.distributed.parallelize import evaluating
 from cascade_train.distributed.process_group import World
 from cascade_train.engine.sampling import to_images

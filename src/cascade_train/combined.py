@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from cascade_train.build.components import build_component
+from cascade_train.assembly.components import build_component
 from cascade_train.cascade import Fingerprint, check_same_latents, fit_sizes
 from cascade_train.diffusion.target import EpsilonTarget
 from cascade_train.distributed.process_group import process_group

@@ -50,7 +50,7 @@ def inspect(args: InspectArgs, cfg: DictConfig) -> int:
         ConfigError: the data is missing, not of its source's form, or only to be streamed.
         RunError: the data or the page cannot be read or written.
     """
-    from cascade_train.build.components import build_component  # heavy: torch and everything above it
+    from cascade_train.assembly.components import build_component  # heavy: torch and everything above it
     from cascade_train.data.data_set import open_data_set
     from cascade_train.data.survey import survey
     from cascade_train.inspect_page import Report

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from cascade_train.build.components import Parts, build_component, build_parts
-from cascade_train.build.model import build_phases, build_whole_model
-from cascade_train.build.run import write_exports
+from cascade_train.assembly.components import Parts, build_component, build_parts
+from cascade_train.assembly.model import build_phases, build_whole_model
+from cascade_train.assembly.run import write_exports
 from cascade_train.distributed.process_group import World, process_group
 from cascade_train.engine.checkpoint import CheckpointStore
 from cascade_train.engine.manifest import find_fault

@@ -29,8 +29,8 @@ import torch.distributed as dist
 from torch import nn
 
 from cascade_train.__main__ import launch
-from cascade_train.build import model
-from cascade_train.build import run as build
+from cascade_train.assembly import model
+from cascade_train.assembly import run as build
 from cascade_train.distributed.parallelize import local
 from cascade_train.engine.loop import Trainer
 from cascade_train.engine.phase import averaged

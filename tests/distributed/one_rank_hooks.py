@@ -10,7 +10,7 @@ from typing import Any
 
 from stopping_hooks import in_step
 
-from cascade_train.build import run
+from cascade_train.assembly import run
 from cascade_train.errors import ConfigError, RunError
 
 

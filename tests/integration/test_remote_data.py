@@ -13,7 +13,7 @@ import pytest
 from hydra.utils import instantiate
 
 from cascade_train.__main__ import launch
-from cascade_train.build import run as build
+from cascade_train.assembly import run as build
 from tests.integration.runs import SMALL, read_metrics, train
 from tests.unit.config.composing import checked
 from tests.unit.config.defaults import RECIPES

@@ -11,7 +11,7 @@ import yaml
 
 from bench.soak_ranks import SMALL_NETWORK
 from cascade_train.__main__ import launch
-from cascade_train.build import run as build
+from cascade_train.assembly import run as build
 from cascade_train.engine.loop import Trainer
 from cascade_train.engine.lr_schedule import CosineSchedule
 from cascade_train.errors import RunError

@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 from safetensors import safe_open
 
-from cascade_train.build import run as build
+from cascade_train.assembly import run as build
 from cascade_train.engine.manifest import read_manifest
 from cascade_train.engine.tracking import NullTracker
 from tests.integration.runs import cut_back, read_metrics, train

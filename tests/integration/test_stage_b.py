@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from cascade_train.build.components import build_component
+from cascade_train.assembly.components import build_component
 from cascade_train.config.saved import load_saved_config
 from cascade_train.errors import ConfigError
 from cascade_train.export import ExportArgs, export

@@ -10,8 +10,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "cascade_train"
-GROUND = ("batch", "errors", "options", "signals", "__init__")
-
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -22,7 +20,7 @@ class SourceFile:
     Attributes:
         path: where it lies.
         tree: its syntax tree.
-        room: the folder below the package; "verbs", "build", or its own name for files beside the folders.
+        room: the folder below the package; its own name for files beside the folders.
     """
 
     path: Path
@@ -54,10 +52,7 @@ class SourceFile:
 
 def room_of(path: Path) -> str:
     """Return the room that a file of the package belongs to."""
-    relative = path.relative_to(PACKAGE)
-    if len(relative.parts) > 1:
-        return relative.parts[0]
-    return relative.stem if relative.stem in GROUND else "verbs"
+    return path.relative_to(PACKAGE).with_suffix("").parts[0]
 
 
 @cache

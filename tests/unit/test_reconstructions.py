@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cascade_train.build.run import build_reconstructions
+from cascade_train.assembly.run import build_reconstructions
 from cascade_train.errors import ConfigError
 from tests.unit.config.composing import checked
 from tests.unit.models.stages import make_stage

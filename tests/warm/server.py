@@ -32,7 +32,7 @@ from typing import Any
 
 LASTING = ("site-packages", "dist-packages", "/lib/python3", "/src/cascade_train/")
 """Modules that lie below one of these are kept imported; those of a command's own folder are not."""
-FIRST = ["cascade_train.build.run", "torch.distributed.run"]
+FIRST = ["cascade_train.assembly.run", "torch.distributed.run"]
 
 
 def keep_imported(names: list[str]) -> None:

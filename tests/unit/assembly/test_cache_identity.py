@@ -2,7 +2,7 @@
 
 import pytest
 
-from cascade_train.cache_identity import (
+from cascade_train.assembly.cache_identity import (
     content,
     data_identity,
     encoder_identity,

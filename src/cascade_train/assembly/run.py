@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from cascade_train.build.components import Parts, build_component, build_parts
-from cascade_train.build.model import build_phases
-from cascade_train.build.samples import build_painter, build_sampling
-from cascade_train.build.start_report import start_report
-from cascade_train.cache_identity import take_cache
+from cascade_train.assembly.cache_identity import take_cache
+from cascade_train.assembly.components import Parts, build_component, build_parts
+from cascade_train.assembly.model import build_phases
+from cascade_train.assembly.samples import build_painter, build_sampling
+from cascade_train.assembly.start_report import start_report
 from cascade_train.config.plain import to_plain
 from cascade_train.config.roles import free_keys, make_absolute
 from cascade_train.data.cached import Cached

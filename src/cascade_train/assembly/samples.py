@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from omegaconf import DictConfig
 
-from cascade_train.build.components import Parts
+from cascade_train.assembly.components import Parts
 from cascade_train.data.data_set import DataSet
 from cascade_train.distributed.process_group import World
 from cascade_train.engine.phase import BoundPhase

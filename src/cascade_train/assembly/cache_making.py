@@ -19,16 +19,16 @@ from omegaconf import DictConfig
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from cascade_train.batch import Batch
-from cascade_train.build.components import build_component, build_parts
-from cascade_train.build.model import compute_dtype
-from cascade_train.cache_identity import (
+from cascade_train.assembly.cache_identity import (
     data_identity,
     encoder_identity,
     refuse_reconstruction,
     refuse_trained,
     task_identity,
 )
+from cascade_train.assembly.components import build_component, build_parts
+from cascade_train.assembly.model import compute_dtype
+from cascade_train.batch import Batch
 from cascade_train.config.plain import to_plain
 from cascade_train.data.cache_manifest import Manifest, write_manifest
 from cascade_train.data.cache_units import CachedSample, is_whole, load_table, write_unit

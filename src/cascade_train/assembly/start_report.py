@@ -9,7 +9,7 @@ import torch
 from omegaconf import DictConfig
 from torch.distributed.tensor import DTensor
 
-from cascade_train.build.components import Parts
+from cascade_train.assembly.components import Parts
 from cascade_train.data.data_set import DataSet
 from cascade_train.data.feed import Feed
 from cascade_train.distributed.process_group import World

@@ -7,7 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from cascade_train.cache_making import Encoder, refuse_drawn_captions, refuse_random, refuse_unreadable, rows_by_size
+from cascade_train.assembly.cache_making import (
+    Encoder,
+    refuse_drawn_captions,
+    refuse_random,
+    refuse_unreadable,
+    rows_by_size,
+)
 from cascade_train.data.captions import Captions
 from cascade_train.errors import ConfigError, RunError
 from tests.unit.models.stages import make_stage

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from omegaconf import DictConfig
 
-from cascade_train.build.components import Parts
+from cascade_train.assembly.components import Parts
 from cascade_train.distributed.consensus import from_every_rank
 from cascade_train.distributed.parallelize import (
     fits_one_device,
