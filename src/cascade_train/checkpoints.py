@@ -24,7 +24,7 @@ from cascade_train.engine.manifest import MANIFEST_NAME, Manifest, find_fault, r
 from cascade_train.engine.retention import BEST, Retention, best_value
 from cascade_train.engine.run_lock import RunLock
 from cascade_train.errors import ConfigError, RunError
-from cascade_train.untrusted import read_yaml
+from cascade_train.files.untrusted import read_yaml
 
 USAGE = """python -m cascade_train.checkpoints ACTION RUN …
 

@@ -19,7 +19,7 @@ from cascade_train.config.preflight import preflight
 from cascade_train.config.schema import ParallelConfig, ParallelMode, Root
 from cascade_train.config.targets import is_trusted
 from cascade_train.errors import ConfigError
-from cascade_train.untrusted import check_yaml
+from cascade_train.files.untrusted import check_yaml
 
 CONFIG_NAME = "config.yaml"
 ALONE = ParallelConfig(mode=ParallelMode.single, shard_size=None, reshard_after_forward=True, cpu_offload=False)

@@ -16,8 +16,8 @@ from cascade_train.data.index import Index
 from cascade_train.data.sample import RawSample, UnreadableSampleError
 from cascade_train.data.webdataset import WebDataset
 from cascade_train.errors import ConfigError
+from cascade_train.files.untrusted import read_json
 from cascade_train.options import File
-from cascade_train.untrusted import read_json
 
 CHECKED = 50
 """Samples of tars whose class is looked up when they are opened, so that a wrong file of prompts shows at once."""

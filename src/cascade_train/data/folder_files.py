@@ -18,7 +18,7 @@ from cascade_train.data.picture_files import EXTENSIONS
 from cascade_train.data.row_filter import read_metadata
 from cascade_train.data.sample import UnreadableSampleError
 from cascade_train.errors import ConfigError
-from cascade_train.untrusted import read_yaml
+from cascade_train.files.untrusted import read_yaml
 
 MULTIPLY = "multiply.txt"
 CAPTION_FILES = ("", ".txt", ".caption")

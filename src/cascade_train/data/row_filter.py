@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from cascade_train.data.row_expression import Expression, parse_expression
-from cascade_train.untrusted import read_json
+from cascade_train.files.untrusted import read_json
 
 KEY = "data.row_filters"
 VERSION = 1

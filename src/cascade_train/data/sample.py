@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from cascade_train.errors import RunError
-from cascade_train.untrusted import read_json
+from cascade_train.files.untrusted import read_json
 
 
 class UnreadableSampleError(RunError):

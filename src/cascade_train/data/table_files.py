@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 from cascade_train.data.sample import UnreadableSampleError
 from cascade_train.errors import ConfigError
-from cascade_train.untrusted import read_json
+from cascade_train.files.untrusted import read_json
 
 
 @dataclass(frozen=True, kw_only=True)

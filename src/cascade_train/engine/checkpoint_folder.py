@@ -10,8 +10,8 @@ import re
 import shutil
 from pathlib import Path
 
-from cascade_train.engine.durable_files import sync_directory
 from cascade_train.engine.manifest import Manifest, find_fault, read_manifest
+from cascade_train.files.durable import sync_directory
 
 log = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from cascade_train.engine.durable_files import write_durably
 from cascade_train.errors import RunError
-from cascade_train.untrusted import read_json
+from cascade_train.files.durable import write_durably
+from cascade_train.files.untrusted import read_json
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cascade_train.engine.durable_files import append_durably
 from cascade_train.errors import RunError, unwritten
+from cascade_train.files.durable import append_durably
 
 Row = dict[str, Any]
 """One line of the file: an int `step` and `samples_seen`, then numbers; None (null in the file) stands for

@@ -6,7 +6,7 @@ import json
 import logging
 from pathlib import Path
 
-from cascade_train.engine.durable_files import write_durably
+from cascade_train.files.durable import write_durably
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,6 @@ import yaml
 from cascade_train.distributed.consensus import from_rank_zero
 from cascade_train.engine.checkpoint import NO_OPTIMIZER, CheckpointStore
 from cascade_train.engine.config_difference import Difference, describe, find_differences, is_limit_raised, refused
-from cascade_train.engine.durable_files import append_durably, write_durably
 from cascade_train.engine.environment import describe_environment
 from cascade_train.engine.manifest import find_fault, read_manifest
 from cascade_train.engine.metrics_file import cut_lines, missing_steps, step_of
@@ -30,9 +29,10 @@ from cascade_train.engine.run_folder import CONFIG as _CONFIG
 from cascade_train.engine.run_folder import check_folder, not_writable
 from cascade_train.engine.run_lock import LOCK_NAME, RunLock
 from cascade_train.errors import ConfigError, RunError
+from cascade_train.files.durable import append_durably, write_durably
+from cascade_train.files.untrusted import read_yaml
 from cascade_train.redaction import redacted
 from cascade_train.signals import held_back
-from cascade_train.untrusted import read_yaml
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cascade_train.batch import Unreadable
-from cascade_train.engine.durable_files import append_durably, write_durably
+from cascade_train.files.durable import append_durably, write_durably
 from cascade_train.redaction import LONGEST_REASON, redact, shortened
 
 log = logging.getLogger(__name__)

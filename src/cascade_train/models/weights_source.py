@@ -10,8 +10,8 @@ import re
 from pathlib import Path
 
 from cascade_train.errors import ConfigError
+from cascade_train.files.untrusted import read_json
 from cascade_train.redaction import LONGEST_NAME, shortened
-from cascade_train.untrusted import read_json
 
 SINGLE_FILE_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 NETWORK_PARTS = ("prior", "decoder")

@@ -44,7 +44,7 @@ def test_one_rank_looks_at_what_many_trained(tmp_path: Path):
         "torch.optim.adamw.torch.hub.load",
         "torch.nn.Identity",
         "cascade_train.__main__.launch",
-        "cascade_train.engine.durable_files.write_durably",
+        "cascade_train.files.durable.write_durably",
         "cascade_train.engine.optimizer.Any",
         "cascade_train.models.export.shutil.rmtree",
         "cascade_train.data.tar_index.os.system",

@@ -20,7 +20,7 @@ ATTACKS = (
     "torch.optim.Nothing",
     "cascade_train.data.pipe.piped",
     "cascade_train.data.pipe.subprocess.run",
-    "cascade_train.engine.durable_files.write_durably",
+    "cascade_train.files.durable.write_durably",
     "cascade_train.models.weights_tensors.torch.load",
     "cascade_train.__main__.launch",
     "cascade_train.generate.generate",

@@ -463,7 +463,7 @@ def test_metrics_that_cannot_be_rewritten_stay_as_they_are(directory, monkeypatc
     def full(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("cascade_train.engine.durable_files.os.fsync", full)
+    monkeypatch.setattr("cascade_train.files.durable.os.fsync", full)
     with pytest.raises(RunError, match="No space left on device"):
         run.cut_metrics(1)
     assert run.metrics_path.read_text() == '{"step": 1}\n{"step": 2}\n'

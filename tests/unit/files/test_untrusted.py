@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from cascade_train.untrusted import MAX_DEPTH, check_yaml, read_json, read_yaml
+from cascade_train.files.untrusted import MAX_DEPTH, check_yaml, read_json, read_yaml
 
 DOUBLED = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 30))
 BAD_YAML = {
@@ -57,8 +57,8 @@ def test_a_json_that_does_not_fit_into_memory_is_one_error(monkeypatch: pytest.M
     def full(text: str) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("cascade_train.untrusted.json.loads", full)
-    monkeypatch.setattr("cascade_train.untrusted._Loader.get_single_data", lambda self: full(""))
+    monkeypatch.setattr("cascade_train.files.untrusted.json.loads", full)
+    monkeypatch.setattr("cascade_train.files.untrusted._Loader.get_single_data", lambda self: full(""))
     with pytest.raises(ValueError, match="cannot be read .MemoryError"):
         read_json("1")
     with pytest.raises(ValueError, match="cannot be read .MemoryError"):

@@ -5,8 +5,8 @@ import os
 
 import pytest
 
-from cascade_train.engine.durable_files import append_durably, sync_directory, write_durably
 from cascade_train.errors import Interrupted
+from cascade_train.files.durable import append_durably, sync_directory, write_durably
 
 
 def test_a_text_is_replaced_whole(tmp_path):
