@@ -10,7 +10,7 @@ import torch
 
 from bench.parity_case import NotCoveredError, Outcome, Variant, fact
 from cascade_train.data.captions import Captions
-from cascade_train.data.row_filter import RowFilters, parse_row_filters, passing, read_metadata
+from cascade_train.data.index.row_filter import RowFilters, parse_row_filters, passing, read_metadata
 from cascade_train.data.sample import RawSample, UnreadableSampleError
 
 WITHOUT_A_CALL = {"lambda s: len(s)": "lambda s: s"}

@@ -54,7 +54,7 @@ def pack(args: PackArgs) -> int:
         RunError: something cannot be read or written, or reads back differently.
     """
     from cascade_train.data.folder import Folder  # heavy: torch
-    from cascade_train.data.packing import pack as pack_folder
+    from cascade_train.data.tar.packing import pack as pack_folder
 
     name = Path(args.folder).expanduser().resolve().name.replace(".", "_") if args.name is None else args.name
     try:

@@ -22,7 +22,7 @@ from cascade_train.config.recipe_official import from_official, is_official
 from cascade_train.config.recipe_open_diffusion import from_open_diffusion, is_open_diffusion
 from cascade_train.config.saved import load_yaml
 from cascade_train.config.verb import names_place, parse_verb
-from cascade_train.data.row_filter import parse_row_filters
+from cascade_train.data.index.row_filter import parse_row_filters
 from cascade_train.errors import ConfigError
 from cascade_train.redaction import printable
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from stopping_hooks import in_step
 
-from cascade_train.data import store
+from cascade_train.data.storage import store
 from cascade_train.engine import checkpoint_folder
 from cascade_train.engine.checkpoint import CheckpointStore
 from cascade_train.engine.checkpoint_folder import CheckpointFolder

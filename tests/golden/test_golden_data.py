@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from bench.parity_data import WITHOUT_A_CALL
-from cascade_train.data.row_filter import parse_row_filters
+from cascade_train.data.index.row_filter import parse_row_filters
 
 
 class TestRowFilters:

@@ -12,8 +12,8 @@ from PIL import Image
 
 from cascade_train import inspect as verb
 from cascade_train.data.data_set import open_data_set
-from cascade_train.data.survey import survey
-from cascade_train.inspect_page import _histogram
+from cascade_train.data.survey.page import _histogram
+from cascade_train.data.survey.survey import survey
 from cascade_train.models.token_count import token_counter
 from tests.unit.data import tars
 from tests.unit.data.test_folder import folder, write

@@ -30,16 +30,16 @@ from cascade_train.assembly.components import build_component, build_parts
 from cascade_train.assembly.model import compute_dtype
 from cascade_train.batch import Batch
 from cascade_train.config.plain import to_plain
-from cascade_train.data.cache_manifest import Manifest, write_manifest
-from cascade_train.data.cache_units import CachedSample, is_whole, load_table, write_unit
 from cascade_train.data.cached import Cached
 from cascade_train.data.data_set import Rows, open_data_set
-from cascade_train.data.index import Index
-from cascade_train.data.plan import Step
+from cascade_train.data.index.rows import Index
+from cascade_train.data.latent_cache.manifest import Manifest, write_manifest
+from cascade_train.data.latent_cache.units import CachedSample, is_whole, load_table, write_unit
+from cascade_train.data.loading.skipped import FEW, too_many_text
+from cascade_train.data.loading.worker import Failure, MicroBatches
+from cascade_train.data.order.plan import Step
 from cascade_train.data.sample import RawSample
-from cascade_train.data.skipped import FEW, too_many_text
 from cascade_train.data.source import Source
-from cascade_train.data.worker import Failure, MicroBatches
 from cascade_train.errors import ConfigError, RunError
 from cascade_train.models.stage import Stage
 from cascade_train.tasks.base import ImageMaker, Task

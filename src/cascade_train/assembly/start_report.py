@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from cascade_train.assembly.components import Parts
 from cascade_train.data.data_set import DataSet
-from cascade_train.data.feed import Feed
+from cascade_train.data.loading.feed import Feed
 from cascade_train.distributed.process_group import World
 from cascade_train.engine.loop import Trainer
 from cascade_train.engine.run_directory import RunDirectory

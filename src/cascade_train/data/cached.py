@@ -18,8 +18,12 @@ import torch
 from torch import Tensor
 
 from cascade_train.data.buckets import BucketTable
-from cascade_train.data.cache_manifest import Manifest, read_index, read_manifest
-from cascade_train.data.cache_units import (
+from cascade_train.data.captions import Captions
+from cascade_train.data.index.quarantine import quarantine_selection, read_quarantine
+from cascade_train.data.index.rows import Index
+from cascade_train.data.index.selection import RowSelector, Selection
+from cascade_train.data.latent_cache.manifest import Manifest, read_index, read_manifest
+from cascade_train.data.latent_cache.units import (
     PayloadReader,
     UnitTable,
     caption_digest,
@@ -28,11 +32,7 @@ from cascade_train.data.cache_units import (
     read_tensors,
     samples_tar,
 )
-from cascade_train.data.captions import Captions
-from cascade_train.data.index import Index
-from cascade_train.data.quarantine import quarantine_selection, read_quarantine
 from cascade_train.data.sample import RawSample, UnreadableSampleError
-from cascade_train.data.selection import RowSelector, Selection
 from cascade_train.data.source import Source
 from cascade_train.errors import ConfigError
 from cascade_train.options import File, Order

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from cascade_train.data.folder_files import (
+from cascade_train.data.files.folder import (
     CAPTION_FILES,
     MASK,
     MULTIPLY,
@@ -23,11 +23,11 @@ from cascade_train.data.folder_files import (
     read_caption,
     read_values,
 )
-from cascade_train.data.index import ROW_FIELDS, Index
-from cascade_train.data.picture_files import EXTENSIONS, load_facts, load_picture_sizes, refuse_unreadable
-from cascade_train.data.repeats import repeat_counts, repeated_rows
-from cascade_train.data.row_filter import parse_row_filters
-from cascade_train.data.row_verdicts import judged, passing_rows
+from cascade_train.data.files.pictures import EXTENSIONS, load_facts, load_picture_sizes, refuse_unreadable
+from cascade_train.data.index.repeats import repeat_counts, repeated_rows
+from cascade_train.data.index.row_filter import parse_row_filters
+from cascade_train.data.index.row_verdicts import judged, passing_rows
+from cascade_train.data.index.rows import ROW_FIELDS, Index
 from cascade_train.data.sample import RawSample, UnreadableSampleError
 from cascade_train.data.source import Source
 from cascade_train.errors import ConfigError, RunError

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from cascade_train.data.captions import Captions
-from cascade_train.data.index import ROW_FIELDS, Index
+from cascade_train.data.index.rows import ROW_FIELDS, Index
 from cascade_train.data.sample import RawSample
 from cascade_train.data.source import Source
 from cascade_train.errors import ConfigError

@@ -9,10 +9,10 @@ from typing import Literal
 
 import numpy as np
 
-from cascade_train.data.index import Index
+from cascade_train.data.index.repeats import repeat_counts, repeated_rows
+from cascade_train.data.index.rows import Index
+from cascade_train.data.index.selection import selected
 from cascade_train.data.joined import Joined, JoinedSource, Part, check_parts
-from cascade_train.data.repeats import repeat_counts, repeated_rows
-from cascade_train.data.selection import selected
 from cascade_train.data.source import Source
 from cascade_train.errors import ConfigError
 from cascade_train.options import Order

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cascade_train.data.index import Index
-from cascade_train.data.parquet_files import (
+from cascade_train.data.files.parquet import (
     Columns,
     FileIndex,
     RowGroups,
@@ -20,9 +19,10 @@ from cascade_train.data.parquet_files import (
     picture_of,
     read_rows,
 )
-from cascade_train.data.picture_files import load_picture_sizes, refuse_unreadable
-from cascade_train.data.row_filter import parse_row_filters
-from cascade_train.data.row_verdicts import judged, passing_rows
+from cascade_train.data.files.pictures import load_picture_sizes, refuse_unreadable
+from cascade_train.data.index.row_filter import parse_row_filters
+from cascade_train.data.index.row_verdicts import judged, passing_rows
+from cascade_train.data.index.rows import Index
 from cascade_train.data.sample import RawSample
 from cascade_train.data.source import Source
 from cascade_train.data.table import caption_text

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cascade_train.data.index import Index
+from cascade_train.data.index.rows import Index
+from cascade_train.data.index.selection import selected
 from cascade_train.data.joined import Joined, JoinedSource, Part, check_parts
-from cascade_train.data.selection import selected
 from cascade_train.data.source import Source
 from cascade_train.options import Order
 

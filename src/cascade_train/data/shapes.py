@@ -15,7 +15,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from PIL import Image, ImageChops, ImageDraw
 
-from cascade_train.data.index import ROW_FIELDS, Index
+from cascade_train.data.index.rows import ROW_FIELDS, Index
 from cascade_train.data.sample import RawSample
 from cascade_train.data.source import Source
 

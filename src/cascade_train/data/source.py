@@ -1,7 +1,7 @@
 """The base of every source of samples, with the options that the loader owns.
 
 A new source is one file here, one YAML in `conf/data` and one test. Reading belongs in the source; order,
-batches and workers belong to `plan.py` and `loader.py`.
+batches and workers belong to `order/plan.py` and `loading/loader.py`.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from cascade_train.data.buckets import Buckets, BucketTable
 from cascade_train.data.captions import Captions
-from cascade_train.data.index import Index
-from cascade_train.data.limits import FileLimits
-from cascade_train.data.quarantine import quarantine_selection, read_quarantine
+from cascade_train.data.files.limits import FileLimits
+from cascade_train.data.index.quarantine import quarantine_selection, read_quarantine
+from cascade_train.data.index.rows import Index
+from cascade_train.data.index.selection import RowSelector
+from cascade_train.data.index.size_filter import parse_size_filters, size_selection
 from cascade_train.data.sample import RawSample
-from cascade_train.data.selection import RowSelector
-from cascade_train.data.size_filter import parse_size_filters, size_selection
 from cascade_train.options import File, Free, Order
 
 if TYPE_CHECKING:
-    from cascade_train.data.feed import Feed, FeedRequest
+    from cascade_train.data.loading.feed import Feed, FeedRequest
 
 START_METHODS = ("fork", "forkserver", "spawn")
 CROPS = ("center", "random", "saliency")

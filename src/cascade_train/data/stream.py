@@ -1,7 +1,7 @@
 """One logical stream: an endless sequence of samples of tars that are only read forward, and the place in it.
 
 A function of (tars, seed, number of streams) alone: ranks, workers and resumes do not change it. Batches and workers
-belong to stream_feed.py.
+belong to loading/stream_feed.py.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from cascade_train.data.layout import permutation
-from cascade_train.data.row_filter import PASSED, RowFilters
-from cascade_train.data.tar_files import Tar
-from cascade_train.data.tar_sample import Dropped
-from cascade_train.data.tar_stream import stream_samples
+from cascade_train.data.index.row_filter import PASSED, RowFilters
+from cascade_train.data.order.epoch import permutation
+from cascade_train.data.tar.files import Tar
+from cascade_train.data.tar.sample import Dropped
+from cascade_train.data.tar.stream import stream_samples
 from cascade_train.errors import RunError
 from cascade_train.options import Free
 from cascade_train.redaction import printable

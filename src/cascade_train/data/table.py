@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from cascade_train.data.index import ROW_FIELDS, Index
-from cascade_train.data.picture_files import load_picture_sizes, refuse_unreadable
-from cascade_train.data.row_filter import parse_row_filters
-from cascade_train.data.row_verdicts import judged, passing_rows
+from cascade_train.data.files.pictures import load_picture_sizes, refuse_unreadable
+from cascade_train.data.files.tables import TableFile, table_file
+from cascade_train.data.index.row_filter import parse_row_filters
+from cascade_train.data.index.row_verdicts import judged, passing_rows
+from cascade_train.data.index.rows import ROW_FIELDS, Index
 from cascade_train.data.sample import RawSample, UnreadableSampleError
 from cascade_train.data.source import Source
-from cascade_train.data.table_files import TableFile, table_file
 from cascade_train.errors import ConfigError, RunError
 from cascade_train.options import File, Free, Order
 

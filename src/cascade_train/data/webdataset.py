@@ -16,25 +16,25 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cascade_train.data.index import ROW_FIELDS, Index
-from cascade_train.data.picture_files import refuse_unreadable
-from cascade_train.data.read_ahead import ReadAhead
-from cascade_train.data.row_filter import parse_row_filters, passing
+from cascade_train.data.files.pictures import refuse_unreadable
+from cascade_train.data.index.row_filter import parse_row_filters, passing
+from cascade_train.data.index.rows import ROW_FIELDS, Index
+from cascade_train.data.index.selection import RowSelector
 from cascade_train.data.sample import RawSample
-from cascade_train.data.selection import RowSelector
 from cascade_train.data.source import Source
-from cascade_train.data.store import Store
+from cascade_train.data.storage.read_ahead import ReadAhead
+from cascade_train.data.storage.store import Store
+from cascade_train.data.storage.urls import PIPE, S3, expand_urls, refuse_missing
 from cascade_train.data.stream import Stream, StreamSpec
-from cascade_train.data.tar_files import Listings, Tar, find_tars
-from cascade_train.data.tar_index import ShardIndex, load_shard
-from cascade_train.data.tar_sample import PARTS, raw_sample
-from cascade_train.data.tar_verdicts import load_verdicts
-from cascade_train.data.urls import PIPE, S3, expand_urls, refuse_missing
+from cascade_train.data.tar.files import Listings, Tar, find_tars
+from cascade_train.data.tar.index import ShardIndex, load_shard
+from cascade_train.data.tar.sample import PARTS, raw_sample
+from cascade_train.data.tar.verdicts import load_verdicts
 from cascade_train.errors import ConfigError, RunError
 from cascade_train.options import File, Free, Order
 
 if TYPE_CHECKING:
-    from cascade_train.data.feed import Feed, FeedRequest
+    from cascade_train.data.loading.feed import Feed, FeedRequest
 
 _INDEXED_AT_ONCE = 8  # remote tars, each with a buffer of 8 MiB
 _READ_ACROSS_BYTES = 64 * 1024  # what lies between two parts of a sample is read along rather than asked for apart
@@ -150,7 +150,7 @@ class WebDataset(Source):
         """
         if request.index.rows_are_samples:
             return None
-        from cascade_train.data.stream_feed import StreamFeed, choose_streams  # torch, after `check`
+        from cascade_train.data.loading.stream_feed import StreamFeed, choose_streams  # torch, after `check`
 
         rows = request.rows.tolist()
         is_shown = request.whole_epochs  # a few samples to look at: nothing is mixed or counted

@@ -22,7 +22,7 @@ from cascade_train.config.groups import conf_dir
 from cascade_train.config.signatures import class_chain
 from cascade_train.config.source import find, load_module
 from cascade_train.data.buckets import parse_ratios
-from cascade_train.data.row_filter import parse_row_filters
+from cascade_train.data.index.row_filter import parse_row_filters
 
 FOLDER = Path(__file__).resolve().parents[2] / "golden" / "original"
 PUBLISHED: dict[str, dict[str, dict[str, Any]]] = yaml.safe_load((FOLDER / "published.yaml").read_text())

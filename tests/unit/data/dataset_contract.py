@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from cascade_train.batch import Batch
-from cascade_train.data.index import split
-from cascade_train.data.loader import Loader
+from cascade_train.data.index.rows import split
+from cascade_train.data.loading.loader import Loader
 from cascade_train.data.source import Source
 from cascade_train.errors import ConfigError
 

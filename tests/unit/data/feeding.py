@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from cascade_train.data.feed import FeedRequest
+from cascade_train.data.loading.feed import FeedRequest
+from cascade_train.data.loading.stream_feed import StreamFeed
 from cascade_train.data.stream import StreamSpec
-from cascade_train.data.stream_feed import StreamFeed
 from cascade_train.data.webdataset import WebDataset
 from tests.unit.data import tars
 

@@ -13,7 +13,7 @@ from cascade_train.data.buckets import (
     parse_ratios,
     with_reciprocals,
 )
-from cascade_train.data.index import ROW_FIELDS, Index
+from cascade_train.data.index.rows import ROW_FIELDS, Index
 
 
 def table(ratios: Any, image_size: int = 768, **options: Any) -> BucketTable:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cascade_train.batch import Batch
-from cascade_train.data.feed import Feed
+from cascade_train.data.loading.feed import Feed
 from cascade_train.errors import RunError
 from tests.unit.data import tars
 from tests.unit.data.dataset_contract import content, loading

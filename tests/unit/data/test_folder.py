@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from cascade_train.data import picture_files
 from cascade_train.data.captions import Captions
+from cascade_train.data.files import pictures as picture_files
+from cascade_train.data.files.folder import caption_of_name, find_pictures
 from cascade_train.data.folder import Folder
-from cascade_train.data.folder_files import caption_of_name, find_pictures
 from cascade_train.data.sample import UnreadableSampleError
 from cascade_train.errors import ConfigError, RunError
 from tests.unit.data import tars

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from cascade_train.data.captions import Captions
+from cascade_train.data.index.repeats import repeat_counts
 from cascade_train.data.mixture import Mixture
-from cascade_train.data.repeats import repeat_counts
 from cascade_train.data.shapes import Shapes
 from cascade_train.data.source import Source
 from cascade_train.errors import ConfigError
@@ -134,7 +134,7 @@ class _Odd(Shapes):
     """Every other row only."""
 
     def selectors(self) -> list[Any]:
-        from cascade_train.data.selection import Selection
+        from cascade_train.data.index.selection import Selection
 
         return [lambda index: Selection(kept=index.table["shard"] == 0, reason="are odd")]
 

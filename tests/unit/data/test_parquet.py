@@ -12,8 +12,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from cascade_train.data import parquet_files
 from cascade_train.data.captions import Captions
+from cascade_train.data.files import parquet as parquet_files
 from cascade_train.data.parquet import Parquet
 from cascade_train.data.sample import UnreadableSampleError
 from cascade_train.errors import ConfigError, RunError

@@ -12,8 +12,8 @@ from typing import Any
 import boto3
 import pytest
 
-from cascade_train.data import tar_index
-from cascade_train.data.tar_files import Tar
+from cascade_train.data.tar import index as tar_index
+from cascade_train.data.tar.files import Tar
 from cascade_train.data.webdataset import WebDataset
 from cascade_train.errors import ConfigError
 from tests.unit.data import tars

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cascade_train.data import picture_files
+from cascade_train.data.files import pictures as picture_files
 from cascade_train.data.sample import UnreadableSampleError
 from cascade_train.data.table import Table
 from cascade_train.errors import ConfigError, RunError

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from cascade_train.batch import Unreadable
-from cascade_train.data.quarantine import FOLDER, read_quarantine
-from cascade_train.data.skipped import by_reason
+from cascade_train.data.index.quarantine import FOLDER, read_quarantine
+from cascade_train.data.loading.skipped import by_reason
 from cascade_train.engine.unreadable import UnreadableList
 
 

@@ -1,0 +1,1 @@
+"""From encoded pictures to framed pixels."""

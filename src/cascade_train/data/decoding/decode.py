@@ -1,0 +1,170 @@
+"""Encoded picture -> uint8 RGB pixels as they are seen, and the size of a picture from its header.
+
+What part of the pixels is used, and at which size, is `decoding/framing.py`'s business; the step to float happens on the
+training device.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+
+from cascade_train.data.decoding.jpeg import fast_jpeg_decoder
+from cascade_train.data.sample import UnreadableSampleError
+
+FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "GIF", "BMP", "TIFF", "PPM")
+"""Formats that are decoded, whatever a file's extension says. PIL knows others, one of which starts an interpreter."""
+
+SCALED_ROOM = 1.25
+"""A JPEG is decoded at a fraction of its size only where this times the target is left."""
+
+_FRACTIONS = (8, 4)  # half the size saves a sixth of the time and costs 8 dB: not worth it (bench/results/data.md)
+_ORIENTATION_TAG = 0x0112
+_PIL_SETTINGS = threading.RLock()  # its limit and Python's warning filters belong to the process
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Decoded:
+    """A picture's pixels.
+
+    Attributes:
+        pixels: (h, w, 3) uint8 RGB, upright, perhaps a view; a fraction of the picture's size where that was enough.
+        size: height and width of the picture in pixels, upright.
+    """
+
+    pixels: np.ndarray
+    size: tuple[int, int]
+
+
+def upright_size(encoded: bytes) -> tuple[int, int]:
+    """Read (width, height) in pixels from the header, sides swapped where the EXIF orientation says so.
+
+    Threads may call it.
+
+    Args:
+        encoded: the file, or enough of its beginning to hold the header.
+
+    Raises:
+        UnreadableSampleError: there is no readable header.
+    """
+    with _damage_reported(max_pixels=None):
+        image = _opened(encoded)
+        width, height = image.size
+        return (height, width) if _orientation(image) >= 5 else (width, height)
+
+
+def decode(picture: bytes | np.ndarray, target: tuple[int, int], *, max_pixels: int | None) -> Decoded:
+    """Decode and turn upright; a large JPEG at a fraction of its size that leaves room for the target.
+
+    Args:
+        picture: an encoded file, or (H, W, 3) uint8 RGB.
+        target: height and width in pixels that the picture is going to cover.
+        max_pixels: of a file that is decoded; None = any number.
+
+    Raises:
+        UnreadableSampleError: the file is damaged, no picture of a known format, or has more than `max_pixels`.
+    """
+    if isinstance(picture, np.ndarray):
+        return Decoded(pixels=picture, size=picture.shape[:2])
+    with _damage_reported(max_pixels):
+        stored = _opened(picture)
+        orientation = _orientation(stored)
+        width, height = stored.size
+        size = (height, width) if orientation < 5 else (width, height)
+        fraction = _fraction(stored, min(side / wanted for side, wanted in zip(size, target, strict=True)))
+        if fraction > 1:
+            stored.draft(None, (width // fraction, height // fraction))
+        pixels = _pixels(stored, picture, whole=fraction == 1)
+        return Decoded(pixels=_upright(pixels, orientation), size=size)
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """Convert any mode to 8-bit RGB: transparency on white, 16-bit scaled rather than clipped."""
+    if image.mode.startswith("I"):
+        samples = np.asarray(image).astype(np.int64)
+        if image.mode != "I" or samples.max(initial=0) > 255:
+            samples = (samples * 255 + 32767) // 65535
+        image = Image.fromarray(samples.clip(0, 255).astype(np.uint8))
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+    return image if image.mode == "RGB" else image.convert("RGB")  # which copies, also from RGB
+
+
+def _opened(encoded: bytes) -> Image.Image:
+    """Read the header."""
+    return Image.open(io.BytesIO(encoded), formats=_known_formats())
+
+
+@functools.cache
+def _known_formats() -> tuple[str, ...]:
+    Image.init()
+    return tuple(name for name in FORMATS if name in Image.OPEN)  # AVIF is new in Pillow 11.3
+
+
+def _fraction(stored: Image.Image, room: float) -> int:
+    """Return 8 or 4 where a JPEG may be decoded at that fraction, else 1; `room` is its size over the target's."""
+    if stored.format not in ("JPEG", "MPO"):
+        return 1
+    return next((fraction for fraction in _FRACTIONS if room / fraction >= SCALED_ROOM), 1)
+
+
+def _pixels(stored: Image.Image, encoded: bytes, *, whole: bool) -> np.ndarray:
+    """Decode to (H, W, 3) uint8 RGB as stored, by the fast decoder where it gives what PIL would."""
+    fast = fast_jpeg_decoder()
+    if fast is not None and whole and stored.format in ("JPEG", "MPO") and stored.mode in ("RGB", "L"):
+        try:
+            return fast(encoded)
+        except RuntimeError:  # PIL decides whether the file is damaged or only unusual
+            pass
+    return np.asarray(to_rgb(stored))
+
+
+def _upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
+    """Return a view turned and mirrored as the EXIF orientation, 1 to 8, says."""
+    if orientation >= 5:
+        pixels = pixels.transpose(1, 0, 2)
+    down = -1 if orientation in (3, 4, 7, 8) else 1
+    across = -1 if orientation in (2, 3, 6, 7) else 1
+    return pixels[::down, ::across]
+
+
+def _orientation(image: Image.Image) -> int:
+    """Return the EXIF orientation, 1 where there is none. Never decodes pixels, so that a header is enough."""
+    if image.format == "PNG" and "exif" not in image.info:
+        return 1
+    orientation = image.getexif().get(_ORIENTATION_TAG, 1)
+    return orientation if orientation in range(1, 9) else 1
+
+
+@contextmanager
+def _damage_reported(max_pixels: int | None) -> Iterator[None]:
+    """Turn whatever a damaged or too large file makes PIL raise into `UnreadableSampleError`.
+
+    PIL answers damage with OSError, SyntaxError, ValueError, struct.error, IndexError and others, so every
+    Exception counts; memory exhaustion does not.
+    """
+    with _PIL_SETTINGS, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, max_pixels
+        try:
+            yield
+        except MemoryError:
+            raise
+        except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+            raise UnreadableSampleError(f"more pixels than data.max_pixels={max_pixels} allows") from error
+        except UnidentifiedImageError as error:  # its own text is the address of a buffer
+            raise UnreadableSampleError("not a picture of a known format, or one without a beginning") from error
+        except Exception as error:
+            raise UnreadableSampleError(f"{type(error).__name__}: {error}") from error
+        finally:
+            Image.MAX_IMAGE_PIXELS = limit

@@ -1,0 +1,178 @@
+"""From a sample's picture to the pixels that enter a batch: which part, at which size, mirrored or not.
+
+All in uint8: floats first appear on the training device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+
+from cascade_train.data.decoding.decode import decode
+from cascade_train.data.decoding.saliency import salient_offset
+from cascade_train.data.sample import UnreadableSampleError
+
+Draw = Callable[[str], torch.Generator]
+"""Returns the sample's generator for one purpose."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Box:
+    """A part of a picture in whole pixels."""
+
+    top: int
+    left: int
+    height: int
+    width: int
+
+    def scaled(self, size: tuple[int, int], to: tuple[int, int]) -> Box:
+        """Return about the same part of the picture at another (height, width)."""
+        top, height = _span(self.top, self.height, size[0], to[0])
+        left, width = _span(self.left, self.width, size[1], to[1])
+        return Box(top=top, left=left, height=height, width=width)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Framed:
+    """A sample's picture as it enters a batch.
+
+    Attributes:
+        image: (3, H, W) uint8 RGB, perhaps a view.
+        mask: (1, H, W) uint8, 255 where the loss counts; None where the sample has no mask.
+        size: height and width of the whole picture in pixels, upright.
+        box: the part that was taken, in pixels of the whole picture.
+    """
+
+    image: np.ndarray
+    mask: np.ndarray | None
+    size: tuple[int, int]
+    box: Box
+
+
+@dataclass(frozen=True, kw_only=True)
+class Framing:
+    """How pictures are cut.
+
+    Attributes:
+        crop: which part of a picture that has another shape than its batch.
+        flip_prob: share of the pictures that are mirrored left to right.
+        max_pixels: of a picture that is decoded; None = any number.
+    """
+
+    crop: Literal["center", "random", "saliency"]
+    flip_prob: float
+    max_pixels: int | None
+
+    def __call__(
+        self, image: bytes | np.ndarray, mask: bytes | np.ndarray | None, height: int, width: int, draw: Draw
+    ) -> Framed:
+        """Decode a picture, take the largest part of the target's shape, and resize it.
+
+        Args:
+            image: an encoded file, or (H, W, 3) uint8 RGB.
+            mask: an encoded file of the image's size, or (H, W) uint8; None = no mask.
+            height: of the result in pixels.
+            width: of the result in pixels.
+            draw: gives the sample's generators.
+
+        Raises:
+            UnreadableSampleError: see `decode.decode`; or the mask has another size than the picture.
+        """
+        decoded = decode(image, (height, width), max_pixels=self.max_pixels)
+        box = self._box(decoded.pixels, decoded.size, (height, width), draw)
+        flip = self.flip_prob > 0.0 and float(torch.rand(1, generator=draw("flip"))) < self.flip_prob
+        part = box.scaled(decoded.size, decoded.pixels.shape[:2])
+        return Framed(
+            image=cut(decoded.pixels, part, height, width, flip=flip),
+            mask=None if mask is None else self._mask(mask, decoded.size, box, (height, width), flip=flip),
+            size=decoded.size,
+            box=box,
+        )
+
+    def _box(self, pixels: np.ndarray, size: tuple[int, int], target: tuple[int, int], draw: Draw) -> Box:
+        box = largest_box(size, target, (0.5, 0.5))
+        if self.crop == "center" or (box.height, box.width) == size:
+            return box
+        if self.crop == "random":
+            across, down = torch.rand(2, generator=draw("crop")).tolist()
+        else:
+            part = box.scaled(size, pixels.shape[:2])
+            across, down = salient_offset(pixels, part.height, part.width)
+        return largest_box(size, target, (across, down))
+
+    def _mask(
+        self, mask: bytes | np.ndarray, size: tuple[int, int], box: Box, target: tuple[int, int], *, flip: bool
+    ) -> np.ndarray:
+        gray, mask_size = self._gray(mask, target)
+        if mask_size != size:
+            raise UnreadableSampleError(
+                f"the mask is {mask_size[1]} x {mask_size[0]} px, the picture {size[1]} x {size[0]}: they must be equal"
+            )
+        return cut(gray, box.scaled(size, gray.shape[:2]), *target, flip=flip)
+
+    def _gray(self, mask: bytes | np.ndarray, target: tuple[int, int]) -> tuple[np.ndarray, tuple[int, int]]:
+        """Return a mask's (H, W, 1) pixels, and its size."""
+        if isinstance(mask, np.ndarray):
+            return mask[:, :, None], mask.shape[:2]
+        decoded = decode(mask, target, max_pixels=self.max_pixels)
+        gray = Image.fromarray(np.ascontiguousarray(decoded.pixels)).convert("L")
+        return np.asarray(gray)[:, :, None], decoded.size
+
+
+def largest_box(size: tuple[int, int], target: tuple[int, int], offset: tuple[float, float]) -> Box:
+    """Return the largest part of the target's shape, rounded to whole pixels.
+
+    Args:
+        size: height and width of the picture.
+        target: height and width whose ratio the part has.
+        offset: where it lies, across and down, in [0, 1] of the room that is left; (0.5, 0.5) is the middle.
+    """
+    scale = min(size[0] / target[0], size[1] / target[1])
+    height, width = (min(side, max(1, round(wanted * scale))) for side, wanted in zip(size, target, strict=True))
+    left, top = round((size[1] - width) * offset[0]), round((size[0] - height) * offset[1])
+    return Box(top=top, left=left, height=height, width=width)
+
+
+def cut(pixels: np.ndarray, box: Box, height: int, width: int, *, flip: bool) -> np.ndarray:
+    """Take a part, mirror it if told, and resize it with antialiasing.
+
+    Channels stay innermost, where torch's uint8 kernel is several times faster; it rounds after each of its two
+    passes, which keeps 57 dB to the same in float.
+
+    Args:
+        pixels: (H, W, C) uint8.
+        box: the part.
+        height: of the result in pixels.
+        width: of the result in pixels.
+        flip: whether left and right change places.
+
+    Returns:
+        (C, height, width) uint8, a view with the channels innermost; the same pixels where the part has that size.
+    """
+    part = pixels[box.top : box.top + box.height, box.left : box.left + box.width]
+    part = _plain(part[:, ::-1] if flip else part)
+    if (box.height, box.width) == (height, width):
+        return part.transpose(2, 0, 1)
+    channels_last = torch.from_numpy(part)[None].permute(0, 3, 1, 2)  # in this order: else torch takes it for planes
+    resized = F.interpolate(channels_last, (height, width), mode="bilinear", antialias=True)
+    return resized[0].numpy()
+
+
+def _plain(pixels: np.ndarray) -> np.ndarray:
+    """Return the pixels in memory that torch takes: dense, writable, without negative strides. Copies where needed."""
+    flags = pixels.flags
+    return pixels if flags.c_contiguous and flags.writeable and min(pixels.strides) > 0 else pixels.copy()
+
+
+def _span(start: int, length: int, side: int, to: int) -> tuple[int, int]:
+    """Return a span of a side of another length."""
+    if side == to:
+        return start, length
+    begin = min(to - 1, round(start * to / side))
+    return begin, max(1, min(to - begin, round(length * to / side)))

@@ -1,0 +1,1 @@
+"""Pictures and tables in files of their own."""

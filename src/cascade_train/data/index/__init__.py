@@ -1,0 +1,1 @@
+"""Which samples there are, and which of them take part."""

@@ -1,0 +1,1 @@
+"""From planned rows to batches: worker processes, and what they return."""

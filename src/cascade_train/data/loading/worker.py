@@ -1,0 +1,197 @@
+"""What runs in a worker process: references in, a finished batch or the reason of a failure out.
+
+A worker holds no state: the same references give the same batch in any process.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import traceback
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, get_worker_info
+
+from cascade_train.batch import Batch, SampleTransform, Unreadable, sample_seed
+from cascade_train.data.decoding.framing import Framed, Framing
+from cascade_train.data.decoding.jpeg import fast_jpeg_decoder
+from cascade_train.data.index.rows import Index
+from cascade_train.data.loading.skipped import by_reason
+from cascade_train.data.order.plan import Step
+from cascade_train.data.sample import RawSample, UnreadableSampleError
+from cascade_train.data.source import Source
+from cascade_train.errors import RunError
+
+MAX_STAND_INS = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """Why a batch could not be made.
+
+    Attributes:
+        text: the sample and the cause, for the user.
+        trace: the worker's traceback, for a defect.
+    """
+
+    text: str
+    trace: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sample:
+    framed: Framed | None
+    caption: str
+    key: str
+    row: int
+    weight: float
+    tensors: dict[str, np.ndarray]
+    skipped: tuple[Unreadable, ...]
+
+
+class MicroBatches(Dataset[Batch | Failure]):
+    """Batches by their references.
+
+    Args:
+        source: the opened source.
+        index: what `source.open` returned.
+        stand_ins: the sorted rows of each shape, (height, width), that others stand in from for unreadable ones.
+        seed: the run's seed.
+        transform: what is made of each picture for the task; None = nothing.
+        excluded: keys of samples that others stand in for, silently, although they can be read.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        index: Index,
+        stand_ins: Mapping[tuple[int, int], np.ndarray],
+        seed: int,
+        transform: SampleTransform | None = None,
+        excluded: Collection[str] = (),
+    ) -> None:
+        self._source, self._index, self._stand_ins = source, index, stand_ins
+        self._seed, self._transform, self._excluded = seed, transform, excluded
+        self._framing = Framing(crop=source.crop, flip_prob=source.flip_prob, max_pixels=source.max_pixels)
+        if source.num_workers > 0:
+            fast_jpeg_decoder()  # loaded once, before the workers fork
+
+    def __getitem__(self, step: Step) -> Batch | Failure:
+        """Read, decode and stack the samples of one micro-batch."""
+        self._source.prefetch(step.rows.tolist())
+        samples = []
+        for row, epoch in zip(step.rows.tolist(), step.epochs.tolist(), strict=True):
+            try:
+                samples.append(self._sample(row, epoch, step))
+            except Exception as error:  # crosses a process border as text, raised again there
+                cause = str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
+                return Failure(text=f"sample {self._index.name(row)}: {cause}", trace=traceback.format_exc())
+        return Batch(
+            captions=tuple(sample.caption for sample in samples),
+            keys=tuple(sample.key for sample in samples),
+            epoch_B=torch.from_numpy(step.epochs.copy()),
+            index_B=torch.tensor([sample.row for sample in samples], dtype=torch.int64),
+            seed=self._seed,
+            weight_B=_weights([sample.weight for sample in samples], step),
+            skipped=tuple(each for sample in samples for each in sample.skipped),
+            **_stacked(samples),
+        )
+
+    def _sample(self, row: int, epoch: int, step: Step) -> _Sample:
+        """Return the row's sample, or the next row's that is readable and not excluded."""
+        skipped: list[Unreadable] = []
+        for candidate in self._candidates(row, step):
+            if len(skipped) == MAX_STAND_INS:
+                break
+            try:
+                raw = self._source.read(candidate)
+                if raw.key in self._excluded:
+                    continue
+                caption = self._source.captions_of(candidate)(raw, self._generator(candidate, epoch, "caption"))
+                framed = self._framed(raw, candidate, epoch, step)
+            except UnreadableSampleError as error:
+                skipped.append(Unreadable(self._index.name(candidate), str(error)))
+                continue
+            return _Sample(
+                framed=framed,
+                caption=caption,
+                key=raw.key,
+                row=candidate,
+                weight=raw.weight,
+                tensors={**raw.tensors, **self._transformed(framed, candidate, epoch)},
+                skipped=tuple(skipped),
+            )
+        if not skipped:
+            raise RunError("left out by a rollback (rolled_back.jsonl), and so is every sample of its shape")
+        raise RunError(f"unreadable, and so are the samples after it: {by_reason(skipped)}")
+
+    def _candidates(self, row: int, step: Step) -> Iterator[int]:
+        """Yield the row, then those of its shape from the next one on, each once."""
+        others = self._stand_ins[step.height, step.width]
+        place = int(np.searchsorted(others, row, side="right"))
+        return itertools.chain([row], (int(others[(place + i) % len(others)]) for i in range(len(others))))
+
+    def _framed(self, raw: RawSample, row: int, epoch: int, step: Step) -> Framed | None:
+        if raw.image is None:  # what is made of it is among the sample's tensors
+            return None
+        return self._framing(raw.image, raw.mask, step.height, step.width, partial(self._generator, row, epoch))
+
+    def _transformed(self, framed: Framed | None, row: int, epoch: int) -> Mapping[str, np.ndarray]:
+        if self._transform is None or framed is None:
+            return {}
+        return self._transform(framed.image, self._generator(row, epoch, "transform"))
+
+    def _generator(self, row: int, epoch: int, purpose: str) -> torch.Generator:
+        return torch.Generator().manual_seed(sample_seed(self._seed, epoch, row, purpose))
+
+
+def _stacked(samples: list[_Sample]) -> dict[str, Any]:
+    """Return what a batch holds of its samples' arrays, by the batch's field."""
+    names = [name for name in samples[0].tensors if name != "mask"]
+    tensors = {name: _tensor([sample.tensors[name] for sample in samples]) for name in names}
+    masks = [sample.tensors.get("mask") for sample in samples]
+    framed = [sample.framed for sample in samples if sample.framed is not None]
+    if not framed:
+        return {"image_BCHW": None, "tensors": tensors | _masks(masks, 1.0)}
+    tensors |= _masks([each.mask for each in framed], 255)
+    boxes = [(each.box.top, each.box.left, each.box.height, each.box.width) for each in framed]
+    return {
+        "image_BCHW": _shared([each.image for each in framed]),
+        "tensors": tensors,
+        "original_size_B2": torch.tensor([each.size for each in framed], dtype=torch.int64),
+        "crop_B4": torch.tensor(boxes, dtype=torch.int64),
+    }
+
+
+def _masks(masks: list[np.ndarray | None], fully: float) -> dict[str, torch.Tensor]:
+    """Return the `mask` of a batch, where a sample without one counts everywhere; nothing if none has one."""
+    known = next((mask for mask in masks if mask is not None), None)
+    if known is None:
+        return {}
+    return {"mask": _tensor([np.full_like(known, fully) if mask is None else mask for mask in masks])}
+
+
+def _shared(images: list[np.ndarray]) -> torch.Tensor:
+    """Stack pictures; in a worker into memory that the main process shares, which saves a copy of each."""
+    shape = (len(images), *images[0].shape)
+    batch = torch.empty(0, dtype=torch.uint8)
+    if get_worker_info() is not None:  # as torch's own collating does
+        batch.set_(torch.UntypedStorage._new_shared(math.prod(shape)))
+    batch.resize_(shape)
+    for row, image in zip(batch.numpy(), images, strict=True):
+        row[:] = image
+    return batch
+
+
+def _tensor(arrays: list[np.ndarray]) -> torch.Tensor:
+    return torch.from_numpy(np.stack(arrays))
+
+
+def _weights(weights: list[float], step: Step) -> torch.Tensor:
+    weight_B = torch.tensor(weights, dtype=torch.float32)
+    return weight_B if step.weights is None else weight_B * torch.from_numpy(step.weights)

@@ -1,0 +1,196 @@
+"""The plan of one run's samples, and what a saved position in it means.
+
+A position is kept with the identity of everything that decides the order. What does not fit is refused, or, where the
+user chose so, followed by another epoch; never silently.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from cascade_train.data.index.rows import Index
+from cascade_train.data.order.epoch import Assignment, Layouts
+from cascade_train.data.order.plan import ORDER_VERSION, Plan, Start, Step
+from cascade_train.data.source import Source
+from cascade_train.errors import ConfigError
+
+_REMEDIES = {
+    "filters": "data.row_filters changed; set it back",
+    "index": "the files behind data changed; put them back",
+    "rows": "other samples take part: set validate.share, data.size_filters, data.quarantine and data.buckets back",
+    "seed": "set run.seed back",
+    "window": "set data.shuffle_window_shards back",
+    "buckets": "set data.aspect_ratios and data.buckets back",
+    "leftover": "set data.leftover back",
+    "replacement": "set data.replacement back",
+    "order": "this version of the library orders samples in another way; use the version that wrote the checkpoint",
+}
+_log = logging.getLogger(__name__)
+
+
+class Order:
+    """Global batches by position, and the state of a position.
+
+    Args:
+        source: the opened source.
+        index: what `source.open` returned.
+        rows: sorted rows of the index that take part; at least one.
+        seed: the run's seed.
+        global_batch_size: samples of one optimizer step over all ranks.
+        whole_epochs: see `FeedRequest`.
+
+    Raises:
+        ConfigError: leftovers are dropped, and every sample would be one.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        index: Index,
+        rows: np.ndarray,
+        seed: int,
+        global_batch_size: int,
+        whole_epochs: bool = False,
+    ) -> None:
+        self._rows, self._on_change = rows, source.on_change
+        self._max_upscale, self._global_batch_size = source.buckets.max_upscale, global_batch_size
+        self._leftover = "flush" if whole_epochs else source.leftover
+        replacement = source.replacement and not whole_epochs
+        random_share = 0.0 if whole_epochs else source.buckets.random_share
+        table = source.bucket_table(index)
+        self._assignment = Assignment(
+            table,
+            width_N=index.table["width"][rows],
+            height_N=index.table["height"][rows],
+            rows=rows,
+            random_share=random_share,
+            seed=seed,
+        )
+        self._layouts = Layouts(
+            shards=index.table["shard"][rows],
+            rows=rows,
+            assignment=self._assignment,
+            seed=seed,
+            window_shards=source.shuffle_window_shards,
+            replacement=replacement,
+        )
+        self._plan = self._planned(global_batch_size, Start())
+        self._identity = {
+            "order": str(ORDER_VERSION),
+            "index": index.digest,
+            "rows": hashlib.sha256(rows.astype("<i8").tobytes()).hexdigest()[:16],
+            "seed": str(seed),
+            "window": str(source.shuffle_window_shards),
+        }
+        if index.filters:
+            self._identity["filters"] = index.filters
+        if len(table.sizes_K2) > 1:
+            self._identity["buckets"] = f"{table.identity}/{random_share:g}"
+        if self._leftover != "carry":
+            self._identity["leftover"] = self._leftover
+        if replacement:
+            self._identity["replacement"] = "true"
+
+    def step(self, position: int) -> Step:
+        """Return the global batch at `position`, counted from the run's first."""
+        return self._plan.step(position)
+
+    def stand_ins(self) -> dict[tuple[int, int], np.ndarray]:
+        """Return the sorted rows of each shape, (height, width), from which others stand in for unreadable ones."""
+        shapes = map(tuple, self._layouts.sizes_K2.tolist())
+        rows = {shape: self._rows[self._assignment.nearest_N == bucket] for bucket, shape in enumerate(shapes)}
+        return {shape: own if len(own) else self._rows for shape, own in rows.items()}
+
+    def steps_of_epochs(self, epochs: int) -> int:
+        """Return how many optimizer steps the first `epochs` epochs take; the last may open the next epoch."""
+        if self._leftover == "carry":
+            return -(-epochs * len(self._rows) // self._global_batch_size)
+        return self._plan.first_step(epochs)
+
+    def state(self, position: int) -> dict[str, Any]:
+        """Return a position and what it is a position in."""
+        start = self._plan.epoch_start(position)
+        return {
+            "position": position,
+            "identity": " ".join(f"{name}={value}" for name, value in self._identity.items()),
+            "global_batch_size": self._global_batch_size,
+            "start": {"position": start.position, "epoch": start.epoch, "taken": list(start.taken)},
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> int:
+        """Take over the plan that `state` belongs to, and return its position.
+
+        Raises:
+            ConfigError: it counts batches of another order or size, and `data.on_change` is refuse.
+        """
+        position, size = state["position"], state["global_batch_size"]
+        start = _start(state)
+        changed = self._changes(state)
+        if changed and self._on_change == "refuse":
+            raise ConfigError(
+                f"the checkpoint's data position does not fit this run's data: {changed[0]}, or start another run with"
+                " a new run.name, or end the epoch here by data.on_change=restart"
+            )
+        if not changed and size != self._global_batch_size and self._on_change == "refuse":
+            raise ConfigError(
+                f"the checkpoint's data position counts global batches of {size} samples, but"
+                f" train.global_batch_size={self._global_batch_size}: set it back (ranks and micro-batches may change),"
+                " or start another run with a new run.name, or continue with other batches by data.on_change=restart"
+            )
+        if changed:
+            start = Start(position=position, epoch=start.epoch + 1)
+            _log.warning("The data changed (%s); epoch %d begins.", "; ".join(changed), start.epoch)
+        elif size != self._global_batch_size:
+            start = self._planned(size, start).start_at(position)
+            _log.warning("Epoch %d continues with global batches of %d.", start.epoch, self._global_batch_size)
+        self._plan = self._planned(self._global_batch_size, start)
+        return int(position)
+
+    def report(self) -> list[str]:
+        """Return the histogram of buckets, which of them fill slowly, and how many samples are enlarged."""
+        lines = []
+        enlarged = self._assignment.enlarged_N > 1
+        if enlarged.any():
+            limit = "" if self._max_upscale is None else f", of {self._max_upscale:g} that are allowed"
+            most = self._assignment.enlarged_N.max()
+            lines.append(f"{enlarged.sum()} of {len(enlarged)} samples are enlarged, by up to {most:.2f}{limit}.")
+        if len(self._layouts.sizes_K2) > 1:
+            count_K = np.bincount(self._assignment.nearest_N, minlength=len(self._layouts.sizes_K2))
+            lines.append(f"Samples by height x width: {self._shapes(count_K, np.argsort(-count_K, kind='stable'))}.")
+            lines += self._slow(count_K)
+        return lines
+
+    def _slow(self, count_K: np.ndarray) -> list[str]:
+        slow = np.flatnonzero((count_K > 0) & (count_K < self._global_batch_size))
+        if not len(slow) or self._leftover == "flush":
+            return []
+        what = "never come" if self._leftover == "drop" else "come only once several epochs filled one"
+        return [
+            f"These shapes hold fewer samples than a global batch of {self._global_batch_size}, so that theirs {what}:"
+            f" {self._shapes(count_K, slow)}. List fewer data.aspect_ratios, lower train.global_batch_size, or"
+            " set data.leftover=flush."
+        ]
+
+    def _shapes(self, count_K: np.ndarray, buckets: np.ndarray) -> str:
+        sizes = self._layouts.sizes_K2
+        return ", ".join(f"{sizes[b][0]}x{sizes[b][1]} {count_K[b]}" for b in buckets if count_K[b])
+
+    def _changes(self, state: Mapping[str, Any]) -> list[str]:
+        saved = dict(item.split("=", 1) for item in state["identity"].split())
+        pairs = {name: (saved.get(name, "none"), self._identity.get(name, "none")) for name in _REMEDIES}
+        return [f"{name} was {was}, is {now}: {_REMEDIES[name]}" for name, (was, now) in pairs.items() if was != now]
+
+    def _planned(self, global_batch_size: int, start: Start) -> Plan:
+        return Plan(layouts=self._layouts, global_batch_size=global_batch_size, leftover=self._leftover, start=start)
+
+
+def _start(state: Mapping[str, Any]) -> Start:
+    """Return where a state's plan begins; older states say nothing, theirs begins at the beginning."""
+    saved = state.get("start", {"position": 0, "epoch": 0, "taken": []})
+    return Start(position=saved["position"], epoch=saved["epoch"], taken=tuple(saved["taken"]))

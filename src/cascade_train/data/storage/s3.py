@@ -1,0 +1,181 @@
+"""Objects of S3 and of stores that speak its protocol, through boto3.
+
+Credentials, region and endpoint come from where AWS tools look for them (AWS_PROFILE, AWS_ENDPOINT_URL, ...).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from cascade_train.data.storage.store import PassingError, Store, StoredObject, try_again
+from cascade_train.errors import ConfigError, RunError, install_hint
+
+SCHEME = "s3://"
+_CONNECT_SECONDS, _READ_SECONDS = 10, 60
+_PASSING_CODES = {"SlowDown", "RequestTimeout", "RequestTimeTooSkewed", "Throttling", "ThrottlingException"}
+T = TypeVar("T")
+
+
+class S3(Store):
+    """Ranged reads whose length and ETag are checked. Each process makes a client of its own.
+
+    A client that crosses a fork answers with the bytes of another's request; so it is known by its process.
+    """
+
+    parallel_reads = 16
+
+    def __init__(self) -> None:
+        self._made: tuple[int, Any] | None = None
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"_made": None}
+
+    def prepare(self) -> None:
+        """Make this process's client: making one is not safe for threads, using one is."""
+        self._client()
+
+    def stat(self, url: str) -> StoredObject:
+        """Ask for size and ETag."""
+        bucket, key = _place(url)
+        client = self._client()
+        head = _asked(lambda: client.head_object(Bucket=bucket, Key=key), url)
+        return StoredObject(url=url, size=head["ContentLength"], version=head["ETag"])
+
+    def read(self, item: StoredObject, start: int, size: int) -> bytes:
+        """Read a range, again where a connection was cut."""
+        if size == 0:
+            return b""
+        client = self._client()
+        return try_again(lambda: _read_once(client, item, start, size), what=f"reading {item.url}")
+
+    def list_prefix(self, url: str) -> list[StoredObject]:
+        """Return every object whose key begins with the prefix of `s3://bucket/prefix`, sorted by key.
+
+        Raises:
+            ConfigError: the bucket is not there, or may not be listed.
+            RunError: the store cannot be reached.
+        """
+        bucket, prefix = _place(url)
+        pages = self._client().get_paginator("list_objects_v2")
+        found = _asked(lambda: list(pages.paginate(Bucket=bucket, Prefix=prefix).search("Contents[]")), url)
+        items = [
+            StoredObject(url=f"{SCHEME}{bucket}/{entry['Key']}", size=entry["Size"], version=entry["ETag"])
+            for entry in found
+            if entry is not None
+        ]
+        return sorted(items, key=lambda item: item.url)
+
+    def _client(self) -> Any:
+        if self._made is None or self._made[0] != os.getpid():
+            self._made = (os.getpid(), _new_client(self.parallel_reads))
+        return self._made[1]
+
+
+def _new_client(connections: int) -> Any:
+    """Make a client that tries once: `try_again` repeats what may pass. Without credentials it signs nothing."""
+    try:
+        import boto3
+        from botocore import UNSIGNED
+        from botocore.config import Config
+        from botocore.exceptions import BotoCoreError
+    except ImportError as error:
+        raise ConfigError(f"data.urls names s3:// objects, which need boto3. {install_hint('s3')}.") from error
+    try:
+        session = boto3.session.Session()
+        config = Config(
+            connect_timeout=_CONNECT_SECONDS,
+            read_timeout=_READ_SECONDS,
+            max_pool_connections=connections,
+            retries={"total_max_attempts": 1},
+            signature_version=UNSIGNED if session.get_credentials() is None else None,
+        )
+        return session.client("s3", config=config)
+    except (BotoCoreError, ValueError) as error:
+        raise ConfigError(f"data.urls: the AWS settings of this machine do not fit: {error}") from error
+
+
+def _read_once(client: Any, item: StoredObject, start: int, size: int) -> bytes:
+    bucket, key = _place(item.url)
+    stop = start + size - 1
+    with _failures_sorted(item.url):
+        answer = client.get_object(Bucket=bucket, Key=key, Range=f"bytes={start}-{stop}")
+        with contextlib.closing(answer["Body"]) as body:
+            _check_range(answer, item, f"bytes {start}-{stop}/{item.size}")
+            content = bytes(body.read())
+    if len(content) != size:
+        raise PassingError(f"{len(content)} of {size} bytes came")
+    return content
+
+
+def _check_range(answer: dict[str, Any], item: StoredObject, wanted: str) -> None:
+    """Check that the answer is the range that was asked for, of the object that was indexed.
+
+    Raises:
+        RunError: it is not; asking again would not help.
+    """
+    if answer["ETag"] != item.version:
+        raise RunError(
+            f"{item.url} changed during the run: its ETag was {item.version} and is {answer['ETag']}; put the object"
+            " back, or start another run with a new run.name"
+        )
+    status, given = answer["ResponseMetadata"]["HTTPStatusCode"], answer.get("ContentRange")
+    if status != 206 or given != wanted:
+        raise RunError(
+            f"{item.url}: the server answered {status} with {given or 'no range'} where {wanted} was asked for (206):"
+            " it does not speak ranges; use another server or gateway, or copy the data to a disk"
+        )
+
+
+def _asked(ask: Callable[[], T], url: str) -> T:
+    def attempt() -> T:
+        with _failures_sorted(url):
+            return ask()
+
+    return try_again(attempt, what=f"asking for {url}")
+
+
+@contextmanager
+def _failures_sorted(url: str) -> Iterator[None]:
+    """Turn what boto3 raises into a `PassingError`, or into an error that says what to do. No credentials in it.
+
+    Raises:
+        PassingError: it may pass.
+        ConfigError: the object is not there or may not be read.
+        RunError: the server refuses for another reason.
+    """
+    from botocore.exceptions import ClientError, HTTPClientError, IncompleteReadError
+    from botocore.exceptions import ConnectionError as NoConnectionError
+
+    try:
+        yield
+    except ClientError as error:
+        code = str(error.response.get("Error", {}).get("Code", "unknown"))
+        status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+        raise _refusal(url, status, code) from error
+    except (HTTPClientError, NoConnectionError, IncompleteReadError) as error:
+        raise PassingError(f"{type(error).__name__}: {error}") from error
+
+
+def _refusal(url: str, status: int, code: str) -> Exception:
+    if status >= 500 or status == 429 or code in _PASSING_CODES:
+        return PassingError(f"the server answered {status} {code}")
+    if status == 404:
+        return ConfigError(f"data.urls: {url} is not there ({code}); check bucket, key and AWS_ENDPOINT_URL")
+    if status in (401, 403):
+        return ConfigError(
+            f"data.urls: {url} may not be read ({status} {code}); check the credentials that AWS tools use here"
+            " (AWS_PROFILE, AWS_ACCESS_KEY_ID), their rights, and the region"
+        )
+    return RunError(f"{url}: the server answered {status} {code}")
+
+
+def _place(url: str) -> tuple[str, str]:
+    bucket, _, key = url.removeprefix(SCHEME).partition("/")
+    if not re.fullmatch(r"[a-zA-Z0-9][a-zA-Z0-9._-]{1,254}", bucket):
+        raise ConfigError(f"data.urls={url} names no bucket: write s3://bucket/folder/000.tar or s3://bucket/folder/")
+    return bucket, key

@@ -1,0 +1,1 @@
+"""What a data set is like: measured, and shown on a page."""

@@ -1,0 +1,1 @@
+"""Tars: members, samples, index and streams."""

@@ -1,0 +1,203 @@
+from __future__ import annotations
+
+import io
+import struct
+import tracemalloc
+import warnings
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from cascade_train.data.decoding.decode import decode, to_rgb, upright_size
+from cascade_train.data.sample import UnreadableSampleError
+
+WHOLE = (10**6, 10**6)
+"""A target so large that nothing is decoded at a fraction."""
+
+
+def encode(image: Image.Image, kind: str, **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, format=kind, **options)
+    return file.getvalue()
+
+
+def halves(width: int = 40, height: int = 20) -> Image.Image:
+    """Left half red, right half blue."""
+    image = Image.new("RGB", (width, height), (200, 0, 0))
+    image.paste((0, 0, 200), (width // 2, 0, width, height))
+    return image
+
+
+def pixels_of(encoded: bytes) -> np.ndarray:
+    """Decode the whole picture, (H, W, 3)."""
+    return decode(encoded, WHOLE, max_pixels=None).pixels
+
+
+def test_pixels_and_size_have_the_documented_form() -> None:
+    decoded = decode(encode(halves(), "png"), WHOLE, max_pixels=None)
+    assert (decoded.pixels.shape, decoded.pixels.dtype, decoded.size) == ((20, 40, 3), np.uint8, (20, 40))
+
+
+def test_an_array_is_taken_as_it_is() -> None:
+    pixels = np.zeros((3, 5, 3), dtype=np.uint8)
+    decoded = decode(pixels, (1, 1), max_pixels=1)
+    assert decoded.pixels is pixels
+    assert decoded.size == (3, 5)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("kind", ["jpeg", "png", "webp"])
+def test_orientation_is_applied_and_the_size_agrees(orientation: int, kind: str) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    upright = Image.new("RGB", (32, 16), (0, 0, 0))
+    upright.paste((240, 240, 240), (0, 0, 8, 8))  # the upper left corner, once upright
+    undo = {2: 0, 3: 3, 4: 1, 5: 5, 6: 2, 7: 6, 8: 4}  # PIL's operation that makes `orientation` right again
+    stored = upright.transpose(Image.Transpose(undo[orientation])) if orientation in undo else upright
+    encoded = encode(stored, kind, exif=exif)
+    assert upright_size(encoded) == (32, 16)
+    pixels = pixels_of(encoded)
+    assert pixels.shape == (16, 32, 3)
+    assert pixels[2:6, 2:6].min() > 200
+    assert pixels[10:, 12:].max() < 40
+
+
+def test_an_unknown_orientation_is_none() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 77
+    assert upright_size(encode(halves(), "jpeg", exif=exif)) == (40, 20)
+
+
+def sixteen_bit() -> Image.Image:
+    return Image.fromarray(np.full((8, 8), 32896, dtype=np.uint16))
+
+
+@pytest.mark.parametrize(
+    ("image", "kind", "rgb"),
+    [
+        (Image.new("1", (8, 8), 1), "png", (255, 255, 255)),
+        (Image.new("L", (8, 8), 77), "png", (77, 77, 77)),
+        (Image.new("LA", (8, 8), (0, 0)), "png", (255, 255, 255)),
+        (Image.new("RGBA", (8, 8), (255, 0, 0, 0)), "png", (255, 255, 255)),
+        (Image.new("RGBA", (8, 8), (0, 0, 0, 128)), "webp", (127, 127, 127)),
+        (Image.new("RGB", (8, 8), (10, 200, 30)).quantize(2), "png", (10, 200, 30)),
+        (Image.new("L", (8, 8), 77), "jpeg", (77, 77, 77)),
+        (Image.new("CMYK", (8, 8), (0, 255, 255, 0)), "jpeg", (254, 0, 0)),
+        (sixteen_bit(), "png", (128, 128, 128)),
+    ],
+    ids=lambda value: value.mode if isinstance(value, Image.Image) else None,
+)
+def test_every_mode_becomes_rgb(image: Image.Image, kind: str, rgb: tuple[int, int, int]) -> None:
+    pixels = pixels_of(encode(image, kind)).astype(int)
+    assert np.abs(pixels - np.array(rgb)).max() <= 3
+
+
+def test_a_transparent_palette_lies_on_white() -> None:
+    image = Image.new("P", (8, 8), 1)
+    image.putpalette([0, 0, 0, 200, 0, 0])
+    assert pixels_of(encode(image, "png", transparency=1)).min() == 255
+
+
+def test_wide_integers_that_hold_bytes_are_kept() -> None:
+    assert to_rgb(Image.new("I", (2, 2), 200)).getpixel((0, 0)) == (200, 200, 200)
+    assert to_rgb(Image.new("I", (2, 2), 65535)).getpixel((0, 0)) == (255, 255, 255)
+
+
+@pytest.mark.parametrize("kind", ["jpeg", "png", "webp"])
+def test_a_file_cut_short_is_unreadable(kind: str) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    encoded = encode(Image.fromarray(noise), kind)
+    with pytest.raises(UnreadableSampleError, match=r"Error: .+"):
+        pixels_of(encoded[: len(encoded) // 2])
+
+
+@pytest.mark.parametrize("encoded", [b"", b"<html>404</html>", b"\x89PNG\r\n\x1a\n" + b"\0" * 50])
+def test_what_is_no_picture_is_unreadable(encoded: bytes) -> None:
+    with pytest.raises(UnreadableSampleError, match="not a picture of a known format|SyntaxError"):
+        pixels_of(encoded)
+    with pytest.raises(UnreadableSampleError, match="not a picture of a known format|SyntaxError"):
+        upright_size(encoded)
+
+
+@pytest.mark.parametrize("kind", ["png", "jpeg", "webp", "gif"])
+def test_a_decompression_bomb_is_refused_by_its_header(kind: str) -> None:
+    encoded = encode(halves(), kind)
+    with pytest.raises(UnreadableSampleError, match="more pixels than data.max_pixels=799 allows"):
+        decode(encoded, WHOLE, max_pixels=799)
+    assert decode(encoded, WHOLE, max_pixels=800).size == (20, 40)
+    assert upright_size(encoded) == (40, 20)
+
+
+def test_a_bomb_is_never_unpacked() -> None:
+    """30000 x 30000 px in a few hundred bytes; a header is all that is read of it."""
+    header = struct.pack(">IIBBBBB", 30000, 30000, 8, 2, 0, 0, 0)
+    chunk = struct.pack(">I", len(header)) + b"IHDR" + header + struct.pack(">I", zlib.crc32(b"IHDR" + header))
+    idat = zlib.compress(b"\0" * 100_000)
+    data = struct.pack(">I", len(idat)) + b"IDAT" + idat + struct.pack(">I", zlib.crc32(b"IDAT" + idat))
+    bomb = b"\x89PNG\r\n\x1a\n" + chunk + data
+    assert upright_size(bomb) == (30000, 30000)
+    tracemalloc.start()
+    try:
+        with pytest.raises(UnreadableSampleError, match="more pixels than data.max_pixels=134217728"):
+            decode(bomb, (64, 64), max_pixels=2**27)
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
+
+
+def test_the_limit_of_the_process_stays() -> None:
+    before = Image.MAX_IMAGE_PIXELS
+    decode(encode(halves(), "png"), WHOLE, max_pixels=None)
+    with pytest.raises(UnreadableSampleError):
+        decode(encode(halves(), "png"), WHOLE, max_pixels=1)
+    assert before == Image.MAX_IMAGE_PIXELS
+
+
+@pytest.mark.parametrize("content", [b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n", b"GRIB" + b"\0" * 60])
+def test_formats_that_start_other_programs_are_not_pictures(content: bytes) -> None:
+    """Whatever their extension: PIL would hand the first to Ghostscript."""
+    with pytest.raises(UnreadableSampleError, match="not a picture of a known format"):
+        pixels_of(content)
+
+
+def test_headers_are_read_by_threads_and_leave_the_process_as_it_was() -> None:
+    exif = b"Exif\0\0MM\0*\0\0\0\x08\0\x09broken"  # PIL warns of it
+    files = [encode(halves(40 + side, 20), "jpeg", exif=exif) for side in range(8)]
+    filters, limit = list(warnings.filters), Image.MAX_IMAGE_PIXELS
+    with ThreadPoolExecutor(8) as pool:
+        sizes = list(pool.map(upright_size, files * 20))
+    assert sizes == [(40 + side, 20) for side in range(8)] * 20
+    assert (warnings.filters, Image.MAX_IMAGE_PIXELS) == (filters, limit)
+
+
+def test_damaged_metadata_does_not_warn() -> None:
+    encoded = encode(halves(), "jpeg", exif=b"Exif\0\0MM\0*\0\0\0\x08\0\x09broken")
+    assert pixels_of(encoded).shape == (20, 40, 3)
+
+
+@pytest.mark.parametrize("orientation", [1, 6])
+@pytest.mark.parametrize(("target", "shorter"), [(50, 125), (100, 125), (101, 250), (200, 250), (201, 1000)])
+def test_a_large_jpeg_is_decoded_at_a_fraction_that_leaves_room(orientation: int, target: int, shorter: int) -> None:
+    """1000 px of the shorter side at 1.25 times the target: an eighth, a quarter, or whole."""
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    decoded = decode(encode(halves(1600, 1000), "jpeg", exif=exif), (target, target), max_pixels=None)
+    turned = orientation == 6
+    assert decoded.size == ((1600, 1000) if turned else (1000, 1600))
+    assert min(decoded.pixels.shape[:2]) == shorter
+    red, blue = decoded.pixels[0, 0], decoded.pixels[-1, -1]
+    assert np.abs(red.astype(int) - (200, 0, 0)).max() <= 3
+    assert np.abs(blue.astype(int) - (0, 0, 200)).max() <= 3
+
+
+def test_lack_of_memory_is_not_blamed_on_the_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(Image, "open", fail)
+    with pytest.raises(MemoryError):
+        upright_size(b"")

@@ -1,0 +1,195 @@
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tests.unit.data.test_decode import encode, halves
+from torchvision.transforms import functional as float_path
+
+from cascade_train.data.decoding.framing import Box, Framed, Framing, cut, largest_box
+from cascade_train.data.sample import UnreadableSampleError
+
+
+def draw(purpose: str) -> torch.Generator:
+    return torch.Generator().manual_seed(sum(purpose.encode()))
+
+
+def framed(
+    image: bytes | np.ndarray, height: int, width: int, mask: bytes | np.ndarray | None = None, **options: object
+) -> Framed:
+    framing = Framing(**{"crop": "center", "flip_prob": 0.0, "max_pixels": None, **options})  # type: ignore[arg-type]
+    return framing(image, mask, height, width, draw)
+
+
+def photo(width: int, height: int, seed: int = 0) -> Image.Image:
+    """Smooth shapes with grain, as a camera gives them."""
+    draws = np.random.default_rng(seed)
+    pixels = np.zeros((height, width, 3))
+    for cells, strength in ((4, 60), (16, 30), (64, 15)):
+        coarse = Image.fromarray(draws.integers(0, 256, (cells, cells, 3), dtype=np.uint8))
+        pixels += strength / 128 * (np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC)) - 127.5)
+    pixels += draws.normal(0, 5, (height, width, 1))
+    return Image.fromarray((pixels + 127.5).clip(0, 255).astype(np.uint8))
+
+
+def psnr(pixels: np.ndarray, reference: torch.Tensor) -> float:
+    """Return dB between (3, H, W) uint8 and float in [0, 1]."""
+    return float(-10 * torch.log10((torch.from_numpy(pixels).double() / 255 - reference.double()).square().mean()))
+
+
+def in_float(encoded: bytes, height: int, width: int) -> torch.Tensor:
+    """Return PIL's pixels cut and resized in float, as the original did; (3, height, width) in [0, 1]."""
+    image = float_path.to_tensor(Image.open(io.BytesIO(encoded)).convert("RGB"))
+    box = largest_box(image.shape[1:], (height, width), (0.5, 0.5))
+    return float_path.resize(
+        image[:, box.top :, box.left :][:, : box.height, : box.width], [height, width], antialias=True
+    )
+
+
+@pytest.mark.parametrize("quality", [75, 95])
+@pytest.mark.parametrize(("height", "width"), [(768, 768), (640, 864)])
+def test_pixels_are_those_of_the_float_path_to_57_db(quality: int, height: int, width: int) -> None:
+    encoded = encode(photo(1600, 1200), "jpeg", quality=quality)
+    assert psnr(framed(encoded, height, width).image, in_float(encoded, height, width)) >= 57.0
+
+
+def test_the_original_order_of_resize_and_crop_gives_the_same() -> None:
+    """1600 x 1200 to a square of 768: resized to 1024 x 768 and cropped."""
+    encoded = encode(photo(1600, 1200, seed=1), "jpeg", quality=90)
+    whole = float_path.resize(float_path.to_tensor(Image.open(io.BytesIO(encoded))), [768], antialias=True)
+    assert psnr(framed(encoded, 768, 768).image, whole[:, :, 128:896]) >= 57.0
+
+
+def test_the_number_of_threads_does_not_change_pixels() -> None:
+    encoded = encode(photo(700, 500), "jpeg")
+    threads = torch.get_num_threads()
+    images = []
+    try:
+        for count in (1, 2, 4):
+            torch.set_num_threads(count)
+            images.append(framed(encoded, 200, 300).image)
+    finally:
+        torch.set_num_threads(threads)
+    assert all(np.array_equal(images[0], image) for image in images)
+
+
+def test_a_crop_has_the_documented_shape() -> None:
+    result = framed(encode(halves(), "png"), 8, 12)
+    assert (result.image.shape, result.image.dtype) == ((3, 8, 12), np.uint8)
+    assert (result.size, result.box) == ((20, 40), Box(top=0, left=5, height=20, width=30))
+    assert result.mask is None
+
+
+def test_a_picture_of_the_target_size_is_not_touched() -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (24, 24, 3), dtype=np.uint8)
+    for crop in ("center", "random", "saliency"):
+        assert np.array_equal(framed(pixels, 24, 24, crop=crop).image, pixels.transpose(2, 0, 1))
+
+
+@pytest.mark.parametrize(("across", "red", "blue"), [(0.0, 200, 0), (1.0, 0, 200)])
+def test_the_offset_moves_the_crop_from_edge_to_edge(across: float, red: int, blue: int) -> None:
+    box = largest_box((20, 40), (10, 10), (across, 0.5))
+    pixels = cut(np.asarray(halves()), box, 10, 10, flip=False)
+    assert np.unique(pixels[0, :, 1:-1]).tolist() == [red]
+    assert np.unique(pixels[2, :, 1:-1]).tolist() == [blue]
+
+
+def test_the_centre_crop_is_symmetric() -> None:
+    pixels = framed(encode(halves(), "png"), 10, 10).image
+    assert np.array_equal(pixels[0], pixels[2][:, ::-1])
+
+
+def test_shrinking_averages_instead_of_picking() -> None:
+    board = (np.indices((64, 64)).sum(axis=0) % 2 * 255).astype(np.uint8)
+    pixels = framed(encode(Image.fromarray(board), "png"), 8, 8).image
+    assert np.abs(pixels.astype(int) - 127).max() < 20
+
+
+@pytest.mark.parametrize("flip_prob", [0.0, 1.0])
+@pytest.mark.parametrize("crop", ["center", "random", "saliency"])
+@pytest.mark.parametrize("kind", ["png", "jpeg"])
+@pytest.mark.parametrize(("width", "height"), [(1, 1), (1, 500), (500, 1), (3, 3), (101, 99), (2000, 3)])
+def test_odd_sizes_are_covered_not_padded(width: int, height: int, kind: str, crop: str, flip_prob: float) -> None:
+    image = Image.new("RGB", (width, height), (120, 60, 30))
+    pixels = framed(encode(image, kind), 16, 24, crop=crop, flip_prob=flip_prob).image
+    assert pixels.shape == (3, 16, 24)
+    assert np.abs(pixels.reshape(3, -1).astype(int) - np.array([[120], [60], [30]])).max() <= 2
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_box_lies_in_the_picture_and_has_the_targets_shape(seed: int) -> None:
+    draws = np.random.default_rng(seed)
+    size, target = (tuple(draws.integers(1, 3000, 2).tolist()) for _ in range(2))
+    box = largest_box(size, target, tuple(draws.random(2)))
+    assert box.height >= 1 <= box.width
+    assert 0 <= box.top <= size[0] - box.height
+    assert 0 <= box.left <= size[1] - box.width
+    assert size[0] == box.height or size[1] == box.width
+    assert abs(box.width - box.height * target[1] / target[0]) <= 1 + target[1] / target[0]
+    small = tuple(max(1, side // 8) for side in size)
+    part = box.scaled(size, small)
+    assert 0 <= part.top <= part.top + part.height <= small[0]
+    assert 0 <= part.left <= part.left + part.width <= small[1]
+    assert min(part.height, part.width) >= 1
+
+
+@pytest.mark.parametrize("quality", [80, 95])
+def test_a_fraction_of_a_large_jpeg_shows_the_same_part(quality: int) -> None:
+    encoded = encode(photo(2400, 1603), "jpeg", quality=quality)
+    for height, width in ((160, 160), (200, 120)):
+        assert psnr(framed(encoded, height, width).image, in_float(encoded, height, width)) > 40.0
+
+
+@pytest.mark.parametrize("crop", ["center", "random", "saliency"])
+def test_a_mirrored_picture_is_the_mirror_of_the_other(crop: str) -> None:
+    encoded = encode(photo(300, 200), "png")
+    plain, mirrored = (framed(encoded, 64, 64, crop=crop, flip_prob=prob) for prob in (0.0, 1.0))
+    assert plain.box == mirrored.box
+    assert np.abs(plain.image.astype(int) - mirrored.image[:, :, ::-1]).max() <= 1
+
+
+def test_mirroring_is_drawn_by_its_share() -> None:
+    framing = Framing(crop="center", flip_prob=0.25, max_pixels=None)
+    pixels = np.asarray(halves(16, 16))
+    seeds = range(400)
+    flipped = [
+        framing(pixels, None, 16, 16, lambda _, seed=seed: torch.Generator().manual_seed(seed)).image[0, 0, 0] == 0
+        for seed in seeds
+    ]
+    assert 60 <= sum(flipped) <= 140
+
+
+def test_a_mask_is_cut_and_mirrored_like_its_picture() -> None:
+    picture = halves(60, 30)
+    mask = Image.fromarray((np.asarray(picture)[:, :, 0] > 100).astype(np.uint8) * 255)
+    for crop in ("center", "random", "saliency"):
+        for flip_prob in (0.0, 1.0):
+            for given in (encode(mask, "png"), encode(mask.convert("1"), "png"), np.asarray(mask)):
+                result = framed(encode(picture, "png"), 16, 16, given, crop=crop, flip_prob=flip_prob)
+                assert result.mask is not None
+                assert (result.mask.shape, result.mask.dtype) == ((1, 16, 16), np.uint8)
+                assert np.abs(result.mask[0] / 255 - result.image[0] / 200).max() < 0.02
+
+
+def test_a_mask_of_another_size_is_unreadable() -> None:
+    with pytest.raises(UnreadableSampleError, match="the mask is 30 x 20 px, the picture 40 x 20: they must be equal"):
+        framed(encode(halves(), "png"), 8, 8, np.zeros((20, 30), dtype=np.uint8))
+
+
+def test_a_mask_of_a_large_picture_may_be_decoded_whole() -> None:
+    mask = np.zeros((1000, 1600), dtype=np.uint8)
+    mask[:, :800] = 255
+    result = framed(encode(halves(1600, 1000), "jpeg"), 100, 100, mask)
+    assert result.mask is not None
+    assert np.abs(result.mask[0] / 255 - result.image[0] / 200).mean() < 0.01
+
+
+def test_pixels_of_a_source_are_not_written_to() -> None:
+    pixels = np.asarray(halves())  # PIL's arrays cannot be written to; torch warns when it is given one
+    assert not pixels.flags.writeable
+    assert framed(pixels, 20, 20).image.max() == 200
+    assert framed(pixels, 20, 40).image.max() == 200
+    assert framed(pixels, 7, 9, np.asarray(halves().convert("L"))).image.max() == 200

@@ -1,0 +1,63 @@
+"""What is kept of an index between runs; a cache that may not be read or written is no reason to stop."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cascade_train.data.index.cache import read_cache, write_cache
+from cascade_train.data.tar import index as tar_index
+from cascade_train.errors import Interrupted
+
+
+def _refuse(*_: Any, **__: Any) -> None:
+    raise PermissionError(13, "Permission denied")
+
+
+def test_a_lock_that_may_not_be_removed_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "unlink", _refuse)
+    read = []
+    with tar_index._one_reader(tmp_path / "a.npz", SimpleNamespace(is_remote=True)):  # type: ignore[arg-type]
+        read.append("a")
+    assert read == ["a"]
+    assert [path.name for path in tmp_path.iterdir()] == ["a.lock"]
+
+
+def test_a_cached_index_that_may_not_be_read_counts_as_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert read_cache(tmp_path / "none.npz") is None
+    assert caplog.text == ""
+    for method in ("open", "stat"):
+        monkeypatch.setattr(Path, method, _refuse)
+    assert read_cache(tmp_path / "a.npz") is None
+    assert "may not be read" in caplog.text
+
+
+def test_what_is_written_is_read_and_nothing_else_is_left(tmp_path):
+    write_cache(tmp_path / "kept" / "a.npz", {"rows": np.arange(3)}, required=True)
+    read = read_cache(tmp_path / "kept" / "a.npz")
+    assert read is not None
+    assert read["rows"].tolist() == [0, 1, 2]
+    assert [path.name for path in (tmp_path / "kept").iterdir()] == ["a.npz"]
+
+
+def test_a_write_that_is_stopped_or_fails_leaves_nothing(tmp_path, monkeypatch):
+    def end(error):
+        def savez(file, **parts):
+            file.write_bytes(b"half")
+            raise error
+
+        monkeypatch.setattr(np, "savez", savez)
+
+    end(Interrupted("Stopped by SIGTERM before the first step.", code=75))
+    with pytest.raises(Interrupted):
+        write_cache(tmp_path / "a.npz", {}, required=False)
+    end(OSError(errno.ENOSPC, "No space left on device"))
+    write_cache(tmp_path / "a.npz", {}, required=False)
+    assert list(tmp_path.iterdir()) == []

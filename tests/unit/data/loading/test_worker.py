@@ -1,0 +1,175 @@
+"""What a batch holds beside pictures and captions, whoever makes it."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from cascade_train.batch import Batch, sample_seed
+from cascade_train.data.index.rows import ROW_FIELDS, Index
+from cascade_train.data.loading.loader import Loader
+from cascade_train.data.sample import RawSample, UnreadableSampleError
+from cascade_train.data.source import Source
+from tests.unit.data import tars
+from tests.unit.data.dataset_contract import content, loading
+
+
+def drawn_and_mean(image: np.ndarray, generator: torch.Generator) -> Mapping[str, np.ndarray]:
+    """Return a draw of the sample's own and what shows that the picture was there; workers find it by its name."""
+    assert image.dtype == np.uint8
+    return {
+        "drawn": torch.rand(2, generator=generator).numpy(),
+        "mean": np.float32(image.mean()),
+        "size": np.array(image.shape[1:], dtype=np.int16),
+    }
+
+
+def samples_of(loader: Loader, steps: int) -> dict[tuple[int, int], dict[str, torch.Tensor]]:
+    """Return the transform's tensors by (row, epoch)."""
+    found = {}
+    for batch in (batch for _ in range(steps) for batch in next(loader)):
+        for place, key in enumerate(zip(batch.index_B.tolist(), batch.epoch_B.tolist(), strict=True)):
+            found[key] = {name: tensor[place] for name, tensor in batch.tensors.items()}
+    return found
+
+
+@pytest.fixture
+def tar(tmp_path: Path) -> Path:
+    return tars.write(tmp_path / "a.tar", tars.samples(range(120), damaged=[8]))
+
+
+@pytest.mark.parametrize(("num_workers", "micro_batch_size"), [(0, 2), (2, 4)])
+def test_what_a_task_makes_of_pictures_is_the_samples_own(tar: Path, num_workers: int, micro_batch_size: int) -> None:
+    source = tars.webdataset(tar, num_workers=num_workers)
+    with loading(source, transform=drawn_and_mean, micro_batch_size=micro_batch_size) as loader:
+        found = samples_of(loader, 17)
+    assert len(found) >= 130  # 16 of 136 may share a row with a stand-in
+    for (row, epoch), tensors in found.items():
+        generator = torch.Generator().manual_seed(sample_seed(3, epoch, row, "transform"))
+        assert torch.equal(tensors["drawn"], torch.rand(2, generator=generator)), (row, epoch)
+        assert tensors["size"].tolist() == [16, 16]
+        assert float(tensors["mean"]) > 0
+    assert 8 not in {row for row, _ in found}  # damaged: its stand-in comes with its own draws
+    assert {epoch for _, epoch in found} == {0, 1}
+
+
+def test_names_of_a_transform_become_tensors_of_the_batch(tar: Path) -> None:
+    with loading(tars.webdataset(tar), transform=drawn_and_mean) as loader:
+        batch = next(loader)[0]
+    assert {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in batch.tensors.items()} == {
+        "drawn": ((2, 2), torch.float32),
+        "mean": ((2,), torch.float32),
+        "size": ((2, 2), torch.int16),
+    }
+    assert batch.to(torch.device("cpu")).tensors.keys() == batch.tensors.keys()
+
+
+def test_a_transform_that_fails_names_the_sample(tar: Path) -> None:
+    def fail(image: np.ndarray, generator: torch.Generator) -> Mapping[str, np.ndarray]:
+        raise KeyError("edges")
+
+    with (
+        loading(tars.webdataset(tar), transform=fail) as loader,
+        pytest.raises(RuntimeError, match="sample a.tar:.*edges"),
+    ):
+        next(loader)
+
+
+def test_sizes_and_crops_are_in_pixels_of_the_whole_upright_picture(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    file = io.BytesIO()
+    Image.new("RGB", (900, 600)).save(file, "JPEG", exif=exif)  # seen as 600 x 900, decoded at an eighth
+    path = tars.write(tmp_path / "a.tar", [("a.jpg", file.getvalue()), ("a.txt", b"tall")])
+    with loading(tars.webdataset(path)) as loader:
+        batch = next(loader)[0]
+    assert batch.original_size_B2 is not None
+    assert batch.crop_B4 is not None
+    assert batch.original_size_B2.tolist() == [[900, 600]] * 2
+    assert batch.crop_B4.tolist() == [[150, 0, 600, 600]] * 2
+
+
+def test_mirroring_is_drawn_anew_each_epoch_and_repeats_in_a_resume(tmp_path: Path) -> None:
+    files = [("a.png", tars.picture(16, 16)), ("a.txt", b"one")]
+    path = tars.write(tmp_path / "a.tar", files)
+
+    def steps(position: int, count: int) -> list[list[Batch]]:
+        with loading(tars.webdataset(path, flip_prob=0.5), position=position, global_batch_size=4) as loader:
+            return [next(loader) for _ in range(count)]
+
+    whole = steps(0, 6)
+    images = torch.cat([batch.image_BCHW for step in whole for batch in step])
+    kinds = images.unique(dim=0)
+    assert len(kinds) == 2
+    assert torch.equal(kinds[0], kinds[1].flip(-1))
+    assert 4 <= (images == kinds[0]).all(dim=(1, 2, 3)).sum() <= 20
+    assert [content(step) for step in steps(4, 2)] == [content(step) for step in whole[4:]]
+
+
+def test_a_mask_lies_in_its_batch_and_the_others_count_everywhere(tmp_path: Path) -> None:
+    mask = io.BytesIO()
+    Image.new("L", (40, 32), 0).save(mask, "PNG")
+    files = tars.samples(range(8))
+    files.insert(2, ("0000.mask.png", mask.getvalue()))
+    path = tars.write(tmp_path / "a.tar", sorted(files))
+    with loading(tars.webdataset(path, num_workers=1), micro_batch_size=8) as loader:
+        batch = next(loader)[0]
+    shown = batch.tensors["mask"]
+    assert (tuple(shown.shape), shown.dtype) == ((8, 1, 16, 16), torch.uint8)
+    means = dict(zip(batch.index_B.tolist(), shown.float().mean(dim=(1, 2, 3)).tolist(), strict=True))
+    assert means == {0: 0.0, **dict.fromkeys(range(1, 8), 255.0)}
+
+
+class Specks(Source):
+    """Many tiny pictures, 3 in 100 unreadable."""
+
+    samples = 5_000
+
+    def open(self) -> Index:
+        table = np.zeros(self.samples, dtype=ROW_FIELDS)
+        table["width"] = table["height"] = 8
+        self._picture = np.full((8, 8, 3), 100, dtype=np.uint8)
+        return Index(shards=("specks",), table=table, keys=np.array([b"%05d" % row for row in range(self.samples)]))
+
+    def read(self, row: int) -> RawSample:
+        if row % 33 == 0:
+            raise UnreadableSampleError("a speck of dust")
+        return RawSample(image=self._picture, caption="speck", key=f"specks:{row}")
+
+
+def anonymous_mib(process: int | str) -> float:
+    """Return the memory that belongs to a process alone."""
+    for line in Path(f"/proc/{process}/smaps_rollup").read_text().splitlines():
+        if line.startswith("Anonymous:"):
+            return int(line.split()[1]) / 1024
+    raise AssertionError("Linux says how much")
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_over_50000_samples() -> None:
+    from tests.unit.data.test_loader import children
+
+    source = Specks(
+        image_size=8,
+        crop="center",
+        shuffle_window_shards=1,
+        num_workers=1,
+        worker_start="fork",
+        max_unreadable_share=0.05,
+    )
+    before = set(children())
+    with loading(source, global_batch_size=200, micro_batch_size=200) as loader:
+        marks = []
+        for step in range(250):
+            next(loader)
+            if step in (25, 249):
+                (worker,) = set(children()) - before
+                marks.append((anonymous_mib("self"), anonymous_mib(worker)))
+        assert len(loader.skipped) == 152
+    assert all(late - early < 8 for early, late in zip(*marks, strict=True)), marks

@@ -1,0 +1,214 @@
+"""What a saved position means: exact continuation, refusal, or another epoch by choice."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cascade_train.data.buckets import Buckets
+from cascade_train.data.index.rows import ROW_FIELDS, Index
+from cascade_train.data.order.position import Order
+from cascade_train.data.sample import RawSample
+from cascade_train.data.source import Source
+from cascade_train.errors import ConfigError
+
+SHAPES = [(64, 64), (128, 64), (64, 128), (96, 64), (64, 64)]
+RATIOS = ["1/1", "1/2", "2/3"]
+
+
+class Sized(Source):
+    """Samples of which only the size is known."""
+
+    def open(self) -> Index:
+        raise AssertionError("not opened here")
+
+    def read(self, row: int) -> RawSample:
+        raise AssertionError("not read here")
+
+
+def source(**options: Any) -> Sized:
+    defaults = {
+        "image_size": 64,
+        "crop": "center",
+        "shuffle_window_shards": 2,
+        "num_workers": 0,
+        "worker_start": "fork",
+        "aspect_ratios": RATIOS,
+        "buckets": Buckets(multiple_px=8),
+    }
+    return Sized(**{**defaults, **options})
+
+
+def index(count: int = 97, shards: int = 6) -> Index:
+    table = np.zeros(count, dtype=ROW_FIELDS)
+    table["shard"] = np.sort(np.arange(count) % shards)
+    table["width"], table["height"] = np.array([SHAPES[i % 5] for i in range(count)]).T
+    keys = np.array([f"{row}".encode() for row in range(count)])
+    return Index(shards=tuple(f"{s}.tar" for s in range(shards)), table=table, keys=keys)
+
+
+def order(
+    *, of: Index | None = None, size: int = 8, seed: int = 0, whole_epochs: bool = False, **options: Any
+) -> Order:
+    of = index() if of is None else of
+    rows = np.arange(len(of))
+    return Order(source(**options), index=of, rows=rows, seed=seed, global_batch_size=size, whole_epochs=whole_epochs)
+
+
+def drawn(of: Order, positions: range) -> list[tuple[int, int]]:
+    """Return (epoch, row) of the samples that count."""
+    steps = [of.step(position) for position in positions]
+    counted = [np.ones(len(s.rows)) if s.weights is None else s.weights for s in steps]
+    triples = [zip(s.epochs.tolist(), s.rows.tolist(), w, strict=True) for s, w in zip(steps, counted, strict=True)]
+    return [(epoch, row) for triple in triples for epoch, row, weight in triple if weight]
+
+
+def saved(of: Order, position: int) -> dict[str, Any]:
+    state: dict[str, Any] = json.loads(json.dumps(of.state(position)))
+    return state
+
+
+@pytest.mark.parametrize("leftover", ["carry", "drop", "flush"])
+@pytest.mark.parametrize("random_share", [0.0, 0.3])
+def test_a_state_continues_exactly_and_its_states_are_the_same(leftover: str, random_share: float) -> None:
+    options = {"leftover": leftover, "buckets": Buckets(multiple_px=8, random_share=random_share)}
+    whole = order(**options)
+    for position in (0, 1, 12, 13, 40, 123):
+        again = order(**options)
+        assert again.restore(saved(whole, position)) == position
+        ahead = range(position, position + 30)
+        assert drawn(again, ahead) == drawn(whole, ahead)
+        assert [again.state(p) for p in ahead] == [whole.state(p) for p in ahead]
+
+
+def test_every_rank_computes_the_same_steps_and_takes_its_part() -> None:
+    one, other = order(), order()
+    for position in range(40):
+        mine, theirs = one.step(position), other.step(position)
+        assert (mine.height, mine.width) == (theirs.height, theirs.width)
+        assert [*mine.part(0, 4).rows, *theirs.part(4, 8).rows] == mine.rows.tolist()
+
+
+@pytest.mark.parametrize("leftover", ["carry", "drop", "flush"])
+def test_another_batch_size_is_refused_or_continues_the_epoch(leftover: str, caplog: pytest.LogCaptureFixture) -> None:
+    first = order(leftover=leftover)
+    with pytest.raises(ConfigError, match="continue with other batches by data.on_change=restart"):
+        order(size=6, leftover=leftover).restore(saved(first, 5))
+    second = order(size=6, leftover=leftover, on_change="restart")
+    assert second.restore(saved(first, 5)) == 5
+    third = order(size=3, leftover=leftover, on_change="restart")
+    third.restore(saved(second, 12))
+    parts = [drawn(first, range(5)), drawn(second, range(5, 12)), drawn(third, range(12, 60))]
+    together = [pair for part in parts for pair in part]
+    assert len(set(together)) == len(together)
+    first_epoch = {row for epoch, row in together if epoch == 0}
+    assert len(first_epoch) == 97 if leftover != "drop" else len(first_epoch) > 97 - 3 * 3
+    assert "Epoch 0 continues with global batches of 6." in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("changed", "remedy"),
+    [
+        ({"aspect_ratios": ["1/1", "1/2"]}, "buckets was .* set data.aspect_ratios and data.buckets back"),
+        ({"aspect_ratios": None}, "buckets was .*, is none"),
+        ({"buckets": Buckets(multiple_px=8, distance="linear")}, "buckets was"),
+        ({"buckets": Buckets(multiple_px=8, random_share=0.05)}, "buckets was .*/0, is .*/0.05"),
+        ({"of": index(99)}, "index was .* the files behind data changed"),
+        ({"leftover": "flush"}, "leftover was none, is flush: set data.leftover back"),
+        ({"replacement": True}, "replacement was none, is true: set data.replacement back"),
+        ({"shuffle_window_shards": 3}, "window was 2, is 3: set data.shuffle_window_shards back"),
+    ],
+)
+def test_changed_data_is_refused_or_followed_by_another_epoch(
+    changed: dict[str, Any], remedy: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = saved(order(), 20)
+    with pytest.raises(ConfigError, match=f"{remedy}.*, or end the epoch here by data.on_change=restart"):
+        order(**changed).restore(state)
+    other = order(**changed, on_change="restart")
+    assert other.restore(state) == 20
+    epoch = state["start"]["epoch"] + 1
+    assert min(e for e, _ in drawn(other, range(20, 60))) >= epoch
+    assert f"epoch {epoch} begins." in caplog.text
+    again = order(**changed)
+    assert again.restore(saved(other, 33)) == 33, "what was restarted continues as usual"
+    assert drawn(again, range(33, 60)) == drawn(other, range(33, 60))
+
+
+def test_an_older_state_begins_at_the_beginning() -> None:
+    whole = order(aspect_ratios=None)
+    state = saved(whole, 30)
+    del state["start"]
+    again = order(aspect_ratios=None)
+    again.restore(state)
+    assert drawn(again, range(30, 50)) == drawn(whole, range(30, 50))
+
+
+def test_epochs_count_steps() -> None:
+    assert order().steps_of_epochs(2) == 25
+    counts = [39, 20, 19, 19]  # of 64x64, 128x64, 64x128 and 96x64
+    assert sum(counts) == 97
+    assert order(leftover="drop").steps_of_epochs(2) == 2 * sum(n // 8 for n in counts)
+    assert order(leftover="flush").steps_of_epochs(2) == 2 * sum(-(-n // 8) for n in counts)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"leftover": "drop"}, {"replacement": True}, {"buckets": Buckets(multiple_px=8, random_share=1.0)}],
+)
+def test_whole_epochs_hold_every_sample_once_whatever_training_does(options: dict[str, Any]) -> None:
+    whole = order(whole_epochs=True, **options)
+    assert sorted(drawn(whole, range(whole.steps_of_epochs(1)))) == [(0, row) for row in range(97)]
+    assert drawn(whole, range(10)) == drawn(order(leftover="flush"), range(10))
+
+
+def test_the_report_tells_shapes_enlargement_and_what_fills_slowly() -> None:
+    lines = order(image_size=80).report()
+    assert lines[0] == "39 of 97 samples are enlarged, by up to 1.25."
+    assert lines[1].startswith("Samples by height x width: 80x80 39, ")
+    assert len(lines) == 2
+    slow = order(size=20, leftover="drop", buckets=Buckets(multiple_px=8, max_upscale=3.0), image_size=80).report()
+    assert slow[0].endswith("by up to 1.25, of 3 that are allowed.")
+    assert "fewer samples than a global batch of 20, so that theirs never come: " in slow[2]
+    assert slow[2].endswith("List fewer data.aspect_ratios, lower train.global_batch_size, or set data.leftover=flush.")
+    assert "come only once several epochs filled one" in order(size=20).report()[-1]
+    assert len(order(size=20, leftover="flush").report()) == len(order().report())
+    assert order(aspect_ratios=None).report() == []
+
+
+def test_a_million_samples_open_in_a_second_and_restore_at_once() -> None:
+    million = index(10**6, 1000)
+    million.table["width"] = 300 + np.arange(10**6) * 7919 % 1700
+    million.table["height"] = 1000
+    options = {"of": million, "size": 512, "aspect_ratios": "original", "image_size": 768}
+    whole = order(**options, shuffle_window_shards=16, buckets=Buckets())
+    state = saved(whole, 1_234_567)
+    assert len(json.dumps(state)) < 2000
+    fresh = Index(shards=million.shards, table=million.table, keys=million.keys)
+    begun = time.process_time()
+    again = order(**{**options, "of": fresh}, shuffle_window_shards=16, buckets=Buckets())
+    opened = time.process_time()
+    again.restore(state)
+    again.step(1_234_567)
+    restored = time.process_time()
+    assert opened - begun < 1.0
+    assert restored - opened < 0.2
+    assert drawn(again, range(1_234_567, 1_234_570)) == drawn(whole, range(1_234_567, 1_234_570))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"leftover": "keep"}, "data.leftover=keep is unknown: choose carry, drop, flush"),
+        ({"on_change": "ignore"}, "data.on_change=ignore is unknown: choose refuse or restart"),
+        ({"num_examples_to_see": 0}, "data.num_examples_to_see=0 must be at least 1; null"),
+        ({"aspect_ratios": "square"}, "data.aspect_ratios=square is no preset"),
+    ],
+)
+def test_options_of_the_order_out_of_range_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        source(**options)

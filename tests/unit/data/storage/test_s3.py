@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from cascade_train.data.storage import s3, store
+from cascade_train.data.storage.s3 import S3
+from cascade_train.data.storage.store import ATTEMPTS, StoredObject
+from cascade_train.errors import ConfigError, RunError
+from tests.unit.data.loopback import FaultyS3, faulty_s3, point_at
+
+pytestmark = pytest.mark.s3
+
+CONTENT = random.Random(0).randbytes(100_000)
+ITEM = StoredObject(url="s3://bucket/folder/a.tar", size=len(CONTENT), version='"first"')
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyS3]:
+    with faulty_s3(CONTENT) as running:
+        point_at(monkeypatch, running.endpoint)
+        yield running
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Waits between attempts, not waited for."""
+    found: list[float] = []
+    monkeypatch.setattr(store.time, "sleep", found.append)
+    return found
+
+
+def test_a_range_is_read_with_one_request(server: FaultyS3) -> None:
+    reader = S3()
+    assert reader.stat(ITEM.url) == ITEM
+    assert reader.read(ITEM, 1000, 500) == CONTENT[1000:1500]
+    assert reader.read(ITEM, 99_999, 1) == CONTENT[-1:]
+    assert reader.read(ITEM, 10, 0) == b""
+    assert server.ranges == [(1000, 1499), (99_999, 99_999)]
+
+
+@pytest.mark.parametrize("fault", ["cut", "busy", "stall"])
+def test_what_may_pass_is_tried_again_after_growing_waits(
+    server: FaultyS3, waits: list[float], fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(s3, "_READ_SECONDS", 0.3)
+    server.faults = [fault] * 3 if fault != "stall" else [fault]
+    assert S3().read(ITEM, 0, len(CONTENT)) == CONTENT
+    assert len(waits) == (3 if fault != "stall" else 1)
+    assert all(0 <= wait <= 0.5 * 2**number for number, wait in enumerate(waits))
+
+
+def test_a_server_that_stays_busy_ends_the_run(server: FaultyS3, waits: list[float]) -> None:
+    server.faults = ["busy"] * 20
+    with pytest.raises(RunError, match="reading s3://bucket/folder/a.tar failed 8 times: the server answered 503 Slow"):
+        S3().read(ITEM, 0, 10)
+    assert len(server.ranges) == ATTEMPTS
+    assert len(waits) == ATTEMPTS - 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "message"),
+    [
+        ("whole", RunError, "answered 200 with no range where bytes 5-14/100000 was .* does not speak ranges"),
+        ("changed", RunError, 'changed during the run: its ETag was "first" and is "another"'),
+        ("forbidden", ConfigError, r"may not be read \(403 AccessDenied\); check the credentials"),
+        ("teapot", RunError, "a.tar: the server answered 418 Teapot"),
+    ],
+)
+def test_what_does_not_pass_is_refused_at_once(
+    server: FaultyS3, fault: str, error: type[Exception], message: str
+) -> None:
+    server.faults = [fault]
+    with pytest.raises(error, match=message):
+        S3().read(ITEM, 5, 10)
+    assert len(server.ranges) == 1
+
+
+def test_no_server_is_told_apart_from_a_missing_object(monkeypatch: pytest.MonkeyPatch, waits: list[float]) -> None:
+    point_at(monkeypatch, "http://127.0.0.1:9")
+    with pytest.raises(RunError, match="asking for s3://bucket/a failed 8 times: EndpointConnectionError"):
+        S3().stat("s3://bucket/a")
+    assert len(waits) == ATTEMPTS - 1
+
+
+def test_many_threads_share_one_client(server: FaultyS3) -> None:
+    reader = S3()
+    reader.prepare()
+    starts = range(0, 100_000, 1000)
+    with ThreadPoolExecutor(16) as pool:
+        parts = list(pool.map(lambda start: reader.read(ITEM, start, 1000), starts))
+    assert b"".join(parts) == CONTENT
+
+
+def test_a_client_does_not_cross_a_fork(server: FaultyS3) -> None:
+    reader = S3()
+    assert reader.read(ITEM, 0, 10) == CONTENT[:10]
+    before = reader._client()
+    ends = []
+    for number in range(2):
+        end, child_end = os.pipe()
+        if os.fork() == 0:
+            part = reader.read(ITEM, number, 1000)
+            os.write(child_end, bytes([part == CONTENT[number : number + 1000], reader._client() is not before]))
+            os._exit(0)
+        ends.append(end)
+    assert reader.read(ITEM, 50, 1000) == CONTENT[50:1050]
+    assert [os.read(end, 2) for end in ends] == [b"\x01\x01"] * 2
+    for _ in ends:
+        os.wait()
+    assert reader._client() is before
+
+
+def test_a_pickled_store_makes_its_own_client(server: FaultyS3) -> None:
+    reader = S3()
+    reader.prepare()
+    assert pickle.loads(pickle.dumps(reader)).read(ITEM, 0, 10) == CONTENT[:10]
+
+
+def test_no_credentials_are_told(
+    server: FaultyS3, waits: list[float], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.faults = ["busy", "forbidden"]
+    with caplog.at_level(logging.DEBUG, "cascade_train"), pytest.raises(ConfigError) as caught:
+        S3().read(ITEM, 0, 10)
+    assert "attempt 1 of 8" in caplog.text
+    for told in (caplog.text, str(caught.value), repr(S3())):
+        assert "never-shown" not in told
+        assert "of-the-tests" not in told
+
+
+@pytest.mark.parametrize("url", ["s3://", "s3:///a.tar", "s3://b c/a.tar"])
+def test_a_url_without_a_bucket_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="names no bucket: write s3://bucket/folder/000.tar"):
+        S3().stat(url)
+
+
+def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "boto3", None)
+    with pytest.raises(ConfigError, match=r"need boto3.*pip install --editable '\.\[s3\]'"):
+        S3().prepare()
+
+
+def test_settings_that_do_not_fit_are_explained(server: FaultyS3, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_PROFILE", "nobody")
+    with pytest.raises(ConfigError, match="AWS settings of this machine do not fit: .*nobody"):
+        S3().stat("s3://bucket/a.tar")

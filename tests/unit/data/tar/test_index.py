@@ -1,0 +1,218 @@
+from __future__ import annotations
+
+import gzip
+import io
+import subprocess
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cascade_train.data.index.rows import cache as index_cache
+from cascade_train.data.tar import index as tar_index
+from cascade_train.data.tar.index import load_shard, scan_shard
+from cascade_train.errors import ConfigError
+from tests.unit.data import tars
+
+
+def test_places_of_every_part_are_found(tmp_path: Path) -> None:
+    image = tars.picture(50, 20, kind="jpeg")
+    files = [("set/0.jpg", image), ("set/0.json", b"{}"), ("set/0.txt", b"one"), ("set/1.png", tars.picture())]
+    path = tars.write(tmp_path / "a.tar", [*files, ("set/1.txt", b"two")])
+    shard = scan_shard(tars.found(path))
+    content = path.read_bytes()
+
+    def part(row: int, name: str) -> bytes:
+        start, size = (int(shard.table[row][f"{name}_{what}"]) for what in ("start", "bytes"))
+        return content[start : start + size]
+
+    assert shard.keys.tolist() == [b"set/0", b"set/1"]
+    assert [part(0, name) for name in ("image", "caption", "json")] == [image, b"one", b"{}"]
+    assert [part(1, name) for name in ("caption", "json")] == [b"two", b""]
+    assert shard.table[["width", "height"]].tolist() == [(50, 20), (40, 32)]
+
+
+@pytest.mark.parametrize("kind", ["jpg", "JPG", "jpeg", "png", "webp"])
+def test_every_kind_of_picture_is_taken(tmp_path: Path, kind: str) -> None:
+    image = tars.picture(kind="jpeg" if kind.lower() == "jpg" else kind)
+    shard = scan_shard(tars.found(tars.write(tmp_path / "a.tar", [(f"a.{kind}", image), ("a.txt", b"")])))
+    assert shard.table[["width", "height"]].tolist() == [(40, 32)]
+
+
+def test_a_folder_packed_by_gnu_tar_is_indexed(tmp_path: Path) -> None:
+    folder = tmp_path / "my.dataset"
+    folder.mkdir()
+    for name, content in tars.samples([2, 0, 1]):
+        (folder / name).write_bytes(content)
+    (folder / "._0000.png").write_bytes(b"left by another system")
+    command = ["tar", "--sort=name", "-cf", "dataset.tar", "./my.dataset/"]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    shard = scan_shard(tars.found(tmp_path / "dataset.tar"))
+    assert shard.keys.tolist() == [b"./my.dataset/0000", b"./my.dataset/0001", b"./my.dataset/0002"]
+    assert shard.dropped.examples == []
+
+
+def test_a_header_behind_much_metadata_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tar_index, "_HEADER_BYTES", 20)
+    shard = scan_shard(tars.found(tars.write(tmp_path / "a.tar", tars.samples([0]))))
+    assert shard.table["width"].tolist() == [40]
+
+
+def test_the_cache_lies_beside_the_data_and_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tars.write(tmp_path / "a.tar", [*tars.samples(range(3)), ("x.txt", b"")])
+    first = load_shard(tars.found(path), None)
+    assert len(list((tmp_path / ".cascade_train_index").glob("a-*.npz"))) == 1
+    monkeypatch.setattr(tar_index, "scan_shard", None)
+    again = load_shard(tars.found(path), None)
+    assert np.array_equal(first.table, again.table)
+    assert np.array_equal(first.keys, again.keys)
+    assert first.dropped == again.dropped
+
+
+def test_a_rewritten_tar_is_indexed_again(tmp_path: Path) -> None:
+    path = tars.write(tmp_path / "a.tar", tars.samples(range(3)))
+    load_shard(tars.found(path), tmp_path / "cache")
+    tars.write(path, tars.samples(range(5)))
+    assert len(load_shard(tars.found(path), tmp_path / "cache").table) == 5
+
+
+def test_a_damaged_cache_is_written_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tars.write(tmp_path / "a.tar", tars.samples(range(3)))
+    load_shard(tars.found(path), tmp_path / "cache")
+    (cached,) = (tmp_path / "cache").iterdir()
+    cached.write_bytes(cached.read_bytes()[:100])
+    assert len(load_shard(tars.found(path), tmp_path / "cache").table) == 3
+    assert "is damaged" in caplog.text
+    caplog.clear()
+    assert len(load_shard(tars.found(path), tmp_path / "cache").table) == 3
+    assert not caplog.text
+
+
+def test_a_folder_that_cannot_be_written_moves_the_cache_to_the_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tars.write(tmp_path / "a.tar", tars.samples(range(3)))
+    monkeypatch.setattr(index_cache.os, "access", lambda *_: False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    load_shard(tars.found(path), None)
+    assert len(list((tmp_path / "home/cascade_train/index").iterdir())) == 1
+    assert not (tmp_path / ".cascade_train_index").exists()
+
+
+def test_no_place_for_the_cache_is_no_reason_to_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tars.write(tmp_path / "a.tar", tars.samples(range(3)))
+    (tmp_path / ".cascade_train_index").touch()
+    assert len(load_shard(tars.found(path), None).table) == 3
+    assert "cannot be written" in caplog.text
+
+
+def test_a_chosen_cache_folder_must_be_writable(tmp_path: Path) -> None:
+    path = tars.write(tmp_path / "a.tar", tars.samples(range(3)))
+    with pytest.raises(ConfigError, match="data.index_dir=.*a.tar cannot be written .*; choose another"):
+        load_shard(tars.found(path), path)
+
+
+def test_files_of_a_key_must_be_neighbours(tmp_path: Path) -> None:
+    files = tars.samples(range(2))
+    path = tars.write(tmp_path / "a.tar", [files[0], files[2], files[1], files[3]])
+    with pytest.raises(ConfigError, match="the files of key 0000 are not next to each other"):
+        scan_shard(tars.found(path))
+
+
+def test_a_file_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    files = tars.samples(range(1))
+    with pytest.raises(ConfigError, match="key 0000 are not next to each other, or one is there twice"):
+        scan_shard(tars.found(tars.write(tmp_path / "a.tar", [files[0], *files])))
+
+
+def test_a_compressed_tar_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar"
+    path.write_bytes(gzip.compress(tars.write(path, tars.samples([0])).read_bytes()))
+    with pytest.raises(ConfigError, match=r"is compressed \(gzip\)"):
+        scan_shard(tars.found(path))
+
+
+@pytest.mark.parametrize("content", [b"", b"no tar at all" * 100])
+def test_what_is_no_tar_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "a.tar"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match="a.tar is not a readable tar file"):
+        scan_shard(tars.found(path))
+
+
+def test_a_tar_cut_short_is_refused(tmp_path: Path) -> None:
+    path = tars.write(tmp_path / "a.tar", [("a.png", tars.picture(400, 300)), ("a.txt", b"text" * 1000)])
+    path.write_bytes(path.read_bytes()[:6000])
+    with pytest.raises(ConfigError, match="a.tar is not a readable tar file"):
+        scan_shard(tars.found(path))
+
+
+def test_an_empty_tar_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="a.tar is an empty tar, or holds no file with an extension"):
+        scan_shard(tars.found(tars.write(tmp_path / "a.tar", [])))
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (["a.png", "b.png"], r"2 keys with a picture but no caption .* found: a \(png\); b \(png\)"),
+        (["a.txt", "b.json", "b.txt"], r"2 keys without a picture .* found: a \(txt\); b \(json, txt\)"),
+        (["img1.png", "txt1.txt"], r"1 keys with a picture .* 1 keys without .* img1 \(png\); txt1 \(txt\)"),
+        (["a.v2.png", "a.v2.txt"], r"found: a \(v2.png, v2.txt\)\. A sample is .* ends at the first dot"),
+    ],
+)
+def test_a_tar_without_samples_says_what_it_holds(tmp_path: Path, files: list[str], message: str) -> None:
+    path = tars.write(tmp_path / "a.tar", [(name, b"content") for name in files])
+    with pytest.raises(ConfigError, match=f"a.tar holds no usable sample: .*{message}"):
+        scan_shard(tars.found(path))
+
+
+def test_a_tar_cut_short_anywhere_is_refused(tmp_path: Path) -> None:
+    whole = tars.write(tmp_path / "whole.tar", tars.samples(range(3))).read_bytes()
+    end = len(whole.rstrip(b"\0")) // 512 * 512 + 512
+    cut = tmp_path / "cut.tar"
+    lengths = [*range(512, end + 1, 512), end - 100, end + 300]
+    assert len(lengths) > 12
+    for length in lengths:
+        cut.write_bytes(whole[:length])
+        with pytest.raises(ConfigError, match=r"is cut short: it has no end mark|unexpected end of data"):
+            scan_shard(tars.found(cut))
+    cut.write_bytes(whole[: end + 512])  # the first of the two blocks of the mark is enough
+    assert len(scan_shard(tars.found(cut)).table) == 3
+
+
+@pytest.mark.parametrize("fault", ["joined", "damaged"])
+def test_a_tar_that_goes_on_where_it_seems_to_end_is_refused(tmp_path: Path, fault: str) -> None:
+    path = tars.write(tmp_path / "a.tar", tars.samples(range(3)))
+    content = bytearray(path.read_bytes())
+    if fault == "joined":
+        content *= 2
+    else:
+        second = content.index(b"0001.png")
+        content[second + 148 : second + 156] = b"notanumb"  # the checksum of its header
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"goes on after its end mark at byte \d+, as when tars are joined"):
+        scan_shard(tars.found(path))
+
+
+def test_the_cache_of_another_tar_at_the_same_place_is_not_used(tmp_path: Path) -> None:
+    path = tars.write(tmp_path / "a.tar", tars.samples([0, 1]))
+    load_shard(tars.found(path), tmp_path / "cache")
+    other = tars.write(tmp_path / "b.tar", tars.samples([4, 5]))
+    assert other.stat().st_size == path.stat().st_size
+    other.replace(path)
+    assert load_shard(tars.found(path), tmp_path / "cache").keys.tolist() == [b"0004", b"0005"]
+
+
+def test_keys_of_any_alphabet_length_and_format_of_tar_are_kept(tmp_path: Path) -> None:
+    key = "данные/日本 " + "x" * 120
+    for name in ("GNU_FORMAT", "PAX_FORMAT"):
+        with tarfile.open(tmp_path / "a.tar", "w", format=getattr(tarfile, name)) as tar:
+            for end, content in ((".png", tars.picture()), (".txt", b"a")):
+                info = tarfile.TarInfo(key + end)
+                info.size = len(content)
+                tar.addfile(info, io.BytesIO(content))
+        assert scan_shard(tars.found(tmp_path / "a.tar")).keys.tolist() == [key.encode()]
