@@ -23,8 +23,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from cascade_train.__main__ import launch
+from cascade_train.commands.export import ExportArgs, export
 from cascade_train.config.groups import conf_dir
-from cascade_train.export import ExportArgs, export
 from cascade_train.models.export_formats import original_state
 
 LR = 1e-3

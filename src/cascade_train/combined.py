@@ -53,7 +53,7 @@ def _check(model: TrainedModel, decoder: TrainedModel) -> None:
         if not build_component(each.cfg, "task").trains_network:
             raise ConfigError(
                 f"{each.origin}: a run of what is added to a network. Merge adapters into weights first, python -m "
-                "cascade_train.merge, and name those in the run's place."
+                "cascade_train.commands.merge, and name those in the run's place."
             )
         target = build_component(each.cfg, "objective").target
         if not isinstance(target, EpsilonTarget):

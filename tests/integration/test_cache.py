@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from cascade_train import cache
 from cascade_train.__main__ import launch
-from cascade_train.generate import GenerateArgs, generate
+from cascade_train.commands import cache
+from cascade_train.commands.generate import GenerateArgs, generate
 from cascade_train.models.convolutional import ConvolutionalCompressor
 from cascade_train.models.image_encoder import ImageEncoder
 from cascade_train.models.latent_codec import VQGAN
@@ -178,7 +178,9 @@ def test_what_is_damaged_is_made_again_and_nothing_else(tmp_path, capfd):
     whole = tar.read_bytes()
     tar.write_bytes(whole.replace(b"effnet_latent", b"effnet_latenT", 1))
     message = train_run_error(capfd, folder, tmp_path / "run")
-    assert re.search(r"samples-000001.tar is damaged at byte \d+: run python -m cascade_train.cache again", message)
+    assert re.search(
+        r"samples-000001.tar is damaged at byte \d+: run python -m cascade_train.commands.cache again", message
+    )
     make_cache(folder, "unit_samples=12")
     assert tar.read_bytes() == whole
     after = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}

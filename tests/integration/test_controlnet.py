@@ -11,8 +11,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from cascade_train import generate as generate_verb
 from cascade_train.__main__ import launch
+from cascade_train.commands import generate as generate_verb
 from cascade_train.engine.sampling import CELL_PX, LABEL_PX
 from tests.integration.runs import SMALL, read_metrics, train
 

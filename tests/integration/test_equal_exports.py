@@ -19,7 +19,7 @@ RUNS = {
 SCRIPT = f"""
 import sys
 from cascade_train.__main__ import launch
-from cascade_train.export import ExportArgs, export
+from cascade_train.commands.export import ExportArgs, export
 
 for name, arguments in {RUNS!r}.items():
     if launch([*{SMALL!r}, "train.max_steps=1", *arguments, f"run.dir={{name}}"]) != 0:

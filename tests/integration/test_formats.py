@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from bench.roundtrip_1b import roundtrip
+from cascade_train.commands.export import ExportArgs, export
+from cascade_train.commands.merge import MergeArgs, merge
 from cascade_train.errors import ConfigError
-from cascade_train.export import ExportArgs, export
-from cascade_train.merge import MergeArgs, merge
 from tests.integration.runs import train
 
 

@@ -8,7 +8,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from cascade_train.generate import GenerateArgs, generate
+from cascade_train.commands.generate import GenerateArgs, generate
 from tests.integration.runs import read_metrics, train
 
 TOKENS = 'task.train_tokens=[["[sides]","^left</w>"],["^(red|on|background)</w>",null]]'

@@ -11,8 +11,8 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from cascade_train.architecture import stored_network
+from cascade_train.commands.generate import GenerateArgs, generate
 from cascade_train.errors import ConfigError
-from cascade_train.generate import GenerateArgs, generate
 from tests.integration.runs import read_metrics, train
 
 NARROW = ("weights=null", "embed_dim=16", "bottleneck_blocks=1", "num_vq_embeddings=32")

@@ -11,11 +11,11 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from cascade_train.assembly.components import build_component
+from cascade_train.commands.export import ExportArgs, export
+from cascade_train.commands.generate import GenerateArgs, generate
+from cascade_train.commands.merge import MergeArgs, merge
 from cascade_train.config.saved import load_saved_config
 from cascade_train.errors import ConfigError
-from cascade_train.export import ExportArgs, export
-from cascade_train.generate import GenerateArgs, generate
-from cascade_train.merge import MergeArgs, merge
 from tests.integration.runs import read_metrics, train
 
 STAGE_B = ("model=b_tiny", "task=reconstruction", "train.global_batch_size=4")

@@ -12,8 +12,8 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from bench.tiny_cascade import main as judge_cascade
-from cascade_train import cache
-from cascade_train.generate import GenerateArgs, generate
+from cascade_train.commands import cache
+from cascade_train.commands.generate import GenerateArgs, generate
 from cascade_train.models.convolutional import ConvolutionalCompressor, ConvolutionalPreviewer
 from tests.distributed.test_modes import B_NARROW, NARROW
 from tests.integration.runs import cut_back, read_metrics, train

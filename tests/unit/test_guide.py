@@ -8,8 +8,8 @@ import pytest
 import torch
 from PIL import Image
 
+from cascade_train.commands.generate import GenerateArgs
 from cascade_train.errors import ConfigError
-from cascade_train.generate import GenerateArgs
 from cascade_train.guide import GuideFiles
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from cascade_train.commands.generate import GenerateArgs, set_decoding
 from cascade_train.config.published import published_config
-from cascade_train.generate import GenerateArgs, set_decoding
 from tests.unit.config.composing import checked
 
 SCALES = {

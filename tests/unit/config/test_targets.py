@@ -23,7 +23,7 @@ ATTACKS = (
     "cascade_train.files.durable.write_durably",
     "cascade_train.models.weights_tensors.torch.load",
     "cascade_train.__main__.launch",
-    "cascade_train.generate.generate",
+    "cascade_train.commands.generate.generate",
 )
 COMPONENTS = ("torch.optim.SGD", "torch.nn.Identity", "cascade_train.models.stage_c.StageC", "mypackage.Anything")
 

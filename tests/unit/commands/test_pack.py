@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from cascade_train.commands.pack import launch
 from cascade_train.data.tar import packing
-from cascade_train.pack import launch
 from tests.unit.data import tars
 from tests.unit.data.test_folder import write
 

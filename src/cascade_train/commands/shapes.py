@@ -1,6 +1,6 @@
 """Write the procedural pictures as real webdataset tars.
 
-    python -m cascade_train.shapes out=DIR [samples=2000] [samples_per_shard=500] [image_size=96] [seed=0]
+    python -m cascade_train.commands.shapes out=DIR [samples=2000] [samples_per_shard=500] [image_size=96] [seed=0]
 
 Each sample is KEY.png (lossless), KEY.txt, and KEY.json with the words of the scene. The same arguments write
 the same bytes.
@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from cascade_train.commands.arguments import parse_verb
 from cascade_train.config.explain import exit_code
-from cascade_train.config.verb import parse_verb
 from cascade_train.data.shapes import Shapes
 from cascade_train.data.tar.writer import write_tar
 from cascade_train.errors import ConfigError, RunError

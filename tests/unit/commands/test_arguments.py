@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from omegaconf import MISSING
 
-from cascade_train.config.verb import help_text, parse_verb
+from cascade_train.commands.arguments import help_text, parse_verb
 from cascade_train.errors import ConfigError
 
 

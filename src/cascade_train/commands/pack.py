@@ -1,6 +1,6 @@
 """Write a folder of pictures as webdataset tars.
 
-    python -m cascade_train.pack folder=DIR out=DIR [samples_per_shard=1000] [name=…] [seed=…] [caption_from=…]
+    python -m cascade_train.commands.pack folder=DIR out=DIR [samples_per_shard=1000] [name=…] [seed=…] [caption_from=…]
 
 Pictures are decoded on the way, and the tars are read back before they count. The same folder gives the same bytes.
 """
@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from cascade_train.commands.arguments import parse_verb
 from cascade_train.config.explain import exit_code
-from cascade_train.config.verb import parse_verb
 from cascade_train.errors import ConfigError, RunError
 
 SHOWN = 20

@@ -1,4 +1,4 @@
-"""Look at data before training on it: `python -m cascade_train.inspect data.urls=… out=inspect.html`.
+"""Look at data before training on it: `python -m cascade_train.commands.inspect data.urls=… out=inspect.html`.
 
 Thin: takes its own arguments off the command line, composes the rest as training does, opens the data, and writes a
 page. No model is built, no weights are read.
@@ -17,9 +17,9 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig
 
+from cascade_train.commands.arguments import help_text, parse_verb
 from cascade_train.config.explain import exit_code
 from cascade_train.config.launch import compose_and_run
-from cascade_train.config.verb import help_text, parse_verb
 from cascade_train.errors import ConfigError, RunError
 
 DEFAULTS = {"model": "c_3b", "task": "finetune"}
@@ -28,7 +28,7 @@ DEFAULTS = {"model": "c_3b", "task": "finetune"}
 
 @dataclass(kw_only=True)
 class InspectArgs:
-    """Arguments of `python -m cascade_train.inspect`, beside those of the run that will train on the data."""
+    """Arguments of `python -m cascade_train.commands.inspect`, beside those of the run that will train on the data."""
 
     out: str = "inspect.html"
     """Page to write."""

@@ -1,4 +1,4 @@
-"""Look after a run's checkpoints: `python -m cascade_train.checkpoints ls|verify|prune|promote runs/x`.
+"""Look after a run's checkpoints: `python -m cascade_train.commands.checkpoints ls|verify|prune|promote runs/x`.
 
 Thin: the rules live in `engine/retention.py`, changes on the disk in `engine/checkpoint_folder.py`. Torch is imported
 only to drop optimizer state.
@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cascade_train.commands.arguments import help_text, names_place, parse_verb
 from cascade_train.config.explain import exit_code
 from cascade_train.config.groups import did_you_mean
-from cascade_train.config.verb import help_text, names_place, parse_verb
 from cascade_train.engine.checkpoint_folder import CheckpointFolder
 from cascade_train.engine.manifest import MANIFEST_NAME, Manifest, find_fault, read_manifest, write_manifest
 from cascade_train.engine.retention import BEST, Retention, best_value
@@ -26,7 +26,7 @@ from cascade_train.engine.run_lock import RunLock
 from cascade_train.errors import ConfigError, RunError
 from cascade_train.files.untrusted import read_yaml
 
-USAGE = """python -m cascade_train.checkpoints ACTION RUN …
+USAGE = """python -m cascade_train.commands.checkpoints ACTION RUN …
 
   ls RUN                           what is there: size, age, metric, why it stays
   verify RUN [step_<n>]            read every byte and compare hashes

@@ -1,4 +1,4 @@
-"""Write weights or adapters for other programs: `python -m cascade_train.export from=runs/x format=original`.
+"""Write weights or adapters for other programs: `python -m cascade_train.commands.export from=runs/x format=original`.
 
 From a run's checkpoint, or from any weights or adapters that the library reads. Formats live in models/.
 """
@@ -11,10 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cascade_train.commands.arguments import parse_verb
 from cascade_train.config.explain import exit_code
 from cascade_train.config.groups import did_you_mean
 from cascade_train.config.saved import CONFIG_NAME, load_saved_config
-from cascade_train.config.verb import parse_verb
 from cascade_train.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ LORA = {
 
 @dataclass(kw_only=True)
 class ExportArgs:
-    """Arguments of `python -m cascade_train.export`."""
+    """Arguments of `python -m cascade_train.commands.export`."""
 
     source: str
     """A run, or weights or adapters in any format that is read: an export, a folder, a file, a hub id."""

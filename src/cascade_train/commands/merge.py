@@ -1,4 +1,4 @@
-"""Merge LoRAs into weights: `python -m cascade_train.merge from=runs/base lora=[runs/a] strength=[0.8] out=merged`.
+"""Merge LoRAs into weights: `python -m cascade_train.commands.merge from=runs/base lora=[runs/a] strength=[0.8] out=merged`.
 
 Thin: reads, merges and writes with models/.
 """
@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cascade_train.commands.arguments import parse_verb
 from cascade_train.config.explain import exit_code
-from cascade_train.config.verb import parse_verb
 from cascade_train.errors import ConfigError
 
 
 @dataclass(kw_only=True)
 class MergeArgs:
-    """Arguments of `python -m cascade_train.merge`."""
+    """Arguments of `python -m cascade_train.commands.merge`."""
 
     source: str
     """Weights to merge into: a run, a diffusers folder, a file, a hub id."""

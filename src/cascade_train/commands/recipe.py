@@ -1,4 +1,4 @@
-"""Bring a recipe along: `python -m cascade_train.recipe import official.yaml out=conf-dir/experiment/name.yaml`.
+"""Bring a recipe along: `python -m cascade_train.commands.recipe import official.yaml out=conf-dir/experiment/name.yaml`.
 
 Reads a training file of the original trainer, or of open-diffusion, and writes an experiment. Thin: what a key means is
 told by config/.
@@ -15,13 +15,13 @@ from typing import Any
 
 from omegaconf import MISSING, OmegaConf
 
+from cascade_train.commands.arguments import names_place, parse_verb
 from cascade_train.config.explain import exit_code
 from cascade_train.config.recipe import Recipe
 from cascade_train.config.recipe_behaviour import check_behaviour
 from cascade_train.config.recipe_official import from_official, is_official
 from cascade_train.config.recipe_open_diffusion import from_open_diffusion, is_open_diffusion
 from cascade_train.config.saved import load_yaml
-from cascade_train.config.verb import names_place, parse_verb
 from cascade_train.data.index.row_filter import parse_row_filters
 from cascade_train.errors import ConfigError
 from cascade_train.redaction import printable
@@ -34,7 +34,7 @@ MAX_REFERENCES, LONGEST = 20, 10_000
 
 @dataclass(kw_only=True)
 class ImportArgs:
-    """Arguments of `python -m cascade_train.recipe import <file>`: another trainer's file becomes an experiment."""
+    """Arguments of `python -m cascade_train.commands.recipe import <file>`: another trainer's file becomes an experiment."""
 
     source: str
     """The file: a training configuration of Stable Cascade's own trainer, or of open-diffusion."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-from cascade_train.checkpoints import launch
+from cascade_train.commands.checkpoints import launch
 from cascade_train.distributed.process_group import process_group
 from cascade_train.engine.checkpoint import CheckpointStore
 from cascade_train.engine.manifest import find_fault, read_manifest
@@ -195,7 +195,7 @@ def test_help_is_printed(capsys, words):
 
 def test_looking_imports_no_torch(run):
     script = (
-        "import sys; from cascade_train.checkpoints import launch;"
+        "import sys; from cascade_train.commands.checkpoints import launch;"
         "assert launch(['ls', sys.argv[1]]) == launch(['verify', sys.argv[1]]) == 0; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script, str(run)], check=True, capture_output=True, timeout=60)

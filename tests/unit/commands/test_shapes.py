@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from cascade_train.commands.shapes import Arguments, main, write_shapes
 from cascade_train.errors import ConfigError
-from cascade_train.shapes import Arguments, main, write_shapes
 from tests.unit.data import tars
 from tests.unit.data.dataset_contract import loading
 from tests.unit.data.test_shapes import shapes

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cascade_train import inspect as verb
+from cascade_train.commands import inspect as verb
 from cascade_train.data.data_set import open_data_set
 from cascade_train.data.survey.page import _histogram
 from cascade_train.data.survey.survey import survey

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from cascade_train import recipe
+from cascade_train.commands import recipe
 from cascade_train.config.plain import to_plain
 from tests.unit.config.composing import checked, composed
 from tests.unit.config.defaults import RECIPES, differences, recipe_values
