@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cascade_train.cascade import Order, fit_sizes
-from cascade_train.cascade import paint as paint_orders
 from cascade_train.data.shapes import Shapes
 from cascade_train.distributed.process_group import process_group
 from cascade_train.filters.canny import CannyFilter
+from cascade_train.results.find import find_model
+from cascade_train.results.paint import Order, fit_sizes
+from cascade_train.results.paint import paint as paint_orders
 from cascade_train.tasks.base import Guide
-from cascade_train.trained_model import find_model
 
 CELL_PX = 16
 """Side of a cell: the tiny previewer shows nothing finer."""

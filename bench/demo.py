@@ -27,7 +27,7 @@ from bench.shapes_judge import accuracies
 from bench.tiny_cascade import Truth, commit, from_captions, shapes, table, trained_on, unseen
 from cascade_train.config.plain import to_plain
 from cascade_train.engine.sampling import compose_grid
-from cascade_train.trained_model import find_model
+from cascade_train.results.find import find_model
 
 BASE = "package:tiny"
 LEAST_AFTER = 0.8

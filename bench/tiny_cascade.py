@@ -34,7 +34,7 @@ from cascade_train.data.shapes import Scene, Shapes
 from cascade_train.engine.sampling import compose_grid
 from cascade_train.models.convolutional import ConvolutionalCompressor
 from cascade_train.models.image_quality import ReconstructionQuality
-from cascade_train.trained_model import find_model
+from cascade_train.results.find import find_model
 
 TARGETS = {"colour": 0.9, "background": 0.9, "shape": 0.8, "position": 0.8}
 """Least accuracy of pictures from captions."""

@@ -14,12 +14,12 @@ from PIL import Image, ImageOps
 from safetensors.torch import load_file, save_file
 
 from cascade_train.batch import sample_seed
-from cascade_train.cascade import Fingerprint
 from cascade_train.commands.export import ExportArgs, export
 from cascade_train.commands.generate import GenerateArgs, generate
 from cascade_train.config.plain import to_plain
 from cascade_train.errors import ConfigError
 from cascade_train.models.convolutional import ConvolutionalCompressor, ConvolutionalPreviewer
+from cascade_train.results.paint import Fingerprint
 from cascade_train.tasks.painting import DiffusionPainter
 from tests.distributed.test_modes import B_NARROW, NARROW
 from tests.integration.runs import train
@@ -310,6 +310,6 @@ def test_only_what_belongs_together_is_combined(
 def test_a_codec_of_another_kind_has_no_place_in_a_pipeline(
     prior: Path, decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cascade_train.combined.VQGAN", type("Another", (), {}))
+    monkeypatch.setattr("cascade_train.results.combined.VQGAN", type("Another", (), {}))
     with pytest.raises(ConfigError, match="decoder=.*/b: decodes by VQGAN, which no pipeline of diffusers has"):
         export(ExportArgs(source=str(prior), decoder=str(decoder), format="combined", out=str(tmp_path / "out")))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench.demo import BASE, Table, judged, missed, new_scenes, other_scenes, paint, prompts
-from cascade_train.trained_model import find_model
+from cascade_train.results.find import find_model
 from tests.integration.runs import train
 
 NEW, OTHERS = 16, 16

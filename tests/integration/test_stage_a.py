@@ -10,9 +10,9 @@ from diffusers.pipelines.deprecated.wuerstchen.modeling_paella_vq_model import P
 from PIL import Image
 from safetensors.torch import load_file
 
-from cascade_train.architecture import stored_network
 from cascade_train.commands.generate import GenerateArgs, generate
 from cascade_train.errors import ConfigError
+from cascade_train.results.architecture import stored_network
 from tests.integration.runs import read_metrics, train
 
 NARROW = ("weights=null", "embed_dim=16", "bottleneck_blocks=1", "num_vq_embeddings=32")

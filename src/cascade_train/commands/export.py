@@ -109,8 +109,8 @@ def export(args: ExportArgs) -> int:
 
 
 def _combine(args: ExportArgs, out: Path) -> None:
-    from cascade_train.combined import export_combined  # heavy: torch and diffusers
-    from cascade_train.trained_model import find_model, use_codec
+    from cascade_train.results.combined import export_combined  # heavy: torch and diffusers
+    from cascade_train.results.find import find_model, use_codec
 
     found = partial(find_model, allow_any_target=args.allow_any_target)
     model = found(args.source, key="from", part="prior")
@@ -123,17 +123,17 @@ def _combine(args: ExportArgs, out: Path) -> None:
 def _export_checkpoint(args: ExportArgs, run: Path, out: Path) -> None:
     cfg = load_saved_config(run, allow_any_target=args.allow_any_target)
 
-    from cascade_train.trained import export_checkpoint  # heavy: torch and everything above it
+    from cascade_train.results.load import export_checkpoint  # heavy: torch and everything above it
 
     checkpoint = export_checkpoint(cfg, run / "checkpoints", step=args.step, out=out)
     sys.stdout.write(f"{checkpoint.name} of {run} is exported to {out}\n")
 
 
 def _convert(args: ExportArgs, source: str, out: Path) -> None:
-    from cascade_train.architecture import part_name, stored_network  # heavy: torch and diffusers
     from cascade_train.models.export import network_config
     from cascade_train.models.export_formats import DTYPES, export_lora, load_state, save_network
     from cascade_train.models.lora_files import holds_lora, module_shapes, read_lora
+    from cascade_train.results.architecture import part_name, stored_network  # heavy: torch and diffusers
 
     network = stored_network(source, model=args.model, key="from", allow_any_target=args.allow_any_target)
     is_lora = holds_lora(source)
@@ -172,7 +172,7 @@ def main() -> None:
 def _main(argv: list[str]) -> int:
     args = parse_verb(ExportArgs, argv)
 
-    from cascade_train.architecture import show_log
+    from cascade_train.results.architecture import show_log
 
     show_log()
     return export(args)

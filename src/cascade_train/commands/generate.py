@@ -21,8 +21,8 @@ from cascade_train.config.preflight import guidance_scale, preflight
 from cascade_train.errors import ConfigError
 
 if TYPE_CHECKING:
-    from cascade_train.cascade import Order
-    from cascade_train.trained_model import TrainedModel
+    from cascade_train.results.find import TrainedModel
+    from cascade_train.results.paint import Order
 
 
 DECODER_STEPS = 10
@@ -134,10 +134,10 @@ def generate(args: GenerateArgs) -> int:
     Raises:
         ConfigError: no trained stage where one is named, or arguments that it refuses.
     """
-    from cascade_train.cascade import fit_sizes, paint, paint_cascade  # heavy: torch and everything above it
     from cascade_train.distributed.process_group import process_group
     from cascade_train.engine.sampling import compose_grid
-    from cascade_train.trained_model import find_model, use_codec
+    from cascade_train.results.find import find_model, use_codec
+    from cascade_train.results.paint import fit_sizes, paint, paint_cascade  # heavy: torch and everything above it
 
     found = partial(find_model, allow_any_target=args.allow_any_target)
     model = found(args.source, key="from", part="network")
@@ -171,8 +171,8 @@ def make_orders(args: GenerateArgs, size: tuple[int, int], side: int) -> Iterato
     Raises:
         ConfigError: a file that is no picture.
     """
-    from cascade_train.cascade import Order
-    from cascade_train.guide import GuideFiles
+    from cascade_train.results.guide_images import GuideFiles
+    from cascade_train.results.paint import Order
 
     files = GuideFiles(
         key="image" if args.control is None else "control",

@@ -61,9 +61,9 @@ def merge(args: MergeArgs) -> int:
         ConfigError: weights or adapters that do not exist or do not fit each other.
         RunError: what was written reads back differently.
     """
-    from cascade_train.architecture import stored_network  # heavy: torch and diffusers
     from cascade_train.models.export import network_config
     from cascade_train.models.export_formats import DTYPES, load_state, merge_all, save_network
+    from cascade_train.results.architecture import stored_network  # heavy: torch and diffusers
 
     network = stored_network(args.source, model=args.model, key="from", allow_any_target=args.allow_any_target)
     config = network_config(network)
@@ -83,7 +83,7 @@ def main() -> None:
 def _main(argv: list[str]) -> int:
     args = parse_verb(MergeArgs, argv)
 
-    from cascade_train.architecture import show_log
+    from cascade_train.results.architecture import show_log
 
     show_log()
     return merge(args)

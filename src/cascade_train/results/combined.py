@@ -7,7 +7,6 @@ from pathlib import Path
 from torch import Tensor
 
 from cascade_train.assembly.components import build_component
-from cascade_train.cascade import Fingerprint, check_same_latents, fit_sizes
 from cascade_train.diffusion.target import EpsilonTarget
 from cascade_train.distributed.process_group import process_group
 from cascade_train.errors import ConfigError
@@ -19,8 +18,9 @@ from cascade_train.models.export_formats import DTYPES, load_state
 from cascade_train.models.latent_codec import VQGAN
 from cascade_train.models.stage_b import StageB
 from cascade_train.models.stage_c import StageC
-from cascade_train.trained import load_parts
-from cascade_train.trained_model import TrainedModel
+from cascade_train.results.find import TrainedModel
+from cascade_train.results.load import load_parts
+from cascade_train.results.paint import Fingerprint, check_same_latents, fit_sizes
 
 
 def export_combined(model: TrainedModel, decoder: TrainedModel, *, dtype: str | None, out: Path) -> Exported:

@@ -8,11 +8,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from cascade_train import trained_model
 from cascade_train.config.plain import to_plain
 from cascade_train.config.published import published_config
 from cascade_train.errors import ConfigError
-from cascade_train.trained_model import TrainedModel, find_model, use_codec
+from cascade_train.results import find as trained_model
+from cascade_train.results.find import TrainedModel, find_model, use_codec
 from tests.unit.config.composing import checked
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"

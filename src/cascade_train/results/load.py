@@ -17,7 +17,7 @@ from cascade_train.engine.checkpoint import CheckpointStore
 from cascade_train.engine.manifest import find_fault
 from cascade_train.engine.phase import restore_training_state
 from cascade_train.errors import ConfigError, RunError
-from cascade_train.trained_model import TrainedModel
+from cascade_train.results.find import TrainedModel
 
 
 def load_parts(model: TrainedModel, world: World) -> Parts:

@@ -31,10 +31,10 @@ from cascade_train.models.semantic_compressor import SemanticCompressor
 from cascade_train.models.stage import Stage
 from cascade_train.models.stage_b import StageB
 from cascade_train.models.stage_c import StageC
+from cascade_train.results.find import TrainedModel
+from cascade_train.results.load import load_parts
 from cascade_train.tasks.base import Draws, Guide
 from cascade_train.tasks.painting import DiffusionPainter
-from cascade_train.trained import load_parts
-from cascade_train.trained_model import TrainedModel
 
 Size = tuple[int, int]
 """Height and width."""

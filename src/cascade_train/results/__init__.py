@@ -1,0 +1,1 @@
+"""What a run left: found, loaded, and painted with."""
