@@ -33,9 +33,9 @@ from bench.parity_training import Recorder, bind, build_objective, finished, mea
 from cascade_train.distributed.parallelize import local
 from cascade_train.distributed.process_group import process_group
 from cascade_train.models.cascade_unet import CascadeUNet
+from cascade_train.models.formats.lora_files import load_lora, module_shapes, refill_lora
+from cascade_train.models.formats.lora_files_original import Place, original_places
 from cascade_train.models.lora import ADAPTER, adapted_layers, inject_lora, merge_lora
-from cascade_train.models.lora_files import load_lora, module_shapes, refill_lora
-from cascade_train.models.lora_files_original import Place, original_places
 from cascade_train.tasks.lora import LoRA
 
 DEPTHWISE = "the original adapts the depthwise layers too, for which peft has no adapter; the others are compared"

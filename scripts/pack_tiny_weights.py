@@ -12,7 +12,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
-from cascade_train.models.weights_source import PACKAGED, find_weight_files
+from cascade_train.models.formats.weights_source import PACKAGED, find_weight_files
 
 RUNS = {"vqgan": "a", "semantic_compressor": "compressor", "previewer": "compressor", "prior": "c", "decoder": "b"}
 """Part -> the run that left it."""

@@ -34,7 +34,7 @@ from cascade_train.assembly import run as build
 from cascade_train.distributed.parallelize import local
 from cascade_train.engine.loop import Trainer
 from cascade_train.engine.phase import averaged
-from cascade_train.models.weights_tensors import StoredTensors
+from cascade_train.models.formats.weights_tensors import StoredTensors
 from cascade_train.tasks.text_to_image import TextToImage
 
 
@@ -182,7 +182,7 @@ def find_hook(name: str) -> Callable[[Path], None]:
 IMPORTED_FIRST = (
     *("torch._dynamo", "torch.distributed.checkpoint.state_dict", "cascade_train.data.shapes"),
     *("cascade_train.models.stage_c", "cascade_train.models.text_encoder", "cascade_train.models.convolutional"),
-    *("cascade_train.tasks.finetune", "cascade_train.models.export"),
+    *("cascade_train.tasks.finetune", "cascade_train.models.formats.export"),
 )
 """What the first run would import in each of its ranks, and then once more here."""
 

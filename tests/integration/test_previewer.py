@@ -14,7 +14,7 @@ from cascade_train.commands.cache import launch as launch_cache
 from cascade_train.commands.export import ExportArgs, export
 from cascade_train.commands.generate import GenerateArgs, generate
 from cascade_train.errors import ConfigError
-from cascade_train.models.weights_source import find_weight_files
+from cascade_train.models.formats.weights_source import find_weight_files
 from tests.distributed.test_modes import NARROW
 from tests.integration.runs import SMALL, read_metrics, train
 

@@ -18,7 +18,7 @@ from cascade_train.config.saved import CONFIG_NAME, load_saved_config
 from cascade_train.errors import ConfigError
 
 if TYPE_CHECKING:
-    from cascade_train.models.export import Exported
+    from cascade_train.models.formats.export import Exported
 
 COMBINED = "combined"
 """Format of Stage C, B and A in one folder, and its name in `out`."""
@@ -130,9 +130,9 @@ def _export_checkpoint(args: ExportArgs, run: Path, out: Path) -> None:
 
 
 def _convert(args: ExportArgs, source: str, out: Path) -> None:
-    from cascade_train.models.export import network_config
-    from cascade_train.models.export_formats import DTYPES, export_lora, load_state, save_network
-    from cascade_train.models.lora_files import holds_lora, module_shapes, read_lora
+    from cascade_train.models.formats.export import network_config
+    from cascade_train.models.formats.export_formats import DTYPES, export_lora, load_state, save_network
+    from cascade_train.models.formats.lora_files import holds_lora, module_shapes, read_lora
     from cascade_train.results.architecture import part_name, stored_network  # heavy: torch and diffusers
 
     network = stored_network(source, model=args.model, key="from", allow_any_target=args.allow_any_target)

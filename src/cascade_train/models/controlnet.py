@@ -1,7 +1,7 @@
 """The control network: from a control map to what is added in front of a denoising network's residual blocks.
 
 Lives here: its architecture, first values, and which blocks it controls. Must not live here: what the map shows
-(filters/), files (controlnet_files.py), and what trains (tasks/controlnet.py).
+(filters/), files (formats/controlnet_files.py), and what trains (tasks/controlnet.py).
 
 Shape legend: B batch, C channels, H W size of the map, D width of a controlled block.
 """

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from cascade_train.models.cascade_unet import CascadeUNet
 from cascade_train.models.cascade_unet_config import CascadeUNetConfig
 from cascade_train.models.first_values import FirstValues, Shares
+from cascade_train.models.formats.weights import StoredValues
 from cascade_train.models.initialize import DrawnValues, unet_rule
 from cascade_train.models.lora import begin_magnitudes, split_magnitudes
 from cascade_train.models.semantic_compressor import SemanticCompressor
 from cascade_train.models.stage import Stage, Tokens
 from cascade_train.models.text_encoder import TextEncoder
-from cascade_train.models.weights import StoredValues
 
 TOWERS = ("text_encoder", "image_encoder")
 """Parts that take the dtype of frozen modules; the others stay fp32, as in the original."""

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
-from cascade_train.models.weights import set_tensor
-from cascade_train.models.weights_keys import Stored, compare_keys
-from cascade_train.models.weights_source import find_weight_files
-from cascade_train.models.weights_tensors import StoredTensors
+from cascade_train.models.formats.weights import set_tensor
+from cascade_train.models.formats.weights_keys import Stored, compare_keys
+from cascade_train.models.formats.weights_source import find_weight_files
+from cascade_train.models.formats.weights_tensors import StoredTensors
 
 IMAGENET = "imagenet"
 """In the place of a path: torchvision's own values, trained on ImageNet, which it downloads."""

@@ -1,6 +1,6 @@
 """The values that a network begins with, brought to whichever of its rows are in this process's memory.
 
-Lives here: the contract. Must not live here: drawn values (initialize.py) and stored ones (weights.py).
+Lives here: the contract. Must not live here: drawn values (initialize.py) and stored ones (formats/weights.py).
 """
 
 from __future__ import annotations

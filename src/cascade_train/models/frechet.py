@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from cascade_train.errors import ConfigError, install_hint
-from cascade_train.models.weights_keys import Stored
-from cascade_train.models.weights_source import find_weight_files
-from cascade_train.models.weights_tensors import StoredTensors
+from cascade_train.models.formats.weights_keys import Stored
+from cascade_train.models.formats.weights_source import find_weight_files
+from cascade_train.models.formats.weights_tensors import StoredTensors
 
 LAYER = "2048"
 """The last pooling of Inception V3, whose 2048 features FID compares."""

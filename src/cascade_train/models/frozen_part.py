@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from cascade_train.models.formats.weights import load_module
 from cascade_train.models.initialize import FROZEN_SEED, convolution_rule, initialise
-from cascade_train.models.weights import load_module
 
 
 class FrozenPart(abc.ABC):

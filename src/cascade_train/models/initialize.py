@@ -1,7 +1,7 @@
 """Initial weights as a pure function of (seed, parameter name), drawn on the host.
 
 Lives here: what a fill is, the original's rule for the denoising networks, a rule for frozen towers, and giving memory
-to a module that was made on the meta device. Must not live here: loading of stored weights (weights.py).
+to a module that was made on the meta device. Must not live here: loading of stored weights (formats/weights.py).
 
 Every parameter has its own generator, so order of creation, rank and device do not change a value. Numbers are drawn
 in fp32 in chunks of fixed size and rounded to the parameter's dtype.

@@ -1,6 +1,6 @@
 """Low-rank adapters by peft: which modules get them, their first values, loading and merging.
 
-Lives here: everything about adapters on a network in memory. Must not live here: writing files (export.py), and what
+Lives here: everything about adapters on a network in memory. Must not live here: writing files (formats/export.py), and what
 trains or when (tasks/).
 
 An adapted layer computes W x + (alpha / rank) B A x (Hu et al. 2021, equation 3). One of A and B is drawn and the other
@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
 from cascade_train.models.first_values import FirstValues, Shares
+from cascade_train.models.formats.weights_keys import recognise_size
 from cascade_train.models.initialize import ZEROS, Fill, fill_
-from cascade_train.models.weights_keys import recognise_size
 
 ADAPTER = "default"
 """peft's name of the one adapter that a network carries."""

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
+from cascade_train.models.formats.weights import copy_to, set_tensor
+from cascade_train.models.formats.weights_keys import Stored
+from cascade_train.models.formats.weights_source import find_weight_files
+from cascade_train.models.formats.weights_tensors import StoredTensors
 from cascade_train.models.image_quality import check_installed
-from cascade_train.models.weights import copy_to, set_tensor
-from cascade_train.models.weights_keys import Stored
-from cascade_train.models.weights_source import find_weight_files
-from cascade_train.models.weights_tensors import StoredTensors
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """Of the pictures that the network was trained on."""

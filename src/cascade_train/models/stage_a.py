@@ -14,10 +14,10 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from cascade_train.models.formats.weights import load_module
 from cascade_train.models.initialize import initialise
 from cascade_train.models.latent_codec import ORIGINAL_NAMES
 from cascade_train.models.stage import Conditions, Images, Stage, Tokens
-from cascade_train.models.weights import load_module
 from cascade_train.options import File
 
 

@@ -20,10 +20,10 @@ from cascade_train.config.saved import CONFIG_NAME, load_saved_config
 from cascade_train.errors import ConfigError
 from cascade_train.models.cascade_unet_config import CascadeUNetConfig
 from cascade_train.models.denoising_stage import DenoisingStage
-from cascade_train.models.export import network_config
-from cascade_train.models.export_formats import stored_size
-from cascade_train.models.lora_files import adapter_size, holds_lora
-from cascade_train.models.weights_source import NETWORK_PARTS
+from cascade_train.models.formats.export import network_config
+from cascade_train.models.formats.export_formats import stored_size
+from cascade_train.models.formats.lora_files import adapter_size, holds_lora
+from cascade_train.models.formats.weights_source import NETWORK_PARTS
 
 PARTS = ("lora", *NETWORK_PARTS, "export")
 """Names of a run's folders between its configuration and its files."""

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from cascade_train.batch import Batch
 from cascade_train.models.codebook import count_codes, revive, unused_since
-from cascade_train.models.export import Exported
-from cascade_train.models.export_vqgan import save_original, save_vqgan
+from cascade_train.models.formats.export import Exported
+from cascade_train.models.formats.export_vqgan import save_original, save_vqgan
 from cascade_train.models.image_quality import check_installed, image_quality
 from cascade_train.models.stage import Stage
 from cascade_train.models.stage_a import StageA

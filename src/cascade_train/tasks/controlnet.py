@@ -28,12 +28,12 @@ from cascade_train.models.controlnet import (
     build_control_network,
     mirrored_blocks,
 )
-from cascade_train.models.controlnet_files import StoredControl, read_control, save_control
 from cascade_train.models.efficientnet import load_features
-from cascade_train.models.export import network_config
+from cascade_train.models.formats.controlnet_files import StoredControl, read_control, save_control
+from cascade_train.models.formats.export import network_config
+from cascade_train.models.formats.weights_keys import recognise_size
 from cascade_train.models.stage import Stage
 from cascade_train.models.stage_c import StageC
-from cascade_train.models.weights_keys import recognise_size
 from cascade_train.options import File
 from cascade_train.tasks.base import Export, Guide, ImageMaker, Phase, Predictor
 from cascade_train.tasks.text_to_image import PreparedBatch, TextToImage

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from cascade_train.models.export import prior_parts, save_prior
+from cascade_train.models.formats.export import prior_parts, save_prior
 from cascade_train.models.stage_c import StageC
 from cascade_train.tasks.base import Export
 from cascade_train.tasks.whole_network import WholeNetwork

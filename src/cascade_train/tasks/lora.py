@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from cascade_train.diffusion.objective import Objective
 from cascade_train.errors import ConfigError
-from cascade_train.models.export import network_config, save_lora
+from cascade_train.models.formats.export import network_config, save_lora
+from cascade_train.models.formats.lora_files import fill_adapters, refill_lora
 from cascade_train.models.lora import (
     LoraSpec,
     adapted_layers,
@@ -25,7 +26,6 @@ from cascade_train.models.lora import (
     lora_spec,
     set_adapter_mode,
 )
-from cascade_train.models.lora_files import fill_adapters, refill_lora
 from cascade_train.models.stage import Stage
 from cascade_train.models.stage_b import StageB
 from cascade_train.models.stage_c import StageC

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from cascade_train.diffusion.objective import Objective
 from cascade_train.errors import ConfigError
-from cascade_train.models.export_decoder import decoder_parts, save_decoder
+from cascade_train.models.formats.export_decoder import decoder_parts, save_decoder
+from cascade_train.models.formats.weights import load_module
 from cascade_train.models.stage import Stage
 from cascade_train.models.stage_b import StageB
-from cascade_train.models.weights import load_module
 from cascade_train.tasks.autoencoding import Autoencoding
 from cascade_train.tasks.base import Export, Phase, Task
 from cascade_train.tasks.preview import Preview

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from cascade_train.models.export_part import save_part
+from cascade_train.models.formats.export_part import save_part
 from cascade_train.tasks.base import Export, Phase
 
 COMPRESSOR = "semantic_compressor"

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from cascade_train.diffusion.objective import Objective
+from cascade_train.models.formats.weights import read_network
 from cascade_train.models.stage import Stage
-from cascade_train.models.weights import read_network
 from cascade_train.tasks.text_to_image import TextToImage
 
 

@@ -46,7 +46,7 @@ def test_one_rank_looks_at_what_many_trained(tmp_path: Path):
         "cascade_train.__main__.launch",
         "cascade_train.files.durable.write_durably",
         "cascade_train.engine.optimizer.Any",
-        "cascade_train.models.export.shutil.rmtree",
+        "cascade_train.models.formats.export.shutil.rmtree",
         "cascade_train.data.tar.index.os.system",
         "cascade_train.models.stage_c.Missing",
     ],

@@ -21,7 +21,7 @@ ATTACKS = (
     "cascade_train.data.tar.pipe.piped",
     "cascade_train.data.tar.pipe.subprocess.run",
     "cascade_train.files.durable.write_durably",
-    "cascade_train.models.weights_tensors.torch.load",
+    "cascade_train.models.formats.weights_tensors.torch.load",
     "cascade_train.__main__.launch",
     "cascade_train.commands.generate.generate",
 )

@@ -11,11 +11,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from cascade_train.models.first_values import FirstValues, Shares
+from cascade_train.models.formats.lora_files import fill_adapters
+from cascade_train.models.formats.weights import StoredValues
 from cascade_train.models.initialize import CHUNK, DrawnValues, Fill, fill_, fill_part_, initialise, unet_rule
 from cascade_train.models.lora import begin_magnitudes, inject_lora, split_magnitudes
-from cascade_train.models.lora_files import fill_adapters
 from cascade_train.models.stage import Stage
-from cascade_train.models.weights import StoredValues
 from tests.unit.models.networks import empty_network, original_state, small_network
 from tests.unit.models.stages import build_stage
 

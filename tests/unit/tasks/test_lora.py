@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from cascade_train.errors import ConfigError
+from cascade_train.models.formats.lora_files import load_lora
 from cascade_train.models.lora import adapted_layers
-from cascade_train.models.lora_files import load_lora
 from cascade_train.tasks.lora import LoRA
 from tests.unit.models.stages import build_stage
 from tests.unit.tasks.task_contract import TaskContract, attached, component, make_batch, trainable

@@ -1,6 +1,6 @@
 """What the names and shapes of stored tensors mean: sizes of the cascade, and the original's key names.
 
-Lives here: pure functions over names and shapes. Must not live here: reading files (weights_tensors.py).
+Lives here: pure functions over names and shapes. Must not live here: reading files (formats/weights_tensors.py).
 """
 
 from __future__ import annotations

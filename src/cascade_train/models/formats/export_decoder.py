@@ -1,7 +1,7 @@
 """Stage B's weights out: a folder that diffusers' decoder pipeline loads, read back and compared before it counts.
 
 Takes plain state dicts, gathered from their shards by the caller, on one process. Must not live here: Stage C's folder
-and what both share (export.py), single files (export_formats.py).
+and what both share (formats/export.py), single files (formats/export_formats.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from diffusers import DDPMWuerstchenScheduler, StableCascadeDecoderPipeline, StableCascadeUNet
 from torch import Tensor, nn
 
-from cascade_train.models.export import (
+from cascade_train.models.formats.export import (
     Exported,
     build_plain_network,
     copy_on_host,

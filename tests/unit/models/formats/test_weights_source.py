@@ -9,8 +9,8 @@ import pytest
 from huggingface_hub.errors import EntryNotFoundError
 
 from cascade_train.errors import ConfigError
-from cascade_train.models import weights_source
-from cascade_train.models.weights_source import find_part, find_weight_files
+from cascade_train.models.formats import weights_source
+from cascade_train.models.formats.weights_source import find_part, find_weight_files
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
 from cascade_train.models.cascade_unet import CascadeUNet
-from cascade_train.models.weights import load_module, load_network
-from cascade_train.models.weights_keys import Stored, recognise_size
-from cascade_train.models.weights_tensors import StoredTensors, load_pickle
+from cascade_train.models.formats.weights import load_module, load_network
+from cascade_train.models.formats.weights_keys import Stored, recognise_size
+from cascade_train.models.formats.weights_tensors import StoredTensors, load_pickle
 from tests.unit.models.networks import SMALL_B, empty_network, original_state, small_network
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from cascade_train.models.export import check_equal_tensors, replaced_directory
+from cascade_train.models.formats.export import check_equal_tensors, replaced_directory
 
 PART_FILE = "model.safetensors"
 """What is looked for in the folder of a part."""

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from cascade_train.errors import ConfigError
-from cascade_train.models.weights_keys import Shape, Stored
+from cascade_train.models.formats.weights_keys import Shape, Stored
 
 
 class StoredTensors:

@@ -14,7 +14,7 @@ from diffusers.pipelines.deprecated.wuerstchen.modeling_paella_vq_model import P
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from cascade_train.models.export import Exported, check_equal_tensors, checked_error, quiet, replaced_directory
+from cascade_train.models.formats.export import Exported, check_equal_tensors, checked_error, quiet, replaced_directory
 from cascade_train.models.latent_codec import ORIGINAL_NAMES
 
 ORIGINAL_FILE = "stage_a.safetensors"

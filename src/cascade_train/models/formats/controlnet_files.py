@@ -18,10 +18,10 @@ from torch import Tensor
 
 from cascade_train.errors import ConfigError
 from cascade_train.models.controlnet import ControlNetwork, ControlSpec
-from cascade_train.models.export import Exported, check_equal_tensors, checked_error, replaced_directory
-from cascade_train.models.lora_files_content import header_checked
-from cascade_train.models.tensor_file import write_tensors
-from cascade_train.models.weights_source import find_part, find_weight_files
+from cascade_train.models.formats.export import Exported, check_equal_tensors, checked_error, replaced_directory
+from cascade_train.models.formats.lora_files_content import header_checked
+from cascade_train.models.formats.tensor_file import write_tensors
+from cascade_train.models.formats.weights_source import find_part, find_weight_files
 
 FORMAT = "cascade_train.controlnet/1"
 PART = "controlnet"

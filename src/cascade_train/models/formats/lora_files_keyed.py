@@ -4,7 +4,7 @@ Both spell a module's path with underscores. ComfyUI maps `lora_prior_unet_` and
 Stage C, and `lora_prior_te_` onto its text encoder (comfy/lora.py); kohya's branch for the cascade writes `lora_unet_`
 and `lora_te_` (networks/lora.py). Both keep q, k and v apart below `attention.attn` and call the output `out_proj`.
 
-Lives here: those names, in and out. Must not live here: which network the adapters fit (lora_files.py).
+Lives here: those names, in and out. Must not live here: which network the adapters fit (formats/lora_files.py).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from cascade_train.errors import ConfigError
+from cascade_train.models.formats.lora_files_content import StoredLora
+from cascade_train.models.formats.tensor_file import write_tensors
 from cascade_train.models.lora import LoraSpec
-from cascade_train.models.lora_files_content import StoredLora
-from cascade_train.models.tensor_file import write_tensors
 
 PREFIXES = {"comfyui": ("lora_prior_unet_", "lora_prior_te_"), "kohya": ("lora_unet_", "lora_te_")}
 """Format -> prefixes of the network's and of the text encoder's modules."""

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file
 
 from cascade_train.errors import ConfigError, RunError
-from cascade_train.models import export_formats
 from cascade_train.models.cascade_unet import CascadeUNet
-from cascade_train.models.export import fixed_prediction
-from cascade_train.models.export_formats import (
+from cascade_train.models.formats import export_formats
+from cascade_train.models.formats.export import fixed_prediction
+from cascade_train.models.formats.export_formats import (
     LORA_FORMATS,
     export_lora,
     load_state,
@@ -23,7 +23,7 @@ from cascade_train.models.export_formats import (
     save_network,
     stored_size,
 )
-from cascade_train.models.lora_files import adapter_size, holds_lora, load_lora, module_shapes, read_lora
+from cascade_train.models.formats.lora_files import adapter_size, holds_lora, load_lora, module_shapes, read_lora
 from tests.unit.models import networks
 from tests.unit.models.networks import SMALL_B, empty_network, small_network
 from tests.unit.models.test_lora_formats import TOKENS, adapted, stored

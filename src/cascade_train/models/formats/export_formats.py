@@ -1,7 +1,7 @@
 """Weights and adapters out in the formats of other programs, each read back and compared before it takes its place.
 
 Lives here: one function per kind that writes any of its formats. Must not live here: what a run leaves by itself
-(export.py), the formats' names (weights_keys.py, lora_files*.py).
+(formats/export.py), the formats' names (formats/weights_keys.py, lora_files*.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
-from cascade_train.models.export import (
+from cascade_train.models.formats.export import (
     Exported,
     build_plain_network,
     check_equal_tensors,
@@ -28,14 +28,14 @@ from cascade_train.models.export import (
     replaced_file,
     save_lora,
 )
-from cascade_train.models.lora_files import module_shapes, read_lora, write_single_file
-from cascade_train.models.lora_files_content import StoredLora
-from cascade_train.models.lora_files_keyed import write_keyed, write_token_files
-from cascade_train.models.lora_files_original import write_original
-from cascade_train.models.weights import load_network
-from cascade_train.models.weights_keys import map_keys, original_layout, recognise_size
-from cascade_train.models.weights_source import find_weight_files
-from cascade_train.models.weights_tensors import StoredTensors
+from cascade_train.models.formats.lora_files import module_shapes, read_lora, write_single_file
+from cascade_train.models.formats.lora_files_content import StoredLora
+from cascade_train.models.formats.lora_files_keyed import write_keyed, write_token_files
+from cascade_train.models.formats.lora_files_original import write_original
+from cascade_train.models.formats.weights import load_network
+from cascade_train.models.formats.weights_keys import map_keys, original_layout, recognise_size
+from cascade_train.models.formats.weights_source import find_weight_files
+from cascade_train.models.formats.weights_tensors import StoredTensors
 
 log = logging.getLogger(__name__)
 

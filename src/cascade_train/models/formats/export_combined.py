@@ -1,6 +1,6 @@
 """Stages A, B and C out in one folder that diffusers' combined pipeline loads, read back before it counts.
 
-Takes plain state dicts on one process. Must not live here: the two pipelines in it (export.py, export_decoder.py).
+Takes plain state dicts on one process. Must not live here: the two pipelines in it (formats/export.py, formats/export_decoder.py).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 from diffusers import StableCascadeCombinedPipeline
 from torch import Tensor
 
-from cascade_train.models.export import (
+from cascade_train.models.formats.export import (
     Exported,
     PriorParts,
     build_plain_network,
@@ -20,7 +20,7 @@ from cascade_train.models.export import (
     read_back_error,
     replaced_directory,
 )
-from cascade_train.models.export_decoder import DecoderParts, decoder_pipeline, name_its_module
+from cascade_train.models.formats.export_decoder import DecoderParts, decoder_pipeline, name_its_module
 
 
 def save_combined(

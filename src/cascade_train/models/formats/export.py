@@ -1,7 +1,7 @@
 """Weights out: folders and files that other programs load, each read back and compared before it counts.
 
 Lives here: what a run leaves in `export/`. Takes plain state dicts, gathered from their shards by the caller, on one
-process. Must not live here: checkpoints for resuming (engine/), formats of adapters (lora_files.py).
+process. Must not live here: checkpoints for resuming (engine/), formats of adapters (formats/lora_files.py).
 """
 
 from __future__ import annotations
@@ -23,9 +23,15 @@ from transformers import CLIPImageProcessor
 from transformers.utils import logging as transformers_logging
 
 from cascade_train.errors import RunError, unwritten
+from cascade_train.models.formats.lora_files import (
+    SINGLE_FILE,
+    module_shapes,
+    read_lora,
+    write_peft_folder,
+    write_single_file,
+)
+from cascade_train.models.formats.lora_files_content import StoredLora, TrainedTokens
 from cascade_train.models.lora import LoraSpec
-from cascade_train.models.lora_files import SINGLE_FILE, module_shapes, read_lora, write_peft_folder, write_single_file
-from cascade_train.models.lora_files_content import StoredLora, TrainedTokens
 from cascade_train.models.semantic_compressor import EfficientNetCompressor
 from cascade_train.models.stage_c import StageC
 

@@ -1,8 +1,8 @@
 """Adapters on disk: our file with metadata and peft's folder, and the one way in for every format.
 
 Lives here: those two formats out, every format in, and whether what was read fits a network. Must not live here:
-foreign formats (lora_files_keyed.py, lora_files_original.py), what an adapter does (lora.py), when it is written
-(export.py).
+foreign formats (formats/lora_files_keyed.py, formats/lora_files_original.py), what an adapter does (lora.py), when it is written
+(formats/export.py).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
+from cascade_train.models.formats.lora_files_content import StoredLora, TrainedTokens, header_checked
+from cascade_train.models.formats.lora_files_keyed import Adapter, is_keyed, read_keyed, unify
+from cascade_train.models.formats.lora_files_original import DEFAULT_FILTERS, is_original, read_original
+from cascade_train.models.formats.tensor_file import write_tensors
+from cascade_train.models.formats.weights import set_tensor
+from cascade_train.models.formats.weights_keys import SIZES, Shape, compare_keys, recognise_adapter_size, recognise_size
+from cascade_train.models.formats.weights_source import find_part
 from cascade_train.models.lora import ADAPTER, LoraSpec, attach_adapters, lora_spec
-from cascade_train.models.lora_files_content import StoredLora, TrainedTokens, header_checked
-from cascade_train.models.lora_files_keyed import Adapter, is_keyed, read_keyed, unify
-from cascade_train.models.lora_files_original import DEFAULT_FILTERS, is_original, read_original
-from cascade_train.models.tensor_file import write_tensors
-from cascade_train.models.weights import set_tensor
-from cascade_train.models.weights_keys import SIZES, Shape, compare_keys, recognise_adapter_size, recognise_size
-from cascade_train.models.weights_source import find_part
 
 FORMAT = "cascade_train.lora/1"
 SINGLE_FILE = "lora.safetensors"

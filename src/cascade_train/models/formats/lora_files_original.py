@@ -4,7 +4,7 @@ The original writes `weights.<i>.lora_down` (r, in) and `weights.<i>.lora_up` (o
 in its own order, for W + (1 / r) up down; and `embeddings.embeddings` (N, D), which it adds to the vocabulary's rows
 `embeddings.indices` (Stable Cascade, modules/lora.py and train/train_c_lora.py).
 
-Lives here: that layout, in and out. Must not live here: which network the adapters fit (lora_files.py).
+Lives here: that layout, in and out. Must not live here: which network the adapters fit (formats/lora_files.py).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from cascade_train.errors import ConfigError
+from cascade_train.models.formats.lora_files_content import StoredLora, TrainedTokens
+from cascade_train.models.formats.tensor_file import write_tensors
+from cascade_train.models.formats.weights_keys import Shape
 from cascade_train.models.lora import LoraSpec
-from cascade_train.models.lora_files_content import StoredLora, TrainedTokens
-from cascade_train.models.tensor_file import write_tensors
-from cascade_train.models.weights_keys import Shape
 
 log = logging.getLogger(__name__)
 

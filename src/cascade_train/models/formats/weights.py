@@ -1,6 +1,6 @@
 """Weights in: from files, in whatever of the known formats, into modules that lie on the meta device.
 
-Must not live here: weights out (export.py), adapters (lora.py), values of an untrained network (initialize.py).
+Must not live here: weights out (formats/export.py), adapters (lora.py), values of an untrained network (initialize.py).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
 from cascade_train.models.first_values import FirstValues, Shares
-from cascade_train.models.weights_keys import SIZES, Shape, Stored, compare_keys, map_keys, recognise_size
-from cascade_train.models.weights_source import find_weight_files
-from cascade_train.models.weights_tensors import StoredTensors
+from cascade_train.models.formats.weights_keys import SIZES, Shape, Stored, compare_keys, map_keys, recognise_size
+from cascade_train.models.formats.weights_source import find_weight_files
+from cascade_train.models.formats.weights_tensors import StoredTensors
 
 
 def load_network(

@@ -21,9 +21,9 @@ from transformers import (
 )
 
 from cascade_train.errors import RunError
-from cascade_train.models import export
 from cascade_train.models.cascade_unet import CascadeUNet
-from cascade_train.models.export import (
+from cascade_train.models.formats import export
+from cascade_train.models.formats.export import (
     PriorParts,
     build_plain_network,
     replaced_directory,
@@ -31,9 +31,9 @@ from cascade_train.models.export import (
     save_lora,
     save_prior,
 )
+from cascade_train.models.formats.weights import load_network
 from cascade_train.models.lora import adapter_state, inject_lora, lora_spec
 from cascade_train.models.tiny_vocabulary import FOLDER
-from cascade_train.models.weights import load_network
 from tests.unit.models.networks import empty_network, predict, small_network
 
 MAX_TOKENS = 12
