@@ -23,9 +23,9 @@ import torch
 
 from cascade_train.__main__ import launch
 from cascade_train.distributed.process_group import process_group
-from cascade_train.engine.checkpoint import CheckpointStore
+from cascade_train.engine.checkpoint.retention import Retention
+from cascade_train.engine.checkpoint.store import CheckpointStore
 from cascade_train.engine.loop import Trainer
-from cascade_train.engine.retention import Retention
 
 TENSORS = 64
 STEP_SECONDS = 0.05

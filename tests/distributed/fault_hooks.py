@@ -17,10 +17,10 @@ from typing import Any
 from stopping_hooks import in_step
 
 from cascade_train.data.storage import store
-from cascade_train.engine import checkpoint_folder
-from cascade_train.engine.checkpoint import CheckpointStore
-from cascade_train.engine.checkpoint_folder import CheckpointFolder
-from cascade_train.engine.checkpoint_writing import Snapshot
+from cascade_train.engine.checkpoint.folder import CheckpointFolder
+from cascade_train.engine.checkpoint.store import CheckpointStore
+from cascade_train.engine.checkpoint.store import folder as checkpoint_folder
+from cascade_train.engine.checkpoint.writing import Snapshot
 
 CAPABILITY_VERSION_3 = 0x20080522
 DAC_OVERRIDE_AND_READ_SEARCH = 0b110

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cascade_train.engine.checkpoint_writing import HostMemory
+from cascade_train.engine.checkpoint.writing import HostMemory
 
 pytestmark = pytest.mark.gpu
 

@@ -165,7 +165,7 @@ def test_ctrl_c_ends_in_order_and_the_next_start_continues(tmp_path):
 def test_a_run_in_use_by_another_process_is_refused(tmp_path, capfd):
     run = train(tmp_path / "run", *FINETUNE, "train.max_steps=1")
     hold = (
-        "import sys; from pathlib import Path; from cascade_train.engine.run_lock import RunLock;"
+        "import sys; from pathlib import Path; from cascade_train.engine.run.lock import RunLock;"
         f"RunLock(Path({str(run)!r})).acquire(); print('held', flush=True); sys.stdin.read()"
     )
     with subprocess.Popen([sys.executable, "-c", hold], stdin=-1, stdout=-1, text=True) as holder:

@@ -17,7 +17,7 @@ from PIL import Image
 from safetensors import safe_open
 
 from cascade_train.assembly import run as build
-from cascade_train.engine.manifest import read_manifest
+from cascade_train.engine.checkpoint.manifest import read_manifest
 from cascade_train.engine.tracking import NullTracker
 from tests.integration.runs import cut_back, read_metrics, train
 from tests.unit.data import tars

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from cascade_train.__main__ import launch
-from cascade_train.engine import environment
+from cascade_train.engine.run import environment
 from tests.integration.runs import SMALL
 from tests.unit.data import tars
 

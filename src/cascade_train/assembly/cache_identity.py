@@ -16,7 +16,7 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
 from cascade_train.config.roles import component_options, declared_roles
 from cascade_train.data.cached import Cached
-from cascade_train.engine.config_difference import ADDED
+from cascade_train.engine.run.config_difference import ADDED
 from cascade_train.errors import ConfigError
 from cascade_train.models.formats.weights_source import local_path
 from cascade_train.models.stage import Stage

@@ -8,7 +8,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from cascade_train.assembly.components import build_component
-from cascade_train.engine.run_folder import check_folder
+from cascade_train.engine.run.folder import check_folder
 from cascade_train.errors import ConfigError
 
 

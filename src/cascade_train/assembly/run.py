@@ -21,27 +21,27 @@ from cascade_train.data.cached import Cached
 from cascade_train.data.data_set import DataSet, open_data_set
 from cascade_train.data.source import Source
 from cascade_train.distributed.consensus import from_every_rank, from_rank_zero
+from cascade_train.distributed.lost_ranks import RollCall
 from cascade_train.distributed.process_group import World, process_group
 from cascade_train.distributed.rng import set_deterministic
-from cascade_train.distributed.roll_call import RollCall
-from cascade_train.engine.bad_step import SpikeWatch
-from cascade_train.engine.ballot import Ballot
-from cascade_train.engine.checkpoint import CheckpointStore
+from cascade_train.engine.checkpoint.manifest import read_manifest
+from cascade_train.engine.checkpoint.retention import Retention
+from cascade_train.engine.checkpoint.store import CheckpointStore
+from cascade_train.engine.faults.bad_step import SpikeWatch
+from cascade_train.engine.faults.rollback import Rollback, RolledBackList
+from cascade_train.engine.faults.stop_vote import Ballot
+from cascade_train.engine.faults.stopping import Stopping, TimeLimit, code_of_stop
+from cascade_train.engine.faults.unreadable import UnreadableList
 from cascade_train.engine.loop import Cadence, Trainer
 from cascade_train.engine.loss_curve import LossCurve
 from cascade_train.engine.loss_plot import LossPlot
-from cascade_train.engine.manifest import read_manifest
 from cascade_train.engine.metrics import MetricsLog
 from cascade_train.engine.phase import BoundPhase, averaged, whole_state
 from cascade_train.engine.profiler import Profiler
 from cascade_train.engine.progress import Progress
-from cascade_train.engine.retention import Retention
-from cascade_train.engine.rollback import Rollback, RolledBackList
-from cascade_train.engine.run_directory import RunDirectory, claimed
+from cascade_train.engine.run.directory import RunDirectory, claimed
 from cascade_train.engine.set_distance import SetDistance
-from cascade_train.engine.stopping import Stopping, TimeLimit, code_of_stop
 from cascade_train.engine.tracking import build_tracker
-from cascade_train.engine.unreadable import UnreadableList
 from cascade_train.engine.validation import HeldOut, Reconstructions, Validation
 from cascade_train.errors import ConfigError, RankLostError, RunError
 from cascade_train.models.frechet import frechet_distance, load_inception

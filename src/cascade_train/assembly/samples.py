@@ -11,7 +11,7 @@ from cascade_train.assembly.components import Parts
 from cascade_train.data.data_set import DataSet
 from cascade_train.distributed.process_group import World
 from cascade_train.engine.phase import BoundPhase
-from cascade_train.engine.run_directory import RunDirectory
+from cascade_train.engine.run.directory import RunDirectory
 from cascade_train.engine.sampling import SampleGrid, SampleSpec
 from cascade_train.errors import ConfigError
 from cascade_train.tasks.base import Painter, SampleSettings

@@ -14,7 +14,7 @@ from cascade_train.data.data_set import DataSet
 from cascade_train.data.loading.feed import Feed
 from cascade_train.distributed.process_group import World
 from cascade_train.engine.loop import Trainer
-from cascade_train.engine.run_directory import RunDirectory
+from cascade_train.engine.run.directory import RunDirectory
 
 
 def start_report(cfg: DictConfig, parts: Parts, data: DataSet, run: RunDirectory, trainer: Trainer) -> str:

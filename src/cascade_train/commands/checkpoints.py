@@ -1,6 +1,6 @@
 """Look after a run's checkpoints: `python -m cascade_train.commands.checkpoints ls|verify|prune|promote runs/x`.
 
-Thin: the rules live in `engine/retention.py`, changes on the disk in `engine/checkpoint_folder.py`. Torch is imported
+Thin: the rules live in `engine/checkpoint/retention.py`, changes on the disk in `engine/checkpoint/folder.py`. Torch is imported
 only to drop optimizer state.
 """
 
@@ -19,10 +19,10 @@ from typing import Any
 from cascade_train.commands.arguments import help_text, names_place, parse_verb
 from cascade_train.config.explain import exit_code
 from cascade_train.config.groups import did_you_mean
-from cascade_train.engine.checkpoint_folder import CheckpointFolder
-from cascade_train.engine.manifest import MANIFEST_NAME, Manifest, find_fault, read_manifest, write_manifest
-from cascade_train.engine.retention import BEST, Retention, best_value
-from cascade_train.engine.run_lock import RunLock
+from cascade_train.engine.checkpoint.folder import CheckpointFolder
+from cascade_train.engine.checkpoint.manifest import MANIFEST_NAME, Manifest, find_fault, read_manifest, write_manifest
+from cascade_train.engine.checkpoint.retention import BEST, Retention, best_value
+from cascade_train.engine.run.lock import RunLock
 from cascade_train.errors import ConfigError, RunError
 from cascade_train.files.untrusted import read_yaml
 
@@ -224,7 +224,7 @@ def _delete(folder: CheckpointFolder, steps: Sequence[int]) -> None:
 def _slim(folder: CheckpointFolder, steps: Sequence[int]) -> None:
     if not steps:
         return
-    from cascade_train.engine.checkpoint_slimming import drop_optimizer  # heavy: torch
+    from cascade_train.engine.checkpoint.slimming import drop_optimizer  # heavy: torch
 
     for step in steps:
         try:

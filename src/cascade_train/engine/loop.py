@@ -20,14 +20,16 @@ import torch
 from torch import Tensor
 
 from cascade_train.batch import Batch
+from cascade_train.distributed.lost_ranks import RollCall, groups_of
 from cascade_train.distributed.parallelize import set_gradient_sync
 from cascade_train.distributed.process_group import World
 from cascade_train.distributed.rng import seed_micro_batch
-from cascade_train.distributed.roll_call import RollCall, groups_of
-from cascade_train.engine.bad_step import SpikeWatch, Trace, not_finite
-from cascade_train.engine.ballot import Motion
-from cascade_train.engine.checkpoint import CheckpointStore
-from cascade_train.engine.gathering import gather_samples, sum_totals
+from cascade_train.engine.checkpoint.store import CheckpointStore
+from cascade_train.engine.faults.bad_step import SpikeWatch, Trace, not_finite
+from cascade_train.engine.faults.stop_vote import Motion
+from cascade_train.engine.faults.stopping import Stopping
+from cascade_train.engine.faults.unreadable import UnreadableList
+from cascade_train.engine.global_batch import gather_samples, sum_totals
 from cascade_train.engine.loss_curve import LossCurve
 from cascade_train.engine.loss_plot import LossPlot
 from cascade_train.engine.metrics import MetricsLog
@@ -35,9 +37,7 @@ from cascade_train.engine.phase import BoundPhase, restore_training_state, train
 from cascade_train.engine.profiler import Profiler
 from cascade_train.engine.progress import Progress
 from cascade_train.engine.sampling import SampleGrid
-from cascade_train.engine.stopping import Stopping
 from cascade_train.engine.tracking import Tracker
-from cascade_train.engine.unreadable import UnreadableList
 from cascade_train.engine.validation import Validation
 from cascade_train.errors import RunError
 from cascade_train.tasks.base import StepOutput, Task

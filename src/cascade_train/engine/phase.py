@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from cascade_train.engine.checkpoint import CheckpointStore
+from cascade_train.engine.checkpoint.store import CheckpointStore
 from cascade_train.engine.ema import Ema
 from cascade_train.engine.lr_schedule import LrSchedule
 from cascade_train.engine.optimizer import can_withhold, fill_state, settings

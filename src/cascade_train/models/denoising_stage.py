@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from cascade_train.models.cascade_unet import CascadeUNet
 from cascade_train.models.cascade_unet_config import CascadeUNetConfig
-from cascade_train.models.first_values import FirstValues, Shares
 from cascade_train.models.formats.weights import StoredValues
+from cascade_train.models.initial_values import FirstValues, Shares
 from cascade_train.models.initialize import DrawnValues, unet_rule
 from cascade_train.models.lora import begin_magnitudes, split_magnitudes
 from cascade_train.models.semantic_compressor import SemanticCompressor

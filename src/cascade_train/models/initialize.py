@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from cascade_train.models.first_values import FirstValues, Shares
+from cascade_train.models.initial_values import FirstValues, Shares
 
 CHUNK = 1 << 18
 """Elements drawn at once (1 MiB of fp32, which stays in cache); part of the definition of every draw."""

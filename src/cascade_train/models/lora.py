@@ -22,8 +22,8 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
-from cascade_train.models.first_values import FirstValues, Shares
 from cascade_train.models.formats.weights_keys import recognise_size
+from cascade_train.models.initial_values import FirstValues, Shares
 from cascade_train.models.initialize import ZEROS, Fill, fill_
 
 ADAPTER = "default"

@@ -13,8 +13,8 @@ from cascade_train.assembly.components import Parts, build_component, build_part
 from cascade_train.assembly.model import build_phases, build_whole_model
 from cascade_train.assembly.run import write_exports
 from cascade_train.distributed.process_group import World, process_group
-from cascade_train.engine.checkpoint import CheckpointStore
-from cascade_train.engine.manifest import find_fault
+from cascade_train.engine.checkpoint.manifest import find_fault
+from cascade_train.engine.checkpoint.store import CheckpointStore
 from cascade_train.engine.phase import restore_training_state
 from cascade_train.errors import ConfigError, RunError
 from cascade_train.results.find import TrainedModel

@@ -12,10 +12,10 @@ import yaml
 
 from cascade_train.commands.checkpoints import launch
 from cascade_train.distributed.process_group import process_group
-from cascade_train.engine.checkpoint import CheckpointStore
-from cascade_train.engine.manifest import find_fault, read_manifest
-from cascade_train.engine.retention import Retention
-from cascade_train.engine.run_lock import RunLock
+from cascade_train.engine.checkpoint.manifest import find_fault, read_manifest
+from cascade_train.engine.checkpoint.retention import Retention
+from cascade_train.engine.checkpoint.store import CheckpointStore
+from cascade_train.engine.run.lock import RunLock
 
 RULE = {"keep_last": 2, "keep_every_steps": 4, "keep_best": 1, "best_metric": "loss", "best_mode": "min"}
 

@@ -8,7 +8,7 @@ import torch
 
 from cascade_train.distributed.parallelize import local, parallelize
 from cascade_train.distributed.process_group import build_mesh
-from cascade_train.engine.checkpoint import CheckpointStore
+from cascade_train.engine.checkpoint.store import CheckpointStore
 from cascade_train.engine.ema import Ema
 from cascade_train.engine.loop import Cadence, Trainer
 from cascade_train.engine.loss_curve import LossCurve

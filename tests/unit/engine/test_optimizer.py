@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from cascade_train.distributed.process_group import build_mesh
-from cascade_train.engine.checkpoint import CheckpointStore
+from cascade_train.engine.checkpoint.store import CheckpointStore
 from cascade_train.engine.lr_schedule import ConstantSchedule
 from cascade_train.engine.optimizer import REFUSED, OptimizerSpec, can_withhold, settings
 from cascade_train.engine.phase import BoundPhase, trainable_parameters

@@ -1,6 +1,6 @@
 """Samples that another run found unreadable, left out of this one before anything is planned.
 
-A run writes its list as it goes (engine/unreadable.py); nothing is written here.
+A run writes its list as it goes (engine/faults/unreadable.py); nothing is written here.
 """
 
 from __future__ import annotations

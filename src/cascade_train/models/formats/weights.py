@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
-from cascade_train.models.first_values import FirstValues, Shares
 from cascade_train.models.formats.weights_keys import SIZES, Shape, Stored, compare_keys, map_keys, recognise_size
 from cascade_train.models.formats.weights_source import find_weight_files
 from cascade_train.models.formats.weights_tensors import StoredTensors
+from cascade_train.models.initial_values import FirstValues, Shares
 
 
 def load_network(

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from cascade_train.distributed.parallelize import local
-from cascade_train.engine.bad_step import BadStepError, SpikeWatch
-from cascade_train.engine.rollback import Rollback, RolledBackList
+from cascade_train.engine.faults.bad_step import BadStepError, SpikeWatch
+from cascade_train.engine.faults.rollback import Rollback, RolledBackList
 from cascade_train.errors import RunError
 from tests.unit.engine.test_loop import build_trainer
 from tests.unit.engine.toy import ToyTask

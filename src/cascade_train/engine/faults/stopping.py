@@ -11,7 +11,7 @@ from collections import deque
 from pathlib import Path
 
 from cascade_train.distributed.consensus import from_every_rank
-from cascade_train.engine.ballot import Ballot, Motion
+from cascade_train.engine.faults.stop_vote import Ballot, Motion
 from cascade_train.errors import STOPPED
 from cascade_train.signals import Signals
 

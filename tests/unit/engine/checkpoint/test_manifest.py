@@ -5,8 +5,15 @@ import json
 
 import pytest
 
-from cascade_train.engine import manifest as module
-from cascade_train.engine.manifest import FileRecord, Manifest, find_fault, hash_file, read_manifest, write_manifest
+from cascade_train.engine.checkpoint.manifest import (
+    FileRecord,
+    Manifest,
+    find_fault,
+    hash_file,
+    read_manifest,
+    write_manifest,
+)
+from cascade_train.engine.checkpoint.store import manifest as module
 from cascade_train.errors import RunError
 
 FACTS = {"samples_seen": 24, "loss": 0.1 + 0.2, "nested": {"a": [1, None]}}

@@ -14,10 +14,10 @@ from pathlib import Path
 
 from cascade_train.distributed.consensus import from_every_rank, from_rank_zero
 from cascade_train.distributed.parallelize import local
-from cascade_train.engine.bad_step import BadStepError
-from cascade_train.engine.checkpoint import CheckpointStore
+from cascade_train.engine.checkpoint.manifest import find_fault
+from cascade_train.engine.checkpoint.store import CheckpointStore
+from cascade_train.engine.faults.bad_step import BadStepError
 from cascade_train.engine.loop import Trainer
-from cascade_train.engine.manifest import find_fault
 from cascade_train.engine.phase import BoundPhase
 from cascade_train.errors import RunError
 from cascade_train.files.durable import append_durably, write_durably

@@ -6,8 +6,8 @@ import sys
 
 import torch
 
-from cascade_train.engine import environment
-from cascade_train.engine.environment import describe_environment
+from cascade_train.engine.run import environment
+from cascade_train.engine.run.environment import describe_environment
 
 
 def test_the_description_is_json_and_complete(world):

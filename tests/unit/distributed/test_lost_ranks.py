@@ -5,8 +5,8 @@ import socket
 import pytest
 import torch.distributed as dist
 
-from cascade_train.distributed import roll_call
-from cascade_train.distributed.roll_call import RollCall
+from cascade_train.distributed import lost_ranks as roll_call
+from cascade_train.distributed.lost_ranks import RollCall
 from cascade_train.errors import ConfigError, Interrupted, RankLostError, RunError
 
 LOST = "[pair.cc:553] Connection closed by peer [127.0.0.1]:40879"

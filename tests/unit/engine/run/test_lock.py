@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from cascade_train.engine.run_lock import RunLock
+from cascade_train.engine.run.lock import RunLock
 from cascade_train.errors import ConfigError
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from cascade_train.engine.run_lock import RunLock
+from cascade_train.engine.run.lock import RunLock
 RunLock(Path(sys.argv[1])).acquire()
 print("held", flush=True)
 time.sleep(60)

@@ -5,9 +5,9 @@ import logging
 import pytest
 import torch
 
-from cascade_train.engine.checkpoint import CheckpointStore
-from cascade_train.engine.manifest import find_fault, read_manifest
-from cascade_train.engine.retention import Retention
+from cascade_train.engine.checkpoint.manifest import find_fault, read_manifest
+from cascade_train.engine.checkpoint.retention import Retention
+from cascade_train.engine.checkpoint.store import CheckpointStore
 from cascade_train.errors import ConfigError
 
 RULE = Retention(keep_last=1, keep_every_steps=2, keep_optimizer=False)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from cascade_train.engine.manifest import Manifest
+from cascade_train.engine.checkpoint.manifest import Manifest
 from cascade_train.errors import ConfigError
 
 BEST = "best"

@@ -1,6 +1,6 @@
 """The vote of one rank; that of several is in tests/distributed/test_stopping.py."""
 
-from cascade_train.engine.ballot import Ballot, Motion
+from cascade_train.engine.faults.stop_vote import Ballot, Motion
 
 
 def test_what_the_only_rank_wants_is_carried_at_once(world):

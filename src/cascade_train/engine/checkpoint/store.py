@@ -19,12 +19,10 @@ from typing import Any
 import torch.distributed as dist
 
 from cascade_train.distributed.consensus import from_every_rank, from_rank_zero, own_group
-from cascade_train.engine.background import Background, Piece
-from cascade_train.engine.checkpoint_folder import CheckpointFolder
-from cascade_train.engine.checkpoint_loading import load_files
-from cascade_train.engine.checkpoint_slimming import drop_optimizer
-from cascade_train.engine.checkpoint_writing import HostMemory, Snapshot, check_space, write_files
-from cascade_train.engine.manifest import (
+from cascade_train.engine.checkpoint.background import Background, Piece
+from cascade_train.engine.checkpoint.folder import CheckpointFolder
+from cascade_train.engine.checkpoint.loading import load_files
+from cascade_train.engine.checkpoint.manifest import (
     MANIFEST_NAME,
     FileRecord,
     Manifest,
@@ -33,7 +31,9 @@ from cascade_train.engine.manifest import (
     read_manifest,
     write_manifest,
 )
-from cascade_train.engine.retention import BEST, Retention, last_logged
+from cascade_train.engine.checkpoint.retention import BEST, Retention, last_logged
+from cascade_train.engine.checkpoint.slimming import drop_optimizer
+from cascade_train.engine.checkpoint.writing import HostMemory, Snapshot, check_space, write_files
 from cascade_train.errors import ConfigError, RunError
 
 log = logging.getLogger(__name__)

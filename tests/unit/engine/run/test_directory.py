@@ -12,10 +12,10 @@ import pytest
 import torch
 import yaml
 
-from cascade_train.engine import run_directory as module
-from cascade_train.engine.checkpoint import CheckpointStore
-from cascade_train.engine.manifest import read_manifest, write_manifest
-from cascade_train.engine.run_directory import claim, claimed
+from cascade_train.engine.checkpoint.manifest import read_manifest, write_manifest
+from cascade_train.engine.checkpoint.store import CheckpointStore
+from cascade_train.engine.run import directory as module
+from cascade_train.engine.run.directory import claim, claimed
 from cascade_train.errors import ConfigError, Interrupted, RunError
 from cascade_train.signals import Signals
 

@@ -10,7 +10,7 @@ import pytest
 from cascade_train.batch import Unreadable
 from cascade_train.data.index.quarantine import FOLDER, read_quarantine
 from cascade_train.data.loading.skipped import by_reason
-from cascade_train.engine.unreadable import UnreadableList
+from cascade_train.engine.faults.unreadable import UnreadableList
 
 
 def rows(file: Path) -> list[tuple[str, int]]:

@@ -4,10 +4,10 @@ import signal
 
 import pytest
 
-from cascade_train.engine import stopping
-from cascade_train.engine.ballot import Ballot, Motion
-from cascade_train.engine.checkpoint import CheckpointStore
-from cascade_train.engine.stopping import Stopping, TimeLimit, code_of_stop, seconds_since_start
+from cascade_train.engine.checkpoint.store import CheckpointStore
+from cascade_train.engine.faults import stopping
+from cascade_train.engine.faults.stop_vote import Ballot, Motion
+from cascade_train.engine.faults.stopping import Stopping, TimeLimit, code_of_stop, seconds_since_start
 from cascade_train.errors import RunError
 from cascade_train.signals import STOP_SIGNALS, Signals
 from tests.unit.engine.test_loop import build_trainer

@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from cascade_train.distributed.consensus import from_every_rank
-from cascade_train.engine.checkpoint_writing import first_failure
-from cascade_train.engine.manifest import Manifest
+from cascade_train.engine.checkpoint.manifest import Manifest
+from cascade_train.engine.checkpoint.writing import first_failure
 from cascade_train.errors import ConfigError, RunError
 
 TABLE_NAME = ".metadata"

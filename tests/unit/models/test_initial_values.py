@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from cascade_train.models.first_values import FirstValues, Shares
 from cascade_train.models.formats.lora_files import fill_adapters
 from cascade_train.models.formats.weights import StoredValues
+from cascade_train.models.initial_values import FirstValues, Shares
 from cascade_train.models.initialize import CHUNK, DrawnValues, Fill, fill_, fill_part_, initialise, unet_rule
 from cascade_train.models.lora import begin_magnitudes, inject_lora, split_magnitudes
 from cascade_train.models.stage import Stage

@@ -10,7 +10,7 @@ import re
 import shutil
 from pathlib import Path
 
-from cascade_train.engine.manifest import Manifest, find_fault, read_manifest
+from cascade_train.engine.checkpoint.manifest import Manifest, find_fault, read_manifest
 from cascade_train.files.durable import sync_directory
 
 log = logging.getLogger(__name__)

@@ -15,9 +15,9 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from cascade_train.engine.checkpoint_folder import CheckpointFolder
-from cascade_train.engine.checkpoint_loading import TABLE_NAME, optimizer_keys, read_table
-from cascade_train.engine.manifest import find_fault, hash_file, read_manifest, write_manifest
+from cascade_train.engine.checkpoint.folder import CheckpointFolder
+from cascade_train.engine.checkpoint.loading import TABLE_NAME, optimizer_keys, read_table
+from cascade_train.engine.checkpoint.manifest import find_fault, hash_file, read_manifest, write_manifest
 from cascade_train.errors import RunError
 
 _BLOCK = 2**24

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cascade_train.engine.config_difference import (
+from cascade_train.engine.run.config_difference import (
     ABSENT,
     Difference,
     describe,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cascade_train.engine.bad_step import BadStepError, SpikeWatch, Trace, not_finite
+from cascade_train.engine.faults.bad_step import BadStepError, SpikeWatch, Trace, not_finite
 
 NAN, INF = float("nan"), float("inf")
 

@@ -1,0 +1,1 @@
+"""Checkpoints: written whole, verified, loaded, and removed in time."""

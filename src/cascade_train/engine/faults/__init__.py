@@ -1,0 +1,1 @@
+"""What ends or interrupts a run: bad steps, stops, unreadable samples."""

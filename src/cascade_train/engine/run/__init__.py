@@ -1,0 +1,1 @@
+"""The run directory: claimed, locked, compared with its configuration."""
