@@ -128,7 +128,7 @@ def applied(change: Change) -> Iterator[None]:
 
 def judge(change: Change, tests: ModuleType) -> str:
     """Return which of JUDGES notices a change first."""
-    from cascade_train.config.source import load_module
+    from cascade_train.config.static.static_source import load_module
 
     if change.file == "python":
         load_module.cache_clear()

@@ -1,6 +1,6 @@
 """What an option of a component means to resumes, caches and saved configurations, as its annotation declares it.
 
-`num_workers: Free[int]` in a constructor. Markers may be nested. They are read from source by config/roles.py.
+`num_workers: Free[int]` in a constructor. Markers may be nested. They are read from source by config/static/roles.py.
 """
 
 from typing import Annotated, TypeVar

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hydra.errors import InstantiationException
 from omegaconf import DictConfig
 
-from cascade_train.config.explain import with_path
+from cascade_train.config.error_messages import with_path
 from cascade_train.config.hydra_compat import construct
 from cascade_train.errors import ConfigError
 

@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from cascade_train.config.groups import did_you_mean
 from cascade_train.config.paths import is_existing_path
-from cascade_train.config.signatures import attribute_docs
+from cascade_train.config.static.signatures import attribute_docs
 from cascade_train.errors import ConfigError
 
 S = TypeVar("S")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from cascade_train.commands.arguments import help_text, names_place, parse_verb
-from cascade_train.config.explain import exit_code
+from cascade_train.config.error_messages import exit_code
 from cascade_train.config.groups import did_you_mean
 from cascade_train.engine.checkpoint.folder import CheckpointFolder
 from cascade_train.engine.checkpoint.manifest import MANIFEST_NAME, Manifest, find_fault, read_manifest, write_manifest

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cascade_train.commands.arguments import parse_verb
-from cascade_train.config.explain import exit_code
+from cascade_train.config.error_messages import exit_code
 from cascade_train.config.groups import did_you_mean
 from cascade_train.config.saved import CONFIG_NAME, load_saved_config
 from cascade_train.errors import ConfigError

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig
 
 from cascade_train.commands.arguments import parse_verb
-from cascade_train.config.explain import exit_code
+from cascade_train.config.error_messages import exit_code
 from cascade_train.config.preflight import guidance_scale, preflight
 from cascade_train.errors import ConfigError
 

@@ -18,7 +18,7 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig
 
 from cascade_train.commands.arguments import help_text, parse_verb
-from cascade_train.config.explain import exit_code
+from cascade_train.config.error_messages import exit_code
 from cascade_train.config.launch import compose_and_run
 from cascade_train.errors import ConfigError, RunError
 

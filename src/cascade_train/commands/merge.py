@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cascade_train.commands.arguments import parse_verb
-from cascade_train.config.explain import exit_code
+from cascade_train.config.error_messages import exit_code
 from cascade_train.errors import ConfigError
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cascade_train.commands.arguments import parse_verb
-from cascade_train.config.explain import exit_code
+from cascade_train.config.error_messages import exit_code
 from cascade_train.errors import ConfigError, RunError
 
 SHOWN = 20

@@ -16,11 +16,11 @@ from typing import Any
 from omegaconf import MISSING, OmegaConf
 
 from cascade_train.commands.arguments import names_place, parse_verb
-from cascade_train.config.explain import exit_code
-from cascade_train.config.recipe import Recipe
-from cascade_train.config.recipe_behaviour import check_behaviour
-from cascade_train.config.recipe_official import from_official, is_official
-from cascade_train.config.recipe_open_diffusion import from_open_diffusion, is_open_diffusion
+from cascade_train.config.error_messages import exit_code
+from cascade_train.config.recipes.behaviour import check_behaviour
+from cascade_train.config.recipes.official import from_official, is_official
+from cascade_train.config.recipes.open_diffusion import from_open_diffusion, is_open_diffusion
+from cascade_train.config.recipes.recipe import Recipe
 from cascade_train.config.saved import load_yaml
 from cascade_train.data.index.row_filter import parse_row_filters
 from cascade_train.errors import ConfigError

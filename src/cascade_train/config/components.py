@@ -1,6 +1,6 @@
 """Check component nodes against the constructors that they name, without importing those.
 
-What a constructor is lives in signatures.py; cross-field rules live in preflight.py.
+What a constructor is lives in static/signatures.py; cross-field rules live in preflight.py.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, get_type_hints
 
-from cascade_train.config.annotations import fits, is_component, literals, needs_component
-from cascade_train.config.expressions import UNKNOWN
 from cascade_train.config.groups import did_you_mean, group_options, groups, options_with
-from cascade_train.config.guards import refusal
 from cascade_train.config.schema import Root
-from cascade_train.config.signatures import (
+from cascade_train.config.static.annotations import fits, is_component, literals, needs_component
+from cascade_train.config.static.expressions import UNKNOWN
+from cascade_train.config.static.guards import refusal
+from cascade_train.config.static.signatures import (
     Parameter,
     Signature,
     argument_doc,
@@ -24,8 +24,8 @@ from cascade_train.config.signatures import (
     definition_chain,
     read_signature,
 )
-from cascade_train.config.source import UnreadableError
-from cascade_train.config.targets import check_confined
+from cascade_train.config.static.static_source import UnreadableError
+from cascade_train.config.static.targets import check_confined
 from cascade_train.errors import ConfigError
 
 HYDRA_KEYS = {"_target_", "_partial_", "_convert_", "_recursive_", "_args_"}

@@ -1,7 +1,7 @@
 """What Hydra 1.3 and 1.4 ask for differently, in one place. Delete with the support of 1.3.
 
 1.4 deprecates `version_base`, and instantiates what a configuration names only where code that is trusted listed it;
-1.3 knows no such list. Ours is made of targets that preflight has checked already (targets.py, components.py).
+1.3 knows no such list. Ours is made of targets that preflight has checked already (static/targets.py, components.py).
 """
 
 from __future__ import annotations

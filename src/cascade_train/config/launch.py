@@ -24,17 +24,17 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from cascade_train.config.explain import exit_code
+from cascade_train.config.error_messages import exit_code
 from cascade_train.config.groups import conf_dir, groups
 from cascade_train.config.help import help_text
 from cascade_train.config.hydra_compat import BASE, CALLBACKS
 from cascade_train.config.overrides import check_not_expanded, check_not_hydras, with_paths_quoted
 from cascade_train.config.preflight import preflight
 from cascade_train.config.schema import Root
-from cascade_train.config.slurm_jobs import slurm_jobs_followed
-from cascade_train.config.slurm_step import adopt_slurm_step, one_thread_a_rank
 from cascade_train.config.sweep import check_launcher, sweeps_saved_redacted
-from cascade_train.config.sweep_naming import place_run
+from cascade_train.config.sweeps.naming import place_run
+from cascade_train.config.sweeps.slurm_jobs import slurm_jobs_followed
+from cascade_train.config.sweeps.slurm_step import adopt_slurm_step, one_thread_a_rank
 from cascade_train.config.unknown_keys import other_name
 from cascade_train.errors import ConfigError
 from cascade_train.redaction import RedactingFilter

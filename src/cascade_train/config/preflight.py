@@ -15,13 +15,13 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from cascade_train.config.annotations import is_component
 from cascade_train.config.batch_size import BatchSplit, split_batch
 from cascade_train.config.components import check_component, check_is_component, missing_message
 from cascade_train.config.groups import chosen, did_you_mean, option_targets
 from cascade_train.config.schema import COMPONENTS, ParallelMode, Precision, Root
-from cascade_train.config.signatures import class_constant
-from cascade_train.config.source import UnreadableError
+from cascade_train.config.static.annotations import is_component
+from cascade_train.config.static.signatures import class_constant
+from cascade_train.config.static.static_source import UnreadableError
 from cascade_train.errors import ConfigError, install_hint
 
 EXTRAS = {

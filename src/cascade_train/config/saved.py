@@ -14,10 +14,10 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from cascade_train.config.annotations import is_component
 from cascade_train.config.preflight import preflight
 from cascade_train.config.schema import ParallelConfig, ParallelMode, Root
-from cascade_train.config.targets import is_trusted
+from cascade_train.config.static.annotations import is_component
+from cascade_train.config.static.targets import is_trusted
 from cascade_train.errors import ConfigError
 from cascade_train.files.untrusted import check_yaml
 

@@ -19,8 +19,8 @@ from omegaconf import DictConfig, OmegaConf
 
 import cascade_train
 from cascade_train.config.groups import conf_dir
-from cascade_train.config.signatures import class_chain
-from cascade_train.config.source import find, load_module
+from cascade_train.config.static.signatures import class_chain
+from cascade_train.config.static.static_source import find, load_module
 from cascade_train.data.buckets import parse_ratios
 from cascade_train.data.index.row_filter import parse_row_filters
 

@@ -8,7 +8,7 @@ from cascade_train.config.limits import above, at_least
 from cascade_train.config.preflight import preflight
 from cascade_train.config.schema import Attention, Compile, ParallelMode, Precision, Root
 from cascade_train.config.schema_watching import TrackerName
-from cascade_train.config.signatures import attribute_docs
+from cascade_train.config.static.signatures import attribute_docs
 from cascade_train.errors import ConfigError
 from tests.unit.config.composing import checked, composed
 

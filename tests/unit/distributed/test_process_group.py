@@ -131,7 +131,7 @@ def test_ranks_meet_for_minutes_and_load_for_hours(world):
 
 
 MEETING = """
-from cascade_train.config.explain import exit_code
+from cascade_train.config.error_messages import exit_code
 from cascade_train.distributed.process_group import process_group
 from cascade_train.signals import Signals
 

@@ -1,6 +1,6 @@
 """Find classes and functions in source files by their dotted path, without importing them.
 
-Reading and name resolution only; what a signature is lives in signatures.py.
+Reading and name resolution only; what a signature is lives in static/signatures.py.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from typing import Any
 
 from hydra.core.utils import JobReturn, JobStatus
 
-from cascade_train.config.sweep_naming import folder_of_runs, sweep_name, swept_part
+from cascade_train.config.sweeps.naming import folder_of_runs, sweep_name, swept_part
 from cascade_train.errors import RunError
 from cascade_train.redaction import redact_argument
 

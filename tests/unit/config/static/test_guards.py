@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from cascade_train.config.expressions import UNKNOWN
-from cascade_train.config.guards import refusal
-from cascade_train.config.signatures import definition_chain
+from cascade_train.config.static.expressions import UNKNOWN
+from cascade_train.config.static.guards import refusal
+from cascade_train.config.static.signatures import definition_chain
 from cascade_train.errors import ConfigError
 from tests.unit.config.composing import checked
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from cascade_train.config.expressions import (
+from cascade_train.config.static.expressions import (
     SELF,
     UNKNOWN,
     Scope,
@@ -26,8 +26,8 @@ from cascade_train.config.expressions import (
     literal,
     stored,
 )
-from cascade_train.config.signatures import PLAIN_BASES
-from cascade_train.config.source import Definition, lookup_expression
+from cascade_train.config.static.signatures import PLAIN_BASES
+from cascade_train.config.static.static_source import Definition, lookup_expression
 
 REFUSALS = {"ValueError", "ConfigError"}
 DEEPEST = 8

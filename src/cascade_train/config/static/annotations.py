@@ -6,8 +6,8 @@ import ast
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cascade_train.config.signatures import is_subclass
-from cascade_train.config.source import Definition, Module, UnreadableError, find, lookup_expression
+from cascade_train.config.static.signatures import is_subclass
+from cascade_train.config.static.static_source import Definition, Module, UnreadableError, find, lookup_expression
 from cascade_train.errors import ConfigError
 
 SCALARS: Mapping[str, tuple[type, ...]] = {

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 
-from cascade_train.config.annotations import is_component
 from cascade_train.config.paths import is_existing_path
-from cascade_train.config.signatures import read_signature
-from cascade_train.config.source import UnreadableError
+from cascade_train.config.static.annotations import is_component
+from cascade_train.config.static.signatures import read_signature
+from cascade_train.config.static.static_source import UnreadableError
 from cascade_train.errors import ConfigError
 
 LOOP_FILES = ("ema.weights", "validate.lpips", "validate.rfid")

@@ -1,4 +1,4 @@
-"""Values of expressions in source, evaluated without running it; the statements around them are walked in guards.py."""
+"""Values of expressions in source, evaluated without running it; the statements around them are walked in static/guards.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from cascade_train.config.source import Definition, Module, lookup_expression, module_file
+from cascade_train.config.static.static_source import Definition, Module, lookup_expression, module_file
 
 PURE: Mapping[str, Callable[..., Any]] = {
     f.__name__: f for f in (abs, all, any, bool, float, int, isinstance, len, list, max, min, set, str, tuple)

@@ -6,7 +6,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from cascade_train.config.plain import to_plain
-from cascade_train.config.roles import component_options, declared_roles, free_keys, make_absolute
+from cascade_train.config.static.roles import component_options, declared_roles, free_keys, make_absolute
 from tests.unit.config.composing import composed
 
 FREE_OF_EVERY_SOURCE = {

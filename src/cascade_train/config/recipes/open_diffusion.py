@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from cascade_train.config.recipe import Recipe
+from cascade_train.config.recipes.recipe import Recipe
 
 PLAIN = {
     "experiment.name": "run.name",

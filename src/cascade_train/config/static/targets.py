@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 
-from cascade_train.config.source import UnreadableError, find
+from cascade_train.config.static.static_source import UnreadableError, find
 from cascade_train.errors import ConfigError
 
 TRUSTED = (

@@ -1,6 +1,6 @@
 """An experiment made from another trainer's configuration: what it chooses and sets, and what was left behind.
 
-Which key of which trainer means what lives in recipe_official.py and recipe_open_diffusion.py. Nothing is trained here,
+Which key of which trainer means what lives in recipes/official.py and recipes/open_diffusion.py. Nothing is trained here,
 and no expression of a configuration is run.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from cascade_train.config.groups import conf_dir
-from cascade_train.config.signatures import read_signature
+from cascade_train.config.static.signatures import read_signature
 
 DEFAULTS = {"data": "webdataset", "objective": "gdf"}
 """Options of groups that a recipe may leave out."""

@@ -2,8 +2,8 @@ from typing import Any
 
 import pytest
 
-from cascade_train.config.annotations import fits, is_component, needs_component
-from cascade_train.config.signatures import read_signature
+from cascade_train.config.static.annotations import fits, is_component, needs_component
+from cascade_train.config.static.signatures import read_signature
 
 HERE = "tests.unit.config.members"
 PLAIN, CHILD, STRANGER = ({"_target_": f"{HERE}.{name}"} for name in ("Plain", "Child", "Empty"))

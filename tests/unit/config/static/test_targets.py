@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cascade_train.config.components import check_component
-from cascade_train.config.targets import check_confined, is_trusted
+from cascade_train.config.static.targets import check_confined, is_trusted
 from cascade_train.errors import ConfigError
 
 ATTACKS = (

@@ -7,7 +7,7 @@ import pytest
 from hydra.errors import InstantiationException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from cascade_train.config.explain import SECONDS_FOR_RANK_ZERO, exit_code, explain, with_path
+from cascade_train.config.error_messages import SECONDS_FOR_RANK_ZERO, exit_code, explain, with_path
 from cascade_train.config.groups import did_you_mean, group_options, groups, option_targets
 from cascade_train.errors import ConfigError, Interrupted, RankLostError, RunError
 
@@ -172,7 +172,7 @@ def test_silent_ranks_under_torchrun_let_rank_zero_speak_first(monkeypatch: pyte
         raise ConfigError("no.")
 
     waited: list[float] = []
-    monkeypatch.setattr("cascade_train.config.explain.time.sleep", waited.append)
+    monkeypatch.setattr("cascade_train.config.error_messages.time.sleep", waited.append)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     for rank in ("0", "1", "2"):
         monkeypatch.setenv("RANK", rank)

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from cascade_train.config.signatures import (
+from cascade_train.config.static.signatures import (
     argument_doc,
     attribute_docs,
     bind_imported,
@@ -12,7 +12,7 @@ from cascade_train.config.signatures import (
     is_subclass,
     read_signature,
 )
-from cascade_train.config.source import UnreadableError, find
+from cascade_train.config.static.static_source import UnreadableError, find
 from cascade_train.errors import ConfigError
 from tests.unit.config import members
 
@@ -53,7 +53,7 @@ def test_keyword_dictionaries_accept_any_name():
 
 def test_torch_optimizer_is_read_through_its_re_export_without_torch():
     code = (
-        "import sys; from cascade_train.config.signatures import read_signature as r;"
+        "import sys; from cascade_train.config.static.signatures import read_signature as r;"
         "print(*r('torch.optim.AdamW').parameters); print('torch' in sys.modules)"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()

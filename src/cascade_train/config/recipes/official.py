@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from cascade_train.config.recipe import Recipe
-from cascade_train.config.recipe_behaviour import describe, original_behaviour
-from cascade_train.config.recipe_captions import caption_keys
+from cascade_train.config.recipes.behaviour import describe, original_behaviour
+from cascade_train.config.recipes.captions import caption_keys
+from cascade_train.config.recipes.recipe import Recipe
 from cascade_train.errors import ConfigError
 
 MODELS = {"3.6B": "c_3b", "1B": "c_1b", "3B": "b_3b", "700M": "b_700m"}

@@ -1,6 +1,6 @@
 """Constructor signatures, class constants and argument docs, read from source without importing the target.
 
-Which value fits which annotation lives in annotations.py, the walk over the configuration in components.py.
+Which value fits which annotation lives in static/annotations.py, the walk over the configuration in components.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from cascade_train.config.source import Definition, Module, UnreadableError, find, lookup_expression
+from cascade_train.config.static.static_source import Definition, Module, UnreadableError, find, lookup_expression
 from cascade_train.errors import ConfigError
 
 ROLES = frozenset({"Free", "Order", "File"})

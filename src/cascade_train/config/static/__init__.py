@@ -1,0 +1,1 @@
+"""Signatures and values read from source files, without importing them."""

@@ -1,0 +1,1 @@
+"""Sweeps: their names, their jobs on SLURM, their ranking."""
