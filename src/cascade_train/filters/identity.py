@@ -12,10 +12,10 @@ from torch.nn import functional as F
 from cascade_train.batch import SampleTransform
 from cascade_train.errors import ConfigError
 from cascade_train.filters.base import ControlFilter, ControlMap, Encode, between
-from cascade_train.filters.faces import OUTPUTS, Faces, detect, recognise
-from cascade_train.filters.files import WeightsFile, find_file
-from cascade_train.filters.libraries import require
-from cascade_train.filters.onnx_session import open_session
+from cascade_train.filters.parts.faces import OUTPUTS, Faces, detect, recognise
+from cascade_train.filters.parts.files import WeightsFile, find_file
+from cascade_train.filters.parts.libraries import require
+from cascade_train.filters.parts.onnx_session import open_session
 from cascade_train.options import File
 
 STRIDE = 32

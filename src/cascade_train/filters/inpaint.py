@@ -11,10 +11,10 @@ from torch.nn import functional as F
 
 from cascade_train.batch import SampleTransform
 from cascade_train.filters.base import ControlFilter, ControlMap, Encode, between
-from cascade_train.filters.files import WeightsFile, find_file, load_weights
-from cascade_train.filters.libraries import require
-from cascade_train.filters.random_masks import random_mask
-from cascade_train.filters.saliency import SaliencyNetwork
+from cascade_train.filters.parts.files import WeightsFile, find_file, load_weights
+from cascade_train.filters.parts.libraries import require
+from cascade_train.filters.parts.random_masks import random_mask
+from cascade_train.filters.parts.saliency import SaliencyNetwork
 from cascade_train.options import File
 
 SALIENCY = WeightsFile(

@@ -10,10 +10,10 @@ import torch
 from cascade_train.batch import SampleTransform
 from cascade_train.errors import ConfigError
 from cascade_train.filters.base import ControlMap, Encode, ImageFilter, restored
-from cascade_train.filters.files import WeightsFile, find_file
-from cascade_train.filters.libraries import require
-from cascade_train.filters.network_images import check_options, network_input, network_map
-from cascade_train.filters.onnx_session import open_session
+from cascade_train.filters.parts.files import WeightsFile, find_file
+from cascade_train.filters.parts.libraries import require
+from cascade_train.filters.parts.network_images import check_options, network_input, network_map
+from cascade_train.filters.parts.onnx_session import open_session
 from cascade_train.options import File
 
 NETWORK = WeightsFile(

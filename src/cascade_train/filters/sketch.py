@@ -11,9 +11,9 @@ from torch import Tensor
 from cascade_train.batch import SampleTransform
 from cascade_train.errors import ConfigError
 from cascade_train.filters.base import ControlFilter, ControlMap, Encode, between, resized
-from cascade_train.filters.edge_network import SMALLEST_SIDE, EdgeNetwork
-from cascade_train.filters.files import WeightsFile, find_file, load_weights
-from cascade_train.filters.morphology import check_kernels, dilated
+from cascade_train.filters.parts.edge_network import SMALLEST_SIDE, EdgeNetwork
+from cascade_train.filters.parts.files import WeightsFile, find_file, load_weights
+from cascade_train.filters.parts.morphology import check_kernels, dilated
 from cascade_train.options import File
 
 EDGES = WeightsFile(

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
 from cascade_train.filters.base import ControlFilter, ControlMap, Encode, resized
-from cascade_train.filters.files import WeightsFile, find_file, load_weights
-from cascade_train.filters.network_images import check_options, network_input, network_map
+from cascade_train.filters.parts.files import WeightsFile, find_file, load_weights
+from cascade_train.filters.parts.network_images import check_options, network_input, network_map
 from cascade_train.options import File
 
 NETWORK = WeightsFile(

@@ -8,9 +8,9 @@ import torch
 from torch.nn import functional as F
 
 from cascade_train.errors import ConfigError
-from cascade_train.filters import edge_network
-from cascade_train.filters.edge_network import DifferenceConv, EdgeNetwork
-from cascade_train.filters.morphology import dilated, disc
+from cascade_train.filters.parts import edge_network
+from cascade_train.filters.parts.edge_network import DifferenceConv, EdgeNetwork
+from cascade_train.filters.parts.morphology import dilated, disc
 from cascade_train.filters.sketch import SketchFilter
 from tests.unit.filters.filter_contract import CPU, ControlFilterContract, both_halves, encode, generators, pictures
 

@@ -8,7 +8,7 @@ import pytest
 
 from cascade_train.errors import ConfigError
 from cascade_train.filters.canny import CannyFilter
-from cascade_train.filters.libraries import require
+from cascade_train.filters.parts.libraries import require
 
 
 def test_a_filter_without_its_library_is_refused_when_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:

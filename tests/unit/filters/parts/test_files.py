@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from cascade_train.errors import ConfigError
-from cascade_train.filters.files import WeightsFile, find_file, load_weights
+from cascade_train.filters.parts.files import WeightsFile, find_file, load_weights
 
 KNOWN = WeightsFile(key="task.filter.weights", what="an edge network", usual_name="e.pth", licence="MIT", found="a.org")
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cascade_train.filters.libraries import opencv
+from cascade_train.filters.parts.libraries import opencv
 
 if TYPE_CHECKING:
     from onnxruntime import InferenceSession

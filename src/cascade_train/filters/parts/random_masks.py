@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from cascade_train.filters.base import between
-from cascade_train.filters.libraries import opencv
+from cascade_train.filters.parts.libraries import opencv
 
 P_BOX = 0.5
 """Share of holes that are a box."""

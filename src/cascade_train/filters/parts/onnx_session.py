@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cascade_train.errors import ConfigError
-from cascade_train.filters.files import WeightsFile
+from cascade_train.filters.parts.files import WeightsFile
 
 if TYPE_CHECKING:
     from onnxruntime import InferenceSession

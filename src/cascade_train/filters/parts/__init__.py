@@ -1,0 +1,1 @@
+"""What filters are made of: image operations, networks and the libraries they need."""
