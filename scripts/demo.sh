@@ -14,7 +14,7 @@ prompts='prompts=["a large red circle at the [sides] on a white background",
 export OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES="" HF_HUB_OFFLINE=1
 
 paint() {
-  .venv/bin/python -m cascade_train.commands.generate from="$1" decoder=package:tiny "$prompts" count=4 out="$2" >/dev/null
+  .venv/bin/cascade-train generate from="$1" decoder=package:tiny "$prompts" count=4 out="$2" >/dev/null
 }
 
 paint package:tiny "$folder/before"

@@ -23,7 +23,7 @@ both experiment=tiny_compressor run.dir=$folder/compressor "$@"
 compressor=model.semantic_compressor.weights=$folder/compressor
 encoders="$compressor model.stage_a.weights=$folder/a"
 cache() {
-  .venv/bin/python -m cascade_train.commands.cache experiment=tiny_b $encoders out=$folder/latents task_count=2 "$@"
+  .venv/bin/cascade-train cache experiment=tiny_b $encoders out=$folder/latents task_count=2 "$@"
 }
 cache task_index=0 "$@" &
 cache task_index=1 "$@"

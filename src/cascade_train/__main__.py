@@ -6,6 +6,7 @@ handlers of signals, so it is little.
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Sequence
@@ -16,9 +17,14 @@ from cascade_train.signals import set_handlers, stop_at_once, while_importing
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+COMMANDS = ("cache", "checkpoints", "export", "generate", "inspect", "merge", "pack", "recipe", "shapes")
+
 
 def main() -> None:
     """Train what the command line describes and exit: 0 done, 1 the world, 2 refused, 75 stopped, 130 interrupted."""
+    if sys.argv[1:] and sys.argv[1] in COMMANDS:
+        command = importlib.import_module(f"cascade_train.commands.{sys.argv.pop(1)}")
+        sys.exit(command.main())
     set_handlers(stop_at_once)
     code = launch(sys.argv[1:])
     set_handlers(lambda *_: os._exit(code))  # the run has ended: nothing changes its code any more

@@ -178,9 +178,7 @@ def test_what_is_damaged_is_made_again_and_nothing_else(tmp_path, capfd):
     whole = tar.read_bytes()
     tar.write_bytes(whole.replace(b"effnet_latent", b"effnet_latenT", 1))
     message = train_run_error(capfd, folder, tmp_path / "run")
-    assert re.search(
-        r"samples-000001.tar is damaged at byte \d+: run python -m cascade_train.commands.cache again", message
-    )
+    assert re.search(r"samples-000001.tar is damaged at byte \d+: run cascade-train cache again", message)
     make_cache(folder, "unit_samples=12")
     assert tar.read_bytes() == whole
     after = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}

@@ -113,7 +113,7 @@ def test_a_file_in_the_place_of_the_folder_is_refused(finetuned: Path, tmp_path:
 def test_sources_that_cannot_be_painted_from_are_refused(unfinished: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such folder"):
         generate(tmp_path / "nowhere", tmp_path / "out")
-    with pytest.raises(ConfigError, match=r"not written its export yet.*cascade_train.commands.export from="):
+    with pytest.raises(ConfigError, match=r"not written its export yet.*cascade-train export from="):
         generate(unfinished, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 

@@ -1,4 +1,4 @@
-"""Make latents and embeddings once: `python -m cascade_train.commands.cache model=… task=… data=… out=cache/`.
+"""Make latents and embeddings once: `cascade-train cache model=… task=… data=… out=cache/`.
 
 Thin: takes its own arguments off the command line, composes the rest as training does, and fills the cache.
 """
@@ -22,7 +22,7 @@ DTYPES = (None, "bf16")
 
 @dataclass(kw_only=True)
 class CacheArgs:
-    """Arguments of `python -m cascade_train.commands.cache`, beside those of the run that will train from the cache."""
+    """Arguments of `cascade-train cache`, beside those of the run that will train from the cache."""
 
     out: str
     """Folder that the cache goes to; what is whole in it is kept."""

@@ -1,6 +1,6 @@
-"""Look after a run's checkpoints: `python -m cascade_train.commands.checkpoints ls|verify|prune|promote runs/x`.
+"""Look after a run's checkpoints: `cascade-train checkpoints ls|verify|prune|promote runs/x`.
 
-Thin: the rules live in `engine/checkpoint/retention.py`, changes on the disk in `engine/checkpoint/folder.py`. Torch is imported
+Thin: rules live in engine/checkpoint/retention.py, changes on disk in engine/checkpoint/folder.py. Torch is imported
 only to drop optimizer state.
 """
 
@@ -26,7 +26,7 @@ from cascade_train.engine.run.lock import RunLock
 from cascade_train.errors import ConfigError, RunError
 from cascade_train.files.untrusted import read_yaml
 
-USAGE = """python -m cascade_train.commands.checkpoints ACTION RUN …
+USAGE = """cascade-train checkpoints ACTION RUN …
 
   ls RUN                           what is there: size, age, metric, why it stays
   verify RUN [step_<n>]            read every byte and compare hashes

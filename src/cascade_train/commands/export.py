@@ -1,4 +1,4 @@
-"""Write weights or adapters for other programs: `python -m cascade_train.commands.export from=runs/x format=original`.
+"""Write weights or adapters for other programs: `cascade-train export from=runs/x format=original`.
 
 From a run's checkpoint, or from any weights or adapters that the library reads. Formats live in models/.
 """
@@ -36,7 +36,7 @@ LORA = {
 
 @dataclass(kw_only=True)
 class ExportArgs:
-    """Arguments of `python -m cascade_train.commands.export`."""
+    """Arguments of `cascade-train export`."""
 
     source: str
     """A run, or weights or adapters in any format that is read: an export, a folder, a file, a hub id."""

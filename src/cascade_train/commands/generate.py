@@ -1,4 +1,4 @@
-"""Make images with trained stages: `python -m cascade_train.commands.generate from=runs/lora-c_tiny prompts=[…]`.
+"""Make images with trained stages: `cascade-train generate from=runs/lora-c_tiny prompts=[…]`.
 
 Thin: arguments in, pictures out. How stages follow each other lives in cascade.py, sampling itself in diffusion/.
 """
@@ -34,7 +34,7 @@ START_STRENGTH = 0.8
 
 @dataclass(kw_only=True)
 class GenerateArgs:
-    """Arguments of `python -m cascade_train.commands.generate`; null keeps what the run sampled with."""
+    """Arguments of `cascade-train generate`; null keeps what the run sampled with."""
 
     source: str
     """Stage that paints: a run, its export, or published weights; Stage C alone shows previews, quickly."""

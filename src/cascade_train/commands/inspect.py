@@ -1,4 +1,4 @@
-"""Look at data before training on it: `python -m cascade_train.commands.inspect data.urls=… out=inspect.html`.
+"""Look at data before training on it: `cascade-train inspect data.urls=… out=inspect.html`.
 
 Thin: takes its own arguments off the command line, composes the rest as training does, opens the data, and writes a
 page. No model is built, no weights are read.
@@ -28,7 +28,7 @@ DEFAULTS = {"model": "c_3b", "task": "finetune"}
 
 @dataclass(kw_only=True)
 class InspectArgs:
-    """Arguments of `python -m cascade_train.commands.inspect`, beside those of the run that will train on the data."""
+    """Arguments of `cascade-train inspect`, beside those of the run that will train on the data."""
 
     out: str = "inspect.html"
     """Page to write."""

@@ -1,4 +1,4 @@
-"""Merge LoRAs into weights: `python -m cascade_train.commands.merge from=runs/base lora=[runs/a] strength=[0.8] out=merged`.
+"""Merge LoRAs into weights: `cascade-train merge from=runs/base lora=[runs/a] strength=[0.8] out=merged`.
 
 Thin: reads, merges and writes with models/.
 """
@@ -17,7 +17,7 @@ from cascade_train.errors import ConfigError
 
 @dataclass(kw_only=True)
 class MergeArgs:
-    """Arguments of `python -m cascade_train.commands.merge`."""
+    """Arguments of `cascade-train merge`."""
 
     source: str
     """Weights to merge into: a run, a diffusers folder, a file, a hub id."""

@@ -1,6 +1,6 @@
 """Write a folder of pictures as webdataset tars.
 
-    python -m cascade_train.commands.pack folder=DIR out=DIR [samples_per_shard=1000] [name=…] [seed=…] [caption_from=…]
+    cascade-train pack folder=DIR out=DIR [samples_per_shard=1000] [name=…] [seed=…] [caption_from=…]
 
 Pictures are decoded on the way, and the tars are read back before they count. The same folder gives the same bytes.
 """

@@ -1,4 +1,4 @@
-"""Bring a recipe along: `python -m cascade_train.commands.recipe import official.yaml out=conf-dir/experiment/name.yaml`.
+"""Bring a recipe along: `cascade-train recipe import official.yaml out=conf-dir/experiment/name.yaml`.
 
 Reads a training file of the original trainer, or of open-diffusion, and writes an experiment. Thin: what a key means is
 told by config/.
@@ -34,7 +34,7 @@ MAX_REFERENCES, LONGEST = 20, 10_000
 
 @dataclass(kw_only=True)
 class ImportArgs:
-    """Arguments of `python -m cascade_train.commands.recipe import <file>`: another trainer's file becomes an experiment."""
+    """Arguments of `cascade-train recipe import <file>`: another trainer's file becomes an experiment."""
 
     source: str
     """The file: a training configuration of Stable Cascade's own trainer, or of open-diffusion."""

@@ -1,6 +1,6 @@
 """Write the procedural pictures as real webdataset tars.
 
-    python -m cascade_train.commands.shapes out=DIR [samples=2000] [samples_per_shard=500] [image_size=96] [seed=0]
+    cascade-train shapes out=DIR [samples=2000] [samples_per_shard=500] [image_size=96] [seed=0]
 
 Each sample is KEY.png (lossless), KEY.txt, and KEY.json with the words of the scene. The same arguments write
 the same bytes.

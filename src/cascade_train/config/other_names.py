@@ -16,7 +16,7 @@ OTHER_NAMES: dict[str, str] = {
     "accelerator": DEVICES,
     "base_model_name": "model.weights",
     "batch_size": "train.global_batch_size",
-    "cache_latents": "Latents are cached once by python -m cascade_train.commands.cache, and read by data=cached.",
+    "cache_latents": "Latents are cached once by cascade-train cache, and read by data=cached.",
     "caption_dropout_rate": "task.cond_drop_prob",
     "center_crop": "data.crop",
     "checkpointing_steps": "checkpoint.every_steps",

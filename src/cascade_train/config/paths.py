@@ -1,4 +1,4 @@
-"""Paths on a command line and in a configuration. Which options hold any is declared by components: see static/roles.py."""
+"""Paths on a command line and in a configuration. Which options hold any, components declare: static/roles.py."""
 
 from __future__ import annotations
 

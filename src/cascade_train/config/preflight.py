@@ -69,8 +69,9 @@ def preflight(cfg: DictConfig, *, ranks: int | None = None) -> DictConfig:
 
 def interpolated(cfg: DictConfig, prefix: str = "") -> set[str]:
     """Return the dotted keys of a configuration whose values follow other keys."""
-    keys = {f"{prefix}{key}" for key in cfg if OmegaConf.is_interpolation(cfg, str(key))}
-    nodes = {f"{prefix}{key}.": cfg._get_node(key) for key in cfg if f"{prefix}{key}" not in keys}
+    names = [str(key) for key in cfg]
+    keys = {f"{prefix}{name}" for name in names if OmegaConf.is_interpolation(cfg, name)}
+    nodes = {f"{prefix}{name}.": cfg._get_node(name) for name in names if f"{prefix}{name}" not in keys}
     return keys.union(*(interpolated(node, path) for path, node in nodes.items() if isinstance(node, DictConfig)))
 
 

@@ -117,6 +117,6 @@ def export_folder(folder: Path, *, key: str = "from") -> Path:
     if (folder / "metrics.jsonl").exists() or (folder / "checkpoints").is_dir():
         raise ConfigError(
             f"{key}={folder}: the run has not written its export yet. "
-            f"Let it finish, or run python -m cascade_train.commands.export from={folder}."
+            f"Let it finish, or run cascade-train export from={folder}."
         )
     return folder

@@ -1,4 +1,4 @@
-"""Samples whose latents and embeddings were made before: what `python -m cascade_train.commands.cache` leaves.
+"""Samples whose latents and embeddings were made before: what `cascade-train cache` leaves.
 
 No picture is read or decoded. Rows, keys and shards are those of the data that the cache was made of, so that the
 order of samples and what is drawn about them are the same. What makes a cache lives in the verb.
@@ -45,7 +45,7 @@ class Cached(Source):
     Options that a picture's preprocessing depends on follow the cache; one that is set to something else is refused.
 
     Attributes:
-        path: folder that `python -m cascade_train.commands.cache` left.
+        path: folder that `cascade-train cache` left.
         crop: which part of a picture the cache was made of.
     """
 
@@ -90,7 +90,7 @@ class Cached(Source):
         if table is None:
             raise ConfigError(
                 f"data.path={self.path}: unit {unit} of {self._manifest.units} is missing or damaged. Run"
-                " python -m cascade_train.commands.cache again with the arguments that made the cache: it keeps what is whole"
+                " cascade-train cache again with the arguments that made the cache: it keeps what is whole"
                 " and makes the rest."
             )
         return table

@@ -1,8 +1,8 @@
 """The denoising network of Stage B and C: diffusers' `StableCascadeUNet` with its own walk through the levels.
 
 Lives here: the forward pass in (residual, timestep, attention) units, control maps, and the fp32 time embedding. Must
-not live here: weights (initialize.py, formats/weights.py), attention kernels (attention.py) and what the network is conditioned
-on (stage_c.py).
+not live here: weights (initialize.py, formats/weights.py), attention kernels (attention.py) and what the network is
+conditioned on (stage_c.py).
 
 Same state-dict keys and config as the parent, so folders and pipelines of diffusers fit.
 

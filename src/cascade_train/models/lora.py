@@ -1,7 +1,7 @@
 """Low-rank adapters by peft: which modules get them, their first values, loading and merging.
 
-Lives here: everything about adapters on a network in memory. Must not live here: writing files (formats/export.py), and what
-trains or when (tasks/).
+Lives here: everything about adapters on a network in memory. Must not live here: writing files (formats/export.py), and
+what trains or when (tasks/).
 
 An adapted layer computes W x + (alpha / rank) B A x (Hu et al. 2021, equation 3). One of A and B is drawn and the other
 zero, see `Init`. The original adapts q, k and v jointly (Stable Cascade, modules/lora.py).

@@ -1,4 +1,4 @@
-"""One folder for diffusers' combined pipeline, of trained stages; what lies in it: models/formats/export_combined.py."""
+"""One folder for diffusers' combined pipeline, of trained stages; its content: models/formats/export_combined.py."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _check(model: TrainedModel, decoder: TrainedModel) -> None:
         if not build_component(each.cfg, "task").trains_network:
             raise ConfigError(
                 f"{each.origin}: a run of what is added to a network. Merge adapters into weights first, python -m "
-                "cascade_train.commands.merge, and name those in the run's place."
+                "cascade-train merge, and name those in the run's place."
             )
         target = build_component(each.cfg, "objective").target
         if not isinstance(target, EpsilonTarget):

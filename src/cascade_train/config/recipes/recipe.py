@@ -1,6 +1,6 @@
 """An experiment made from another trainer's configuration: what it chooses and sets, and what was left behind.
 
-Which key of which trainer means what lives in recipes/official.py and recipes/open_diffusion.py. Nothing is trained here,
+Which key of which trainer means what lives in official.py and open_diffusion.py. Nothing is trained here,
 and no expression of a configuration is run.
 """
 

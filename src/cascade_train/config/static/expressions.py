@@ -1,4 +1,4 @@
-"""Values of expressions in source, evaluated without running it; the statements around them are walked in static/guards.py."""
+"""Values of expressions in source, evaluated without running it; the statements around them are walked in guards.py."""
 
 from __future__ import annotations
 

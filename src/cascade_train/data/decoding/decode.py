@@ -1,6 +1,6 @@
 """Encoded picture -> uint8 RGB pixels as they are seen, and the size of a picture from its header.
 
-What part of the pixels is used, and at which size, is `decoding/framing.py`'s business; the step to float happens on the
+What part of the pixels is used, and at which size, is `framing.py`'s business; the step to float happens on the
 training device.
 """
 

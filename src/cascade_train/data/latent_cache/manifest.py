@@ -112,7 +112,7 @@ def read_manifest(folder: Path) -> Manifest:
     if not path.is_file():
         raise ConfigError(
             f"data.path={folder}: no cache lies there, since there is no {MANIFEST}. Make one by"
-            " python -m cascade_train.commands.cache … out=<folder>, with the settings of the run."
+            " cascade-train cache … out=<folder>, with the settings of the run."
         )
     try:
         fields = json.loads(path.read_text())

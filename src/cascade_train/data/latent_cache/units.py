@@ -180,7 +180,7 @@ class PayloadReader:
         content = os.pread(self._descriptor(path), int(span["bytes"]), int(span["start"]))
         if zlib.crc32(content) != span["crc32"]:
             raise RunError(
-                f"{path} is damaged at byte {span['start']}: run python -m cascade_train.commands.cache again with the same"
+                f"{path} is damaged at byte {span['start']}: run cascade-train cache again with the same"
                 " arguments, which makes what is damaged anew"
             )
         return content

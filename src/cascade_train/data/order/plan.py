@@ -1,6 +1,6 @@
 """The order of samples: a pure function of (rows, seed, epoch), cut into global batches of one shape.
 
-No reading, no ranks and no workers here. An epoch's samples come window by window (order/epoch.py); each joins the queue
+No reading, no ranks and no workers here. An epoch's samples come window by window (epoch.py); each joins the queue
 of its bucket, and as soon as a queue holds a global batch, that is the next step. No queue is kept: where the k-th
 batch of a bucket completes follows from counts, so that the position is one integer and any step is found without those
 before it.

@@ -1,4 +1,4 @@
-"""What `cascade_train.commands.inspect` shows: findings as lines of text, and all of it on one HTML page without other files."""
+"""What `cascade-train inspect` shows: findings as lines of text, and all of it on one HTML page without other files."""
 
 from __future__ import annotations
 

@@ -266,7 +266,7 @@ class CheckpointStore:
 
 NO_OPTIMIZER = (
     "{path} has no optimizer state any more (it was dropped when the checkpoint was kept), so that no run can continue "
-    "from it exactly. Remedy: a later checkpoint; or a new run from its weights: python -m cascade_train.commands.export "
+    "from it exactly. Remedy: a later checkpoint; or a new run from its weights: cascade-train export "
     "from=<run> step=<n> out=<folder>, then model.weights=<folder>"
 )
 

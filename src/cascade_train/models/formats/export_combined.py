@@ -1,6 +1,6 @@
 """Stages A, B and C out in one folder that diffusers' combined pipeline loads, read back before it counts.
 
-Takes plain state dicts on one process. Must not live here: the two pipelines in it (formats/export.py, formats/export_decoder.py).
+Takes plain state dicts on one process. Must not live here: the two pipelines in it (export.py, export_decoder.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Adapters on disk: our file with metadata and peft's folder, and the one way in for every format.
 
 Lives here: those two formats out, every format in, and whether what was read fits a network. Must not live here:
-foreign formats (formats/lora_files_keyed.py, formats/lora_files_original.py), what an adapter does (lora.py), when it is written
+foreign formats (lora_files_keyed.py, lora_files_original.py), what an adapter does (lora.py), when it is written
 (formats/export.py).
 """
 

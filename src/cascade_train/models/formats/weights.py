@@ -144,7 +144,7 @@ def _refuse_adapters(names: Iterable[str], origin: str) -> None:
     if any(".lora_" in name for name in names):
         raise ConfigError(
             f"{origin}: holds adapters, not a network's weights; train on them with task=lora task.weights=…, or merge "
-            "them into weights: python -m cascade_train.commands.merge"
+            "them into weights: cascade-train merge"
         )
 
 

@@ -92,7 +92,7 @@ def find_part(folder: Path, part: str, key: str) -> Path:
         run, step = folder.parent.parent, folder.name.removeprefix("step_")
         raise ConfigError(
             f"{key}={folder}: is a checkpoint for resuming, in shards of its own form; name its run {run} instead, "
-            f"whose export/{part} is read, or export it: python -m cascade_train.commands.export from={run} step={step} out=…"
+            f"whose export/{part} is read, or export it: cascade-train export from={run} step={step} out=…"
         )
     if (folder / "export").is_dir() or (folder / "metrics.jsonl").is_file() or (folder / "lora").is_dir():
         raise ConfigError(f"{key}={folder}: this run has left no export/{part}{_left_instead(folder, part)}")
@@ -103,9 +103,7 @@ def _left_instead(folder: Path, part: str) -> str:
     export = folder if (folder / "lora").is_dir() else folder / "export"
     left = sorted(child.name for child in export.iterdir() if child.is_dir()) if export.is_dir() else []
     if not left:
-        return (
-            f"; let it finish, or export its newest checkpoint: python -m cascade_train.commands.export from={folder}"
-        )
+        return f"; let it finish, or export its newest checkpoint: cascade-train export from={folder}"
     is_adapter = part in NETWORK_PARTS and "lora" in left
     adapter = "; an adapter is no whole network, give the weights that it was trained on" if is_adapter else ""
     return f", only {', '.join(left)}{adapter}"

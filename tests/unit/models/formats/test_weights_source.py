@@ -57,7 +57,9 @@ def test_full_precision_is_preferred_to_a_variant(tmp_path: Path) -> None:
 
 def test_a_checkpoint_is_refused_naming_its_run(tmp_path: Path) -> None:
     touch(tmp_path / "run" / "checkpoints" / "step_8" / "manifest.json")
-    message = "is a checkpoint for resuming, in shards.*name its run .*/run instead.*cascade_train.commands.export.*/run step=8 out"
+    message = (
+        "is a checkpoint for resuming, in shards.*its run .*/run instead.*cascade-train export from=.*/run step=8 out"
+    )
     with pytest.raises(ConfigError, match=message):
         find_weight_files(str(tmp_path / "run" / "checkpoints" / "step_8"))
 
