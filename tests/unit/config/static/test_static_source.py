@@ -96,5 +96,5 @@ def test_relative_imports_become_absolute(package: Path):
 def test_modules_without_source_have_no_file():
     assert module_file("sys") is None
     assert module_file("__main__") is None or module_file("__main__").suffix == ".py"
-    assert module_file("cascade_train.config.static.static_source").name == "source.py"
+    assert module_file("cascade_train.config.static.static_source").name == "static_source.py"
     assert module_file("cascade_train.config").name == "__init__.py"
