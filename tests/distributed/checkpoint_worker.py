@@ -10,9 +10,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from cascade_train.distributed.consensus import from_every_rank, from_rank_zero
+from cascade_train.engine.checkpoint import store as checkpoint
 from cascade_train.engine.checkpoint.retention import Retention
 from cascade_train.engine.checkpoint.store import CheckpointStore
-from cascade_train.engine.checkpoint.store import store as checkpoint
 from cascade_train.engine.run.directory import claim
 from cascade_train.engine.tracking import NullTracker, build_tracker
 from cascade_train.errors import ConfigError, RunError

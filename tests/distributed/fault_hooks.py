@@ -17,9 +17,9 @@ from typing import Any
 from stopping_hooks import in_step
 
 from cascade_train.data.storage import store
+from cascade_train.engine.checkpoint import folder as checkpoint_folder
 from cascade_train.engine.checkpoint.folder import CheckpointFolder
 from cascade_train.engine.checkpoint.store import CheckpointStore
-from cascade_train.engine.checkpoint.store import folder as checkpoint_folder
 from cascade_train.engine.checkpoint.writing import Snapshot
 
 CAPABILITY_VERSION_3 = 0x20080522

@@ -15,13 +15,13 @@ from hydra.utils import instantiate
 from cascade_train.__main__ import launch
 from cascade_train.assembly import run as build
 from tests.integration.runs import SMALL, read_metrics, train
+from tests.unit.commands.test_recipe import official
+from tests.unit.commands.test_recipe import run as run_import
 from tests.unit.config.composing import checked
 from tests.unit.config.defaults import RECIPES
 from tests.unit.config.test_every_option import CONTROLNETS
 from tests.unit.data import tars
 from tests.unit.data.loopback import BUCKET, point_at, s3_server
-from tests.unit.test_recipe import official
-from tests.unit.test_recipe import run as run_import
 
 PREFIX = f"s3://{BUCKET}/set/"
 AS_WRITTEN = ["s3://path/to/your/first/dataset/on/s3", "s3://path/to/your/second/dataset/on/s3"]

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from tests.unit.commands.test_recipe import official, run
 from tests.unit.config.composing import checked
 from tests.unit.config.defaults import RECIPES
 from tests.unit.config.test_every_option import CONTROLNETS
-from tests.unit.test_recipe import official, run
 
 EVERYWHERE = {"data.replacement": True, "optimizer.decay": "all", "lr_scheduler.from_zero": True}
 ONE_SHAPE = {"data.crop": "saliency"}

@@ -20,7 +20,7 @@ NETWORK_PARTS = ("prior", "decoder")
 STEMS = ("diffusion_pytorch_model", "model", "pytorch_model")
 """Stems of weight files in folders of diffusers and transformers."""
 
-PACKAGED = {"package:tiny": Path(__file__).parent / "tiny_weights"}
+PACKAGED = {"package:tiny": Path(__file__).parents[1] / "tiny_weights"}
 """Weights that ship with the package: a folder with one folder for each part, fp16."""
 
 _HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(:(?P<inside>[\w./-]+))?")

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tests.unit.data.test_decode import encode, halves
 from torchvision.transforms import functional as float_path
 
 from cascade_train.data.decoding.framing import Box, Framed, Framing, cut, largest_box
 from cascade_train.data.sample import UnreadableSampleError
+from tests.unit.data.decoding.test_decode import encode, halves
 
 
 def draw(purpose: str) -> torch.Generator:

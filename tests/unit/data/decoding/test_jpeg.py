@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from tests.unit.data.test_decode import WHOLE, encode
-from tests.unit.data.test_framing import photo
 
 from cascade_train.data.decoding import jpeg
 from cascade_train.data.decoding.decode import decode
 from cascade_train.data.sample import UnreadableSampleError
+from tests.unit.data.decoding.test_decode import WHOLE, encode
+from tests.unit.data.decoding.test_framing import photo
 
 
 @pytest.fixture(autouse=True)

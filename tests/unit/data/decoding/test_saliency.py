@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tests.unit.data.test_framing import draw
 
 from cascade_train.data.decoding.framing import Framing
 from cascade_train.data.decoding.saliency import salient_offset, spectral_residual
+from tests.unit.data.decoding.test_framing import draw
 
 
 def scene(left: int, top: int, width: int = 400, height: int = 200, side: int = 24) -> np.ndarray:

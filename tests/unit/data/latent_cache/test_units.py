@@ -6,7 +6,6 @@ import zlib
 import numpy as np
 import pytest
 import torch
-from tests.unit.data.test_cache_manifest import make_manifest
 
 from cascade_train.data.latent_cache.units import (
     SPAN,
@@ -22,6 +21,7 @@ from cascade_train.data.latent_cache.units import (
     write_unit,
 )
 from cascade_train.errors import RunError
+from tests.unit.data.latent_cache.test_manifest import make_manifest
 
 CAPTIONS = {"": {"clip_text": torch.zeros(2, 3)}, "ein Käse, 赤い \ud800": {"clip_text": torch.ones(2, 3)}}
 

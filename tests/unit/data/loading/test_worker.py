@@ -153,7 +153,7 @@ def anonymous_mib(process: int | str) -> float:
 
 @pytest.mark.slow
 def test_memory_does_not_grow_over_50000_samples() -> None:
-    from tests.unit.data.test_loader import children
+    from tests.unit.data.loading.test_loader import children
 
     source = Specks(
         image_size=8,

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cascade_train.data.index.rows import cache as index_cache
+from cascade_train.data.index import cache as index_cache
 from cascade_train.data.tar import index as tar_index
 from cascade_train.data.tar.index import load_shard, scan_shard
 from cascade_train.errors import ConfigError

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from cascade_train.engine.checkpoint import manifest as module
 from cascade_train.engine.checkpoint.manifest import (
     FileRecord,
     Manifest,
@@ -13,7 +14,6 @@ from cascade_train.engine.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
-from cascade_train.engine.checkpoint.store import manifest as module
 from cascade_train.errors import RunError
 
 FACTS = {"samples_seen": 24, "loss": 0.1 + 0.2, "nested": {"a": [1, None]}}
