@@ -72,7 +72,7 @@ def test_a_signal_at_any_moment_of_a_start_ends_it_as_stopped_and_the_next_start
         assert "Traceback" not in said
         assert "same command continues" in said
         assert is_early != (folder / "run").exists(), "a start that did no step leaves nothing"
-        assert not list(folder.glob("**/.*.claim")) + list(folder.glob("**/.*.tmp"))
+        assert not list(folder.glob("**/.*.claim")) + list(folder.glob("**/.partial*"))
     steps = read_metrics(folder / "run")[-1]["step"] + 1 if (folder / "run").exists() else 1
     last = start(folder, f"train.max_steps={steps}")
     last.communicate(timeout=120)

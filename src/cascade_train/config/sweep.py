@@ -32,6 +32,7 @@ from cascade_train.config.sweeps.ranking import Result, measured, metric_of, ran
 from cascade_train.config.sweeps.slurm_jobs import ON_SLURM, SlurmJob, requeue, slurm_jobs
 from cascade_train.config.sweeps.slurm_step import adopt_slurm_step
 from cascade_train.errors import STOPPED, ConfigError, RunError, install_hint, unwritten
+from cascade_train.files.durable import write_durably
 from cascade_train.redaction import redact_argument, redacted
 
 LOOKING = {"--cfg", "-c", "--info", "-i", "--help", "-h", "--hydra-help"}
@@ -294,9 +295,7 @@ def _lost(job: SlurmJob) -> Result:
 def write_whole(path: Path, text: str) -> None:
     """Write a file that is never seen half."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(path)
+    write_durably(path, text, racing=True)
 
 
 def is_main() -> bool:

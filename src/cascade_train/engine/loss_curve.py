@@ -13,6 +13,7 @@ from pathlib import Path
 from PIL import Image
 
 from cascade_train.engine.chart import Line, Point, draw_chart
+from cascade_train.files.durable import replacing
 
 log = logging.getLogger(__name__)
 
@@ -49,13 +50,12 @@ class LossCurve:
         if not self._is_main or not self._metrics.is_file():
             return
         path = self._metrics.with_name(FILE_NAME)
-        beside = path.with_name(f".{path.name}")
         try:
             self._read()
             picture = draw_curve(self._points)
             if picture is not None:
-                picture.save(beside, format="png")
-                beside.replace(path)
+                with replacing(path) as partial:
+                    picture.save(partial, format="png")
         except (OSError, ValueError) as error:
             log.warning("%s could not be drawn (%s); the numbers are in %s.", path, error, self._metrics)
 

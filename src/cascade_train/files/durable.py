@@ -1,16 +1,19 @@
-"""Files that survive a crash: written beside, synced to the disk, renamed.
+"""The atomic write: a file is written beside its final name, synced to the disk, renamed.
 
-No knowledge of what the files mean may live here.
+What the files mean is not known here.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 _NO_DIRECTORY_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS}
-"""Answers of file systems that cannot sync a directory; they keep names in order by other means."""
+"""Errors of file systems that cannot sync a directory; they keep names in order by other means."""
 
 
 def sync_directory(directory: Path) -> None:
@@ -29,27 +32,38 @@ def sync_directory(directory: Path) -> None:
         os.close(handle)
 
 
-def write_durably(path: Path, text: str) -> None:
-    """Replace the file at `path` by `text` (UTF-8) in one step: a crash leaves the old file or the new one.
+@contextmanager
+def replacing(path: Path, *, racing: bool = False) -> Iterator[Path]:
+    """Yield a hidden path beside `path`, with its suffix; the file written there replaces `path` in one step.
+
+    A crash leaves the old file or the new one. If the block fails, the old file stays and the new one is removed.
+
+    Args:
+        path: the file to replace; its directory exists.
+        racing: whether several processes may write it at once: each then has a hidden path of its own.
 
     Raises:
         OSError: the disk is full or failed, or the directory is not writable.
     """
-    beside = path.with_name(f".{path.name}.tmp")
+    beside = path.with_name(f".partial{f'-{uuid.uuid4().hex[:8]}' if racing else ''}.{path.name}")
     try:
-        with beside.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
+        yield beside
+        with beside.open("rb") as file:
             os.fsync(file.fileno())
         beside.replace(path)
-    except BaseException:  # a signal too
+    finally:  # after a signal too
         beside.unlink(missing_ok=True)
-        raise
     sync_directory(path.parent)
 
 
+def write_durably(path: Path, text: str, *, racing: bool = False) -> None:
+    """Replace the file at `path` by `text` (UTF-8). See `replacing`."""
+    with replacing(path, racing=racing) as beside:
+        beside.write_text(text, encoding="utf-8")
+
+
 def append_durably(path: Path, text: str) -> None:
-    """Add `text` (UTF-8) to the end of the file at `path`, made if it is missing, down to the disk.
+    """Append `text` (UTF-8) to the file at `path`, created if missing, and sync it to the disk.
 
     Raises:
         OSError: the disk is full or failed, or the file is not writable.

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
 from cascade_train.errors import ConfigError
+from cascade_train.files.durable import replacing
 
 _log = logging.getLogger(__name__)
 
@@ -41,16 +41,15 @@ def read_cache(cached: Path) -> dict[str, np.ndarray] | None:
 
 
 def write_cache(cached: Path, parts: Mapping[str, np.ndarray], *, required: bool) -> None:
-    """Write arrays beside their final name and move them there, so that processes may race.
+    """Write arrays; processes may race.
 
     Raises:
         ConfigError: they are required and cannot be written.
     """
     try:
         cached.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cached.parent, prefix=".part-") as beside:
-            np.savez(Path(beside) / cached.name, **parts)  # type: ignore[arg-type] # numpy has a keyword of its own
-            (Path(beside) / cached.name).replace(cached)
+        with replacing(cached, racing=True) as partial:
+            np.savez(partial, **parts)  # type: ignore[arg-type] # numpy has a keyword of its own
     except OSError as error:
         if required:
             raise ConfigError(f"data.index_dir={cached.parent} cannot be written ({error}); choose another") from error

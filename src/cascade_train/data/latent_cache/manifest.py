@@ -8,16 +8,16 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
 from cascade_train.data.index.rows import Index
 from cascade_train.errors import ConfigError
+from cascade_train.files.durable import replacing, write_durably
 
 FORMAT = 1
 MANIFEST, INDEX = "manifest.json", "index.npz"
@@ -84,8 +84,9 @@ def write_manifest(folder: Path, manifest: Manifest, index: Index) -> None:
             return
         text = json.dumps(dataclasses.asdict(manifest), indent=1, sort_keys=True)
         shards = np.array(index.shards)
-        _replace(folder / INDEX, lambda file: np.savez(file, table=index.table, keys=index.keys, shards=shards))
-        _replace(folder / MANIFEST, lambda file: file.write(text.encode()))
+        with replacing(folder / INDEX, racing=True) as partial:
+            np.savez(partial, table=index.table, keys=index.keys, shards=shards)
+        write_durably(folder / MANIFEST, text, racing=True)
     except OSError as error:
         raise ConfigError(f"out={folder} cannot be written ({error}). Choose another folder.") from error
 
@@ -142,11 +143,3 @@ def read_index(folder: Path, manifest: Manifest) -> Index:
     if index.digest != manifest.index:
         raise ConfigError(f"{folder / INDEX} is not the index of this cache. Remove the cache and make it again.")
     return index
-
-
-def _replace(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Write beside a file's final name and move it there, so that processes may race."""
-    part = path.with_name(f".{path.name}-{uuid.uuid4().hex[:8]}.part")
-    with part.open("wb") as file:
-        write(file)
-    part.replace(path)

@@ -19,6 +19,7 @@ from cascade_train.data.storage.urls import PIPE, expand_urls, refuse_missing
 from cascade_train.data.storage.urls import S3 as S3_SCHEME
 from cascade_train.data.tar.sample import PARTS
 from cascade_train.errors import ConfigError
+from cascade_train.files.durable import write_durably
 from cascade_train.redaction import redact, redact_argument
 
 COMPRESSIONS = {".gz": "gzip", ".tgz": "gzip", ".bz2": "bz2", ".tbz2": "bz2", ".xz": "xz", ".txz": "xz"}
@@ -120,9 +121,7 @@ class Listings:
             return
         lists = {**self._read(), **self._found}
         content = {prefix: [asdict(item) for item in items] for prefix, items in lists.items()}
-        part = self.path.with_suffix(".part")
-        part.write_text(json.dumps(content, indent=1) + "\n")
-        part.replace(self.path)
+        write_durably(self.path, json.dumps(content, indent=1) + "\n")
 
     def _read(self) -> Mapping[str, list[StoredObject]]:
         if self.path is None or not self.path.is_file():

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from cascade_train.files.durable import replacing
+
 
 def write_tar(path: Path, samples: Iterable[Mapping[str, Any]]) -> Path:
     """Write one tar under another name and move it into place; the same samples give the same bytes.
@@ -19,8 +21,7 @@ def write_tar(path: Path, samples: Iterable[Mapping[str, Any]]) -> Path:
     """
     from webdataset import TarWriter  # takes seconds to import
 
-    part = path.with_suffix(".part")
-    with TarWriter(str(part), mtime=0) as writer:
+    with replacing(path) as partial, TarWriter(str(partial), mtime=0) as writer:
         for sample in samples:
             writer.write(dict(sample))
-    return part.rename(path)
+    return path

@@ -23,6 +23,7 @@ from transformers import CLIPImageProcessor
 from transformers.utils import logging as transformers_logging
 
 from cascade_train.errors import RunError, unwritten
+from cascade_train.files.durable import replacing
 from cascade_train.models.formats.lora_files import (
     SINGLE_FILE,
     module_shapes,
@@ -344,15 +345,12 @@ def replaced_file(path: Path) -> Iterator[Path]:
     Raises:
         RunError: it could not be written.
     """
-    partial = path.with_name(f".partial.{path.name}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        yield partial
-        partial.replace(path)
+        with replacing(path) as partial:
+            yield partial
     except (OSError, SafetensorError) as error:
         raise RunError(f"{unwritten(path, error)}. {NO_ROOM}") from error
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 @contextmanager
