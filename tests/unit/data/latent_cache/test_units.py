@@ -101,7 +101,7 @@ def test_a_changed_byte_is_told_with_its_place_and_the_remedy(tmp_path):
     content = bytearray(tar.read_bytes())
     content[span["start"] + 9] ^= 1
     tar.write_bytes(content)
-    with pytest.raises(RunError, match=rf"samples-000001.tar is damaged at byte {span['start']}: run python -m"):
+    with pytest.raises(RunError, match=rf"samples-000001.tar is damaged at byte {span['start']}: run cascade-train"):
         PayloadReader().read(tar, span)
 
 
