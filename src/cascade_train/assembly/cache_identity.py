@@ -195,7 +195,7 @@ def refuse_reconstruction(stage: Stage, task: Task, why: str) -> None:
     Raises:
         ConfigError: it is.
     """
-    if stage.name in task.reconstructs:
+    if not task.denoises:
         raise ConfigError(f"task: what makes pictures of {stage.name}'s latents trains on pictures, {why}")
 
 

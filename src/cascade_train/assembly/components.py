@@ -40,8 +40,8 @@ def build_parts(cfg: DictConfig) -> Parts:
         ConfigError: an argument that a component refuses, with the name of its node.
     """
     stage, objective = build_component(cfg, "model"), build_component(cfg, "objective")
-    task = build_component(cfg, "task").suited(objective)
-    stage.left_out = task.idle_parts()
+    task = build_component(cfg, "task").for_objective(objective)
+    stage.left_out = task.unbuilt_parts()
     return Parts(
         stage=stage,
         task=task,

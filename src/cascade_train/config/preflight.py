@@ -172,8 +172,8 @@ def check_task_fits_stage(root: Root) -> None:
 def check_objective_fits(root: Root) -> None:
     """Check that the objective scores what the task trains of this kind of stage.
 
-    By the constants `Objective.denoises` and, where it has it, `fits`; `Task.fits` and `reconstructs`; `Stage.name`.
-    A task that does not train the stage at all is told of by `check_task_fits_stage`.
+    By the constants `Objective.denoises` and, of one that does not, `fits`; `Task.fits` and `reconstructs`;
+    `Stage.name`. A task that does not train the stage at all is left to `check_task_fits_stage`.
 
     Raises:
         ConfigError: naming the objectives that fit.
@@ -199,9 +199,10 @@ def check_objective_fits(root: Root) -> None:
 
 
 def _scores(objective: Mapping[str, Any], stage: str, reconstructs: Sequence[str]) -> bool:
-    """Return whether an objective scores what a task, which reconstructs with some stages, trains of a stage."""
-    stages = _constant(objective, "fits")
-    return _constant(objective, "denoises") == (stage not in reconstructs) and (stages is None or stage in stages)
+    """Return whether an objective scores what a task with these `reconstructs` trains of a stage."""
+    if _constant(objective, "denoises"):
+        return stage not in reconstructs
+    return bool(reconstructs) and stage in (_constant(objective, "fits") or ())
 
 
 def _list(names: Sequence[str]) -> str:
@@ -292,8 +293,8 @@ def precision(root: Root) -> Precision:
 
 
 def guidance_scale(cfg: Root | DictConfig) -> float | None:
-    """Return the guidance of the stage's samples; None where the task reconstructs and samples nothing."""
-    if _constant(cfg.model, "name") in (_constant(cfg.task, "reconstructs") or ()):
+    """Return the guidance of the stage's samples; None where nothing is sampled."""
+    if _constant(cfg.objective, "denoises") is False:
         return None
     scale: float | None = _constant(cfg.model, "guidance_scale")
     return scale

@@ -45,7 +45,7 @@ def stored_network(source: str, *, model: str | None, key: str, allow_any_target
     if model is None and run is not None:
         cfg = load_saved_config(run, allow_any_target=allow_any_target)
         stage = build_component(cfg, "model")
-        if not isinstance(stage, DenoisingStage) or stage.name in build_component(cfg, "task").reconstructs:
+        if not isinstance(stage, DenoisingStage) or not build_component(cfg, "objective").denoises:
             raise ConfigError(
                 f"{key}={source}: a run of what makes pictures of {stage.name}'s latents, whose export/ holds every "
                 "format that there is of it."

@@ -93,7 +93,7 @@ def fit_sizes(
             compressors of different kinds.
     """
     stage = build_component(model.cfg, "model")
-    if stage.name in build_component(model.cfg, "task").reconstructs:
+    if not build_component(model.cfg, "objective").denoises:
         raise ConfigError(
             f"{model.origin}: trained what makes pictures of {stage.name}'s latents, and paints nothing from prompts: "
             "its samples/ show what comes back of the data's pictures. Name a run of Stage B or C that denoises."

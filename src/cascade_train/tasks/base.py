@@ -125,7 +125,7 @@ class Painter(abc.ABC):
         result: title of what `paint` returns.
     """
 
-    result: ClassVar[str]
+    result: str
 
     def beside(self, captions: Sequence[str], image_BCHW: Tensor, draws: Draws) -> Mapping[str, Tensor]:
         """Return what people see beside the result for B captioned images, (B, 3, h, w) in [0, 1], by title."""
@@ -155,30 +155,37 @@ class Task(abc.ABC):
         fits: names of the stages that the task can train.
         trains_network: whether the stage's own network gets gradients (fp32 masters) or stays frozen.
         needs_image: whether samples follow an image even under prompts of the user's own.
-        reconstructs: those of `fits` of which it trains what makes pictures of latents, scored by these: its objective
-            denoises nothing, a cache has not what it trains on, and it paints nothing from prompts.
+        denoises: whether it trains a network to denoise latents; else it cannot train from a cache, and paints nothing
+            from prompts.
+        reconstructs: those of `fits` that it trains by objectives of pictures alone. Where there is one, such an
+            objective may put a task of its own in this one's place, for each of `fits`.
+        stage: from `attach` on.
+        device: from `attach` on.
     """
 
     fits: ClassVar[tuple[str, ...]]
     trains_network: ClassVar[bool]
     needs_image: ClassVar[bool] = False
+    denoises: ClassVar[bool] = True
     reconstructs: ClassVar[tuple[str, ...]] = ()
+    stage: Stage
+    device: torch.device
 
-    def suited(self, objective: Any) -> Task:
-        """Return the task that does this under an objective: itself, by default. Called before anything is built.
+    def for_objective(self, objective: Any) -> Task:
+        """Return the task that trains by an objective: itself, by default. Called before anything is built.
 
         Raises:
             ConfigError: options that mean nothing under that objective.
         """
         return self
 
-    @abc.abstractmethod
     def attach(self, stage: Stage, objective: Any, device: torch.device) -> None:
-        """Take the built stage: freeze what stays, add what trains. Called once, before sharding.
+        """Take the built stage; a task extends this by what it freezes and adds. Called once, before sharding.
 
         Raises:
             ConfigError: the task's options do not fit the stage's modules.
         """
+        self.stage, self.device = stage, device
 
     @abc.abstractmethod
     def phases(self) -> list[Phase]:
@@ -210,7 +217,7 @@ class Task(abc.ABC):
         """
         return frozenset()
 
-    def idle_parts(self) -> frozenset[str]:
+    def unbuilt_parts(self) -> frozenset[str]:
         """Return the parts of the stage that are not built, since the task has no use for them; none by default.
 
         Called before the model is built. "network" is one; a task that names it sees no network.
@@ -290,3 +297,14 @@ class Task(abc.ABC):
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore what `state_dict` returned."""
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        """Copy to the device; from pinned memory, so that a CUDA device does not make the host wait."""
+        if self.device.type == "cuda" and not tensor.is_cuda and not tensor.is_pinned():
+            tensor = tensor.pin_memory()
+        return tensor.to(self.device, non_blocking=True)
+
+
+def weighted(loss_B: Tensor, weight_B: Tensor | None) -> Tensor:
+    """Return losses (B,) times the weights of their samples; None = 1 each."""
+    return loss_B if weight_B is None else loss_B * weight_B

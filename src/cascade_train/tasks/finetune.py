@@ -1,23 +1,49 @@
-"""Full training of Stage C's network on captioned images.
+"""Training of every weight of a stage's network; of Stage C's, `Finetune`.
 
-Lives here: what is left behind. Must not live here: what trains (whole_network.py) and the loss (text_to_image.py).
+Lives here: what trains, and what a run of Stage C exports. Must not live here: the loss (text_to_image.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import ClassVar
 
+import torch
 from torch import Tensor
 
+from cascade_train.diffusion.objective import Objective
 from cascade_train.models.formats.export import prior_parts, save_prior
+from cascade_train.models.formats.weights import read_network
+from cascade_train.models.stage import Stage
 from cascade_train.models.stage_c import StageC
 from cascade_train.tasks.base import Export
-from cascade_train.tasks.whole_network import WholeNetwork
+from cascade_train.tasks.text_to_image import TextToImage
+
+
+class WholeNetwork(TextToImage):
+    """Trains every weight of the network; encoders stay frozen.
+
+    Attributes:
+        part: name of the network's folder in a pipeline and in `export/`.
+    """
+
+    trains_network = True
+    part: ClassVar[str]
+
+    def attach(self, stage: Stage, objective: Objective, device: torch.device) -> None:
+        """Take the built stage and let every weight of its network train, with the network's own dropout."""
+        super().attach(stage, objective, device)
+        stage.network.requires_grad_(requires_grad=True).train()
+
+    def initial_average(self, source: str) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of another network of this size, in any format that `model.weights` takes."""
+        read = read_network(self.stage.network, source, key="ema.weights", part=self.part)
+        return ((f"network.{name}", value) for name, value in read)
 
 
 class Finetune(WholeNetwork):
-    """Trains every weight of Stage C's network; encoders stay frozen."""
+    """Trains every weight of Stage C's network."""
 
     fits = ("stage_c",)
     part = "prior"

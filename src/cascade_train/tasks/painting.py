@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -47,14 +47,13 @@ class DiffusionPainter(Painter):
         device: where latents are denoised.
     """
 
-    result: ClassVar[str] = "sample"
-
     task: Denoiser
     stage: Stage
     objective: Objective
     settings: SampleSettings
     shape: tuple[int, int, int]
     device: torch.device
+    result: str = "sample"
 
     def beside(self, captions: Sequence[str], image_BCHW: Tensor, draws: Draws) -> Mapping[str, Tensor]:
         """Return what the task shows, and the images after one prediction at medium noise."""

@@ -1,78 +1,136 @@
-"""What the tasks share that are scored by pictures: the pictures of a batch, their distance, and what people see.
+"""What tasks and objectives share that score pictures themselves, and denoise nothing.
 
-Lives here: that alone. Must not live here: what trains (autoencoding.py, previewing.py), further terms of a loss
-(vqgan.py).
+Lives here: the seam by which such an objective brings its task, the pictures of a batch, their distance and display.
+Must not live here: any one of them (vqgan.py, preview.py).
 
 Shape legend: B batch, H W image size.
 """
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Sequence
-from typing import Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from cascade_train.batch import Batch
+from cascade_train.diffusion.checks import check_choice
 from cascade_train.diffusion.objective import masked_mean
+from cascade_train.models.image_quality import check_installed
 from cascade_train.models.stage import Stage
-from cascade_train.tasks.base import Draws, Guide, Painter
+from cascade_train.tasks.base import Draws, Guide, Painter, SampleSettings, Task
 
-PIXELS = ("l1", "l2")
-"""Distances of pixels: absolute and squared."""
+if TYPE_CHECKING:
+    from cascade_train.tasks.reconstruction import Reconstruction
 
 
-def pixel_distance(
-    image_BCHW: Tensor, original_BCHW: Tensor, pixel: Literal["l1", "l2"], mask_B1HW: Tensor | None = None
-) -> Tensor:
-    """Return the mean distance of pixels, (B,) fp32.
+class PictureObjective(abc.ABC):
+    """An objective that scores pictures by their pixels, among other things, and says which task trains by it.
+
+    `task=reconstruction` gives way to that task. Another kind is one file with a subclass and its task, and one YAML.
 
     Args:
-        image_BCHW: (B, 3, H, W) fp32.
-        original_BCHW: likewise.
-        pixel: which distance.
-        mask_B1HW: (B, 1, H, W) fp32 in [0, 1], how much each place counts; None = all of them fully.
+        pixel: distance between pixels, l1 (absolute) or l2 (squared).
+
+    Raises:
+        ConfigError: another distance.
+
+    Attributes:
+        denoises: whether it trains a network to denoise latents.
+        fits: names of the stages that it is for.
+        options: options of `task=reconstruction` that mean something here; others must be left out.
     """
-    error_BCHW = image_BCHW - original_BCHW
-    error_BCHW = error_BCHW.abs() if pixel == "l1" else error_BCHW.square()
-    return error_BCHW.mean(dim=(1, 2, 3)) if mask_B1HW is None else masked_mean(error_BCHW, mask_B1HW)
+
+    denoises: ClassVar[bool] = False
+    fits: ClassVar[tuple[str, ...]]
+    options: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, *, pixel: Literal["l1", "l2"]) -> None:
+        check_choice("pixel", pixel, ("l1", "l2"))
+        self.pixel = pixel
+
+    @abc.abstractmethod
+    def task(self, reconstruction: Reconstruction) -> Task:
+        """Return the task that trains by this objective, given the one that was chosen. Cheap."""
+
+    def pixels(self, image_BCHW: Tensor, original_BCHW: Tensor, mask_B1HW: Tensor | None = None) -> Tensor:
+        """Return the mean distance of pixels, (B,) fp32, of pictures (B, 3, H, W) fp32.
+
+        Args:
+            image_BCHW: what was made.
+            original_BCHW: what it should be.
+            mask_B1HW: (B, 1, H, W) fp32 in [0, 1], weight of each place; None = 1 everywhere.
+        """
+        error_BCHW = image_BCHW - original_BCHW
+        error_BCHW = error_BCHW.abs() if self.pixel == "l1" else error_BCHW.square()
+        return error_BCHW.mean(dim=(1, 2, 3)) if mask_B1HW is None else masked_mean(error_BCHW, mask_B1HW)
 
 
-def pictures_of(batch: Batch, device: torch.device) -> Tensor:
-    """Return a batch's pictures (B, 3, H, W) fp32 in [0, 1] on the device."""
-    if batch.image_BCHW is None:
-        raise AssertionError("a cache is no data for a task that is scored by pictures, and was to be refused")
-    return batch.image_BCHW.to(device, non_blocking=True).float() / 255
+@dataclass(kw_only=True)
+class PreparedPictures:
+    """A micro-batch on the device; a task adds its random choices.
+
+    Attributes:
+        image_BCHW: (B, 3, H, W) fp32 in [0, 1].
+        mask_B1HW: (B, 1, H, W) fp32 in [0, 1], weight of each place; None = 1 everywhere.
+        weight_B: (B,) fp32 weight of each sample's loss; None = 1 each.
+    """
+
+    image_BCHW: Tensor
+    mask_B1HW: Tensor | None = None
+    weight_B: Tensor | None = None
 
 
-def mask_of(batch: Batch, device: torch.device) -> Tensor | None:
-    """Return how much each place of a batch's pictures counts, (B, 1, H, W) fp32 in [0, 1]; None = all fully."""
-    mask_B1HW = batch.tensors.get("mask")
-    return None if mask_B1HW is None else mask_B1HW.to(device, non_blocking=True).float() / 255
+class PictureTask(Task):
+    """Base of the tasks that are scored by pictures.
 
+    Attributes:
+        result: title of the pictures that samples show.
+    """
 
-def where_it_counts(made_BCHW: Tensor, image_BCHW: Tensor, mask_B1HW: Tensor | None) -> Tensor:
-    """Return what was made, (B, 3, H, W), with the picture itself where a mask leaves places out."""
-    return made_BCHW if mask_B1HW is None else image_BCHW + mask_B1HW * (made_BCHW - image_BCHW)
+    denoises = False
+    needs_image = True
+    trains_network = False
+    result: ClassVar[str] = "reconstruction"
 
+    def attach(self, stage: Stage, objective: Any, device: torch.device) -> None:
+        """Take the built stage; a task extends this by what trains.
 
-def weighted(loss_B: Tensor, weight_B: Tensor | None) -> Tensor:
-    """Return losses (B,) times the weights of their samples; None = 1 each."""
-    return loss_B if weight_B is None else loss_B * weight_B
+        Raises:
+            ConfigError: no library to measure with.
+        """
+        check_installed()
+        super().attach(stage, objective, device)
+
+    def prepare_batch(self, batch: Batch) -> PreparedPictures:
+        """Copy pictures, masks and weights to the device."""
+        mask_B1HW = batch.tensors.get("mask")
+        if batch.image_BCHW is None:
+            raise AssertionError("a cache is no data for a task that is scored by pictures, and was to be refused")
+        return PreparedPictures(
+            image_BCHW=self._copy(batch.image_BCHW).float() / 255,
+            mask_B1HW=None if mask_B1HW is None else self._copy(mask_B1HW).float() / 255,
+            weight_B=None if batch.weight_B is None else self._copy(batch.weight_B),
+        )
+
+    def painter(self, settings: SampleSettings, size: Sequence[int]) -> Painter:
+        """Return what shows pictures after a round trip through latents, without a sampler."""
+        return RoundTrip(self.stage, self.result)
 
 
 class RoundTrip(Painter):
     """Shows what a stage's latents keep of pictures: encodes and decodes them."""
 
-    def __init__(self, stage: Stage) -> None:
-        """Store the stage."""
-        self.stage = stage
+    def __init__(self, stage: Stage, result: str) -> None:
+        self.stage, self.result = stage, result
 
     def paint(
         self, captions: Sequence[str], image_BCHW: Tensor | None, draws: Draws, guide: Guide | None = None
     ) -> Tensor:
         """Return (B, 3, H', W') fp32 in [0, 1] of the captions' own images (B, 3, H, W)."""
         if image_BCHW is None:
-            raise AssertionError("nobody asks for pictures of prompts alone: that is refused before")
+            raise AssertionError("pictures of prompts alone are refused before")
         return self.stage.decode(self.stage.encode(image_BCHW))

@@ -1,43 +1,153 @@
-"""The objective of a previewer: how near the picture that it makes of semantic latents comes to the picture itself.
+"""Training of the previewer: semantic latents to small images for people, of a compressor that may train along.
 
-Shape legend: B batch, H W size of the preview.
+Lives here: the objective, what trains, and what is shown and measured. Must not live here: the networks
+(models/previewer.py, models/convolutional.py).
+
+Shape legend: B batch, H W image size, h w size of the preview.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, cast
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import interpolate
 
-from cascade_train.diffusion.checks import check_choice
-from cascade_train.tasks.pictures import PIXELS, pixel_distance
+from cascade_train.batch import Batch
+from cascade_train.models.formats.export_part import save_part
+from cascade_train.models.image_quality import image_quality
+from cascade_train.models.stage import Stage
+from cascade_train.models.stage_c import StageC
+from cascade_train.tasks.base import Export, Phase, StepOutput, Task, weighted
+from cascade_train.tasks.pictures import PictureObjective, PictureTask, PreparedPictures
+from cascade_train.tasks.reconstruction import COMPRESSOR, Reconstruction, compressor_export, with_compressor
+
+PREVIEWER = "previewer"
+"""Name of the previewer among the stage's parts, the phase's modules and the exports."""
 
 
-class Preview:
+class Preview(PictureObjective):
     """How a preview is scored: by its pixels.
 
     Args:
         pixel: l1 or l2, the distance between pictures.
-        latent_noise: standard deviation of noise on the latents in training, so that the previewer forgives Stage C
-            its errors, and a compressor that trains along keeps what it can say loudly; 0 = none.
+        latent_noise: standard deviation of noise on the latents in training: the previewer becomes robust to errors of
+            Stage C, and a compressor that trains along to noise; 0 = none.
 
     Raises:
-        ConfigError: another distance, or less than no noise.
-
-    Attributes:
-        denoises: whether it is for what denoises latents.
-        fits: names of the stages that it is for.
+        ConfigError: another distance.
+        ValueError: a negative standard deviation.
     """
 
-    denoises: ClassVar[bool] = False
     fits: ClassVar[tuple[str, ...]] = ("stage_c",)
+    options: ClassVar[tuple[str, ...]] = ("train_compressor",)
 
     def __init__(self, *, pixel: Literal["l1", "l2"], latent_noise: float = 0.0) -> None:
-        check_choice("pixel", pixel, PIXELS)
+        super().__init__(pixel=pixel)
         if latent_noise < 0.0:
             raise ValueError(f"latent_noise={latent_noise}: is a standard deviation, give 0 or more")
-        self.pixel, self.latent_noise = pixel, latent_noise
+        self.latent_noise = latent_noise
 
-    def pixels(self, preview_BCHW: Tensor, original_BCHW: Tensor, mask_B1HW: Tensor | None = None) -> Tensor:
-        """Return the mean distance of pixels, (B,) fp32; a mask in [0, 1] says how much each place counts."""
-        return pixel_distance(preview_BCHW, original_BCHW, self.pixel, mask_B1HW)
+    def task(self, reconstruction: Reconstruction) -> Task:
+        """Return the training of a previewer."""
+        return Previewing(self, train_compressor=reconstruction.train_compressor)
+
+
+@dataclass(kw_only=True)
+class PreparedLatentNoise(PreparedPictures):
+    """A micro-batch of pictures with the noise of their latents.
+
+    Attributes:
+        noise_BCHW: (B, C, H / 32, W / 32) fp32 standard normal; None = no noise.
+    """
+
+    noise_BCHW: Tensor | None
+
+
+class Previewing(PictureTask):
+    """Trains every weight of Stage C's previewer on the latents of its compressor.
+
+    With the compressor, the two are an autoencoder.
+    """
+
+    fits = ("stage_c",)
+    result = "preview"
+    stage: StageC
+
+    def __init__(self, objective: Preview, *, train_compressor: bool) -> None:
+        self.objective = objective
+        self.train_compressor = train_compressor
+
+    def trained_parts(self) -> frozenset[str]:
+        """Return the previewer, and the compressor where it trains along."""
+        return frozenset({PREVIEWER, COMPRESSOR} if self.train_compressor else {PREVIEWER})
+
+    def unbuilt_parts(self) -> frozenset[str]:
+        """Return all but the compressor and the previewer."""
+        return frozenset({"network", "text_encoder", "image_encoder"})
+
+    def attach(self, stage: Stage, objective: Any, device: torch.device) -> None:
+        """Take the built stage and unfreeze the previewer; norms keep their statistics.
+
+        Raises:
+            ConfigError: no library to measure with.
+        """
+        if not isinstance(stage, StageC):
+            raise AssertionError(f"a previewer belongs to Stage C, not to {stage.name}")
+        super().attach(stage, objective, device)
+        self._module().requires_grad_(requires_grad=True)
+        if self.train_compressor:
+            self._compressor().requires_grad_(requires_grad=True)
+
+    def phases(self) -> list[Phase]:
+        """Return the one phase; the compressor is its second root where it trains."""
+        module = self._module()
+        units = [[child] for child in module.children()]
+        phase = Phase(name="train", modules={PREVIEWER: module}, units={PREVIEWER: units}, loss=self.loss)
+        return [with_compressor(phase, self._compressor()) if self.train_compressor else phase]
+
+    def prepare_batch(self, batch: Batch) -> PreparedLatentNoise:
+        """Draw the latents' noise, and copy to the device."""
+        pictures, noise_BCHW = super().prepare_batch(batch), None
+        if self.objective.latent_noise > 0.0:
+            shape = self.stage.latent_shape(*pictures.image_BCHW.shape[-2:])
+            noise_BCHW = self._copy(batch.normal("latent_noise", shape))
+        return PreparedLatentNoise(**vars(pictures), noise_BCHW=noise_BCHW)
+
+    def loss(self, prepared: PreparedLatentNoise) -> StepOutput:
+        """Return the distance of the previews from the pictures at their size, (B,). Does not sync."""
+        latent_BCHW = self.stage.encode(prepared.image_BCHW)
+        if prepared.noise_BCHW is not None:
+            latent_BCHW = latent_BCHW + self.objective.latent_noise * prepared.noise_BCHW
+        loss_raw_B = self._distance(prepared, *self._pair(prepared.image_BCHW, latent_BCHW))
+        return StepOutput(loss_B=weighted(loss_raw_B, prepared.weight_B), report={"loss_raw": loss_raw_B.detach()})
+
+    @torch.no_grad()
+    def measures(self, prepared: PreparedLatentNoise, logsnr: Sequence[float]) -> Mapping[str, Tensor]:
+        """Return the loss, and PSNR and SSIM of the previews, without a mask; latents get no noise."""
+        pair = self._pair(prepared.image_BCHW, self.stage.encode(prepared.image_BCHW))
+        return {"loss": self._distance(prepared, *pair), **image_quality(*pair)}
+
+    def _pair(self, image_BCHW: Tensor, latent_BCHW: Tensor) -> tuple[Tensor, Tensor]:
+        """Return previews, not clamped, and the pictures at their size, (B, 3, h, w) fp32 each."""
+        preview_BChw = self.stage.previewer.decode(latent_BCHW)
+        return preview_BChw, interpolate(image_BCHW, preview_BChw.shape[-2:], mode="area")
+
+    def _distance(self, prepared: PreparedPictures, preview_BChw: Tensor, original_BChw: Tensor) -> Tensor:
+        mask_B1HW = prepared.mask_B1HW
+        small = None if mask_B1HW is None else interpolate(mask_B1HW, preview_BChw.shape[-2:], mode="area")
+        return self.objective.pixels(preview_BChw, original_BChw, small)
+
+    def exports(self) -> Mapping[str, Export]:
+        """Return `previewer`, which `model.previewer.weights` takes, and a compressor that trained along."""
+        exports = {PREVIEWER: Export(module=self._module(), write=save_part)}
+        return exports | compressor_export(self._compressor()) if self.train_compressor else exports
+
+    def _module(self) -> nn.Module:
+        return cast(nn.Module, self.stage.previewer.module)
+
+    def _compressor(self) -> nn.Module:
+        return cast(nn.Module, self.stage.semantic_compressor.module)

@@ -1,13 +1,13 @@
-"""Training of what turns latents back into images: Stage B's network, Stage A's, or Stage C's previewer.
+"""Training of what turns latents back into images: Stage B's network, or what an objective of pictures trains.
 
-Lives here: which of these tasks it is, and what Stage B leaves behind. Must not live here: what trains
-(whole_network.py, autoencoding.py, previewing.py), the losses (text_to_image.py, vqgan.py, preview.py), and the
-conditions, which are the stage's (models/stage_b.py).
+Lives here: which task it is, Stage B's export, and a semantic compressor that trains along with what reads its latents.
+Must not live here: the loss (text_to_image.py), and what trains by other objectives (vqgan.py, preview.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,16 +17,16 @@ from torch import Tensor, nn
 from cascade_train.diffusion.objective import Objective
 from cascade_train.errors import ConfigError
 from cascade_train.models.formats.export_decoder import decoder_parts, save_decoder
+from cascade_train.models.formats.export_part import save_part
 from cascade_train.models.formats.weights import load_module
 from cascade_train.models.stage import Stage
 from cascade_train.models.stage_b import StageB
-from cascade_train.tasks.autoencoding import Autoencoding
 from cascade_train.tasks.base import Export, Phase, Task
-from cascade_train.tasks.preview import Preview
-from cascade_train.tasks.previewing import Previewing
-from cascade_train.tasks.trained_compressor import COMPRESSOR, compressor_export, with_compressor
-from cascade_train.tasks.vqgan import Vqgan
-from cascade_train.tasks.whole_network import WholeNetwork
+from cascade_train.tasks.finetune import WholeNetwork
+from cascade_train.tasks.pictures import PictureObjective
+
+COMPRESSOR = "semantic_compressor"
+"""Name of the compressor among the stage's parts, the phase's modules and the exports."""
 
 COND_DROP_PROB = 0.05
 """Share of captions that Stage B's training replaces by the empty one, as in the original."""
@@ -35,9 +35,9 @@ COND_DROP_PROB = 0.05
 class Reconstruction(WholeNetwork):
     """Trains every weight of Stage B's network to reconstruct images from their semantic latents and captions.
 
-    With `objective=vqgan`, it trains Stage A; with `objective=preview`, Stage C's previewer. The semantic compressor
-    may train along with Stage B, as in Würstchen (Pernias et al. 2023), or with a previewer: then it learns to keep
-    what these need, and Stage C is trained on its latents afterwards.
+    An objective of pictures puts its own task in the place of this one: `objective=vqgan` trains Stage A,
+    `objective=preview` Stage C's previewer. The semantic compressor may train along with Stage B, as in Würstchen
+    (Pernias et al. 2023), or with a previewer; Stage C is trained on its latents afterwards.
 
     Args:
         cond_drop_prob: share of samples whose caption is replaced by the empty one, in [0, 1]; null = 0.05. For Stage
@@ -68,27 +68,21 @@ class Reconstruction(WholeNetwork):
             "train_compressor": train_compressor or None,
         }
 
-    def suited(self, objective: Any) -> Task:
-        """Return the training of Stage A or of a previewer where the objective is for it; else this.
+    def for_objective(self, objective: Any) -> Task:
+        """Return the task of an objective of pictures, else this one.
 
         Raises:
             ConfigError: an option that means nothing there.
         """
-        if isinstance(objective, Vqgan):
-            self._refuse("cond_drop_prob", "image_keep_prob", "train_compressor")
-            return Autoencoding(objective)
-        if isinstance(objective, Preview):
-            self._refuse("cond_drop_prob", "image_keep_prob")
-            return Previewing(objective, train_compressor=self.train_compressor)
-        return self
-
-    def _refuse(self, *keys: str) -> None:
-        for key in keys:
-            if self._given[key] is not None:
+        if not isinstance(objective, PictureObjective):
+            return self
+        for key, value in self._given.items():
+            if value is not None and key not in objective.options:
                 raise ConfigError(
-                    f"task.{key}={self._given[key]}: is for Stage B; what trains by this objective sees neither "
+                    f"task.{key}={value}: is for Stage B; what trains by this objective sees neither "
                     "captions nor conditions. Leave it out"
                 )
+        return objective.task(self)
 
     def trained_parts(self) -> frozenset[str]:
         """Return the semantic compressor where it trains along."""
@@ -146,3 +140,14 @@ class Reconstruction(WholeNetwork):
         if not isinstance(self.stage, StageB):
             raise AssertionError(f"a decoder is made of Stage B, not of {self.stage.name}")
         return save_decoder(state, decoder_parts(self.stage), directory).max_error
+
+
+def with_compressor(phase: Phase, compressor: nn.Module) -> Phase:
+    """Return the phase with the compressor as a further root."""
+    units = {**phase.units, COMPRESSOR: [[child] for child in compressor.children()]}
+    return replace(phase, modules={**phase.modules, COMPRESSOR: compressor}, units=units)
+
+
+def compressor_export(compressor: nn.Module) -> dict[str, Export]:
+    """Return `semantic_compressor`, which `model.semantic_compressor.weights` takes."""
+    return {COMPRESSOR: Export(module=compressor, write=save_part)}

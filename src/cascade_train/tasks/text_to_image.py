@@ -20,7 +20,7 @@ from cascade_train.batch import Batch
 from cascade_train.diffusion.objective import Diffused, Objective
 from cascade_train.errors import ConfigError
 from cascade_train.models.stage import Images, Products, Stage, Tokens
-from cascade_train.tasks.base import Guide, Phase, Predictor, SampleSettings, StepOutput, Task
+from cascade_train.tasks.base import Guide, Phase, Predictor, SampleSettings, StepOutput, Task, weighted
 from cascade_train.tasks.painting import DiffusionPainter
 
 
@@ -81,16 +81,15 @@ class TextToImage(Task):
                 raise ValueError(f"{key}={share}: is a share of the samples, give a number between 0 and 1")
         self.cond_drop_prob = cond_drop_prob
         self.image_keep_prob = image_keep_prob
-        self.stage: Stage
         self.objective: Objective
         self._image_keep_prob: float
-        self.device: torch.device
         self._empty_tokens: Tokens
         self.trains_conditions = False
 
     def attach(self, stage: Stage, objective: Objective, device: torch.device) -> None:
         """Take the built stage; a task extends this by what it freezes and adds."""
-        self.stage, self.objective, self.device = stage, objective, device
+        super().attach(stage, objective, device)
+        self.objective = objective
         self._image_keep_prob = stage.image_keep_prob if self.image_keep_prob is None else self.image_keep_prob
         self._empty_tokens = self._tokens([""])
 
@@ -141,7 +140,7 @@ class TextToImage(Task):
         loss_B, loss_raw_B = self.objective.loss(pred_BCHW, diffused, prepared.mask_B1HW)
         self.objective.after_micro_batch(diffused.logsnr_B, loss_raw_B)
         report = {"loss_raw": loss_raw_B.detach(), "logsnr": diffused.logsnr_B}
-        return StepOutput(loss_B=loss_B if prepared.weight_B is None else loss_B * prepared.weight_B, report=report)
+        return StepOutput(loss_B=weighted(loss_B, prepared.weight_B), report=report)
 
     def measures(self, prepared: PreparedBatch, logsnr: Sequence[float]) -> Mapping[str, Tensor]:
         """Return the unweighted loss (B,) at each noise level, and their mean as `loss`."""
@@ -289,12 +288,6 @@ class TextToImage(Task):
 
     def _tokens(self, captions: Sequence[str]) -> Tokens:
         return {name: self._copy(value_BL) for name, value_BL in self.stage.tokenize(captions).items()}
-
-    def _copy(self, tensor: Tensor) -> Tensor:
-        """Copy to the device; from pinned memory, so that a CUDA device does not make the host wait."""
-        if self.device.type == "cuda" and not tensor.is_cuda and not tensor.is_pinned():
-            tensor = tensor.pin_memory()
-        return tensor.to(self.device, non_blocking=True)
 
 
 def _twice(images: Images) -> Images:

@@ -99,7 +99,7 @@ def test_parts_that_train_are_refused_by_name():
 
 @pytest.mark.parametrize(("model", "objective"), [("a_tiny", "vqgan"), ("c_tiny", "preview")])
 def test_what_trains_on_pictures_takes_no_cache(model, objective):
-    task = component("task", "reconstruction").suited(component("objective", objective))
+    task = component("task", "reconstruction").for_objective(component("objective", objective))
     with pytest.raises(ConfigError, match="latents trains on pictures, why"):
         refuse_reconstruction(make_stage(model), task, "why")
     refuse_reconstruction(make_stage("c_tiny"), component("task", "finetune"), "why")

@@ -16,11 +16,11 @@ from cascade_train.diffusion.objective import Objective
 
 FOLDER = Path(__file__).resolve().parents[3] / "conf" / "objective"
 OBJECTIVES = ("adaptive", "edm", "gdf", "min_snr", "rectified_flow", "v", "x0")
-NOT_DIFFUSION = ("vqgan", "preview")
 
 
 def shipped() -> list[str]:
-    return sorted(path.stem for path in FOLDER.glob("*.yaml") if path.stem not in NOT_DIFFUSION)
+    targets = {path.stem: OmegaConf.load(path)["_target_"] for path in FOLDER.glob("*.yaml")}
+    return sorted(name for name, target in targets.items() if target == "cascade_train.diffusion.objective.Objective")
 
 
 @pytest.fixture

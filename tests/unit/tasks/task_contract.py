@@ -105,7 +105,7 @@ class TaskContract:
     @classmethod
     def make(cls) -> Any:
         objective = component("objective", cls.objective)
-        return attached(component("task", cls.option, **cls.changes).suited(objective), cls.model, objective)
+        return attached(component("task", cls.option, **cls.changes).for_objective(objective), cls.model, objective)
 
     @pytest.fixture(scope="class")
     @classmethod

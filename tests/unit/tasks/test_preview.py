@@ -27,12 +27,12 @@ COMPRESSOR = "cascade_train.models.convolutional.ConvolutionalCompressor"
 def previewing(target: str = SMALL, *, train_compressor: bool = False, **changed: Any) -> Any:
     """Return the task on a stage of which it has built what it needs."""
     objective = component("objective", "preview", **changed)
-    task = component("task", "reconstruction", train_compressor=train_compressor).suited(objective)
+    task = component("task", "reconstruction", train_compressor=train_compressor).for_objective(objective)
     parts = {"previewer": {"_target_": target, "weights": None}}
     if train_compressor:
         parts["semantic_compressor"] = {"_target_": COMPRESSOR, "weights": None}
     stage = make_stage("c_tiny", {"weights": "nobody/nothing", **parts})
-    stage.left_out = task.idle_parts()
+    stage.left_out = task.unbuilt_parts()
     stage.build(device=CPU, network_dtype=torch.float32, frozen_dtype=torch.float32)
     task.attach(stage, objective, CPU)
     return task
@@ -173,7 +173,7 @@ def test_what_is_left_behind_is_read_as_weights(target: str, kind: Any, tmp_path
 
 
 def test_another_stage_has_no_previewer() -> None:
-    task = component("task", "reconstruction").suited(component("objective", "preview"))
+    task = component("task", "reconstruction").for_objective(component("objective", "preview"))
     with pytest.raises(AssertionError, match="a previewer belongs to Stage C, not to stage_a"):
         task.attach(make_stage("a_tiny"), None, CPU)
 
@@ -183,4 +183,4 @@ def test_options_of_stage_b_are_refused(given: dict[str, Any]) -> None:
     with pytest.raises(
         ConfigError, match=rf"task.{next(iter(given))}=.*is for Stage B; what trains by this objective sees"
     ):
-        component("task", "reconstruction", **given).suited(component("objective", "preview"))
+        component("task", "reconstruction", **given).for_objective(component("objective", "preview"))
