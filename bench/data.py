@@ -31,6 +31,7 @@ from bench.data_pictures import jpeg, picture, write_set
 from bench.data_report import EndToEnd, PerImage, Runs, page, verdicts
 from cascade_train.data.decoding.framing import Box, Framing, cut, largest_box
 from cascade_train.data.decoding.jpeg import fast_jpeg_decoder
+from cascade_train.data.loading.feed import FeedRequest
 from cascade_train.data.loading.loader import Loader
 from cascade_train.data.webdataset import WebDataset
 
@@ -142,8 +143,7 @@ def our_batches(tar: Path, size: tuple[int, int], workers: int) -> Loader:
         worker_start="fork",
     )
     index = source.open()
-    return Loader(
-        source,
+    request = FeedRequest(
         index=index,
         rows=np.arange(len(index)),
         seed=0,
@@ -152,6 +152,7 @@ def our_batches(tar: Path, size: tuple[int, int], workers: int) -> Loader:
         rank=0,
         ranks=1,
     )
+    return Loader(source, request)
 
 
 def run_ours(tar: Path, size: tuple[int, int], workers: int, count: int) -> EndToEnd:

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from omegaconf import DictConfig
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from cascade_train.assembly.cache_identity import (
     data_identity,
@@ -35,10 +35,10 @@ from cascade_train.data.data_set import Rows, open_data_set
 from cascade_train.data.index.rows import Index
 from cascade_train.data.latent_cache.manifest import Manifest, write_manifest
 from cascade_train.data.latent_cache.units import CachedSample, is_whole, load_table, write_unit
-from cascade_train.data.loading.skipped import FEW, too_many_text
+from cascade_train.data.loading.feed import Results
 from cascade_train.data.loading.worker import Failure, MicroBatches
 from cascade_train.data.order.plan import Step
-from cascade_train.data.sample import RawSample
+from cascade_train.data.sample import FEW, RawSample, too_many_text
 from cascade_train.data.source import Source
 from cascade_train.errors import ConfigError, RunError
 from cascade_train.models.stage import Stage
@@ -235,28 +235,6 @@ def _form(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {'x'.join(map(str, tensor.shape))}"
 
 
-class _Remembering:
-    """A source that keeps what it has read since it was last asked, without the pictures."""
-
-    def __init__(self, source: Source) -> None:
-        self.source = source
-        self.memory: dict[int, RawSample] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "source":  # while it is unpickled
-            raise AttributeError(name)
-        return getattr(self.source, name)
-
-    def read(self, row: int) -> RawSample:
-        raw = self.source.read(row)
-        self.memory[row] = replace(raw, image=None, mask=None)
-        return raw
-
-    def take(self) -> dict[int, RawSample]:
-        memory, self.memory = self.memory, {}
-        return memory
-
-
 @dataclass(frozen=True, kw_only=True)
 class Pictures:
     """Decoded pictures, and what their source said of them.
@@ -277,19 +255,35 @@ def rows_by_size(table: np.ndarray, rows: np.ndarray) -> dict[tuple[int, int], n
     return {(height, width): rows[(heights == height) & (widths == width)] for height, width in sizes}
 
 
+class _RememberingBatches(MicroBatches):
+    """Micro-batches that keep what was read since it was last asked for, without the pictures."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._memory: dict[int, RawSample] = {}
+
+    def read(self, row: int) -> RawSample:
+        raw = super().read(row)
+        self._memory[row] = replace(raw, image=None, mask=None)
+        return raw
+
+    def take(self) -> dict[int, RawSample]:
+        memory, self._memory = self._memory, {}
+        return memory
+
+
 class PictureReader(Dataset[Pictures | Failure]):
     """Reads the pictures of rows in worker processes, just as training does in its first epoch."""
 
     def __init__(self, data: Rows, sizes: Index, *, seed: int) -> None:
         """Take what training would read, and the index with the sizes that it would read at."""
         self.source, self._rows_of = data.source, rows_by_size(sizes.table, data.rows)
-        self._remembering = cast("Any", _Remembering(data.source))
-        self._batches = MicroBatches(self._remembering, data.index, self._rows_of, seed, data.transform)
+        self._batches = _RememberingBatches(data.source, data.index, self._rows_of, seed, data.transform)
 
     def __getitem__(self, step: Step) -> Pictures | Failure:
         """Return the pictures of one size."""
         batch = self._batches[step]
-        raw = self._remembering.take()
+        raw = self._batches.take()
         return batch if isinstance(batch, Failure) else Pictures(batch=batch, raw=raw)
 
     def steps(self, rows: range, batch_size: int) -> list[Step]:
@@ -302,29 +296,9 @@ class PictureReader(Dataset[Pictures | Failure]):
                 steps.append(Step(rows=part, epochs=np.zeros(len(part), dtype=np.int64), height=height, width=width))
         return steps
 
-    def open(self, steps: Sequence[Step]) -> Iterator[Pictures]:
-        """Read steps in their order, ahead of their use.
-
-        Raises:
-            RunError: a worker failed.
-        """
-        workers = self.source.num_workers
-        loader = DataLoader(
-            self,
-            batch_size=None,
-            sampler=steps,
-            collate_fn=_unchanged,
-            num_workers=workers,
-            multiprocessing_context=self.source.worker_start if workers > 0 else None,
-        )
-        for read in loader:
-            if isinstance(read, Failure):
-                raise RunError(read.text)
-            yield read
-
-
-def _unchanged(read: Any) -> Any:
-    return read
+    def open(self, steps: Sequence[Step]) -> Results[Pictures]:
+        """Return the pictures of steps, in their order, read ahead of their use."""
+        return Results(self, self.source, references=steps)
 
 
 def fill(
@@ -347,7 +321,7 @@ def fill(
     for number, unit in enumerate(units, start=1):
         started, samples = time.monotonic(), dict[int, CachedSample]()
         for step in steps[unit]:
-            read = next(pictures)
+            read = pictures.next()
             samples |= keep_readable(encoder, read, step)
             seen += len(step.rows)
             unreadable += map(str, read.batch.skipped)

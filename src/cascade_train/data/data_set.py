@@ -79,8 +79,7 @@ class Rows:
             gather=gather,
         )
         own = self.source.own_feed(request)
-        options = {name: value for name, value in vars(request).items() if name != "gather"}
-        return Loader(self.source, **options) if own is None else own
+        return Loader(self.source, request) if own is None else own
 
 
 class HeldOutFeed:

@@ -1,18 +1,26 @@
-"""One sample on its way from a source to a batch, and the error of one that cannot be used.
+"""One sample on its way from a source to a batch, and how many unreadable ones stop a run.
 
 No reading and no decoding here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from cascade_train.errors import RunError
 from cascade_train.files.untrusted import read_json
+from cascade_train.redaction import LONGEST_NAME, LONGEST_REASON, shortened
+
+if TYPE_CHECKING:
+    from cascade_train.batch import Unreadable
+
+FEW = 3
+"""Unreadable samples that no share counts against, while they are at most half of all: few samples say little."""
 
 
 class UnreadableSampleError(RunError):
@@ -64,3 +72,25 @@ def _parsed(text: str) -> Any:
         return read_json(text)
     except ValueError:
         return None
+
+
+def most_unreadable(samples: int, max_share: float) -> float:
+    """Return how many unreadable samples do not stop a run: a share of them, or a few where that is more."""
+    return max(min(FEW, samples // 2), max_share * samples)
+
+
+def too_many_text(count: int, samples: int, max_share: float, listed: str) -> str:
+    """Return that too many samples are unreadable, and the remedies: among them a share that would do."""
+    return (
+        f"{count} of {samples} samples are unreadable, more than data.max_unreadable_share={max_share:g} allows:"
+        f" {listed}. Remove or replace them, or allow as many by"
+        f" data.max_unreadable_share={min(1.0, math.ceil(100 * count / samples) / 100):g}."
+    )
+
+
+def by_reason(unreadable: Iterable[Unreadable]) -> str:
+    """Return the samples for a message, those of one reason together."""
+    names: dict[str, list[str]] = {}
+    for each in dict.fromkeys(unreadable):
+        names.setdefault(each.reason, []).append(shortened(each.name, LONGEST_NAME))
+    return "; ".join(f"{', '.join(same)} ({shortened(reason, LONGEST_REASON)})" for reason, same in names.items())

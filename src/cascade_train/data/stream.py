@@ -67,7 +67,7 @@ class Cursor(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Held:
+class StreamSample:
     """A sample of a block.
 
     Attributes:
@@ -98,8 +98,8 @@ class Take:
         cursor: the place behind them.
     """
 
-    samples: list[Held]
-    blocks: list[Held]
+    samples: list[StreamSample]
+    blocks: list[StreamSample]
     cursor: Cursor
 
 
@@ -138,8 +138,8 @@ class Stream:
 
         The tar in which that place lies is read again from its beginning, since it cannot be entered elsewhere.
         """
-        samples: list[Held] = []
-        blocks: list[Held] = []
+        samples: list[StreamSample] = []
+        blocks: list[StreamSample] = []
         for begin, block in self._blocks(start):
             if samples:
                 blocks = blocks + block
@@ -152,12 +152,12 @@ class Stream:
                     yield Take(samples=samples, blocks=blocks, cursor=begin._replace(taken=taken))
                     samples = []
 
-    def _blocks(self, start: Cursor) -> Iterator[tuple[Cursor, list[Held]]]:
+    def _blocks(self, start: Cursor) -> Iterator[tuple[Cursor, list[StreamSample]]]:
         """Yield each block, mixed, with where it begins; no block reaches into another epoch."""
         cursor = start
         while True:
             empty = cursor.place == 0 and cursor.sample == 0
-            block, size = list[Held](), 0
+            block, size = list[StreamSample](), 0
             for held, behind in self._samples(cursor):
                 block.append(held)
                 size += held.size
@@ -173,7 +173,7 @@ class Stream:
                 )
             cursor = Cursor(epoch=cursor.epoch + 1)
 
-    def _samples(self, cursor: Cursor) -> Iterator[tuple[Held, Cursor]]:
+    def _samples(self, cursor: Cursor) -> Iterator[tuple[StreamSample, Cursor]]:
         """Yield the samples of the rest of an epoch, each with the place behind it."""
         for place, row in enumerate(self._order(cursor.epoch)):
             if place < cursor.place:
@@ -184,7 +184,7 @@ class Stream:
                     number = row * _SAMPLES_OF_A_TAR + sample
                     name = printable(f"{self._tars[row].name}:{key}")
                     behind = Cursor(epoch=cursor.epoch, place=place, sample=sample + 1)
-                    yield Held(number=number, epoch=cursor.epoch, key=name, parts=parts), behind
+                    yield StreamSample(number=number, epoch=cursor.epoch, key=name, parts=parts), behind
 
     def _passing(self, row: int, epoch: int) -> Iterator[tuple[str, dict[str, bytes]]]:
         """Yield the samples of a tar that pass the filters; tell once what a tar holds besides samples."""
@@ -202,6 +202,6 @@ class Stream:
         order = permutation(len(self._rows), self._seed, epoch, "streams")
         return [self._rows[place] for place in order[self.number :: self._streams].tolist()]
 
-    def _mixed(self, block: list[Held], begin: Cursor) -> list[Held]:
+    def _mixed(self, block: list[StreamSample], begin: Cursor) -> list[StreamSample]:
         purpose = f"stream/{self.number}/{begin.place}/{begin.sample}"
         return [block[place] for place in permutation(len(block), self._seed, begin.epoch, purpose).tolist()]

@@ -19,6 +19,7 @@ import torch
 
 from cascade_train.batch import Batch
 from cascade_train.data.index.rows import split
+from cascade_train.data.loading.feed import FeedRequest
 from cascade_train.data.loading.loader import Loader
 from cascade_train.data.source import Source
 from cascade_train.errors import ConfigError
@@ -39,7 +40,7 @@ with loading(source) as loader:
 @contextmanager
 def loading(source: Source, **options: Any) -> Iterator[Loader]:
     """Open a source and load all of it."""
-    index = source.open()
+    index, position = source.open(), options.pop("position", 0)
     defaults = {
         "rows": np.arange(len(index)),
         "seed": 3,
@@ -48,7 +49,8 @@ def loading(source: Source, **options: Any) -> Iterator[Loader]:
         "rank": 0,
         "ranks": 1,
     }
-    loader = Loader(source, index=index, **{**defaults, **options})
+    loader = Loader(source, FeedRequest(index=index, **{**defaults, **options}))
+    loader.seek(position)
     try:
         yield loader
     finally:

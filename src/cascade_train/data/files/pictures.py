@@ -21,8 +21,7 @@ import numpy as np
 from cascade_train.data.decoding.decode import upright_size
 from cascade_train.data.index.cache import default_cache_dir, read_cache, write_cache
 from cascade_train.data.index.rows import Index
-from cascade_train.data.loading.skipped import most_unreadable, too_many_text
-from cascade_train.data.sample import UnreadableSampleError
+from cascade_train.data.sample import UnreadableSampleError, most_unreadable, too_many_text
 from cascade_train.errors import RunError
 
 EXTENSIONS = ("jpg", "jpeg", "jfif", "png", "webp", "bmp")

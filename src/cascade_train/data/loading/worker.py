@@ -5,8 +5,13 @@ A worker holds no state: the same references give the same batch in any process.
 
 from __future__ import annotations
 
+import atexit
+import functools
+import gc
 import itertools
 import math
+import multiprocessing
+import signal
 import traceback
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,13 +24,12 @@ from torch.utils.data import Dataset, get_worker_info
 
 from cascade_train.batch import Batch, SampleTransform, Unreadable, sample_seed
 from cascade_train.data.decoding.framing import Framed, Framing
-from cascade_train.data.decoding.jpeg import fast_jpeg_decoder
 from cascade_train.data.index.rows import Index
-from cascade_train.data.loading.skipped import by_reason
 from cascade_train.data.order.plan import Step
-from cascade_train.data.sample import RawSample, UnreadableSampleError
+from cascade_train.data.sample import RawSample, UnreadableSampleError, by_reason
 from cascade_train.data.source import Source
-from cascade_train.errors import RunError
+from cascade_train.errors import ConfigError, RunError
+from cascade_train.signals import STOP_SIGNALS
 
 MAX_STAND_INS = 16
 
@@ -42,6 +46,12 @@ class Failure:
     text: str
     trace: str
 
+    @classmethod
+    def of(cls, what: str, error: Exception) -> Failure:
+        """Return the error being handled as text, which crosses a process border where the error itself may not."""
+        cause = str(error) if isinstance(error, ConfigError | RunError) else f"{type(error).__name__}: {error}"
+        return cls(text=f"{what}: {cause}", trace=traceback.format_exc())
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Sample:
@@ -50,7 +60,7 @@ class _Sample:
     key: str
     row: int
     weight: float
-    tensors: dict[str, np.ndarray]
+    tensors: Mapping[str, np.ndarray]
     skipped: tuple[Unreadable, ...]
 
 
@@ -60,10 +70,10 @@ class MicroBatches(Dataset[Batch | Failure]):
     Args:
         source: the opened source.
         index: what `source.open` returned.
-        stand_ins: the sorted rows of each shape, (height, width), that others stand in from for unreadable ones.
+        stand_ins: the sorted rows of each shape, (height, width), among which an unreadable one finds its stand-in.
         seed: the run's seed.
         transform: what is made of each picture for the task; None = nothing.
-        excluded: keys of samples that others stand in for, silently, although they can be read.
+        excluded: keys of samples that are replaced, without a report, although they can be read.
     """
 
     def __init__(
@@ -78,8 +88,6 @@ class MicroBatches(Dataset[Batch | Failure]):
         self._source, self._index, self._stand_ins = source, index, stand_ins
         self._seed, self._transform, self._excluded = seed, transform, excluded
         self._framing = Framing(crop=source.crop, flip_prob=source.flip_prob, max_pixels=source.max_pixels)
-        if source.num_workers > 0:
-            fast_jpeg_decoder()  # loaded once, before the workers fork
 
     def __getitem__(self, step: Step) -> Batch | Failure:
         """Read, decode and stack the samples of one micro-batch."""
@@ -88,9 +96,8 @@ class MicroBatches(Dataset[Batch | Failure]):
         for row, epoch in zip(step.rows.tolist(), step.epochs.tolist(), strict=True):
             try:
                 samples.append(self._sample(row, epoch, step))
-            except Exception as error:  # crosses a process border as text, raised again there
-                cause = str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
-                return Failure(text=f"sample {self._index.name(row)}: {cause}", trace=traceback.format_exc())
+            except Exception as error:  # raised again in the main process
+                return Failure.of(f"sample {self.name(row)}", error)
         return Batch(
             captions=tuple(sample.caption for sample in samples),
             keys=tuple(sample.key for sample in samples),
@@ -102,6 +109,14 @@ class MicroBatches(Dataset[Batch | Failure]):
             **_stacked(samples),
         )
 
+    def read(self, row: int) -> RawSample:
+        """Read one sample. See `Source.read`."""
+        return self._source.read(row)
+
+    def name(self, row: int) -> str:
+        """Return a sample's name in messages."""
+        return self._index.name(row)
+
     def _sample(self, row: int, epoch: int, step: Step) -> _Sample:
         """Return the row's sample, or the next row's that is readable and not excluded."""
         skipped: list[Unreadable] = []
@@ -109,21 +124,26 @@ class MicroBatches(Dataset[Batch | Failure]):
             if len(skipped) == MAX_STAND_INS:
                 break
             try:
-                raw = self._source.read(candidate)
+                raw = self.read(candidate)
                 if raw.key in self._excluded:
                     continue
-                caption = self._source.captions_of(candidate)(raw, self._generator(candidate, epoch, "caption"))
-                framed = self._framed(raw, candidate, epoch, step)
+                draws = partial(self._generator, candidate, epoch)
+                caption = self._source.captions_of(candidate)(raw, draws("caption"))
+                framed, tensors = None, raw.tensors  # without a picture, what is made of it is among the tensors
+                if raw.image is not None:
+                    framed = self._framing(raw.image, raw.mask, step.height, step.width, draws)
             except UnreadableSampleError as error:
-                skipped.append(Unreadable(self._index.name(candidate), str(error)))
+                skipped.append(Unreadable(self.name(candidate), str(error)))
                 continue
+            if framed is not None and self._transform is not None:
+                tensors = {**tensors, **self._transform(framed.image, draws("transform"))}
             return _Sample(
                 framed=framed,
                 caption=caption,
                 key=raw.key,
                 row=candidate,
                 weight=raw.weight,
-                tensors={**raw.tensors, **self._transformed(framed, candidate, epoch)},
+                tensors=tensors,
                 skipped=tuple(skipped),
             )
         if not skipped:
@@ -135,16 +155,6 @@ class MicroBatches(Dataset[Batch | Failure]):
         others = self._stand_ins[step.height, step.width]
         place = int(np.searchsorted(others, row, side="right"))
         return itertools.chain([row], (int(others[(place + i) % len(others)]) for i in range(len(others))))
-
-    def _framed(self, raw: RawSample, row: int, epoch: int, step: Step) -> Framed | None:
-        if raw.image is None:  # what is made of it is among the sample's tensors
-            return None
-        return self._framing(raw.image, raw.mask, step.height, step.width, partial(self._generator, row, epoch))
-
-    def _transformed(self, framed: Framed | None, row: int, epoch: int) -> Mapping[str, np.ndarray]:
-        if self._transform is None or framed is None:
-            return {}
-        return self._transform(framed.image, self._generator(row, epoch, "transform"))
 
     def _generator(self, row: int, epoch: int, purpose: str) -> torch.Generator:
         return torch.Generator().manual_seed(sample_seed(self._seed, epoch, row, purpose))
@@ -195,3 +205,26 @@ def _tensor(arrays: list[np.ndarray]) -> torch.Tensor:
 def _weights(weights: list[float], step: Step) -> torch.Tensor:
     weight_B = torch.tensor(weights, dtype=torch.float32)
     return weight_B if step.weights is None else weight_B * torch.from_numpy(step.weights)
+
+
+def begin_worker(worker: int) -> None:
+    """Ignore, in a worker process, the signals that stop a run, and collect no object of before the fork.
+
+    A terminal, torchrun and SLURM signal all processes of a run; without its workers a run could not reach the step on
+    which all ranks stop. A process group that the collector of a forked worker destroys waits for threads that do not
+    exist there, for ever.
+    """
+    gc.freeze()
+    for each in STOP_SIGNALS:
+        signal.signal(each, signal.SIG_IGN)
+
+
+@functools.cache
+def end_workers_with_this_process() -> None:
+    """Have workers that are left when this process exits killed, since they ignore milder signals."""
+    atexit.register(_kill_children)
+
+
+def _kill_children() -> None:
+    for child in multiprocessing.active_children():
+        child.kill()

@@ -51,7 +51,7 @@ def test_a_source_may_bring_a_feed_of_its_own(monkeypatch: pytest.MonkeyPatch) -
 
     def own_feed(self: Shapes, request: FeedRequest) -> Feed:
         requests.append(request)
-        return Loader(self, **{name: value for name, value in vars(request).items() if name != "gather"})
+        return Loader(self, request)
 
     monkeypatch.setattr(Shapes, "own_feed", own_feed)
     data = open_data_set(shapes(samples=10), share=None, held_out=None)

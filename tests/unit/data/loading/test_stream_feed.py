@@ -17,8 +17,7 @@ import torch
 from cascade_train.batch import Batch
 from cascade_train.data.data_set import open_data_set
 from cascade_train.data.loading.feed import FeedRequest
-from cascade_train.data.loading.in_hand import InHand
-from cascade_train.data.loading.stream_feed import choose_streams, helpful_workers, parts_of_rank
+from cascade_train.data.loading.stream_feed import InMemoryBatches, choose_streams, helpful_workers, parts_of_rank
 from cascade_train.data.sample import RawSample
 from cascade_train.data.stream import StreamSpec
 from cascade_train.errors import ConfigError, RunError
@@ -169,16 +168,16 @@ def test_a_killed_worker_ends_the_run_and_the_next_continues(
     urls: list[str], uninterrupted: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left = [random.randrange(20, 80)]
-    read = InHand.read
+    read = InMemoryBatches.read
 
-    def read_or_die(self: InHand, row: int) -> RawSample:
+    def read_or_die(self: InMemoryBatches, row: int) -> RawSample:
         left[0] -= 1
         if left[0] == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         return read(self, row)
 
     with monkeypatch.context() as patch, feeding(streamed(urls, num_workers=1)) as feed:
-        patch.setattr(InHand, "read", read_or_die)
+        patch.setattr(InMemoryBatches, "read", read_or_die)
         with pytest.raises(RuntimeError, match="worker .* (killed by signal|exited unexpectedly)"):
             list(feed)
         place, state = feed.position, feed.state_dict()
@@ -271,7 +270,7 @@ def test_a_position_in_an_index_is_no_place_in_streams(urls: list[str], tmp_path
 
 def test_lengths_are_not_known(urls: list[str]) -> None:
     with feeding(streamed(urls)) as feed:
-        with pytest.raises(ConfigError, match="data.urls are streams, whose length nobody knows"):
+        with pytest.raises(ConfigError, match="data.urls are streams, whose length is unknown"):
             feed.steps_of_epochs(1)
         (line,) = feed.report()
     assert "The data are 6 logical streams, since not all tars can be indexed" in line

@@ -1,8 +1,13 @@
-"""What a batch holds beside pictures and captions, whoever makes it."""
+"""What a batch holds beside pictures and captions, and workers as processes."""
 
 from __future__ import annotations
 
+import gc
 import io
+import multiprocessing
+import os
+import signal
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,6 +18,7 @@ from PIL import Image
 
 from cascade_train.batch import Batch, sample_seed
 from cascade_train.data.index.rows import ROW_FIELDS, Index
+from cascade_train.data.loading import worker as worker_module
 from cascade_train.data.loading.loader import Loader
 from cascade_train.data.sample import RawSample, UnreadableSampleError
 from cascade_train.data.source import Source
@@ -173,3 +179,41 @@ def test_memory_does_not_grow_over_50000_samples() -> None:
                 marks.append((anonymous_mib("self"), anonymous_mib(worker)))
         assert len(loader.skipped) == 152
     assert all(late - early < 8 for early, late in zip(*marks, strict=True)), marks
+
+
+def wait_deaf(ready):
+    worker_module.begin_worker(0)
+    assert gc.get_freeze_count() > 0, "what the run made is not collected here"
+    ready.set()
+    time.sleep(60)
+
+
+@pytest.fixture
+def worker():
+    context = multiprocessing.get_context("fork")
+    ready = context.Event()
+    worker = context.Process(target=wait_deaf, args=(ready,), daemon=True)
+    worker.start()
+    assert ready.wait(30)
+    yield worker
+    worker.kill()
+
+
+def test_a_worker_survives_what_asks_its_run_to_stop_and_not_the_end_of_its_process(worker):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        os.kill(worker.pid, number)
+    worker.join(0.2)
+    assert worker.is_alive()
+    worker_module._kill_children()  # as at the exit of this process
+    worker.join(10)
+    assert worker.exitcode == -signal.SIGKILL
+
+
+def test_the_end_is_registered_once(monkeypatch):
+    registered = []
+    monkeypatch.setattr(worker_module.atexit, "register", registered.append)
+    worker_module.end_workers_with_this_process.cache_clear()
+    worker_module.end_workers_with_this_process()
+    worker_module.end_workers_with_this_process()
+    assert registered == [worker_module._kill_children]
+    worker_module.end_workers_with_this_process.cache_clear()

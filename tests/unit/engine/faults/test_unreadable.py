@@ -9,7 +9,7 @@ import pytest
 
 from cascade_train.batch import Unreadable
 from cascade_train.data.index.quarantine import FOLDER, read_quarantine
-from cascade_train.data.loading.skipped import by_reason
+from cascade_train.data.sample import by_reason
 from cascade_train.engine.faults.unreadable import UnreadableList
 
 

@@ -1,0 +1,117 @@
+"""What feeds share: waiting for workers, and how many unreadable samples stop a run, with which advice."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cascade_train.batch import Unreadable
+from cascade_train.data.loading import feed as feed_module
+from cascade_train.data.loading.feed import SkippedCount
+from cascade_train.data.sample import RawSample, most_unreadable
+from cascade_train.data.shapes import Shapes
+from cascade_train.errors import RunError
+from tests.unit.data.dataset_contract import loading
+from tests.unit.data.test_shapes import shapes
+
+WHERE = (
+    r"Of 37 samples in the index 7 are left out \(filtered or held out\) and 0 were unreadable here; 0 of earlier"
+    r" epochs wait until their shape fills a batch. 0 global batches were handed out; the next is of \d+ x \d+ px,"
+    r" its first sample is shapes-seed0:00000\d\d. If its store is slow"
+)
+
+
+def slow(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    read = Shapes.read
+
+    def read_slowly(self: Shapes, row: int) -> RawSample:
+        time.sleep(seconds)
+        return read(self, row)
+
+    monkeypatch.setattr(Shapes, "read", read_slowly)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_long_wait_says_where_samples_went(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, num_workers: int
+) -> None:
+    monkeypatch.setattr(feed_module, "WAIT_WARNING_SECONDS", 0.2)
+    slow(monkeypatch, 0.35)
+    before = threading.active_count()
+    with (
+        caplog.at_level(logging.WARNING),
+        loading(shapes(num_workers=num_workers), rows=np.arange(30), global_batch_size=2) as loader,
+    ):
+        assert len(next(loader)[0]) == 2
+        assert threading.active_count() <= before + num_workers  # the queue's own
+    found = [record.getMessage() for record in caplog.records if record.name == feed_module.__name__]
+    assert len(found) >= 2
+    assert found[0].startswith("No batch for 0.2 s. Of 37 samples")
+    assert found[1].startswith("No batch for 0.4 s. ")
+
+
+def test_a_wait_beyond_the_limit_stops_and_says_where_samples_went(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow(monkeypatch, 60.0)
+    with (
+        loading(shapes(num_workers=1, max_wait_seconds=0.5), rows=np.arange(30)) as loader,
+        pytest.raises(RunError, match=rf"^no batch for 0.5 s \(data.max_wait_seconds\). {WHERE}"),
+    ):
+        next(loader)
+
+
+def test_a_fast_feed_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING), loading(shapes()) as loader:
+        next(loader)
+    assert caplog.text == ""
+
+
+class Step(SimpleNamespace):
+    """What is counted of a batch."""
+
+    def __len__(self) -> int:
+        return int(self.samples)
+
+
+def step(samples: int, *names: str, reason: str = "cut") -> Any:
+    return Step(samples=samples, skipped=tuple(Unreadable(name, reason) for name in names))
+
+
+def test_a_few_of_many_do_not_stop_a_run_however_small_the_share() -> None:
+    skipped = SkippedCount(64, 0.01)
+    skipped.add(step(64, "a", "b", "c"))
+    with pytest.raises(
+        RunError, match="4 of 64 samples are unreadable, more than data.max_unreadable_share=0.01"
+    ) as told:
+        skipped.add(step(64, "d"))
+    advised = re.search(r"data.max_unreadable_share=([0-9.]+)\. Another run", str(told.value))
+    assert advised is not None
+    SkippedCount(64, float(advised[1])).add(step(64, *"abcd"))
+
+
+@pytest.mark.parametrize(
+    ("samples", "share", "most"),
+    [(1, 0.0, 0), (2, 0.01, 1), (5, 0.0, 2), (64, 0.01, 3), (1000, 0.01, 10), (4, 1.0, 4)],
+)
+def test_a_few_are_at_most_half(samples: int, share: float, most: float) -> None:
+    assert most_unreadable(samples, share) == most
+
+
+def test_a_sample_counts_once_whatever_the_reason_is_next_time() -> None:
+    skipped = SkippedCount(8, 0.0)
+    for place in range(5):
+        skipped.add(step(8, "a", reason=f"{place} bytes are missing"))
+    assert skipped.each == [Unreadable("a", "0 bytes are missing")]
+
+
+def test_before_all_were_seen_a_few_more_than_the_share_may_be_met() -> None:
+    skipped = SkippedCount(1000, 0.5)
+    skipped.add(step(8, *"abcdefg"))
+    with pytest.raises(RunError, match="8 of 8 samples"):
+        SkippedCount(None, 0.5).add(step(8, *"abcdefgh"))
