@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from cascade_train.data.tar.writer import write_tar
+from cascade_train.data.tar.members import write_tar
 
 _OCTAVES = (8, 24, 80, 250)  # cells across the picture, of ever finer and fainter structure
 

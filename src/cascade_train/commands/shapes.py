@@ -17,7 +17,7 @@ from typing import Any
 from cascade_train.commands.arguments import parse_verb
 from cascade_train.config.error_messages import exit_code
 from cascade_train.data.shapes import Shapes
-from cascade_train.data.tar.writer import write_tar
+from cascade_train.data.tar.members import write_tar
 from cascade_train.errors import ConfigError, RunError
 
 

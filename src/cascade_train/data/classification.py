@@ -20,27 +20,27 @@ from cascade_train.files.untrusted import read_json
 from cascade_train.options import File
 
 CHECKED = 50
-"""Samples of tars whose class is looked up when they are opened, so that a wrong file of prompts shows at once."""
+"""Samples of tars whose class is looked up on opening, so that a wrong file of prompts shows at once."""
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
 class Prompts:
     """The prompts of each class.
 
-    Args:
+    Attributes:
         given: from a class's name to a prompt or a list of them; or a list of these, from its number; None = a class
             is its own prompt, underscores as spaces.
     """
 
-    def __init__(self, given: Mapping[str, Any] | Sequence[Any] | None) -> None:
-        self._given = given
+    given: Mapping[str, Any] | Sequence[Any] | None
 
     @classmethod
     def load(cls, path: str | None) -> Prompts:
         """Read a json file, or none.
 
         Raises:
-            ConfigError: it is not there, or not of the form that is needed.
+            ConfigError: it is missing, or of another form.
         """
         if path is None:
             return cls(None)
@@ -59,19 +59,14 @@ class Prompts:
         return cls(given)
 
     def of(self, name: str, number: int | None = None) -> list[str]:
-        """Return the prompts of a class, none if it is unknown.
-
-        Args:
-            name: of the class.
-            number: its place among the classes, for a list; None = its name is its number.
-        """
-        if self._given is None:
+        """Return the prompts of a class, none if it is unknown; in a list, those of its number, else of its name."""
+        if self.given is None:
             return [name.replace("_", " ")]
-        if isinstance(self._given, Mapping):
-            found = self._given.get(name, [])
+        if isinstance(self.given, Mapping):
+            found = self.given.get(name, [])
         else:
             place = int(name) if number is None and name.isdecimal() else number
-            found = self._given[place] if place is not None and place < len(self._given) else []
+            found = self.given[place] if place is not None and place < len(self.given) else []
         return [found] if isinstance(found, str) else list(found)
 
 
@@ -93,7 +88,7 @@ class ClassTars(WebDataset):
         """Index every tar, and look up the classes of some samples.
 
         Raises:
-            ConfigError: see `WebDataset.open`; a tar that has no places to read at; a class without a prompt.
+            ConfigError: see `WebDataset.open`; a tar cannot be indexed; a class has no prompt.
             RunError: see `WebDataset.open`.
         """
         self._prompts = Prompts.load(self.idx_to_prompt)
@@ -107,7 +102,7 @@ class ClassTars(WebDataset):
         return index
 
     def read(self, row: int) -> RawSample:
-        """Read one row, its class told by its prompts."""
+        """Read one row, with the prompts of its class."""
         raw = super().read(row)
         prompts = self._prompts.of(raw.caption)
         if not prompts:
@@ -151,7 +146,7 @@ class ClassFolders(PictureFolder):
         return self._prompts[_class_of(name)][0]
 
     def read(self, row: int) -> RawSample:
-        """Read one picture, its class told by its prompts."""
+        """Read one picture, with the prompts of its class."""
         raw = super().read(row)
         name = _class_of(self._index.keys[row].decode())
         return replace(raw, values={**raw.values, "class": name, "prompts": self._prompts[name]})

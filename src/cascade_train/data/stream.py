@@ -1,7 +1,7 @@
 """One logical stream: an endless sequence of samples of tars that are only read forward, and the place in it.
 
 A function of (tars, seed, number of streams) alone: ranks, workers and resumes do not change it. Batches and workers
-belong to loading/stream_feed.py.
+belong in loading/stream_feed.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from cascade_train.data.index.row_filter import PASSED, RowFilters
 from cascade_train.data.order.epoch import permutation
 from cascade_train.data.tar.files import Tar
-from cascade_train.data.tar.sample import Dropped
+from cascade_train.data.tar.members import Dropped
 from cascade_train.data.tar.stream import stream_samples
 from cascade_train.errors import RunError
 from cascade_train.options import Free
@@ -30,10 +30,10 @@ class StreamSpec:
     """How streams are read.
 
     Attributes:
-        buffer_samples: of a block, within which samples are mixed.
-        buffer_mib: of a block; one that holds more is cut before `buffer_samples`. A worker holds one or two blocks of
-            each of its streams.
-        max_file_mib: of a picture, caption, json or mask; a larger one stops the run.
+        buffer_samples: size of a block, within which samples are mixed.
+        buffer_mib: size of a block; one that holds more is cut before `buffer_samples`. A worker holds one or two
+            blocks of each of its streams.
+        max_file_mib: size of a picture, caption, json or mask; a larger one stops the run.
         timeout_seconds: how long a command may give nothing; None = for ever.
     """
 
@@ -71,10 +71,10 @@ class StreamSample:
     """A sample of a block.
 
     Attributes:
-        number: tells it from every other sample, the same in each epoch.
+        number: its identity, the same in each epoch.
         epoch: in which it was read.
         key: its name in messages.
-        parts: see `tar_stream.stream_samples`.
+        parts: see `stream_samples`.
     """
 
     number: int
@@ -103,10 +103,11 @@ class Take:
     cursor: Cursor
 
 
+@dataclass(frozen=True, eq=False)
 class Stream:
     """One of several streams among which the tars of each epoch are dealt.
 
-    Args:
+    Attributes:
         tars: all of them.
         rows: which of them take part.
         number: of this stream, from 0.
@@ -114,24 +115,17 @@ class Stream:
         seed: the run's seed.
         spec: how they are read.
         filters: which samples take part.
-        keeps_json: whether the json is asked for once the filters have judged it.
+        keeps_json: whether the json is needed once the filters have judged it.
     """
 
-    def __init__(
-        self,
-        tars: Sequence[Tar],
-        rows: Sequence[int],
-        *,
-        number: int,
-        streams: int,
-        seed: int,
-        spec: StreamSpec,
-        filters: RowFilters,
-        keeps_json: bool,
-    ) -> None:
-        self.number = number
-        self._tars, self._rows, self._streams, self._seed = tars, rows, streams, seed
-        self._spec, self._filters, self._keeps_json = spec, filters, keeps_json
+    tars: Sequence[Tar]
+    rows: Sequence[int]
+    number: int
+    streams: int
+    seed: int
+    spec: StreamSpec
+    filters: RowFilters
+    keeps_json: bool
 
     def takes(self, start: Cursor, count: int) -> Iterator[Take]:
         """Yield `count` samples at a time, without end, from a place on.
@@ -141,16 +135,12 @@ class Stream:
         samples: list[StreamSample] = []
         blocks: list[StreamSample] = []
         for begin, block in self._blocks(start):
-            if samples:
-                blocks = blocks + block
-            for taken, held in enumerate(block, start=1):
-                if taken <= begin.taken:
-                    continue
-                blocks = blocks if samples else block
-                samples.append(held)
+            blocks = blocks + block if samples else block
+            for taken, sample in enumerate(block[begin.taken :], start=begin.taken + 1):
+                samples.append(sample)
                 if len(samples) == count:
                     yield Take(samples=samples, blocks=blocks, cursor=begin._replace(taken=taken))
-                    samples = []
+                    samples, blocks = [], block
 
     def _blocks(self, start: Cursor) -> Iterator[tuple[Cursor, list[StreamSample]]]:
         """Yield each block, mixed, with where it begins; no block reaches into another epoch."""
@@ -158,16 +148,16 @@ class Stream:
         while True:
             empty = cursor.place == 0 and cursor.sample == 0
             block, size = list[StreamSample](), 0
-            for held, behind in self._samples(cursor):
-                block.append(held)
-                size += held.size
-                if len(block) == self._spec.buffer_samples or size >= self._spec.buffer_mib * MEBIBYTE:
+            for sample, behind in self._samples(cursor):
+                block.append(sample)
+                size += sample.size
+                if len(block) == self.spec.buffer_samples or size >= self.spec.buffer_mib * MEBIBYTE:
                     yield cursor, self._mixed(block, cursor)
                     cursor, block, size, empty = behind, [], 0, False
             if block:
                 yield cursor, self._mixed(block, cursor)
             elif empty:
-                names = ", ".join(self._tars[row].name for row in self._order(cursor.epoch)[:3])
+                names = ", ".join(self.tars[row].name for row in self._order(cursor.epoch)[:3])
                 raise RunError(
                     f"data.urls: no sample of {names} can be used in epoch {cursor.epoch}; see the log for why"
                 )
@@ -182,26 +172,26 @@ class Stream:
             for sample, (key, parts) in enumerate(self._passing(row, cursor.epoch)):
                 if sample >= first:
                     number = row * _SAMPLES_OF_A_TAR + sample
-                    name = printable(f"{self._tars[row].name}:{key}")
+                    name = printable(f"{self.tars[row].name}:{key}")
                     behind = Cursor(epoch=cursor.epoch, place=place, sample=sample + 1)
                     yield StreamSample(number=number, epoch=cursor.epoch, key=name, parts=parts), behind
 
     def _passing(self, row: int, epoch: int) -> Iterator[tuple[str, dict[str, bytes]]]:
-        """Yield the samples of a tar that pass the filters; tell once what a tar holds besides samples."""
-        tar, spec = self._tars[row], self._spec
+        """Yield the samples of a tar that pass the filters; log once what it holds besides samples."""
+        tar, spec = self.tars[row], self.spec
         dropped, largest = Dropped(caption=tar.caption), spec.max_file_mib * MEBIBYTE
         samples = stream_samples(tar, max_file_bytes=largest, timeout_seconds=spec.timeout_seconds, dropped=dropped)
         for key, parts in samples:
-            if not len(self._filters) or all(each == PASSED for each in self._filters.verdicts(parts.get("json"))):
-                yield key, parts if self._keeps_json else {part: parts[part] for part in parts if part != "json"}
+            if not len(self.filters) or all(each == PASSED for each in self.filters.verdicts(parts.get("json"))):
+                yield key, parts if self.keeps_json else {part: parts[part] for part in parts if part != "json"}
         if dropped.examples and epoch == 0:
             _log.warning("%s: left out %s", tar.name, dropped.text())
 
     def _order(self, epoch: int) -> list[int]:
         """Return this stream's tars of an epoch; over all streams each tar comes once."""
-        order = permutation(len(self._rows), self._seed, epoch, "streams")
-        return [self._rows[place] for place in order[self.number :: self._streams].tolist()]
+        order = permutation(len(self.rows), self.seed, epoch, "streams")
+        return [self.rows[place] for place in order[self.number :: self.streams].tolist()]
 
     def _mixed(self, block: list[StreamSample], begin: Cursor) -> list[StreamSample]:
         purpose = f"stream/{self.number}/{begin.place}/{begin.sample}"
-        return [block[place] for place in permutation(len(block), self._seed, begin.epoch, purpose).tolist()]
+        return [block[place] for place in permutation(len(block), self.seed, begin.epoch, purpose).tolist()]

@@ -1,6 +1,6 @@
 """Captioned pictures in tar files of the webdataset layout, read by offset, or as streams where that is not possible.
 
-Order, sharding and shuffling are not read from the tars here: the plan decides them.
+Order, sharding and shuffling do not follow the tars: the plan decides them.
 """
 
 from __future__ import annotations
@@ -22,14 +22,11 @@ from cascade_train.data.index.rows import ROW_FIELDS, Index
 from cascade_train.data.index.selection import RowSelector
 from cascade_train.data.sample import RawSample
 from cascade_train.data.source import Source
-from cascade_train.data.storage.read_ahead import ReadAhead
-from cascade_train.data.storage.store import Store
-from cascade_train.data.storage.urls import PIPE, S3, expand_urls, refuse_missing
+from cascade_train.data.storage.store import ReadAhead, Store
 from cascade_train.data.stream import Stream, StreamSpec
-from cascade_train.data.tar.files import Listings, Tar, find_tars
-from cascade_train.data.tar.index import ShardIndex, load_shard
-from cascade_train.data.tar.sample import PARTS, raw_sample
-from cascade_train.data.tar.verdicts import load_verdicts
+from cascade_train.data.tar.files import Listings, Tar, check_urls, find_tars
+from cascade_train.data.tar.index import ShardIndex, load_shard, load_verdicts
+from cascade_train.data.tar.members import PARTS, raw_sample
 from cascade_train.errors import ConfigError, RunError
 from cascade_train.options import File, Free, Order
 
@@ -80,16 +77,14 @@ class WebDataset(Source):
 
     def check(self) -> None:
         """See `Source.check`: the tars on disks; stores are not asked."""
-        refuse_missing(self.urls, [Path(url) for url in expand_urls(self.urls) if not url.startswith((PIPE, S3))])
+        check_urls(self.urls)
 
     def open(self) -> Index:
         """Index every tar, or take its index from the cache.
 
         Raises:
-            ConfigError: a tar is missing, empty, compressed, unsorted, or without a usable sample; or no sample meets
-                `row_filters`.
-            RunError: a tar cannot be read, or more than `max_unreadable_share` of the pictures have no readable
-                header.
+            ConfigError: a tar is missing, unsorted or without a usable sample; or no sample meets `row_filters`.
+            RunError: a tar cannot be read, or too many pictures have no readable header.
         """
         cache_dir = None if self.index_dir is None else Path(self.index_dir)
         try:
@@ -116,11 +111,7 @@ class WebDataset(Source):
         return index
 
     def _open_streams(self) -> Index:
-        """Return an index of the tars: their samples are only known as they are read.
-
-        Raises:
-            ConfigError: an option asks for what only an index of samples tells.
-        """
+        """Return an index of the tars; an option that needs one of samples is refused."""
         streamed = next(tar.name for tar in self._tars if not tar.has_places)
         asked = {
             "data.aspect_ratios": self.aspect_ratios,
@@ -134,9 +125,8 @@ class WebDataset(Source):
                     f"{key}={value} asks for every sample before it is read, but {streamed} cannot be indexed: set it"
                     " to null, or give tars that are neither piped nor compressed"
                 )
-        table = np.zeros(len(self._tars), dtype=[*ROW_FIELDS, ("bytes", "<i8")])
-        table["shard"] = np.arange(len(table))
-        table["bytes"] = [tar.item.size for tar in self._tars]
+        rows = [(number, 0, 0, tar.item.size) for number, tar in enumerate(self._tars)]
+        table = np.array(rows, dtype=[*ROW_FIELDS, ("bytes", "<i8")])
         names = tuple(tar.identity for tar in self._tars)
         keys = np.array([name.encode() for name in names])
         _log.info("%s cannot be indexed: all tars are streamed", streamed)
@@ -152,11 +142,11 @@ class WebDataset(Source):
             return None
         from cascade_train.data.loading.stream_feed import StreamFeed, choose_streams  # torch, after `check`
 
-        rows = request.rows.tolist()
-        is_shown = request.whole_epochs  # a few samples to look at: nothing is mixed or counted
-        spec = replace(self.stream, buffer_samples=1) if is_shown else self.stream
-        count = None if is_shown else self.streams
-        count = choose_streams(request.global_batch_size, len(rows)) if count is None else count
+        rows, spec, count = request.rows.tolist(), self.stream, self.streams
+        if request.whole_epochs:  # a few samples to look at: nothing is mixed or counted
+            spec, count = replace(spec, buffer_samples=1), None
+        if count is None:
+            count = choose_streams(request.global_batch_size, len(rows))
         if count > len(rows):
             raise ConfigError(
                 f"data.streams={count} is more than the {len(rows)} tars: each stream needs one; null fits"
@@ -166,11 +156,11 @@ class WebDataset(Source):
         return StreamFeed(self, request, streams, {"blocks": f"{spec.buffer_samples}/{spec.buffer_mib}"})
 
     def selectors(self) -> list[RowSelector]:
-        """Return what decides which rows take part; of streams, whose rows are tars, all do."""
+        """See `Source.selectors`; of streams, whose rows are tars, all take part."""
         return super().selectors() if self._stores else []
 
     def record(self) -> None:
-        """Write down what S3 prefixes held."""
+        """Keep what S3 prefixes held."""
         self._listings.write()
 
     def _judge(self, shards: list[ShardIndex], cache_dir: Path | None) -> np.ndarray | slice:
@@ -178,7 +168,10 @@ class WebDataset(Source):
         if not len(self._filters):
             return slice(None)
         parts = zip(self._tars, shards, strict=True)
-        verdicts = np.concatenate([self._verdicts(tar, shard, cache_dir) for tar, shard in parts])
+        largest = self.limits.text_bytes
+        verdicts = np.concatenate(
+            [load_verdicts(tar, shard, self._filters, cache_dir, largest=largest) for tar, shard in parts]
+        )
         report = self._filters.report(verdicts)
         for line in report:
             _log.info("%s", line)
@@ -187,11 +180,8 @@ class WebDataset(Source):
             raise ConfigError("no sample is left, so nothing can train; relax the filters. " + "; ".join(report))
         return kept
 
-    def _verdicts(self, tar: Tar, shard: ShardIndex, cache_dir: Path | None) -> np.ndarray:
-        return load_verdicts(tar, shard, self._filters, cache_dir, largest=self.limits.text_bytes)
-
     def prefetch(self, rows: Sequence[int]) -> None:
-        """Begin to read rows from a store that answers late, several at a time."""
+        """Begin to read remote rows, several at a time."""
         if self._ahead is not None:
             for store in self._stores:
                 store.prepare()
@@ -230,9 +220,9 @@ class WebDataset(Source):
 
 
 def _load_shards(tars: list[Tar], cache_dir: Path | None) -> list[ShardIndex]:
-    """Return each tar's index; remote ones several at a time, in an order that differs between processes.
+    """Return each tar's index, remote ones several at a time.
 
-    So processes that start together read different tars, instead of waiting for each other.
+    In random order, so that processes that start together read different tars instead of waiting for each other.
     """
     if not any(tar.is_remote for tar in tars):
         return [load_shard(tar, cache_dir) for tar in tars]

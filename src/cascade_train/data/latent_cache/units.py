@@ -23,7 +23,7 @@ import safetensors.torch
 from torch import Tensor
 
 from cascade_train.data.latent_cache.manifest import Manifest
-from cascade_train.data.tar.writer import write_tar
+from cascade_train.data.tar.members import write_tar
 from cascade_train.errors import RunError
 
 SPAN = np.dtype([("start", "<i8"), ("bytes", "<i8"), ("crc32", "<u4")])

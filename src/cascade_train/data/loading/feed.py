@@ -54,9 +54,9 @@ class FeedRequest:
         rank: this process, from 0.
         ranks: how many processes share the global batch.
         transform: what the workers make of each picture for the task; None = nothing.
-        whole_epochs: every sample comes once an epoch in its own shape, whatever the source says of leftovers,
-            replacement and random shapes; what fills up a batch has weight 0. For measuring and for showing.
-        gather: collects a value of every rank, in rank order; for feeds whose ranks know different things.
+        whole_epochs: every sample comes once an epoch in its own shape, whatever the source's leftover, replacement
+            and random_share; what fills up a batch has weight 0. For measuring and for showing.
+        gather: collects a value of every rank, in rank order, for feeds whose ranks know different things.
     """
 
     index: Index
@@ -84,17 +84,14 @@ class Feed(abc.ABC):
     """
 
     def __init__(self, source: Source, request: FeedRequest, *, samples: int | None) -> None:
-        """Store; a subclass calls `_read_from` before its first step.
-
-        Args:
-            source: opened.
-            request: what the feed is over.
-            samples: how many take part; None = unknown.
+        """Store; a subclass then calls `_read_from`. `samples` is how many take part, None = unknown.
 
         Raises:
             ConfigError: the global batch does not divide over ranks and micro-batches.
         """
         _check_batch_sizes(request)
+        self._results: Results[Any]
+        self._new_results: Callable[[], Results[Any]]
         self._source, self._request = source, request
         self.position = 0
         self.micro_batches = request.global_batch_size // request.ranks // request.micro_batch_size
@@ -128,7 +125,7 @@ class Feed(abc.ABC):
 
     @abc.abstractmethod
     def _whereabouts(self) -> str:
-        """Return where samples went, for a message to whoever waits for a batch."""
+        """Return where samples went, for whoever waits for a batch."""
 
     def __iter__(self) -> Iterator[list[Batch]]:
         return self
@@ -144,10 +141,9 @@ class Feed(abc.ABC):
         self._results.restart()
 
     def exclude(self, keys: Collection[str]) -> None:
-        """Replace samples by stand-ins from the next global batch on; the order of all others stays as it was.
+        """Replace samples, by `Batch.keys`, with stand-ins from the next global batch on; the others keep their order.
 
-        Args:
-            keys: as `Batch.keys` has them; where several samples of joined sources have one key, all are meant.
+        Where several samples of joined sources have one key, all are replaced.
         """
         self._excluded.update(keys)
         self._results.close()  # running workers know only what was excluded before
@@ -191,9 +187,9 @@ class Results(Generic[T]):
 
         Args:
             dataset: makes the results.
-            source: says how workers start and how long to wait for them.
+            source: whose options on workers are used.
             references: what the dataset is asked for; None = it is iterated, by workers that start anew each time.
-            workers: processes; None = as many as the source says.
+            workers: processes; None = the source's number.
             whereabouts: returns where samples went, for whoever waits.
         """
         workers = source.num_workers if workers is None else workers

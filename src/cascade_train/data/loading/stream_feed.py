@@ -6,11 +6,11 @@ The order within a stream is decided in stream.py; how a sample is decoded in lo
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +24,7 @@ from cascade_train.data.order.plan import Step
 from cascade_train.data.sample import RawSample
 from cascade_train.data.source import Source
 from cascade_train.data.stream import Cursor, Stream, StreamSample, Take
-from cascade_train.data.tar.sample import raw_sample
+from cascade_train.data.tar.members import raw_sample
 from cascade_train.errors import ConfigError
 
 ORDER_VERSION = 1
@@ -92,8 +92,14 @@ class StreamFeed(Feed):
         if workers < source.num_workers:
             _log.info("Of %d workers %d are used: this rank reads %d streams.", source.num_workers, workers, len(parts))
         batches = InMemoryBatches(source, request.index, {}, request.seed, request.transform, self._excluded)
-        takes_of = {part.stream: streams[part.stream] for part in parts}
-        self._read_from(_Items(self._cursors, takes_of, parts, request, batches), workers=workers)
+        items = _Items(
+            parts=parts,
+            streams=streams,
+            cursors=self._cursors,
+            count=request.global_batch_size // len(streams),
+            batches=batches,
+        )
+        self._read_from(items, workers=workers)
 
     def report(self) -> list[str]:
         """Return what is promised for streams."""
@@ -235,27 +241,28 @@ class InMemoryBatches(MicroBatches):
         return self._held[row].key
 
 
+@dataclass(eq=False, kw_only=True)
 class _Items(IterableDataset[Item | Failure]):
     """The items of one rank, in the order of its streams; a worker makes every n-th.
 
-    `cursors` are the feed's own: a new iterator begins at the places that they name then.
+    Attributes:
+        parts: what this rank takes of which streams.
+        streams: all of them.
+        cursors: the feed's own: a new iterator begins at the places that they name then.
+        count: samples that a stream gives to a global batch.
+        batches: makes the micro-batches.
     """
 
-    def __init__(
-        self,
-        cursors: Mapping[int, Cursor],
-        streams: Mapping[int, Stream],
-        parts: list[Part],
-        request: FeedRequest,
-        batches: InMemoryBatches,
-    ) -> None:
-        self._cursors, self._streams, self._parts, self._batches = cursors, streams, parts, batches
-        self._count = request.global_batch_size // len(cursors)
+    parts: list[Part]
+    streams: Sequence[Stream]
+    cursors: Mapping[int, Cursor]
+    count: int
+    batches: InMemoryBatches
 
     def __iter__(self) -> Iterator[Item | Failure]:
         worker = get_worker_info()
-        mine = self._parts if worker is None else self._parts[worker.id :: worker.num_workers]
-        takes = [self._streams[part.stream].takes(self._cursors[part.stream], self._count) for part in mine]
+        mine = self.parts if worker is None else self.parts[worker.id :: worker.num_workers]
+        takes = [self.streams[part.stream].takes(self.cursors[part.stream], self.count) for part in mine]
         while True:
             yield from map(self._item, mine, takes)
 
@@ -264,10 +271,10 @@ class _Items(IterableDataset[Item | Failure]):
             take = next(takes)
         except Exception as error:
             return Failure.of(f"stream {part.stream}", error)
-        self._batches.hold(take.blocks)
+        self.batches.hold(take.blocks)
         pieces = []
         for begin, end in itertools.pairwise(part.cuts):
-            batch = self._batches.of(take.samples[begin:end])
+            batch = self.batches.of(take.samples[begin:end])
             if isinstance(batch, Failure):
                 return batch
             pieces.append(batch)
@@ -289,7 +296,7 @@ def _micro_batches(pieces: Sequence[Batch], request: FeedRequest) -> list[Batch]
 def _joined(pieces: Sequence[Batch]) -> Batch:
     if len(pieces) == 1:
         return pieces[0]
-    names = [field.name for field in dataclasses.fields(Batch)]
+    names = [field.name for field in fields(Batch)]
     whole = Batch(**{name: _concatenated([getattr(piece, name) for piece in pieces]) for name in names})
     return whole.pin_memory() if torch.cuda.is_available() else whole
 

@@ -6,13 +6,12 @@ Credentials, region and endpoint come from where AWS tools look for them (AWS_PR
 from __future__ import annotations
 
 import contextlib
-import os
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
-from cascade_train.data.storage.store import PassingError, Store, StoredObject, try_again
+from cascade_train.data.storage.store import PassingError, PerProcess, Store, StoredObject, try_again
 from cascade_train.errors import ConfigError, RunError, install_hint
 
 SCHEME = "s3://"
@@ -22,18 +21,15 @@ T = TypeVar("T")
 
 
 class S3(Store):
-    """Ranged reads whose length and ETag are checked. Each process makes a client of its own.
+    """Ranged reads whose length and ETag are checked.
 
-    A client that crosses a fork answers with the bytes of another's request; so it is known by its process.
+    Each process makes a client of its own: one that crosses a fork answers with the bytes of another's request.
     """
 
     parallel_reads = 16
 
     def __init__(self) -> None:
-        self._made: tuple[int, Any] | None = None
-
-    def __getstate__(self) -> dict[str, object]:
-        return {"_made": None}
+        self._client = PerProcess(partial(_new_client, self.parallel_reads))
 
     def prepare(self) -> None:
         """Make this process's client: making one is not safe for threads, using one is."""
@@ -41,9 +37,8 @@ class S3(Store):
 
     def stat(self, url: str) -> StoredObject:
         """Ask for size and ETag."""
-        bucket, key = _place(url)
-        client = self._client()
-        head = _asked(lambda: client.head_object(Bucket=bucket, Key=key), url)
+        (bucket, key), client = _place(url), self._client()
+        head = _asked(lambda: client.head_object(Bucket=bucket, Key=key), f"asking for {url}", url)
         return StoredObject(url=url, size=head["ContentLength"], version=head["ETag"])
 
     def read(self, item: StoredObject, start: int, size: int) -> bytes:
@@ -51,7 +46,7 @@ class S3(Store):
         if size == 0:
             return b""
         client = self._client()
-        return try_again(lambda: _read_once(client, item, start, size), what=f"reading {item.url}")
+        return _asked(lambda: _read_once(client, item, start, size), f"reading {item.url}", item.url)
 
     def list_prefix(self, url: str) -> list[StoredObject]:
         """Return every object whose key begins with the prefix of `s3://bucket/prefix`, sorted by key.
@@ -62,18 +57,15 @@ class S3(Store):
         """
         bucket, prefix = _place(url)
         pages = self._client().get_paginator("list_objects_v2")
-        found = _asked(lambda: list(pages.paginate(Bucket=bucket, Prefix=prefix).search("Contents[]")), url)
+        found = _asked(
+            lambda: list(pages.paginate(Bucket=bucket, Prefix=prefix).search("Contents[]")), f"asking for {url}", url
+        )
         items = [
             StoredObject(url=f"{SCHEME}{bucket}/{entry['Key']}", size=entry["Size"], version=entry["ETag"])
             for entry in found
             if entry is not None
         ]
         return sorted(items, key=lambda item: item.url)
-
-    def _client(self) -> Any:
-        if self._made is None or self._made[0] != os.getpid():
-            self._made = (os.getpid(), _new_client(self.parallel_reads))
-        return self._made[1]
 
 
 def _new_client(connections: int) -> Any:
@@ -102,11 +94,10 @@ def _new_client(connections: int) -> Any:
 def _read_once(client: Any, item: StoredObject, start: int, size: int) -> bytes:
     bucket, key = _place(item.url)
     stop = start + size - 1
-    with _failures_sorted(item.url):
-        answer = client.get_object(Bucket=bucket, Key=key, Range=f"bytes={start}-{stop}")
-        with contextlib.closing(answer["Body"]) as body:
-            _check_range(answer, item, f"bytes {start}-{stop}/{item.size}")
-            content = bytes(body.read())
+    answer = client.get_object(Bucket=bucket, Key=key, Range=f"bytes={start}-{stop}")
+    with contextlib.closing(answer["Body"]) as body:
+        _check_range(answer, item, f"bytes {start}-{stop}/{item.size}")
+        content = bytes(body.read())
     if len(content) != size:
         raise PassingError(f"{len(content)} of {size} bytes came")
     return content
@@ -131,34 +122,27 @@ def _check_range(answer: dict[str, Any], item: StoredObject, wanted: str) -> Non
         )
 
 
-def _asked(ask: Callable[[], T], url: str) -> T:
-    def attempt() -> T:
-        with _failures_sorted(url):
-            return ask()
-
-    return try_again(attempt, what=f"asking for {url}")
-
-
-@contextmanager
-def _failures_sorted(url: str) -> Iterator[None]:
-    """Turn what boto3 raises into a `PassingError`, or into an error that says what to do. No credentials in it.
+def _asked(ask: Callable[[], T], what: str, url: str) -> T:
+    """Return an answer; ask again after failures that may pass. No credentials are in any message.
 
     Raises:
-        PassingError: it may pass.
         ConfigError: the object is not there or may not be read.
-        RunError: the server refuses for another reason.
+        RunError: the server refuses for another reason, or every attempt failed.
     """
     from botocore.exceptions import ClientError, HTTPClientError, IncompleteReadError
     from botocore.exceptions import ConnectionError as NoConnectionError
 
-    try:
-        yield
-    except ClientError as error:
-        code = str(error.response.get("Error", {}).get("Code", "unknown"))
-        status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-        raise _refusal(url, status, code) from error
-    except (HTTPClientError, NoConnectionError, IncompleteReadError) as error:
-        raise PassingError(f"{type(error).__name__}: {error}") from error
+    def attempt() -> T:
+        try:
+            return ask()
+        except ClientError as error:
+            code = str(error.response.get("Error", {}).get("Code", "unknown"))
+            status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+            raise _refusal(url, status, code) from error
+        except (HTTPClientError, NoConnectionError, IncompleteReadError) as error:
+            raise PassingError(f"{type(error).__name__}: {error}") from error
+
+    return try_again(attempt, what=what)
 
 
 def _refusal(url: str, status: int, code: str) -> Exception:

@@ -11,10 +11,12 @@ import logging
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import BinaryIO, Generic, TypeVar
 
 from cascade_train.errors import RunError
 
@@ -76,53 +78,35 @@ class Store(abc.ABC):
 
     def open(self, item: StoredObject) -> BinaryIO:
         """Return the object as a file, for reading from its beginning to its end with skips."""
-        return io.BufferedReader(ObjectFile(self, item), buffer_size=_CHUNK_BYTES)
+        return io.BufferedReader(_ObjectFile(self, item), buffer_size=_CHUNK_BYTES)
 
     def prepare(self) -> None:
         """Make what this process needs for reading, before several threads read."""
 
 
-class ObjectFile(io.RawIOBase):
-    """An object as a file. What is skipped by `seek` is not read from the store."""
+class PerProcess(Generic[T]):
+    """What each process makes for itself at its first use, since it must cross neither a fork nor a pickle."""
 
-    def __init__(self, store: Store, item: StoredObject) -> None:
-        """Store; nothing is read yet."""
-        self._store, self._item, self._position = store, item, 0
+    def __init__(self, make: Callable[[], T]) -> None:
+        """Store what makes it; picklable where the owner is pickled."""
+        self._make = make
+        self._made: tuple[int, T] | None = None
 
-    def readable(self) -> bool:
-        """Return True."""
-        return True
+    def __call__(self) -> T:
+        """Return this process's own."""
+        if self._made is None or self._made[0] != os.getpid():
+            self._made = (os.getpid(), self._make())
+        return self._made[1]
 
-    def seekable(self) -> bool:
-        """Return True."""
-        return True
-
-    def tell(self) -> int:
-        """Return the position in bytes."""
-        return self._position
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Move without reading."""
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._item.size}[whence]
-        self._position = max(0, base + offset)
-        return self._position
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override] # the interpreter passes a memoryview
-        """Fill a buffer as far as the object goes."""
-        size = max(0, min(len(buffer), self._item.size - self._position))
-        buffer[:size] = self._store.read(self._item, self._position, size)
-        self._position += size
-        return size
+    def __getstate__(self) -> dict[str, object]:
+        return {"_make": self._make, "_made": None}
 
 
 class LocalFiles(Store):
     """Files of this machine, or of a shared file system; descriptors of those read last stay open."""
 
     def __init__(self) -> None:
-        self._descriptors: dict[str, int] = {}
-
-    def __getstate__(self) -> dict[str, object]:
-        return {"_descriptors": {}}
+        self._descriptors = PerProcess[dict[str, int]](dict)
 
     def stat(self, url: str) -> StoredObject:
         """Return size and time of change of a file."""
@@ -145,11 +129,32 @@ class LocalFiles(Store):
         return Path(item.url).open("rb")
 
     def _descriptor(self, path: str) -> int:
-        if path not in self._descriptors:
-            if len(self._descriptors) >= _MAX_OPEN_FILES:
-                os.close(self._descriptors.pop(next(iter(self._descriptors))))
-            self._descriptors[path] = os.open(path, os.O_RDONLY)
-        return self._descriptors[path]
+        opened = self._descriptors()
+        if path not in opened:
+            if len(opened) >= _MAX_OPEN_FILES:
+                os.close(opened.pop(next(iter(opened))))
+            opened[path] = os.open(path, os.O_RDONLY)
+        return opened[path]
+
+
+class ReadAhead(Generic[T]):
+    """Reads begun before they are asked for, several at a time, for stores that answer late."""
+
+    def __init__(self, threads: int) -> None:
+        """Store; each process makes threads of its own."""
+        self._own = PerProcess(partial(_pool_and_reads, threads))
+
+    def begin(self, rows: Iterable[int], read: Callable[[int], T]) -> None:
+        """Begin to read these rows; those begun before and not taken are dropped."""
+        pool, begun = self._own()
+        while begun:
+            begun.popitem()[1].cancel()
+        begun.update({row: pool.submit(read, row) for row in rows})
+
+    def take(self, row: int, read: Callable[[int], T]) -> T:
+        """Return what reading a row gives, or raise what it raises; wait where it was begun."""
+        begun: Future[T] | None = self._own()[1].pop(row, None)
+        return read(row) if begun is None else begun.result()
 
 
 class PassingError(Exception):
@@ -177,3 +182,34 @@ def try_again(attempt: Callable[[], T], *, what: str) -> T:
                 _log.debug("%s failed (%s), attempt %d of %d", what, error, number + 1, ATTEMPTS)
                 time.sleep(_chance.uniform(0, min(_LONGEST_WAIT_SECONDS, _FIRST_WAIT_SECONDS * 2**number)))
     raise RunError(f"{what} failed {ATTEMPTS} times: {last}") from last
+
+
+class _ObjectFile(io.RawIOBase):
+    """An object as a file. What is skipped by `seek` is not read from the store."""
+
+    def __init__(self, store: Store, item: StoredObject) -> None:
+        self._store, self._item, self._position = store, item, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._item.size}[whence]
+        self._position = max(0, base + offset)
+        return self._position
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override] # the interpreter passes a memoryview
+        size = max(0, min(len(buffer), self._item.size - self._position))
+        buffer[:size] = self._store.read(self._item, self._position, size)
+        self._position += size
+        return size
+
+
+def _pool_and_reads(threads: int) -> tuple[ThreadPoolExecutor, dict[int, Future]]:
+    return ThreadPoolExecutor(threads), {}

@@ -1,32 +1,37 @@
-"""The tars behind the urls: where each lies, its size and version, and how it can be read.
+"""The tars that `data.urls` names: where each lies, its size and version, and how it can be read.
 
-A prefix of S3 is listed here, once for a run: what was found is written down, and a resume reads it there.
+A url is a path, `s3://bucket/key.tar`, `s3://bucket/prefix`, or `pipe:command`. A prefix is listed here, once for a
+run: what was found is written down, and a resume reads it there.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from cascade_train.data.storage.s3 import S3
+from braceexpand import UnbalancedBracesError, braceexpand
+
+from cascade_train.data.storage.s3 import S3, SCHEME
 from cascade_train.data.storage.store import LocalFiles, Store, StoredObject
-from cascade_train.data.storage.urls import PIPE, expand_urls, refuse_missing
-from cascade_train.data.storage.urls import S3 as S3_SCHEME
-from cascade_train.data.tar.sample import PARTS
+from cascade_train.data.tar.members import PARTS
 from cascade_train.errors import ConfigError
 from cascade_train.files.durable import write_durably
 from cascade_train.redaction import redact, redact_argument
 
+PIPE = "pipe:"
 COMPRESSIONS = {".gz": "gzip", ".tgz": "gzip", ".bz2": "bz2", ".tbz2": "bz2", ".xz": "xz", ".txz": "xz"}
 """What Python's own library decompresses, by the end of a name."""
 
 _ENDS = (".tar", ".tgz", ".tbz2", ".txz", ".tar.gz", ".tar.bz2", ".tar.xz")
 _UNREAD_COMPRESSIONS = (".zst", ".tzst", ".lz4", ".br")
+_ANY_SCHEME = re.compile(r"^([a-zA-Z][a-zA-Z0-9+.-]+):")
+_WEB = "pipe:curl --fail --silent --show-error --location"
 _log = logging.getLogger(__name__)
 
 
@@ -36,7 +41,7 @@ class Tar:
 
     Attributes:
         item: where it lies; a pipe's url is `pipe:command`, its size 0.
-        store: what reads it; None for a pipe.
+        store: reads it; None for a pipe.
         caption: extension of the files that hold the captions.
     """
 
@@ -76,31 +81,25 @@ class Tar:
 
     def read(self, start: int, size: int) -> bytes:
         """Read a range. See `Store.read`."""
-        return self._placed().read(self.item, start, size)
+        assert self.store is not None, f"{self.name} is a pipe: it has no places"
+        return self.store.read(self.item, start, size)
 
     def open(self) -> BinaryIO:
         """Open the stored bytes as a file. See `Store.open`."""
-        return self._placed().open(self.item)
-
-    def _placed(self) -> Store:
-        assert self.store is not None, f"{self.name} is a pipe: it has no places"
-        return self.store
+        assert self.store is not None, f"{self.name} is a pipe: it is run"
+        return self.store.open(self.item)
 
 
 class Listings:
-    """What prefixes held when the run began: read from a file where it is there, written once a run is claimed.
-
-    Attributes:
-        path: of the file; None = none is kept, and prefixes are listed at every start.
-    """
+    """What prefixes held when the run began, kept in a file; without a path they are listed at every start."""
 
     def __init__(self, path: Path | None) -> None:
         """Store; nothing is read yet."""
-        self.path = path
+        self._path = path
         self._found: dict[str, list[StoredObject]] = {}
 
     def below(self, prefix: str, store: S3) -> list[StoredObject]:
-        """Return the tars below a prefix as they were when the run began; list them where that is not known.
+        """Return the tars below a prefix as they were when the run began, as they are now where that is unknown.
 
         Raises:
             ConfigError: there is none, or one that the run began with is gone or changed.
@@ -108,30 +107,29 @@ class Listings:
         listed = [item for item in store.list_prefix(prefix) if item.url.lower().endswith(_ENDS)]
         if not listed:
             raise ConfigError(f"data.urls={prefix} holds no tar; check bucket and prefix, and that names end in .tar")
-        _log_outside(prefix, listed)
-        known = self._read().get(prefix)
-        self._found[prefix] = listed if known is None else known
-        if known is not None:
-            self._compare(prefix, known, listed)
-        return self._found[prefix]
+        _warn_of_outside(prefix, listed)
+        known = self._read().get(prefix, listed)
+        self._found[prefix] = known
+        self._compare(prefix, known, listed)
+        return known
 
     def write(self) -> None:
-        """Write down what was listed, beside what other sources of the run wrote. Nothing listed, nothing written."""
-        if self.path is None or not self._found:
+        """Keep what was listed, beside what other sources of the run wrote; called once a run is claimed."""
+        if self._path is None or not self._found:
             return
         lists = {**self._read(), **self._found}
         content = {prefix: [asdict(item) for item in items] for prefix, items in lists.items()}
-        write_durably(self.path, json.dumps(content, indent=1) + "\n")
+        write_durably(self._path, json.dumps(content, indent=1) + "\n")
 
     def _read(self) -> Mapping[str, list[StoredObject]]:
-        if self.path is None or not self.path.is_file():
+        if self._path is None or not self._path.is_file():
             return {}
         try:
-            content: dict[str, list[dict[str, Any]]] = json.loads(self.path.read_text())
+            content: dict[str, list[dict[str, Any]]] = json.loads(self._path.read_text())
             return {prefix: [StoredObject(**item) for item in items] for prefix, items in content.items()}
         except (ValueError, TypeError, AttributeError) as error:
             raise ConfigError(
-                f"data.listing={self.path} is damaged ({error}); remove it, and the prefixes are listed again"
+                f"data.listing={self._path} is damaged ({error}); remove it, and the prefixes are listed again"
             ) from error
 
     def _compare(self, prefix: str, known: list[StoredObject], listed: list[StoredObject]) -> None:
@@ -140,7 +138,7 @@ class Listings:
         if lost:
             raise ConfigError(
                 f"data.urls={prefix}: {len(lost)} of the {len(known)} tars that the run began with are gone or changed"
-                f" ({', '.join(lost[:5])}); put them back, or remove {self.path} to take the prefix as it is now"
+                f" ({', '.join(lost[:5])}); put them back, or remove {self._path} to take the prefix as it is now"
             )
         if len(now) > len(known):
             _log.warning(
@@ -150,11 +148,10 @@ class Listings:
             )
 
 
-def _log_outside(prefix: str, listed: list[StoredObject]) -> None:
+def _warn_of_outside(prefix: str, listed: list[StoredObject]) -> None:
     """Warn where a prefix without a slash at the end takes more than the folder of that name."""
-    inside = [item for item in listed if item.url.startswith(f"{prefix.rstrip('/')}/")]
-    outside = [item for item in listed if item not in inside]
-    if inside and outside:
+    outside = [item for item in listed if not item.url.startswith(f"{prefix.rstrip('/')}/")]
+    if 0 < len(outside) < len(listed):
         _log.warning(
             "data.urls=%s also takes %d tars outside of the folder, such as %s: write %s/ for the folder alone",
             prefix,
@@ -164,9 +161,28 @@ def _log_outside(prefix: str, listed: list[StoredObject]) -> None:
         )
 
 
-def is_prefix(url: str) -> bool:
-    """Return whether a url is an S3 prefix, which is listed: whatever does not end as a tar does."""
-    return url.startswith(S3_SCHEME) and not url.lower().endswith((*_ENDS, *_UNREAD_COMPRESSIONS))
+def expand_urls(urls: str | list[str]) -> list[str]:
+    """Expand brace patterns, `file:` and `~` in one entry or a list of them: one url per tar or prefix, in order.
+
+    Raises:
+        ConfigError: a pattern is malformed, or a scheme is not known.
+    """
+    patterns = [urls] if isinstance(urls, str) else urls
+    return [_normal(url) for pattern in patterns for url in _braces(pattern)]
+
+
+def check_urls(urls: str | list[str]) -> list[str]:
+    """Expand urls, and check that the local tars are there; stores are not asked.
+
+    Raises:
+        ConfigError: see `expand_urls`; a local tar is missing.
+    """
+    entries = expand_urls(urls)
+    paths = [Path(entry) for entry in entries if not entry.startswith((PIPE, SCHEME))]
+    missing = [path for path in paths if not path.is_file()]
+    if missing:
+        raise ConfigError(_missing_text([urls] if isinstance(urls, str) else urls, missing, len(paths)))
+    return entries
 
 
 def find_tars(urls: str | list[str], listings: Listings) -> list[Tar]:
@@ -176,27 +192,36 @@ def find_tars(urls: str | list[str], listings: Listings) -> list[Tar]:
         ConfigError: one is missing, may not be read, or is compressed in a way that is not read.
         RunError: a store cannot be reached.
     """
-    entries = expand_urls(urls)
-    local, s3 = LocalFiles(), S3()
-    refuse_missing(urls, [Path(entry) for entry in entries if not entry.startswith((PIPE, S3_SCHEME))])
-    remote = [entry for entry in entries if entry.startswith(S3_SCHEME) and not is_prefix(entry)]
-    heads = dict(zip(remote, at_once(s3, s3.stat, remote), strict=True))
+    entries, local, s3 = check_urls(urls), LocalFiles(), S3()
+    prefixes = {entry for entry in entries if _is_prefix(entry)}
+    remote = [entry for entry in entries if entry.startswith(SCHEME) and entry not in prefixes]
+    heads = dict(zip(remote, _at_once(s3, s3.stat, remote), strict=True))
     tars: list[Tar] = []
     for entry in entries:
         if entry.startswith(PIPE):
             tars.append(Tar(item=StoredObject(url=entry, size=0, version=""), store=None))
+        elif entry in prefixes:
+            tars += [Tar(item=item, store=s3) for item in listings.below(entry, s3)]
         elif entry in heads:
             tars.append(Tar(item=heads[entry], store=s3))
-        elif is_prefix(entry):
-            tars += [Tar(item=item, store=s3) for item in listings.below(entry, s3)]
         else:
             tars.append(Tar(item=local.stat(entry), store=local))
-    _refuse_unknown_compression(tars)
+    for tar in tars:
+        if tar.store is not None and tar.item.name.lower().endswith(_UNREAD_COMPRESSIONS):
+            raise ConfigError(
+                f"data.urls: {tar.item.url} is compressed in a way that is not read here; stream it, as in"
+                f" 'pipe:zstd -dc {tar.item.name}', or decompress it"
+            )
     return tars
 
 
-def at_once(store: Store, work: Callable[[str], StoredObject], urls: list[str]) -> list[StoredObject]:
-    """Return the results of `work`, several at a time where the store is far, in the order of the urls."""
+def _is_prefix(url: str) -> bool:
+    """Return whether a url is an S3 prefix, which is listed: whatever does not end as a tar does."""
+    return url.startswith(SCHEME) and not url.lower().endswith((*_ENDS, *_UNREAD_COMPRESSIONS))
+
+
+def _at_once(store: Store, work: Callable[[str], StoredObject], urls: list[str]) -> list[StoredObject]:
+    """Return the results of `work` in the order of the urls, several at a time."""
     if not urls:
         return []
     store.prepare()
@@ -204,10 +229,38 @@ def at_once(store: Store, work: Callable[[str], StoredObject], urls: list[str]) 
         return list(pool.map(work, urls))
 
 
-def _refuse_unknown_compression(tars: list[Tar]) -> None:
-    for tar in tars:
-        if tar.store is not None and tar.item.name.lower().endswith(_UNREAD_COMPRESSIONS):
-            raise ConfigError(
-                f"data.urls: {tar.item.url} is compressed in a way that is not read here; stream it, as in"
-                f" 'pipe:zstd -dc {tar.item.name}', or decompress it"
-            )
+def _braces(pattern: str) -> list[str]:
+    try:
+        expanded = list(braceexpand(pattern))
+    except UnbalancedBracesError as error:
+        raise ConfigError(
+            f"data.urls={redact_argument(pattern)} has unbalanced braces: write {{000..005}} or {{a,b}}"
+        ) from error
+    return expanded if len(expanded) > 1 else [pattern]  # one alone may be a command, whose backslashes stay
+
+
+def _normal(url: str) -> str:
+    scheme = _ANY_SCHEME.match(url)
+    if scheme is None:
+        return str(Path(url).expanduser())
+    if url.startswith((SCHEME, PIPE)):
+        if not url.removeprefix(PIPE).strip():
+            raise ConfigError("data.urls=pipe: has no command: write pipe:cat train.tar")
+        return url
+    if scheme[1] == "file":
+        return str(Path(re.sub("^file:(//)?", "", url)))
+    remedy = f"stream it by '{_WEB} {url}'" if scheme[1] in ("http", "https") else "copy the tars to a disk or to S3"
+    raise ConfigError(
+        f"data.urls={url} has a scheme that is not read, {scheme[1]}: (paths, file:, s3:// and pipe: are); {remedy}"
+    )
+
+
+def _missing_text(patterns: list[str], missing: list[Path], total: int) -> str:
+    shown = ", ".join(str(path) for path in missing[:3]) + (", ..." if len(missing) > 3 else "")
+    given = ",".join(map(redact_argument, patterns))
+    text = f"data.urls={given}: {len(missing)} of {total} tar files not found: {shown}."
+    if missing[0].is_dir():
+        return f"{text} {missing[0]} is a folder: name the tar files in it, as in {missing[0]}/{{000..005}}.tar"
+    if any("*" in path.name for path in missing):
+        return f"{text} Name them by braces, as in shard-{{000..005}}.tar, or as a list"
+    return f"{text} Paths are relative to the current folder, {Path.cwd()}"

@@ -1,6 +1,7 @@
-"""The index of one tar file, read from its headers, and its cache on disk.
+"""What is read from one tar before training, and its cache on disk: the index of its samples, verdicts of row filters.
 
-Payloads are skipped, except for the beginning of each picture, whose header gives its size.
+Payloads are skipped, except for the beginning of each picture, whose header gives its size, and the json that filters
+judge.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ import numpy as np
 
 from cascade_train.data.decoding.decode import upright_size
 from cascade_train.data.index.cache import default_cache_dir, read_cache, user_cache_dir, write_cache
+from cascade_train.data.index.row_filter import RowFilters
 from cascade_train.data.index.rows import ROW_FIELDS
 from cascade_train.data.sample import UnreadableSampleError
 from cascade_train.data.tar.files import Tar
-from cascade_train.data.tar.members import Forward, Member, samples
-from cascade_train.data.tar.sample import IMAGE_EXTENSIONS, PARTS, Dropped, image_extension
+from cascade_train.data.tar.members import IMAGE_EXTENSIONS, PARTS, Dropped, Forward, Member, samples
 from cascade_train.errors import ConfigError
 
 TAR_FIELDS = ROW_FIELDS + [(f"{part}_{what}", "<i8") for part in ("image", *PARTS) for what in ("start", "bytes")]
@@ -48,48 +49,118 @@ class ShardIndex:
     dropped: Dropped
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Span:
-    start: int
-    size: int
-    width: int = 0
-    height: int = 0
-
-
-_ABSENT = _Span(start=0, size=0)
-
-
 def load_shard(tar: Tar, cache_dir: Path | None) -> ShardIndex:
-    """Return the index of a tar, from the cache if it is there, else from the headers.
+    """Return the index of a tar that has places, from the cache if it is there, else from the headers.
 
     Args:
-        tar: one that has places.
+        tar: to be indexed.
         cache_dir: where the cache lies; None = `.cascade_train_index` beside the tar if that can be written, else
             the user's cache folder, as for tars that are no local files.
 
     Raises:
-        ConfigError: the tar cannot be indexed or holds no usable sample.
+        ConfigError: see `scan_shard`; the index cannot be kept where the user wants it.
         RunError: its store fails.
     """
-    cached = cache_file(tar, cache_dir)
-    shard = _read_cache(cached)
+    cached = _cache_file(tar, cache_dir)
+    shard = _cached_shard(cached)
     if shard is not None:
         return shard
     with _one_reader(cached, tar):
-        shard = _read_cache(cached) or scan_shard(tar)
+        shard = _cached_shard(cached) or scan_shard(tar)
         parts = {"table": shard.table, "keys": shard.keys, "dropped": np.array(json.dumps(asdict(shard.dropped)))}
         write_cache(cached, parts, required=cache_dir is not None)
     return shard
 
 
-def cache_file(tar: Tar, cache_dir: Path | None) -> Path:
-    """Return where what was read from a tar is kept; the name changes with the tar. See `load_shard`."""
+def scan_shard(tar: Tar) -> ShardIndex:
+    """Build the index of a tar from its headers.
+
+    Raises:
+        ConfigError: the tar is empty, compressed, damaged, not sorted by key, or holds no usable sample.
+        RunError: its store fails.
+    """
+    rows, keys, dropped = [], [], Dropped(caption=tar.caption)
+    with tar.open() as file:
+        _refuse_compressed(tar, file.read(5))
+        file.seek(0)
+        for key, found in samples(tar.item.url, Forward(file, seekable=True), _size_and_place):
+            image = dropped.usable_image(key, found)
+            if image is None:
+                continue
+            (width, height), *places = found[image]
+            for part in tar.parts.values():
+                places += found[part][1:] if part in found else (0, 0)
+            rows.append((0, width, height, *places))
+            keys.append(key.encode())
+    if not rows and not dropped.examples:
+        raise ConfigError(f"data.urls: {tar.item.url} is an empty tar, or holds no file with an extension")
+    if not rows:
+        raise ConfigError(
+            f"data.urls: {tar.item.url} holds no usable sample: {dropped.text()}. A sample is KEY.jpg with"
+            f" KEY.{dropped.caption}, and a key ends at the first dot of the file name"
+        )
+    return ShardIndex(table=np.array(rows, dtype=TAR_FIELDS), keys=np.array(keys), dropped=dropped)
+
+
+def load_verdicts(
+    tar: Tar, shard: ShardIndex, filters: RowFilters, cache_dir: Path | None, *, largest: int | None = None
+) -> np.ndarray:
+    """Return the verdict of each filter on each sample, from the cache if it is there, else from the tar.
+
+    A json of more than `largest` bytes counts as none. `cache_dir` is as in `load_shard`.
+
+    Returns:
+        (N, 1 + filters) uint8, see `RowFilters.verdicts`.
+
+    Raises:
+        ConfigError: the verdicts cannot be kept where the user wants them.
+        OSError: the tar cannot be read.
+        RunError: its store fails.
+    """
+    index = _cache_file(tar, cache_dir)
+    is_limited = largest is not None and bool((shard.table["json_bytes"] > largest).any())
+    limit = f"-{largest}" if is_limited else ""
+    cached = index.with_name(f"{index.stem}-filters-{filters.identity}{limit}.npz")
+    verdicts = (read_cache(cached) or {}).get("verdicts")
+    if verdicts is None or verdicts.shape != (len(shard.table), 1 + len(filters)):
+        verdicts = judge_shard(tar, shard, filters, largest)
+        write_cache(cached, {"verdicts": verdicts}, required=cache_dir is not None)
+    return verdicts
+
+
+def judge_shard(tar: Tar, shard: ShardIndex, filters: RowFilters, largest: int | None) -> np.ndarray:
+    """Read every sample's json once and judge it. See `load_verdicts`."""
+    verdicts = np.zeros((len(shard.table), 1 + len(filters)), dtype=np.uint8)
+    with tar.open() as file:
+        for row, entry in enumerate(shard.table):
+            file.seek(int(entry["json_start"]))
+            size = int(entry["json_bytes"])
+            is_read = size > 0 and (largest is None or size <= largest)
+            verdicts[row] = filters.verdicts(file.read(size) if is_read else None)
+    return verdicts
+
+
+def _cache_file(tar: Tar, cache_dir: Path | None) -> Path:
+    """Return where the index of a tar is kept; the name changes with the tar."""
     if cache_dir is None:
         cache_dir = user_cache_dir() if tar.is_remote else default_cache_dir(Path(tar.item.url))
     place = tar.item.url if tar.is_remote else Path(tar.item.url).resolve()
     extensions = (*IMAGE_EXTENSIONS, *tar.parts.values())
     text = f"{place}|{tar.item.size}|{tar.item.version}|{extensions}|{_FORMAT}"
     return cache_dir / f"{Path(tar.name).stem}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.npz"
+
+
+def _cached_shard(cached: Path) -> ShardIndex | None:
+    """Return the cached index, or None if there is none; one of another form counts as none."""
+    parts = read_cache(cached)
+    if parts is None:
+        return None
+    try:
+        dropped = Dropped(**json.loads(str(parts["dropped"])))
+        return ShardIndex(table=parts["table"], keys=parts["keys"], dropped=dropped)
+    except (KeyError, TypeError, ValueError) as error:
+        _log.warning("cached index %s is damaged (%s); reading the tar again", cached, error)
+        return None
 
 
 @contextmanager
@@ -108,32 +179,6 @@ def _one_reader(cached: Path, tar: Tar) -> Iterator[None]:
         lock.unlink(missing_ok=True)
 
 
-def scan_shard(tar: Tar) -> ShardIndex:
-    """Build the index of a tar from its headers.
-
-    Raises:
-        ConfigError: the tar is empty, compressed, damaged, not sorted by key, or holds no usable sample.
-        RunError: its store fails.
-    """
-    rows, keys, dropped = [], [], Dropped(caption=tar.caption)
-    with tar.open() as file:
-        _refuse_compressed(tar, file.read(5))
-        file.seek(0)
-        for key, spans in samples(tar.item.url, Forward(file, seekable=True), _span):
-            extension = image_extension(spans)
-            if extension is None or tar.caption not in spans:
-                dropped.count(key, spans, no_image=extension is None)
-                continue
-            image = spans[extension]
-            parts = (image, *(spans.get(part, _ABSENT) for part in tar.parts.values()))
-            places = (number for part in parts for number in (part.start, part.size))
-            rows.append((0, image.width, image.height, *places))
-            keys.append(key.encode())
-    if not rows:
-        raise ConfigError(_nothing_usable_text(tar.item.url, dropped))
-    return ShardIndex(table=np.array(rows, dtype=TAR_FIELDS), keys=np.array(keys), dropped=dropped)
-
-
 def _refuse_compressed(tar: Tar, head: bytes) -> None:
     for magic, name in _COMPRESSED.items():
         if head.startswith(magic):
@@ -143,44 +188,20 @@ def _refuse_compressed(tar: Tar, head: bytes) -> None:
             )
 
 
-def _span(member: Member) -> _Span:
-    width, height = _picture_size(member) if member.extension in IMAGE_EXTENSIONS else (0, 0)
-    return _Span(start=member.start, size=member.size, width=width, height=height)
+def _size_and_place(member: Member) -> tuple[tuple[int, int], int, int]:
+    """Return (width, height) of a picture, else zeros, and where the member lies: start and size in bytes."""
+    size = _picture_size(member) if member.extension in IMAGE_EXTENSIONS else (0, 0)
+    return size, member.start, member.size
 
 
 def _picture_size(member: Member) -> tuple[int, int]:
-    """Return (width, height), or (0, 0) if the header cannot be read."""
+    """Return (width, height), or (0, 0) if the header cannot be read.
+
+    Large metadata may come before the size, and webp wants the whole file.
+    """
     content = b""
-    for limit in (
-        _HEADER_BYTES,
-        min(member.size, _LONGEST_HEADER_BYTES),
-    ):  # large metadata may come before the size; webp wants the whole file
+    for limit in (_HEADER_BYTES, min(member.size, _LONGEST_HEADER_BYTES)):
         content += member.read(limit - len(content))
-        try:
+        with suppress(UnreadableSampleError):
             return upright_size(content)
-        except UnreadableSampleError:
-            continue
     return 0, 0
-
-
-def _nothing_usable_text(path: str, dropped: Dropped) -> str:
-    if not dropped.examples:
-        return f"data.urls: {path} is an empty tar, or holds no file with an extension"
-    return (
-        f"data.urls: {path} holds no usable sample: {dropped.text()}. A sample is KEY.jpg with"
-        f" KEY.{dropped.caption}, and a key ends"
-        " at the first dot of the file name"
-    )
-
-
-def _read_cache(cached: Path) -> ShardIndex | None:
-    """Return the cached index, or None if there is none; one of another form counts as none."""
-    parts = read_cache(cached)
-    if parts is None:
-        return None
-    try:
-        dropped = Dropped(**json.loads(str(parts["dropped"])))
-        return ShardIndex(table=parts["table"], keys=parts["keys"], dropped=dropped)
-    except (KeyError, TypeError, ValueError) as error:
-        _log.warning("cached index %s is damaged (%s); reading the tar again", cached, error)
-        return None

@@ -1,17 +1,25 @@
-"""The members of one tar, read forward from a file that need not seek, and grouped into samples by key.
+"""Tars of the webdataset layout: samples read forward from any file, what their files mean, and how they are written.
 
-Nothing is ever unpacked: names are keys, not paths. What is done with a member's bytes is the caller's business.
+Nothing is ever unpacked: names are keys, not paths. Where a tar lies and what is kept of a sample is decided elsewhere.
 """
 
 from __future__ import annotations
 
 import tarfile
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import IO, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, TypeVar
 
+from cascade_train.data.index.row_filter import read_metadata
+from cascade_train.data.sample import RawSample, UnreadableSampleError
 from cascade_train.errors import ConfigError
+from cascade_train.files.durable import replacing
 from cascade_train.redaction import LONGEST_NAME, printable, shortened
+
+IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
+PARTS = {"caption": "txt", "json": "json", "mask": "mask.png"}
+"""What is read of a sample beside its picture, by its extension."""
 
 _LONGEST_HEADER = 1024**2  # of names and pax records, which tarfile reads as a whole
 _LONGEST_PADDING = 1024**2  # tar fills up to a multiple of its record, mostly 10 KiB
@@ -21,15 +29,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """A regular file of a tar.
+    """A regular file of a tar: its key, its extension in lower case, its first byte in the tar and its size in bytes.
 
-    Attributes:
-        key: what the files of a sample have in common.
-        extension: what follows the key, lower case: "jpg".
-        start: its first byte in the tar.
-        size: in bytes.
-        read: return its first bytes, as many as asked for or as there are. Only before the next member is asked for;
-            each call goes on where the last one ended.
+    `read` returns its next bytes, at most as many as asked for, until the next member is asked for.
     """
 
     key: str
@@ -40,14 +42,13 @@ class Member:
 
 
 class Forward:
-    """A file that is read from its beginning to its end, whether it can seek or not.
+    """A file that is read from its beginning to its end, as tarfile asks for it; what is skipped is sought if possible.
 
     Attributes:
         position: the next byte's place.
     """
 
     def __init__(self, file: IO[bytes], *, seekable: bool) -> None:
-        """Store; skips seek where the file can."""
         self.position = 0
         self._file, self._seekable = file, seekable
 
@@ -87,10 +88,7 @@ class Forward:
 def samples(name: str, file: Forward, take: Callable[[Member], T]) -> Iterator[tuple[str, dict[str, T]]]:
     """Yield each key with what `take` makes of its files, by extension. Files of a key must be neighbours.
 
-    Args:
-        name: of the tar, for messages.
-        file: the tar, at its beginning.
-        take: called with each file once, while its bytes can be read.
+    `take` is called with each file once, while its bytes can be read; `name` is the tar's in messages.
 
     Raises:
         ConfigError: the tar is damaged or cut short, or a key's files are not neighbours.
@@ -113,6 +111,19 @@ def samples(name: str, file: Forward, take: Callable[[Member], T]) -> Iterator[t
         yield current, parts
 
 
+def key_and_extension(name: str) -> tuple[str, str] | None:
+    """Split a name as webdataset does: the path up to the first dot of the file's name, and what follows it.
+
+    None where there is no dot. A file's name that begins with one belongs to the folder, unless that has a dot too.
+    Takes time in proportion to the name, unlike webdataset's regular expression.
+    """
+    folder, slash, file = name.rpartition("/")
+    stem, dot, extension = file.partition(".")
+    if not dot or not (stem or (slash and "." not in folder.rpartition("/")[2])):
+        return None
+    return f"{folder}{slash}{stem}", extension
+
+
 def _members(name: str, file: Forward) -> Iterator[Member]:
     """Yield each regular file that has an extension."""
     try:
@@ -127,19 +138,6 @@ def _members(name: str, file: Forward) -> Iterator[Member]:
         raise ConfigError(f"data.urls: {name} is not a readable tar file ({error}); write or copy it again") from error
 
 
-def key_and_extension(name: str) -> tuple[str, str] | None:
-    """Return what webdataset makes of a name: the path up to the first dot of the file's name, and what follows it.
-
-    None where there is no dot. A file's name that begins with one belongs to the folder, unless that has a dot too. In
-    time in proportion to the name, which webdataset's regular expression does not take.
-    """
-    folder, slash, file = name.rpartition("/")
-    stem, dot, extension = file.partition(".")
-    if not dot or not (stem or (slash and "." not in folder.rpartition("/")[2])):
-        return None
-    return f"{folder}{slash}{stem}", extension
-
-
 def _member(entry: tarfile.TarInfo, named: tuple[str, str], file: Forward) -> Member:
     key, extension = named
     end = entry.offset_data + entry.size
@@ -152,11 +150,7 @@ def _member(entry: tarfile.TarInfo, named: tuple[str, str], file: Forward) -> Me
 
 
 def _refuse_unended(name: str, file: Forward, end: int) -> None:
-    """Check that the tar ends where its members do: tarfile stops in silence where a header is cut short.
-
-    Raises:
-        ConfigError: there is no end mark, or something comes after it.
-    """
+    """Check that the tar ends where its members do: tarfile stops in silence where a header is cut short."""
     if file.position - end < tarfile.BLOCKSIZE:
         raise ConfigError(f"data.urls: {name} is cut short: it has no end mark. Copy or write it again")
     if any(file.payload(_LONGEST_PADDING)):
@@ -164,3 +158,69 @@ def _refuse_unended(name: str, file: Forward, end: int) -> None:
             f"data.urls: {name} goes on after its end mark at byte {end}, as when tars are joined by cat or the file is"
             " damaged: give the tars one by one, or write it again"
         )
+
+
+@dataclass(kw_only=True)
+class Dropped:
+    """What a shard holds besides usable samples: counts of keys, and the first of them with their extensions.
+
+    Attributes:
+        caption: extension of the files that hold captions.
+    """
+
+    without_caption: int = 0
+    without_image: int = 0
+    examples: list[str] = field(default_factory=list)
+    caption: str = PARTS["caption"]
+
+    def text(self) -> str:
+        """Return how many and which, for messages."""
+        return (
+            f"{self.without_caption} keys with a picture but no caption (.{self.caption}), {self.without_image} keys"
+            f" without a picture (.{', .'.join(IMAGE_EXTENSIONS)}); found: {'; '.join(self.examples) or 'none'}"
+        )
+
+    def usable_image(self, key: str, files: Mapping[str, Any]) -> str | None:
+        """Return the extension of a sample's picture; None, and count the key, without picture or caption."""
+        image = next((extension for extension in IMAGE_EXTENSIONS if extension in files), None)
+        if image is not None and self.caption in files:
+            return image
+        self.without_image += image is None
+        self.without_caption += image is not None
+        if len(self.examples) < 5:
+            self.examples.append(printable(shortened(f"{key} ({', '.join(sorted(files))})", LONGEST_NAME)))
+        return None
+
+
+def raw_sample(parts: Mapping[str, bytes], key: str, *, needs_values: bool) -> RawSample:
+    """Return the sample that these files make: "image", "caption" and, where they are there, "json" and "mask".
+
+    Args:
+        parts: bytes of each file.
+        key: names the sample in messages.
+        needs_values: whether captions are made from the json.
+
+    Raises:
+        UnreadableSampleError: the caption is no text, or a json that is there and needed cannot be read.
+    """
+    values = read_metadata(parts["json"]) if needs_values and "json" in parts else {}
+    if values is None:
+        raise UnreadableSampleError("it has no readable json, which data.captions asks for")
+    try:
+        caption = parts["caption"].decode().strip()
+    except UnicodeDecodeError as error:
+        raise UnreadableSampleError(f"the caption is not UTF-8: {error}") from error
+    return RawSample(image=parts["image"], caption=caption, key=key, values=values, mask=parts.get("mask"))
+
+
+def write_tar(path: Path, samples: Iterable[Mapping[str, Any]]) -> Path:
+    """Write one tar in one step, and return its path; the same samples give the same bytes.
+
+    Each sample has `__key__` and its parts by extension: bytes, text, or what webdataset encodes.
+    """
+    from webdataset import TarWriter  # takes seconds to import
+
+    with replacing(path) as partial, TarWriter(str(partial), mtime=0) as writer:
+        for sample in samples:
+            writer.write(dict(sample))
+    return path

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import json
 import shutil
 from collections.abc import Iterator, Mapping
@@ -21,8 +22,7 @@ from cascade_train.data.decoding.decode import decode, to_rgb
 from cascade_train.data.folder import PictureFolder
 from cascade_train.data.order.epoch import permutation
 from cascade_train.data.sample import RawSample, UnreadableSampleError
-from cascade_train.data.tar.sample import IMAGE_EXTENSIONS
-from cascade_train.data.tar.writer import write_tar
+from cascade_train.data.tar.members import IMAGE_EXTENSIONS, write_tar
 from cascade_train.data.webdataset import WebDataset
 from cascade_train.errors import ConfigError, RunError
 
@@ -34,12 +34,12 @@ RENAMED = {"jfif": "jpg"}
 
 @dataclass(frozen=True, kw_only=True)
 class Packed:
-    """What came of packing.
+    """The result of packing.
 
     Attributes:
         tars: in their order.
         samples: how many they hold.
-        left_out: name and reason of pictures that they do not.
+        left_out: name and reason of the pictures that could not be read.
     """
 
     tars: tuple[Path, ...]
@@ -51,8 +51,7 @@ def pack(source: PictureFolder, out: Path, *, name: str, samples_per_shard: int,
     """Write the pictures of a folder as tars `NAME-000000.tar`, ..., and read them back.
 
     A key is the picture's path without its extension, dots as underscores; `-2` follows where that is taken. Its
-    json holds the path, and what a json or yaml beside the picture says. How often a picture comes (`multiply.txt`)
-    is left to training.
+    json holds the path, and what a json or yaml beside the picture says. Repeats (`multiply.txt`) are left to training.
 
     Args:
         source: not opened; pictures that cannot be read are left out.
@@ -87,11 +86,7 @@ def pack(source: PictureFolder, out: Path, *, name: str, samples_per_shard: int,
 
 
 def check_tars(tars: list[Path], digests: Mapping[str, bytes]) -> None:
-    """Read tars as training does, and compare what they hold.
-
-    Args:
-        tars: all of them.
-        digests: by key, see `_digest`.
+    """Read tars as training does, and compare the digests of their samples, by key.
 
     Raises:
         RunError: a sample is missing, too many, or different.
@@ -114,7 +109,7 @@ def check_tars(tars: list[Path], digests: Mapping[str, bytes]) -> None:
 
 
 class _Writer:
-    """Writes samples, and remembers what it wrote and what it left out."""
+    """Writes samples; keeps a digest of each, and what it left out."""
 
     def __init__(self, source: PictureFolder, seed: int | None) -> None:
         self._source, self._index = source, source.open()
@@ -127,11 +122,9 @@ class _Writer:
     def write(self, folder: Path, name: str, samples_per_shard: int) -> Iterator[Path]:
         """Write all samples, and yield the tars."""
         samples = self._samples()
-        first = next(samples, None)
-        number = 0
-        while first is not None:
-            yield write_tar(folder / f"{name}-{number:06d}.tar", _some(first, samples, samples_per_shard))
-            first, number = next(samples, None), number + 1
+        for number, first in enumerate(samples):
+            rest = itertools.islice(samples, samples_per_shard - 1)
+            yield write_tar(folder / f"{name}-{number:06d}.tar", itertools.chain([first], rest))
 
     def _samples(self) -> Iterator[dict[str, Any]]:
         for row in self._rows.tolist():
@@ -159,12 +152,6 @@ class _Writer:
         while key in self.digests:
             key, number = f"{stem}-{number}", number + 1
         return key
-
-
-def _some(first: dict[str, Any], rest: Iterator[dict[str, Any]], count: int) -> Iterator[dict[str, Any]]:
-    yield first
-    for _, sample in zip(range(count - 1), rest, strict=False):
-        yield sample
 
 
 def _stored(path: str, image: bytes) -> tuple[str, bytes]:

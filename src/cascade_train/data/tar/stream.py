@@ -1,4 +1,4 @@
-"""The samples of one tar read from its beginning to its end, whatever gives its bytes.
+"""The samples of one tar read from its beginning to its end: a file, a compressed one, or the output of a command.
 
 Only bytes of usable samples are kept, one sample at a time. Nothing is unpacked to a disk.
 """
@@ -6,21 +6,29 @@ Only bytes of usable samples are kept, one sample at a time. Nothing is unpacked
 from __future__ import annotations
 
 import bz2
+import contextlib
 import gzip
+import io
 import lzma
+import os
+import select
+import shutil
+import signal
+import subprocess
+import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import IO, Any
 
-from cascade_train.data.storage.urls import PIPE
-from cascade_train.data.tar.files import Tar
-from cascade_train.data.tar.members import Forward, Member, samples
-from cascade_train.data.tar.pipe import piped
-from cascade_train.data.tar.sample import IMAGE_EXTENSIONS, Dropped, image_extension
+from cascade_train.data.tar.files import PIPE, Tar
+from cascade_train.data.tar.members import IMAGE_EXTENSIONS, Dropped, Forward, Member, samples
 from cascade_train.errors import ConfigError, RunError
 
 _DECOMPRESSORS: Mapping[str, Callable[..., Any]] = {"gzip": gzip.open, "bz2": bz2.open, "xz": lzma.open}
+_BUFFER_BYTES = 1024**2
+_END_SECONDS = 5.0
+_SHOWN_CHARACTERS = 500
 
 
 def stream_samples(
@@ -30,7 +38,7 @@ def stream_samples(
 
     Args:
         tar: any, also a pipe or a compressed one.
-        max_file_bytes: of the largest file of a sample: what a few compressed bytes claim to be may not fit here.
+        max_file_bytes: of the largest file of a sample: a few compressed bytes may claim to be more than memory holds.
         timeout_seconds: how long a pipe may give nothing; None = for ever.
         dropped: counts what is no usable sample.
 
@@ -53,23 +61,18 @@ def stream_samples(
             raise ConfigError(f"data.urls: {tar.name} ends within {member.key}.{member.extension}: copy it again")
         return content
 
-    with _opened(tar, timeout_seconds) as file:
+    opened = _output_of(tar, timeout_seconds) if tar.store is None else _stored(tar)
+    with opened as file:
         for key, files in samples(tar.name, Forward(file, seekable=tar.has_places), take):
-            image = image_extension(files)
-            if image is None or tar.caption not in files:
-                dropped.count(key, files, no_image=image is None)
-                continue
-            found = {"image": files[image], **{part: files.get(name) for part, name in tar.parts.items()}}
-            yield key, {part: content for part, content in found.items() if content is not None}
+            image = dropped.usable_image(key, files)
+            if image is not None:
+                found = {"image": files[image], **{part: files.get(name) for part, name in tar.parts.items()}}
+                yield key, {part: content for part, content in found.items() if content is not None}
 
 
 @contextmanager
-def _opened(tar: Tar, timeout_seconds: float | None) -> Iterator[Any]:
-    """Open what gives the tar's bytes, and tell its failures by the tar's name."""
-    if tar.store is None:
-        with piped(tar.item.url.removeprefix(PIPE), timeout_seconds=timeout_seconds) as file:
-            yield file
-        return
+def _stored(tar: Tar) -> Iterator[Any]:
+    """Open a stored tar; errors name it."""
     try:
         with tar.open() as stored:
             yield stored if tar.compression is None else _Decompressed(tar, stored)
@@ -78,7 +81,7 @@ def _opened(tar: Tar, timeout_seconds: float | None) -> Iterator[Any]:
 
 
 class _Decompressed:
-    """What a compressed tar holds; its damage is told before tarfile gives it other names."""
+    """What a compressed tar holds. Its damage is an error here, before tarfile gives it other names."""
 
     def __init__(self, tar: Tar, stored: IO[bytes]) -> None:
         assert tar.compression is not None, f"{tar.name} is not compressed"
@@ -94,3 +97,79 @@ class _Decompressed:
 
 def _damaged(tar: Tar, error: Exception) -> RunError:
     return RunError(f"data.urls: {tar.item.url} cannot be read to its end: {error}; copy it again")
+
+
+@contextmanager
+def _output_of(tar: Tar, timeout_seconds: float | None) -> Iterator[Any]:
+    """Run the shell command of a pipe and give its output; a block that ends early ends the command too.
+
+    Bash runs it where there is one, so that each part of `a | b` counts; else sh.
+
+    Raises:
+        RunError: the command failed, gave nothing for too long, or goes on after all was read.
+    """
+    command = tar.item.url.removeprefix(PIPE)
+    with tempfile.TemporaryFile() as messages, _running(command, messages) as process:
+        assert process.stdout is not None, "its output is piped"
+        raw = _Output(process.stdout.fileno(), tar.name, timeout_seconds)
+        try:
+            with io.BufferedReader(raw, buffer_size=_BUFFER_BYTES) as file:
+                yield file
+                if file.read(1):
+                    raise RunError(f"data.urls: {tar.name} goes on after the end of its tar; give one tar for each")
+        except ConfigError:  # a tar that is cut short: the command's end says why
+            _refuse_failed(process, tar.name, messages)
+            raise
+        _refuse_failed(process, tar.name, messages)
+
+
+@contextmanager
+def _running(command: str, messages: IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:
+    bash = shutil.which("bash")
+    arguments = ["sh", "-c", command] if bash is None else [bash, "-o", "pipefail", "-c", command]
+    process = subprocess.Popen(
+        arguments,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=messages,
+        bufsize=0,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def _refuse_failed(process: subprocess.Popen[bytes], name: str, messages: IO[bytes]) -> None:
+    """Raise where the command ended with another code than 0; one that still runs has not failed."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        code = process.wait(_END_SECONDS)
+        if code != 0:
+            messages.seek(0)
+            last = messages.read().decode(errors="replace").strip()[-_SHOWN_CHARACTERS:]
+            raise RunError(f"data.urls: {name} ended with code {code}: {last or 'no error message'}")
+
+
+class _Output(io.RawIOBase):
+    """A command's output; waiting for it has an end."""
+
+    def __init__(self, descriptor: int, name: str, timeout_seconds: float | None) -> None:
+        self._descriptor, self._name, self._timeout_seconds = descriptor, name, timeout_seconds
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override] # the interpreter passes a memoryview
+        waiting = select.poll()
+        waiting.register(self._descriptor, select.POLLIN)
+        if not waiting.poll(None if self._timeout_seconds is None else self._timeout_seconds * 1000):
+            raise RunError(
+                f"data.urls: {self._name} gave nothing for {self._timeout_seconds:g} s; see why, or raise"
+                " data.stream.timeout_seconds"
+            )
+        return os.readv(self._descriptor, [buffer])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cascade_train.data.index.row_filter import ABSENT, FAILED, PASSED, parse_row_filters, passing
-from cascade_train.data.tar import verdicts as tar_verdicts
+from cascade_train.data.tar import index as tar_index
 from cascade_train.errors import ConfigError, RunError
 from tests.unit.data import tars
 from tests.unit.data.dataset_contract import loading
@@ -88,8 +88,8 @@ def test_the_json_is_read_once_for_the_same_filters(tmp_path: Path, monkeypatch:
     path = scored(tmp_path)
     first = tars.webdataset(path, row_filters={"score": "> 4.5"}).open()
     judged = []
-    judge = tar_verdicts.judge_shard
-    monkeypatch.setattr(tar_verdicts, "judge_shard", lambda *given: judged.append(given) or judge(*given))
+    judge = tar_index.judge_shard
+    monkeypatch.setattr(tar_index, "judge_shard", lambda *given: judged.append(given) or judge(*given))
     assert tars.webdataset(path, row_filters={"score": "> 4.5"}).open().digest == first.digest
     assert not judged
     assert tars.webdataset(path, row_filters={"score": "> 5.5"}).open().digest != first.digest
@@ -128,6 +128,6 @@ def test_a_tar_that_cannot_be_judged_is_named(tmp_path: Path, monkeypatch: pytes
     def refuse(*given: Any) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(tar_verdicts, "judge_shard", refuse)
+    monkeypatch.setattr(tar_index, "judge_shard", refuse)
     with pytest.raises(RunError, match="a tar cannot be read: .* Permission denied: '.*a.tar'"):
         tars.webdataset(path, row_filters={"score": "> 4.5"}).open()

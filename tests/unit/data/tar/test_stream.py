@@ -22,8 +22,7 @@ from cascade_train.data.index.row_filter import parse_row_filters
 from cascade_train.data.stream import Cursor, Stream, StreamSpec
 from cascade_train.data.tar.files import Listings, Tar, find_tars
 from cascade_train.data.tar.index import scan_shard
-from cascade_train.data.tar.members import key_and_extension
-from cascade_train.data.tar.sample import Dropped
+from cascade_train.data.tar.members import Dropped, key_and_extension
 from cascade_train.data.tar.stream import stream_samples
 from cascade_train.errors import ConfigError, RunError
 from tests.unit.data import tars
@@ -68,7 +67,7 @@ def test_what_is_no_sample_is_counted(tmp_path: Path) -> None:
     [
         ("head -c 4000 {0}", r"pipe:head <redacted> .*a.tar (ends within|is cut short|is not a readable tar)"),
         ("head -c 4000 {0}; echo no such bucket >&2; exit 3", "ended with code 3: no such bucket"),
-        ("cat {0}; exit 4", "ended with code 4: it said nothing"),
+        ("cat {0}; exit 4", "ended with code 4: no error message"),
         ("cat {0}.missing | cat", "ended with code 1: .*a.tar.missing: No such file"),
         ("cat {0} {0}", "goes on after its end mark"),
         ("cat {0} && head -c 3000000 /dev/zero", "goes on after the end of its tar; give one tar for each"),

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from cascade_train.data.storage.urls import expand_urls
-from cascade_train.data.tar.files import Listings, find_tars
+from cascade_train.data.tar.files import Listings, expand_urls, find_tars
 from cascade_train.errors import ConfigError
 
 
