@@ -51,36 +51,22 @@ class StreamSpec:
 
 
 class Cursor(NamedTuple):
-    """A place in a logical stream: a block, and how much of it was taken.
-
-    Attributes:
-        epoch: of the block.
-        place: among the stream's tars of that epoch, where the block begins.
-        sample: of that tar, where the block begins; counts usable samples that pass the filters.
-        taken: samples of the block.
-    """
+    """A place in a logical stream: a block, and how many of its samples were taken."""
 
     epoch: int = 0
-    place: int = 0
-    sample: int = 0
+    place: int = 0  # among the stream's tars of the epoch, where the block begins
+    sample: int = 0  # of that tar, where the block begins; counts usable samples that pass the filters
     taken: int = 0
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StreamSample:
-    """A sample of a block.
+    """A sample of a block."""
 
-    Attributes:
-        number: its identity, the same in each epoch.
-        epoch: in which it was read.
-        key: its name in messages.
-        parts: see `stream_samples`.
-    """
-
-    number: int
-    epoch: int
-    key: str
-    parts: Mapping[str, bytes]
+    number: int  # its identity, the same in each epoch
+    epoch: int  # in which it was read
+    key: str  # its name in messages
+    parts: Mapping[str, bytes]  # see `stream_samples`
 
     @property
     def size(self) -> int:
@@ -90,42 +76,25 @@ class StreamSample:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Take:
-    """Samples taken together.
-
-    Attributes:
-        samples: in order.
-        blocks: all samples of the blocks that they came from.
-        cursor: the place behind them.
-    """
+    """Samples taken together."""
 
     samples: list[StreamSample]
-    blocks: list[StreamSample]
-    cursor: Cursor
+    blocks: list[StreamSample]  # all samples of the blocks that they came from
+    cursor: Cursor  # the place behind them
 
 
 @dataclass(frozen=True, eq=False)
 class Stream:
-    """One of several streams among which the tars of each epoch are dealt.
-
-    Attributes:
-        tars: all of them.
-        rows: which of them take part.
-        number: of this stream, from 0.
-        streams: how many there are, at most one for each tar.
-        seed: the run's seed.
-        spec: how they are read.
-        filters: which samples take part.
-        keeps_json: whether the json is needed once the filters have judged it.
-    """
+    """One of several streams among which the tars of each epoch are dealt."""
 
     tars: Sequence[Tar]
-    rows: Sequence[int]
-    number: int
-    streams: int
+    rows: Sequence[int]  # of the tars, which take part
+    number: int  # of this stream, from 0
+    streams: int  # how many there are, at most one for each tar
     seed: int
     spec: StreamSpec
     filters: RowFilters
-    keeps_json: bool
+    keeps_json: bool  # whether captions need the json once the filters have judged it
 
     def takes(self, start: Cursor, count: int) -> Iterator[Take]:
         """Yield `count` samples at a time, without end, from a place on.

@@ -84,14 +84,13 @@ class Feed(abc.ABC):
     """
 
     def __init__(self, source: Source, request: FeedRequest, *, samples: int | None) -> None:
-        """Store; a subclass then calls `_read_from`. `samples` is how many take part, None = unknown.
+        """Store; a subclass then sets `_results`. `samples` is how many take part, None = unknown.
 
         Raises:
             ConfigError: the global batch does not divide over ranks and micro-batches.
         """
         _check_batch_sizes(request)
         self._results: Results[Any]
-        self._new_results: Callable[[], Results[Any]]
         self._source, self._request = source, request
         self.position = 0
         self.micro_batches = request.global_batch_size // request.ranks // request.micro_batch_size
@@ -146,26 +145,11 @@ class Feed(abc.ABC):
         Where several samples of joined sources have one key, all are replaced.
         """
         self._excluded.update(keys)
-        self._results.close()  # running workers know only what was excluded before
-        self._results = self._new_results()
+        self._results.restart(new_workers=True)  # running ones know only what was excluded before
 
     def close(self) -> None:
         """End the worker processes. The feed cannot be used afterwards."""
         self._results.close()
-
-    def _read_from(
-        self, dataset: Dataset[Any], *, references: Iterable[Any] | None = None, workers: int | None = None
-    ) -> None:
-        """Set what makes the results, see `Results`."""
-        self._new_results = partial(
-            Results[Any],
-            dataset,
-            self._source,
-            references=references,
-            workers=workers,
-            whereabouts=self._whereabouts,
-        )
-        self._results = self._new_results()
 
 
 class Results(Generic[T]):
@@ -197,7 +181,9 @@ class Results(Generic[T]):
             fast_jpeg_decoder()  # loaded once, before the workers fork
         self._whereabouts = whereabouts
         self._iterator: Iterator[T | Failure] | None = None
-        self._data_loader: DataLoader[T | Failure] | None = DataLoader(
+        self._data_loader: DataLoader[T | Failure] | None = None
+        self._make: Callable[[], DataLoader[T | Failure]] | None = partial(
+            DataLoader,
             dataset,
             batch_size=None,
             sampler=references,
@@ -223,13 +209,15 @@ class Results(Generic[T]):
             raise error
         return result
 
-    def restart(self) -> None:
+    def restart(self, *, new_workers: bool = False) -> None:
         """Drop what was prefetched; the next result is made of the first reference."""
         self._iterator = None
+        if new_workers:
+            self._data_loader = None
 
     def close(self) -> None:
         """End the worker processes; no result can be asked for afterwards."""
-        self._iterator = self._data_loader = None
+        self._iterator = self._data_loader = self._make = None
 
     def _receive(self) -> T | Failure:
         """Return what the workers made next; their sudden end is a failure too.
@@ -237,7 +225,9 @@ class Results(Generic[T]):
         The iterator stays out of local names, and torch's error is not passed on: a traceback that holds the
         iterator would keep the other workers alive.
         """
-        assert self._data_loader is not None, "the feed is closed"
+        assert self._make is not None, "the feed is closed"
+        if self._data_loader is None:
+            self._data_loader = self._make()
         timeout, begun = self._data_loader.timeout, time.monotonic()
         try:
             if self._iterator is None:

@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils.data import Sampler
 
 from cascade_train.batch import Batch
-from cascade_train.data.loading.feed import Feed, FeedRequest
+from cascade_train.data.loading.feed import Feed, FeedRequest, Results
 from cascade_train.data.loading.worker import MicroBatches
 from cascade_train.data.order.plan import Step
 from cascade_train.data.order.position import Order
@@ -44,7 +44,9 @@ class Loader(Feed):
         )
         stand_ins = self._order.stand_ins()
         batches = MicroBatches(source, request.index, stand_ins, request.seed, request.transform, self._excluded)
-        self._read_from(batches, references=_References(self._references))
+        self._results = Results(
+            batches, source, references=_References(self._references), whereabouts=self._whereabouts
+        )
 
     def report(self) -> list[str]:
         """Return the histogram of shapes, which of them fill slowly, and how many samples are enlarged."""

@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from cascade_train.batch import Batch
-from cascade_train.data.loading.feed import Feed, FeedRequest
+from cascade_train.data.loading.feed import Feed, FeedRequest, Results
 from cascade_train.data.loading.worker import Failure, MicroBatches
 from cascade_train.data.order.plan import Step
 from cascade_train.data.sample import RawSample
@@ -33,29 +33,18 @@ _log = logging.getLogger(__name__)
 
 
 class Part(NamedTuple):
-    """What one stream gives to one rank's share of every global batch.
-
-    Attributes:
-        stream: its number.
-        cuts: places in what the stream gives to a global batch, at which this rank's pieces begin and end.
-    """
+    """What one stream gives to one rank's share of every global batch."""
 
     stream: int
-    cuts: list[int]
+    cuts: list[int]  # places in what the stream gives to a global batch, at which this rank's pieces begin and end
 
 
 class Item(NamedTuple):
-    """What a worker makes of one stream for one global batch.
-
-    Attributes:
-        stream: its number.
-        cursor: the place behind the samples.
-        pieces: this rank's samples, cut where micro-batches end.
-    """
+    """What a worker makes of one stream for one global batch."""
 
     stream: int
-    cursor: Cursor
-    pieces: list[Batch]
+    cursor: Cursor  # the place behind the samples
+    pieces: list[Batch]  # this rank's samples, cut where micro-batches end
 
 
 class StreamFeed(Feed):
@@ -99,7 +88,7 @@ class StreamFeed(Feed):
             count=request.global_batch_size // len(streams),
             batches=batches,
         )
-        self._read_from(items, workers=workers)
+        self._results = Results(items, source, workers=workers, whereabouts=self._whereabouts)
 
     def report(self) -> list[str]:
         """Return what is promised for streams."""
@@ -213,10 +202,10 @@ def helpful_workers(wanted: int, streams: int) -> int:
 class InMemoryBatches(MicroBatches):
     """Micro-batches of samples of streams, which are in memory and not in the index."""
 
-    def hold(self, block: Sequence[StreamSample]) -> None:
+    def hold(self, samples: Sequence[StreamSample]) -> None:
         """Take the samples of which the next micro-batches are made, and those that may stand in for them."""
         size = self._source.image_size
-        self._held = {each.number: each for each in block}
+        self._held = {each.number: each for each in samples}
         self._stand_ins = {(size, size): np.array(sorted(self._held), dtype=np.int64)}
 
     def of(self, samples: Sequence[StreamSample]) -> Batch | Failure:
@@ -226,37 +215,25 @@ class InMemoryBatches(MicroBatches):
         return self[Step(rows=rows, epochs=epochs, height=size, width=size)]
 
     def read(self, row: int) -> RawSample:
-        """Return a sample by its number.
-
-        Raises:
-            UnreadableSampleError: a part of it is larger than allowed.
-        """
+        """See `MicroBatches.read`; rows are the samples' numbers."""
         sample = self._held[row]
         for part, content in sample.parts.items():
             self._source.limits.check(part, len(content))
         return raw_sample(sample.parts, sample.key, needs_values=self._source.captions.needs_values)
 
     def name(self, row: int) -> str:
-        """Return the name of a sample by its number."""
+        """See `MicroBatches.name`."""
         return self._held[row].key
 
 
 @dataclass(eq=False, kw_only=True)
 class _Items(IterableDataset[Item | Failure]):
-    """The items of one rank, in the order of its streams; a worker makes every n-th.
-
-    Attributes:
-        parts: what this rank takes of which streams.
-        streams: all of them.
-        cursors: the feed's own: a new iterator begins at the places that they name then.
-        count: samples that a stream gives to a global batch.
-        batches: makes the micro-batches.
-    """
+    """The items of one rank, in the order of its streams; a worker makes every n-th."""
 
     parts: list[Part]
     streams: Sequence[Stream]
-    cursors: Mapping[int, Cursor]
-    count: int
+    cursors: Mapping[int, Cursor]  # the feed's own: a new iterator begins at the places that they name then
+    count: int  # samples that a stream gives to a global batch
     batches: InMemoryBatches
 
     def __iter__(self) -> Iterator[Item | Failure]:

@@ -14,7 +14,7 @@ import multiprocessing
 import signal
 import traceback
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -36,15 +36,10 @@ MAX_STAND_INS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """Why a batch could not be made.
+    """Why a batch could not be made."""
 
-    Attributes:
-        text: the sample and the cause, for the user.
-        trace: the worker's traceback, for a defect.
-    """
-
-    text: str
-    trace: str
+    text: str  # the sample and the cause, for the user
+    trace: str  # the worker's traceback, for a defect
 
     @classmethod
     def of(cls, what: str, error: Exception) -> Failure:
@@ -55,12 +50,9 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True)
 class _Sample:
-    framed: Framed | None
-    caption: str
-    key: str
     row: int
-    weight: float
-    tensors: Mapping[str, np.ndarray]
+    raw: RawSample  # with the caption and the tensors of the batch
+    framed: Framed | None
     skipped: tuple[Unreadable, ...]
 
 
@@ -99,12 +91,12 @@ class MicroBatches(Dataset[Batch | Failure]):
             except Exception as error:  # raised again in the main process
                 return Failure.of(f"sample {self.name(row)}", error)
         return Batch(
-            captions=tuple(sample.caption for sample in samples),
-            keys=tuple(sample.key for sample in samples),
+            captions=tuple(sample.raw.caption for sample in samples),
+            keys=tuple(sample.raw.key for sample in samples),
             epoch_B=torch.from_numpy(step.epochs.copy()),
             index_B=torch.tensor([sample.row for sample in samples], dtype=torch.int64),
             seed=self._seed,
-            weight_B=_weights([sample.weight for sample in samples], step),
+            weight_B=_weights([sample.raw.weight for sample in samples], step),
             skipped=tuple(each for sample in samples for each in sample.skipped),
             **_stacked(samples),
         )
@@ -137,15 +129,8 @@ class MicroBatches(Dataset[Batch | Failure]):
                 continue
             if framed is not None and self._transform is not None:
                 tensors = {**tensors, **self._transform(framed.image, draws("transform"))}
-            return _Sample(
-                framed=framed,
-                caption=caption,
-                key=raw.key,
-                row=candidate,
-                weight=raw.weight,
-                tensors=tensors,
-                skipped=tuple(skipped),
-            )
+            raw = replace(raw, image=None, mask=None, caption=caption, tensors=tensors)
+            return _Sample(row=candidate, raw=raw, framed=framed, skipped=tuple(skipped))
         if not skipped:
             raise RunError("left out by a rollback (rolled_back.jsonl), and so is every sample of its shape")
         raise RunError(f"unreadable, and so are the samples after it: {by_reason(skipped)}")
@@ -162,9 +147,9 @@ class MicroBatches(Dataset[Batch | Failure]):
 
 def _stacked(samples: list[_Sample]) -> dict[str, Any]:
     """Return what a batch holds of its samples' arrays, by the batch's field."""
-    names = [name for name in samples[0].tensors if name != "mask"]
-    tensors = {name: _tensor([sample.tensors[name] for sample in samples]) for name in names}
-    masks = [sample.tensors.get("mask") for sample in samples]
+    names = [name for name in samples[0].raw.tensors if name != "mask"]
+    tensors = {name: _tensor([sample.raw.tensors[name] for sample in samples]) for name in names}
+    masks = [sample.raw.tensors.get("mask") for sample in samples]
     framed = [sample.framed for sample in samples if sample.framed is not None]
     if not framed:
         return {"image_BCHW": None, "tensors": tensors | _masks(masks, 1.0)}

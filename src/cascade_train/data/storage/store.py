@@ -31,17 +31,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class StoredObject:
-    """One object as it was when it was found.
+    """One object as it was when it was found."""
 
-    Attributes:
-        url: where it lies; for a local file its path.
-        size: in bytes.
-        version: changes when the content does: an ETag, or a file's time of change.
-    """
-
-    url: str
-    size: int
-    version: str
+    url: str  # for a local file its path
+    size: int  # bytes
+    version: str  # changes when the content does: an ETag, or a file's time of change
 
     @property
     def name(self) -> str:
@@ -50,13 +44,9 @@ class StoredObject:
 
 
 class Store(abc.ABC):
-    """Objects that are read by range. A process that gets a copy, by fork or pickle, may read on.
+    """Objects that are read by range. A process that gets a copy, by fork or pickle, may read on."""
 
-    Attributes:
-        parallel_reads: how many reads at a time are worth it.
-    """
-
-    parallel_reads: int = 1
+    parallel_reads: int = 1  # how many at a time are worth it
 
     @abc.abstractmethod
     def stat(self, url: str) -> StoredObject:
@@ -166,9 +156,7 @@ def try_again(attempt: Callable[[], T], *, what: str) -> T:
 
     Waits between attempts are drawn between nothing and a bound that doubles, so that many readers spread out.
 
-    Args:
-        attempt: one attempt.
-        what: what is attempted, for messages: "reading s3://bucket/a.tar".
+    `what` names the attempt in messages: "reading s3://bucket/a.tar".
 
     Raises:
         RunError: every attempt failed.

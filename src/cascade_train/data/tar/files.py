@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -193,14 +193,16 @@ def find_tars(urls: str | list[str], listings: Listings) -> list[Tar]:
         RunError: a store cannot be reached.
     """
     entries, local, s3 = check_urls(urls), LocalFiles(), S3()
-    prefixes = {entry for entry in entries if _is_prefix(entry)}
-    remote = [entry for entry in entries if entry.startswith(SCHEME) and entry not in prefixes]
-    heads = dict(zip(remote, _at_once(s3, s3.stat, remote), strict=True))
+    remote = [entry for entry in entries if entry.startswith(SCHEME) and not _is_prefix(entry)]
+    if remote:
+        s3.prepare()
+    with ThreadPoolExecutor(s3.parallel_reads) as pool:
+        heads = dict(zip(remote, pool.map(s3.stat, remote), strict=True))
     tars: list[Tar] = []
     for entry in entries:
         if entry.startswith(PIPE):
             tars.append(Tar(item=StoredObject(url=entry, size=0, version=""), store=None))
-        elif entry in prefixes:
+        elif _is_prefix(entry):
             tars += [Tar(item=item, store=s3) for item in listings.below(entry, s3)]
         elif entry in heads:
             tars.append(Tar(item=heads[entry], store=s3))
@@ -218,15 +220,6 @@ def find_tars(urls: str | list[str], listings: Listings) -> list[Tar]:
 def _is_prefix(url: str) -> bool:
     """Return whether a url is an S3 prefix, which is listed: whatever does not end as a tar does."""
     return url.startswith(SCHEME) and not url.lower().endswith((*_ENDS, *_UNREAD_COMPRESSIONS))
-
-
-def _at_once(store: Store, work: Callable[[str], StoredObject], urls: list[str]) -> list[StoredObject]:
-    """Return the results of `work` in the order of the urls, several at a time."""
-    if not urls:
-        return []
-    store.prepare()
-    with ThreadPoolExecutor(store.parallel_reads) as pool:
-        return list(pool.map(work, urls))
 
 
 def _braces(pattern: str) -> list[str]:

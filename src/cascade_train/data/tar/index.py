@@ -36,16 +36,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class ShardIndex:
-    """The usable samples of one shard, in its order.
+    """The usable samples of one shard, in its order."""
 
-    Attributes:
-        table: (N,) structured array with the fields of `TAR_FIELDS`; a missing part has 0 bytes at 0.
-        keys: (N,) bytes.
-        dropped: what is not usable.
-    """
-
-    table: np.ndarray
-    keys: np.ndarray
+    table: np.ndarray  # (N,) with the fields of `TAR_FIELDS`; a missing part has 0 bytes at 0
+    keys: np.ndarray  # (N,) bytes
     dropped: Dropped
 
 

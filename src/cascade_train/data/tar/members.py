@@ -29,16 +29,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """A regular file of a tar: its key, its extension in lower case, its first byte in the tar and its size in bytes.
-
-    `read` returns its next bytes, at most as many as asked for, until the next member is asked for.
-    """
+    """A regular file of a tar."""
 
     key: str
-    extension: str
-    start: int
-    size: int
-    read: Callable[[int], bytes]
+    extension: str  # lower case: "jpg"
+    start: int  # its first byte in the tar
+    size: int  # bytes
+    read: Callable[[int], bytes]  # returns up to as many of its next bytes, until the next member is asked for
 
 
 class Forward:

@@ -28,23 +28,15 @@ from cascade_train.errors import ConfigError, RunError
 
 UNFINISHED = ".packing-"
 """How the folder within the target begins that holds the tars until all of them have been read back."""
-RENAMED = {"jfif": "jpg"}
-"""Extensions that a tar of the webdataset layout has other names for; what it cannot hold becomes png."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Packed:
-    """The result of packing.
+    """The result of packing."""
 
-    Attributes:
-        tars: in their order.
-        samples: how many they hold.
-        left_out: name and reason of the pictures that could not be read.
-    """
-
-    tars: tuple[Path, ...]
+    tars: tuple[Path, ...]  # in their order
     samples: int
-    left_out: tuple[tuple[str, str], ...]
+    left_out: tuple[tuple[str, str], ...]  # name and reason of the pictures that could not be read
 
 
 def pack(source: PictureFolder, out: Path, *, name: str, samples_per_shard: int, seed: int | None) -> Packed:
@@ -156,8 +148,7 @@ class _Writer:
 
 def _stored(path: str, image: bytes) -> tuple[str, bytes]:
     """Return the extension and content of a picture in a tar: its own where a tar may hold it, else png."""
-    extension = path.rpartition(".")[2].lower()
-    extension = RENAMED.get(extension, extension)
+    extension = path.rpartition(".")[2].lower().replace("jfif", "jpg")
     if extension in IMAGE_EXTENSIONS:
         return extension, image
     file = io.BytesIO()
