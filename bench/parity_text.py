@@ -21,8 +21,8 @@ from bench.parity_case import NotCoveredError, Outcome, Variant, recorded
 from bench.parity_training import RecordedBatch, build_objective, micro_of, recorded_batch
 from cascade_train.models.cascade_unet_config import CascadeUNetConfig
 from cascade_train.models.convolutional import ConvolutionalPreviewer
-from cascade_train.models.formats.lora_files_content import TrainedTokens
 from cascade_train.models.image_encoder import ImageEncoder
+from cascade_train.models.lora import TrainedTokens
 from cascade_train.models.semantic_compressor import SemanticCompressor
 from cascade_train.models.stage import Conditions, Tokens
 from cascade_train.models.stage_c import StageC

@@ -44,9 +44,13 @@ from cascade_train.engine.set_distance import SetDistance
 from cascade_train.engine.tracking import build_tracker
 from cascade_train.engine.validation import HeldOut, Reconstructions, Validation
 from cascade_train.errors import ConfigError, RankLostError, RunError
-from cascade_train.models.frechet import frechet_distance, load_inception
-from cascade_train.models.image_quality import ReconstructionQuality, check_installed
-from cascade_train.models.perceptual import load_lpips
+from cascade_train.models.image_quality import (
+    ReconstructionQuality,
+    check_installed,
+    frechet_distance,
+    load_inception,
+    load_lpips,
+)
 from cascade_train.redaction import redacted
 from cascade_train.signals import Signals
 from cascade_train.tasks.base import Task

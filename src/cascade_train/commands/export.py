@@ -130,9 +130,10 @@ def _export_checkpoint(args: ExportArgs, run: Path, out: Path) -> None:
 
 
 def _convert(args: ExportArgs, source: str, out: Path) -> None:
-    from cascade_train.models.formats.export import network_config
-    from cascade_train.models.formats.export_formats import DTYPES, export_lora, load_state, save_network
+    from cascade_train.models.formats.export import DTYPES, network_config, save_network
+    from cascade_train.models.formats.export_lora import export_lora
     from cascade_train.models.formats.lora_files import holds_lora, module_shapes, read_lora
+    from cascade_train.models.formats.weights import load_state
     from cascade_train.results.architecture import part_name, stored_network  # heavy: torch and diffusers
 
     network = stored_network(source, model=args.model, key="from", allow_any_target=args.allow_any_target)

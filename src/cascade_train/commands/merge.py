@@ -61,8 +61,9 @@ def merge(args: MergeArgs) -> int:
         ConfigError: weights or adapters that do not exist or do not fit each other.
         RunError: what was written reads back differently.
     """
-    from cascade_train.models.formats.export import network_config
-    from cascade_train.models.formats.export_formats import DTYPES, load_state, merge_all, save_network
+    from cascade_train.models.formats.export import DTYPES, network_config, save_network
+    from cascade_train.models.formats.export_lora import merge_all
+    from cascade_train.models.formats.weights import load_state
     from cascade_train.results.architecture import stored_network  # heavy: torch and diffusers
 
     network = stored_network(args.source, model=args.model, key="from", allow_any_target=args.allow_any_target)

@@ -1,6 +1,7 @@
 """The configuration of published or packaged weights, which no run left: the recipe that ships, with those in it.
 
-Must not live here: which size weights are of (models/formats/weights_keys.py), and configurations of runs (saved.py).
+Must not live here: which size weights are of (models/formats/weights_tensors.py), and configurations of
+runs (saved.py).
 """
 
 from __future__ import annotations

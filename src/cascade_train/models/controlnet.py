@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from cascade_train.models.efficientnet import build_control_features
-from cascade_train.models.initialize import ONES, ZEROS, Fill, Rule, convolution_rule, initialise
+from cascade_train.models.initialize import ONES, ZEROS, Fill, Rule, convolution_rule, initialise, torch_uniform
 
 Bottleneck = Literal["effnet", "simple", "large", "small"]
 
@@ -150,7 +150,7 @@ def _small(channels: int) -> nn.Sequential:
 def _torch_default(owner: nn.Module, name: str) -> Fill:
     """Return torch's own fill of a convolution's weight and bias, or of a norm's."""
     if isinstance(owner, nn.Conv2d):
-        return Fill(kind="uniform", scale=1.0 / math.sqrt(math.prod(owner.weight.shape[1:])))
+        return torch_uniform(owner.weight)
     return ONES if name.endswith("weight") else ZEROS
 
 

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from cascade_train.models.cascade_unet import CascadeUNet
 from cascade_train.models.cascade_unet_config import CascadeUNetConfig
 from cascade_train.models.formats.weights import StoredValues
-from cascade_train.models.initial_values import FirstValues, Shares
-from cascade_train.models.initialize import DrawnValues, unet_rule
+from cascade_train.models.initialize import DrawnValues, InitialValues, Shares, unet_rule
 from cascade_train.models.lora import begin_magnitudes, split_magnitudes
 from cascade_train.models.semantic_compressor import SemanticCompressor
 from cascade_train.models.stage import Stage, Tokens
@@ -41,7 +40,7 @@ class DenoisingStage(Stage):
 
     part: ClassVar[str]
     network: CascadeUNet
-    _values: FirstValues
+    _values: InitialValues
     weights: str | None
     seed: int
     _frozen_dtype: torch.dtype

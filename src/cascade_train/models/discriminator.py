@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from cascade_train.models.initialize import ONES, ZEROS, Fill, initialise
+from cascade_train.models.initialize import Fill, initialise, kernel_rule
 
 
 class PatchDiscriminator(nn.Module):
@@ -55,15 +55,9 @@ class PatchDiscriminator(nn.Module):
 
 
 def build_discriminator(*, channels: int, layers: int, seed: int, device: torch.device) -> PatchDiscriminator:
-    """Return a discriminator with values from a seed, fp32."""
+    """Return a discriminator with values from a seed, fp32: kernels N(0, 0.02^2), as in the paper."""
     with torch.device("meta"):
         discriminator = PatchDiscriminator(channels=channels, layers=layers)
-    initialise(discriminator, _rule, device=device, dtype=torch.float32, seed=seed)
+    rule = kernel_rule(lambda _: Fill(kind="normal", scale=0.02))
+    initialise(discriminator, rule, device=device, dtype=torch.float32, seed=seed)
     return discriminator.train()
-
-
-def _rule(name: str, parameter: nn.Parameter) -> Fill:
-    """Return normals of standard deviation 0.02 for kernels, as in the paper; norms one, biases zero."""
-    if parameter.dim() >= 2:
-        return Fill(kind="normal", scale=0.02)
-    return ONES if name.endswith("weight") else ZEROS

@@ -15,10 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
-from cascade_train.models.formats.weights import set_tensor
-from cascade_train.models.formats.weights_keys import Stored, compare_keys
-from cascade_train.models.formats.weights_source import find_weight_files
-from cascade_train.models.formats.weights_tensors import StoredTensors
+from cascade_train.models.formats.weights import open_weights, set_tensor
+from cascade_train.models.formats.weights_tensors import compare_keys
 
 IMAGENET = "imagenet"
 """In the place of a path: torchvision's own values, trained on ImageNet, which it downloads."""
@@ -101,8 +99,8 @@ def _read(source: str, key: str) -> Mapping[str, Tensor]:
     """Return the features' tensors by their own names, from whatever is around them."""
     if source == IMAGENET:
         return _features(_download(key))
-    with StoredTensors(find_weight_files(source, key=key, part=None), key=key) as tensors:
-        return _features({name: tensors.read(Stored(name)).clone() for name in tensors.shapes()})
+    with open_weights(source, key=key) as tensors:
+        return _features({name: tensors.read(name).clone() for name in tensors.shapes()})
 
 
 def _features(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,19 +1,34 @@
-"""How near a reconstruction comes to its original.
+"""Measures of images: against their originals (PSNR, SSIM, LPIPS), and of one set against another (FID).
 
-Shape legend: B batch, H W image size.
+Must not live here: sums over batches and ranks (engine/).
+
+Shape legend: B batch, C channels, H W image size, D features.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from cascade_train.errors import ConfigError, install_hint
+from cascade_train.models.formats.weights import copy_to, open_weights, set_tensor
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+"""Of the pictures that the network was trained on."""
+
+LAYERS = (3, 8, 15, 22, 29)
+"""The rectified layer in front of each pooling; these are compared."""
+
+
+INCEPTION_LAYER = "2048"
+"""The last pooling of Inception V3, whose 2048 features FID compares."""
 
 
 def check_installed() -> None:
@@ -80,3 +95,137 @@ class ReconstructionQuality:
         bilinear_BCHW = functional.interpolate(small_BChw, size, mode="bilinear", align_corners=False)
         beaten = {"psnr_bilinear": psnr(bilinear_BCHW, original_BCHW)}
         return measures | image_quality(image_BCHW, original_BCHW) | beaten
+
+
+class FeatureDistance:
+    """Mean squared difference of unit-length features: LPIPS (Zhang et al. 2018, eq. 1), or it with equal weights."""
+
+    def __init__(
+        self,
+        weights: str,
+        *,
+        device: torch.device,
+        linear: Sequence[Tensor] | None = None,
+        key: str = "objective.perceptual.weights",
+    ) -> None:
+        """Load the frozen network in fp32.
+
+        Args:
+            weights: a file with torchvision's names, `features.0.weight` and so on; its classifier is not read.
+            device: where it goes.
+            linear: weight of each channel of each compared layer, (C,) each; None = 1, which LPIPS does not have.
+            key: the config key that named the file.
+
+        Raises:
+            ConfigError: the file is not there, or of another network.
+        """
+        from torchvision.models.vgg import cfgs, make_layers
+
+        with torch.device("meta"):
+            features = make_layers(cfgs["D"])
+        with open_weights(weights, key=key) as tensors:
+            shapes = tensors.shapes()
+            for name, value in features.state_dict().items():
+                if shapes.get(f"features.{name}") != tuple(value.shape):
+                    raise ConfigError(
+                        f"{key}={weights}: features.{name} of VGG-16 is not there, or of another shape; give "
+                        "torchvision's vgg16-397923af.pth, or null"
+                    )
+                set_tensor(features, name, copy_to(tensors.read(f"features.{name}"), torch.float32, device))
+        self.features: nn.Sequential = features.eval().requires_grad_(requires_grad=False)
+        self._linear = None if linear is None else [each.to(device).view(1, -1, 1, 1) for each in linear]
+        self._mean, self._std = (torch.tensor(values, device=device).view(1, 3, 1, 1) for values in (MEAN, STD))
+
+    def __call__(self, image_BCHW: Tensor, original_BCHW: Tensor) -> Tensor:
+        """Return the distance (B,) fp32 of images (B, 3, H, W) in [0, 1], of at least 16 pixels a side."""
+        pairs = zip(self._layers(image_BCHW), self._layers(original_BCHW), strict=True)
+        distances = [(a - b).square() for a, b in pairs]
+        if self._linear is not None:
+            distances = [each * weight for each, weight in zip(distances, self._linear, strict=True)]
+        return torch.stack([each.sum(dim=1).mean(dim=(1, 2)) for each in distances]).sum(dim=0)
+
+    def _layers(self, image_BCHW: Tensor) -> list[Tensor]:
+        """Return features of unit length over the channels, (B, C, h, w) of each compared layer."""
+        x, found = (image_BCHW.float() - self._mean) / self._std, []
+        for number, layer in enumerate(list(self.features)[: LAYERS[-1] + 1]):
+            x = layer(x) if not isinstance(layer, nn.ReLU) else torch.relu(x)  # torchvision's would write in place
+            if number in LAYERS:
+                found.append(nn.functional.normalize(x, dim=1, eps=1e-10))
+        return found
+
+
+def load_lpips(weights: str, *, device: torch.device, key: str) -> FeatureDistance:
+    """Return LPIPS on VGG-16, version 0.1, whose trained weights of channels torchmetrics brings along.
+
+    Args:
+        weights: a file of VGG-16, see `FeatureDistance`.
+        device: where it goes.
+        key: the config key that named the file.
+
+    Raises:
+        ConfigError: torchmetrics is not installed, or the file is not there, or of another network.
+    """
+    check_installed()
+    spec = find_spec("torchmetrics")
+    if spec is None or spec.origin is None:
+        raise AssertionError("torchmetrics is installed")
+    file = str(Path(spec.origin).parent / "functional" / "image" / "lpips_models" / "vgg.pth")
+    with open_weights(file, key=key) as tensors:
+        names = [f"lin{number}.model.1.weight" for number in range(len(LAYERS))]
+        linear = [copy_to(tensors.read(name), torch.float32, device).flatten() for name in names]
+    return FeatureDistance(weights, device=device, linear=linear, key=key)
+
+
+def load_inception(weights: str, *, device: torch.device, key: str) -> Callable[[Tensor], Tensor]:
+    """Return the features of FID's Inception V3: (B, 3, H, W) float, counted within [0, 1], to (B, 2048) fp32.
+
+    Pictures are rounded to bytes and brought to 299 x 299 as in the first implementation (Heusel et al. 2017).
+
+    Args:
+        weights: a file with torch-fidelity's names, which are pytorch-fid's.
+        device: where it goes.
+        key: the config key that named the file.
+
+    Raises:
+        ConfigError: torch-fidelity is not installed, or the file is not there, or of another network.
+    """
+    if find_spec("torch_fidelity") is None:
+        raise ConfigError(
+            f"{key} is measured by the library torch-fidelity, which is not installed. {install_hint('metrics')}."
+        )
+    from torch_fidelity import FeatureExtractorInceptionV3
+
+    with open_weights(weights, key=key) as tensors:
+        state = {name: tensors.read(name) for name in tensors.shapes()}
+    with tempfile.TemporaryDirectory() as folder:  # the library unpickles whatever it is given: a copy is harmless
+        torch.save(state, Path(folder) / "inception.pth")
+        try:
+            module = FeatureExtractorInceptionV3("fid", [INCEPTION_LAYER], str(Path(folder) / "inception.pth"))
+        except RuntimeError as error:
+            raise ConfigError(
+                f"{key}={weights}: is not FID's Inception V3; give torch-fidelity's "
+                "weights-inception-2015-12-05-6726825d.pth, or null"
+            ) from error
+    module.to(device)
+
+    @torch.no_grad()
+    def features(image_BCHW: Tensor) -> Tensor:
+        pixels_BCHW = (image_BCHW.float().clamp(0, 1) * 255).round().to(torch.uint8)
+        features_BD: Tensor = module(pixels_BCHW)[0]
+        return features_BD
+
+    return features
+
+
+def frechet_distance(
+    mean_D: Tensor, covariance_DD: Tensor, other_mean_D: Tensor, other_covariance_DD: Tensor
+) -> Tensor:
+    """Return the squared Fréchet distance of two normal distributions, () of their dtype (Heusel et al. 2017, eq. 6).
+
+    The trace of the root of the covariances' product is that of a symmetric matrix with the same eigenvalues.
+    """
+    values_D, vectors_DD = torch.linalg.eigh(covariance_DD)
+    root_DD = (vectors_DD * values_D.clamp(min=0).sqrt()) @ vectors_DD.T
+    mixed_D = torch.linalg.eigvalsh(root_DD @ other_covariance_DD @ root_DD)
+    spread = covariance_DD.trace() + other_covariance_DD.trace() - 2 * mixed_D.clamp(min=0).sqrt().sum()
+    return (mean_D - other_mean_D).square().sum() + spread

@@ -1,7 +1,7 @@
 """Initial weights as a pure function of (seed, parameter name), drawn on the host.
 
-Lives here: what a fill is, the original's rule for the denoising networks, a rule for frozen towers, and giving memory
-to a module that was made on the meta device. Must not live here: loading of stored weights (formats/weights.py).
+Lives here: the contract of initial values, fills, and the rules that choose them. Must not live here: stored weights
+(formats/weights.py).
 
 Every parameter has its own generator, so order of creation, rank and device do not change a value. Numbers are drawn
 in fp32 in chunks of fixed size and rounded to the parameter's dtype.
@@ -9,10 +9,11 @@ in fp32 in chunks of fixed size and rounded to the parameter's dtype.
 
 from __future__ import annotations
 
+import abc
 import hashlib
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
@@ -20,13 +21,29 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from cascade_train.models.initial_values import FirstValues, Shares
+Shares = Mapping[str, tuple[Tensor, int]]
+"""Memory by parameter name: rows of the parameter (its first dimension), and the number of the first of them."""
 
 CHUNK = 1 << 18
 """Elements drawn at once (1 MiB of fp32, which stays in cache); part of the definition of every draw."""
 
 FROZEN_SEED = 0
 """Seed of frozen towers without stored weights: they are part of the model, not of the run."""
+
+
+class InitialValues(abc.ABC):
+    """What fills a network that was made on the meta device, however its parameters are split over processes.
+
+    Made of the whole network while its names and shapes are plain, which is when mistakes are found; nothing is read
+    or drawn before `fill`.
+    """
+
+    @abc.abstractmethod
+    def fill(self, shares: Shares) -> None:
+        """Write undefined memory of any dtype and device, by the network's own names, one share after the other.
+
+        The values do not depend on how the parameters are split.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +78,7 @@ def fill_(parameter: Tensor, fill: Fill, seed: int, name: str) -> None:
 
 @torch.no_grad()
 def fill_part_(part: Tensor, fill: Fill, seed: int, name: str, *, begin: int, total: int) -> None:
-    """Fill `part` in place as that part of a parameter of `total` elements whose first element is number `begin`.
+    """Fill `part` in place: the elements from number `begin` of a parameter of `total` elements.
 
     All chunks up to the part's end are drawn, since a generator cannot skip; those before it are dropped.
     """
@@ -111,14 +128,8 @@ def initialise(module: nn.Module, rule: Rule, *, device: torch.device, dtype: to
     DrawnValues(module, rule, seed=seed).fill({name: (p, 0) for name, p in module.named_parameters()})
 
 
-class DrawnValues(FirstValues):
-    """The first values of an untrained network.
-
-    Args:
-        module: whose parameters are meant, whole, on the meta device or not.
-        rule: how each is filled.
-        seed: the run's seed.
-    """
+class DrawnValues(InitialValues):
+    """The values of an untrained module, which may lie on the meta device: each parameter by `rule`."""
 
     def __init__(self, module: nn.Module, rule: Rule, *, seed: int) -> None:
         self._fills = {name: (rule(name, p), p.numel(), p[0].numel()) for name, p in module.named_parameters()}
@@ -136,11 +147,15 @@ class DrawnValues(FirstValues):
         fill_part_(rows, fill, self._seed, name, begin=first * row, total=total)
 
 
+def fan_in(weight: Tensor) -> int:
+    """Return how many inputs each output of a weight (out, in, *kernel) sums."""
+    return math.prod(weight.shape[1:])
+
+
 def xavier(parameter: Tensor, gain: float = 1.0) -> Fill:
     """Return Xavier's uniform fill of a linear or convolution weight (out, in, *kernel); Glorot and Bengio eq. 16."""
-    receptive = math.prod(parameter.shape[2:])
-    fan_out, fan_in = parameter.shape[0] * receptive, parameter.shape[1] * receptive
-    return Fill(kind="uniform", scale=gain * math.sqrt(6.0 / (fan_in + fan_out)))
+    fans = fan_in(parameter) + parameter.shape[0] * math.prod(parameter.shape[2:])
+    return Fill(kind="uniform", scale=gain * math.sqrt(6.0 / fans))
 
 
 def unet_rule(residual_blocks: int) -> Rule:
@@ -184,6 +199,27 @@ def _strided_transposed(out_channels: int) -> Fill:
     return Fill(kind="uniform", scale=1.0 / math.sqrt(4 * out_channels))
 
 
+def kernel_rule(kernel: Callable[[Tensor], Fill]) -> Rule:
+    """Return a rule that fills weights of two or more dimensions by `kernel`; norms are one, biases zero."""
+
+    def rule(name: str, parameter: nn.Parameter) -> Fill:
+        if parameter.dim() >= 2:
+            return kernel(parameter)
+        return ONES if name.endswith("weight") else ZEROS
+
+    return rule
+
+
+def convolution_rule(gain: float) -> Rule:
+    """Return the fill of a convolutional network: N(0, gain^2 / fan_in), norms one, biases zero."""
+    return kernel_rule(lambda weight: Fill(kind="normal", scale=gain / math.sqrt(fan_in(weight))))
+
+
+def torch_uniform(weight: Tensor) -> Fill:
+    """Return torch's own fill of a convolution or linear layer."""
+    return Fill(kind="uniform", scale=1.0 / math.sqrt(fan_in(weight)))
+
+
 def tower_rule(name: str, parameter: nn.Parameter) -> Fill:
     """Return the fill of a frozen tower without stored weights: every layer keeps the scale of its input.
 
@@ -193,17 +229,4 @@ def tower_rule(name: str, parameter: nn.Parameter) -> Fill:
         return Fill(kind="normal", scale=1.0)
     if name.endswith(("position_embedding.weight", "class_embedding")):
         return Fill(kind="normal", scale=0.1)
-    if parameter.dim() >= 2:
-        return Fill(kind="normal", scale=1.0 / math.sqrt(math.prod(parameter.shape[1:])))
-    return ONES if name.endswith("weight") else ZEROS
-
-
-def convolution_rule(gain: float) -> Rule:
-    """Return the fill of a frozen convolutional network: N(0, gain^2 / fan_in), norms one, biases zero."""
-
-    def rule(name: str, parameter: nn.Parameter) -> Fill:
-        if parameter.dim() >= 2:
-            return Fill(kind="normal", scale=gain / math.sqrt(math.prod(parameter.shape[1:])))
-        return ONES if name.endswith("weight") else ZEROS
-
-    return rule
+    return convolution_rule(1.0)(name, parameter)

@@ -1,7 +1,7 @@
-"""Low-rank adapters by peft: which modules get them, their first values, loading and merging.
+"""Low-rank adapters by peft: which modules get them, their initial values, and merging.
 
-Lives here: everything about adapters on a network in memory. Must not live here: writing files (formats/export.py), and
-what trains or when (tasks/).
+Lives here: everything about adapters in memory. Must not live here: files (formats/lora_files.py), and what trains or
+when (tasks/).
 
 An adapted layer computes W x + (alpha / rank) B A x (Hu et al. 2021, equation 3). One of A and B is drawn and the other
 zero, see `Init`. The original adapts q, k and v jointly (Stable Cascade, modules/lora.py).
@@ -10,10 +10,9 @@ zero, see `Init`. The original adapts q, k and v jointly (Stable Cascade, module
 from __future__ import annotations
 
 import difflib
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -22,9 +21,8 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
-from cascade_train.models.formats.weights_keys import recognise_size
-from cascade_train.models.initial_values import FirstValues, Shares
-from cascade_train.models.initialize import ZEROS, Fill, fill_
+from cascade_train.models.formats.weights_tensors import recognise_size
+from cascade_train.models.initialize import ZEROS, Fill, InitialValues, Shares, fill_, torch_uniform
 
 ADAPTER = "default"
 """peft's name of the one adapter that a network carries."""
@@ -63,6 +61,41 @@ class LoraSpec:
     targets: tuple[str, ...]
     base_size: str | None
     dora: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedTokens:
+    """Rows of the text encoder's vocabulary that were trained.
+
+    Attributes:
+        strings: the tokens as they are typed or as the vocabulary spells them, in order.
+        ids: their places in the vocabulary.
+        is_new: whether each was added to the vocabulary.
+        rows: (N, D) fp32, the whole rows after training, not differences.
+    """
+
+    strings: tuple[str, ...]
+    ids: tuple[int, ...]
+    is_new: tuple[bool, ...]
+    rows: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredLora:
+    """Adapters with their values on the host, as files hold them.
+
+    Attributes:
+        spec: what the adapters of the network are.
+        state: `<module>.lora_A.weight` and `.lora_B.weight`, with DoRA also `.lora_magnitude_vector.weight`,
+            by the network's module names.
+        text_encoder: the same of the text encoder's modules, of equal rank and alpha; empty = none.
+        tokens: trained vocabulary rows; None = none.
+    """
+
+    spec: LoraSpec
+    state: Mapping[str, Tensor]
+    text_encoder: Mapping[str, Tensor] = field(default_factory=dict)
+    tokens: TrainedTokens | None = None
 
 
 def inject_lora(
@@ -120,7 +153,7 @@ def _first_fills(init: Init, down: Tensor) -> tuple[Fill, Fill]:
     """Return how A (r, in, *kernel) and B begin; their product is zero."""
     if init == "original":
         return ZEROS, Fill(kind="normal", scale=1.0)
-    return Fill(kind="uniform", scale=1.0 / math.sqrt(math.prod(down.shape[1:]))), ZEROS
+    return torch_uniform(down), ZEROS
 
 
 def split_magnitudes(shares: Shares) -> tuple[dict[str, tuple[Tensor, int]], dict[str, tuple[Tensor, int]]]:
@@ -129,7 +162,7 @@ def split_magnitudes(shares: Shares) -> tuple[dict[str, tuple[Tensor, int]], dic
     return magnitudes, {name: share for name, share in shares.items() if name not in magnitudes}
 
 
-def begin_magnitudes(network: nn.Module, values: FirstValues, shares: Shares) -> None:
+def begin_magnitudes(network: nn.Module, values: InitialValues, shares: Shares) -> None:
     """Let magnitudes begin as the lengths of their base's rows, with one whole base weight at a time in memory.
 
     Args:
@@ -256,6 +289,11 @@ def output_norms(weight: Tensor) -> Tensor:
     return weight.detach().float().flatten(1).norm(dim=1)
 
 
+def magnitude_factor(magnitude: Tensor, weight: Tensor) -> Tensor:
+    """Return what gives each output of a weight (out, ...) its magnitude, of as many dimensions as the weight."""
+    return (magnitude.flatten() / output_norms(weight)).view(-1, *[1] * (weight.ndim - 1))
+
+
 def adapted_layers(network: nn.Module) -> Iterator[tuple[str, LoraLayer]]:
     """Yield (name, layer) of the adapted modules, in the network's order."""
     for name, module in network.named_modules():
@@ -290,6 +328,11 @@ def adapter_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name.replace(f".{ADAPTER}.", "."): value.clone() for name, value in state.items() if ".lora_" in name}
 
 
+def adapted_modules(state: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of the modules that a state by plain names adapts, in order."""
+    return list(dict.fromkeys(name.rsplit(".lora_", 1)[0] for name in state))
+
+
 def lora_spec(network: nn.Module) -> LoraSpec:
     """Return what the adapters of `network` are.
 
@@ -321,8 +364,7 @@ def merge_lora(network: nn.Module) -> None:
         base = layer.get_base_layer()
         merged = base.weight.float() + layer.get_delta_weight(ADAPTER).float()
         if ADAPTER in layer.lora_magnitude_vector:
-            factor = _magnitude(layer).flatten() / output_norms(merged)
-            merged = merged * factor.view(-1, *[1] * (merged.ndim - 1))
+            merged = merged * magnitude_factor(_magnitude(layer), merged)
         base.weight.copy_(merged)
         network.set_submodule(name, base)
     if hasattr(network, "peft_config"):

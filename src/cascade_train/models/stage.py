@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from cascade_train.batch import Batch
-from cascade_train.models.initial_values import Shares
+from cascade_train.models.initialize import Shares
 
 Conditions = dict[str, Tensor]
 """Keyword arguments of the network beside the noised latent and the timestep ratio."""

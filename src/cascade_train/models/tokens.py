@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from cascade_train.errors import ConfigError
-from cascade_train.models.formats.lora_files_content import TrainedTokens
+from cascade_train.models.lora import TrainedTokens
 from cascade_train.models.text_encoder import TextEncoder
 
 log = logging.getLogger(__name__)

@@ -21,8 +21,8 @@ from cascade_train.errors import ConfigError
 from cascade_train.models.cascade_unet_config import CascadeUNetConfig
 from cascade_train.models.denoising_stage import DenoisingStage
 from cascade_train.models.formats.export import network_config
-from cascade_train.models.formats.export_formats import stored_size
 from cascade_train.models.formats.lora_files import adapter_size, holds_lora
+from cascade_train.models.formats.weights import stored_size
 from cascade_train.models.formats.weights_source import NETWORK_PARTS
 
 PARTS = ("lora", *NETWORK_PARTS, "export")

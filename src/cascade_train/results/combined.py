@@ -1,4 +1,4 @@
-"""One folder for diffusers' combined pipeline, of trained stages; its content: models/formats/export_combined.py."""
+"""One folder for diffusers' combined pipeline, of trained stages; its content: models/formats/export_pipelines.py."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from cascade_train.diffusion.target import EpsilonTarget
 from cascade_train.distributed.process_group import process_group
 from cascade_train.errors import ConfigError
 from cascade_train.models.denoising_stage import DenoisingStage
-from cascade_train.models.formats.export import Exported, build_plain_network, network_config, prior_parts
-from cascade_train.models.formats.export_combined import save_combined
-from cascade_train.models.formats.export_decoder import decoder_parts
-from cascade_train.models.formats.export_formats import DTYPES, load_state
+from cascade_train.models.formats.export import DTYPES, Exported, build_plain_network, network_config
+from cascade_train.models.formats.export_pipelines import decoder_parts, prior_parts, save_combined
+from cascade_train.models.formats.weights import load_state
 from cascade_train.models.latent_codec import VQGAN
 from cascade_train.models.stage_b import StageB
 from cascade_train.models.stage_c import StageC

@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from cascade_train.config.published import published_config
 from cascade_train.config.saved import export_folder, load_saved_config
 from cascade_train.errors import ConfigError
-from cascade_train.models.formats.export_formats import stored_size
+from cascade_train.models.formats.weights import stored_size
 from cascade_train.models.formats.weights_source import is_hub_id, is_packaged
 from cascade_train.results.architecture import run_of
 

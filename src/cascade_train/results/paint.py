@@ -26,7 +26,7 @@ from cascade_train.distributed.process_group import World
 from cascade_train.engine.sampling import to_images
 from cascade_train.errors import ConfigError
 from cascade_train.models.denoising_stage import DenoisingStage
-from cascade_train.models.formats.export import resolution_multiple
+from cascade_train.models.formats.export_pipelines import resolution_multiple
 from cascade_train.models.semantic_compressor import SemanticCompressor
 from cascade_train.models.stage import Stage
 from cascade_train.models.stage_b import StageB

@@ -31,7 +31,7 @@ from cascade_train.models.controlnet import (
 from cascade_train.models.efficientnet import load_features
 from cascade_train.models.formats.controlnet_files import StoredControl, read_control, save_control
 from cascade_train.models.formats.export import network_config
-from cascade_train.models.formats.weights_keys import recognise_size
+from cascade_train.models.formats.weights_tensors import recognise_size
 from cascade_train.models.stage import Stage
 from cascade_train.models.stage_c import StageC
 from cascade_train.options import File

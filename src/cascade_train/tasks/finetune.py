@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cascade_train.diffusion.objective import Objective
-from cascade_train.models.formats.export import prior_parts, save_prior
+from cascade_train.models.formats.export_pipelines import prior_parts, save_prior
 from cascade_train.models.formats.weights import read_network
 from cascade_train.models.stage import Stage
 from cascade_train.models.stage_c import StageC

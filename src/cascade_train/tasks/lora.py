@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from cascade_train.diffusion.objective import Objective
 from cascade_train.errors import ConfigError
-from cascade_train.models.formats.export import network_config, save_lora
+from cascade_train.models.formats.export import network_config
+from cascade_train.models.formats.export_lora import save_lora
 from cascade_train.models.formats.lora_files import fill_adapters, refill_lora
 from cascade_train.models.lora import (
     LoraSpec,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
 from cascade_train.batch import Batch
-from cascade_train.models.formats.export_part import save_part
+from cascade_train.models.formats.export import save_part
 from cascade_train.models.image_quality import image_quality
 from cascade_train.models.stage import Stage
 from cascade_train.models.stage_c import StageC

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from cascade_train.diffusion.objective import Objective
 from cascade_train.errors import ConfigError
-from cascade_train.models.formats.export_decoder import decoder_parts, save_decoder
-from cascade_train.models.formats.export_part import save_part
+from cascade_train.models.formats.export import save_part
+from cascade_train.models.formats.export_pipelines import decoder_parts, save_decoder
 from cascade_train.models.formats.weights import load_module
 from cascade_train.models.stage import Stage
 from cascade_train.models.stage_b import StageB

@@ -19,14 +19,12 @@ from torch import Tensor
 
 from cascade_train.batch import Batch
 from cascade_train.diffusion.checks import check_within
-from cascade_train.models.codebook import count_codes, revive, unused_since
 from cascade_train.models.discriminator import PatchDiscriminator, build_discriminator
-from cascade_train.models.formats.export import Exported
-from cascade_train.models.formats.export_vqgan import save_original, save_vqgan
-from cascade_train.models.image_quality import image_quality
-from cascade_train.models.perceptual import FeatureDistance
+from cascade_train.models.formats.export import Exported, save_original_vqgan, save_vqgan
+from cascade_train.models.image_quality import FeatureDistance, image_quality
 from cascade_train.models.stage import Stage
 from cascade_train.models.stage_a import StageA
+from cascade_train.models.vq_network import count_codes, revive, unused_since
 from cascade_train.options import File
 from cascade_train.tasks.base import Draws, Export, Phase, SampleSettings, StepOutput, Task, weighted
 from cascade_train.tasks.pictures import PictureObjective, PictureTask, PreparedPictures, RoundTrip
@@ -325,7 +323,7 @@ class Autoencoding(PictureTask):
 
     def exports(self) -> Mapping[str, Export]:
         """Return `vqgan`, a folder that diffusers loads, and `stage_a`, the original's file."""
-        savers = {"vqgan": save_vqgan, "stage_a": save_original}
+        savers = {"vqgan": save_vqgan, "stage_a": save_original_vqgan}
         return {n: Export(module=self.stage.network, write=partial(self._write, save)) for n, save in savers.items()}
 
     def _write(self, save: Any, state: Mapping[str, Tensor], directory: Path) -> float:

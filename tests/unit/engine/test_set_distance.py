@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from cascade_train.engine.set_distance import SetDistance
-from cascade_train.models.frechet import frechet_distance
+from cascade_train.models.image_quality import frechet_distance
 
 
 def features(image_BCHW: Tensor) -> Tensor:

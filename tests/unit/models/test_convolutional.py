@@ -8,7 +8,7 @@ import torch
 
 from cascade_train.errors import ConfigError
 from cascade_train.models.convolutional import ConvolutionalCompressor, ConvolutionalPreviewer
-from cascade_train.models.formats.export_part import save_part
+from cascade_train.models.formats.export import save_part
 
 CPU = torch.device("cpu")
 PARTS = {"semantic_compressor": ConvolutionalCompressor, "previewer": ConvolutionalPreviewer}

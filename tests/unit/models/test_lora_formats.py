@@ -17,7 +17,8 @@ from torch import Tensor
 
 from cascade_train.errors import ConfigError
 from cascade_train.models.cascade_unet import CascadeUNet
-from cascade_train.models.formats.export import build_plain_network, fixed_prediction, lora_error
+from cascade_train.models.formats.export import build_plain_network, fixed_prediction
+from cascade_train.models.formats.export_lora import lora_error
 from cascade_train.models.formats.lora_files import (
     load_lora,
     module_shapes,
@@ -26,10 +27,17 @@ from cascade_train.models.formats.lora_files import (
     write_peft_folder,
     write_single_file,
 )
-from cascade_train.models.formats.lora_files_content import StoredLora, TrainedTokens
 from cascade_train.models.formats.lora_files_keyed import write_keyed, write_token_files
 from cascade_train.models.formats.lora_files_original import original_places, write_original
-from cascade_train.models.lora import ADAPTER, adapted_layers, adapter_state, inject_lora, lora_spec
+from cascade_train.models.lora import (
+    ADAPTER,
+    StoredLora,
+    TrainedTokens,
+    adapted_layers,
+    adapter_state,
+    inject_lora,
+    lora_spec,
+)
 from tests.unit.models.networks import empty_network, small_network
 
 TOKENS = TrainedTokens(strings=("[fernando]",), ids=(49408,), is_new=(True,), rows=torch.linspace(0, 1, 24)[None])

@@ -13,7 +13,7 @@ from diffusers import StableCascadeDecoderPipeline
 from cascade_train.errors import ConfigError
 from cascade_train.models.convolutional import ConvolutionalCompressor
 from cascade_train.models.formats.export import build_plain_network
-from cascade_train.models.formats.export_decoder import DecoderParts, decoder_parts, save_decoder
+from cascade_train.models.formats.export_pipelines import DecoderParts, decoder_parts, save_decoder
 from cascade_train.models.formats.weights import load_network
 from cascade_train.models.initialize import Fill, fill_
 from cascade_train.models.latent_codec import VQGAN

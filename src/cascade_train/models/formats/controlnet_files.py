@@ -13,14 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from cascade_train.errors import ConfigError
 from cascade_train.models.controlnet import ControlNetwork, ControlSpec
 from cascade_train.models.formats.export import Exported, check_equal_tensors, checked_error, replaced_directory
-from cascade_train.models.formats.lora_files_content import header_checked
-from cascade_train.models.formats.tensor_file import write_tensors
+from cascade_train.models.formats.tensor_file import header_checked, read_tensors, write_tensors
 from cascade_train.models.formats.weights_source import find_part, find_weight_files
 
 FORMAT = "cascade_train.controlnet/1"
@@ -70,7 +68,7 @@ def read_control(source: str, *, key: str, blocks: Sequence[int] | None = None) 
         ConfigError: nothing there, no control network, or one that controls other blocks or does not say which.
     """
     origin = f"{key}={source}"
-    header, tensors = _read(_find(source, key), key)
+    header, tensors = read_tensors(_find(source, key), key, what="control network")
     bottleneck = next((name for tensor, name in _TELLING.items() if tensor in tensors), None)
     outer = [name for name in tensors if name.startswith("projections.") and name.endswith(".2.weight")]
     if bottleneck is None or not outer:
@@ -109,15 +107,6 @@ def _find(source: str, key: str) -> Path:
     if not (folder / FILE_NAME).is_file():
         raise ConfigError(f"{key}={source}: no {FILE_NAME} in {folder}; name a run of task=controlnet, or a file")
     return folder / FILE_NAME
-
-
-def _read(path: Path, key: str) -> tuple[dict[str, str], dict[str, Tensor]]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - not a mapping
-            return file.metadata() or {}, tensors
-    except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{key}={path}: is no readable control network ({error}); copy it again") from error
 
 
 def _blocks(header: Mapping[str, str], given: Sequence[int] | None, count: int, holds: str) -> tuple[int, ...]:

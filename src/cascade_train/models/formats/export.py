@@ -1,40 +1,36 @@
-"""Weights out: folders and files that other programs load, each read back and compared before it counts.
+"""Weights out: files and folders that other programs load, each read back and compared before it counts.
 
-Lives here: what a run leaves in `export/`. Takes plain state dicts, gathered from their shards by the caller, on one
-process. Must not live here: checkpoints for resuming (engine/), formats of adapters (formats/lora_files.py).
+Lives here: how a result takes its place, the comparison, and single modules: a denoising network, Stage A, a frozen
+part. Takes plain state dicts, gathered from their shards by the caller, on one process. Must not live here: pipelines
+(export_pipelines.py), adapters (export_lora.py), control networks (controlnet_files.py), checkpoints (engine/).
 """
 
 from __future__ import annotations
 
-import copy
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import DDPMWuerstchenScheduler, StableCascadePriorPipeline, StableCascadeUNet
+from diffusers import StableCascadeUNet
+from diffusers.pipelines.deprecated.wuerstchen.modeling_paella_vq_model import PaellaVQModel
 from diffusers.utils import logging as diffusers_logging
 from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import CLIPImageProcessor
 from transformers.utils import logging as transformers_logging
 
 from cascade_train.errors import RunError, unwritten
 from cascade_train.files.durable import replacing
-from cascade_train.models.formats.lora_files import (
-    SINGLE_FILE,
-    module_shapes,
-    read_lora,
-    write_peft_folder,
-    write_single_file,
-)
-from cascade_train.models.formats.lora_files_content import StoredLora, TrainedTokens
-from cascade_train.models.lora import LoraSpec
-from cascade_train.models.semantic_compressor import EfficientNetCompressor
-from cascade_train.models.stage_c import StageC
+from cascade_train.models.formats.weights import open_weights, replace_prefix
+from cascade_train.models.formats.weights_tensors import map_keys, original_layout
+from cascade_train.models.latent_codec import ORIGINAL_NAMES
+
+NETWORK_FORMATS = ("diffusers", "original")
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 ROUNDINGS = 32
 """Largest allowed difference of outputs relative to the largest, in machine epsilons of the written dtype.
@@ -42,31 +38,15 @@ ROUNDINGS = 32
 The tensors themselves must come back bit for bit; kernels may round otherwise where memory is aligned otherwise.
 """
 
-PUBLISHED_RESOLUTION_MULTIPLE = 42.67
-"""Pixels of the finished picture per latent position where Stage B decodes 24 x 24 to 1024 x 1024 pixels."""
-
 NO_ROOM = "Free space there, or give another folder; what was there before is as it was."
 
+STAGE_A_FILE = "stage_a.safetensors"
+"""The original's name of Stage A's file."""
 
-@dataclass(frozen=True, kw_only=True)
-class PriorParts:
-    """What a prior pipeline consists of, beside the weights of its network.
+PART_FILE = "model.safetensors"
+"""What is looked for in the folder of a part."""
 
-    Attributes:
-        network_config: the network's diffusers config.
-        text_encoder: the frozen `CLIPTextModelWithProjection`.
-        tokenizer: its `CLIPTokenizer`.
-        max_tokens: length to which captions are cut and padded.
-        resolution_multiple: pixels of the finished picture per latent position.
-        image_encoder: the frozen `CLIPVisionModelWithProjection`; None = no image prompts.
-    """
-
-    network_config: Mapping[str, Any]
-    text_encoder: nn.Module
-    tokenizer: Any
-    max_tokens: int
-    resolution_multiple: float
-    image_encoder: nn.Module | None = None
+_PROBE_PX = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +54,7 @@ class Exported:
     """A finished export.
 
     Attributes:
-        path: the folder.
+        path: the folder or file.
         max_error: largest difference on the fixed input between the weights given and the weights read back,
             relative to the largest output.
     """
@@ -83,154 +63,9 @@ class Exported:
     max_error: float
 
 
-def prior_parts(stage: StageC) -> PriorParts:
-    """Return what a built Stage C gives to a prior pipeline; builds what a cache had made needless."""
-    stage.complete()
-    return PriorParts(
-        network_config=network_config(stage.network),
-        text_encoder=stage.text_encoder.module,
-        tokenizer=stage.text_encoder.tokenizer,
-        max_tokens=stage.text_encoder.max_tokens,
-        resolution_multiple=resolution_multiple(stage),
-        image_encoder=None if stage.image_encoder is None else stage.image_encoder.module,
-    )
-
-
-def resolution_multiple(stage: StageC) -> float:
-    """Return the pixels of the finished picture for each of Stage C's latent positions: the compression."""
-    compressor = stage.semantic_compressor
-    return PUBLISHED_RESOLUTION_MULTIPLE if isinstance(compressor, EfficientNetCompressor) else float(compressor.stride)
-
-
 def network_config(network: nn.Module) -> dict[str, Any]:
     """Return the diffusers config of a denoising network."""
     return dict(network.config)
-
-
-def save_prior(state: Mapping[str, Tensor], parts: PriorParts, directory: Path) -> Exported:
-    """Write a folder that `StableCascadePriorPipeline.from_pretrained` loads, replacing `directory` at once.
-
-    The pipeline's scheduler is the cosine schedule with epsilon prediction; a network trained for another objective
-    loads, but that scheduler does not fit it.
-
-    Args:
-        state: the network's whole state dict with diffusers' keys, on the host, in the dtype to be written.
-        parts: the rest of the pipeline.
-        directory: appears when all is written and verified.
-
-    Raises:
-        RunError: what was read back differs; `directory` is as it was.
-    """
-    network = build_plain_network(parts.network_config, state)
-    with replaced_directory(directory) as partial, quiet():
-        prior_pipeline(network, parts).save_pretrained(partial)
-        error = read_back_error(network, partial / "prior", directory)
-    return Exported(path=directory, max_error=error)
-
-
-def prior_pipeline(network: StableCascadeUNet, parts: PriorParts) -> StableCascadePriorPipeline:
-    """Return the pipeline around a network, its towers copied to the host in the network's dtype."""
-    return StableCascadePriorPipeline(
-        tokenizer=tokenizer_of_length(parts.tokenizer, parts.max_tokens),
-        text_encoder=copy_on_host(parts.text_encoder, network.dtype),
-        prior=network,
-        scheduler=DDPMWuerstchenScheduler(),
-        resolution_multiple=parts.resolution_multiple,
-        image_encoder=None if parts.image_encoder is None else copy_on_host(parts.image_encoder, network.dtype),
-        feature_extractor=_image_processor(parts.image_encoder),
-    )
-
-
-def read_back_error(network: StableCascadeUNet, written: Path, directory: Path) -> float:
-    """Load what was written of a network, compare it, and return the relative difference of a fixed prediction.
-
-    Args:
-        network: what was written.
-        written: the folder that holds it.
-        directory: what the export is called, for messages.
-
-    Raises:
-        RunError: tensors or predictions differ.
-    """
-    loaded = StableCascadeUNet.from_pretrained(written, torch_dtype=network.dtype)
-    check_equal_tensors(network.state_dict(), loaded.state_dict(), directory)
-    expected, found = (fixed_prediction(each) for each in (network, loaded))
-    return checked_error(expected, found, network.dtype, directory)
-
-
-def save_lora(
-    state: Mapping[str, Tensor],
-    spec: LoraSpec,
-    network_config: Mapping[str, Any],
-    directory: Path,
-    metadata: Mapping[str, str],
-    *,
-    text_encoder: Mapping[str, Tensor] | None = None,
-    tokens: TrainedTokens | None = None,
-) -> Exported:
-    """Write adapters as peft's folder and as one file with metadata, replacing `directory` at once.
-
-    Both are read back for a network without weights, and each adapted layer's contribution is compared.
-
-    Args:
-        state: the adapters by plain names on the host, see `lora.adapter_state`.
-        spec: what they are.
-        network_config: the base network's diffusers config.
-        directory: appears when all is written and verified.
-        metadata: further facts for the single file's header.
-        text_encoder: adapters of the text encoder, likewise; None = none.
-        tokens: trained vocabulary rows; None = none.
-
-    Raises:
-        RunError: what was read back differs; `directory` is as it was.
-    """
-    lora = StoredLora(spec=spec, state=state, text_encoder=text_encoder or {}, tokens=tokens)
-    modules = module_shapes(build_plain_network(network_config, None))
-    with replaced_directory(directory) as partial:
-        write_peft_folder(partial, lora)
-        write_single_file(partial / SINGLE_FILE, lora, metadata)
-        sources = (partial, partial / SINGLE_FILE)
-        error = max(
-            lora_error(lora, read_lora(str(each), key="export", modules=modules), directory) for each in sources
-        )
-    return Exported(path=directory, max_error=error)
-
-
-def lora_error(expected: StoredLora, found: StoredLora, path: Path) -> float:
-    """Return the largest difference of two files' contributions to a fixed input, relative to the largest.
-
-    Compares every adapted layer of network and text encoder, DoRA's magnitudes, and the trained tokens.
-
-    Raises:
-        RunError: more than rounding.
-    """
-    if (expected.tokens is None) != (found.tokens is None):
-        raise RunError(f"{path}: trained tokens read back differently from what was written; nothing was kept")
-    pairs = [(_outputs(expected.state, expected.spec), _outputs(found.state, found.spec))]
-    pairs.append((_outputs(expected.text_encoder, expected.spec), _outputs(found.text_encoder, found.spec)))
-    if expected.tokens is not None and found.tokens is not None:
-        pairs.append(
-            (
-                dict(zip(expected.tokens.strings, expected.tokens.rows, strict=True)),
-                dict(zip(found.tokens.strings, found.tokens.rows, strict=True)),
-            )
-        )
-    errors = [0.0]
-    for wanted, got in pairs:
-        if wanted.keys() - got.keys() or any(bool(got[name].any()) for name in got.keys() - wanted.keys()):
-            raise RunError(f"{path}: other modules are adapted than were written; nothing was kept")
-        if wanted:
-            a, b = (torch.cat([each[name].float().flatten() for name in wanted]) for each in (wanted, got))
-            errors.append(checked_error(a, b, torch.float32, path))
-    return max(errors)
-
-
-def _outputs(state: Mapping[str, Tensor], spec: LoraSpec) -> dict[str, Tensor]:
-    """Return (alpha / rank) B A x of each adapted module for a fixed x, and the magnitudes, by name."""
-    outputs = {n: v for n, v in state.items() if ".lora_magnitude_vector." in n}
-    for name in dict.fromkeys(key.rsplit(".lora_", 1)[0] for key in state):
-        outputs[name] = fixed_contribution(state, name, spec)
-    return outputs
 
 
 def build_plain_network(config: Mapping[str, Any], state: Mapping[str, Tensor] | None) -> StableCascadeUNet:
@@ -240,6 +75,87 @@ def build_plain_network(config: Mapping[str, Any], state: Mapping[str, Tensor] |
     if state is not None:
         network.load_state_dict(state, strict=True, assign=True)
     return network.eval()
+
+
+def save_network(state: Mapping[str, Tensor], config: Mapping[str, Any], out: Path, *, format: str) -> Exported:
+    """Write a denoising network's weights alone, replacing `out`.
+
+    Args:
+        state: the whole state dict with diffusers' keys, on the host, in the dtype to be written.
+        config: the network's diffusers config.
+        out: a folder for "diffusers", a file that ends in `.safetensors` for "original".
+        format: one of `NETWORK_FORMATS`.
+
+    Raises:
+        RunError: what was read back differs; `out` is as it was.
+    """
+    network = build_plain_network(config, state)
+    with (replaced_directory if format == "diffusers" else replaced_file)(out) as partial:
+        if format == "diffusers":
+            network.save_pretrained(partial)
+        else:
+            save_file(original_state(state), partial, metadata={"format": "pt"})
+        with open_weights(str(partial), key="export", layout=map_keys) as tensors:  # mapped into memory, not copied
+            loaded = build_plain_network(config, {name: tensors.read(name) for name in tensors.shapes()})
+            return Exported(path=out, max_error=read_back_error(network, loaded, out))
+
+
+def original_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a network's tensors under the original's names, q, k and v in one; the others share memory."""
+    return {
+        name: (torch.cat([state[part] for part in parts]) if len(parts) > 1 else state[parts[0]]).contiguous()
+        for name, parts in original_layout(state).items()
+    }
+
+
+def save_vqgan(state: Mapping[str, Tensor], config: Mapping[str, Any], directory: Path) -> Exported:
+    """Write a folder that `PaellaVQModel.from_pretrained` loads, replacing `directory` at once.
+
+    Args:
+        state: the whole state dict with diffusers' keys, on the host.
+        config: arguments of the `PaellaVQModel`.
+        directory: appears when all is written and verified.
+
+    Raises:
+        RunError: what was read back differs; `directory` is as it was.
+    """
+    model = _plain_vqgan(config, state)
+    with replaced_directory(directory) as partial, quiet():
+        model.save_pretrained(partial)
+        loaded = PaellaVQModel.from_pretrained(partial).eval()
+        return Exported(path=directory, max_error=read_back_error(model, loaded, directory, _reconstruction))
+
+
+def save_original_vqgan(state: Mapping[str, Tensor], config: Mapping[str, Any], directory: Path) -> Exported:
+    """Write a folder with the original's single file in it, `stage_a.safetensors`; otherwise as `save_vqgan`."""
+    model = _plain_vqgan(config, state)
+    with replaced_directory(directory) as partial:
+        originals = {new: old for old, new in ORIGINAL_NAMES.items()}
+        tensors = {replace_prefix(name, originals): value.contiguous() for name, value in model.state_dict().items()}
+        save_file(tensors, partial / STAGE_A_FILE, metadata={"format": "pt"})
+        stored = load_file(partial / STAGE_A_FILE)
+        loaded = _plain_vqgan(config, {replace_prefix(n, ORIGINAL_NAMES): value for n, value in stored.items()})
+        return Exported(path=directory, max_error=read_back_error(model, loaded, directory, _reconstruction))
+
+
+def _plain_vqgan(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> PaellaVQModel:
+    with torch.device("meta"):
+        model = PaellaVQModel(**config)
+    model.load_state_dict(dict(state), strict=True, assign=True)
+    return model.requires_grad_(requires_grad=False).eval()
+
+
+def save_part(state: Mapping[str, Tensor], directory: Path) -> float:
+    """Write a frozen part's `model.safetensors` into a folder that replaces `directory` at once; return 0, its error.
+
+    Raises:
+        RunError: what was read back differs; `directory` is as it was.
+    """
+    tensors = {name: value.contiguous() for name, value in state.items()}
+    with replaced_directory(directory) as partial:
+        save_file(tensors, partial / PART_FILE, metadata={"format": "pt"})
+        check_equal_tensors(tensors, load_file(partial / PART_FILE), directory)
+    return 0.0
 
 
 @torch.no_grad()
@@ -265,17 +181,24 @@ def fixed_prediction(network: nn.Module) -> Tensor:
     return network(latent, torch.full((1,), 0.5, dtype=dtype), **conditions, return_dict=False)[0].float()
 
 
-def fixed_contribution(state: Mapping[str, Tensor], name: str, spec: LoraSpec) -> Tensor:
-    """Return (alpha / rank) B A x of one adapted module for a fixed x, flat, from plain tensors."""
-    down, up = (state[f"{name}.lora_{half}.weight"].float().flatten(1) for half in ("A", "B"))
-    return spec.alpha / spec.rank * (up @ (down @ _fixed_input(down.shape[1])))
+@torch.no_grad()
+def _reconstruction(model: nn.Module) -> Tensor:
+    return model(torch.rand(1, 3, _PROBE_PX, _PROBE_PX, generator=torch.Generator().manual_seed(0))).sample
 
 
-def _fixed_input(width: int) -> Tensor:
-    return torch.randn(width, generator=torch.Generator().manual_seed(0))
+def read_back_error(
+    written: nn.Module, loaded: nn.Module, out: Path, output: Callable[[nn.Module], Tensor] = fixed_prediction
+) -> float:
+    """Compare a module with what was read back of it, and return the relative difference of a fixed output.
+
+    Raises:
+        RunError: tensors or outputs differ.
+    """
+    check_equal_tensors(written.state_dict(), loaded.state_dict(), out)
+    return checked_error(output(written), output(loaded), written.dtype, out)
 
 
-def checked_error(expected: Tensor, found: Tensor, dtype: torch.dtype, directory: Path) -> float:
+def checked_error(expected: Tensor, found: Tensor, dtype: torch.dtype, out: Path) -> float:
     """Return the largest difference relative to the largest expected value.
 
     Raises:
@@ -284,13 +207,11 @@ def checked_error(expected: Tensor, found: Tensor, dtype: torch.dtype, directory
     scale = max(float(expected.abs().max()), torch.finfo(torch.float32).tiny)
     error = float((expected - found).abs().max()) / scale
     if not error <= ROUNDINGS * torch.finfo(dtype).eps:
-        raise RunError(
-            f"{directory}: what was written reads back with a relative error of {error:.3g}; nothing was kept"
-        )
+        raise RunError(f"{out}: what was written reads back with a relative error of {error:.3g}; nothing was kept")
     return error
 
 
-def check_equal_tensors(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], directory: Path) -> None:
+def check_equal_tensors(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], out: Path) -> None:
     """Compare tensors bit for bit.
 
     Raises:
@@ -298,30 +219,7 @@ def check_equal_tensors(expected: Mapping[str, Tensor], found: Mapping[str, Tens
     """
     for name in expected.keys() | found.keys():
         if name not in expected or name not in found or not torch.equal(expected[name], found[name]):
-            raise RunError(f"{directory}: {name} reads back differently from what was written; nothing was kept")
-
-
-def copy_on_host(tower: Any, dtype: torch.dtype) -> Any:
-    """Return a CLIP tower of the network's dtype on the host: the pipeline feeds the network what the towers give."""
-    with torch.device("meta"):
-        copied = type(tower)(tower.config)
-    state = {name: value.to(device="cpu", dtype=dtype) for name, value in tower.state_dict().items()}
-    copied.load_state_dict(state, strict=True, assign=True)
-    return copied.eval()
-
-
-def tokenizer_of_length(tokenizer: Any, max_tokens: int) -> Any:
-    """Return a copy that pads to `max_tokens`: the pipeline knows no other place for that length."""
-    copied = copy.deepcopy(tokenizer)
-    copied.model_max_length = max_tokens
-    return copied
-
-
-def _image_processor(image_encoder: nn.Module | None) -> CLIPImageProcessor | None:
-    if image_encoder is None:
-        return None
-    side = image_encoder.config.image_size
-    return CLIPImageProcessor(size={"shortest_edge": side}, crop_size={"height": side, "width": side})
+            raise RunError(f"{out}: {name} reads back differently from what was written; nothing was kept")
 
 
 @contextmanager

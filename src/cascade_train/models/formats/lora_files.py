@@ -1,8 +1,7 @@
-"""Adapters on disk: our file with metadata and peft's folder, and the one way in for every format.
+"""Adapters on disk: our file with metadata, peft's folder, and the one way in for every format.
 
-Lives here: those two formats out, every format in, and whether what was read fits a network. Must not live here:
-foreign formats (lora_files_keyed.py, lora_files_original.py), what an adapter does (lora.py), when it is written
-(formats/export.py).
+Must not live here: foreign formats (lora_files_keyed.py, lora_files_original.py), what an adapter does (lora.py), and
+exports (export_lora.py).
 """
 
 from __future__ import annotations
@@ -14,18 +13,31 @@ from pathlib import Path
 
 from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
-from cascade_train.models.formats.lora_files_content import StoredLora, TrainedTokens, header_checked
-from cascade_train.models.formats.lora_files_keyed import Adapter, is_keyed, read_keyed, unify
+from cascade_train.models.formats.lora_files_keyed import collect_adapters, is_keyed, read_keyed, unify
 from cascade_train.models.formats.lora_files_original import DEFAULT_FILTERS, is_original, read_original
-from cascade_train.models.formats.tensor_file import write_tensors
+from cascade_train.models.formats.tensor_file import header_checked, read_tensors, write_tensors
 from cascade_train.models.formats.weights import set_tensor
-from cascade_train.models.formats.weights_keys import SIZES, Shape, compare_keys, recognise_adapter_size, recognise_size
 from cascade_train.models.formats.weights_source import find_part
-from cascade_train.models.lora import ADAPTER, LoraSpec, attach_adapters, lora_spec
+from cascade_train.models.formats.weights_tensors import (
+    SIZES,
+    Shape,
+    compare_keys,
+    recognise_adapter_size,
+    recognise_size,
+)
+from cascade_train.models.lora import (
+    ADAPTER,
+    LoraSpec,
+    StoredLora,
+    TrainedTokens,
+    adapted_modules,
+    attach_adapters,
+    lora_spec,
+)
 
 FORMAT = "cascade_train.lora/1"
 SINGLE_FILE = "lora.safetensors"
@@ -78,13 +90,8 @@ def write_peft_folder(folder: Path, lora: StoredLora) -> None:
 
 
 def _write_adapter(folder: Path, state: Mapping[str, Tensor], spec: LoraSpec) -> None:
-    config = LoraConfig(
-        r=spec.rank,
-        lora_alpha=spec.alpha,
-        use_dora=spec.dora,
-        inference_mode=True,
-    )
-    config.target_modules = list(_modules(state))  # peft makes a set of it, whose order differs between processes
+    config = LoraConfig(r=spec.rank, lora_alpha=spec.alpha, use_dora=spec.dora, inference_mode=True)
+    config.target_modules = adapted_modules(state)  # peft makes a set of it, whose order differs between processes
     config.save_pretrained(str(folder))
     short = {name.replace(f"{_MAGNITUDE}.weight", _MAGNITUDE): value for name, value in state.items()}
     tensors = {f"{_PEFT_PREFIX}{name}": value for name, value in short.items()}
@@ -97,10 +104,6 @@ def _token_header(tokens: TrainedTokens) -> dict[str, str]:
         "token_ids": json.dumps(tokens.ids),
         "token_is_new": json.dumps(tokens.is_new),
     }
-
-
-def _modules(state: Mapping[str, Tensor]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(name.rsplit(".lora_", 1)[0] for name in state))
 
 
 def read_lora(
@@ -119,36 +122,30 @@ def read_lora(
     """
     path = Path(source).expanduser()
     origin = f"{key}={source}"
+    if not path.exists():
+        raise ConfigError(f"{origin}: no such file or folder; give a run, its export/lora, or a .safetensors file")
     if path.is_dir():
         path = find_part(path, "lora", key)
-        with header_checked(origin):
-            check_adapter_size(_folder_tensors(path, key)[1], None, modules, origin)
-            lora = _read_peft_folder(path, key)
-    elif not path.is_file():
-        raise ConfigError(f"{origin}: no such file or folder; give a run, its export/lora, or a .safetensors file")
-    else:
-        header, tensors = read_tensors(path, key)
-        with header_checked(origin):
-            check_adapter_size(tensors, header.get("base_size") or None, modules, origin)
+    header, tensors = _read_adapters(path, key)
+    with header_checked(origin):
+        _check_size(tensors, header, modules, origin)
+        if path.is_dir():
+            lora = _from_peft_folder(path, tensors, key)
+        else:
             lora = _from_one_file(header, tensors, modules, module_filters, origin)
     _check_fit(lora, modules, origin)
     if lora.spec.base_size is None:
-        lora = replace(lora, spec=replace(lora.spec, base_size=recognise_size(_weights(modules))))
+        lora = replace(lora, spec=replace(lora.spec, base_size=_size_of(modules)))
     return lora
 
 
-def read_tensors(path: Path, key: str) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Return header and tensors of a safetensors file.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
-    try:
-        with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - not a mapping
-            return file.metadata() or {}, tensors
-    except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{key}={path}: is no readable adapter file ({error}); copy it again") from error
+def _read_adapters(path: Path, key: str) -> tuple[Mapping[str, str], dict[str, Tensor]]:
+    """Return the header, empty where there is none, and the tensors of a file or of peft's folder."""
+    if not path.is_dir():
+        return read_tensors(path, key, what="adapter file")
+    if not (path / ADAPTER_CONFIG).is_file() or not (path / ADAPTER_FILE).is_file():
+        raise ConfigError(f"{key}={path}: is no adapter folder, it lacks {ADAPTER_CONFIG} or {ADAPTER_FILE}")
+    return {}, read_tensors(path / ADAPTER_FILE, key, what="adapter file")[1]
 
 
 def _from_one_file(
@@ -192,40 +189,21 @@ def _tokens(header: Mapping[str, str], tensors: Mapping[str, Tensor]) -> Trained
     return TrainedTokens(strings=strings, ids=ids, is_new=is_new, rows=tensors["token_rows"])
 
 
-def _folder_tensors(folder: Path, key: str) -> tuple[Mapping[str, object], dict[str, Tensor]]:
-    if not (folder / ADAPTER_CONFIG).is_file() or not (folder / ADAPTER_FILE).is_file():
-        raise ConfigError(f"{key}={folder}: is no adapter folder, it lacks {ADAPTER_CONFIG} or {ADAPTER_FILE}")
-    return json.loads((folder / ADAPTER_CONFIG).read_text()), read_tensors(folder / ADAPTER_FILE, key)[1]
+def _from_peft_folder(folder: Path, tensors: Mapping[str, Tensor], key: str) -> StoredLora:
+    lora, inner, tokens = _unified(folder, tensors, key), folder / TEXT_ENCODER, folder / TOKENS_FILE
+    if inner.is_dir():
+        lora = replace(lora, text_encoder=_unified(inner, _read_adapters(inner, key)[1], key).state)
+    if tokens.is_file():
+        lora = replace(lora, tokens=_tokens(*read_tensors(tokens, key, what="adapter file")))
+    return lora
 
 
-def _read_peft_folder(folder: Path, key: str) -> StoredLora:
-    config, tensors = _folder_tensors(folder, key)
-    lora = unify(_adapters(tensors, config), {})
-    text: Mapping[str, Tensor] = {}
-    if (folder / TEXT_ENCODER).is_dir():
-        config, tensors = _folder_tensors(folder / TEXT_ENCODER, key)
-        text = unify(_adapters(tensors, config), {}).state
-    tokens = None
-    if (folder / TOKENS_FILE).is_file():
-        tokens = _tokens(*read_tensors(folder / TOKENS_FILE, key))
-    return replace(lora, text_encoder=text, tokens=tokens)
-
-
-def _adapters(tensors: Mapping[str, Tensor], config: Mapping[str, object]) -> dict[str, Adapter]:
+def _unified(folder: Path, tensors: Mapping[str, Tensor], key: str) -> StoredLora:
     """Return the adapters of a peft folder; alpha / rank is the folder's for every module."""
-    found: dict[str, Adapter] = {}
-    halves = {
-        "A.weight": "down",
-        "B.weight": "up",
-        "magnitude_vector": "magnitude",
-        "magnitude_vector.weight": "magnitude",
-    }
-    for name, tensor in tensors.items():
-        module, _, half = name.removeprefix(_PEFT_PREFIX).rpartition(".lora_")
-        setattr(found.setdefault(module, Adapter()), halves[half], tensor)
-    for adapter in found.values():
-        adapter.alpha = tensor.new_tensor(float(str(config["lora_alpha"])))
-    return found
+    alpha = Tensor([float(json.loads((folder / ADAPTER_CONFIG).read_text())["lora_alpha"])])
+    found = collect_adapters(tensors, f"{key}={folder}")
+    adapters = {name.removeprefix(_PEFT_PREFIX): replace(adapter, alpha=alpha) for name, adapter in found.items()}
+    return unify(adapters, {})
 
 
 def holds_lora(source: str) -> bool:
@@ -248,11 +226,7 @@ def adapter_size(source: str, *, key: str) -> str | None:
         ConfigError: nothing there that can be read.
     """
     path = Path(source).expanduser()
-    header: Mapping[str, str] = {}
-    if path.is_dir():
-        tensors = _folder_tensors(find_part(path, "lora", key), key)[1]
-    else:
-        header, tensors = read_tensors(path, key)
+    header, tensors = _read_adapters(find_part(path, "lora", key) if path.is_dir() else path, key)
     return header.get("base_size") or recognise_adapter_size(tuple(t.shape) for t in tensors.values())[0]
 
 
@@ -274,8 +248,8 @@ def load_lora(
 
     Args:
         network: whole, with diffusers' keys; may lie on meta, then only the adapters have values.
-        source: see `read_lora`.
-        key: the config key that named the source.
+        source: see `read_lora`, also for `key` and `module_filters`.
+        key: see `read_lora`.
         module_filters: see `read_lora`.
 
     Raises:
@@ -334,24 +308,14 @@ def fill_adapters(network: nn.Module, state: Mapping[str, Tensor], origin: str) 
             parameter.data.copy_(state[plain])
 
 
-def check_adapter_size(
-    tensors: Mapping[str, Tensor], base_size: str | None, modules: Mapping[str, Shape], origin: str
+def _check_size(
+    tensors: Mapping[str, Tensor], header: Mapping[str, str], modules: Mapping[str, Shape], origin: str
 ) -> None:
-    """Refuse adapters of another published size than the network's, told from the header or the widths.
-
-    Args:
-        tensors: as stored, in any format.
-        base_size: what the header says; None = nothing.
-        modules: the network's modules and the shapes of their weights.
-        origin: what the tensors were read from, for messages.
-
-    Raises:
-        ConfigError: names the size of both, and the `model=` that fits the adapters.
-    """
-    wanted = recognise_size(_weights(modules))
+    """Refuse adapters of another published size than the network's, which the header or the widths tell."""
+    wanted = _size_of(modules)
     widths = {width for shape in modules.values() for width in shape[:2]}
     size, telling = recognise_adapter_size(tuple(tensor.shape) for tensor in tensors.values())
-    stored = base_size or (size if telling not in widths else None)
+    stored = header.get("base_size") or (size if telling not in widths else None)
     if stored is not None and stored != wanted:
         is_now = SIZES[wanted] if wanted is not None else "of another size"
         raise ConfigError(
@@ -359,8 +323,8 @@ def check_adapter_size(
         )
 
 
-def _weights(modules: Mapping[str, Shape]) -> dict[str, Shape]:
-    return {f"{name}.weight": shape for name, shape in modules.items()}
+def _size_of(modules: Mapping[str, Shape]) -> str | None:
+    return recognise_size({f"{name}.weight": shape for name, shape in modules.items()})
 
 
 def _check_fit(lora: StoredLora, modules: Mapping[str, Shape], origin: str) -> None:

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from cascade_train.errors import ConfigError
-from cascade_train.models.formats.lora_files_content import StoredLora
 from cascade_train.models.formats.tensor_file import write_tensors
-from cascade_train.models.lora import LoraSpec
+from cascade_train.models.lora import LoraSpec, StoredLora, adapted_modules
 
 PREFIXES = {"comfyui": ("lora_prior_unet_", "lora_prior_te_"), "kohya": ("lora_unet_", "lora_te_")}
 """Format -> prefixes of the network's and of the text encoder's modules."""
@@ -75,27 +74,23 @@ def write_keyed(path: Path, lora: StoredLora, metadata: Mapping[str, str], *, st
     is_stage_b = any(name.startswith("clip_mapper") for name in lora.spec.targets)
     tensors: dict[str, Tensor] = {}
     for prefix, state in zip(PREFIXES[style], (lora.state, lora.text_encoder), strict=True):
-        for name in dict.fromkeys(key.rsplit(".lora_", 1)[0] for key in state):
+        for name in adapted_modules(state):
             stem = prefix + foreign_name(name, is_stage_b=is_stage_b).replace(".", "_")
             up = state[f"{name}.lora_B.weight"]
-            tensors[f"{stem}.lora_down.weight"] = state[f"{name}.lora_A.weight"].contiguous()
-            tensors[f"{stem}.lora_up.weight"] = up.contiguous()
+            tensors[f"{stem}.lora_down.weight"] = state[f"{name}.lora_A.weight"]
+            tensors[f"{stem}.lora_up.weight"] = up
             tensors[f"{stem}.alpha"] = torch.tensor(lora.spec.alpha)
             magnitude = state.get(f"{name}.lora_magnitude_vector.weight")
             if magnitude is not None:
-                tensors[f"{stem}.dora_scale"] = magnitude.reshape(-1, *[1] * (up.ndim - 1)).contiguous()
-    write_tensors(path, tensors, {**metadata, **_header(lora.spec)})
-
-
-def _header(spec: LoraSpec) -> dict[str, str]:
-    """Return what other programs look for in the header (kohya's `ss_` keys, Stability's modelspec)."""
-    return {
+                tensors[f"{stem}.dora_scale"] = magnitude.reshape(-1, *[1] * (up.ndim - 1))
+    header = {  # what other programs look for: kohya's `ss_` keys, Stability's modelspec
         "ss_network_module": "networks.lora",
-        "ss_network_dim": str(spec.rank),
-        "ss_network_alpha": str(spec.alpha),
+        "ss_network_dim": str(lora.spec.rank),
+        "ss_network_alpha": str(lora.spec.alpha),
         "modelspec.architecture": "stable-cascade/lora",
-        "base_size": spec.base_size or "",
+        "base_size": lora.spec.base_size or "",
     }
+    write_tensors(path, tensors, {**metadata, **header})
 
 
 def write_token_files(folder: Path, lora: StoredLora) -> None:
@@ -123,7 +118,7 @@ def read_keyed(tensors: Mapping[str, Tensor], modules: Iterable[str], origin: st
     Raises:
         ConfigError: a module that the network has not, half an adapter, or another kind of adapter.
     """
-    found = _collect(tensors, origin)
+    found = collect_adapters(tensors, origin)
     names = _known_names(modules)
     network: dict[str, Adapter] = {}
     text: dict[str, Adapter] = {}
@@ -137,7 +132,12 @@ def read_keyed(tensors: Mapping[str, Tensor], modules: Iterable[str], origin: st
     return unify(network, text)
 
 
-def _collect(tensors: Mapping[str, Tensor], origin: str) -> dict[str, Adapter]:
+def collect_adapters(tensors: Mapping[str, Tensor], origin: str) -> dict[str, Adapter]:
+    """Return the adapters by the stored name of their module.
+
+    Raises:
+        ConfigError: half an adapter, or another kind of adapter.
+    """
     found: dict[str, Adapter] = {}
     for name, tensor in tensors.items():
         ending = next((end for end in sorted(_HALVES, key=len, reverse=True) if name.endswith(end)), None)
@@ -192,8 +192,7 @@ def unify(network: Mapping[str, Adapter], text: Mapping[str, Adapter]) -> Stored
 
 
 def _plain(name: str, adapter: Adapter, rank: int, scale: float) -> dict[str, Tensor]:
-    assert adapter.down is not None
-    assert adapter.up is not None
+    assert adapter.down is not None and adapter.up is not None  # noqa: PT018 - collected whole
     down, up, missing = adapter.down.float(), adapter.up.float(), rank - adapter.down.shape[0]
     if adapter.scale != scale:
         up = up * (adapter.scale / scale)

@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 
 from cascade_train.errors import ConfigError
-from cascade_train.models.formats.lora_files_content import StoredLora, TrainedTokens
 from cascade_train.models.formats.tensor_file import write_tensors
-from cascade_train.models.formats.weights_keys import Shape
-from cascade_train.models.lora import LoraSpec
+from cascade_train.models.formats.weights_tensors import Shape
+from cascade_train.models.lora import LoraSpec, StoredLora, TrainedTokens
 
 log = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
-"""Weights in: from files, in whatever of the known formats, into modules that lie on the meta device.
+"""Weights in: from files in any known format into modules that lie on the meta device.
 
-Must not live here: weights out (formats/export.py), adapters (lora.py), values of an untrained network (initialize.py).
+Must not live here: weights out (export.py), adapters (lora_files.py), values of an untrained network (initialize.py).
 """
 
 from __future__ import annotations
@@ -12,96 +12,113 @@ import torch
 from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
-from cascade_train.models.formats.weights_keys import SIZES, Shape, Stored, compare_keys, map_keys, recognise_size
 from cascade_train.models.formats.weights_source import find_weight_files
-from cascade_train.models.formats.weights_tensors import StoredTensors
-from cascade_train.models.initial_values import FirstValues, Shares
+from cascade_train.models.formats.weights_tensors import (
+    SIZES,
+    Layout,
+    Shape,
+    Stored,
+    StoredTensors,
+    compare_keys,
+    map_keys,
+    own_names,
+    recognise_size,
+)
+from cascade_train.models.initialize import InitialValues, Shares
+
+
+def open_weights(
+    source: str, *, key: str = "model.weights", part: str | None = None, layout: Layout = own_names
+) -> StoredTensors:
+    """Find weights and return their tensors as a context manager.
+
+    Args:
+        source: see `find_weight_files`.
+        key: the config key that named the source, for messages.
+        part: the folder of a pipeline or an export that is meant, see `find_weight_files`.
+        layout: how stored names become the module's; `map_keys` for denoising networks.
+
+    Raises:
+        ConfigError: no such weights, or unreadable ones.
+    """
+    return StoredTensors(find_weight_files(source, key=key, part=part), key=key, layout=layout)
 
 
 def load_network(
     network: nn.Module,
     source: str,
     *,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
     device: torch.device,
     key: str = "model.weights",
     part: str = "network",
 ) -> None:
-    """Load a denoising network of Stage B or C in place, tensor by tensor.
+    """Load a denoising network of Stage B or C in place, tensor by tensor; diffusers' keys or the original's.
 
     Args:
         network: a `StableCascadeUNet`, on the meta device or not; its tensors are replaced.
-        source: see `weights_source.find_weight_files`; keys of diffusers or of the original.
-        dtype: of the loaded floating-point tensors.
+        source: see `open_weights`, also for `key` and `part`.
+        dtype: of the loaded floating-point tensors; None = that of the first stored one.
         device: of the loaded tensors.
-        key: the config key that named the source.
-        part: the folder of a pipeline or an export that holds such a network, see `weights_source`.
+        key: see `open_weights`.
+        part: see `open_weights`.
 
     Raises:
-        ConfigError: no such weights, or weights of another model, saying which.
+        ConfigError: no such weights, or weights of another model, naming it.
     """
-    values = StoredValues(network, source, key=key, part=part)
-    with values.open() as tensors:
-        for name, where in values.stored.items():
-            set_tensor(network, name, copy_to(tensors.read(where), dtype, device))
+    with open_weights(source, key=key, part=part, layout=map_keys) as tensors:
+        _check_network(network, tensors, f"{key}={source}")
+        _put(network, tensors, dtype or tensors.read(next(iter(tensors.shapes()))).dtype, device)
 
 
-class StoredValues(FirstValues):
-    """The values of a denoising network of Stage B or C that lie in files.
-
-    Attributes:
-        stored: where each tensor of the network lies.
-    """
-
-    def __init__(self, network: nn.Module, source: str, *, key: str = "model.weights", part: str = "network") -> None:
-        """Find the files, and check that names and shapes in them are the network's.
-
-        Args:
-            network: as for `load_network`; stays as it is.
-            source: see `weights_source.find_weight_files`; keys of diffusers or of the original.
-            key: the config key that named the source.
-            part: the folder of a pipeline or an export that holds such a network, see `weights_source`.
-
-        Raises:
-            ConfigError: no such weights, or weights of another model, saying which.
-        """
-        self._files = find_weight_files(source, key=key, part=part)
-        self._key = key
-        origin = f"{key}={source}"
-        with self.open() as tensors:
-            self.stored = map_keys(tensors.shapes())
-            _refuse_adapters(self.stored, origin)
-            check_size(network, {name: tensors.shape(where) for name, where in self.stored.items()}, origin)
-            _check_shapes(network, tensors, self.stored, origin)
-
-    def open(self) -> StoredTensors:
-        """Return the files as a context manager."""
-        return StoredTensors(self._files, key=self._key)
-
-    def fill(self, shares: Shares) -> None:
-        """Read the rows of each share, and no others."""
-        with self.open() as tensors, torch.no_grad():
-            for name, (rows, first) in shares.items():
-                if rows.numel():
-                    rows.copy_(tensors.read_rows(self.stored[name], first, len(rows)))
+def load_state(
+    network: nn.Module, source: str, *, dtype: torch.dtype | None, key: str, part: str = "network"
+) -> dict[str, Tensor]:
+    """Load a network on the host, as `load_network`, and return its state dict."""
+    load_network(network, source, dtype=dtype, device=torch.device("cpu"), key=key, part=part)
+    return network.state_dict()
 
 
 def read_network(network: nn.Module, source: str, *, key: str, part: str = "prior") -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and the whole fp32 value, on the host, of every tensor of a network that is stored elsewhere.
-
-    Args:
-        network: as for `load_network`; stays as it is, and may be sharded.
-        source: see `weights_source.find_weight_files`; keys of diffusers or of the original.
-        key: the config key that named the source.
-        part: the folder of a pipeline or an export that holds such a network, see `weights_source`.
+    """Yield the name and the whole fp32 value, on the host, of every stored tensor of a network, which may be sharded.
 
     Raises:
-        ConfigError: no such weights, or weights of another model, saying which.
+        ConfigError: as `load_network`.
     """
-    values = StoredValues(network, source, key=key, part=part)
-    with values.open() as tensors:
-        for name, where in values.stored.items():
-            yield name, copy_to(tensors.read(where), torch.float32, torch.device("cpu"))
+    with open_weights(source, key=key, part=part, layout=map_keys) as tensors:
+        _check_network(network, tensors, f"{key}={source}")
+        for name in tensors.shapes():
+            yield name, copy_to(tensors.read(name), torch.float32, torch.device("cpu"))
+
+
+def stored_size(source: str, *, key: str, part: str = "network") -> str | None:
+    """Return the `model=` name of the size of a stored network, see `recognise_size`.
+
+    Raises:
+        ConfigError: no such weights.
+    """
+    with open_weights(source, key=key, part=part, layout=map_keys) as tensors:
+        return recognise_size(tensors.shapes())
+
+
+class StoredValues(InitialValues):
+    """The values of a denoising network of Stage B or C that lie in files; arguments as for `load_network`.
+
+    Raises:
+        ConfigError: no such weights, or weights of another model, naming it.
+    """
+
+    def __init__(self, network: nn.Module, source: str, *, key: str = "model.weights", part: str = "network") -> None:
+        self._tensors = open_weights(source, key=key, part=part, layout=map_keys)
+        with self._tensors as tensors:
+            _check_network(network, tensors, f"{key}={source}")
+
+    def fill(self, shares: Shares) -> None:
+        """Read the rows of each share, and no others."""
+        with self._tensors as tensors, torch.no_grad():
+            for name, (rows, first) in shares.items():
+                if rows.numel():
+                    rows.copy_(tensors.read_rows(name, first, len(rows)))
 
 
 def load_module(
@@ -118,76 +135,73 @@ def load_module(
 
     Args:
         module: on the meta device or not; its tensors are replaced.
-        source: see `weights_source.find_weight_files`.
+        source: see `open_weights`.
         dtype: of the loaded floating-point tensors.
         device: of the loaded tensors.
-        key: the config key that named the source.
-        part: the folder of a pipeline that holds such a module; None = the source itself.
-        renamed: beginnings of stored names, by what the module calls them.
+        key: see `open_weights`.
+        part: see `open_weights`.
+        renamed: prefixes of stored names -> what the module calls them.
 
     Raises:
         ConfigError: no such weights, or weights of another module.
     """
-    with StoredTensors(find_weight_files(source, key=key, part=part), key=key) as tensors:
-        stored = {_begin_with(name, renamed): Stored(name) for name in tensors.shapes()}
-        _assign(module, tensors, stored, f"{key}={source}", dtype, device)
+
+    def layout(names: Iterable[str]) -> dict[str, Stored]:
+        return {replace_prefix(name, renamed): Stored(name) for name in names}
+
+    with open_weights(source, key=key, part=part, layout=layout) as tensors:
+        _check_shapes(module, tensors.shapes(), f"{key}={source}")
+        _put(module, tensors, dtype, device)
 
 
-def _begin_with(name: str, renamed: Mapping[str, str]) -> str:
-    for old, new in renamed.items():
+def replace_prefix(name: str, prefixes: Mapping[str, str]) -> str:
+    """Return a name with the first of the prefixes that it has replaced by its value."""
+    for old, new in prefixes.items():
         if name.startswith(old):
             return new + name.removeprefix(old)
     return name
 
 
-def _refuse_adapters(names: Iterable[str], origin: str) -> None:
-    if any(".lora_" in name for name in names):
+def _put(module: nn.Module, tensors: StoredTensors, dtype: torch.dtype, device: torch.device) -> None:
+    for name in tensors.shapes():
+        set_tensor(module, name, copy_to(tensors.read(name), dtype, device))
+
+
+def _check_network(network: nn.Module, tensors: StoredTensors, origin: str) -> None:
+    """Refuse what is not the weights of a denoising network of this size."""
+    shapes = tensors.shapes()
+    if not shapes:
+        raise ConfigError(f"{origin}: holds no tensors")
+    if any(".lora_" in name for name in shapes):
         raise ConfigError(
             f"{origin}: holds adapters, not a network's weights; train on them with task=lora task.weights=…, or merge "
             "them into weights: cascade-train merge"
         )
-
-
-def check_size(network: nn.Module, shapes: Mapping[str, Shape], origin: str) -> None:
-    """Refuse weights of another published size than the network's.
-
-    Raises:
-        ConfigError: names the size of both, and the `model=` that fits the weights.
-    """
     stored = recognise_size(shapes)
-    wanted = recognise_size({name: tuple(value.shape) for name, value in network.state_dict().items()})
-    if stored != wanted and stored is not None:
+    wanted = recognise_size(_module_shapes(network))
+    if stored is not None and stored != wanted:
         is_now = SIZES[wanted] if wanted is not None else "of another size"
         raise ConfigError(
             f"{origin}: these are weights of {SIZES[stored]}, but the network is {is_now}; use model={stored}"
         )
+    _check_shapes(network, shapes, origin)
 
 
-def _assign(
-    module: nn.Module,
-    tensors: StoredTensors,
-    stored: Mapping[str, Stored],
-    origin: str,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> None:
-    _check_shapes(module, tensors, stored, origin)
-    for name, where in stored.items():
-        set_tensor(module, name, copy_to(tensors.read(where), dtype, device))
-
-
-def _check_shapes(module: nn.Module, tensors: StoredTensors, stored: Mapping[str, Stored], origin: str) -> None:
+def _check_shapes(module: nn.Module, shapes: Mapping[str, Shape], origin: str) -> None:
     """Refuse tensors whose names or shapes are not the module's."""
-    wanted = {name: tuple(value.shape) for name, value in module.state_dict().items()}
-    difference = compare_keys(wanted, stored)
+    wanted = _module_shapes(module)
+    difference = compare_keys(wanted, shapes)
     if difference is not None:
         raise ConfigError(f"{origin}: not the weights of this model ({difference}); choose the model= they belong to")
     for name, shape in wanted.items():
-        if tensors.shape(stored[name]) != shape:
+        if shapes[name] != shape:
             raise ConfigError(
-                f"{origin}: {name} has shape {tensors.shape(stored[name])}, this model needs {shape}; "
-                "choose the model= they belong to"
+                f"{origin}: {name} has shape {shapes[name]}, this model needs {shape}; choose the model= they belong to"
             )
+
+
+def _module_shapes(module: nn.Module) -> dict[str, Shape]:
+    return {name: tuple(value.shape) for name, value in module.state_dict().items()}
 
 
 def copy_to(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -1,7 +1,7 @@
 """Where weights lie: from what a user writes to files on this machine.
 
 Lives here: hub ids, diffusers folders, single files, and our own runs. Must not live here: reading tensors
-(formats/weights_tensors.py) and what their names mean (formats/weights_keys.py).
+and what their names mean (weights_tensors.py).
 """
 
 from __future__ import annotations

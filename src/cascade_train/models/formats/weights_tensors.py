@@ -1,14 +1,16 @@
-"""Reading stored tensors one at a time, so that never two whole copies of a model are in memory.
+"""Stored tensors: reading them one at a time, and what their names and shapes mean.
 
-Lives here: safetensors files and shards, and pickles read as weights only. Must not live here: what the names mean.
+Lives here: safetensors files and shards, pickles read as weights only, the original's key names, the cascade's sizes.
+Must not live here: where files lie (weights_source.py), and modules (weights.py).
 """
 
 from __future__ import annotations
 
 import pickle
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -18,25 +20,58 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from cascade_train.errors import ConfigError
-from cascade_train.models.formats.weights_keys import Shape, Stored
+
+Shape = tuple[int, ...]
+
+SIZES = {
+    "c_3b": "Stage C 3.6B",
+    "c_1b": "Stage C 1B",
+    "b_3b": "Stage B 3B",
+    "b_700m": "Stage B 700M",
+}
+"""What each published size is called, by the `model=` that fits it."""
+
+_FUSED = {"attn.in_proj_weight": "weight", "attn.in_proj_bias": "bias"}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where a tensor of a module is stored: under which name and, for fused projections, in which third of the rows."""
+
+    name: str
+    third: int | None = None
+
+
+Layout = Callable[[Iterable[str]], Mapping[str, Stored]]
+"""Maps stored names to where each tensor of the module is stored."""
+
+
+def own_names(stored_names: Iterable[str]) -> dict[str, Stored]:
+    """Lay out tensors that are stored under the module's own names."""
+    return {name: Stored(name) for name in stored_names}
 
 
 class StoredTensors:
-    """The tensors of some weight files by name, read lazily; a context manager.
+    """The tensors of some weight files by the module's names, read lazily; a context manager that may be reentered.
+
+    Never are two whole copies of a model in memory.
 
     Args:
         files: safetensors files, or pickles (`.bin`, `.pt`) that hold tensors alone, possibly under `state_dict`.
         key: the config key that named them, for messages.
+        layout: how stored names become the module's.
 
     Raises:
         ConfigError: a file that cannot be read as weights.
     """
 
-    def __init__(self, files: Sequence[Path], *, key: str) -> None:
+    def __init__(self, files: Sequence[Path], *, key: str, layout: Layout = own_names) -> None:
         self._files = files
         self._key = key
+        self._layout = layout
         self._stack = ExitStack()
         self._holders: dict[str, Any] = {}
+        self._stored: Mapping[str, Stored] = {}
 
     def __enter__(self) -> Self:
         for file in self._files:
@@ -45,6 +80,7 @@ class StoredTensors:
                 self._holders |= dict.fromkeys(holder.keys(), holder)
             else:
                 self._holders |= load_pickle(file, self._key)
+        self._stored = self._layout(self._holders)
         return self
 
     def __exit__(
@@ -62,29 +98,27 @@ class StoredTensors:
             ) from error
 
     def shapes(self) -> dict[str, Shape]:
-        """Return every stored name and shape, without reading the tensors."""
-        return {name: self._shape(name) for name in self._holders}
+        """Return every name and shape, without reading the tensors."""
+        return {name: self._shape(stored) for name, stored in self._stored.items()}
 
-    def _shape(self, name: str) -> Shape:
-        holder = self._holders[name]
-        return tuple(holder.shape) if isinstance(holder, Tensor) else tuple(holder.get_slice(name).get_shape())
+    def _shape(self, stored: Stored) -> Shape:
+        holder = self._holders[stored.name]
+        shape = tuple(holder.shape if isinstance(holder, Tensor) else holder.get_slice(stored.name).get_shape())
+        return shape if stored.third is None else (shape[0] // 3, *shape[1:])
 
-    def shape(self, stored: Stored) -> Shape:
-        """Return the shape of a tensor of the network."""
-        rows, *rest = self._shape(stored.name) or (1,)
-        return self._shape(stored.name) if stored.third is None else (rows // 3, *rest)
-
-    def read(self, stored: Stored) -> Tensor:
-        """Read one tensor of the network; its memory may be the file's."""
+    def read(self, name: str) -> Tensor:
+        """Read one tensor; its memory may be the file's."""
+        stored = self._stored[name]
         holder = self._holders[stored.name]
         if stored.third is None:
             return holder if isinstance(holder, Tensor) else holder.get_tensor(stored.name)
-        return self.read_rows(stored, 0, self.shape(stored)[0])
+        return self.read_rows(name, 0, self._shape(stored)[0])
 
-    def read_rows(self, stored: Stored, first: int, count: int) -> Tensor:
-        """Read `count` rows of a tensor of the network, from row `first`, and nothing else of it."""
+    def read_rows(self, name: str, first: int, count: int) -> Tensor:
+        """Read `count` rows of a tensor, from row `first`, and nothing else of it."""
+        stored = self._stored[name]
         holder = self._holders[stored.name]
-        begin = first + (stored.third or 0) * self.shape(stored)[0]
+        begin = first if stored.third is None else first + stored.third * self._shape(stored)[0]
         return (holder if isinstance(holder, Tensor) else holder.get_slice(stored.name))[begin : begin + count]
 
 
@@ -95,7 +129,7 @@ def load_pickle(file: Path, key: str) -> dict[str, Tensor]:
         ConfigError: it holds anything but tensors by name.
     """
     try:
-        content = torch.load(file, map_location="cpu", weights_only=True, mmap=_is_stored(file))
+        content = torch.load(file, map_location="cpu", weights_only=True, mmap=_is_uncompressed(file))
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, OSError, zipfile.BadZipFile) as error:
         raise ConfigError(
             f"{key}={file}: cannot be read as weights alone ({type(error).__name__}); convert it to safetensors"
@@ -107,9 +141,91 @@ def load_pickle(file: Path, key: str) -> dict[str, Tensor]:
     return content
 
 
-def _is_stored(file: Path) -> bool:
-    """Return whether a file is a zip of parts as they are, which can be mapped into memory: torch writes no other."""
+def _is_uncompressed(file: Path) -> bool:
+    """Return whether a file is a zip without compression, as torch writes it, which can be mapped into memory."""
     if not zipfile.is_zipfile(file):
         return False
     with zipfile.ZipFile(file) as content:
         return all(each.compress_type == zipfile.ZIP_STORED for each in content.infolist())
+
+
+def map_keys(stored_names: Iterable[str]) -> dict[str, Stored]:
+    """Lay out a denoising network that is stored under diffusers' names or the original's.
+
+    The original fuses q, k and v in `in_proj` and calls Stage B's pooled text mapper `clip_mapper`
+    (Stable Cascade, modules/common.py and modules/stage_b.py).
+    """
+    mapped: dict[str, Stored] = {}
+    for name in stored_names:
+        fused = next((old for old in _FUSED if name.endswith(old)), None)
+        if fused is None:
+            mapped[_rename(name)] = Stored(name)
+            continue
+        stem = name.removesuffix(fused)
+        for third, projection in enumerate(("to_q", "to_k", "to_v")):
+            mapped[f"{stem}{projection}.{_FUSED[fused]}"] = Stored(name, third)
+    return mapped
+
+
+def _rename(name: str) -> str:
+    if name.startswith("clip_mapper."):
+        return "clip_txt_pooled_mapper." + name.removeprefix("clip_mapper.")
+    return name.replace("attn.out_proj.", "to_out.0.")
+
+
+def original_layout(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """Return the original's name of each tensor -> diffusers' names of the parts whose rows make it up.
+
+    The inverse of `map_keys`; in the original's order except for the mappers of the conditions.
+    """
+    names = list(names)
+    is_stage_b = "clip_txt_mapper.weight" not in names
+    layout: dict[str, tuple[str, ...]] = {}
+    for name in names:
+        stem, found, leaf = name.partition(".attention.to_q.")
+        if found:
+            layout[f"{stem}.attention.attn.in_proj_{leaf}"] = tuple(f"{stem}.attention.to_{p}.{leaf}" for p in "qkv")
+        elif ".attention.to_k." in name or ".attention.to_v." in name:
+            continue
+        elif is_stage_b and name.startswith("clip_txt_pooled_mapper."):
+            layout["clip_mapper." + name.removeprefix("clip_txt_pooled_mapper.")] = (name,)
+        else:
+            layout[name.replace(".attention.to_out.0.", ".attention.attn.out_proj.")] = (name,)
+    return layout
+
+
+def recognise_size(shapes: Mapping[str, Shape]) -> str | None:
+    """Return the `model=` name of a published size; None = another size.
+
+    The rows of `clip_txt_mapper` tell Stage C's sizes, the width of level 1 tells Stage B's
+    (diffusers, loaders/single_file_utils.py).
+    """
+    text = shapes.get("clip_txt_mapper.weight")
+    if text is not None:
+        return {2048: "c_3b", 1536: "c_1b"}.get(text[0])
+    width = shapes.get("down_blocks.1.0.channelwise.0.weight")
+    return None if width is None else {640: "b_3b", 576: "b_700m"}.get(width[-1])
+
+
+def recognise_adapter_size(shapes: Iterable[Shape]) -> tuple[str | None, int]:
+    """Return the `model=` name of the size whose widths stored adapters have, and the width that tells it.
+
+    The widest level of Stage C is 2048 or 1536 wide, that of Stage B 1152 or 1280. (None, 0) = no published width.
+    """
+    widths = {width for shape in shapes for width in shape[:2]}
+    sizes = {2048: "c_3b", 1536: "c_1b", 1152: "b_700m", 1280: "b_3b"}
+    return next(((size, width) for width, size in sizes.items() if width in widths), (None, 0))
+
+
+def compare_keys(wanted: Iterable[str], found: Iterable[str], *, limit: int = 3) -> str | None:
+    """Return what is missing and unexpected, the first few of each in order; None = the sets are equal."""
+    wanted, found = list(wanted), list(found)
+    have, want = set(found), set(wanted)
+    missing = [name for name in wanted if name not in have]
+    unexpected = [name for name in found if name not in want]
+    parts = []
+    for title, names in (("missing", missing), ("unexpected", unexpected)):
+        if names:
+            more = f" and {len(names) - limit} more" if len(names) > limit else ""
+            parts.append(f"{len(names)} {title}: {', '.join(names[:limit])}{more}")
+    return "; ".join(parts) or None

@@ -64,7 +64,7 @@ def test_the_published_layouts_are_told_by_names_and_shapes(
         tensors = ControlNetwork(spec).state_dict()
     assert len(tensors) == count
     monkeypatch.setattr(controlnet_files, "_find", lambda source, key: Path(source))
-    monkeypatch.setattr(controlnet_files, "_read", lambda path, key: ({}, tensors))
+    monkeypatch.setattr(controlnet_files, "read_tensors", lambda path, key, what: ({}, tensors))
     assert read_control(f"{name}.safetensors", key=KEY, blocks=PUBLISHED).spec == spec
     with pytest.raises(
         ConfigError, match=f"holds 8 projections of task.bottleneck={bottleneck} for maps of {channels} "

@@ -22,15 +22,10 @@ from transformers import (
 
 from cascade_train.errors import RunError
 from cascade_train.models.cascade_unet import CascadeUNet
-from cascade_train.models.formats import export
-from cascade_train.models.formats.export import (
-    PriorParts,
-    build_plain_network,
-    replaced_directory,
-    replaced_file,
-    save_lora,
-    save_prior,
-)
+from cascade_train.models.formats import export_lora, export_pipelines
+from cascade_train.models.formats.export import build_plain_network, replaced_directory, replaced_file
+from cascade_train.models.formats.export_lora import save_lora
+from cascade_train.models.formats.export_pipelines import PriorParts, save_prior
 from cascade_train.models.formats.weights import load_network
 from cascade_train.models.lora import adapter_state, inject_lora, lora_spec
 from cascade_train.models.tiny_vocabulary import FOLDER
@@ -151,14 +146,14 @@ def test_an_export_prints_nothing(
 def test_a_prior_that_reads_back_differently_never_appears(
     network: CascadeUNet, parts: PriorParts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = export.StableCascadeUNet.from_pretrained
+    read = export_pipelines.StableCascadeUNet.from_pretrained
 
     def damaged(path: Path, torch_dtype: torch.dtype) -> torch.nn.Module:
         loaded = read(path, torch_dtype=torch_dtype)
         loaded.embedding[1].bias.data[3] += 1e-3
         return loaded
 
-    monkeypatch.setattr(export.StableCascadeUNet, "from_pretrained", damaged)
+    monkeypatch.setattr(export_pipelines.StableCascadeUNet, "from_pretrained", damaged)
     (tmp_path / "prior").mkdir()
     with pytest.raises(RunError, match="embedding.1.bias reads back differently from what was written"):
         save_prior(network.state_dict(), parts, tmp_path / "prior")
@@ -169,9 +164,9 @@ def test_an_adapter_that_reads_back_differently_never_appears(tmp_path: Path, mo
     network = small_network()
     inject_lora(network, rank=2, alpha=2.0, dropout=0.0, module_filters=["to_q"], seed=0)
     state = {name: value + 0.1 for name, value in adapter_state(network.state_dict()).items()}
-    write = export.write_single_file
+    write = export_lora.write_single_file
     monkeypatch.setattr(
-        export,
+        export_lora,
         "write_single_file",
         lambda path, lora, *rest: write(
             path, replace(lora, state={name: value + 1e-3 for name, value in lora.state.items()}), *rest

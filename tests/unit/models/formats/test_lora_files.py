@@ -13,10 +13,18 @@ from torch import Tensor
 
 from cascade_train.errors import ConfigError
 from cascade_train.models.cascade_unet import CascadeUNet
-from cascade_train.models.formats.export import build_plain_network, fixed_prediction, save_lora
+from cascade_train.models.formats.export import build_plain_network, fixed_prediction
+from cascade_train.models.formats.export_lora import save_lora
 from cascade_train.models.formats.lora_files import ADAPTER_CONFIG, SINGLE_FILE, load_lora, write_single_file
-from cascade_train.models.formats.lora_files_content import StoredLora
-from cascade_train.models.lora import ADAPTER, LoraSpec, adapted_layers, adapter_state, inject_lora, lora_spec
+from cascade_train.models.lora import (
+    ADAPTER,
+    LoraSpec,
+    StoredLora,
+    adapted_layers,
+    adapter_state,
+    inject_lora,
+    lora_spec,
+)
 from tests.unit.models.networks import empty_network, predict, small_network
 
 

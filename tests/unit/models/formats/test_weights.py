@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from cascade_train.errors import ConfigError
 from cascade_train.models.cascade_unet import CascadeUNet
 from cascade_train.models.formats.weights import load_module, load_network
-from cascade_train.models.formats.weights_keys import Stored, recognise_size
-from cascade_train.models.formats.weights_tensors import StoredTensors, load_pickle
+from cascade_train.models.formats.weights_tensors import StoredTensors, load_pickle, recognise_size
 from tests.unit.models.networks import SMALL_B, empty_network, original_state, small_network
 
 CPU = torch.device("cpu")
@@ -180,7 +179,7 @@ def test_a_module_loads_by_its_own_names_with_its_buffers(tmp_path: Path) -> Non
 def test_a_pickle_of_the_old_form_is_read(tmp_path: Path) -> None:
     torch.save({"a": torch.arange(3.0)}, tmp_path / "old.pth", _use_new_zipfile_serialization=False)
     with StoredTensors([tmp_path / "old.pth"], key="model.weights") as tensors:
-        assert tensors.read(Stored("a")).tolist() == [0.0, 1.0, 2.0]
+        assert tensors.read("a").tolist() == [0.0, 1.0, 2.0]
 
 
 def test_a_pickle_that_another_program_compressed_is_read_as_it_is(tmp_path: Path) -> None:

@@ -12,18 +12,12 @@ from safetensors.torch import load_file
 
 from cascade_train.errors import ConfigError, RunError
 from cascade_train.models.cascade_unet import CascadeUNet
-from cascade_train.models.formats import export_formats
-from cascade_train.models.formats.export import fixed_prediction
-from cascade_train.models.formats.export_formats import (
-    LORA_FORMATS,
-    export_lora,
-    load_state,
-    merge_all,
-    original_state,
-    save_network,
-    stored_size,
-)
+from cascade_train.models.formats import export
+from cascade_train.models.formats import export_lora as export_lora_module
+from cascade_train.models.formats.export import fixed_prediction, original_state, save_network
+from cascade_train.models.formats.export_lora import LORA_FORMATS, export_lora, merge_all
 from cascade_train.models.formats.lora_files import adapter_size, holds_lora, load_lora, module_shapes, read_lora
+from cascade_train.models.formats.weights import load_state, stored_size
 from tests.unit.models import networks
 from tests.unit.models.networks import SMALL_B, empty_network, small_network
 from tests.unit.models.test_lora_formats import TOKENS, adapted, stored
@@ -56,9 +50,7 @@ def test_a_network_folder_is_weights_again(tmp_path: Path) -> None:
 
 def test_a_file_that_reads_back_differently_never_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     network = small_network()
-    monkeypatch.setattr(
-        export_formats, "original_state", lambda state: {n: v + 1e-3 for n, v in original_state(state).items()}
-    )
+    monkeypatch.setattr(export, "original_state", lambda state: {n: v + 1e-3 for n, v in original_state(state).items()})
     with pytest.raises(RunError, match="reads back differently from what was written"):
         save_network(network.state_dict(), network.config, tmp_path / "stage.safetensors", format="original")
     assert not list(tmp_path.iterdir())
@@ -92,7 +84,7 @@ def test_adapters_go_out_in_every_format(name: str, tmp_path: Path) -> None:
 def test_adapters_that_read_back_differently_never_appear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     network = adapted()
     lora = stored(network, tokens=TOKENS)
-    write = export_formats.write_single_file
+    write = export_lora_module.write_single_file
     fewer = {name: value for name, value in lora.state.items() if "down_blocks.0" not in name}
     some = replace(
         lora,
@@ -104,7 +96,7 @@ def test_adapters_that_read_back_differently_never_appear(tmp_path: Path, monkey
         (some, "other modules are adapted"),
     ):
         monkeypatch.setattr(
-            export_formats, "write_single_file", lambda path, _, rest, other=other: write(path, other, rest)
+            export_lora_module, "write_single_file", lambda path, _, rest, other=other: write(path, other, rest)
         )
         with pytest.raises(RunError, match=reason):
             export_lora(lora, network, tmp_path / "lora.safetensors", format="single", metadata={})

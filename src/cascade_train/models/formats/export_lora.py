@@ -1,0 +1,196 @@
+"""Adapters out: in each format, read back and compared before it counts, or merged into a network's weights.
+
+Must not live here: the formats themselves (lora_files*.py), what an adapter does (lora.py).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cascade_train.errors import RunError
+from cascade_train.models.formats.export import (
+    Exported,
+    build_plain_network,
+    checked_error,
+    network_config,
+    replaced_directory,
+    replaced_file,
+)
+from cascade_train.models.formats.lora_files import (
+    SINGLE_FILE,
+    module_shapes,
+    read_lora,
+    write_peft_folder,
+    write_single_file,
+)
+from cascade_train.models.formats.lora_files_keyed import write_keyed, write_token_files
+from cascade_train.models.formats.lora_files_original import write_original
+from cascade_train.models.lora import LoraSpec, StoredLora, TrainedTokens, adapted_modules, magnitude_factor
+
+log = logging.getLogger(__name__)
+
+LORA_FORMATS = ("peft", "single", "comfyui", "kohya", "original")
+
+
+def save_lora(
+    state: Mapping[str, Tensor],
+    spec: LoraSpec,
+    network_config: Mapping[str, Any],
+    directory: Path,
+    metadata: Mapping[str, str],
+    *,
+    text_encoder: Mapping[str, Tensor] | None = None,
+    tokens: TrainedTokens | None = None,
+) -> Exported:
+    """Write adapters as peft's folder and as one file with metadata, replacing `directory` at once.
+
+    Both are read back for a network without weights, and each adapted layer's contribution is compared.
+
+    Args:
+        state: the adapters by plain names on the host, see `lora.adapter_state`.
+        spec: what they are.
+        network_config: the base network's diffusers config.
+        directory: appears when all is written and verified.
+        metadata: further facts for the single file's header.
+        text_encoder: adapters of the text encoder, by plain names; None = none.
+        tokens: trained vocabulary rows; None = none.
+
+    Raises:
+        RunError: what was read back differs; `directory` is as it was.
+    """
+    lora = StoredLora(spec=spec, state=state, text_encoder=text_encoder or {}, tokens=tokens)
+    modules = module_shapes(build_plain_network(network_config, None))
+    with replaced_directory(directory) as partial:
+        write_peft_folder(partial, lora)
+        write_single_file(partial / SINGLE_FILE, lora, metadata)
+        found = [read_lora(str(each), key="export", modules=modules) for each in (partial, partial / SINGLE_FILE)]
+        return Exported(path=directory, max_error=max(lora_error(lora, each, directory) for each in found))
+
+
+def export_lora(
+    lora: StoredLora,
+    network: nn.Module,
+    out: Path,
+    *,
+    format: str,
+    metadata: Mapping[str, str],
+) -> Exported:
+    """Write adapters in one format, replacing `out`.
+
+    Args:
+        lora: the adapters.
+        network: the network they belong to; may lie on meta.
+        out: a folder for "peft", else a file that ends in `.safetensors`. Trained tokens go along as embeddings in
+            `<stem>.embeddings` where the format has no place for them.
+        format: one of `LORA_FORMATS`.
+        metadata: further facts for the header.
+
+    Raises:
+        ConfigError: something that the format has no place for.
+        RunError: what was read back differs; `out` is as it was.
+    """
+    if format == "peft":
+        config, more = network_config(network), {"text_encoder": lora.text_encoder, "tokens": lora.tokens}
+        return save_lora(lora.state, lora.spec, config, out, metadata, **more)
+    modules, keyed = module_shapes(network), format in ("comfyui", "kohya")
+    with replaced_file(out) as partial:
+        if keyed:
+            write_keyed(partial, lora, metadata, style=format)
+        elif format == "original":
+            write_original(partial, lora, modules, metadata)
+        else:
+            write_single_file(partial, lora, metadata)
+        expected = StoredLora(spec=lora.spec, state=lora.state, text_encoder=lora.text_encoder) if keyed else lora
+        error = lora_error(expected, read_lora(str(partial), key="export", modules=modules), out)
+    if keyed and lora.tokens is not None:
+        write_token_files(out.with_name(f"{out.stem}.embeddings"), lora)
+    return Exported(path=out, max_error=error)
+
+
+def lora_error(expected: StoredLora, found: StoredLora, path: Path) -> float:
+    """Return the largest difference of two files' contributions to a fixed input, relative to the largest.
+
+    Compares every adapted layer of network and text encoder, DoRA's magnitudes, and the trained tokens.
+
+    Raises:
+        RunError: more than rounding.
+    """
+    if (expected.tokens is None) != (found.tokens is None):
+        raise RunError(f"{path}: trained tokens read back differently from what was written; nothing was kept")
+    errors = [0.0]
+    for wanted, got in zip(_contributions(expected), _contributions(found), strict=True):
+        if wanted.keys() - got.keys() or any(bool(got[name].any()) for name in got.keys() - wanted.keys()):
+            raise RunError(f"{path}: other modules are adapted than were written; nothing was kept")
+        if wanted:
+            a, b = (torch.cat([each[name].float().flatten() for name in wanted]) for each in (wanted, got))
+            errors.append(checked_error(a, b, torch.float32, path))
+    return max(errors)
+
+
+def _contributions(lora: StoredLora) -> list[dict[str, Tensor]]:
+    """Return what adapts the network, the text encoder and its vocabulary, by name.
+
+    Of a module: (alpha / rank) B A x for a fixed x, and its magnitude; of a token: its row.
+    """
+    tokens = {} if lora.tokens is None else dict(zip(lora.tokens.strings, lora.tokens.rows, strict=True))
+    return [*(_outputs(state, lora.spec) for state in (lora.state, lora.text_encoder)), tokens]
+
+
+def _outputs(state: Mapping[str, Tensor], spec: LoraSpec) -> dict[str, Tensor]:
+    outputs = {n: v for n, v in state.items() if ".lora_magnitude_vector." in n}
+    for name in adapted_modules(state):
+        down, up = (state[f"{name}.lora_{half}.weight"].float().flatten(1) for half in ("A", "B"))
+        fixed = torch.randn(down.shape[1], generator=torch.Generator().manual_seed(0))
+        outputs[name] = spec.alpha / spec.rank * (up @ (down @ fixed))
+    return outputs
+
+
+@torch.no_grad()
+def merge_lora_into(state: dict[str, Tensor], lora: StoredLora, strength: float) -> None:
+    """Add adapters to the weights of a network's state dict, in place; sums in fp32, rounded once.
+
+    W becomes W + strength (W' - W), W' being the adapted weight: with DoRA its outputs have the trained magnitudes.
+
+    Args:
+        state: the whole state dict with diffusers' keys.
+        lora: the adapters.
+        strength: 1 = as trained, 0 = none.
+    """
+    scale = lora.spec.alpha / lora.spec.rank
+    for name in lora.spec.targets:
+        down, up = (lora.state[f"{name}.lora_{half}.weight"].float() for half in ("A", "B"))
+        weight = state[f"{name}.weight"].float()
+        delta = scale * (up.flatten(1) @ down.flatten(1)).view(weight.shape)
+        magnitude = lora.state.get(f"{name}.lora_magnitude_vector.weight")
+        if magnitude is not None:
+            adapted = weight + delta
+            delta = adapted * magnitude_factor(magnitude.float(), adapted) - weight
+        state[f"{name}.weight"].copy_(weight + strength * delta)
+
+
+def merge_all(
+    network: nn.Module, state: dict[str, Tensor], sources: Sequence[str], strengths: Sequence[float], **reading: Any
+) -> None:
+    """Read adapters and merge them one after the other into a network's state dict.
+
+    Args:
+        network: the network, for its modules.
+        state: the whole state dict with diffusers' keys.
+        sources: see `lora_files.read_lora`.
+        strengths: one for each.
+        reading: `key` and `module_filters` of `read_lora`.
+
+    Raises:
+        ConfigError: an adapter that does not fit the network.
+    """
+    for source, strength in zip(sources, strengths, strict=True):
+        lora = read_lora(source, modules=module_shapes(network), **reading)
+        if lora.text_encoder or lora.tokens is not None:
+            log.warning("%s: only what belongs to the network is merged; its text encoder part stays with it.", source)
+        merge_lora_into(state, lora, strength)
