@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from cascade_train.__main__ import launch
+from cascade_train.distributed import parallelize
+from cascade_train.engine.checkpoint.manifest import read_manifest
 from tests.integration.runs import SMALL, exported_weights, read_metrics, train
 
 EVERYTHING = (
@@ -129,6 +131,16 @@ def test_equal_runs_are_equal_bit_for_bit_whatever_the_workers(tmp_path):
     assert read_metrics(alone) == read_metrics(helped)
     others = exported_weights(helped)
     assert all(torch.equal(weight, others[name]) for name, weight in exported_weights(alone).items())
+
+
+def test_one_rank_has_the_numbers_of_a_sharded_network_to_the_bit(tmp_path, monkeypatch):
+    given = ("task=finetune", "train.micro_batch_size=4", "train.max_grad_norm=0.01", "checkpoint.every_steps=null")
+    plain = train(tmp_path / "plain", *given)
+    monkeypatch.setattr(parallelize, "computes_as_stored", lambda *_: False)
+    wrapped = train(tmp_path / "wrapped", *given)
+    assert read_metrics(plain) == read_metrics(wrapped)
+    saved = [read_manifest(run / "checkpoints" / "step_4").files["__0_0.distcp"].sha256 for run in (plain, wrapped)]
+    assert saved[0] == saved[1]
 
 
 def test_recomputing_activations_changes_no_number(tmp_path):

@@ -1,6 +1,6 @@
 """The one seam through which a module is recomputed, compiled and sharded (FSDP2 on a (replicate, shard) mesh).
 
-single (1, 1), ddp (N, 1), fsdp (1, N) and hsdp (R, S) are points of the same mesh and run the same code.
+single (1, 1), ddp (N, 1), fsdp (1, N) and hsdp (R, S) are points of the same mesh.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ def parallelize(
 ) -> None:
     """Compile and shard `root` in place, unit by unit, then the rest of it. Collective.
 
+    On one rank a root that computes in the dtype of its weights stays a plain module, with the same numbers to the bit.
+
     Parameters on the meta device stay there, as shards without memory; `materialise` gives them theirs.
 
     Parameters keep their own dtype as sharded masters; compute runs in `compute_dtype`. The root's policy
@@ -42,6 +44,8 @@ def parallelize(
     if compile_units:
         for module in (module for unit in units for module in unit):
             module.compile()
+    if mesh.size() == 1 and not isinstance(offload, CPUOffloadPolicy) and computes_as_stored(root, compute_dtype):
+        return
     unit_policy, root_policy = (
         MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=cast)
         for cast in (True, False)
@@ -55,6 +59,11 @@ def parallelize(
     for unit in units:
         shard(list(unit), mp_policy=unit_policy)
     shard(root, mp_policy=root_policy)
+
+
+def computes_as_stored(root: nn.Module, compute_dtype: torch.dtype) -> bool:
+    """Return whether all weights of a module have the dtype that it computes in."""
+    return all(parameter.dtype == compute_dtype for parameter in root.parameters())
 
 
 def materialise(root: nn.Module, device: torch.device) -> dict[str, tuple[torch.Tensor, int]]:
