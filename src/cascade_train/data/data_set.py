@@ -1,6 +1,6 @@
 """One run's data: an opened source, split into training and held-out samples, and the feeds over them.
 
-Order lives in `order/plan.py`, batches in `loading/loader.py`.
+Order lives in `order/plan.py`, batches in `loading/feed.py`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import numpy as np
 from cascade_train.batch import Batch, SampleTransform
 from cascade_train.data.index.rows import Index, split
 from cascade_train.data.index.selection import selected
-from cascade_train.data.loading.feed import Feed, FeedRequest, Gather, alone
-from cascade_train.data.loading.loader import Loader
+from cascade_train.data.loading.feed import Feed, FeedRequest, Gather, Loader, alone
 from cascade_train.data.order.epoch import permutation
 from cascade_train.data.source import Source
 from cascade_train.errors import ConfigError

@@ -1,7 +1,7 @@
 """The base of every source of samples, with the options that the loader owns.
 
 A new source is one file here, one YAML in `conf/data` and one test. Reading belongs in the source; order,
-batches and workers belong to `order/plan.py` and `loading/loader.py`.
+batches and workers belong to `order/plan.py` and `loading/feed.py`.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ class Source(abc.ABC):
         return [*selectors, lambda index: self.buckets.selection(index, self.bucket_table(index))]
 
     def own_feed(self, request: FeedRequest) -> Feed | None:
-        """Return a feed of the source's own; None = `loader.Loader` over the index, the default.
+        """Return a feed of the source's own; None = `feed.Loader` over the index, the default.
 
         For sources that cannot be indexed.
         """

@@ -34,7 +34,7 @@ class StreamSpec:
         buffer_mib: size of a block; one that holds more is cut before `buffer_samples`. A worker holds one or two
             blocks of each of its streams.
         max_file_mib: size of a picture, caption, json or mask; a larger one stops the run.
-        timeout_seconds: how long a command may give nothing; None = for ever.
+        timeout_seconds: how long a command may give no output; None = no limit.
     """
 
     buffer_samples: int = 256
@@ -47,7 +47,7 @@ class StreamSpec:
             if getattr(self, name) < 1:
                 raise ValueError(f"data.stream.{name}={getattr(self, name)} must be at least 1")
         if self.timeout_seconds is not None and self.timeout_seconds <= 0:
-            raise ValueError(f"data.stream.timeout_seconds={self.timeout_seconds} must be above 0; null waits for ever")
+            raise ValueError(f"data.stream.timeout_seconds={self.timeout_seconds} must be above 0; null = no limit")
 
 
 class Cursor(NamedTuple):

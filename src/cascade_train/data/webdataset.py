@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from cascade_train.data.loading.feed import Feed, FeedRequest
 
 _INDEXED_AT_ONCE = 8  # remote tars, each with a buffer of 8 MiB
-_READ_ACROSS_BYTES = 64 * 1024  # what lies between two parts of a sample is read along rather than asked for apart
+_READ_ACROSS_BYTES = 64 * 1024  # parts of a sample closer than this are read at once
 _log = logging.getLogger(__name__)
 
 
@@ -122,7 +122,7 @@ class WebDataset(Source):
         for key, value in asked.items():
             if value is not None:
                 raise ConfigError(
-                    f"{key}={value} asks for every sample before it is read, but {streamed} cannot be indexed: set it"
+                    f"{key}={value} needs an index of all samples, but {streamed} cannot be indexed: set it"
                     " to null, or give tars that are neither piped nor compressed"
                 )
         rows = [(number, 0, 0, tar.item.size) for number, tar in enumerate(self._tars)]
@@ -153,7 +153,7 @@ class WebDataset(Source):
             )
         deal = partial(Stream, self._tars, rows, streams=count, seed=request.seed, spec=spec, filters=self._filters)
         streams = [deal(number=number, keeps_json=self.captions.needs_values) for number in range(count)]
-        return StreamFeed(self, request, streams, {"blocks": f"{spec.buffer_samples}/{spec.buffer_mib}"})
+        return StreamFeed(self, request, streams)
 
     def selectors(self) -> list[RowSelector]:
         """See `Source.selectors`; of streams, whose rows are tars, all take part."""

@@ -19,8 +19,7 @@ import torch
 
 from cascade_train.batch import Batch
 from cascade_train.data.index.rows import split
-from cascade_train.data.loading.feed import FeedRequest
-from cascade_train.data.loading.loader import Loader
+from cascade_train.data.loading.feed import FeedRequest, Loader
 from cascade_train.data.source import Source
 from cascade_train.errors import ConfigError
 

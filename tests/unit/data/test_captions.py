@@ -14,7 +14,7 @@ import torch
 
 from cascade_train.batch import sample_seed
 from cascade_train.data.captions import Captions
-from cascade_train.data.loading.loader import Loader
+from cascade_train.data.loading.feed import Loader
 from cascade_train.data.sample import RawSample, UnreadableSampleError
 from cascade_train.data.tags import Tags
 from cascade_train.errors import RunError

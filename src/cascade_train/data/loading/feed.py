@@ -1,38 +1,30 @@
-"""What every feed of batches shares: the request, results of worker processes, and the count of unreadable samples.
+"""Batches of one rank: what every feed shares, and the feed of an index, in the plan's order.
 
-The order of samples lives in `loader.py` (an index) and `stream_feed.py` (streams), decoding in `worker.py`.
+The feed of streams lives in `stream_feed.py`, the order in `order/`; reading, decoding and processes in `worker.py`.
 """
 
 from __future__ import annotations
 
 import abc
+import itertools
 import logging
-import threading
-import time
-import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
-import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Sampler
 
 from cascade_train.batch import Batch, SampleTransform, Unreadable
-from cascade_train.data.decoding.jpeg import fast_jpeg_decoder
 from cascade_train.data.index.rows import Index
-from cascade_train.data.loading.worker import Failure, begin_worker, end_workers_with_this_process
+from cascade_train.data.loading.worker import MicroBatches, Results
+from cascade_train.data.order.plan import Step
+from cascade_train.data.order.position import Order
 from cascade_train.data.sample import FEW, by_reason, most_unreadable, too_many_text
 from cascade_train.data.source import Source
 from cascade_train.errors import ConfigError, RunError
 
-WAIT_WARNING_SECONDS = 60.0
-"""How often a wait for one batch is logged."""
-
 Gather = Callable[[Any], list[Any]]
-T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
@@ -46,27 +38,19 @@ class FeedRequest:
     """Which samples one rank's feed is over, and how they are batched.
 
     Attributes:
-        index: what `Source.open` returned.
-        rows: sorted rows of the index that take part.
-        seed: the run's seed.
-        global_batch_size: samples of one optimizer step over all ranks.
-        micro_batch_size: samples of one forward pass on one rank.
-        rank: this process, from 0.
-        ranks: how many processes share the global batch.
-        transform: what the workers make of each picture for the task; None = nothing.
         whole_epochs: every sample comes once an epoch in its own shape, whatever the source's leftover, replacement
             and random_share; what fills up a batch has weight 0. For measuring and for showing.
         gather: collects a value of every rank, in rank order, for feeds whose ranks know different things.
     """
 
-    index: Index
-    rows: np.ndarray
-    seed: int
-    global_batch_size: int
-    micro_batch_size: int
-    rank: int
+    index: Index  # what `Source.open` returned
+    rows: np.ndarray  # those of the index that take part, sorted
+    seed: int  # the run's
+    global_batch_size: int  # samples of one optimizer step over all ranks
+    micro_batch_size: int  # samples of one forward pass on one rank
+    rank: int  # this process, from 0
     ranks: int
-    transform: SampleTransform | None = None
+    transform: SampleTransform | None = None  # what the workers make of each picture for the task
     whole_epochs: bool = False
     gather: Gather = alone
 
@@ -119,20 +103,15 @@ class Feed(abc.ABC):
         """
 
     @abc.abstractmethod
-    def _next_step(self) -> list[Batch]:
-        """Return this rank's micro-batches of the next global batch, what they skipped counted."""
-
-    @abc.abstractmethod
     def _whereabouts(self) -> str:
         """Return where samples went, for whoever waits for a batch."""
 
     def __iter__(self) -> Iterator[list[Batch]]:
         return self
 
+    @abc.abstractmethod
     def __next__(self) -> list[Batch]:
-        step = self._next_step()
-        self.position += 1
-        return step
+        """Return this rank's micro-batches of the next global batch."""
 
     def seek(self, position: int) -> None:
         """Continue at another position; what was prefetched is dropped."""
@@ -152,112 +131,98 @@ class Feed(abc.ABC):
         self._results.close()
 
 
-class Results(Generic[T]):
-    """What worker processes make of references, in order. They start when the first result is asked for.
+class Loader(Feed):
+    """The feed of an index.
 
-    A wait is logged every minute; one longer than `data.max_wait_seconds` is an error.
+    Of each global batch, rank r takes the r-th contiguous slice, and micro-batches are contiguous in it:
+    concatenated over ranks and micro-batches, they are the global batch in the plan's order.
     """
 
-    def __init__(
-        self,
-        dataset: Dataset[T | Failure],
-        source: Source,
-        *,
-        references: Iterable[Any] | None = None,
-        workers: int | None = None,
-        whereabouts: Callable[[], str] = str,
-    ) -> None:
-        """Store; no worker starts yet.
-
-        Args:
-            dataset: makes the results.
-            source: whose options on workers are used.
-            references: what the dataset is asked for; None = it is iterated, by workers that start anew each time.
-            workers: processes; None = the source's number.
-            whereabouts: returns where samples went, for whoever waits.
-        """
-        workers = source.num_workers if workers is None else workers
-        if workers > 0:
-            fast_jpeg_decoder()  # loaded once, before the workers fork
-        self._whereabouts = whereabouts
-        self._iterator: Iterator[T | Failure] | None = None
-        self._data_loader: DataLoader[T | Failure] | None = None
-        self._make: Callable[[], DataLoader[T | Failure]] | None = partial(
-            DataLoader,
-            dataset,
-            batch_size=None,
-            sampler=references,
-            collate_fn=_unchanged,
-            num_workers=workers,
-            persistent_workers=workers > 0 and references is not None,
-            multiprocessing_context=source.worker_start if workers > 0 else None,
-            pin_memory=torch.cuda.is_available(),
-            worker_init_fn=begin_worker,
-            timeout=(source.max_wait_seconds or 0.0) if workers > 0 else 0.0,
-        )
-
-    def next(self) -> T:
-        """Return the next result.
+    def __init__(self, source: Source, request: FeedRequest) -> None:
+        """Plan; no worker starts yet.
 
         Raises:
-            RunError: a worker could not make it, ended, or took longer than the timeout.
+            ConfigError: no row takes part, or the global batch does not divide over ranks and micro-batches.
         """
-        result = self._receive()
-        if isinstance(result, Failure):
-            error = RunError(result.text)
-            error.add_note(result.trace)
-            raise error
-        return result
+        if len(request.rows) == 0:
+            raise ConfigError("data: no sample is left to read; check data and validate.share")
+        super().__init__(source, request, samples=len(request.rows))
+        self.samples_per_epoch = len(request.rows)
+        self._order = Order(
+            source,
+            index=request.index,
+            rows=request.rows,
+            seed=request.seed,
+            global_batch_size=request.global_batch_size,
+            whole_epochs=request.whole_epochs,
+        )
+        stand_ins = self._order.stand_ins()
+        batches = MicroBatches(source, request.index, stand_ins, request.seed, request.transform, self._excluded)
+        self._results = Results(
+            batches, source, references=_References(self._references), whereabouts=self._whereabouts
+        )
 
-    def restart(self, *, new_workers: bool = False) -> None:
-        """Drop what was prefetched; the next result is made of the first reference."""
-        self._iterator = None
-        if new_workers:
-            self._data_loader = None
+    def report(self) -> list[str]:
+        """Return the histogram of shapes, which of them fill slowly, and how many samples are enlarged."""
+        return self._order.report()
 
-    def close(self) -> None:
-        """End the worker processes; no result can be asked for afterwards."""
-        self._iterator = self._data_loader = self._make = None
+    def steps_of_epochs(self, epochs: int) -> int:
+        """Return how many optimizer steps the first `epochs` epochs take; the last may open the next epoch."""
+        return self._order.steps_of_epochs(epochs)
 
-    def _receive(self) -> T | Failure:
-        """Return what the workers made next; their sudden end is a failure too.
+    def state_dict(self) -> dict[str, Any]:
+        """See `Feed.state_dict`."""
+        return self._order.state(self.position)
 
-        The iterator stays out of local names, and torch's error is not passed on: a traceback that holds the
-        iterator would keep the other workers alive.
-        """
-        assert self._make is not None, "the feed is closed"
-        if self._data_loader is None:
-            self._data_loader = self._make()
-        timeout, begun = self._data_loader.timeout, time.monotonic()
-        try:
-            if self._iterator is None:
-                end_workers_with_this_process()
-                self._iterator = iter(self._data_loader)
-            with _logged_wait(self._whereabouts):
-                return next(self._iterator)
-        except (RuntimeError, OSError, EOFError) as error:
-            self._iterator = None
-            text = (
-                f"a data worker process ended unexpectedly ({error}); it may have run out of memory or shared memory:"
-                " lower data.num_workers, or set it to 0 to see the cause"
-            )
-            if 0 < timeout <= time.monotonic() - begun:
-                text = f"no batch for {timeout:g} s (data.max_wait_seconds). {self._whereabouts()}"
-            return Failure(text=text, trace=traceback.format_exc())
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `Feed.load_state_dict`."""
+        self.seek(self._order.restore(state))
+
+    def __next__(self) -> list[Batch]:
+        step = []
+        for _ in range(self.micro_batches):
+            step.append(self._results.next())
+            self._skipped.add(step[-1])
+        self.position += 1
+        return step
+
+    def _references(self) -> Iterator[Step]:
+        """Yield references to this rank's micro-batches from the position on, without end."""
+        request = self._request
+        share = request.global_batch_size // request.ranks
+        for position in itertools.count(self.position):
+            step = self._order.step(position)
+            for start in range(request.rank * share, (request.rank + 1) * share, request.micro_batch_size):
+                yield step.part(start, start + request.micro_batch_size)
+
+    def _whereabouts(self) -> str:
+        step, index = self._order.step(self.position), self._request.index
+        waiting = -sum(taken for taken in self._order.state(self.position)["start"]["taken"] if taken < 0)
+        return (
+            f"Of {len(index)} samples in the index {len(index) - self.samples_per_epoch} are left out (filtered or"
+            f" held out) and {len(self.skipped)} were unreadable here; {waiting} of earlier epochs wait until"
+            f" their shape fills a batch. {self.position} global batches were handed out; the next is of"
+            f" {step.height} x {step.width} px, its first sample is {index.name(int(step.rows[0]))}. If its store"
+            " is slow, raise data.num_workers or data.max_wait_seconds; if a worker hangs, data.num_workers=0 shows"
+            " where"
+        )
+
+
+class _References(Sampler[Step]):
+    """What an iterator begins anew each time it is asked for."""
+
+    def __init__(self, begin: Callable[[], Iterator[Step]]) -> None:
+        self._begin = begin
+
+    def __iter__(self) -> Iterator[Step]:
+        return self._begin()
 
 
 class SkippedCount:
-    """Unreadable samples that one rank met.
-
-    Args:
-        samples: how many take part; None = unknown.
-        max_share: of unreadable ones.
-
-    Attributes:
-        each: every one once, in the order met, for the reason it had first.
-    """
+    """Unreadable samples that one rank met: `each` once, in the order met, for the reason it had first."""
 
     def __init__(self, samples: int | None, max_share: float) -> None:
+        """Take how many samples take part, None = unknown, and the share of unreadable ones that stops a run."""
         self.each: list[Unreadable] = []
         self._names = set[str]()
         self._samples, self._max_share, self._seen = samples, max_share, 0
@@ -285,30 +250,6 @@ class SkippedCount:
                 f"{too_many_text(len(self.each), samples, self._max_share, listed)} Another run leaves them out by"
                 " data.quarantine=<this run.dir>."
             )
-
-
-@contextmanager
-def _logged_wait(whereabouts: Callable[[], str]) -> Iterator[None]:
-    """Log a warning once a minute for as long as the body takes; `whereabouts` is called in another thread."""
-    done = threading.Event()
-
-    def watch() -> None:
-        minutes = 0
-        while not done.wait(WAIT_WARNING_SECONDS):
-            minutes += 1
-            _log.warning("No batch for %g s. %s", minutes * WAIT_WARNING_SECONDS, whereabouts())
-
-    watcher = threading.Thread(target=watch, name="logged wait", daemon=True)
-    watcher.start()
-    try:
-        yield
-    finally:
-        done.set()
-        watcher.join()  # no thread is left when a feed starts processes
-
-
-def _unchanged(result: Any) -> Any:
-    return result
 
 
 def _check_batch_sizes(request: FeedRequest) -> None:

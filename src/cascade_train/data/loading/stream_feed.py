@@ -18,8 +18,8 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from cascade_train.batch import Batch
-from cascade_train.data.loading.feed import Feed, FeedRequest, Results
-from cascade_train.data.loading.worker import Failure, MicroBatches
+from cascade_train.data.loading.feed import Feed, FeedRequest
+from cascade_train.data.loading.worker import Failure, MicroBatches, Results
 from cascade_train.data.order.plan import Step
 from cascade_train.data.sample import RawSample
 from cascade_train.data.source import Source
@@ -50,48 +50,35 @@ class Item(NamedTuple):
 class StreamFeed(Feed):
     """The feed of logical streams; the rows of its request are tars."""
 
-    def __init__(
-        self, source: Source, request: FeedRequest, streams: Sequence[Stream], identity: Mapping[str, str]
-    ) -> None:
-        """Deal the streams; no worker starts yet.
-
-        Args:
-            source: whose captions, crops and workers are used.
-            request: what the feed is over.
-            streams: all logical streams.
-            identity: what else decides the order, by name.
+    def __init__(self, source: Source, request: FeedRequest, streams: Sequence[Stream]) -> None:
+        """Deal all logical streams; no worker starts yet.
 
         Raises:
             ConfigError: the streams do not divide the global batch.
         """
         super().__init__(source, request, samples=None)
+        spec, count = streams[0].spec, len(streams)
         self._identity = {
             "order": f"streams-{ORDER_VERSION}",
             "index": request.index.digest,
             "rows": hashlib.sha256(request.rows.astype("<i8").tobytes()).hexdigest()[:16],
             "filters": request.index.filters or "none",
             "seed": str(request.seed),
-            "streams": str(len(streams)),
-            **identity,
+            "streams": str(count),
+            "blocks": f"{spec.buffer_samples}/{spec.buffer_mib}",
         }
-        self._cursors = {stream.number: Cursor() for stream in streams}
-        parts = parts_of_rank(request, len(streams))
+        self._cursors = dict.fromkeys(range(count), Cursor())
+        parts = parts_of_rank(request, count)
         self._own = [part.stream for part in parts]
         workers = helpful_workers(source.num_workers, len(parts))
         if workers < source.num_workers:
             _log.info("Of %d workers %d are used: this rank reads %d streams.", source.num_workers, workers, len(parts))
         batches = InMemoryBatches(source, request.index, {}, request.seed, request.transform, self._excluded)
-        items = _Items(
-            parts=parts,
-            streams=streams,
-            cursors=self._cursors,
-            count=request.global_batch_size // len(streams),
-            batches=batches,
-        )
+        items = _Items(parts, streams, self._cursors, request.global_batch_size // count, batches)
         self._results = Results(items, source, workers=workers, whereabouts=self._whereabouts)
 
     def report(self) -> list[str]:
-        """Return what is promised for streams."""
+        """See `Feed.report`."""
         return [
             f"The data are {len(self._cursors)} logical streams, since not all tars can be indexed: pictures are"
             " square, samples mix within blocks (data.stream), and their number is unknown. Their sequence"
@@ -149,13 +136,14 @@ class StreamFeed(Feed):
         own = {**self._identity, "batch": self._request.global_batch_size}
         return [f"{name} was {saved.get(name)}, is {value}" for name, value in own.items() if saved.get(name) != value]
 
-    def _next_step(self) -> list[Batch]:
+    def __next__(self) -> list[Batch]:
         items: list[Item] = [self._results.next() for _ in self._own]
         assert [item.stream for item in items] == self._own, "items come in the order of the streams"
         micro_batches = _micro_batches([piece for item in items for piece in item.pieces], self._request)
         for batch in micro_batches:
             self._skipped.add(batch)
         self._cursors.update({item.stream: item.cursor for item in items})
+        self.position += 1
         return micro_batches
 
     def _whereabouts(self) -> str:
@@ -176,16 +164,14 @@ def parts_of_rank(request: FeedRequest, streams: int) -> list[Part]:
             f"data.streams={streams} does not divide train.global_batch_size={request.global_batch_size}: each stream"
             " fills the same number of places in every batch; null chooses a number"
         )
-    count = request.global_batch_size // streams
-    share = request.global_batch_size // request.ranks
-    cuts = range(request.rank * share, (request.rank + 1) * share + 1, request.micro_batch_size)
-    parts = []
-    for stream in range(streams):
-        begin, end = max(stream * count, cuts[0]), min((stream + 1) * count, cuts[-1])
-        if begin < end:
-            places = sorted({begin, end, *(cut for cut in cuts if begin < cut < end)})
-            parts.append(Part(stream=stream, cuts=[place - stream * count for place in places]))
-    return parts
+    count, share = request.global_batch_size // streams, request.global_batch_size // request.ranks
+    begin, end = request.rank * share, (request.rank + 1) * share
+    borders = (stream * count for stream in range(streams))
+    cuts = sorted({*range(begin, end + 1, request.micro_batch_size), *(slot for slot in borders if begin < slot < end)})
+    return [
+        Part(stream, [cut - stream * count for cut in cuts if stream * count <= cut <= (stream + 1) * count])
+        for stream in range(begin // count, -(-end // count))
+    ]
 
 
 def choose_streams(global_batch_size: int, tars: int) -> int:
@@ -226,7 +212,7 @@ class InMemoryBatches(MicroBatches):
         return self._held[row].key
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False)
 class _Items(IterableDataset[Item | Failure]):
     """The items of one rank, in the order of its streams; a worker makes every n-th."""
 

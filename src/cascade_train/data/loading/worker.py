@@ -1,4 +1,4 @@
-"""What runs in a worker process: references in, a finished batch or the reason of a failure out.
+"""Worker processes: references in, finished batches or the reason of a failure out, handed over in order.
 
 A worker holds no state: the same references give the same batch in any process.
 """
@@ -9,21 +9,26 @@ import atexit
 import functools
 import gc
 import itertools
+import logging
 import math
 import multiprocessing
 import signal
+import threading
+import time
 import traceback
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from cascade_train.batch import Batch, SampleTransform, Unreadable, sample_seed
 from cascade_train.data.decoding.framing import Framed, Framing
+from cascade_train.data.decoding.jpeg import fast_jpeg_decoder
 from cascade_train.data.index.rows import Index
 from cascade_train.data.order.plan import Step
 from cascade_train.data.sample import RawSample, UnreadableSampleError, by_reason
@@ -32,6 +37,11 @@ from cascade_train.errors import ConfigError, RunError
 from cascade_train.signals import STOP_SIGNALS
 
 MAX_STAND_INS = 16
+WAIT_WARNING_SECONDS = 60.0
+"""How often a wait for one batch is logged."""
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,12 +202,126 @@ def _weights(weights: list[float], step: Step) -> torch.Tensor:
     return weight_B if step.weights is None else weight_B * torch.from_numpy(step.weights)
 
 
+class Results(Generic[T]):
+    """What worker processes make of references, in order. They start when the first result is asked for.
+
+    A wait is logged every minute; one longer than `data.max_wait_seconds` is an error.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[T | Failure],
+        source: Source,
+        *,
+        references: Iterable[Any] | None = None,
+        workers: int | None = None,
+        whereabouts: Callable[[], str] = str,
+    ) -> None:
+        """Store; no worker starts yet.
+
+        Args:
+            dataset: makes the results.
+            source: whose options on workers are used.
+            references: what the dataset is asked for; None = it is iterated, by workers that start anew each time.
+            workers: processes; None = the source's number.
+            whereabouts: returns where samples went, for whoever waits.
+        """
+        workers = source.num_workers if workers is None else workers
+        if workers > 0:
+            fast_jpeg_decoder()  # loaded once, before the workers fork
+        self._whereabouts = whereabouts
+        self._iterator: Iterator[T | Failure] | None = None
+        self._data_loader: DataLoader[T | Failure] | None = None
+        self._make: Callable[[], DataLoader[T | Failure]] | None = partial(
+            DataLoader,
+            dataset,
+            batch_size=None,
+            sampler=references,
+            collate_fn=_unchanged,
+            num_workers=workers,
+            persistent_workers=workers > 0 and references is not None,
+            multiprocessing_context=source.worker_start if workers > 0 else None,
+            pin_memory=torch.cuda.is_available(),
+            worker_init_fn=begin_worker,
+            timeout=(source.max_wait_seconds or 0.0) if workers > 0 else 0.0,
+        )
+
+    def next(self) -> T:
+        """Return the next result.
+
+        Raises:
+            RunError: a worker could not make it, ended, or took longer than the timeout.
+        """
+        result = self._receive()
+        if isinstance(result, Failure):
+            error = RunError(result.text)
+            error.add_note(result.trace)
+            raise error
+        return result
+
+    def restart(self, *, new_workers: bool = False) -> None:
+        """Drop what was prefetched; the next result is made of the first reference."""
+        self._iterator = None
+        if new_workers:
+            self._data_loader = None
+
+    def close(self) -> None:
+        """End the worker processes; no result can be asked for afterwards."""
+        self._iterator = self._data_loader = self._make = None
+
+    def _receive(self) -> T | Failure:
+        """Return what the workers made next; their sudden end is a failure too.
+
+        The iterator stays out of local names, and torch's error is not passed on: a traceback that holds the
+        iterator would keep the other workers alive.
+        """
+        assert self._make is not None, "the feed is closed"
+        if self._data_loader is None:
+            self._data_loader = self._make()
+        timeout, begun = self._data_loader.timeout, time.monotonic()
+        try:
+            if self._iterator is None:
+                end_workers_with_this_process()
+                self._iterator = iter(self._data_loader)
+            with _logged_wait(self._whereabouts):
+                return next(self._iterator)
+        except (RuntimeError, OSError, EOFError) as error:
+            self._iterator = None
+            text = (
+                f"a data worker process ended unexpectedly ({error}); it may have run out of memory or shared memory:"
+                " lower data.num_workers, or set it to 0 to see the cause"
+            )
+            if 0 < timeout <= time.monotonic() - begun:
+                text = f"no batch for {timeout:g} s (data.max_wait_seconds). {self._whereabouts()}"
+            return Failure(text=text, trace=traceback.format_exc())
+
+
+@contextmanager
+def _logged_wait(whereabouts: Callable[[], str]) -> Iterator[None]:
+    """Log a warning once a minute for as long as the body takes; `whereabouts` is called in another thread."""
+    done = threading.Event()
+
+    def watch() -> None:
+        minutes = 0
+        while not done.wait(WAIT_WARNING_SECONDS):
+            minutes += 1
+            _log.warning("No batch for %g s. %s", minutes * WAIT_WARNING_SECONDS, whereabouts())
+
+    watcher = threading.Thread(target=watch, name="logged wait", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        done.set()
+        watcher.join()  # no thread is left when a feed starts processes
+
+
 def begin_worker(worker: int) -> None:
     """Ignore, in a worker process, the signals that stop a run, and collect no object of before the fork.
 
     A terminal, torchrun and SLURM signal all processes of a run; without its workers a run could not reach the step on
     which all ranks stop. A process group that the collector of a forked worker destroys waits for threads that do not
-    exist there, for ever.
+    exist there, and never ends.
     """
     gc.freeze()
     for each in STOP_SIGNALS:
@@ -213,3 +337,7 @@ def end_workers_with_this_process() -> None:
 def _kill_children() -> None:
     for child in multiprocessing.active_children():
         child.kill()
+
+
+def _unchanged(result: Any) -> Any:
+    return result

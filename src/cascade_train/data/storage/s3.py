@@ -118,7 +118,7 @@ def _check_range(answer: dict[str, Any], item: StoredObject, wanted: str) -> Non
     if status != 206 or given != wanted:
         raise RunError(
             f"{item.url}: the server answered {status} with {given or 'no range'} where {wanted} was asked for (206):"
-            " it does not speak ranges; use another server or gateway, or copy the data to a disk"
+            " it does not support ranged reads; use another server or gateway, or copy the data to a disk"
         )
 
 

@@ -1,6 +1,6 @@
 """The contract of a byte store, from which objects are read by range, and local files as one.
 
-What the bytes mean, and which object a sample lies in, is the source's business.
+What the bytes mean, and which object a sample lies in, is known to the source alone.
 """
 
 from __future__ import annotations

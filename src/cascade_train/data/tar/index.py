@@ -28,6 +28,7 @@ from cascade_train.errors import ConfigError
 
 TAR_FIELDS = ROW_FIELDS + [(f"{part}_{what}", "<i8") for part in ("image", *PARTS) for what in ("start", "bytes")]
 _FORMAT = 2
+_ABSENT = (0, 0, 0, 0)
 _HEADER_BYTES = 64 * 1024
 _LONGEST_HEADER_BYTES = 128 * 1024**2  # a member may claim any size
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
@@ -77,14 +78,8 @@ def scan_shard(tar: Tar) -> ShardIndex:
     with tar.open() as file:
         _refuse_compressed(tar, file.read(5))
         file.seek(0)
-        for key, found in samples(tar.item.url, Forward(file, seekable=True), _size_and_place):
-            image = dropped.usable_image(key, found)
-            if image is None:
-                continue
-            (width, height), *places = found[image]
-            for part in tar.parts.values():
-                places += found[part][1:] if part in found else (0, 0)
-            rows.append((0, width, height, *places))
+        for key, found in samples(tar.item.url, Forward(file, seekable=True), _size_and_place, dropped):
+            rows.append((0, *found["image"], *(number for part in PARTS for number in found.get(part, _ABSENT)[2:])))
             keys.append(key.encode())
     if not rows and not dropped.examples:
         raise ConfigError(f"data.urls: {tar.item.url} is an empty tar, or holds no file with an extension")
@@ -182,10 +177,10 @@ def _refuse_compressed(tar: Tar, head: bytes) -> None:
             )
 
 
-def _size_and_place(member: Member) -> tuple[tuple[int, int], int, int]:
-    """Return (width, height) of a picture, else zeros, and where the member lies: start and size in bytes."""
-    size = _picture_size(member) if member.extension in IMAGE_EXTENSIONS else (0, 0)
-    return size, member.start, member.size
+def _size_and_place(member: Member) -> tuple[int, int, int, int]:
+    """Return width and height of a picture, else zeros, and where the member lies: start and size in bytes."""
+    width, height = _picture_size(member) if member.extension in IMAGE_EXTENSIONS else (0, 0)
+    return width, height, member.start, member.size
 
 
 def _picture_size(member: Member) -> tuple[int, int]:

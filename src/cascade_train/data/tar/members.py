@@ -82,30 +82,75 @@ class Forward:
         return b"".join(parts)
 
 
-def samples(name: str, file: Forward, take: Callable[[Member], T]) -> Iterator[tuple[str, dict[str, T]]]:
-    """Yield each key with what `take` makes of its files, by extension. Files of a key must be neighbours.
+@dataclass(kw_only=True)
+class Dropped:
+    """What a shard holds besides usable samples: counts of keys, and the first of them with their extensions.
 
-    `take` is called with each file once, while its bytes can be read; `name` is the tar's in messages.
+    Attributes:
+        caption: extension of the files that hold captions.
+    """
+
+    without_caption: int = 0
+    without_image: int = 0
+    examples: list[str] = field(default_factory=list)
+    caption: str = PARTS["caption"]
+
+    def text(self) -> str:
+        """Return how many and which, for messages."""
+        return (
+            f"{self.without_caption} keys with a picture but no caption (.{self.caption}), {self.without_image} keys"
+            f" without a picture (.{', .'.join(IMAGE_EXTENSIONS)}); found: {'; '.join(self.examples) or 'none'}"
+        )
+
+    def count(self, key: str, extensions: Iterable[str], *, no_image: bool) -> None:
+        """Count a key without a picture, or else without a caption."""
+        self.without_image += no_image
+        self.without_caption += not no_image
+        if len(self.examples) < 5:
+            self.examples.append(printable(shortened(f"{key} ({', '.join(sorted(extensions))})", LONGEST_NAME)))
+
+
+def samples(
+    name: str, file: Forward, take: Callable[[Member], T], dropped: Dropped
+) -> Iterator[tuple[str, dict[str, T]]]:
+    """Yield key and parts ("image", "caption", "json", "mask") of each sample that has a picture and a caption.
+
+    Args:
+        name: of the tar, for messages.
+        file: the tar, at its beginning.
+        take: called with each file of the tar once, while its bytes can be read; returns the part.
+        dropped: counts what is no usable sample.
 
     Raises:
         ConfigError: the tar is damaged or cut short, or a key's files are not neighbours.
     """
+    for key, files in _grouped(name, file, take):
+        image = next((extension for extension in IMAGE_EXTENSIONS if extension in files), None)
+        if image is None or dropped.caption not in files:
+            dropped.count(key, files, no_image=image is None)
+            continue
+        extensions = {"image": image, **PARTS, "caption": dropped.caption}
+        yield key, {part: files[extension] for part, extension in extensions.items() if extension in files}
+
+
+def _grouped(name: str, file: Forward, take: Callable[[Member], T]) -> Iterator[tuple[str, dict[str, T]]]:
+    """Yield each key with what `take` makes of its files, by extension. Files of a key must be neighbours."""
     seen: set[str] = set()
-    current, parts = "", dict[str, T]()
+    current, files = "", dict[str, T]()
     for member in _members(name, file):
-        if member.key != current and parts:
-            yield current, parts
-            parts = {}
-        if (member.key != current and member.key in seen) or member.extension in parts:
+        if member.key != current and files:
+            yield current, files
+            files = {}
+        if (member.key != current and member.key in seen) or member.extension in files:
             key = printable(shortened(member.key, LONGEST_NAME))
             raise ConfigError(
                 f"data.urls: {name}: the files of key {key} are not next to each other, or one is there"
                 " twice; write the tar with tar --sort=name -cf dataset.tar dataset/"
             )
         seen.add(member.key)
-        current, parts[member.extension] = member.key, take(member)
-    if parts:
-        yield current, parts
+        current, files[member.extension] = member.key, take(member)
+    if files:
+        yield current, files
 
 
 def key_and_extension(name: str) -> tuple[str, str] | None:
@@ -155,38 +200,6 @@ def _refuse_unended(name: str, file: Forward, end: int) -> None:
             f"data.urls: {name} goes on after its end mark at byte {end}, as when tars are joined by cat or the file is"
             " damaged: give the tars one by one, or write it again"
         )
-
-
-@dataclass(kw_only=True)
-class Dropped:
-    """What a shard holds besides usable samples: counts of keys, and the first of them with their extensions.
-
-    Attributes:
-        caption: extension of the files that hold captions.
-    """
-
-    without_caption: int = 0
-    without_image: int = 0
-    examples: list[str] = field(default_factory=list)
-    caption: str = PARTS["caption"]
-
-    def text(self) -> str:
-        """Return how many and which, for messages."""
-        return (
-            f"{self.without_caption} keys with a picture but no caption (.{self.caption}), {self.without_image} keys"
-            f" without a picture (.{', .'.join(IMAGE_EXTENSIONS)}); found: {'; '.join(self.examples) or 'none'}"
-        )
-
-    def usable_image(self, key: str, files: Mapping[str, Any]) -> str | None:
-        """Return the extension of a sample's picture; None, and count the key, without picture or caption."""
-        image = next((extension for extension in IMAGE_EXTENSIONS if extension in files), None)
-        if image is not None and self.caption in files:
-            return image
-        self.without_image += image is None
-        self.without_caption += image is not None
-        if len(self.examples) < 5:
-            self.examples.append(printable(shortened(f"{key} ({', '.join(sorted(files))})", LONGEST_NAME)))
-        return None
 
 
 def raw_sample(parts: Mapping[str, bytes], key: str, *, needs_values: bool) -> RawSample:

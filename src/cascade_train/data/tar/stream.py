@@ -34,12 +34,12 @@ _SHOWN_CHARACTERS = 500
 def stream_samples(
     tar: Tar, *, max_file_bytes: int, timeout_seconds: float | None, dropped: Dropped
 ) -> Iterator[tuple[str, dict[str, bytes]]]:
-    """Yield key and parts ("image", "caption", "json", "mask") of each sample that has a picture and a caption.
+    """Yield key and parts of each sample. See `members.samples`.
 
     Args:
         tar: any, also a pipe or a compressed one.
         max_file_bytes: of the largest file of a sample: a few compressed bytes may claim to be more than memory holds.
-        timeout_seconds: how long a pipe may give nothing; None = for ever.
+        timeout_seconds: how long a pipe may give no output; None = no limit.
         dropped: counts what is no usable sample.
 
     Raises:
@@ -48,9 +48,9 @@ def stream_samples(
     """
     wanted = {*IMAGE_EXTENSIONS, *tar.parts.values()}
 
-    def take(member: Member) -> bytes | None:
+    def take(member: Member) -> bytes:
         if member.extension not in wanted:
-            return None
+            return b""
         if member.size > max_file_bytes:
             raise RunError(
                 f"data.urls: {tar.name}: {member.key}.{member.extension} has {member.size} bytes, more than"
@@ -63,11 +63,7 @@ def stream_samples(
 
     opened = _output_of(tar, timeout_seconds) if tar.store is None else _stored(tar)
     with opened as file:
-        for key, files in samples(tar.name, Forward(file, seekable=tar.has_places), take):
-            image = dropped.usable_image(key, files)
-            if image is not None:
-                found = {"image": files[image], **{part: files.get(name) for part, name in tar.parts.items()}}
-                yield key, {part: content for part, content in found.items() if content is not None}
+        yield from samples(tar.name, Forward(file, seekable=tar.has_places), take, dropped)
 
 
 @contextmanager
@@ -106,7 +102,7 @@ def _output_of(tar: Tar, timeout_seconds: float | None) -> Iterator[Any]:
     Bash runs it where there is one, so that each part of `a | b` counts; else sh.
 
     Raises:
-        RunError: the command failed, gave nothing for too long, or goes on after all was read.
+        RunError: the command failed, gave no output for too long, or goes on after all was read.
     """
     command = tar.item.url.removeprefix(PIPE)
     with tempfile.TemporaryFile() as messages, _running(command, messages) as process:
@@ -169,7 +165,7 @@ class _Output(io.RawIOBase):
         waiting.register(self._descriptor, select.POLLIN)
         if not waiting.poll(None if self._timeout_seconds is None else self._timeout_seconds * 1000):
             raise RunError(
-                f"data.urls: {self._name} gave nothing for {self._timeout_seconds:g} s; see why, or raise"
+                f"data.urls: {self._name} gave no output for {self._timeout_seconds:g} s; see why, or raise"
                 " data.stream.timeout_seconds"
             )
         return os.readv(self._descriptor, [buffer])

@@ -8,8 +8,7 @@ import pytest
 from cascade_train.data.data_set import open_data_set
 from cascade_train.data.index.rows import Index, split
 from cascade_train.data.index.selection import RowSelector, Selection, selected
-from cascade_train.data.loading.feed import Feed, FeedRequest
-from cascade_train.data.loading.loader import Loader
+from cascade_train.data.loading.feed import Feed, FeedRequest, Loader
 from cascade_train.data.shapes import Shapes
 from cascade_train.errors import ConfigError
 from tests.unit.data.test_shapes import shapes

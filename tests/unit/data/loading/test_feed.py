@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from cascade_train.batch import Unreadable
-from cascade_train.data.loading import feed as feed_module
+from cascade_train.data.loading import worker as worker_module
 from cascade_train.data.loading.feed import SkippedCount
 from cascade_train.data.sample import RawSample, most_unreadable
 from cascade_train.data.shapes import Shapes
@@ -42,7 +42,7 @@ def slow(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
 def test_a_long_wait_says_where_samples_went(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, num_workers: int
 ) -> None:
-    monkeypatch.setattr(feed_module, "WAIT_WARNING_SECONDS", 0.2)
+    monkeypatch.setattr(worker_module, "WAIT_WARNING_SECONDS", 0.2)
     slow(monkeypatch, 0.35)
     before = threading.active_count()
     with (
@@ -51,7 +51,7 @@ def test_a_long_wait_says_where_samples_went(
     ):
         assert len(next(loader)[0]) == 2
         assert threading.active_count() <= before + num_workers  # the queue's own
-    found = [record.getMessage() for record in caplog.records if record.name == feed_module.__name__]
+    found = [record.getMessage() for record in caplog.records if record.name == worker_module.__name__]
     assert len(found) >= 2
     assert found[0].startswith("No batch for 0.2 s. Of 37 samples")
     assert found[1].startswith("No batch for 0.4 s. ")

@@ -291,7 +291,7 @@ def test_a_number_of_streams_that_does_not_fit_is_refused(urls: list[str], count
     ],
 )
 def test_what_needs_an_index_is_refused(urls: list[str], options: dict[str, Any], key: str) -> None:
-    with pytest.raises(ConfigError, match=f"{key}.* asks for every sample before it is read, but 0.tar.gz cannot"):
+    with pytest.raises(ConfigError, match=f"{key}.* needs an index of all samples, but 0.tar.gz cannot"):
         streamed(urls, **options).open()
 
 

@@ -19,7 +19,7 @@ from PIL import Image
 from cascade_train.batch import Batch, sample_seed
 from cascade_train.data.index.rows import ROW_FIELDS, Index
 from cascade_train.data.loading import worker as worker_module
-from cascade_train.data.loading.loader import Loader
+from cascade_train.data.loading.feed import Loader
 from cascade_train.data.sample import RawSample, UnreadableSampleError
 from cascade_train.data.source import Source
 from tests.unit.data import tars

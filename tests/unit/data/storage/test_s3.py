@@ -67,7 +67,7 @@ def test_a_server_that_stays_busy_ends_the_run(server: FaultyS3, waits: list[flo
 @pytest.mark.parametrize(
     ("fault", "error", "message"),
     [
-        ("whole", RunError, "answered 200 with no range where bytes 5-14/100000 was .* does not speak ranges"),
+        ("whole", RunError, "answered 200 with no range where bytes 5-14/100000 was .* does not support ranged reads"),
         ("changed", RunError, 'changed during the run: its ETag was "first" and is "another"'),
         ("forbidden", ConfigError, r"may not be read \(403 AccessDenied\); check the credentials"),
         ("teapot", RunError, "a.tar: the server answered 418 Teapot"),

@@ -85,7 +85,7 @@ def test_a_command_that_hangs_is_ended(tmp_path: Path) -> None:
     path = tars.write(tmp_path / "a.tar", tars.samples(range(3)))
     mark = tmp_path / "pid"
     began = time.monotonic()
-    with pytest.raises(RunError, match="gave nothing for 0.3 s; see why, or raise data.stream.timeout_seconds"):
+    with pytest.raises(RunError, match="gave no output for 0.3 s; see why, or raise data.stream.timeout_seconds"):
         read(f"pipe:echo $$ > {mark}; head -c 4000 {path}; sleep 60", timeout_seconds=0.3)
     assert time.monotonic() - began < 20
     assert not Path(f"/proc/{int(mark.read_text())}").exists()
@@ -214,7 +214,7 @@ def test_a_block_is_cut_by_its_bytes(tmp_path: Path) -> None:
     [
         ("buffer_samples", 0, "data.stream.buffer_samples=0 must be at least 1"),
         ("max_file_mib", 0, "data.stream.max_file_mib=0 must be at least 1"),
-        ("timeout_seconds", 0, "data.stream.timeout_seconds=0 must be above 0; null waits for ever"),
+        ("timeout_seconds", 0, "data.stream.timeout_seconds=0 must be above 0; null = no limit"),
     ],
 )
 def test_settings_out_of_range_are_refused(name: str, value: int, message: str) -> None:
