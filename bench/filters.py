@@ -23,11 +23,9 @@ from torch import Tensor
 from cascade_train.batch import SampleTransform
 from cascade_train.filters.base import ControlFilter, transform_images
 from cascade_train.filters.canny import CannyFilter
-from cascade_train.filters.inpaint import InpaintFilter
-from cascade_train.filters.parts.edge_network import EdgeNetwork
-from cascade_train.filters.parts.saliency import SaliencyNetwork
+from cascade_train.filters.inpaint import InpaintFilter, SaliencyNetwork
 from cascade_train.filters.qr import BrightnessFilter
-from cascade_train.filters.sketch import SketchFilter
+from cascade_train.filters.sketch import EdgeNetwork, SketchFilter
 from cascade_train.filters.super_resolution import LatentSuperResolutionFilter, SuperResolutionFilter
 from cascade_train.models.semantic_compressor import EfficientNetCompressor
 

@@ -12,8 +12,7 @@ from bench.parity_case import Comparison, Outcome, Variant
 from bench.parity_networks import CPU, recipe_fill
 from cascade_train.filters.base import restored
 from cascade_train.filters.canny import CannyFilter
-from cascade_train.filters.inpaint import masked, salient_mask
-from cascade_train.filters.parts.saliency import SaliencyNetwork
+from cascade_train.filters.inpaint import SaliencyNetwork, masked, salient_mask
 from cascade_train.filters.qr import BrightnessFilter, blobs, levels
 from cascade_train.filters.super_resolution import LatentSuperResolutionFilter, SuperResolutionFilter
 from cascade_train.models.semantic_compressor import EfficientNetCompressor

@@ -1,12 +1,11 @@
 """The noise schedule that learns from the losses where to train.
 
-Shape legend: B batch, G samples of the global batch, N buckets.
+Shape legend: B batch, N buckets.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -43,7 +42,6 @@ class AdaptiveTrainSchedule(Schedule):
     outside: Literal["nearest", "first"] = "nearest"
 
     def __post_init__(self) -> None:
-        """Raise ConfigError where an option is out of range."""
         check_increasing("logsnr_range", self.logsnr_range)
         check_within("min_probs", self.min_probs, 0.0, math.inf)
         check_choice("outside", self.outside, ("nearest", "first"))
@@ -55,8 +53,7 @@ class AdaptiveTrainSchedule(Schedule):
         """Running loss of each bucket."""
         return BucketAverage(buckets=self.buckets, beta=self.beta, duplicates=self.duplicates)
 
-    def curve(self, t_B: Tensor) -> Tensor:
-        """See `Schedule.curve`."""
+    def _curve(self, t_B: Tensor) -> Tensor:
         low, high = self.logsnr_range
         mass_N = self.average.on(t_B.device) + self.min_probs
         probability_N = mass_N / mass_N.sum()
@@ -67,19 +64,11 @@ class AdaptiveTrainSchedule(Schedule):
         place_B = bucket_B + 1 - (above_B / probability_N[bucket_B].clamp(min=1e-12)).clamp(0, 1)
         return low + place_B * ((high - low) / self.buckets)
 
-    def after_step(self, logsnr_G: Tensor, loss_raw_G: Tensor) -> None:
-        """Fold a global batch, (G,) logSNR and unweighted loss, into the buckets."""
+    def bucket(self, logsnr_B: Tensor) -> Tensor:
+        """Return the bucket, (B,) int64, of (B,) logSNR."""
         low, high = self.logsnr_range
-        edge_N = torch.linspace(low, high, self.buckets + 1, dtype=torch.float32, device=logsnr_G.device)
-        bucket_G = torch.searchsorted(edge_N, logsnr_G.contiguous(), right=True) - 1
+        edge_N = torch.linspace(low, high, self.buckets + 1, dtype=torch.float32, device=logsnr_B.device)
+        bucket_B = torch.searchsorted(edge_N, logsnr_B.contiguous(), right=True) - 1
         if self.outside == "first":
-            bucket_G = torch.where(logsnr_G < high, bucket_G, 0)
-        self.average.update(bucket_G.clamp(0, self.buckets - 1), loss_raw_G)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the buckets' running loss."""
-        return self.average.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what `state_dict` returned."""
-        self.average.load_state_dict(state)
+            bucket_B = torch.where(logsnr_B < high, bucket_B, 0)
+        return bucket_B.clamp(0, self.buckets - 1)

@@ -1,9 +1,8 @@
-"""A running average of the loss per bucket of logSNR: the state behind what adapts to the loss.
+"""What adapts to the losses of training, and its state: a running average of the loss per bucket of logSNR.
 
-Lives here: the one stateful object of the diffusion maths. What is done with the averages (a loss
-weight, a distribution of noise levels) lives with its user.
+Must not live here: what the averages are for (a loss weight, a distribution of noise levels).
 
-Shape legend: G samples of the global batch, N buckets.
+Shape legend: B micro-batch, G samples of the global batch, N buckets.
 """
 
 from __future__ import annotations
@@ -21,22 +20,20 @@ from cascade_train.errors import ConfigError
 class BucketAverage:
     """Exponential moving average of the loss per bucket, starting at 1; (N,) fp32.
 
-    The tensor moves once, to the device of the first argument that it meets, and stays there. All
-    arithmetic is in a fixed order, so equal inputs give equal bits on every rank.
+    The tensor follows the device of its arguments. All arithmetic is in a fixed order, so equal inputs give equal bits
+    on every rank.
+
+    Args:
+        buckets: number of buckets, at least 2.
+        beta: share of the old value that an update keeps, in [0, 1].
+        duplicates: of several samples of one bucket in an update, "mean" takes the mean loss, "last" the last one's, as
+            the original does.
+
+    Raises:
+        ConfigError: an option is out of range.
     """
 
     def __init__(self, *, buckets: int, beta: float, duplicates: Literal["mean", "last"]) -> None:
-        """Store the options.
-
-        Args:
-            buckets: number of buckets, at least 2.
-            beta: share of the old value that an update keeps, in [0, 1].
-            duplicates: what several samples of one bucket in one update do: "mean" takes the mean of
-                their losses; "last" lets the last sample win, as the original does.
-
-        Raises:
-            ConfigError: an option is out of range.
-        """
         check_above("buckets", buckets, 1)
         check_within("beta", beta, 0.0, 1.0)
         check_choice("duplicates", duplicates, ("mean", "last"))
@@ -51,12 +48,7 @@ class BucketAverage:
         return self._loss_N
 
     def update(self, bucket_G: Tensor, loss_G: Tensor) -> None:
-        """Fold one global batch into the averages; buckets without a sample keep their value.
-
-        Args:
-            bucket_G: (G,) int64 bucket of each sample, in [0, N).
-            loss_G: (G,) fp32 loss of each sample, not weighted.
-        """
+        """Update from samples' buckets (G,) int64 in [0, N) and unweighted losses (G,); other buckets stay."""
         old_N = self.on(loss_G.device)
         loss_G = loss_G.detach().float()
         hit_GN = bucket_G[:, None] == torch.arange(old_N.numel(), device=old_N.device)
@@ -64,7 +56,7 @@ class BucketAverage:
         self._loss_N = torch.where(hit_GN.any(0), self.beta * old_N + (1 - self.beta) * new_N, old_N)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return a copy of the averages."""
+        """Return a copy of the averages as `bucket_loss`."""
         return {"bucket_loss": self._loss_N.detach().clone()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -80,6 +72,47 @@ class BucketAverage:
                 "set buckets to the saved number or start a new run"
             )
         self._loss_N = loss_N.detach().to(self._loss_N.device, torch.float32).clone()
+
+
+class Adaptive:
+    """Base of what may adapt to the losses of training; by default it does not, and has no state."""
+
+    @property
+    def average(self) -> BucketAverage | None:
+        """Running loss of each bucket; None = it does not adapt."""
+        return None
+
+    def bucket(self, logsnr_B: Tensor) -> Tensor:
+        """Return the bucket, (B,) int64, of (B,) logSNR."""
+        raise AssertionError(f"{type(self).__name__} has no buckets")
+
+    def after_step(self, logsnr_G: Tensor, loss_raw_G: Tensor) -> None:
+        """Learn from a global batch: (G,) logSNR and unweighted loss."""
+        if self.average is not None:
+            self.average.update(self.bucket(logsnr_G), loss_raw_G)
+
+    def after_micro_batch(self, logsnr_B: Tensor, loss_raw_B: Tensor) -> None:
+        """Learn from a micro-batch of this rank, (B,) each; nothing by default."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the running losses; empty where nothing adapts."""
+        return {} if self.average is None else self.average.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restore what `state_dict` returned."""
+        if self.average is not None:
+            self.average.load_state_dict(state)
+
+
+def joint_state(parts: Mapping[str, Adaptive]) -> dict[str, Tensor]:
+    """Return the state of all parts, each with its name and a dot in front."""
+    return {f"{name}.{key}": value for name, part in parts.items() for key, value in part.state_dict().items()}
+
+
+def load_joint_state(parts: Mapping[str, Adaptive], state: Mapping[str, Tensor]) -> None:
+    """Restore what `joint_state` returned."""
+    for name, part in parts.items():
+        part.load_state_dict({k.removeprefix(f"{name}."): v for k, v in state.items() if k.startswith(f"{name}.")})
 
 
 def _mean(hit_GN: Tensor, loss_G: Tensor) -> Tensor:

@@ -15,13 +15,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from cascade_train.diffusion.bucket import BucketAverage
+from cascade_train.diffusion.bucket import Adaptive, BucketAverage, joint_state, load_joint_state
 from cascade_train.diffusion.checks import check_above, check_choice, check_increasing
 from cascade_train.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class LossWeight(abc.ABC):
+class LossWeight(Adaptive, abc.ABC):
     """A loss weight (Stable Cascade, gdf/loss_weights).
 
     Attributes:
@@ -33,32 +33,18 @@ class LossWeight(abc.ABC):
     clamp_range: list[float] | None = None
 
     def __post_init__(self) -> None:
-        """Raise ConfigError where an option is out of range."""
         check_above("shift", self.shift, 0.0)
         if self.clamp_range is not None:
             check_increasing("clamp_range", self.clamp_range)
 
     @abc.abstractmethod
-    def weight(self, logsnr_B: Tensor) -> Tensor:
+    def _weight(self, logsnr_B: Tensor) -> Tensor:
         """Return the weight without shift and clamp; (B,) fp32 in and out."""
 
     def __call__(self, logsnr_B: Tensor) -> Tensor:
         """Return the weight, (B,) fp32, of (B,) logSNR."""
         low, high = (-1e9, 1e9) if self.clamp_range is None else self.clamp_range
-        return self.weight(logsnr_B.float() + 2 * math.log(self.shift)).clamp(low, high)
-
-    def after_step(self, logsnr_G: Tensor, loss_raw_G: Tensor) -> None:
-        """Learn from a global batch: (G,) logSNR and unweighted loss. Nothing, unless a weight adapts."""
-
-    def after_micro_batch(self, logsnr_B: Tensor, loss_raw_B: Tensor) -> None:
-        """Learn from this rank's micro-batch: (B,) logSNR and unweighted loss. Nothing, unless told to."""
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the weight's state; empty unless it adapts."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what `state_dict` returned."""
+        return self._weight(logsnr_B.float() + 2 * math.log(self.shift)).clamp(low, high)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,17 +57,14 @@ class ConstantLossWeight(LossWeight):
 
     v: float
 
-    def weight(self, logsnr_B: Tensor) -> Tensor:
-        """See `LossWeight.weight`."""
+    def _weight(self, logsnr_B: Tensor) -> Tensor:
         return torch.full_like(logsnr_B, self.v)
 
 
-@dataclass(frozen=True, kw_only=True)
 class SNRLossWeight(LossWeight):
     """SNR: with an epsilon target's inverse, the plain loss in x0 (Salimans & Ho 2022, section 4)."""
 
-    def weight(self, logsnr_B: Tensor) -> Tensor:
-        """See `LossWeight.weight`."""
+    def _weight(self, logsnr_B: Tensor) -> Tensor:
         return logsnr_B.exp()
 
 
@@ -100,21 +83,17 @@ class P2LossWeight(LossWeight):
     s: float
 
     def __post_init__(self) -> None:
-        """Raise ConfigError where an option is out of range."""
         check_above("k", self.k, 0.0)
         super().__post_init__()
 
-    def weight(self, logsnr_B: Tensor) -> Tensor:
-        """See `LossWeight.weight`."""
+    def _weight(self, logsnr_B: Tensor) -> Tensor:
         return (self.k + (logsnr_B * self.s).exp()) ** -self.gamma
 
 
-@dataclass(frozen=True, kw_only=True)
 class SNRPlusOneLossWeight(LossWeight):
     """SNR + 1 (Salimans & Ho 2022, section 4)."""
 
-    def weight(self, logsnr_B: Tensor) -> Tensor:
-        """See `LossWeight.weight`."""
+    def _weight(self, logsnr_B: Tensor) -> Tensor:
         return logsnr_B.exp() + 1
 
 
@@ -129,12 +108,10 @@ class MinSNRLossWeight(LossWeight):
     max_snr: float
 
     def __post_init__(self) -> None:
-        """Raise ConfigError where an option is out of range."""
         check_above("max_snr", self.max_snr, 0.0)
         super().__post_init__()
 
-    def weight(self, logsnr_B: Tensor) -> Tensor:
-        """See `LossWeight.weight`."""
+    def _weight(self, logsnr_B: Tensor) -> Tensor:
         return logsnr_B.exp().clamp(max=self.max_snr)
 
 
@@ -151,24 +128,20 @@ class MinSNRGammaLossWeight(LossWeight):
     target: Literal["epsilon", "v", "x0"]
 
     def __post_init__(self) -> None:
-        """Raise ConfigError where an option is out of range."""
         check_above("gamma", self.gamma, 0.0)
         check_choice("target", self.target, ("epsilon", "v", "x0"))
         super().__post_init__()
 
-    def weight(self, logsnr_B: Tensor) -> Tensor:
-        """See `LossWeight.weight`."""
+    def _weight(self, logsnr_B: Tensor) -> Tensor:
         snr_B = logsnr_B.exp()
         divisor_B = {"epsilon": snr_B, "v": snr_B + 1, "x0": torch.ones_like(snr_B)}[self.target]
         return snr_B.clamp(max=self.gamma) / divisor_B
 
 
-@dataclass(frozen=True, kw_only=True)
 class MinSNRPlusOneLossWeight(MinSNRLossWeight):
     """min(SNR + 1, gamma)."""
 
-    def weight(self, logsnr_B: Tensor) -> Tensor:
-        """See `LossWeight.weight`."""
+    def _weight(self, logsnr_B: Tensor) -> Tensor:
         return (logsnr_B.exp() + 1).clamp(max=self.max_snr)
 
 
@@ -182,8 +155,7 @@ class TruncatedSNRLossWeight(LossWeight):
 
     min_snr: float
 
-    def weight(self, logsnr_B: Tensor) -> Tensor:
-        """See `LossWeight.weight`."""
+    def _weight(self, logsnr_B: Tensor) -> Tensor:
         return logsnr_B.exp().clamp(min=self.min_snr)
 
 
@@ -198,21 +170,17 @@ class SechLossWeight(LossWeight):
     div: float
 
     def __post_init__(self) -> None:
-        """Raise ConfigError where an option is out of range."""
         check_above("div", self.div, 0.0)
         super().__post_init__()
 
-    def weight(self, logsnr_B: Tensor) -> Tensor:
-        """See `LossWeight.weight`."""
+    def _weight(self, logsnr_B: Tensor) -> Tensor:
         return 1 / torch.cosh(logsnr_B / self.div)
 
 
-@dataclass(frozen=True, kw_only=True)
 class DebiasedLossWeight(LossWeight):
     """1 / sqrt(SNR) (Yu et al. 2023, eq. 9)."""
 
-    def weight(self, logsnr_B: Tensor) -> Tensor:
-        """See `LossWeight.weight`."""
+    def _weight(self, logsnr_B: Tensor) -> Tensor:
         return (-logsnr_B / 2).exp()
 
 
@@ -226,8 +194,7 @@ class SigmoidLossWeight(LossWeight):
 
     s: float
 
-    def weight(self, logsnr_B: Tensor) -> Tensor:
-        """See `LossWeight.weight`."""
+    def _weight(self, logsnr_B: Tensor) -> Tensor:
         return (logsnr_B * self.s).sigmoid()
 
 
@@ -244,13 +211,11 @@ class ComposedLossWeight(LossWeight):
     div: list[LossWeight]
 
     def __post_init__(self) -> None:
-        """Raise ConfigError where an option is out of range."""
         if not self.mul and not self.div:
             raise ConfigError("mul=[] and div=[] leave nothing to compose; name at least one loss weight")
         super().__post_init__()
 
-    def weight(self, logsnr_B: Tensor) -> Tensor:
-        """See `LossWeight.weight`."""
+    def _weight(self, logsnr_B: Tensor) -> Tensor:
         weight_B = torch.ones_like(logsnr_B)
         for factor in self.mul:
             weight_B = weight_B * factor(logsnr_B)
@@ -264,18 +229,17 @@ class ComposedLossWeight(LossWeight):
             part.after_step(logsnr_G, loss_raw_G)
 
     def after_micro_batch(self, logsnr_B: Tensor, loss_raw_B: Tensor) -> None:
-        """Let every part that wants to learn from a micro-batch."""
+        """Let every part learn from a micro-batch."""
         for part in self._parts().values():
             part.after_micro_batch(logsnr_B, loss_raw_B)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the state of every part, by `mul.<i>.` and `div.<i>.`."""
-        return {f"{name}.{key}": v for name, part in self._parts().items() for key, v in part.state_dict().items()}
+        return joint_state(self._parts())
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore what `state_dict` returned."""
-        for name, part in self._parts().items():
-            part.load_state_dict({k.removeprefix(f"{name}."): v for k, v in state.items() if k.startswith(f"{name}.")})
+        load_joint_state(self._parts(), state)
 
     def _parts(self) -> dict[str, LossWeight]:
         sides = {"mul": self.mul, "div": self.div}
@@ -284,20 +248,19 @@ class ComposedLossWeight(LossWeight):
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptiveLossWeight(LossWeight):
-    """One over the running loss at this logSNR: every noise level counts alike (Stable Cascade).
+    """One over the running loss at this logSNR: every noise level counts equally (Stable Cascade).
 
-    Buckets: one below, one above, the rest of equal width between the ends of the range. A sample
-    is weighed before it is learned from.
+    Buckets: one below, one above, the rest of equal width between the ends of the range. A sample is weighted before
+    the running loss includes it.
 
     Attributes:
         logsnr_range: where the inner buckets begin and end.
         buckets: number of buckets, at least 3.
         weight_range: lowest and highest weight.
         beta: share of the old loss that an update keeps.
-        duplicates: what several samples of one bucket do: "mean" takes their mean; "last" lets the
-            last one win, as the original does.
-        update: "step" learns once from the whole global batch, equally on all ranks; "micro_batch" from each
-            micro-batch at once, as the original does: every rank has buckets of its own, and a checkpoint rank 0's.
+        duplicates: of several samples of one bucket, "mean" takes the mean loss, "last" the last one's (the original).
+        update: "step" = once a step from the global batch, equally on all ranks; "micro_batch" = from each micro-batch,
+            as in the original: every rank has buckets of its own, and a checkpoint has rank 0's.
     """
 
     logsnr_range: list[float]
@@ -308,7 +271,6 @@ class AdaptiveLossWeight(LossWeight):
     update: Literal["step", "micro_batch"] = "step"
 
     def __post_init__(self) -> None:
-        """Raise ConfigError where an option is out of range."""
         check_choice("update", self.update, ("step", "micro_batch"))
         check_increasing("logsnr_range", self.logsnr_range)
         check_increasing("weight_range", self.weight_range)
@@ -321,8 +283,7 @@ class AdaptiveLossWeight(LossWeight):
         """Running loss of each bucket."""
         return BucketAverage(buckets=self.buckets, beta=self.beta, duplicates=self.duplicates)
 
-    def weight(self, logsnr_B: Tensor) -> Tensor:
-        """See `LossWeight.weight`."""
+    def _weight(self, logsnr_B: Tensor) -> Tensor:
         low, high = self.weight_range
         return (1 / self.average.on(logsnr_B.device)[self.bucket(logsnr_B)]).clamp(low, high)
 
@@ -333,19 +294,11 @@ class AdaptiveLossWeight(LossWeight):
         return torch.searchsorted(edge_N, logsnr_B.detach().float().contiguous())
 
     def after_step(self, logsnr_G: Tensor, loss_raw_G: Tensor) -> None:
-        """Fold a global batch, (G,) logSNR and unweighted loss, into the buckets."""
+        """See `Adaptive`; nothing by update=micro_batch."""
         if self.update == "step":
-            self.average.update(self.bucket(logsnr_G), loss_raw_G)
+            super().after_step(logsnr_G, loss_raw_G)
 
     def after_micro_batch(self, logsnr_B: Tensor, loss_raw_B: Tensor) -> None:
-        """Fold a micro-batch, (B,) logSNR and unweighted loss, into the buckets."""
+        """See `Adaptive`; nothing by update=step."""
         if self.update == "micro_batch":
             self.average.update(self.bucket(logsnr_B), loss_raw_B)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the buckets' running loss."""
-        return self.average.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what `state_dict` returned."""
-        self.average.load_state_dict(state)

@@ -1,4 +1,4 @@
-"""What the network is told about the noise level: logSNR to a scalar, its `timestep_ratio`.
+"""The noise level as the network gets it: logSNR to a scalar, its `timestep_ratio`.
 
 The network's embedding multiplies the scalar by 10000, so everything here stays fp32.
 
@@ -31,24 +31,23 @@ class NoiseCondition(abc.ABC):
     clamp_range: list[float] | None = None
 
     def __post_init__(self) -> None:
-        """Raise ConfigError where an option is out of range."""
         check_above("shift", self.shift, 0.0)
         if self.clamp_range is not None:
             check_increasing("clamp_range", self.clamp_range)
 
     @abc.abstractmethod
-    def value(self, logsnr_B: Tensor) -> Tensor:
+    def _value(self, logsnr_B: Tensor) -> Tensor:
         """Return the condition without shift and clamp; (B,) fp32 in and out."""
 
     def __call__(self, logsnr_B: Tensor) -> Tensor:
         """Return the condition, (B,) fp32, of (B,) logSNR."""
-        value_B = self.value(logsnr_B.float() + 2 * math.log(self.shift))
+        value_B = self._value(logsnr_B.float() + 2 * math.log(self.shift))
         return value_B if self.clamp_range is None else value_B.clamp(*self.clamp_range)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CosineTimeCondition(NoiseCondition):
-    """The time at which the cosine schedule has this logSNR; what Stable Cascade's networks know.
+    """The time at which the cosine schedule has this logSNR; the input of Stable Cascade's networks.
 
     Attributes:
         s: the schedule's offset.
@@ -58,24 +57,20 @@ class CosineTimeCondition(NoiseCondition):
     s: float
 
     def __post_init__(self) -> None:
-        """Raise ConfigError where an option is out of range."""
         check_within("s", self.s, 0.0, 1.0)
         super().__post_init__()
 
-    def value(self, logsnr_B: Tensor) -> Tensor:
-        """See `NoiseCondition.value`."""
+    def _value(self, logsnr_B: Tensor) -> Tensor:
         low, high = (0.0, 1.0) if self.clamp_range is None else self.clamp_range
         s, start = cosine_constants(self.s)
         angle_B = (logsnr_B.sigmoid().clamp(low, high) * start).sqrt().acos()
         return (angle_B / (math.pi / 2) * (1 + s) - s).clamp(low, high)
 
 
-@dataclass(frozen=True, kw_only=True)
 class EDMCondition(NoiseCondition):
     """A quarter of ln(sigma), which is -logSNR / 8 (Karras et al. 2022, table 1)."""
 
-    def value(self, logsnr_B: Tensor) -> Tensor:
-        """See `NoiseCondition.value`."""
+    def _value(self, logsnr_B: Tensor) -> Tensor:
         return -logsnr_B / 8
 
 
@@ -90,39 +85,31 @@ class EDMSigmaCondition(NoiseCondition):
     sigma_data: float
 
     def __post_init__(self) -> None:
-        """Raise ConfigError where an option is out of range."""
         check_above("sigma_data", self.sigma_data, 0.0)
         super().__post_init__()
 
-    def value(self, logsnr_B: Tensor) -> Tensor:
-        """See `NoiseCondition.value`."""
+    def _value(self, logsnr_B: Tensor) -> Tensor:
         return (-logsnr_B / 2).exp() * self.sigma_data
 
 
-@dataclass(frozen=True, kw_only=True)
 class SigmoidCondition(NoiseCondition):
     """The noise's share of the variance, sigmoid(-logSNR)."""
 
-    def value(self, logsnr_B: Tensor) -> Tensor:
-        """See `NoiseCondition.value`."""
+    def _value(self, logsnr_B: Tensor) -> Tensor:
         return (-logsnr_B).sigmoid()
 
 
-@dataclass(frozen=True, kw_only=True)
 class LogSNRCondition(NoiseCondition):
     """The logSNR itself."""
 
-    def value(self, logsnr_B: Tensor) -> Tensor:
-        """See `NoiseCondition.value`."""
+    def _value(self, logsnr_B: Tensor) -> Tensor:
         return logsnr_B
 
 
-@dataclass(frozen=True, kw_only=True)
 class RectifiedFlowCondition(NoiseCondition):
     """Place on the straight line from noise (0) to data (1): the signal scale of `LerpScaling`."""
 
-    def value(self, logsnr_B: Tensor) -> Tensor:
-        """See `NoiseCondition.value`."""
+    def _value(self, logsnr_B: Tensor) -> Tensor:
         return (logsnr_B / 2).sigmoid()
 
 
@@ -139,13 +126,11 @@ class StableDiffusionCondition(NoiseCondition):
     total_steps: int
 
     def __post_init__(self) -> None:
-        """Raise ConfigError where an option is out of range."""
         check_increasing("linear_range", self.linear_range)
         check_above("total_steps", self.total_steps, 1)
         super().__post_init__()
 
-    def value(self, logsnr_B: Tensor) -> Tensor:
-        """See `NoiseCondition.value`."""
+    def _value(self, logsnr_B: Tensor) -> Tensor:
         rising_N = stable_diffusion_variances(self.linear_range, self.total_steps, logsnr_B.device).flip(0)
         var_B = logsnr_B.sigmoid()
         upper_B = torch.searchsorted(rising_N, var_B).clamp(1, self.total_steps)
@@ -169,12 +154,10 @@ class DiscreteCondition(NoiseCondition):
     continuous_range: list[float]
 
     def __post_init__(self) -> None:
-        """Raise ConfigError where an option is out of range."""
         check_above("steps", self.steps, 0)
         check_increasing("continuous_range", self.continuous_range)
         super().__post_init__()
 
-    def value(self, logsnr_B: Tensor) -> Tensor:
-        """See `NoiseCondition.value`."""
+    def _value(self, logsnr_B: Tensor) -> Tensor:
         low, high = self.continuous_range
         return ((self.condition(logsnr_B) - low) / (high - low) * self.steps).trunc()

@@ -15,6 +15,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from cascade_train.diffusion.bucket import Adaptive, joint_state, load_joint_state
 from cascade_train.diffusion.checks import check_above, check_within
 from cascade_train.diffusion.loss_weight import LossWeight
 from cascade_train.diffusion.noise import Noise, PlainNoise
@@ -32,10 +33,10 @@ class Diffused:
 
     Attributes:
         noised: (B, C, H, W), what the network sees.
-        target: (B, C, H, W), what it shall predict.
+        target: (B, C, H, W), what it should predict.
         noise: (B, C, H, W), offset noise included.
         logsnr_B: (B,) noise level.
-        timestep_ratio_B: (B,) noise condition, what the network is told.
+        timestep_ratio_B: (B,) noise condition, the network's noise input.
         loss_weight_B: (B,) weight of each sample's loss.
     """
 
@@ -50,8 +51,24 @@ class Diffused:
 class Objective:
     """How latents are noised and a prediction is scored (Stable Cascade, gdf).
 
+    Args:
+        schedule: time to logSNR.
+        scaling: logSNR to signal and noise scale.
+        target: what the network predicts.
+        noise_condition: logSNR to the network's noise input.
+        loss_weight: logSNR to the weight of the loss.
+        offset_noise: scale of the noise that is constant over a channel; 0 = off.
+        shift: shift of the training noise level, 1 = none (see `Schedule`).
+        base_latent_size: side of the latents that train with `shift` alone; others shift by their side over this
+            one too (Hoogeboom et al. 2023, eq. 4), where H W latents have the side sqrt(H W). None = no such shift.
+        timestep_bias: which times are drawn more often; None = none.
+        noise: what is added to latents in training; None = independent standard normals.
+
+    Raises:
+        ConfigError: an option is out of range.
+
     Attributes:
-        denoises: whether it is for what denoises latents.
+        denoises: whether it trains a network to denoise latents.
     """
 
     denoises: ClassVar[bool] = True
@@ -70,24 +87,6 @@ class Objective:
         timestep_bias: TimestepBias | None = None,
         noise: Noise | None = None,
     ) -> None:
-        """Store the five parts.
-
-        Args:
-            schedule: time to logSNR.
-            scaling: logSNR to signal and noise scale.
-            target: what the network predicts.
-            noise_condition: logSNR to what the network is told.
-            loss_weight: logSNR to the weight of the loss.
-            offset_noise: scale of the noise that is constant over a channel; 0 = off.
-            shift: shift of the training noise level, 1 = none (see `Schedule`).
-            base_latent_size: side of the latents that train with `shift` alone; others shift by their side over this
-                one too (Hoogeboom et al. 2023, eq. 4), where H W latents have the side sqrt(H W). None = no such shift.
-            timestep_bias: which times are drawn more often; None = none.
-            noise: what is added to latents in training; None = independent standard normals.
-
-        Raises:
-            ConfigError: an option is out of range.
-        """
         check_within("offset_noise", offset_noise, 0.0, 10.0)
         check_above("shift", shift, 0.0)
         if base_latent_size is not None:
@@ -174,17 +173,17 @@ class Objective:
             logsnr_G: (G,) noise levels of the whole global batch, in its order.
             loss_raw_G: (G,) unweighted losses of the same samples.
         """
-        for part in (self.schedule, self.loss_weight):
+        for part in self._parts().values():
             part.after_step(logsnr_G.detach(), loss_raw_G.detach())
 
     def after_micro_batch(self, logsnr_B: Tensor, loss_raw_B: Tensor) -> None:
-        """Let a loss weight that is told to learn from one micro-batch of training, (B,) each. Does not sync."""
-        self.loss_weight.after_micro_batch(logsnr_B.detach(), loss_raw_B.detach())
+        """Let what adapts learn from one micro-batch of training, (B,) each. Does not sync."""
+        for part in self._parts().values():
+            part.after_micro_batch(logsnr_B.detach(), loss_raw_B.detach())
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the state of what adapts, by `schedule.` and `loss_weight.`; mostly empty."""
-        state = {f"schedule.{key}": value for key, value in self.schedule.state_dict().items()}
-        return state | {f"loss_weight.{key}": value for key, value in self.loss_weight.state_dict().items()}
+        return joint_state(self._parts())
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore what `state_dict` returned.
@@ -197,8 +196,10 @@ class Objective:
                 f"the saved objective has state {sorted(state)}, this one {sorted(self.state_dict())}; "
                 "resume with the objective that the run was started with"
             )
-        for name, part in (("schedule", self.schedule), ("loss_weight", self.loss_weight)):
-            part.load_state_dict({k.removeprefix(f"{name}."): v for k, v in state.items() if k.startswith(f"{name}.")})
+        load_joint_state(self._parts(), state)
+
+    def _parts(self) -> dict[str, Adaptive]:
+        return {"schedule": self.schedule, "loss_weight": self.loss_weight}
 
     def _scales(self, logsnr_B: Tensor) -> tuple[Tensor, Tensor]:
         a_B, b_B = self.scaling(logsnr_B.float())

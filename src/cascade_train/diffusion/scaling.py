@@ -26,7 +26,6 @@ class Scaling(abc.ABC):
         """Return (a_B, b_B), each (B,) fp32 in [0, 1], of (B,) logSNR."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class VPScaling(Scaling):
     """Variance preserving: a^2 = sigmoid(logSNR), a^2 + b^2 = 1 (Kingma et al. 2021, eq. 3-4)."""
 
@@ -36,7 +35,6 @@ class VPScaling(Scaling):
         return var_B.sqrt(), (1 - var_B).sqrt()
 
 
-@dataclass(frozen=True, kw_only=True)
 class LerpScaling(Scaling):
     """Straight line between data and noise: a + b = 1, (a / b)^2 = SNR (Liu et al. 2022, eq. 1)."""
 
@@ -65,7 +63,6 @@ class StretchedScaling(Scaling):
     shift: float = 1.0
 
     def __post_init__(self) -> None:
-        """Raise ConfigError where an option is out of range."""
         check_above("shift", self.shift, 0.0)
 
     @cached_property

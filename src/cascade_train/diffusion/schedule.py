@@ -1,29 +1,28 @@
 """Noise schedules: from time t in [0, 1] (0 = data, 1 = noise) to logSNR = ln(a^2 / b^2).
 
-Lives here: the fixed curves, their limits and shift, and how a uniform number becomes a training
-noise level. The schedule that learns is in adaptive_schedule.py. Signal and noise scales a, b belong to
-scaling.py; what the network is told to noise_condition.py.
+Lives here: the fixed curves, their limits and shift, and how a uniform number becomes a training noise level. Must not
+live here: signal and noise scales (scaling.py), and the network's input (noise_condition.py).
 
-Shape legend: B batch, G samples of the global batch, N knots.
+Shape legend: B batch, N knots.
 """
 
 from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from cascade_train.diffusion.bucket import Adaptive
 from cascade_train.diffusion.checks import check_above, check_increasing, check_within
 from cascade_train.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule(abc.ABC):
+class Schedule(Adaptive, abc.ABC):
     """A noise schedule (Stable Cascade, gdf/schedulers).
 
     Attributes:
@@ -32,6 +31,9 @@ class Schedule(abc.ABC):
         force_limits: clamp logSNR to its values at t = 1 and t = 0, so that a call's own shift
             cannot leave them.
         discrete_steps: number of noise levels to round t to; None = continuous.
+
+    Raises:
+        ConfigError: an option is out of range, or the curve is not finite at its ends.
     """
 
     shift: float = 1.0
@@ -39,11 +41,6 @@ class Schedule(abc.ABC):
     discrete_steps: int | None = None
 
     def __post_init__(self) -> None:
-        """Check the options and the limits.
-
-        Raises:
-            ConfigError: an option is out of range, or the curve is not finite at its ends.
-        """
         check_above("shift", self.shift, 0.0)
         if self.discrete_steps is not None:
             check_above("discrete_steps", self.discrete_steps, 1)
@@ -54,7 +51,7 @@ class Schedule(abc.ABC):
             )
 
     @abc.abstractmethod
-    def curve(self, t_B: Tensor) -> Tensor:
+    def _curve(self, t_B: Tensor) -> Tensor:
         """Return logSNR of times in [0, 1] without shift and limits; (B,) fp32 in and out."""
 
     @cached_property
@@ -62,7 +59,7 @@ class Schedule(abc.ABC):
         """Lowest and highest logSNR, at t = 1 and t = 0; None = unlimited."""
         if not self.force_limits:
             return None
-        ends = self.curve(torch.tensor([1.0, 0.0], dtype=torch.float32, device="cpu"))
+        ends = self._curve(torch.tensor([1.0, 0.0], dtype=torch.float32, device="cpu"))
         low, high = (ends - 2 * math.log(self.shift)).tolist()
         return low, high
 
@@ -76,21 +73,11 @@ class Schedule(abc.ABC):
         Returns:
             (B,) fp32.
         """
-        return self._limited(self.curve(self._time(t_B)) - 2 * math.log(shift * self.shift))
+        return self._limited(self._curve(self._time(t_B)) - 2 * math.log(shift * self.shift))
 
     def sample(self, u_B: Tensor, *, shift: float = 1.0) -> Tensor:
         """Return the training logSNR, (B,) fp32, that belongs to uniform numbers (B,) in [0, 1)."""
         return self(1 - u_B, shift=shift)
-
-    def after_step(self, logsnr_G: Tensor, loss_raw_G: Tensor) -> None:
-        """Learn from a global batch: (G,) logSNR and unweighted loss. Nothing, unless a schedule adapts."""
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the schedule's state; empty unless it adapts."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what `state_dict` returned."""
 
     def _time(self, t_B: Tensor) -> Tensor:
         if self.discrete_steps is None:
@@ -114,11 +101,12 @@ def cosine_constants(s: float) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CosineSchedule(Schedule):
-    """Cosine in the signal's variance (Nichol & Dhariwal 2021, eq. 17); Stable Cascade trains with it.
+class VarianceSchedule(Schedule):
+    """A curve of the signal's variance a^2.
 
     Attributes:
-        s: offset that keeps the first steps from being too small, >= 0.
+        s: offset of the time, in [0, 1], which keeps the first steps from being too small; for the square root with
+            `norm_instead`, at most about 2e-4.
         clamp_range: lowest and highest a^2, within (0, 1).
         norm_instead: map a^2 linearly into the range instead of clamping it.
     """
@@ -128,25 +116,42 @@ class CosineSchedule(Schedule):
     norm_instead: bool = False
 
     def __post_init__(self) -> None:
-        """Raise ConfigError where an option is out of range."""
         check_within("s", self.s, 0.0, 1.0)
         check_increasing("clamp_range", self.clamp_range)
         super().__post_init__()
 
-    def curve(self, t_B: Tensor) -> Tensor:
-        """See `Schedule.curve`."""
+    @abc.abstractmethod
+    def _variance(self, t_B: Tensor) -> Tensor:
+        """Return a^2 of times, before its range; (B,) fp32 in and out."""
+
+    def _curve(self, t_B: Tensor) -> Tensor:
+        low, high = self.clamp_range
+        var_B = self._variance(t_B)
+        return _logsnr_of_variance(var_B * (high - low) + low if self.norm_instead else var_B.clamp(low, high))
+
+
+class CosineSchedule(VarianceSchedule):
+    """Cosine in the signal's variance (Nichol & Dhariwal 2021, eq. 17); Stable Cascade trains with it."""
+
+    def _variance(self, t_B: Tensor) -> Tensor:
         s, start = cosine_constants(self.s)
-        var_B = torch.cos((s + t_B) / (1 + s) * (math.pi / 2)) ** 2 / start
-        return _logsnr_of_variance(_into_range(var_B, self.clamp_range, self.norm_instead))
+        return torch.cos((s + t_B) / (1 + s) * (math.pi / 2)) ** 2 / start
 
     def sample(self, u_B: Tensor, *, shift: float = 1.0) -> Tensor:
         """Return the training logSNR of uniform numbers, with t = clamp(1.001 - u, 0.001, 1)."""
         return self((1 - u_B + 0.001).clamp(0.001, 1.0), shift=shift)
 
 
+class SqrtSchedule(VarianceSchedule):
+    """Square root in the signal's variance (Li et al. 2022, "Diffusion-LM", appendix A)."""
+
+    def _variance(self, t_B: Tensor) -> Tensor:
+        return 1 - (t_B + self.s).sqrt()
+
+
 @dataclass(frozen=True, kw_only=True)
-class CosineLogSNRSchedule(Schedule):
-    """Cosine between two bounds of logSNR (Hoogeboom et al. 2023, eq. 1 with bounds; gdf's second cosine).
+class BoundedSchedule(Schedule):
+    """A curve between two bounds.
 
     Attributes:
         logsnr_range: lowest and highest logSNR.
@@ -155,62 +160,33 @@ class CosineLogSNRSchedule(Schedule):
     logsnr_range: list[float]
 
     def __post_init__(self) -> None:
-        """Raise ConfigError where an option is out of range."""
         check_increasing("logsnr_range", self.logsnr_range)
         super().__post_init__()
 
-    def curve(self, t_B: Tensor) -> Tensor:
-        """See `Schedule.curve`."""
+
+class CosineLogSNRSchedule(BoundedSchedule):
+    """Cosine between two bounds of logSNR (Hoogeboom et al. 2023, eq. 1 with bounds; gdf's second cosine)."""
+
+    def _curve(self, t_B: Tensor) -> Tensor:
         low, high = self.logsnr_range
         start, end = math.atan(math.exp(-0.5 * high)), math.atan(math.exp(-0.5 * low))
         return -2 * torch.tan(start + t_B * (end - start)).log()
 
 
-@dataclass(frozen=True, kw_only=True)
-class SqrtSchedule(Schedule):
-    """Square root in the signal's variance (Li et al. 2022, "Diffusion-LM", appendix A).
+class RectifiedFlowSchedule(BoundedSchedule):
+    """Straight line from data to noise, b = t and a = 1 - t (Liu et al. 2022, eq. 1)."""
 
-    Attributes:
-        s: offset of the time, >= 0; with `norm_instead` at most about 2e-4.
-        clamp_range: lowest and highest a^2, within (0, 1).
-        norm_instead: map a^2 linearly into the range instead of clamping it.
-    """
-
-    s: float
-    clamp_range: list[float]
-    norm_instead: bool = False
-
-    def __post_init__(self) -> None:
-        """Raise ConfigError where an option is out of range."""
-        check_within("s", self.s, 0.0, 1.0)
-        check_increasing("clamp_range", self.clamp_range)
-        super().__post_init__()
-
-    def curve(self, t_B: Tensor) -> Tensor:
-        """See `Schedule.curve`."""
-        var_B = 1 - (t_B + self.s).sqrt()
-        return _logsnr_of_variance(_into_range(var_B, self.clamp_range, self.norm_instead))
-
-
-@dataclass(frozen=True, kw_only=True)
-class RectifiedFlowSchedule(Schedule):
-    """Straight line from data to noise, b = t and a = 1 - t (Liu et al. 2022, eq. 1).
-
-    Attributes:
-        logsnr_range: lowest and highest logSNR.
-    """
-
-    logsnr_range: list[float]
-
-    def __post_init__(self) -> None:
-        """Raise ConfigError where an option is out of range."""
-        check_increasing("logsnr_range", self.logsnr_range)
-        super().__post_init__()
-
-    def curve(self, t_B: Tensor) -> Tensor:
-        """See `Schedule.curve`."""
+    def _curve(self, t_B: Tensor) -> Tensor:
         low, high = self.logsnr_range
         return (2 * ((1 - t_B) / t_B).log()).clamp(low, high)
+
+
+class LinearSchedule(BoundedSchedule):
+    """A straight line in logSNR."""
+
+    def _curve(self, t_B: Tensor) -> Tensor:
+        low, high = self.logsnr_range
+        return t_B * (low - high) + high
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,14 +202,12 @@ class EDMSampleSchedule(Schedule):
     p: float
 
     def __post_init__(self) -> None:
-        """Raise ConfigError where an option is out of range."""
         check_increasing("sigma_range", self.sigma_range)
         check_above("sigma_range[0]", self.sigma_range[0], 0.0)
         check_above("p", self.p, 0.0)
         super().__post_init__()
 
-    def curve(self, t_B: Tensor) -> Tensor:
-        """See `Schedule.curve`."""
+    def _curve(self, t_B: Tensor) -> Tensor:
         low, high = (math.pow(sigma, 1 / self.p) for sigma in self.sigma_range)
         return -2 * self.p * ((1 - t_B) * (low - high) + high).log()
 
@@ -253,7 +227,6 @@ class EDMTrainSchedule(EDMSampleSchedule):
     std: float
 
     def __post_init__(self) -> None:
-        """Raise ConfigError where an option is out of range."""
         check_above("std", self.std, 0.0)
         super().__post_init__()
 
@@ -261,27 +234,6 @@ class EDMTrainSchedule(EDMSampleSchedule):
         """Return the training logSNR of uniform numbers, through the normal's quantiles."""
         normal_B: Tensor = torch.special.ndtri((1 - u_B.float()).clamp(2**-24, 1 - 2**-24))
         return -2 * (self.mu + self.std * normal_B) - 2 * math.log(shift * self.shift)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LinearSchedule(Schedule):
-    """A straight line in logSNR.
-
-    Attributes:
-        logsnr_range: lowest and highest logSNR.
-    """
-
-    logsnr_range: list[float]
-
-    def __post_init__(self) -> None:
-        """Raise ConfigError where an option is out of range."""
-        check_increasing("logsnr_range", self.logsnr_range)
-        super().__post_init__()
-
-    def curve(self, t_B: Tensor) -> Tensor:
-        """See `Schedule.curve`."""
-        low, high = self.logsnr_range
-        return t_B * (low - high) + high
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,13 +249,11 @@ class StableDiffusionSchedule(Schedule):
     total_steps: int
 
     def __post_init__(self) -> None:
-        """Raise ConfigError where an option is out of range."""
         check_increasing("linear_range", self.linear_range)
         check_above("total_steps", self.total_steps, 1)
         super().__post_init__()
 
-    def curve(self, t_B: Tensor) -> Tensor:
-        """See `Schedule.curve`."""
+    def _curve(self, t_B: Tensor) -> Tensor:
         var_N = stable_diffusion_variances(self.linear_range, self.total_steps, t_B.device)
         place_B = t_B * self.total_steps
         knot_B = place_B.long().clamp(max=self.total_steps - 1)
@@ -325,14 +275,12 @@ class InterpolatedSchedule(Schedule):
     shifts: list[float]
 
     def __post_init__(self) -> None:
-        """Raise ConfigError where an option is out of range."""
         if len(self.shifts) != 2:
             raise ConfigError(f"shifts={list(self.shifts)} must be two numbers, one per schedule; give two")
         check_above("shifts", min(self.shifts), 0.0)
         super().__post_init__()
 
-    def curve(self, t_B: Tensor) -> Tensor:
-        """See `Schedule.curve`."""
+    def _curve(self, t_B: Tensor) -> Tensor:
         t_B = t_B.clamp(1e-7, 1 - 1e-7)
         first_B, second_B = self.first(t_B, shift=self.shifts[0]), self.second(t_B, shift=self.shifts[1])
         return first_B * t_B + second_B * (1 - t_B)
@@ -343,11 +291,6 @@ def stable_diffusion_variances(linear_range: list[float], total_steps: int, devi
     first, last = (math.sqrt(beta) for beta in linear_range)
     beta_N = torch.linspace(first, last, total_steps + 1, dtype=torch.float32, device=device) ** 2
     return (1 - beta_N).cumprod(0)
-
-
-def _into_range(var_B: Tensor, clamp_range: list[float], norm_instead: bool) -> Tensor:
-    low, high = clamp_range
-    return var_B * (high - low) + low if norm_instead else var_B.clamp(low, high)
 
 
 def _logsnr_of_variance(var_B: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ Shape legend: B batch, C channels, H W latent size; a and b are (B, 1, 1, 1).
 from __future__ import annotations
 
 import abc
-from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -29,7 +28,6 @@ class Target(abc.ABC):
         """Return the noise (B, C, H, W) that a prediction implies."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class EpsilonTarget(Target):
     """The noise itself (Ho et al. 2020, eq. 12)."""
 
@@ -46,7 +44,6 @@ class EpsilonTarget(Target):
         return pred_BCHW
 
 
-@dataclass(frozen=True, kw_only=True)
 class X0Target(Target):
     """The clean latents."""
 
@@ -63,7 +60,6 @@ class X0Target(Target):
         return (noised_BCHW - a_B111 * pred_BCHW) / b_B111
 
 
-@dataclass(frozen=True, kw_only=True)
 class VTarget(Target):
     """Velocity, v = a * noise - b * x0 (Salimans & Ho 2022, section 4)."""
 
@@ -80,7 +76,6 @@ class VTarget(Target):
         return (b_B111 * noised_BCHW + a_B111 * pred_BCHW) / (a_B111**2 + b_B111**2)
 
 
-@dataclass(frozen=True, kw_only=True)
 class RectifiedFlowTarget(Target):
     """Direction from data to noise, noise - x0 (Liu et al. 2022, eq. 1)."""
 

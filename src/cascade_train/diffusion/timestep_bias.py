@@ -40,7 +40,6 @@ class TimestepBias:
     portion: float
 
     def __post_init__(self) -> None:
-        """Raise ConfigError where an option is out of range."""
         check_choice("timestep_bias.strategy", self.strategy, STRATEGIES)
         check_above("timestep_bias.multiplier", self.multiplier, 0.0)
         for key, value in (("begin", self.begin), ("end", self.end), ("portion", self.portion)):

@@ -1,8 +1,8 @@
 """The contract of a control filter: from a training picture to the map that a ControlNet is conditioned on.
 
-A filter has two halves. The first runs in the data workers, on one picture with a generator of its own, and returns
-small arrays. The second runs on the device, on the whole batch, and makes the map of them and of the pictures. A filter
-itself holds its arguments alone: it is cheap to make and can be sent to a worker.
+A filter has two halves. The first runs in the data workers, on one picture with its own generator, and returns small
+arrays. The second runs on the device, on the whole batch, and makes the map from them and from the pictures. A filter
+itself holds only its arguments: it is cheap to make and can be sent to a worker.
 
 Must not live here: any one filter; what a ControlNet does with the map (models/).
 
@@ -25,7 +25,7 @@ from cascade_train.batch import SampleTransform
 from cascade_train.errors import ConfigError
 
 CONTROL = "control"
-"""Name of a finished map among a batch's tensors, as a cache holds it; what workers make is named `control_…`."""
+"""Name of a finished map among a batch's tensors, as a cache holds it; workers' arrays are named `control_…`."""
 
 Encode = Callable[[Tensor], Tensor]
 """The stage's own frozen encoder: images (B, 3, H, W) float in [0, 1] to latents (B, C, h, w) fp32."""
@@ -40,7 +40,7 @@ Maps are fp32, without gradient. Must not sync with the host.
 class ControlFilter(abc.ABC):
     """What a ControlNet is conditioned on. Constructors take keywords, are cheap, and check their arguments.
 
-    Every argument is kept as an attribute of the same name, so that `node` can tell it.
+    Every argument is kept as an attribute of the same name, for `node`.
 
     Attributes:
         channels: of the map.
@@ -56,7 +56,7 @@ class ControlFilter(abc.ABC):
         Every array it returns is named `control_…`. Called once in each training process, before any worker starts.
 
         Raises:
-            ConfigError: a file that the half needs is not there, with its licence and where it is usually found.
+            ConfigError: a file that it needs is missing, or holds something else; with its licence and usual place.
         """
         return make_nothing
 
@@ -69,16 +69,11 @@ class ControlFilter(abc.ABC):
             encode: the encoder of the stage that is controlled, for filters whose map is a latent.
 
         Raises:
-            ConfigError: a file that the half needs is not there, with its licence and where it is usually found.
+            ConfigError: a file that it needs is missing, or holds something else; with its licence and usual place.
         """
 
     def preview(self, control_BCHW: Tensor, image_BCHW: Tensor | None = None) -> Tensor:
-        """Return what people see of a map, (B, 3, h, w) in [0, 1].
-
-        Args:
-            control_BCHW: (B, C, h, w) map.
-            image_BCHW: (B, 3, H, W) float in [0, 1], the pictures that it was made of, where they are known.
-        """
+        """Return a picture (B, 3, h, w) in [0, 1] of maps (B, C, h, w), and of their pictures (B, 3, H, W) if known."""
         return coloured(control_BCHW)
 
     def node(self) -> dict[str, Any]:
@@ -92,14 +87,9 @@ class ImageFilter(ControlFilter):
 
     @abc.abstractmethod
     def apply(self, image: np.ndarray, generator: torch.Generator) -> np.ndarray:
-        """Return the map of one picture.
+        """Return the map (C, h, w) of one picture (3, H, W) uint8 RGB; random choices come from `generator` alone.
 
-        Args:
-            image: (3, H, W) uint8 RGB.
-            generator: of the sample's own, on the CPU; the only source of random choices.
-
-        Returns:
-            (C, h, w); uint8 stands for value / 255, float32 for itself. Pictures of one size have maps of one size.
+        A uint8 map stands for value / 255, a float32 map for itself. Pictures of one size have maps of one size.
         """
 
     def sample_transform(self) -> SampleTransform:
@@ -140,12 +130,7 @@ def restored(image_BCHW: Tensor, made: Mapping[str, Tensor]) -> Tensor:
 def transform_images(
     transform: SampleTransform, image_BCHW: Tensor, generators: Sequence[torch.Generator]
 ) -> dict[str, Tensor]:
-    """Make in this process what the workers make of training pictures; for pictures that are no training data.
-
-    Args:
-        transform: a filter's `sample_transform`.
-        image_BCHW: (B, 3, H, W) uint8 on the host.
-        generators: B, one for each picture.
+    """Apply a filter's `sample_transform` in this process to pictures (B, 3, H, W) uint8, with a generator for each.
 
     Returns:
         Tensors (B, …) on the host, by name.
@@ -175,8 +160,8 @@ def between(low: float, high: float, generator: torch.Generator) -> float:
 def coloured(control_BCHW: Tensor) -> Tensor:
     """Return colours (B, 3, h, w) in [0, 1] of maps of any number of channels.
 
-    One channel becomes grey, the first three of three or four are red, green and blue; of more, each channel has a
-    colour of its own on the colour wheel, and each picture is scaled to its range.
+    One channel becomes grey, the first three of three or four red, green and blue; of more, each channel gets a hue of
+    the colour wheel, and each picture is scaled to its range.
     """
     channels = control_BCHW.shape[1]
     if channels <= 4:

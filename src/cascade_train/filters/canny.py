@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from cascade_train.filters.base import ControlMap, Encode, ImageFilter, resized, restored
-from cascade_train.filters.parts.libraries import opencv, require
+from cascade_train.filters.parts.requirements import opencv, require
 
 
 class CannyFilter(ImageFilter):

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cascade_train.batch import SampleTransform
 from cascade_train.filters.base import ControlFilter, ControlMap, Encode, between
-from cascade_train.filters.parts.files import WeightsFile, find_file, load_weights
-from cascade_train.filters.parts.libraries import require
-from cascade_train.filters.parts.random_masks import random_mask
-from cascade_train.filters.parts.saliency import SaliencyNetwork
+from cascade_train.filters.parts.requirements import WeightsFile, find_file, load_weights, opencv, require
 from cascade_train.options import File
 
 SALIENCY = WeightsFile(
@@ -25,13 +23,23 @@ SALIENCY = WeightsFile(
     found="github.com/Stability-AI/StableCascade, modules/cnet_modules/inpainting",
 )
 SALIENCY_SIDE = 240
-"""Shorter side in pixels of the copy in which salient things are searched."""
+"""Shorter side in pixels of the copy in which salient things are looked for."""
 
 LONGEST = 8
-"""The copy's longer side at most, in shorter sides: a strip of pixels would else need all memory."""
+"""Largest ratio of the copy's sides: a strip of pixels would otherwise exhaust memory."""
 
 BLUR_KERNEL = 141
 """Width in pixels of the Gaussian that rounds the mask of salient things."""
+
+P_BOX = 0.5
+"""Share of holes that are a box."""
+
+BOX_SIDE = (0.2, 0.7)
+STROKES = (1, 4)
+BENDS = (4, 12)
+STROKE_LENGTH = (0.05, 0.3)
+STROKE_WIDTH = (0.03, 0.15)
+"""Sides, lengths and widths are shares of the picture's; counts are drawn between the two, the second left out."""
 
 
 class InpaintFilter(ControlFilter):
@@ -65,11 +73,7 @@ class InpaintFilter(ControlFilter):
         self.deterministic = weights is not None and threshold[0] == threshold[1] and p_outpaint in (0.0, 1.0)
 
     def sample_transform(self) -> SampleTransform:
-        """Return what draws the hole, or what a network needs to know of the sample's draws.
-
-        Raises:
-            ConfigError: the network's weights are not there, with their licence and where they are usually found.
-        """
+        """Return what draws the hole, or the sample's threshold for a network."""
         if self.weights is None:
             return self._draw_mask
         find_file(self.weights, SALIENCY)
@@ -91,11 +95,7 @@ class InpaintFilter(ControlFilter):
         }
 
     def build(self, *, device: torch.device, encode: Encode) -> ControlMap:
-        """Load the network where there is one.
-
-        Raises:
-            ConfigError: its weights are not there, with their licence and where they are usually found.
-        """
+        """Load the network where there is one."""
         if self.weights is None:
             return masked
         network = SaliencyNetwork().eval().requires_grad_(False)
@@ -128,10 +128,9 @@ def salient_mask(network: SaliencyNetwork, image_BCHW: Tensor, threshold_B111: T
 
 
 def blurred(map_B1HW: Tensor, kernel: int) -> Tensor:
-    """Blur maps (B, 1, H, W) by a Gaussian of this odd width in pixels, borders mirrored.
+    """Blur maps (B, 1, H, W) by a Gaussian of this odd width in pixels, borders mirrored, cut where a side is short.
 
-    Its sigma is 0.15 kernel + 0.35, as in torchvision and OpenCV. Where a side is too short to be mirrored, the
-    Gaussian is cut.
+    Its sigma is 0.15 kernel + 0.35, as in torchvision and OpenCV.
     """
     down_B1WH = _blurred_rows(map_B1HW, kernel).transpose(2, 3)
     return _blurred_rows(down_B1WH, kernel).transpose(2, 3)
@@ -143,3 +142,100 @@ def _blurred_rows(map_B1HW: Tensor, kernel: int) -> Tensor:
     weight = torch.exp(-0.5 * (position / (0.15 * kernel + 0.35)) ** 2)
     padded = F.pad(map_B1HW, (reach, reach, 0, 0), mode="reflect")
     return F.conv2d(padded, (weight / weight.sum()).view(1, 1, 1, -1))
+
+
+def random_mask(height: int, width: int, generator: torch.Generator) -> np.ndarray:
+    """Draw a box or brush strokes (Yu et al. 2019), (1, height, width) uint8, 1 inside; at least one pixel."""
+    if between(0, 1, generator) < P_BOX:
+        return _box(height, width, generator)
+    return _strokes(height, width, generator)
+
+
+def _box(height: int, width: int, generator: torch.Generator) -> np.ndarray:
+    mask = np.zeros((1, height, width), dtype=np.uint8)
+    tall, wide = (max(1, round(side * between(*BOX_SIDE, generator))) for side in (height, width))
+    top = int(between(0, height - tall + 1, generator))
+    left = int(between(0, width - wide + 1, generator))
+    mask[:, top : top + tall, left : left + wide] = 1
+    return mask
+
+
+def _strokes(height: int, width: int, generator: torch.Generator) -> np.ndarray:
+    cv2 = opencv()
+    mask = np.zeros((height, width), dtype=np.uint8)
+    size = math.sqrt(height * width)
+    for _ in range(int(between(*STROKES, generator))):
+        points = _bent_line(height, width, size, generator)
+        thickness = max(1, round(size * between(*STROKE_WIDTH, generator)))
+        cv2.polylines(mask, [points], isClosed=False, color=1, thickness=thickness)
+        for x, y in points.tolist():  # round ends and bends
+            cv2.circle(mask, (x, y), thickness // 2, color=1, thickness=-1)
+    return mask[None]
+
+
+def _bent_line(height: int, width: int, size: float, generator: torch.Generator) -> np.ndarray:
+    """Draw the points (N, 2) int32, x and y, of a line that turns a little less than half around at each bend."""
+    place = np.array([between(0, width, generator), between(0, height, generator)])
+    angle = between(0, 2 * math.pi, generator)
+    points = [place]
+    for bend in range(int(between(*BENDS, generator))):
+        turn = between(0.6, 1.4, generator)
+        angle += math.pi - turn if bend % 2 else math.pi + turn
+        length = size * between(*STROKE_LENGTH, generator)
+        step = length * np.array([math.cos(angle), math.sin(angle)])
+        place = np.clip(place + step, 0, [width - 1, height - 1])
+        points.append(place)
+    return np.stack(points).astype(np.int32)
+
+
+def normalised(pad: int, channels: int, out: int, kernel: int, stride: int = 1) -> list[nn.Module]:
+    """Return a mirrored border, a convolution and an instance norm: the first three places of each group."""
+    return [
+        nn.ReflectionPad2d(pad),
+        nn.Conv2d(channels, out, kernel, stride),
+        nn.InstanceNorm2d(out, affine=True),
+    ]
+
+
+class SaliencyBlock(nn.Module):
+    """Two normalised convolutions, added to what went in."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        first, second = (normalised(1, channels, channels, 3) for _ in range(2))
+        self.resblock = nn.Sequential(*first, nn.ReLU(), *second)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Map (B, C, h, w) to the same shape."""
+        return features + self.resblock(features)
+
+
+class SaliencyNetwork(nn.Module):
+    """Maps pictures (B, 3, H, W) in [0, 1] to saliency (B, 1, h, w) in [0, 1], at about an eighth of their sides.
+
+    Stable Cascade, modules/cnet_modules/inpainting; names and shapes are those of its weights.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.downsampler = nn.Sequential(
+            *normalised(4, 3, 8, 9, 4),
+            nn.ReLU(),
+            *normalised(1, 8, 16, 3, 2),
+            nn.ReLU(),
+            *normalised(1, 16, 32, 3, 2),
+            nn.ReLU(),
+        )
+        self.residual = nn.Sequential(SaliencyBlock(32), nn.Conv2d(32, 64, 1, bias=False, groups=32), SaliencyBlock(64))
+        self.segmentator = nn.Sequential(
+            *normalised(1, 64, 16, 3),
+            nn.ReLU(),
+            nn.Upsample(scale_factor=2, mode="nearest"),
+            nn.ReflectionPad2d(4),
+            nn.Conv2d(16, 1, 9),
+            nn.Sigmoid(),
+        )
+
+    def forward(self, image_BCHW: Tensor) -> Tensor:
+        """Map pictures to saliency; sides of at least 80 pixels."""
+        return self.segmentator(self.residual(self.downsampler(image_BCHW)))

@@ -10,10 +10,8 @@ import torch
 from cascade_train.batch import SampleTransform
 from cascade_train.errors import ConfigError
 from cascade_train.filters.base import ControlMap, Encode, ImageFilter, restored
-from cascade_train.filters.parts.files import WeightsFile, find_file
-from cascade_train.filters.parts.libraries import require
-from cascade_train.filters.parts.network_images import check_options, network_input, network_map
-from cascade_train.filters.parts.onnx_session import open_session
+from cascade_train.filters.parts.requirements import WeightsFile, find_file, open_session, require
+from cascade_train.filters.torch_network import check_options, network_input, network_map
 from cascade_train.options import File
 
 NETWORK = WeightsFile(
@@ -67,11 +65,7 @@ class OnnxFilter(ImageFilter):
         self.scaling = scaling
 
     def sample_transform(self) -> SampleTransform:
-        """Return the workers' half, once the network was read and found to fit.
-
-        Raises:
-            ConfigError: the file is not there, is no network, or takes and gives something else.
-        """
+        """Return the workers' half, once the network was read and found to fit."""
         session = open_session(find_file(self.weights, NETWORK), NETWORK)
         inputs, outputs = session.get_inputs(), [each.name for each in session.get_outputs()]
         if len(inputs) != 1 or inputs[0].type != "tensor(float)":
@@ -96,7 +90,7 @@ class OnnxFilter(ImageFilter):
         seen = network_input(image_BCHW, resize=self.resize, mean=self.mean, std=self.std)
         wanted = [self.output or session.get_outputs()[0].name]
         [found] = session.run(wanted, {session.get_inputs()[0].name: seen.numpy()})
-        made = network_map(torch.from_numpy(found), channels=self.channels, scaling=self.scaling, key="task.filter")
+        made = network_map(torch.from_numpy(found), channels=self.channels, scaling=self.scaling)
         return made[0].numpy()
 
     def build(self, *, device: torch.device, encode: Encode) -> ControlMap:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from cascade_train.filters.base import ControlMap, Encode, ImageFilter, between, pick, resized, restored
-from cascade_train.filters.parts.libraries import opencv, require
 from cascade_train.filters.parts.morphology import check_kernels, disc
+from cascade_train.filters.parts.requirements import opencv, require
 
 LEVEL_SHARE = 0.33
 """Which share of the range between a picture's darkest and brightest pixel counts as dark, and as bright."""

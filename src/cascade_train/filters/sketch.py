@@ -1,19 +1,23 @@
-"""Edges as people draw them, in lines of random width: sketches."""
+"""Edges as people draw them, in lines of random width: sketches, by PiDiNet.
+
+Its convolutions weigh differences of pixels; each is computed as a plain convolution with another kernel.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from cascade_train.batch import SampleTransform
 from cascade_train.errors import ConfigError
 from cascade_train.filters.base import ControlFilter, ControlMap, Encode, between, resized
-from cascade_train.filters.parts.edge_network import SMALLEST_SIDE, EdgeNetwork
-from cascade_train.filters.parts.files import WeightsFile, find_file, load_weights
 from cascade_train.filters.parts.morphology import check_kernels, dilated
+from cascade_train.filters.parts.requirements import WeightsFile, find_file, load_weights
 from cascade_train.options import File
 
 EDGES = WeightsFile(
@@ -23,6 +27,21 @@ EDGES = WeightsFile(
     licence="research alone, commercial use by consent of PiDiNet's authors",
     found="github.com/hellozhuo/pidinet and github.com/Stability-AI/StableCascade, modules/cnet_modules/pidinet/ckpts",
 )
+
+WIDTH = 60
+"""Channels of the first stage; the others have twice and four times as many."""
+
+SMALLEST_SIDE = 8
+"""In pixels: the network halves a picture three times."""
+
+ATTENTION_WIDTH = 24
+DILATIONS = (5, 7, 9, 11)
+NEXT_AROUND = (3, 0, 1, 6, 4, 2, 7, 8, 5)
+"""Which pixel of a 3 x 3 square comes before each on the way around its middle; the middle itself stays."""
+
+INNER = (6, 7, 8, 11, 13, 16, 17, 18)
+OUTER = (0, 2, 4, 10, 14, 20, 22, 24)
+"""Places of a 5 x 5 square: the ring around its middle, and the pixel behind each as seen from there."""
 
 
 class SketchFilter(ControlFilter):
@@ -34,7 +53,7 @@ class SketchFilter(ControlFilter):
         weights: of the network, a local file or `owner/name:file` on the hub.
         resize: side in pixels of the square copy in which edges are searched; null = the picture itself.
         dilation_kernels: diameters in pixels, by one of which each sample's lines are thickened; 0 = not at all.
-        binarize: 1 where an edge is surer than a threshold, else 0; false = how sure each edge is.
+        binarize: 1 where an edge is above a threshold, else 0; false = the network's own values.
         threshold: drawn between these two for each sample.
 
     Raises:
@@ -65,11 +84,7 @@ class SketchFilter(ControlFilter):
         self.deterministic = len(set(dilation_kernels)) == 1 and (not binarize or threshold[0] == threshold[1])
 
     def sample_transform(self) -> SampleTransform:
-        """Return what draws width of line and threshold.
-
-        Raises:
-            ConfigError: the network's weights are not there, with their licence and where they are usually found.
-        """
+        """Return what draws width of line and threshold."""
         find_file(self.weights, EDGES)
         return self._draw
 
@@ -82,11 +97,7 @@ class SketchFilter(ControlFilter):
         }
 
     def build(self, *, device: torch.device, encode: Encode) -> ControlMap:
-        """Load the network.
-
-        Raises:
-            ConfigError: its weights are not there, with their licence and where they are usually found.
-        """
+        """Load the network."""
         network = EdgeNetwork().eval().requires_grad_(False)
         load_weights(network, self.weights, EDGES, device=device)
 
@@ -106,3 +117,128 @@ class SketchFilter(ControlFilter):
             return resized(chosen_B1HW, size)
 
         return sketched
+
+
+def plain(weight: Tensor) -> Tensor:
+    """Return the kernel (O, I, 3, 3) itself."""
+    return weight
+
+
+def central(weight: Tensor) -> Tensor:
+    """Return the kernel (O, I, 3, 3) that weighs each pixel's difference from the middle one (eq. 3)."""
+    middle = torch.zeros_like(weight)
+    middle[..., 1, 1] = weight.sum(dim=(2, 3))
+    return weight - middle
+
+
+def angular(weight: Tensor) -> Tensor:
+    """Return the kernel (O, I, 3, 3) that weighs each pixel's difference from the next one around (eq. 4)."""
+    return weight - weight.flatten(2)[..., NEXT_AROUND].view_as(weight)
+
+
+def radial(weight: Tensor) -> Tensor:
+    """Return the kernel (O, I, 5, 5) that weighs differences of an outer and an inner ring (eq. 5)."""
+    ring = weight.flatten(2)[..., 1:]
+    kernel = weight.new_zeros(*weight.shape[:2], 25)
+    kernel[..., OUTER], kernel[..., INNER] = ring, -ring
+    return kernel.unflatten(2, (5, 5))
+
+
+class DifferenceConv(nn.Module):
+    """A convolution of differences of pixels, without bias, that keeps the size."""
+
+    def __init__(self, channels: int, out: int, kernel: Callable[[Tensor], Tensor], groups: int = 1) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out, channels // groups, 3, 3))
+        nn.init.kaiming_uniform_(self.weight, a=5**0.5)
+        self.kernel, self.groups = kernel, groups
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Map (B, C, h, w) to (B, out, h, w)."""
+        kernel = self.kernel(self.weight)
+        return F.conv2d(features, kernel, padding=kernel.shape[-1] // 2, groups=self.groups)
+
+
+class EdgeBlock(nn.Module):
+    """A difference of pixels in each channel, and a mixture of channels, added to what went in."""
+
+    def __init__(self, channels: int, out: int, kernel: Callable[[Tensor], Tensor], *, halves: bool) -> None:
+        super().__init__()
+        self.conv1 = DifferenceConv(channels, channels, kernel, groups=channels)
+        self.conv2 = nn.Conv2d(channels, out, 1, bias=False)
+        self.shortcut = nn.Conv2d(channels, out, 1) if halves else None
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Map (B, C, h, w) to (B, out, h, w), or to half its sides."""
+        if self.shortcut is None:
+            return features + self.conv2(F.relu(self.conv1(features)))
+        features = F.max_pool2d(features, 2)
+        return self.shortcut(features) + self.conv2(F.relu(self.conv1(features)))
+
+
+class DilatedContext(nn.Module):
+    """Sums what four dilated convolutions see."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, ATTENTION_WIDTH, 1)
+        for place, dilation in enumerate(DILATIONS, start=1):
+            conv = nn.Conv2d(ATTENTION_WIDTH, ATTENTION_WIDTH, 3, padding=dilation, dilation=dilation, bias=False)
+            self.add_module(f"conv2_{place}", conv)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Map (B, C, h, w) to (B, 24, h, w)."""
+        first, *dilated = self.children()
+        mixed = first(F.relu(features))
+        return torch.stack([conv(mixed) for conv in dilated]).sum(dim=0)
+
+
+class SpatialAttention(nn.Module):
+    """Weighs each place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(ATTENTION_WIDTH, 4, 1)
+        self.conv2 = nn.Conv2d(4, 1, 3, padding=1, bias=False)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Map (B, 24, h, w) to the same shape."""
+        return features * torch.sigmoid(self.conv2(self.conv1(F.relu(features))))
+
+
+class EdgeNetwork(nn.Module):
+    """Maps pictures (B, 3, H, W) in [0, 1] to edges (B, 1, H, W) in [0, 1]; sides of at least 8 pixels.
+
+    PiDiNet (Su et al. 2021, Pixel Difference Networks for Efficient Edge Detection) in the layout of its published
+    `table5_pidinet.pth`: four stages of central, angular, radial and plain convolutions.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = (WIDTH, 2 * WIDTH, 4 * WIDTH, 4 * WIDTH)
+        self.init_block = DifferenceConv(3, WIDTH, central)
+        channels = WIDTH
+        for stage, width in enumerate(widths, start=1):
+            kernels = [angular, radial, plain] if stage == 1 else [central, angular, radial, plain]
+            for place, kernel in enumerate(kernels, start=1):
+                block = EdgeBlock(channels, width, kernel, halves=stage > 1 and place == 1)
+                self.add_module(f"block{stage}_{place}", block)
+                channels = width
+        self._stages = [[f"block{stage}_{place}" for place in range(1, 4 + (stage > 1))] for stage in range(1, 5)]
+        self.dilations = nn.ModuleList(DilatedContext(width) for width in widths)
+        self.attentions = nn.ModuleList(SpatialAttention() for _ in widths)
+        self.conv_reduces = nn.ModuleList(
+            nn.Sequential(OrderedDict(conv=nn.Conv2d(ATTENTION_WIDTH, 1, 1))) for _ in widths
+        )
+        self.classifier = nn.Conv2d(4, 1, 1)
+
+    def forward(self, image_BCHW: Tensor) -> Tensor:
+        """Map pictures to edges."""
+        features, edges = self.init_block(image_BCHW), []
+        for place, names in enumerate(self._stages):
+            for name in names:
+                features = self.get_submodule(name)(features)
+            seen = self.attentions[place](self.dilations[place](features))
+            edge = self.conv_reduces[place](seen)
+            edges.append(F.interpolate(edge, image_BCHW.shape[-2:], mode="bilinear", align_corners=False))
+        return torch.sigmoid(self.classifier(torch.cat(edges, dim=1)))

@@ -95,11 +95,7 @@ class LatentSuperResolutionFilter(ControlFilter):
 
 
 def check_scale(scale_factor: float) -> None:
-    """Check a share of a picture's sides.
-
-    Raises:
-        ValueError: it is not in (0, 1].
-    """
+    """Raise ValueError where a share of a picture's sides is not in (0, 1]."""
     if not 0.0 < scale_factor <= 1.0:
         raise ValueError(f"scale_factor={scale_factor}: takes detail away, give a number above 0, at most 1")
 

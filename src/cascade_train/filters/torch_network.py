@@ -1,19 +1,22 @@
-"""Maps by any network of torch: depth, poses, edges, segments. Runs on the device, on whole batches."""
+"""Maps by any network of torch: depth, poses, edges, segments. Runs on the device, on whole batches.
+
+Lives here also: input and output of such networks, which those stored as ONNX share (onnx_network.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from cascade_train.errors import ConfigError
 from cascade_train.filters.base import ControlFilter, ControlMap, Encode, resized
-from cascade_train.filters.parts.files import WeightsFile, find_file, load_weights
-from cascade_train.filters.parts.network_images import check_options, network_input, network_map
+from cascade_train.filters.parts.requirements import WeightsFile, find_file, load_weights
 from cascade_train.options import File
 
 NETWORK = WeightsFile(
@@ -68,11 +71,7 @@ class NetworkFilter(ControlFilter):
         self.scaling = scaling
 
     def build(self, *, device: torch.device, encode: Encode) -> ControlMap:
-        """Make the network, frozen and in fp32.
-
-        Raises:
-            ConfigError: its weights are not there, or belong to another network.
-        """
+        """Make the network, frozen and in fp32."""
         network = self.network().float().requires_grad_(False)
         if self.weights is not None:
             load_weights(network, self.weights, NETWORK, device=device)
@@ -84,7 +83,7 @@ class NetworkFilter(ControlFilter):
         def by_network(image_BCHW: Tensor, made: Mapping[str, Tensor]) -> Tensor:
             seen_BCHW = network_input(image_BCHW, resize=self.resize, mean=self.mean, std=self.std)
             found = self._chosen(network(seen_BCHW))
-            map_BCHW = network_map(found, channels=self.channels, scaling=self.scaling, key="task.filter")
+            map_BCHW = network_map(found, channels=self.channels, scaling=self.scaling)
             return resized(map_BCHW, image_BCHW.shape[-2:])
 
         return by_network
@@ -125,3 +124,40 @@ def load_exported(*, path: str) -> nn.Module:
             f"{known.key}={path}: torch.export cannot read this file ({type(error).__name__}); write it by"
             " torch.export.save"
         ) from error
+
+
+def check_options(*, channels: int, resize: int | None, mean: Sequence[float], std: Sequence[float]) -> None:
+    """Raise ValueError where a number is out of range."""
+    if channels < 1:
+        raise ValueError(f"channels={channels}: a map needs at least one, give the number that the network makes")
+    if resize is not None and resize < 1:
+        raise ValueError(f"resize={resize}: is the side of what the network sees, give 1 px or more, or null")
+    if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
+        raise ValueError(f"mean={mean}, std={std}: give three numbers each, for red, green and blue, std above 0")
+
+
+def network_input(image_BCHW: Tensor, *, resize: int | None, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    """Return what a network sees of pictures (B, 3, H, W) float in [0, 1]: square, if `resize`, and normalised."""
+    if resize is not None:
+        image_BCHW = F.interpolate(image_BCHW, size=(resize, resize), mode="bilinear", antialias=True)
+    shape = (1, 3, 1, 1)
+    return (image_BCHW - image_BCHW.new_tensor(mean).view(shape)) / image_BCHW.new_tensor(std).view(shape)
+
+
+def network_map(output: Tensor, *, channels: int, scaling: Literal["picture", "none"]) -> Tensor:
+    """Return maps (B, channels, h, w) fp32 of a network's output, (B, C, h, w) or (B, h, w).
+
+    Raises:
+        ConfigError: an output of another form, or with fewer channels.
+    """
+    map_BCHW = output.float()[:, None] if output.dim() == 3 else output.float()
+    if map_BCHW.dim() != 4 or map_BCHW.shape[1] < channels:
+        raise ConfigError(
+            f"task.filter: the network's output has shape {tuple(output.shape)}, which holds no maps of {channels}"
+            " channels, (batch, channels, height, width); choose another task.filter.output or task.filter.channels"
+        )
+    map_BCHW = map_BCHW[:, :channels]
+    if scaling == "none":
+        return map_BCHW
+    low, high = map_BCHW.amin(dim=(1, 2, 3), keepdim=True), map_BCHW.amax(dim=(1, 2, 3), keepdim=True)
+    return (map_BCHW - low) / (high - low).clamp(min=torch.finfo(torch.float32).tiny)

@@ -24,10 +24,10 @@ Predictor = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Maps noised latents (B, C, H, W) and timestep ratios (B,) to conditional and unconditional predictions."""
 
 Draws = Callable[[str], list[torch.Generator]]
-"""Maps the name of a purpose to CPU generators, one for each picture, always from their start."""
+"""Maps the name of a purpose to new CPU generators, one for each picture."""
 
 ImageMaker = Callable[[Tensor, Mapping[str, Tensor]], Mapping[str, Tensor]]
-"""Maps images (B, 3, H, W) float in [0, 1] and what the workers made of them to tensors (B, ...) by name."""
+"""Maps images (B, 3, H, W) float in [0, 1] and the workers' tensors of them to tensors (B, ...) by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +36,9 @@ class StepOutput:
 
     Attributes:
         loss_B: (B,) fp32, weighted, differentiated.
-        report: named (B,) or (B, n) fp32 tensors without gradient, handed to `after_step`; the means of the (B,) are
-            shown. Always holds `loss_raw`, the unweighted loss.
-        totals: named tensors of any shape without gradient, which `after_step` gets added up over the global batch.
+        report: named (B,) or (B, n) fp32 tensors without gradient, for `after_step`; the means of the (B,) are logged.
+            Always holds `loss_raw`, the unweighted loss.
+        totals: named tensors of any shape without gradient, for `after_step`, summed over the global batch.
     """
 
     loss_B: Tensor
@@ -51,13 +51,13 @@ class Phase:
     """One optimizer's share of a step.
 
     Attributes:
-        name: prefix of its metrics, but for the first phase, whose metrics are the run's.
+        name: prefix of its metrics; the first phase's metrics have none.
         modules: the roots that are sharded, by name; their trainable parameters belong to the phase.
         units: per root, the groups of its modules that shard together (see `Stage.units`).
         loss: maps a prepared micro-batch to its output; must not sync with the host.
-        optimizer: a component that replaces the run's optimizer for this phase; None = the run's.
+        optimizer: a component that replaces the run's optimizer; None = the run's.
         start_step: first optimizer step in which the phase runs.
-        averaged: whether an average of its weights is kept, where the run keeps one.
+        averaged: whether its weights are averaged where the run has an average.
     """
 
     name: str
@@ -74,9 +74,9 @@ class Export:
     """One result of a run, in the form that other programs load.
 
     Attributes:
-        module: whose weights are gathered from their shards, averaged where the run keeps an average.
-        write: writes the module's whole state dict to a folder, reads it back, compares, and returns the
-            largest relative difference. Called on rank 0 alone.
+        module: whose weights are gathered from their shards, averaged where the run has an average.
+        write: writes the whole state dict to a folder, reads it back and returns the largest relative difference; on
+            rank 0 alone.
     """
 
     module: nn.Module
@@ -85,17 +85,17 @@ class Export:
 
 @dataclass(frozen=True, kw_only=True)
 class Guide:
-    """What a user lets samples follow, beside their prompts; pictures are uint8 on the host.
+    """A user's images for samples, beside their prompts; pictures are uint8 on the host.
 
     Attributes:
-        image_BCHW: (B, 3, H, W) pictures, or (B, C, h, w) finished control maps, 255 for 1; None = none.
-        is_map: the latter.
-        strength: what the control is multiplied by; 1 as in training, 0 = none.
-        numbers: of the B samples, on which random choices about their maps depend.
-        start_BCHW: (B, 3, H, W) pictures that sampling starts from, in the place of noise alone; None = none.
+        image_BCHW: (B, 3, H, W) pictures, or (B, C, h, w) finished control maps, 255 for 1.
+        is_map: whether they are maps.
+        strength: factor of the control; 1 as in training, 0 = none.
+        numbers: of the B samples, which seed the random choices about their maps.
+        start_BCHW: (B, 3, H, W) pictures that sampling starts from (image-to-image).
         start_strength: time, in (0, 1], to which those are noised; 1 keeps hardly anything of them.
-        variation_BCHW: (B, 3, h, w) pictures whose embedding is a condition beside the prompt; None = none.
-        semantic_BCHW: (B, C, h, w) fp32 semantic latents, for a stage that decodes them; None = none.
+        variation_BCHW: (B, 3, h, w) pictures whose embedding is a condition beside the prompt.
+        semantic_BCHW: (B, C, h, w) fp32 semantic latents, for a stage that decodes them.
     """
 
     image_BCHW: Tensor | None = None
@@ -110,7 +110,7 @@ class Guide:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleSettings:
-    """How samples are painted by those who denoise; see `SampleConfig`."""
+    """Options of the sampler; see `SampleConfig`."""
 
     sampler: str
     steps: int
@@ -128,20 +128,20 @@ class Painter(abc.ABC):
     result: str
 
     def beside(self, captions: Sequence[str], image_BCHW: Tensor, draws: Draws) -> Mapping[str, Tensor]:
-        """Return what people see beside the result for B captioned images, (B, 3, h, w) in [0, 1], by title."""
+        """Return what is shown beside the result for B captioned images, (B, 3, h, w) in [0, 1], by title."""
         return {}
 
     @abc.abstractmethod
     def paint(
         self, captions: Sequence[str], image_BCHW: Tensor | None, draws: Draws, guide: Guide | None = None
     ) -> Tensor:
-        """Return B pictures (B, 3, H, W) fp32 in [0, 1] on the device.
+        """Return pictures (B, 3, H, W) fp32 in [0, 1] on the device, for B prompts.
 
         Args:
-            captions: B prompts.
-            image_BCHW: (B, 3, H, W) float in [0, 1] on the device, the captions' own images; None = there are none.
-            draws: where random numbers come from.
-            guide: a user's images, in the place of the captions' own; None = none.
+            captions: the prompts.
+            image_BCHW: (B, 3, H, W) float in [0, 1] on the device, the captions' own images, where there are any.
+            draws: source of random numbers.
+            guide: a user's images, in place of the captions' own.
 
         Raises:
             ConfigError: pictures are missing, or not for this task.
@@ -192,36 +192,22 @@ class Task(abc.ABC):
         """Return the phases in the order in which they run within a step."""
 
     def sample_transform(self) -> SampleTransform | None:
-        """Return what the data workers make of each picture for this task; None = nothing, the default.
-
-        Called before the model is built.
-        """
+        """Return what the data workers make of each picture, before the model is built; None = nothing, the default."""
         return None
 
     def image_maker(self, stage: Stage, device: torch.device) -> ImageMaker | None:
-        """Return what makes tensors of images that a cache holds for the task; None = it needs none, the default.
+        """Return what makes the task's tensors in a cache from images on `device`; None = it needs none, the default.
 
-        Args:
-            stage: with its encoders built.
-            device: where the images are.
-
-        Raises:
-            ConfigError: what it makes is drawn anew each epoch, which a cache cannot hold.
+        The stage has its encoders. A ConfigError where they are drawn anew each epoch, which a cache cannot hold.
         """
         return None
 
     def trained_parts(self) -> frozenset[str]:
-        """Return the encoders of the stage in which something trains, by their key below `model.`; none by default.
-
-        Called before the model is built.
-        """
+        """Return the encoders in which something trains, by their key below `model.`; called before the build."""
         return frozenset()
 
     def unbuilt_parts(self) -> frozenset[str]:
-        """Return the parts of the stage that are not built, since the task has no use for them; none by default.
-
-        Called before the model is built. "network" is one; a task that names it sees no network.
-        """
+        """Return the parts of the stage that the task does not need, which may include "network"."""
         return frozenset()
 
     @abc.abstractmethod
@@ -230,13 +216,10 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def measures(self, prepared: Any, logsnr: Sequence[float]) -> Mapping[str, Tensor]:
-        """Return what a prepared micro-batch of held-out samples is measured by, (B,) fp32 each, by name.
+        """Return measures of a prepared micro-batch of held-out samples, (B,) fp32 each, by name.
 
-        The same samples and weights give the same numbers at every step. Without gradient. Must not sync.
-
-        Args:
-            prepared: from `prepare_batch`.
-            logsnr: noise levels, for tasks that denoise.
+        Equal samples and weights give equal numbers at every step. Without gradient. Must not sync. `logsnr` are noise
+        levels, for tasks that denoise.
         """
 
     @abc.abstractmethod
@@ -245,27 +228,24 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def exports(self) -> Mapping[str, Export]:
-        """Return what a run leaves behind in `export/<name>`, by name."""
+        """Return what a run exports to `export/<name>`, by name."""
 
     def load_export(self, export: Path) -> None:
-        """Put what `exports` left back onto the attached stage.
+        """Load what `exports` wrote to a run's `export/` onto the attached stage.
 
-        Nothing to do by default: a network that trains is found by the stage itself, as its weights.
-
-        Args:
-            export: the run's `export/`.
+        Nothing by default: a network that trains is found by the stage itself, as its weights.
 
         Raises:
             ConfigError: the export is not there, or of another model.
         """
 
     def initial_average(self, source: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and whole value, fp32 on the host, of the trainable tensors that `ema.weights` names.
+        """Yield name, with the root's in front, and whole value, fp32 on the host, of the tensors of `ema.weights`.
 
-        Names are those of the phases' parameters, with their root's name in front. Called after sharding.
+        Called after sharding.
 
         Raises:
-            ConfigError: the task's average cannot start from weights of its own, or these are of another model.
+            ConfigError: the average cannot start from weights of its own, or these are of another model.
         """
         raise ConfigError(
             f"ema.weights={source}: the average of a {type(self).__name__} starts from the weights that train; leave"
@@ -273,22 +253,19 @@ class Task(abc.ABC):
         )
 
     def after_step(self, report: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Update the task's own state after an optimizer step, and return what is to be shown of it, () each.
+        """Update the task's own state after an optimizer step, and return metrics of it, () each.
 
-        Collective: all ranks call it with equal values.
-
-        Args:
-            report: each phase's `StepOutput.report` over the whole global batch, in its order, (G,) or (G, n) fp32,
-                and its `totals`.
+        Collective: all ranks call it with equal values: each phase's `StepOutput.report` over the global batch, in its
+        order, (G,) or (G, n) fp32, and its `totals`.
         """
         return {}
 
     def summary(self) -> str:
-        """Return how much of what the task added trains, for the lines with which a run starts; empty by default."""
+        """Return how much of what the task added trains, for the start of the log; empty by default."""
         return ""
 
     def notices(self, *, last: bool = False) -> list[str]:
-        """Return what people should hear about the samples: once, and in all at the `last` call; empty by default."""
+        """Return messages about the samples to log, each once, and totals at the `last` call; empty by default."""
         return []
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 """A control network beside a frozen Stage C: samples follow a map that a filter makes of a picture.
 
-Lives here: what trains, the maps of a batch and of samples, and what is left behind. Must not live here: the loss
-(text_to_image.py), the network (models/controlnet.py) and what a map shows (filters/).
+Lives here: what trains, the maps of a batch and of samples, and the export. Must not live here: the loss
+(text_to_image.py), the network (models/controlnet.py) and the filters (filters/).
 
 Shape legend: B batch, C channels of the map, H W image size, h w size of the map.
 """
@@ -47,7 +47,7 @@ class PreparedControl(PreparedBatch):
 
     Attributes:
         control_BCHW: (B, C, h, w) fp32.
-        drop_control_B: (B,) bool, whose map becomes blank in training.
+        drop_control_B: (B,) bool, whose map becomes 0 in training.
     """
 
     control_BCHW: Tensor
@@ -55,7 +55,7 @@ class PreparedControl(PreparedBatch):
 
 
 class ControlNet(TextToImage):
-    """Trains a control network alone; Stage C's network is frozen, with its dropout off.
+    """Trains a control network; Stage C's network is frozen, with its dropout off.
 
     Args:
         filter: makes the maps of pictures.
@@ -63,11 +63,11 @@ class ControlNet(TextToImage):
             null = those of `weights`, else the original's eight, scaled to the model.
         bottleneck: what makes features of a map: effnet (EfficientNet-V2-S) and small (five convolutions, for tiny
             models) take maps of the picture's size, simple and large of the latent's.
-        backbone_weights: what effnet starts from: imagenet (torchvision's, which it downloads), or a file or hub id of
+        backbone_weights: initial values of effnet: imagenet (torchvision's, downloaded), or a file or hub id of
             EfficientNet-V2-S, such as the semantic compressor's; null = values from the seed.
-        weights: a control network to start from: a run, its export, a file or a file on the hub, ours or the
+        weights: a control network to start from: a run, its export, a local file or one on the hub, ours or the
             original's; null = a new one, which begins without effect.
-        control_drop_prob: share of samples whose map is blank in training, in [0, 1].
+        control_drop_prob: share of samples whose map is 0 in training, in [0, 1].
         seed: of a new control network's values.
         cond_drop_prob: share of samples whose caption is replaced by the empty one, in [0, 1].
         image_keep_prob: share of samples whose own image is a condition, in [0, 1]; null = the stage's.
@@ -113,11 +113,7 @@ class ControlNet(TextToImage):
         self._map: ControlMap
 
     def attach(self, stage: Stage, objective: Objective, device: torch.device) -> None:
-        """Take the built stage, freeze it, and add the control network.
-
-        Raises:
-            ConfigError: blocks that the network does not have, or weights that do not fit it or the filter.
-        """
+        """Take the built stage, freeze it, and add the control network; see `Task.attach`."""
         super().attach(stage, objective, device)
         if not isinstance(stage, StageC):
             raise AssertionError(f"a control network is for Stage C, not for {stage.name}")
@@ -148,7 +144,7 @@ class ControlNet(TextToImage):
         return block_widths(network_config(self.stage.network))
 
     def _install(self, stored: StoredControl, key: str) -> None:
-        """Take a stored control network in the place of a new one."""
+        """Use a stored control network in place of a new one."""
         spec, widths = stored.spec, self._widths()
         if set(spec.widths) <= set(widths):
             _check_blocks(spec.blocks, len(widths), f"{key} with the blocks {list(spec.blocks)}")
@@ -159,9 +155,9 @@ class ControlNet(TextToImage):
                 f"has {len(widths)} of width {widths[0]}{fits}"
             )
         if spec.channels != self.filter.channels:
-            told = f", which {stored.filter['_target_']} made" if stored.filter else ""
+            by = f", which {stored.filter['_target_']} made" if stored.filter else ""
             raise ConfigError(
-                f"{key}: this control network takes maps of {spec.channels} channels{told}, task.filter makes "
+                f"{key}: this control network takes maps of {spec.channels} channels{by}, task.filter makes "
                 f"{self.filter.channels}; choose its filter, filter@task.filter="
             )
         if spec.bottleneck != self.bottleneck:
@@ -182,11 +178,7 @@ class ControlNet(TextToImage):
         return self._transform
 
     def image_maker(self, stage: Stage, device: torch.device) -> ImageMaker:
-        """Return what makes `control`, the finished maps.
-
-        Raises:
-            ConfigError: a filter that draws.
-        """
+        """Return what makes `control`, the finished maps; a ConfigError for filters that draw."""
         if not self.filter.deterministic:
             raise ConfigError(
                 f"task.filter: {type(self.filter).__name__} draws another map of a picture each epoch, which a cache"
@@ -196,17 +188,13 @@ class ControlNet(TextToImage):
         return lambda image_BCHW, made: {CONTROL: control_map(image_BCHW, made)}
 
     def phases(self) -> list[Phase]:
-        """Return the one phase, with the frozen network as a root beside the control network, so that both shard."""
+        """Return the one phase; the frozen network is a root beside the control network, so that both shard."""
         modules = {"network": self.stage.network, "controlnet": self.controlnet}
         units = {"network": self.stage.units(), "controlnet": self.controlnet.units()}
         return [Phase(name="train", modules=modules, units=units, loss=self.loss)]
 
     def prepare_batch(self, batch: Batch) -> PreparedControl:
-        """Draw the random choices, and finish the maps on the device.
-
-        Raises:
-            ConfigError: a cache that holds no maps.
-        """
+        """Draw the random choices, and finish the maps on the device; a ConfigError where a cache has none."""
         prepared = super().prepare_batch(batch)
         if CONTROL in batch.tensors:
             control_BCHW = self._copy(batch.tensors[CONTROL]).float()
@@ -221,7 +209,7 @@ class ControlNet(TextToImage):
         return {name: self._copy(value) for name, value in tensors.items() if name.startswith("control_")}
 
     def control(self, prepared: PreparedBatch, *, training: bool) -> dict[int, Tensor]:
-        """Return what the control network makes of the maps, of which some are blank in training."""
+        """Return the control network's features of the maps, of which some are 0 in training."""
         if not isinstance(prepared, PreparedControl):
             raise AssertionError("a batch that this task did not prepare")
         control_BCHW = prepared.control_BCHW
@@ -234,15 +222,10 @@ class ControlNet(TextToImage):
     def predictor(
         self, captions: Sequence[str], image_BCHW: Tensor | None, control: dict[int, Tensor] | None = None
     ) -> Predictor:
-        """Return predictions under the captions and the pictures' maps, and under the maps alone.
-
-        Args:
-            captions: B prompts.
-            image_BCHW: (B, 3, H, W) float in [0, 1]; maps are made of them.
-            control: what is added in the network in their place.
+        """Return predictions under the captions and the pictures' maps or `control`, and under these alone.
 
         Raises:
-            ConfigError: neither pictures nor what is made of them.
+            ConfigError: neither pictures nor control.
         """
         if control is None:
             if image_BCHW is None:
@@ -273,25 +256,21 @@ class ControlNet(TextToImage):
 
     @torch.no_grad()
     def shown(self, image_BCHW: Tensor) -> Mapping[str, Tensor]:
-        """Return `control`, the maps of pictures as people see them."""
+        """Return `control`, the previews of pictures' maps."""
         return {"control": self.filter.preview(self._maps(image_BCHW, range(len(image_BCHW))), image_BCHW)}
 
     def _maps(self, image_BCHW: Tensor, numbers: Sequence[int]) -> Tensor:
-        """Return the maps of pictures (B, 3, H, W) float in [0, 1]; random choices depend on their numbers alone."""
+        """Return the maps of pictures (B, 3, H, W) float in [0, 1], with random choices seeded by their numbers."""
         generators = [torch.Generator().manual_seed(sample_seed(0, 0, each, "control")) for each in numbers]
         pixels_BCHW = (image_BCHW * 255).round().to(torch.uint8).cpu()
         return self._map(image_BCHW, self._made(transform_images(self.sample_transform(), pixels_BCHW, generators)))
 
     def exports(self) -> Mapping[str, Export]:
-        """Return `controlnet`, a folder with one file in the original's layout that also says what it is."""
+        """Return `controlnet`, a folder with one file in the original's layout and our metadata."""
         return {"controlnet": Export(module=self.controlnet, write=self._write)}
 
     def load_export(self, export: Path) -> None:
-        """Take the control network that a run left in `export/controlnet`.
-
-        Raises:
-            ConfigError: there is none, or one of another model.
-        """
+        """Load the control network of a run's `export/controlnet`."""
         self._install(read_control(str(export), key="from"), f"from={export}")
 
     def _write(self, state: Mapping[str, Tensor], directory: Path) -> float:
@@ -302,7 +281,7 @@ class ControlNet(TextToImage):
 
 
 def _check_blocks(blocks: Sequence[int], executed: int, origin: str) -> None:
-    """Check that a network of so many residual blocks has these."""
+    """Check that a network of `executed` residual blocks has these."""
     unknown = [block for block in blocks if not 0 <= block < executed]
     if unknown:
         raise ConfigError(

@@ -1,7 +1,7 @@
-"""Low-rank adapters on a frozen Stage C, and tokens of its text encoder, trained on captioned images.
+"""Low-rank adapters on a frozen stage, and textual inversion: tokens of its text encoder.
 
-Lives here: what trains and what is left behind. Must not live here: the loss (text_to_image.py), what an adapter is
-(models/lora.py) and what a trained token is (models/tokens.py).
+Lives here: what trains and the export. Must not live here: the loss (text_to_image.py), adapters (models/lora.py) and
+trained tokens (models/tokens.py) themselves.
 """
 
 from __future__ import annotations
@@ -37,29 +37,28 @@ from cascade_train.tasks.base import Export, Phase
 from cascade_train.tasks.text_to_image import TextToImage
 
 TABLE = "text_model.embeddings.token_embedding."
-"""Where the trained tokens lie in the state of the text encoder."""
+"""Prefix of the token table in the state of the text encoder."""
 
 
 class LoRA(TextToImage):
-    """Trains adapters and named tokens alone, fp32 on a frozen base; the base's dropout is off.
+    """Trains adapters and named tokens, fp32 on a frozen base; the base's dropout is off.
 
     Args:
         rank: of every adapter, >= 1.
         alpha: the adapters' output is scaled by alpha / rank, > 0.
-        init: first values. kaiming: A uniform, B zero. original: A zero, B normal, which moves the adapted weights up
-            to a hundred times as far in the same steps; alpha=1 belongs to it.
+        init: initial values. kaiming: A uniform, B zero. original: A zero, B normal, which moves the adapted weights up
+            to a hundred times as far in the same steps; use it with alpha=1.
         dropout: on the adapters' input, in [0, 1).
         module_filters: substrings (else regular expressions) of the names of the modules that get adapters, under
             diffusers' names or the original's; null = every linear and ungrouped convolution layer.
         dora: also train the magnitude of each adapted output (Liu et al. 2024).
         joint_qkv: q, k and v of each of the network's attentions share one A, as in the original.
         text_encoder_filters: the same for the text encoder's modules, e.g. `.self_attn`; null = no adapters there.
-        train_tokens: pairs. `['[fernando]', '^dog</w>']` adds a token, in `[ ]` or `< >`, that begins as the mean of
-            the vocabulary's entries that the regular expression matches; `['^snail', null]` trains the entries that
-            it matches. null = none.
-        weights: adapters to start from: a run, its export, a peft folder or a file; tokens stored there train on.
-            null = new ones.
-        seed: of the adapters' first values.
+        train_tokens: textual inversion, as pairs. `['[fernando]', '^dog</w>']` adds a token, in `[ ]` or `< >`,
+            initialised with the mean of the vocabulary's entries that the regular expression matches;
+            `['^snail', null]` trains the matched entries. null = none.
+        weights: adapters to start from: a run, its export, a peft folder or a file, with their tokens; null = new ones.
+        seed: of the adapters' initial values.
         cond_drop_prob: share of samples whose caption is replaced by the empty one, in [0, 1].
         image_keep_prob: share of samples whose own image is a condition, in [0, 1]; null = the stage's.
 
@@ -116,7 +115,7 @@ class LoRA(TextToImage):
         return frozenset({"text_encoder"}) if trains else frozenset()
 
     def attach(self, stage: Stage, objective: Objective, device: torch.device) -> None:
-        """Take the built stage, freeze it, and add what trains: adapters and tokens.
+        """Take the built stage, freeze it, and add adapters and tokens.
 
         Raises:
             ConfigError: a filter or a token's expression that selects nothing, or weights that do not fit.
@@ -176,15 +175,11 @@ class LoRA(TextToImage):
         return {"lora": Export(module=nn.ModuleDict(self._roots()), write=self._write_lora)}
 
     def load_export(self, export: Path) -> None:
-        """Give adapters and tokens the values that a run left in `export/lora`.
-
-        Raises:
-            ConfigError: no adapters there, or others than the task's.
-        """
+        """Load the adapters and tokens of a run's `export/lora`."""
         self._load(str(export), key="from")
 
     def _load(self, source: str, *, key: str) -> None:
-        """Fill the adapters with stored ones, and lay stored tokens over the table, where they train on."""
+        """Load stored adapters and tokens, which train on."""
         lora = refill_lora(self.stage.network, source, key=key, module_filters=self.module_filters)
         if self.joint_qkv and not halves_are_shared({**lora.state, **lora.text_encoder}):
             raise ConfigError(

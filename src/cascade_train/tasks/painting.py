@@ -1,7 +1,6 @@
-"""Pictures from noise: what a task that denoises shows of what it has learned.
+"""Pictures from noise, by a task's predictions.
 
-Lives here: from predictions to pictures. Must not live here: the predictions (the tasks'), the sampler (diffusion/),
-and which pictures are due when (engine/sampling.py).
+Must not live here: the predictions (text_to_image.py), the sampler (diffusion/), and when pictures are due (engine/).
 
 Shape legend: B batch, C channels, H W image or latent size.
 """
@@ -10,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,20 +17,10 @@ from torch import Tensor
 from cascade_train.diffusion.objective import Objective
 from cascade_train.diffusion.sampler import ImageNoise, sample
 from cascade_train.models.stage import Stage
-from cascade_train.tasks.base import Draws, Guide, Painter, Predictor, SampleSettings
+from cascade_train.tasks.base import Draws, Guide, Painter, SampleSettings
 
-
-class Denoiser(Protocol):
-    """What a painter needs of a task."""
-
-    def predictor(self, captions: Sequence[str], image_BCHW: Tensor | None) -> Predictor:
-        """Return what a sampler denoises with for B captions, and images (B, 3, H, W) in [0, 1] where it needs them."""
-
-    def guided_predictor(self, captions: Sequence[str], guide: Guide) -> Predictor:
-        """Return what a sampler denoises with for B captions and a user's images."""
-
-    def shown(self, image_BCHW: Tensor) -> Mapping[str, Tensor]:
-        """Return what people see beside samples of these images, by title."""
+if TYPE_CHECKING:
+    from cascade_train.tasks.text_to_image import TextToImage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,13 +30,14 @@ class DiffusionPainter(Painter):
     Attributes:
         task: makes the predictions.
         stage: decodes latents.
-        objective: what the predictions mean.
+        objective: turns predictions into latents.
         settings: of the sampler.
         shape: (C, H, W) of a picture's latent.
         device: where latents are denoised.
+        result: title of the samples.
     """
 
-    task: Denoiser
+    task: TextToImage
     stage: Stage
     objective: Objective
     settings: SampleSettings
@@ -56,7 +46,7 @@ class DiffusionPainter(Painter):
     result: str = "sample"
 
     def beside(self, captions: Sequence[str], image_BCHW: Tensor, draws: Draws) -> Mapping[str, Tensor]:
-        """Return what the task shows, and the images after one prediction at medium noise."""
+        """Return the task's own pictures, and the images after one prediction at medium noise."""
         return {**self.task.shown(image_BCHW), "one-step prediction": self._one_step(captions, image_BCHW, draws)}
 
     def paint(
@@ -85,7 +75,7 @@ class DiffusionPainter(Painter):
         )
 
     def _start(self, image_BCHW: Tensor, guide: Guide, noise: ImageNoise) -> dict[str, Any]:
-        """Return where sampling starts from pictures: noised to a time, with that share of the steps left.
+        """Return the start of image-to-image sampling: pictures noised to a time, with that share of the steps left.
 
         From Stable Cascade, image_to_image.ipynb.
         """

@@ -69,11 +69,7 @@ class Reconstruction(WholeNetwork):
         }
 
     def for_objective(self, objective: Any) -> Task:
-        """Return the task of an objective of pictures, else this one.
-
-        Raises:
-            ConfigError: an option that means nothing there.
-        """
+        """Return the task of an objective of pictures, else this one; a ConfigError for options unknown there."""
         if not isinstance(objective, PictureObjective):
             return self
         for key, value in self._given.items():
@@ -89,7 +85,7 @@ class Reconstruction(WholeNetwork):
         return frozenset({COMPRESSOR}) if self.train_compressor else frozenset()
 
     def attach(self, stage: Stage, objective: Objective, device: torch.device) -> None:
-        """Take the built stage, and let its compressor train if asked to."""
+        """Take the built stage; unfreeze its compressor if that trains."""
         super().attach(stage, objective, device)
         if self.train_compressor:
             self._compressor().requires_grad_(requires_grad=True)
@@ -110,11 +106,7 @@ class Reconstruction(WholeNetwork):
         return exports
 
     def initial_average(self, source: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of another network of this size.
-
-        Raises:
-            ConfigError: the compressor trains along, and no average of it is known.
-        """
+        """Yield the tensors of another network of this size; a ConfigError where the compressor trains along."""
         if self.train_compressor:
             raise ConfigError(
                 f"ema.weights={source}: holds no average of a compressor that trains along; leave ema.weights=null, or "
@@ -123,11 +115,7 @@ class Reconstruction(WholeNetwork):
         return super().initial_average(source)
 
     def load_export(self, export: Path) -> None:
-        """Give a compressor that trained along the values that the run left.
-
-        Raises:
-            ConfigError: none there, or of another class.
-        """
+        """Load a compressor that trained along."""
         if self.train_compressor:
             module = self._compressor()
             device = next(module.parameters()).device

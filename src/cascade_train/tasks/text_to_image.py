@@ -1,7 +1,7 @@
 """Denoising with captions and images as conditions: what every diffusion task on captioned images shares.
 
 Lives here: the draws about a sample, the loss, evaluation and prediction. Must not live here: which parameters train
-(one file per task) and how noise and loss are defined (diffusion/).
+(one file per task), and noise and loss themselves (diffusion/).
 
 Shape legend: B batch, G samples of the global batch, C channels, H W image or latent size, L text tokens.
 """
@@ -29,17 +29,17 @@ class PreparedBatch:
     """A micro-batch with every random choice made, on the device.
 
     Attributes:
-        image_BCHW: (B, 3, H, W) uint8 in [0, 255]; None where `cached` holds what is made of it.
+        image_BCHW: (B, 3, H, W) uint8 in [0, 255]; None where `cached` stands for it.
         tokens: of the whole captions, (B, L) each.
         drop_caption_B: (B,) bool, whose caption becomes the empty one in training.
         keep_image_B: (B,) bool, whose image is a condition in training.
-        timestep_B: (B,) fp32 uniform in [0, 1), from which the noise level follows.
+        timestep_B: (B,) fp32 uniform in [0, 1), which determines the noise level.
         noise_BCHW: (B, C, H, W) fp32 standard normal, in the latent's shape.
         offset_BC11: (B, C, 1, 1) fp32 standard normal; None where the objective has no offset noise.
         weight_B: (B,) fp32 weight of each sample's loss; None = 1 each.
         drawn: the stage's own choices, see `Stage.draw`.
-        cached: products of the images where there are none.
-        mask_B1HW: (B, 1, H, W) fp32 in [0, 1], how much each place of the latents counts; None = all fully.
+        cached: products of the images, from a cache.
+        mask_B1HW: (B, 1, H, W) fp32 in [0, 1], weight of each place of the latents; None = 1 everywhere.
     """
 
     image_BCHW: Tensor | None
@@ -119,7 +119,7 @@ class TextToImage(Task):
     def _latent_shape(self, batch: Batch) -> tuple[int, int, int]:
         """Return (C, H, W) of the batch's latents."""
         if batch.image_BCHW is None and not self.stage.left_out:
-            raise ConfigError("data: a cache cannot be a part of other data, where nobody compares it with the model")
+            raise ConfigError("data: a cache cannot be a part of other data, where it is not compared with the model")
         if batch.image_BCHW is None:
             channels, height, width = batch.tensors[self.stage.latent_name].shape[1:]
             return channels, height, width
@@ -150,10 +150,10 @@ class TextToImage(Task):
 
     @torch.no_grad()
     def evaluate(self, prepared: PreparedBatch, logsnr: float) -> Tensor:
-        """Return the unweighted loss (B,) fp32 of a prepared micro-batch at one noise level, from whole captions.
+        """Return the unweighted loss (B,) fp32 of a prepared micro-batch at one noise level.
 
-        The noise is the batch's own draw for this purpose and no condition is dropped, so that the same samples give
-        the same number at every step. An image is a condition only where the stage needs one.
+        The noise is the batch's own and no caption is dropped: equal samples give equal numbers at every step. An image
+        is a condition only where the stage needs one.
         """
         images = prepared.images
         x0_BCHW = self.stage.encode(images)
@@ -165,12 +165,7 @@ class TextToImage(Task):
         return self.objective.loss(pred_BCHW, diffused, prepared.mask_B1HW)[1]
 
     def control(self, prepared: PreparedBatch, *, training: bool) -> dict[int, Tensor] | None:
-        """Return maps to add in the network, by index of the executed block; None = none, the default.
-
-        Args:
-            prepared: the micro-batch.
-            training: whether conditions are dropped.
-        """
+        """Return maps to add in the network, by index of the executed block, some of them dropped in training."""
         return None
 
     def painter(self, settings: SampleSettings, size: Sequence[int]) -> DiffusionPainter:
@@ -183,12 +178,7 @@ class TextToImage(Task):
     def predictor(
         self, captions: Sequence[str], image_BCHW: Tensor | None, control: dict[int, Tensor] | None = None
     ) -> Predictor:
-        """Return predictions under the conditions and without them, both from one forward pass.
-
-        Args:
-            captions: B prompts.
-            image_BCHW: (B, 3, H, W) float in [0, 1], shown where the stage needs an image; else not used.
-            control: maps (B, …) to add in the network for both predictions; None = none.
+        """Return predictions under B prompts and, where the stage needs them, their images, and without both.
 
         Raises:
             ConfigError: the stage needs an image and there is none.
@@ -209,8 +199,8 @@ class TextToImage(Task):
 
         Args:
             captions: B prompts.
-            images: (B, 3, H, W) float in [0, 1], or what the stage takes in their place; None = none.
-            control: maps (B, …) to add in the network for both predictions; None = none.
+            images: (B, 3, H, W) float in [0, 1], or the stage's products of them; None = none.
+            control: maps (B, …) to add in the network for both predictions.
         """
         tokens = self._tokens([*captions, *[""] * len(captions)])
         keep_B = torch.arange(2 * len(captions), device=self.device) < len(captions)
@@ -226,11 +216,7 @@ class TextToImage(Task):
         return predict
 
     def guided_predictor(self, captions: Sequence[str], guide: Guide) -> Predictor:
-        """Return what a sampler denoises with for these captions and a user's images.
-
-        Args:
-            captions: B prompts.
-            guide: B images, and what is to be made of them.
+        """Return predictions under B captions and a user's images.
 
         Raises:
             ConfigError: images that the stage does not follow; maps, by default.
@@ -242,25 +228,17 @@ class TextToImage(Task):
         if guide.image_BCHW is None:
             return self.predictor(captions, None)
         if self.stage.needs_image and not guide.is_map and guide.strength == 1.0:
-            return self.predictor(captions, self._pixels(guide.image_BCHW))
+            return self.predictor(captions, self._copy(guide.image_BCHW).float() / 255)
         raise ConfigError(
             f"image, control and strength are for control networks; a {type(self).__name__} "
             f"paints from prompts {'and image=… alone' if self.stage.needs_image else 'alone'}"
         )
 
     def _variation(self, guide: Guide) -> Tensor | None:
-        return None if guide.variation_BCHW is None else self._pixels(guide.variation_BCHW)
-
-    def _pixels(self, image_BCHW: Tensor) -> Tensor:
-        """Return uint8 pictures of the host as float in [0, 1] on the device."""
-        return self._copy(image_BCHW).float() / 255
+        return None if guide.variation_BCHW is None else self._copy(guide.variation_BCHW).float() / 255
 
     def shown(self, image_BCHW: Tensor) -> Mapping[str, Tensor]:
-        """Return what people see beside samples of these images, (B, 3, h, w) in [0, 1] by title; nothing by default.
-
-        Args:
-            image_BCHW: (B, 3, H, W) float in [0, 1] on the device, as `predictor` gets them.
-        """
+        """Return pictures beside samples of images (B, 3, H, W), in [0, 1] by title; none by default."""
         return {}
 
     def after_step(self, report: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -269,7 +247,7 @@ class TextToImage(Task):
         return {}
 
     def notices(self, *, last: bool = False) -> list[str]:
-        """Say how many captions were cut, see `TextEncoder.notices`."""
+        """Report how many captions were truncated, see `TextEncoder.notices`."""
         return self.stage.notices(last=last)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -297,13 +275,10 @@ def _twice(images: Images) -> Images:
 
 
 def latent_mask(mask_B1HW: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return the mean of a mask over what each place of latents covers, (B, 1, H, W) fp32 in [0, 1].
+    """Return the mean of a uint8 mask over each place of latents (C, H, W), (B, 1, H, W) fp32 in [0, 1].
 
-    Args:
-        mask_B1HW: uint8 of the pictures' size, or what this made of it.
-        shape: of the latents, (C, H, W).
+    An fp32 mask, as a cache holds it, is returned unchanged.
     """
     if mask_B1HW.dtype != torch.uint8:
         return mask_B1HW
-    _, height, width = shape
-    return adaptive_avg_pool2d(mask_B1HW.float() / 255, (height, width))
+    return adaptive_avg_pool2d(mask_B1HW.float() / 255, tuple(shape[1:]))

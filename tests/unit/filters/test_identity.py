@@ -12,10 +12,17 @@ import torch
 from torch import Tensor
 
 from cascade_train.errors import ConfigError
-from cascade_train.filters.identity import IdentityFilter, painted
-from cascade_train.filters.parts.faces import LANDMARKS, detect, distinct, prominence, recognise, similarity
-from cascade_train.filters.parts.files import WeightsFile
-from cascade_train.filters.parts.onnx_session import open_session
+from cascade_train.filters.identity import (
+    LANDMARKS,
+    IdentityFilter,
+    detect,
+    distinct,
+    painted,
+    prominence,
+    recognise,
+    similarity,
+)
+from cascade_train.filters.parts.requirements import WeightsFile, open_session
 from tests.unit.filters import onnx_files
 from tests.unit.filters.filter_contract import ControlFilterContract, both_halves, generators
 

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from cascade_train.errors import ConfigError
-from cascade_train.filters.inpaint import InpaintFilter, blurred, salient_mask
-from cascade_train.filters.parts.random_masks import random_mask
-from cascade_train.filters.parts.saliency import SaliencyNetwork
+from cascade_train.filters.inpaint import InpaintFilter, SaliencyNetwork, blurred, random_mask, salient_mask
 from tests.unit.filters.filter_contract import CPU, ControlFilterContract, both_halves, encode, generators, pictures
 
 

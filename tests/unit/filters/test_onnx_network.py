@@ -10,7 +10,7 @@ from onnx import TensorProto, helper
 
 from cascade_train.errors import ConfigError
 from cascade_train.filters.onnx_network import NETWORK, OnnxFilter
-from cascade_train.filters.parts.onnx_session import open_session
+from cascade_train.filters.parts.requirements import open_session
 from tests.unit.filters import onnx_files
 from tests.unit.filters.filter_contract import ControlFilterContract, both_halves, pictures
 

@@ -8,10 +8,9 @@ import torch
 from torch.nn import functional as F
 
 from cascade_train.errors import ConfigError
-from cascade_train.filters.parts import edge_network
-from cascade_train.filters.parts.edge_network import DifferenceConv, EdgeNetwork
+from cascade_train.filters import sketch as sketch_module
 from cascade_train.filters.parts.morphology import dilated, disc
-from cascade_train.filters.sketch import SketchFilter
+from cascade_train.filters.sketch import DifferenceConv, EdgeNetwork, SketchFilter
 from tests.unit.filters.filter_contract import CPU, ControlFilterContract, both_halves, encode, generators, pictures
 
 
@@ -74,7 +73,7 @@ def differences(kind: str, weight: torch.Tensor, image: torch.Tensor) -> torch.T
 @pytest.mark.parametrize("kind", ["central", "angular", "radial"])
 def test_each_convolution_weighs_differences_of_pixels(kind: str) -> None:
     weight = torch.randn(1, 1, 3, 3, generator=torch.Generator().manual_seed(0))
-    conv = DifferenceConv(1, 1, getattr(edge_network, kind))
+    conv = DifferenceConv(1, 1, getattr(sketch_module, kind))
     conv.load_state_dict({"weight": weight})
     image = torch.rand(1, 1, 12, 14, generator=torch.Generator().manual_seed(1))
     expected = differences(kind, weight, image)

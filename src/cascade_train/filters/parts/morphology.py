@@ -1,4 +1,4 @@
-"""Discs, by which maps are dilated and eroded."""
+"""Discs for the dilation and erosion of maps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 DISC = 0.3
-"""Largest squared distance from the middle of a disc's square of side 1; its corners, at 0.5, are left out."""
+"""Largest squared distance from the middle of a disc's square of side 1; corners, at 0.5, lie outside."""
 
 
 def disc(diameter: int) -> np.ndarray:
@@ -33,11 +33,7 @@ def dilated(map_B1HW: Tensor, diameter: int) -> Tensor:
 
 
 def check_kernels(key: str, kernels: Sequence[int]) -> None:
-    """Check widths of which one is drawn.
-
-    Raises:
-        ValueError: there is none, or one is neither 0 nor odd from 3 on.
-    """
+    """Raise ValueError where there is no width, or one is neither 0 nor odd from 3 on."""
     if not kernels or any(kernel != 0 and (kernel < 3 or kernel % 2 == 0) for kernel in kernels):
         raise ValueError(
             f"{key}={kernels}: each sample draws one of these widths, give odd numbers of pixels from 3 on, or 0"

@@ -1,30 +1,56 @@
-"""Files that filters need and that do not ship with the library: finding them, and saying where they come from."""
+"""What filters need that does not ship with the library: files that a user brings, and optional libraries."""
 
 from __future__ import annotations
 
+import importlib.util
 import pickle
 import re
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from cascade_train.errors import ConfigError
+from cascade_train.errors import ConfigError, install_hint
+
+if TYPE_CHECKING:
+    from onnxruntime import InferenceSession
+
+PACKAGES = {"cv2": "OpenCV", "onnxruntime": "onnxruntime"}
+"""Usual names of the libraries of the extra `filters`."""
 
 _HUB_FILE = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+):(?P<name>[\w./-]+)")
 
 
+def require(library: str) -> None:
+    """Raise a ConfigError that names the extra where a library is not installed; does not import it."""
+    if importlib.util.find_spec(library) is None:
+        raise ConfigError(
+            f"task.filter: this filter needs {PACKAGES[library]}, which is not installed. {install_hint('filters')}."
+        )
+
+
+@cache
+def opencv() -> Any:
+    """Import OpenCV on one thread: each data worker has one core, and OpenCV's threads do not survive a fork."""
+    import cv2
+
+    cv2.setNumThreads(0)
+    return cv2
+
+
 @dataclass(frozen=True, kw_only=True)
 class WeightsFile:
-    """What is known of a file that a user has to bring.
+    """A file that a user has to bring.
 
     Attributes:
         key: the configuration key that names it.
-        what: what it is, in words.
-        usual_name: the name under which it is published.
+        what: description.
+        usual_name: file name under which it is published.
         licence: under which it is published.
-        found: where it is usually found.
+        found: where it is published.
     """
 
     key: str
@@ -41,7 +67,7 @@ def find_file(source: str, known: WeightsFile) -> Path:
     """Return the path of a local file, or of `owner/name:file` on the hub, downloaded if needed.
 
     Raises:
-        ConfigError: it is neither; says what it is, its licence, and where it is usually found.
+        ConfigError: it is neither; with the file's description.
     """
     path = Path(source).expanduser()
     if path.is_file():
@@ -55,7 +81,7 @@ def find_file(source: str, known: WeightsFile) -> Path:
 
     try:
         return Path(hf_hub_download(match["repo"], match["name"]))
-    except Exception as error:  # whatever hub or network say, the user reads one sentence
+    except Exception as error:  # of the hub or the network
         raise ConfigError(
             f"{known.key}={source}: cannot be had from the hub ({type(error).__name__}); download it where there is a"
             f" network and give its path. {known}"
@@ -80,11 +106,7 @@ def load_weights(module: nn.Module, source: str, known: WeightsFile, *, device: 
 
 
 def read_tensors(path: Path, known: WeightsFile) -> dict[str, Tensor]:
-    """Read tensors by name, without running code from the file.
-
-    Raises:
-        ConfigError: it holds something else.
-    """
+    """Read tensors by name, without running code from the file; a ConfigError where it holds something else."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -99,3 +121,22 @@ def read_tensors(path: Path, known: WeightsFile) -> dict[str, Tensor]:
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
         raise ConfigError(f"{known.key}={path}: holds something else than tensors by name. {known}")
     return state
+
+
+@cache
+def open_session(path: Path, known: WeightsFile) -> InferenceSession:
+    """Open a network once in each process, on one thread.
+
+    Raises:
+        ConfigError: the file is no network that onnxruntime can run.
+    """
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    try:
+        return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # onnxruntime has no common base class of its own
+        first = str(error).splitlines()[0]
+        raise ConfigError(f"{known.key}={path}: onnxruntime cannot run this file ({first}). {known}") from error

@@ -1,7 +1,8 @@
-"""A file that a user has to bring is named with its licence and its usual place."""
+"""A file that a user has to bring is named with its licence and its usual place, a library with its extra."""
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from cascade_train.errors import ConfigError
-from cascade_train.filters.parts.files import WeightsFile, find_file, load_weights
+from cascade_train.filters.canny import CannyFilter
+from cascade_train.filters.parts.requirements import WeightsFile, find_file, load_weights, require
 
 KNOWN = WeightsFile(key="task.filter.weights", what="an edge network", usual_name="e.pth", licence="MIT", found="a.org")
 CPU = torch.device("cpu")
@@ -81,3 +83,13 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path, name: str) -> None:
 def test_a_pickle_of_something_else_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"holds something else than tensors by name\. It is an edge network"):
         load_weights(network(), stored(tmp_path / "e.pth", {"epoch": 3}), KNOWN, device=CPU)
+
+
+def test_a_filter_without_its_library_is_refused_when_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    require("cv2")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(
+        ConfigError,
+        match=r"needs OpenCV, which is not installed. Install it, .*: pip install --editable '\.\[filters\]'",
+    ):
+        CannyFilter(resize=None, low=1, high=2)
