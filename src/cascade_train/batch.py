@@ -21,10 +21,9 @@ from cascade_train.redaction import LONGEST_NAME, LONGEST_REASON, shortened
 SampleTransform = Callable[[np.ndarray, torch.Generator], Mapping[str, np.ndarray]]
 """Makes further arrays of a sample, by name, from its picture, (3, H, W) uint8 RGB as it enters the batch.
 
-Runs in the data workers with a CPU generator of the sample's own: it must be picklable and stay off the accelerator.
-Of pictures of one size it returns arrays of one shape and dtype.
+Runs in the data workers with the sample's own CPU generator: it must be picklable and stay off the accelerator.
+Arrays of pictures of one size have one shape and dtype.
 """
-
 
 _SMALL_BYTES = 32 * 1024
 
@@ -39,12 +38,7 @@ def sample_seed(seed: int, epoch: int, index: int, purpose: str) -> int:
 
 
 class Unreadable(NamedTuple):
-    """A sample that could not be used.
-
-    Attributes:
-        name: shard and key.
-        reason: what is wrong with it.
-    """
+    """Name (shard and key) of a sample that could not be used, and the reason."""
 
     name: str
     reason: str
@@ -59,21 +53,19 @@ class Batch:
     """Samples of one shape, on the host or on a device.
 
     Attributes:
-        image_BCHW: (B, 3, H, W) uint8 RGB in [0, 255]; None where `tensors` hold what is made of it.
+        image_BCHW: (B, 3, H, W) uint8 RGB in [0, 255]; None where `tensors` come from a cache in its place.
         captions: B strings, without dropout.
-        keys: B names of where each sample came from, for messages.
+        keys: B names of the samples' origins, for messages.
         epoch_B: (B,) int64 on the host, the epoch in which each sample was drawn.
         index_B: (B,) int64 on the host, the row of each sample in the index of the data.
         seed: the run's seed.
         weight_B: (B,) fp32 on the host, the weight of each sample's loss; None = 1 each.
-        tensors: further tensors of the samples, (B, ...) each, by name: what the task's `SampleTransform` made
-            of the pictures, what a cache holds, or `mask`, (B, 1, H, W) uint8, 255 where the loss counts; from a cache,
-            fp32 of the latents' size in [0, 1].
-        original_size_B2: (B, 2) int64 on the host, height and width in pixels before cropping, upright; None where
-            the source cannot say.
-        crop_B4: (B, 4) int64 on the host, top, left, height and width of the crop in the original's pixels; None
-            where the source cannot say.
-        skipped: unreadable samples that others in this batch stand in for.
+        tensors: further tensors of the samples, (B, ...) each, by name: from the task's `SampleTransform` or a cache,
+            or `mask`, (B, 1, H, W) uint8, 255 where the loss counts; from a cache, fp32 of the latents' size in [0, 1].
+        original_size_B2: (B, 2) int64 on the host, height and width in pixels before cropping, upright; None = unknown.
+        crop_B4: (B, 4) int64 on the host, top, left, height and width of the crop in the original's pixels; None =
+            unknown.
+        skipped: unreadable samples that others in this batch replace.
     """
 
     image_BCHW: Tensor | None
@@ -100,11 +92,10 @@ class Batch:
         return self._moved(Tensor.pin_memory)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Let small tensors cross from a worker by value: sharing memory costs more than a millisecond for each."""
+        """Send small tensors from a worker by value: sharing memory costs more than a millisecond for each."""
         return {name: _by_value(value) for name, value in vars(self).items()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take what `__getstate__` gave."""
         vars(self).update({name: _as_tensors(value) for name, value in state.items()})
 
     def _moved(self, move: Callable[[Tensor], Tensor]) -> Batch:

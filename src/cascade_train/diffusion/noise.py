@@ -1,7 +1,6 @@
 """The noise that is added to latents, drawn one sample at a time.
 
-Must not live here: how much of it is added (schedule.py, scaling.py), and noise that is constant over a channel, which
-`Objective` adds by its `offset_noise`.
+Must not live here: noise levels (schedule.py, scaling.py), and the offset noise of `Objective`.
 
 Shape legend: B batch, C channels, H W latent size.
 """
@@ -11,6 +10,7 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -36,10 +36,11 @@ class PlainNoise(Noise):
     """Independent standard normals."""
 
     def draw(self, generators: Sequence[torch.Generator], shape: tuple[int, int, int]) -> Tensor:
-        """Draw (B, C, H, W) fp32 on the host, sample i from generator i alone; `shape` is (C, H, W)."""
+        """See `Noise.draw`."""
         return torch.stack([torch.randn(*shape, generator=generator) for generator in generators])
 
 
+@dataclass(kw_only=True, eq=False)
 class PyramidNoise(Noise):
     """Standard normals plus normals on ever coarser grids, scaled back to unit variance.
 
@@ -58,28 +59,23 @@ class PyramidNoise(Noise):
         ConfigError: a number out of range.
     """
 
-    def __init__(
-        self,
-        *,
-        levels: int,
-        discount: float,
-        side_range: list[int] | None,
-        interpolation: Literal["nearest", "bilinear"],
-        square_grids: bool,
-    ) -> None:
-        check_within("levels", levels, 1, 32)
-        check_within("discount", discount, 0.0, 1.0)
-        check_choice("interpolation", interpolation, ("nearest", "bilinear"))
-        if side_range is not None and not (len(side_range) == 2 and 1 <= side_range[0] <= side_range[1]):
-            raise ConfigError(f"side_range={side_range}: give the smallest and the largest side, as in [1, 16]")
-        self.levels = levels
-        self.discount = discount
-        self.side_range = side_range
-        self.interpolation = interpolation
-        self.square_grids = square_grids
+    levels: int
+    discount: float
+    side_range: list[int] | None
+    interpolation: Literal["nearest", "bilinear"]
+    square_grids: bool
+
+    def __post_init__(self) -> None:
+        check_within("levels", self.levels, 1, 32)
+        check_within("discount", self.discount, 0.0, 1.0)
+        check_choice("interpolation", self.interpolation, ("nearest", "bilinear"))
+        if self.side_range is not None and not (
+            len(self.side_range) == 2 and 1 <= self.side_range[0] <= self.side_range[1]
+        ):
+            raise ConfigError(f"side_range={self.side_range}: give the smallest and the largest side, as in [1, 16]")
 
     def draw(self, generators: Sequence[torch.Generator], shape: tuple[int, int, int]) -> Tensor:
-        """Draw (B, C, H, W) fp32 on the host, sample i from generator i alone; `shape` is (C, H, W)."""
+        """See `Noise.draw`."""
         channels, *size = shape
         sizes = [tuple(size), *((height, width) for _, height, width in self.grids(*size))]
         drawn = [[torch.randn(channels, *size, generator=generator) for size in sizes] for generator in generators]

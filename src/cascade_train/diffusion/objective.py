@@ -1,7 +1,7 @@
 """The diffusion objective: five small objects over logSNR, put together.
 
-Lives here: adding noise, the per-sample loss, the one-step prediction. Nothing here draws random
-numbers: the caller gives them, one sample at a time (see `Batch.uniform` and `Batch.normal`).
+Lives here: adding noise, the per-sample loss, the one-step prediction. The caller draws the random numbers, one sample
+at a time (see `Batch.uniform` and `Batch.normal`).
 
 Shape legend: B batch, G samples of the global batch, C channels, H W latent size.
 """
@@ -9,10 +9,11 @@ Shape legend: B batch, G samples of the global batch, C channels, H W latent siz
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from cascade_train.diffusion.bucket import Adaptive, joint_state, load_joint_state
@@ -48,6 +49,7 @@ class Diffused:
     loss_weight_B: Tensor
 
 
+@dataclass(kw_only=True, eq=False)
 class Objective:
     """How latents are noised and a prediction is scored (Stable Cascade, gdf).
 
@@ -73,34 +75,26 @@ class Objective:
 
     denoises: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        *,
-        schedule: Schedule,
-        scaling: Scaling,
-        target: Target,
-        noise_condition: NoiseCondition,
-        loss_weight: LossWeight,
-        offset_noise: float,
-        shift: float,
-        base_latent_size: float | None = None,
-        timestep_bias: TimestepBias | None = None,
-        noise: Noise | None = None,
-    ) -> None:
-        check_within("offset_noise", offset_noise, 0.0, 10.0)
-        check_above("shift", shift, 0.0)
-        if base_latent_size is not None:
-            check_above("base_latent_size", base_latent_size, 0.0)
-        self.schedule = schedule
-        self.scaling = scaling
-        self.target = target
-        self.noise_condition = noise_condition
-        self.loss_weight = loss_weight
-        self.offset_noise = offset_noise
-        self.shift = shift
-        self.base_latent_size = base_latent_size
-        self.timestep_bias = timestep_bias
-        self.noise = PlainNoise() if noise is None else noise
+    schedule: Schedule
+    scaling: Scaling
+    target: Target
+    noise_condition: NoiseCondition
+    loss_weight: LossWeight
+    offset_noise: float
+    shift: float
+    base_latent_size: float | None = None
+    timestep_bias: TimestepBias | None = None
+    noise: Noise | None = None
+
+    def __post_init__(self) -> None:
+        check_within("offset_noise", self.offset_noise, 0.0, 10.0)
+        check_above("shift", self.shift, 0.0)
+        if self.base_latent_size is not None:
+            check_above("base_latent_size", self.base_latent_size, 0.0)
+
+    def draw_noise(self, generators: Sequence[torch.Generator], shape: tuple[int, int, int]) -> Tensor:
+        """Draw training noise, (B, C, H, W) fp32 on the host; see `Noise.draw`."""
+        return (PlainNoise() if self.noise is None else self.noise).draw(generators, shape)
 
     def diffuse(self, x0_BCHW: Tensor, noise_BCHW: Tensor, u_B: Tensor, offset_BC11: Tensor | None = None) -> Diffused:
         """Add training noise.
@@ -144,7 +138,7 @@ class Objective:
         )
 
     def x0(self, pred_BCHW: Tensor, noised_BCHW: Tensor, logsnr_B: Tensor) -> Tensor:
-        """Return the clean latents, (B, C, H, W) fp32, that a prediction implies: one step, no sampling."""
+        """Return the clean latents, (B, C, H, W) fp32, that a prediction implies."""
         return self.target.x0(pred_BCHW.float(), noised_BCHW.float(), *self._scales(logsnr_B))
 
     def predicted_noise(self, pred_BCHW: Tensor, noised_BCHW: Tensor, logsnr_B: Tensor) -> Tensor:
@@ -152,27 +146,16 @@ class Objective:
         return self.target.noise(pred_BCHW.float(), noised_BCHW.float(), *self._scales(logsnr_B))
 
     def loss(self, pred_BCHW: Tensor, diffused: Diffused, mask_B1HW: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Score a prediction (B, C, H, W) by its mean squared error.
+        """Return the weighted and the unweighted mean squared error, (B,) fp32 each, of a prediction (B, C, H, W).
 
-        Args:
-            pred_BCHW: what the network predicts.
-            diffused: what it saw.
-            mask_B1HW: (B, 1, H, W) fp32 in [0, 1], how much each place counts; None = all of them fully.
-
-        Returns:
-            The weighted and the unweighted loss, each (B,) fp32; the mean is over C, H and W, see `masked_mean`.
+        A mask (B, 1, H, W) fp32 in [0, 1] weights each place, see `masked_mean`.
         """
         error_BCHW = (pred_BCHW.float() - diffused.target).square()
         loss_raw_B = error_BCHW.mean(dim=(1, 2, 3)) if mask_B1HW is None else masked_mean(error_BCHW, mask_B1HW)
         return loss_raw_B * diffused.loss_weight_B, loss_raw_B
 
     def after_step(self, logsnr_G: Tensor, loss_raw_G: Tensor) -> None:
-        """Let what adapts learn from one optimizer step.
-
-        Args:
-            logsnr_G: (G,) noise levels of the whole global batch, in its order.
-            loss_raw_G: (G,) unweighted losses of the same samples.
-        """
+        """Let what adapts learn from the noise levels and unweighted losses (G,) of a global batch, in its order."""
         for part in self._parts().values():
             part.after_step(logsnr_G.detach(), loss_raw_G.detach())
 
@@ -207,9 +190,9 @@ class Objective:
 
 
 def masked_mean(value_BCHW: Tensor, mask_B1HW: Tensor) -> Tensor:
-    """Return the (B,) mean over C, H and W of what a mask in [0, 1] keeps.
+    """Return the (B,) mean over C, H and W, weighted by a mask in [0, 1].
 
-    A mask of less than one place in all counts as one, so that an empty one gives 0 and a speck is not blown up.
+    Masks that sum to less than one place count as one: an empty mask gives 0.
     """
     kept_B = mask_B1HW.sum(dim=(1, 2, 3)).clamp(min=1.0)
     return (value_BCHW * mask_B1HW).sum(dim=(1, 2, 3)) / (kept_B * value_BCHW.shape[1])

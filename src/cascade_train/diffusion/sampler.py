@@ -1,7 +1,7 @@
 """Samplers: from noise to latents by a network's predictions, with classifier-free guidance.
 
-Lives here: the three update rules, guidance and its rescale, the loop over noise levels. Running the
-network on conditions is the caller's `predict`.
+Lives here: the update rules, guidance and its rescale, the loop over noise levels. The caller's `predict` runs the
+network on conditions.
 
 Shape legend: B batch, S noise levels, C channels, H W latent size.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Literal
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from cascade_train.diffusion.checks import check_above, check_choice, check_within
+from cascade_train.diffusion.noise import PlainNoise
 from cascade_train.diffusion.objective import Objective
 from cascade_train.diffusion.scaling import per_sample
 from cascade_train.diffusion.schedule import Schedule
@@ -28,18 +30,12 @@ Noise = Callable[[], Tensor]
 """Draws the next standard normal (B, C, H, W), fp32."""
 
 Rescale = Literal["sample", "batch"]
-"""Over what the standard deviations of the guidance rescale are taken."""
+"""What the standard deviations of the guidance rescale are taken over."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageNoise:
-    """Standard normals that do not depend on the batch: one CPU generator per image.
-
-    Attributes:
-        generators: one per image.
-        shape: (C, H, W) of one image's latent.
-        device: where the numbers go.
-    """
+    """Standard normals that do not depend on the batch: one CPU generator per image, latents of `shape` (C, H, W)."""
 
     generators: Sequence[torch.Generator]
     shape: tuple[int, int, int]
@@ -47,8 +43,7 @@ class ImageNoise:
 
     def __call__(self) -> Tensor:
         """Return the next (B, C, H, W), fp32."""
-        draws = [torch.randn(self.shape, generator=generator, dtype=torch.float32) for generator in self.generators]
-        return torch.stack(draws).to(self.device, non_blocking=True)
+        return PlainNoise().draw(self.generators, self.shape).to(self.device, non_blocking=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,12 +58,9 @@ class Scales:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleStep:
-    """What one step of a sampler leaves.
+    """A step's predicted clean latents, the noised latents that the next starts from, and the guided prediction.
 
-    Attributes:
-        x0: (B, C, H, W) fp32, the clean latents as predicted in this step.
-        x: (B, C, H, W) fp32, the noised latents that the next step starts from.
-        pred: (B, C, H, W) fp32, the prediction after guidance.
+    All (B, C, H, W) fp32.
     """
 
     x0: Tensor
@@ -83,16 +75,15 @@ Update = Callable[[Tensor, Tensor, Tensor, Scales], Tensor]
 def ddim_step(x0: Tensor, eps: Tensor, noise: Tensor, scales: Scales, *, eta: float = 0.0) -> Tensor:
     """Step of DDIM (Song et al. 2021, eq. 12 and 16), for any signal and noise scales.
 
-    The share of b_next^2 that is drawn afresh is eta^2 * (1 - SNR / SNR_next); eta = 0 is deterministic.
+    A share eta^2 * (1 - SNR / SNR_next) of b_next^2 is new noise; eta = 0 is deterministic.
     """
     snr_ratio = (scales.a * scales.b_next / (scales.a_next * scales.b)) ** 2
     fresh = (eta**2 * (1 - snr_ratio)).clamp(0, 1)
     return scales.a_next * x0 + scales.b_next * ((1 - fresh).sqrt() * eps + fresh.sqrt() * noise)
 
 
-def ddpm_step(x0: Tensor, eps: Tensor, noise: Tensor, scales: Scales) -> Tensor:
-    """Step of ancestral sampling (Ho et al. 2020, eq. 6-7): DDIM with eta = 1."""
-    return ddim_step(x0, eps, noise, scales, eta=1.0)
+ddpm_step = partial(ddim_step, eta=1.0)
+"""Step of ancestral sampling (Ho et al. 2020, eq. 6-7)."""
 
 
 def lcm_step(x0: Tensor, eps: Tensor, noise: Tensor, scales: Scales) -> Tensor:
@@ -105,11 +96,11 @@ UPDATES: Mapping[str, Update] = MappingProxyType({"ddpm": ddpm_step, "ddim": ddi
 
 
 def guide(cond: Tensor, uncond: Tensor, *, scale: float | Tensor, rescale: float, rescale_over: Rescale) -> Tensor:
-    """Mix two predictions (Ho & Salimans 2022, eq. 6) and pull the contrast back (Lin et al. 2023, eq. 15-16).
+    """Mix predictions (B, C, H, W) fp32 (Ho & Salimans 2022, eq. 6), and rescale them (Lin et al. 2023, eq. 15-16).
 
     Args:
-        cond: (B, C, H, W) fp32 prediction under the condition.
-        uncond: (B, C, H, W) fp32 prediction without it.
+        cond: prediction under the condition.
+        uncond: prediction without it.
         scale: guidance scale; 1 = the conditional prediction.
         rescale: share of the rescaled prediction, in [0, 1]; 0 = none.
         rescale_over: take standard deviations per "sample", or over the "batch" as the original does.
@@ -144,20 +135,19 @@ def sample(
 
     Args:
         predict: the network on its conditions, see `Predict`.
-        objective: schedule, scaling, target and noise condition that the network was trained with.
-        noise: source of standard normals, such as `ImageNoise`; called once at the start (unless
-            `x_init` is given) and once per step.
+        objective: that the network was trained with.
+        noise: such as `ImageNoise`; called once at the start, unless `x_init` is given, and once per step.
         steps: number of network evaluations.
         shift: shift of the noise levels (see `Schedule`).
         guidance_scale: None = off; a pair = the scales at t = 1 and t = 0, linear between.
-        guidance_rescale: share of the rescaled prediction, in [0, 1].
-        rescale_over: per "sample", or over the "batch" as the original does.
+        guidance_rescale: see `guide`.
+        rescale_over: see `guide`.
         t_start: time of the first step.
         t_end: time that the last step ends at.
         x_init: (B, C, H, W) latents already noised to `t_start`; None = start from noise.
         sampler: "ddpm", "ddim", "lcm", or an update rule.
         schedule: noise levels for sampling; None = the objective's.
-        on_step: is handed every step as it is done.
+        on_step: called after every step.
 
     Raises:
         ConfigError: an argument is out of range.

@@ -1,7 +1,5 @@
 """How logSNR splits into signal scale a and noise scale b: noised = a * x0 + b * noise.
 
-Lives here: the two parametrisations and the stretch of their ends. Times belong to schedule.py.
-
 Shape legend: B batch, C channels, H W latent size.
 """
 

@@ -1,7 +1,5 @@
 """Training some noise levels more often than others, without changing schedule or loss weight.
 
-Lives here: how a uniform number is bent towards a span of times. What a time means belongs to schedule.py.
-
 Shape legend: B batch.
 """
 
@@ -53,7 +51,7 @@ class TimestepBias:
 
     @property
     def span(self) -> tuple[float, float]:
-        """First and last time of the span; all times where nothing is favoured."""
+        """First and last time of the span."""
         return {
             "none": (0.0, 1.0),
             "earlier": (0.0, self.portion),
@@ -62,13 +60,9 @@ class TimestepBias:
         }[self.strategy]
 
     def __call__(self, u_B: Tensor) -> Tensor:
-        """Bend uniform numbers u = 1 - t, so that times in the span become `multiplier` times as frequent as others.
+        """Map uniform numbers u = 1 - t, so that times in the span become `multiplier` times as frequent as others.
 
-        Args:
-            u_B: (B,) uniform in [0, 1); small numbers are much noise, as in `Schedule.sample`.
-
-        Returns:
-            (B,) fp32 in [0, 1), to be taken in place of `u_B`; the same tensor where nothing is favoured.
+        (B,) fp32 in [0, 1) in and out; the same tensor where no time is favoured.
         """
         if self.strategy == "none" or self.multiplier == 1.0:
             return u_B

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -10,6 +12,7 @@ from cascade_train.filters.base import ControlMap, Encode, ImageFilter, resized,
 from cascade_train.filters.parts.requirements import opencv, require
 
 
+@dataclass(kw_only=True, eq=False)
 class CannyFilter(ImageFilter):
     """One channel, 1 on edges: found in a small copy, and brought back to the picture's size.
 
@@ -27,15 +30,18 @@ class CannyFilter(ImageFilter):
 
     channels = 1
 
-    def __init__(self, *, resize: int | None, low: float, high: float) -> None:
+    resize: int | None
+    low: float
+    high: float
+
+    def __post_init__(self) -> None:
         require("cv2")
-        if resize is not None and resize < 1:
-            raise ValueError(f"resize={resize}: edges are searched in a copy of this side, give 1 px or more, or null")
-        if not 0 <= low <= high:
-            raise ValueError(f"low={low}, high={high}: edges need 0 <= low <= high; raise high, or lower low")
-        self.resize = resize
-        self.low = low
-        self.high = high
+        if self.resize is not None and self.resize < 1:
+            raise ValueError(
+                f"resize={self.resize}: edges are searched in a copy of this side, give 1 px or more, or null"
+            )
+        if not 0 <= self.low <= self.high:
+            raise ValueError(f"low={self.low}, high={self.high}: edges need 0 <= low <= high; raise high, or lower low")
 
     def apply(self, image: np.ndarray, generator: torch.Generator) -> np.ndarray:
         """Return the edges of one picture, (1, h, w) uint8, 0 or 255, at the size of the copy."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,21 +24,18 @@ STRIDE = 32
 """Pixels for each place of the map, as for latents of Stage C."""
 
 WIDTH = 512
-LICENCE = "non-commercial research alone, by InsightFace"
-FOUND = "the pack buffalo_l of github.com/deepinsight/insightface"
 DETECTOR = WeightsFile(
     key="task.filter.detector",
     what="the face detector of the identity filter",
     usual_name="det_10g.onnx",
-    licence=LICENCE,
-    found=FOUND,
+    licence="non-commercial research alone, by InsightFace",
+    found="the pack buffalo_l of github.com/deepinsight/insightface",
 )
-RECOGNISER = WeightsFile(
+RECOGNISER = replace(
+    DETECTOR,
     key="task.filter.recogniser",
     what="the face recogniser of the identity filter",
     usual_name="w600k_r50.onnx",
-    licence=LICENCE,
-    found=FOUND,
 )
 
 DETECTOR_SIDE = 320
@@ -60,6 +57,7 @@ LANDMARKS = np.array(
 """Where eyes, nose and corners of the mouth, x and y, lie in an aligned face (Deng et al. 2019, ArcFace)."""
 
 
+@dataclass(kw_only=True, eq=False)
 class IdentityFilter(ControlFilter):
     """512 channels for each 32 x 32 pixels: the vector of the face that is there, zeros elsewhere.
 
@@ -80,22 +78,21 @@ class IdentityFilter(ControlFilter):
 
     channels = WIDTH
 
-    def __init__(
-        self, *, detector: File[str], recogniser: File[str], max_faces: int, p_drop: float, p_full: float
-    ) -> None:
+    detector: File[str]
+    recogniser: File[str]
+    max_faces: int
+    p_drop: float
+    p_full: float
+
+    def __post_init__(self) -> None:
         require("onnxruntime")
         require("cv2")
-        if max_faces < 1:
-            raise ValueError(f"max_faces={max_faces}: a map without faces says nothing, give 1 or more")
-        for key, share in (("p_drop", p_drop), ("p_full", p_full)):
+        if self.max_faces < 1:
+            raise ValueError(f"max_faces={self.max_faces}: a map without faces says nothing, give 1 or more")
+        for key, share in (("p_drop", self.p_drop), ("p_full", self.p_full)):
             if not 0.0 <= share <= 1.0:
                 raise ValueError(f"{key}={share}: is a share of faces, give a number between 0 and 1")
-        self.detector = detector
-        self.recogniser = recogniser
-        self.max_faces = max_faces
-        self.p_drop = p_drop
-        self.p_full = p_full
-        self.deterministic = p_drop in (0.0, 1.0) and p_full in (0.0, 1.0)
+        self.deterministic = self.p_drop in (0.0, 1.0) and self.p_full in (0.0, 1.0)
 
     def sample_transform(self) -> SampleTransform:
         """Return what finds faces, once both networks were read."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -42,6 +43,7 @@ STROKE_WIDTH = (0.03, 0.15)
 """Sides, lengths and widths are shares of the picture's; counts are drawn between the two, the second left out."""
 
 
+@dataclass(kw_only=True, eq=False)
 class InpaintFilter(ControlFilter):
     """Four channels: the picture with 1 in the hole, and the hole itself, 1 inside.
 
@@ -60,17 +62,21 @@ class InpaintFilter(ControlFilter):
 
     channels = 4
 
-    def __init__(self, *, weights: File[str | None], threshold: list[float], p_outpaint: float) -> None:
-        if len(threshold) != 2 or not 0.0 <= threshold[0] <= threshold[1] <= 1.0:
-            raise ValueError(f"threshold={threshold}: is drawn between two shares, give [low, high] with low <= high")
-        if not 0.0 <= p_outpaint <= 1.0:
-            raise ValueError(f"p_outpaint={p_outpaint}: is a share of the samples, give a number between 0 and 1")
-        if weights is None:
+    weights: File[str | None]
+    threshold: list[float]
+    p_outpaint: float
+
+    def __post_init__(self) -> None:
+        if len(self.threshold) != 2 or not 0.0 <= self.threshold[0] <= self.threshold[1] <= 1.0:
+            raise ValueError(
+                f"threshold={self.threshold}: is drawn between two shares, give [low, high] with low <= high"
+            )
+        if not 0.0 <= self.p_outpaint <= 1.0:
+            raise ValueError(f"p_outpaint={self.p_outpaint}: is a share of the samples, give a number between 0 and 1")
+        if self.weights is None:
             require("cv2")
-        self.weights = weights
-        self.threshold = threshold
-        self.p_outpaint = p_outpaint
-        self.deterministic = weights is not None and threshold[0] == threshold[1] and p_outpaint in (0.0, 1.0)
+        fixed = self.threshold[0] == self.threshold[1] and self.p_outpaint in (0.0, 1.0)
+        self.deterministic = self.weights is not None and fixed
 
     def sample_transform(self) -> SampleTransform:
         """Return what draws the hole, or the sample's threshold for a network."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -16,6 +18,7 @@ LEVEL_SHARE = 0.33
 BLUR_SIGMA = (0.1, 2.0)
 
 
+@dataclass(kw_only=True, eq=False)
 class BrightnessFilter(ImageFilter):
     """One channel: 1 where a picture is bright, 0 where it is dark, 0.5 between, in blobs of random size.
 
@@ -34,19 +37,20 @@ class BrightnessFilter(ImageFilter):
 
     channels = 1
 
-    def __init__(
-        self, *, resize: int | None, blobify: bool, dilation_kernels: list[int], blur_kernels: list[int]
-    ) -> None:
+    resize: int | None
+    blobify: bool
+    dilation_kernels: list[int]
+    blur_kernels: list[int]
+
+    def __post_init__(self) -> None:
         require("cv2")
-        if resize is not None and resize < 1:
-            raise ValueError(f"resize={resize}: brightness is seen in a copy of this side, give 1 px or more, or null")
-        check_kernels("dilation_kernels", dilation_kernels)
-        check_kernels("blur_kernels", blur_kernels)
-        self.resize = resize
-        self.blobify = blobify
-        self.dilation_kernels = dilation_kernels
-        self.blur_kernels = blur_kernels
-        self.deterministic = not blobify
+        if self.resize is not None and self.resize < 1:
+            raise ValueError(
+                f"resize={self.resize}: brightness is seen in a copy of this side, give 1 px or more, or null"
+            )
+        check_kernels("dilation_kernels", self.dilation_kernels)
+        check_kernels("blur_kernels", self.blur_kernels)
+        self.deterministic = not self.blobify
 
     def apply(self, image: np.ndarray, generator: torch.Generator) -> np.ndarray:
         """Return 0, 0.5 or 1 at each pixel of the copy, (1, h, w) float32."""

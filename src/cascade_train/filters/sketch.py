@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -44,6 +45,7 @@ OUTER = (0, 2, 4, 10, 14, 20, 22, 24)
 """Places of a 5 x 5 square: the ring around its middle, and the pixel behind each as seen from there."""
 
 
+@dataclass(kw_only=True, eq=False)
 class SketchFilter(ControlFilter):
     """One channel: edges by PiDiNet, thickened and made black and white at random.
 
@@ -62,26 +64,22 @@ class SketchFilter(ControlFilter):
 
     channels = 1
 
-    def __init__(
-        self,
-        *,
-        weights: File[str],
-        resize: int | None,
-        dilation_kernels: list[int],
-        binarize: bool,
-        threshold: list[float],
-    ) -> None:
-        if resize is not None and resize < SMALLEST_SIDE:
-            raise ValueError(f"resize={resize}: edges are sketched in a copy of at least {SMALLEST_SIDE} px")
-        check_kernels("dilation_kernels", dilation_kernels)
-        if len(threshold) != 2 or not 0.0 <= threshold[0] <= threshold[1] <= 1.0:
-            raise ValueError(f"threshold={threshold}: is drawn for each sketch, give [low, high] with 0 <= low <= high")
-        self.weights = weights
-        self.resize = resize
-        self.dilation_kernels = dilation_kernels
-        self.binarize = binarize
-        self.threshold = threshold
-        self.deterministic = len(set(dilation_kernels)) == 1 and (not binarize or threshold[0] == threshold[1])
+    weights: File[str]
+    resize: int | None
+    dilation_kernels: list[int]
+    binarize: bool
+    threshold: list[float]
+
+    def __post_init__(self) -> None:
+        if self.resize is not None and self.resize < SMALLEST_SIDE:
+            raise ValueError(f"resize={self.resize}: edges are sketched in a copy of at least {SMALLEST_SIDE} px")
+        check_kernels("dilation_kernels", self.dilation_kernels)
+        if len(self.threshold) != 2 or not 0.0 <= self.threshold[0] <= self.threshold[1] <= 1.0:
+            raise ValueError(
+                f"threshold={self.threshold}: is drawn for each sketch, give [low, high] with 0 <= low <= high"
+            )
+        fixed = not self.binarize or self.threshold[0] == self.threshold[1]
+        self.deterministic = fixed and len(set(self.dilation_kernels)) == 1
 
     def sample_transform(self) -> SampleTransform:
         """Return what draws width of line and threshold."""

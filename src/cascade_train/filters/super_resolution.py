@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from cascade_train.filters.base import ControlFilter, ControlMap, Encode
 LATENT_CHANNELS = 16
 
 
+@dataclass(kw_only=True, eq=False)
 class SuperResolutionFilter(ControlFilter):
     """The picture made coarse: nearest pixels of a smaller copy, (B, 3, H, W).
 
@@ -29,9 +31,11 @@ class SuperResolutionFilter(ControlFilter):
 
     channels = 3
 
-    def __init__(self, *, scale_factor: float) -> None:
-        check_scale(scale_factor)
-        self.scale_factor = scale_factor
+    scale_factor: float
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.scale_factor <= 1.0:
+            raise ValueError(f"scale_factor={self.scale_factor}: takes detail away, give a number above 0, at most 1")
 
     def build(self, *, device: torch.device, encode: Encode) -> ControlMap:
         """Return the map of pictures alone."""
@@ -42,23 +46,13 @@ class SuperResolutionFilter(ControlFilter):
         return coarse(image_BCHW, self.scale_factor)
 
 
-class LatentSuperResolutionFilter(ControlFilter):
-    """Latents of a smaller copy of the picture, by the stage's own semantic compressor: (B, 16, h, w).
+class LatentSuperResolutionFilter(SuperResolutionFilter):
+    """Latents of the smaller copy, by the stage's own semantic compressor: (B, 16, h, w).
 
     Stable Cascade, modules/controlnet.py, `SREffnetFilter`, which loads a second copy of the compressor.
-
-    Args:
-        scale_factor: sides of the smaller copy, as a share of the picture's, in (0, 1].
-
-    Raises:
-        ValueError: a share out of range.
     """
 
     channels = LATENT_CHANNELS
-
-    def __init__(self, *, scale_factor: float) -> None:
-        check_scale(scale_factor)
-        self.scale_factor = scale_factor
 
     def build(self, *, device: torch.device, encode: Encode) -> ControlMap:
         """Return the map of pictures alone, by `encode`; each latent is repeated to its share of the picture."""
@@ -92,12 +86,6 @@ class LatentSuperResolutionFilter(ControlFilter):
         if image_BCHW is None:
             return super().preview(control_BCHW)
         return coarse(image_BCHW, self.scale_factor)
-
-
-def check_scale(scale_factor: float) -> None:
-    """Raise ValueError where a share of a picture's sides is not in (0, 1]."""
-    if not 0.0 < scale_factor <= 1.0:
-        raise ValueError(f"scale_factor={scale_factor}: takes detail away, give a number above 0, at most 1")
 
 
 def shrunk(image_BCHW: Tensor, scale_factor: float) -> Tensor:

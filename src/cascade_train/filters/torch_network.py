@@ -1,12 +1,12 @@
 """Maps by any network of torch: depth, poses, edges, segments. Runs on the device, on whole batches.
 
-Lives here also: input and output of such networks, which those stored as ONNX share (onnx_network.py).
+Lives here too: input and output of such networks, also of those stored as ONNX (onnx_network.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -28,47 +28,89 @@ NETWORK = WeightsFile(
 )
 
 
-class NetworkFilter(ControlFilter):
+@dataclass(kw_only=True, eq=False)
+class NetworkMap(ControlFilter):
     """The output of a network that sees a copy of the picture, at the picture's size.
+
+    Args:
+        channels: of the map; where the network has more, the first.
+        resize: side in pixels of the square copy that the network sees; null = the picture itself.
+        mean: of red, green and blue in [0, 1], subtracted before the network.
+        std: by which they are divided then.
+        output: which of the network's outputs is the map.
+        scaling: picture = each map is scaled to [0, 1] by its own range; none = the network's numbers.
+
+    Raises:
+        ValueError: a number out of range.
+    """
+
+    channels: int
+    resize: int | None
+    mean: list[float]
+    std: list[float]
+    output: str | None
+    scaling: Literal["picture", "none"]
+
+    def __post_init__(self) -> None:
+        if self.channels < 1:
+            raise ValueError(
+                f"channels={self.channels}: a map needs at least one, give the number that the network makes"
+            )
+        if self.resize is not None and self.resize < 1:
+            raise ValueError(f"resize={self.resize}: is the side of what the network sees, give 1 px or more, or null")
+        if len(self.mean) != 3 or len(self.std) != 3 or min(self.std) <= 0:
+            raise ValueError(
+                f"mean={self.mean}, std={self.std}: give three numbers each, for red, green and blue, std above 0"
+            )
+
+    def network_input(self, image_BCHW: Tensor) -> Tensor:
+        """Return pictures (B, 3, H, W) float in [0, 1] for the network: square, if `resize`, and normalised."""
+        if self.resize is not None:
+            image_BCHW = F.interpolate(image_BCHW, size=(self.resize, self.resize), mode="bilinear", antialias=True)
+        mean, std = (image_BCHW.new_tensor(value).view(1, 3, 1, 1) for value in (self.mean, self.std))
+        return (image_BCHW - mean) / std
+
+    def network_map(self, output: Tensor) -> Tensor:
+        """Return maps (B, channels, h, w) fp32 of a network's output, (B, C, h, w) or (B, h, w).
+
+        Raises:
+            ConfigError: an output of another form, or with fewer channels.
+        """
+        map_BCHW = output.float()[:, None] if output.dim() == 3 else output.float()
+        if map_BCHW.dim() != 4 or map_BCHW.shape[1] < self.channels:
+            raise ConfigError(
+                f"task.filter: the network's output has shape {tuple(output.shape)}, which holds no maps of"
+                f" {self.channels} channels, (batch, channels, height, width); choose another task.filter.output or"
+                " task.filter.channels"
+            )
+        map_BCHW = map_BCHW[:, : self.channels]
+        if self.scaling == "none":
+            return map_BCHW
+        low, high = map_BCHW.amin(dim=(1, 2, 3), keepdim=True), map_BCHW.amax(dim=(1, 2, 3), keepdim=True)
+        return (map_BCHW - low) / (high - low).clamp(min=torch.finfo(torch.float32).tiny)
+
+
+@dataclass(kw_only=True, eq=False)
+class NetworkFilter(NetworkMap):
+    """The map of any network of torch.
 
     Args:
         network: makes the network: `_target_` names a class or function, `_partial_: true` keeps it for later;
             e.g. `cascade_train.filters.torch_network.load_exported` with `path: depth.pt2`, or a class of yours.
         weights: of the network, a local file or `owner/name:file` on the hub; null = it has its own.
-        channels: of the map; where the network has more, the first.
-        resize: side in pixels of the square copy that the network sees; null = the picture itself.
-        mean: of red, green and blue in [0, 1], taken away before the network.
-        std: by which they are divided then.
-        output: key or attribute of the map in what the network returns; null = it returns the map.
-        scaling: picture = each map is brought to [0, 1] by its own range; none = the network's numbers.
+        output: key or attribute of the map in the network's result; null = the result is the map.
 
     Raises:
         ValueError: a number out of range, or a network that is made already.
     """
 
-    def __init__(
-        self,
-        *,
-        network: Callable[[], nn.Module],
-        weights: File[str | None],
-        channels: int,
-        resize: int | None,
-        mean: list[float],
-        std: list[float],
-        output: str | None,
-        scaling: Literal["picture", "none"],
-    ) -> None:
-        check_options(channels=channels, resize=resize, mean=mean, std=std)
-        if not isinstance(network, partial):
+    network: Callable[[], nn.Module]
+    weights: File[str | None]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.network, partial):
             raise ValueError("network: is made at once; give it `_partial_: true`, so that it is made on the device")
-        self.network = network
-        self.weights = weights
-        self.channels = channels
-        self.resize = resize
-        self.mean = mean
-        self.std = std
-        self.output = output
-        self.scaling = scaling
 
     def build(self, *, device: torch.device, encode: Encode) -> ControlMap:
         """Make the network, frozen and in fp32."""
@@ -81,10 +123,8 @@ class NetworkFilter(ControlFilter):
 
         @torch.no_grad()
         def by_network(image_BCHW: Tensor, made: Mapping[str, Tensor]) -> Tensor:
-            seen_BCHW = network_input(image_BCHW, resize=self.resize, mean=self.mean, std=self.std)
-            found = self._chosen(network(seen_BCHW))
-            map_BCHW = network_map(found, channels=self.channels, scaling=self.scaling)
-            return resized(map_BCHW, image_BCHW.shape[-2:])
+            found = self._chosen(network(self.network_input(image_BCHW)))
+            return resized(self.network_map(found), image_BCHW.shape[-2:])
 
         return by_network
 
@@ -107,10 +147,7 @@ class NetworkFilter(ControlFilter):
 
 
 def load_exported(*, path: str) -> nn.Module:
-    """Read a network that `torch.export.save` wrote.
-
-    Args:
-        path: a local `.pt2` file, or `owner/name:file` on the hub.
+    """Read a network that `torch.export.save` wrote to a local `.pt2` file, or `owner/name:file` on the hub.
 
     Raises:
         ConfigError: the file is not there, or is no such network.
@@ -119,45 +156,8 @@ def load_exported(*, path: str) -> nn.Module:
     file = find_file(path, known)
     try:
         return torch.export.load(file).module()
-    except Exception as error:  # of zip, of json, of pickle: each has its own
+    except Exception as error:  # zip, json and pickle each have their own
         raise ConfigError(
             f"{known.key}={path}: torch.export cannot read this file ({type(error).__name__}); write it by"
             " torch.export.save"
         ) from error
-
-
-def check_options(*, channels: int, resize: int | None, mean: Sequence[float], std: Sequence[float]) -> None:
-    """Raise ValueError where a number is out of range."""
-    if channels < 1:
-        raise ValueError(f"channels={channels}: a map needs at least one, give the number that the network makes")
-    if resize is not None and resize < 1:
-        raise ValueError(f"resize={resize}: is the side of what the network sees, give 1 px or more, or null")
-    if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
-        raise ValueError(f"mean={mean}, std={std}: give three numbers each, for red, green and blue, std above 0")
-
-
-def network_input(image_BCHW: Tensor, *, resize: int | None, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """Return what a network sees of pictures (B, 3, H, W) float in [0, 1]: square, if `resize`, and normalised."""
-    if resize is not None:
-        image_BCHW = F.interpolate(image_BCHW, size=(resize, resize), mode="bilinear", antialias=True)
-    shape = (1, 3, 1, 1)
-    return (image_BCHW - image_BCHW.new_tensor(mean).view(shape)) / image_BCHW.new_tensor(std).view(shape)
-
-
-def network_map(output: Tensor, *, channels: int, scaling: Literal["picture", "none"]) -> Tensor:
-    """Return maps (B, channels, h, w) fp32 of a network's output, (B, C, h, w) or (B, h, w).
-
-    Raises:
-        ConfigError: an output of another form, or with fewer channels.
-    """
-    map_BCHW = output.float()[:, None] if output.dim() == 3 else output.float()
-    if map_BCHW.dim() != 4 or map_BCHW.shape[1] < channels:
-        raise ConfigError(
-            f"task.filter: the network's output has shape {tuple(output.shape)}, which holds no maps of {channels}"
-            " channels, (batch, channels, height, width); choose another task.filter.output or task.filter.channels"
-        )
-    map_BCHW = map_BCHW[:, :channels]
-    if scaling == "none":
-        return map_BCHW
-    low, high = map_BCHW.amin(dim=(1, 2, 3), keepdim=True), map_BCHW.amax(dim=(1, 2, 3), keepdim=True)
-    return (map_BCHW - low) / (high - low).clamp(min=torch.finfo(torch.float32).tiny)

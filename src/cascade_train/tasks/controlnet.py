@@ -54,6 +54,7 @@ class PreparedControl(PreparedBatch):
     drop_control_B: Tensor
 
 
+@dataclass(kw_only=True, eq=False)
 class ControlNet(TextToImage):
     """Trains a control network; Stage C's network is frozen, with its dropout off.
 
@@ -80,33 +81,26 @@ class ControlNet(TextToImage):
     trains_network = False
     needs_image = True
 
-    def __init__(
-        self,
-        *,
-        filter: ControlFilter,
-        blocks: list[int] | None,
-        bottleneck: Bottleneck,
-        backbone_weights: File[str | None],
-        weights: File[str | None],
-        control_drop_prob: float,
-        seed: int,
-        cond_drop_prob: float,
-        image_keep_prob: float | None,
-    ) -> None:
-        super().__init__(cond_drop_prob=cond_drop_prob, image_keep_prob=image_keep_prob)
-        if not 0.0 <= control_drop_prob <= 1.0:
-            raise ValueError(f"control_drop_prob={control_drop_prob}: is a share of the samples, between 0 and 1")
-        if blocks is not None and (not blocks or len(set(blocks)) < len(blocks)):
-            raise ValueError(f"blocks={blocks}: names no block, or one twice; name each once, or null for the default")
-        if backbone_weights is not None and bottleneck != "effnet":
-            raise ValueError(f"backbone_weights={backbone_weights}: are for bottleneck=effnet, not {bottleneck}; null")
-        self.filter = filter
-        self.blocks = blocks
-        self.bottleneck = bottleneck
-        self.backbone_weights = backbone_weights
-        self.weights = weights
-        self.control_drop_prob = control_drop_prob
-        self.seed = seed
+    filter: ControlFilter
+    blocks: list[int] | None
+    bottleneck: Bottleneck
+    backbone_weights: File[str | None]
+    weights: File[str | None]
+    control_drop_prob: float
+    seed: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0.0 <= self.control_drop_prob <= 1.0:
+            raise ValueError(f"control_drop_prob={self.control_drop_prob}: is a share of the samples, between 0 and 1")
+        if self.blocks is not None and (not self.blocks or len(set(self.blocks)) < len(self.blocks)):
+            raise ValueError(
+                f"blocks={self.blocks}: names no block, or one twice; name each once, or null for the default"
+            )
+        if self.backbone_weights is not None and self.bottleneck != "effnet":
+            raise ValueError(
+                f"backbone_weights={self.backbone_weights}: are for bottleneck=effnet, not {self.bottleneck}; null"
+            )
         self.controlnet: ControlNetwork
         self._base_size: str | None
         self._transform: SampleTransform | None = None

@@ -7,6 +7,7 @@ trained tokens (models/tokens.py) themselves.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -40,6 +41,7 @@ TABLE = "text_model.embeddings.token_embedding."
 """Prefix of the token table in the state of the text encoder."""
 
 
+@dataclass(kw_only=True, eq=False)
 class LoRA(TextToImage):
     """Trains adapters and named tokens, fp32 on a frozen base; the base's dropout is off.
 
@@ -69,43 +71,28 @@ class LoRA(TextToImage):
     fits = ("stage_c", "stage_b")
     trains_network = False
 
-    def __init__(
-        self,
-        *,
-        rank: int,
-        alpha: float,
-        dropout: float,
-        module_filters: list[str] | None,
-        dora: bool,
-        text_encoder_filters: list[str] | None,
-        train_tokens: list[list[str | None]] | None,
-        weights: File[str | None],
-        seed: int,
-        cond_drop_prob: float,
-        image_keep_prob: float | None,
-        init: Literal["kaiming", "original"] = "kaiming",
-        joint_qkv: bool = False,
-    ) -> None:
-        super().__init__(cond_drop_prob=cond_drop_prob, image_keep_prob=image_keep_prob)
-        if rank < 1:
-            raise ValueError(f"rank={rank}: an adapter needs at least one column, give 1 or more")
-        if alpha <= 0:
-            raise ValueError(f"alpha={alpha}: the adapters' scale is alpha / rank, give a number above 0")
-        if not 0.0 <= dropout < 1.0:
-            raise ValueError(f"dropout={dropout}: is a probability on the adapters' input, give 0 or more, below 1")
-        if train_tokens == []:
+    rank: int
+    alpha: float
+    dropout: float
+    module_filters: list[str] | None
+    dora: bool
+    text_encoder_filters: list[str] | None
+    train_tokens: list[list[str | None]] | None
+    weights: File[str | None]
+    seed: int
+    init: Literal["kaiming", "original"] = "kaiming"
+    joint_qkv: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rank < 1:
+            raise ValueError(f"rank={self.rank}: an adapter needs at least one column, give 1 or more")
+        if self.alpha <= 0:
+            raise ValueError(f"alpha={self.alpha}: the adapters' scale is alpha / rank, give a number above 0")
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"dropout={self.dropout}: is a probability on the adapters' input, give one in [0, 1)")
+        if self.train_tokens == []:
             raise ValueError("train_tokens=[]: names no token; give pairs like ['[fernando]', '^dog</w>'], or null")
-        self.rank = rank
-        self.alpha = alpha
-        self.init = init
-        self.dropout = dropout
-        self.module_filters = module_filters
-        self.dora = dora
-        self.joint_qkv = joint_qkv
-        self.text_encoder_filters = text_encoder_filters
-        self.train_tokens = train_tokens
-        self.weights = weights
-        self.seed = seed
         self._spec: LoraSpec
         self._encoder: TextEncoder
 

@@ -1,6 +1,5 @@
-"""What tasks and objectives share that score pictures themselves, and denoise nothing.
+"""Base of the objectives and tasks that score pictures themselves, and denoise nothing.
 
-Lives here: the seam by which such an objective brings its task, the pictures of a batch, their distance and display.
 Must not live here: any one of them (vqgan.py, preview.py).
 
 Shape legend: B batch, H W image size.
@@ -27,10 +26,11 @@ if TYPE_CHECKING:
     from cascade_train.tasks.reconstruction import Reconstruction
 
 
+@dataclass(kw_only=True, eq=False)
 class PictureObjective(abc.ABC):
-    """An objective that scores pictures by their pixels, among other things, and says which task trains by it.
+    """An objective that scores pictures by their pixels, among other things, and has a task of its own.
 
-    `task=reconstruction` gives way to that task. Another kind is one file with a subclass and its task, and one YAML.
+    That task replaces `task=reconstruction`. A new kind is one file, with a subclass and its task, and one YAML.
 
     Args:
         pixel: distance between pixels, l1 (absolute) or l2 (squared).
@@ -48,21 +48,19 @@ class PictureObjective(abc.ABC):
     fits: ClassVar[tuple[str, ...]]
     options: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, *, pixel: Literal["l1", "l2"]) -> None:
-        check_choice("pixel", pixel, ("l1", "l2"))
-        self.pixel = pixel
+    pixel: Literal["l1", "l2"]
+
+    def __post_init__(self) -> None:
+        check_choice("pixel", self.pixel, ("l1", "l2"))
 
     @abc.abstractmethod
     def task(self, reconstruction: Reconstruction) -> Task:
-        """Return the task that trains by this objective, given the one that was chosen. Cheap."""
+        """Return the task that trains by this objective, in place of the chosen one. Cheap."""
 
     def pixels(self, image_BCHW: Tensor, original_BCHW: Tensor, mask_B1HW: Tensor | None = None) -> Tensor:
-        """Return the mean distance of pixels, (B,) fp32, of pictures (B, 3, H, W) fp32.
+        """Return the mean distance of pixels, (B,) fp32, of two pictures (B, 3, H, W) fp32.
 
-        Args:
-            image_BCHW: what was made.
-            original_BCHW: what it should be.
-            mask_B1HW: (B, 1, H, W) fp32 in [0, 1], weight of each place; None = 1 everywhere.
+        A mask (B, 1, H, W) fp32 in [0, 1] weights each place.
         """
         error_BCHW = image_BCHW - original_BCHW
         error_BCHW = error_BCHW.abs() if self.pixel == "l1" else error_BCHW.square()
@@ -97,11 +95,7 @@ class PictureTask(Task):
     result: ClassVar[str] = "reconstruction"
 
     def attach(self, stage: Stage, objective: Any, device: torch.device) -> None:
-        """Take the built stage; a task extends this by what trains.
-
-        Raises:
-            ConfigError: no library to measure with.
-        """
+        """Take the built stage; a task extends this by what trains. A ConfigError without the library of measures."""
         check_installed()
         super().attach(stage, objective, device)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ PREVIEWER = "previewer"
 """Name of the previewer among the stage's parts, the phase's modules and the exports."""
 
 
+@dataclass(kw_only=True, eq=False)
 class Preview(PictureObjective):
     """How a preview is scored: by its pixels.
 
@@ -45,11 +46,12 @@ class Preview(PictureObjective):
     fits: ClassVar[tuple[str, ...]] = ("stage_c",)
     options: ClassVar[tuple[str, ...]] = ("train_compressor",)
 
-    def __init__(self, *, pixel: Literal["l1", "l2"], latent_noise: float = 0.0) -> None:
-        super().__init__(pixel=pixel)
-        if latent_noise < 0.0:
-            raise ValueError(f"latent_noise={latent_noise}: is a standard deviation, give 0 or more")
-        self.latent_noise = latent_noise
+    latent_noise: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.latent_noise < 0.0:
+            raise ValueError(f"latent_noise={self.latent_noise}: is a standard deviation, give 0 or more")
 
     def task(self, reconstruction: Reconstruction) -> Task:
         """Return the training of a previewer."""
@@ -90,11 +92,7 @@ class Previewing(PictureTask):
         return frozenset({"network", "text_encoder", "image_encoder"})
 
     def attach(self, stage: Stage, objective: Any, device: torch.device) -> None:
-        """Take the built stage and unfreeze the previewer; norms keep their statistics.
-
-        Raises:
-            ConfigError: no library to measure with.
-        """
+        """Take the built stage and unfreeze the previewer; norms keep their statistics."""
         if not isinstance(stage, StageC):
             raise AssertionError(f"a previewer belongs to Stage C, not to {stage.name}")
         super().attach(stage, objective, device)

@@ -60,6 +60,7 @@ class PreparedBatch:
         return self.cached if self.image_BCHW is None else self.image_BCHW.float() / 255
 
 
+@dataclass(kw_only=True, eq=False)
 class TextToImage(Task):
     """Base of the tasks that train a stage's network, or something in it, to denoise captioned images.
 
@@ -75,12 +76,13 @@ class TextToImage(Task):
         trains_conditions: whether something in the encoders of conditions trains, so that they need gradients.
     """
 
-    def __init__(self, *, cond_drop_prob: float, image_keep_prob: float | None) -> None:
-        for key, share in (("cond_drop_prob", cond_drop_prob), ("image_keep_prob", image_keep_prob)):
+    cond_drop_prob: float
+    image_keep_prob: float | None
+
+    def __post_init__(self) -> None:
+        for key, share in (("cond_drop_prob", self.cond_drop_prob), ("image_keep_prob", self.image_keep_prob)):
             if share is not None and not 0.0 <= share <= 1.0:
                 raise ValueError(f"{key}={share}: is a share of the samples, give a number between 0 and 1")
-        self.cond_drop_prob = cond_drop_prob
-        self.image_keep_prob = image_keep_prob
         self.objective: Objective
         self._image_keep_prob: float
         self._empty_tokens: Tokens
@@ -108,7 +110,7 @@ class TextToImage(Task):
             drop_caption_B=self._copy(batch.uniform("caption_drop") < self.cond_drop_prob),
             keep_image_B=self._copy(batch.uniform("image_keep") < self._image_keep_prob),
             timestep_B=self._copy(batch.uniform("timestep")),
-            noise_BCHW=self._copy(self.objective.noise.draw(batch.generators("noise"), shape)),
+            noise_BCHW=self._copy(self.objective.draw_noise(batch.generators("noise"), shape)),
             offset_BC11=None if offset_BC11 is None else self._copy(offset_BC11),
             weight_B=None if batch.weight_B is None else self._copy(batch.weight_B),
             drawn=self.stage.draw(batch),
@@ -281,4 +283,4 @@ def latent_mask(mask_B1HW: Tensor, shape: Sequence[int]) -> Tensor:
     """
     if mask_B1HW.dtype != torch.uint8:
         return mask_B1HW
-    return adaptive_avg_pool2d(mask_B1HW.float() / 255, tuple(shape[1:]))
+    return adaptive_avg_pool2d(mask_B1HW.float() / 255, (shape[1], shape[2]))

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ CANDIDATES = 8
 _MAX_WEIGHT, _MAX_STEP = 1.0e6, 10**12
 
 
+@dataclass(kw_only=True, eq=False)
 class Perceptual:
     """A distance between features of pictures (Johnson et al. 2016), switched on by weights of VGG-16.
 
@@ -48,18 +49,20 @@ class Perceptual:
         ConfigError: a number out of range.
     """
 
-    def __init__(self, *, weights: File[str | None], weight: float, start_step: int) -> None:
-        check_within("perceptual.weight", weight, 0.0, _MAX_WEIGHT)
-        check_within("perceptual.start_step", start_step, 1, _MAX_STEP)
-        self.weights = weights
-        self.weight = weight
-        self.start_step = start_step
+    weights: File[str | None]
+    weight: float
+    start_step: int
+
+    def __post_init__(self) -> None:
+        check_within("perceptual.weight", self.weight, 0.0, _MAX_WEIGHT)
+        check_within("perceptual.start_step", self.start_step, 1, _MAX_STEP)
 
     def build(self, device: torch.device) -> FeatureDistance | None:
         """Return the distance on `device`; None = off."""
         return None if self.weights is None else FeatureDistance(self.weights, device=device)
 
 
+@dataclass(kw_only=True, eq=False)
 class Adversarial:
     """A patch discriminator that trains beside the autoencoder (Esser et al. 2021, eq. 4 to 7), off at first.
 
@@ -75,21 +78,20 @@ class Adversarial:
         ConfigError: a number out of range.
     """
 
-    def __init__(
-        self, *, start_step: int | None, weight: float, max_weight: float, channels: int, layers: int, seed: int
-    ) -> None:
-        if start_step is not None:
-            check_within("adversarial.start_step", start_step, 1, _MAX_STEP)
-        check_within("adversarial.weight", weight, 0.0, _MAX_WEIGHT)
-        check_within("adversarial.max_weight", max_weight, 0.0, _MAX_WEIGHT)
-        check_within("adversarial.channels", channels, 1, 4096)
-        check_within("adversarial.layers", layers, 1, 8)
-        self.start_step = start_step
-        self.weight = weight
-        self.max_weight = max_weight
-        self.channels = channels
-        self.layers = layers
-        self.seed = seed
+    start_step: int | None
+    weight: float
+    max_weight: float
+    channels: int
+    layers: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.start_step is not None:
+            check_within("adversarial.start_step", self.start_step, 1, _MAX_STEP)
+        check_within("adversarial.weight", self.weight, 0.0, _MAX_WEIGHT)
+        check_within("adversarial.max_weight", self.max_weight, 0.0, _MAX_WEIGHT)
+        check_within("adversarial.channels", self.channels, 1, 4096)
+        check_within("adversarial.layers", self.layers, 1, 8)
 
     def build(self, device: torch.device) -> PatchDiscriminator | None:
         """Return the discriminator on `device`, fp32; None = off."""
@@ -98,6 +100,7 @@ class Adversarial:
         return build_discriminator(channels=self.channels, layers=self.layers, seed=self.seed, device=device)
 
 
+@dataclass(kw_only=True, eq=False)
 class Vqgan(PictureObjective):
     """How an autoencoder with a codebook is scored (van den Oord et al. 2017, eq. 3; Esser et al. 2021).
 
@@ -121,35 +124,24 @@ class Vqgan(PictureObjective):
 
     fits: ClassVar[tuple[str, ...]] = ("stage_a",)
 
-    def __init__(
-        self,
-        *,
-        pixel: Literal["l1", "l2"],
-        codebook_weight: float,
-        commitment_weight: float,
-        quantised_share: float,
-        revive_after_steps: int | None,
-        train_encoder: bool,
-        train_decoder: bool,
-        perceptual: Perceptual,
-        adversarial: Adversarial,
-    ) -> None:
-        super().__init__(pixel=pixel)
-        check_within("codebook_weight", codebook_weight, 0.0, _MAX_WEIGHT)
-        check_within("commitment_weight", commitment_weight, 0.0, _MAX_WEIGHT)
-        check_within("quantised_share", quantised_share, 0.0, 1.0)
-        if revive_after_steps is not None:
-            check_within("revive_after_steps", revive_after_steps, 1, _MAX_STEP)
-        if not (train_encoder or train_decoder):
+    codebook_weight: float
+    commitment_weight: float
+    quantised_share: float
+    revive_after_steps: int | None
+    train_encoder: bool
+    train_decoder: bool
+    perceptual: Perceptual
+    adversarial: Adversarial
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_within("codebook_weight", self.codebook_weight, 0.0, _MAX_WEIGHT)
+        check_within("commitment_weight", self.commitment_weight, 0.0, _MAX_WEIGHT)
+        check_within("quantised_share", self.quantised_share, 0.0, 1.0)
+        if self.revive_after_steps is not None:
+            check_within("revive_after_steps", self.revive_after_steps, 1, _MAX_STEP)
+        if not (self.train_encoder or self.train_decoder):
             raise ValueError("objective.train_encoder=false, objective.train_decoder=false: nothing would train")
-        self.codebook_weight = codebook_weight
-        self.commitment_weight = commitment_weight
-        self.quantised_share = quantised_share
-        self.revive_after_steps = revive_after_steps
-        self.train_encoder = train_encoder
-        self.train_decoder = train_decoder
-        self.perceptual = perceptual
-        self.adversarial = adversarial
 
     def task(self, reconstruction: Reconstruction) -> Task:
         """Return the training of Stage A."""
@@ -191,11 +183,7 @@ class Autoencoding(PictureTask):
         self._kept: dict[str, Tensor] = {}
 
     def attach(self, stage: Stage, objective: Any, device: torch.device) -> None:
-        """Take the built stage, freeze the half that stays, and build the discriminator.
-
-        Raises:
-            ConfigError: weights of features that are not there, or no library to measure with.
-        """
+        """Take the built stage, freeze the half that does not train, and build discriminator and features."""
         if not isinstance(stage, StageA):
             raise AssertionError(f"an autoencoder is Stage A, not {stage.name}")
         super().attach(stage, objective, device)
