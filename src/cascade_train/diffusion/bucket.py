@@ -28,9 +28,6 @@ class BucketAverage:
         beta: share of the old value that an update keeps, in [0, 1].
         duplicates: of several samples of one bucket in an update, "mean" takes the mean loss, "last" the last one's, as
             the original does.
-
-    Raises:
-        ConfigError: an option is out of range.
     """
 
     def __init__(self, *, buckets: int, beta: float, duplicates: Literal["mean", "last"]) -> None:

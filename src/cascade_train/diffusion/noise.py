@@ -54,9 +54,6 @@ class PyramidNoise(Noise):
         side_range: smallest and largest side of a coarse grid that takes part; null = every one.
         interpolation: how a coarse grid is enlarged.
         square_grids: make coarse grids as wide as they are high, whatever the latent's shape, as in the original.
-
-    Raises:
-        ConfigError: a number out of range.
     """
 
     levels: int

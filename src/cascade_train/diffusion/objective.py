@@ -66,9 +66,6 @@ class Objective:
         timestep_bias: which times are drawn more often; None = none.
         noise: what is added to latents in training; None = independent standard normals.
 
-    Raises:
-        ConfigError: an option is out of range.
-
     Attributes:
         denoises: whether it trains a network to denoise latents.
     """

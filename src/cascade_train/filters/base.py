@@ -38,7 +38,7 @@ Maps are fp32, without gradient. Must not sync with the host.
 
 
 class ControlFilter(abc.ABC):
-    """What a ControlNet is conditioned on. Constructors take keywords, are cheap, and check their arguments.
+    """What a ControlNet is conditioned on. Constructors take keywords, are cheap, and check them (ValueError).
 
     Every argument is kept as an attribute of the same name, for `node`.
 

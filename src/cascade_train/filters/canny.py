@@ -24,7 +24,6 @@ class CannyFilter(ImageFilter):
         high: gradient above which a pixel begins one.
 
     Raises:
-        ValueError: a number out of range.
         ConfigError: OpenCV is not installed.
     """
 

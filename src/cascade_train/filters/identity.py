@@ -72,7 +72,6 @@ class IdentityFilter(ControlFilter):
         p_full: share of pictures with one face whose vector fills the whole map, in [0, 1].
 
     Raises:
-        ValueError: a number out of range.
         ConfigError: onnxruntime or OpenCV is not installed.
     """
 

@@ -56,7 +56,6 @@ class InpaintFilter(ControlFilter):
         p_outpaint: share of samples whose hole is everything else, in [0, 1].
 
     Raises:
-        ValueError: a number out of range.
         ConfigError: OpenCV, which draws random holes, is not installed.
     """
 

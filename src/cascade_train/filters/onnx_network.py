@@ -34,7 +34,6 @@ class OnnxFilter(NetworkMap):
         output: name of the network's output that is the map; null = the first.
 
     Raises:
-        ValueError: a number out of range.
         ConfigError: onnxruntime is not installed.
     """
 

@@ -31,7 +31,6 @@ class BrightnessFilter(ImageFilter):
         blur_kernels: widths in pixels of which each sample draws one, odd; 0 = none.
 
     Raises:
-        ValueError: a number out of range.
         ConfigError: OpenCV is not installed.
     """
 

@@ -57,9 +57,6 @@ class SketchFilter(ControlFilter):
         dilation_kernels: diameters in pixels, by one of which each sample's lines are thickened; 0 = not at all.
         binarize: 1 where an edge is above a threshold, else 0; false = the network's own values.
         threshold: drawn between these two for each sample.
-
-    Raises:
-        ValueError: a number out of range.
     """
 
     channels = 1

@@ -24,9 +24,6 @@ class SuperResolutionFilter(ControlFilter):
 
     Args:
         scale_factor: sides of the smaller copy, as a share of the picture's, in (0, 1].
-
-    Raises:
-        ValueError: a share out of range.
     """
 
     channels = 3

@@ -39,9 +39,6 @@ class NetworkMap(ControlFilter):
         std: by which they are divided then.
         output: which of the network's outputs is the map.
         scaling: picture = each map is scaled to [0, 1] by its own range; none = the network's numbers.
-
-    Raises:
-        ValueError: a number out of range.
     """
 
     channels: int

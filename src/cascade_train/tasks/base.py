@@ -149,7 +149,7 @@ class Painter(abc.ABC):
 
 
 class Task(abc.ABC):
-    """What trains, and how a batch becomes a loss. The constructor is cheap and checks its arguments.
+    """What trains, and how a batch becomes a loss. The constructor is cheap; ValueError: an option out of range.
 
     Attributes:
         fits: names of the stages that the task can train.

@@ -63,9 +63,6 @@ class LoRA(TextToImage):
         seed: of the adapters' initial values.
         cond_drop_prob: share of samples whose caption is replaced by the empty one, in [0, 1].
         image_keep_prob: share of samples whose own image is a condition, in [0, 1]; null = the stage's.
-
-    Raises:
-        ValueError: a number out of range.
     """
 
     fits = ("stage_c", "stage_b")

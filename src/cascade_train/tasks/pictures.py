@@ -35,9 +35,6 @@ class PictureObjective(abc.ABC):
     Args:
         pixel: distance between pixels, l1 (absolute) or l2 (squared).
 
-    Raises:
-        ConfigError: another distance.
-
     Attributes:
         denoises: whether it trains a network to denoise latents.
         fits: names of the stages that it is for.

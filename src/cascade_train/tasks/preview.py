@@ -39,7 +39,6 @@ class Preview(PictureObjective):
             Stage C, and a compressor that trains along to noise; 0 = none.
 
     Raises:
-        ConfigError: another distance.
         ValueError: a negative standard deviation.
     """
 

@@ -46,9 +46,6 @@ class Reconstruction(WholeNetwork):
             stage's, 0.9. For Stage B alone.
         train_compressor: for Stage B and previewers, whether the semantic compressor trains along; its norms keep
             their statistics. False = it stays as it is, which every published Stage C needs.
-
-    Raises:
-        ValueError: a share outside [0, 1].
     """
 
     fits = ("stage_a", "stage_b", "stage_c")

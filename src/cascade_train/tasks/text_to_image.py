@@ -69,9 +69,6 @@ class TextToImage(Task):
         image_keep_prob: share of samples whose own image is a condition, in [0, 1], the others get zeros; null = the
             stage's (0.1 for Stage C, 0.9 for Stage B, as in the original).
 
-    Raises:
-        ValueError: a share outside [0, 1].
-
     Attributes:
         trains_conditions: whether something in the encoders of conditions trains, so that they need gradients.
     """

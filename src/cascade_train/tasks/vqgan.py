@@ -44,9 +44,6 @@ class Perceptual:
         weights: a file of torchvision's VGG-16 (`vgg16-397923af.pth`, or as safetensors); null = off.
         weight: of this term beside the pixels'.
         start_step: first optimizer step in which it counts.
-
-    Raises:
-        ConfigError: a number out of range.
     """
 
     weights: File[str | None]
@@ -73,9 +70,6 @@ class Adversarial:
         channels: width of the discriminator's first layer.
         layers: its strided layers.
         seed: of its first values.
-
-    Raises:
-        ConfigError: a number out of range.
     """
 
     start_step: int | None
@@ -118,7 +112,6 @@ class Vqgan(PictureObjective):
         adversarial: a discriminator.
 
     Raises:
-        ConfigError: a number out of range.
         ValueError: nothing trains.
     """
 
@@ -355,13 +348,10 @@ def unmasked(made_BCHW: Tensor, image_BCHW: Tensor, mask_B1HW: Tensor | None) ->
 
 
 def adaptive_weight(gradient_BCHW: Tensor, other_BCHW: Tensor, *, most: float) -> Tensor:
-    """Return by how much the second loss counts so that its gradient is as long as the first's, (B,) in [0, most].
+    """Return the ratio of norms of two gradients (B, 3, H, W), the second the adversarial loss's, (B,) in [0, most].
 
-    Esser et al. 2021, eq. 7, with two differences: the gradients are those at the reconstruction, which no rank holds
-    in shards, where the paper takes the decoder's last layer; and each sample has a weight of its own, so that neither
-    ranks nor micro-batches change it.
-
-    Gradients are (B, 3, H, W), the second the adversarial loss's.
+    Esser et al. 2021, eq. 7, with two differences: gradients are taken at the reconstruction, which is never sharded,
+    not at the decoder's last layer; and each sample has its own weight, whatever its rank and micro-batch.
     """
     length_B, other_B = (torch.linalg.vector_norm(g.flatten(1), dim=1) for g in (gradient_BCHW, other_BCHW))
     return torch.clamp(length_B / other_B.clamp(min=torch.finfo(torch.float32).tiny), 0.0, most)
@@ -374,9 +364,6 @@ def hinge(score_real: Tensor, score_fake: Tensor) -> Tensor:
 
 
 def with_gradient(at_BCHW: Tensor, value_B: Tensor, gradient_BCHW: Tensor) -> Tensor:
-    """Return `value_B` as a function of `at_BCHW` whose gradient there, sample by sample, is `gradient_BCHW`.
-
-    So a loss that was differentiated at a picture is handed on to what made the picture.
-    """
+    """Return `value_B` as a function of `at_BCHW` with the given gradient: passes it to the network below."""
     linear_B = (at_BCHW * gradient_BCHW.detach()).sum(dim=(1, 2, 3))
     return value_B.detach() + (linear_B - linear_B.detach())
