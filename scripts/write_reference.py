@@ -1,4 +1,4 @@
-"""Write what docs/config.md and docs/objectives.md say about groups, keys and objectives, from conf/ and the schema.
+"""Write the tables of docs/config.md and docs/objectives.md: commands, groups, keys, objectives, from their sources.
 
     python scripts/write_reference.py
 
@@ -94,7 +94,19 @@ def objectives() -> Iterator[str]:
     yield from (f"| `objective={name}` | {_cell(text)} |" for name, text in options("objective").items())
 
 
-PAGES = {"docs/config.md": {"groups": groups, "keys": keys}, "docs/objectives.md": {"objectives": objectives}}
+def commands() -> Iterator[str]:
+    """Yield the table of commands."""
+    yield "| Command | Does |"
+    yield "|---|---|"
+    for path in sorted((ROOT / "src/cascade_train/commands").glob("[!_]*.py")):
+        text = ast.get_docstring(ast.parse(path.read_text())) or ""
+        yield f"| `cascade-train {path.stem}` | {_cell(text.partition(chr(10))[0])} |"
+
+
+PAGES = {
+    "docs/config.md": {"commands": commands, "groups": groups, "keys": keys},
+    "docs/objectives.md": {"objectives": objectives},
+}
 
 
 def written(page: str) -> str:

@@ -1,53 +1,49 @@
-"""Train: `python -m cascade_train …`, `torchrun -m cascade_train …`, or the console script `cascade-train`.
+"""The one command line, `cascade-train [command] …`; also `python -m cascade_train`, and under torchrun.
 
-Only the way in; composing lives in config/launch.py, training behind build/. What is imported here comes before the
-handlers of signals, so it is little.
+Only the way in: trainings go to config/launch.py, other commands to commands/parts/command_line.py. Imports little at
+the top, because the signal handlers of a training come first.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from cascade_train.signals import set_handlers, stop_at_once, while_importing
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
-COMMANDS = ("cache", "checkpoints", "export", "generate", "inspect", "merge", "pack", "recipe", "shapes")
+from cascade_train.signals import set_handlers, stop_at_once
 
 
 def main() -> None:
-    """Train what the command line describes and exit: 0 done, 1 the world, 2 refused, 75 stopped, 130 interrupted."""
-    if sys.argv[1:] and sys.argv[1] in COMMANDS:
-        command = importlib.import_module(f"cascade_train.commands.{sys.argv.pop(1)}")
-        sys.exit(command.main())
+    """Do what the command line says and exit: 0 done, 1 failed, 2 refused, 75 stopped, 130 interrupted."""
+    if not is_training(sys.argv[1:]):
+        sys.exit(launch(sys.argv[1:]))
     set_handlers(stop_at_once)
     code = launch(sys.argv[1:])
-    set_handlers(lambda *_: os._exit(code))  # the run has ended: nothing changes its code any more
+    set_handlers(lambda *_: os._exit(code))  # the run has ended: no signal changes its exit code any more
     sys.exit(code)
 
 
+def is_training(argv: Sequence[str]) -> bool:
+    """Return whether arguments are a training's: they begin with `train`, key=value or an option of Hydra."""
+    first = argv[0] if argv else ""
+    return first in ("", "train") or "=" in first or first.startswith(("-", "~"))
+
+
 def launch(argv: Sequence[str]) -> int:
-    """Train what `argv` describes and return the exit code."""
-    from cascade_train.config.launch import compose_and_run
+    """Do what `argv` says, in this process and without signal handlers of its own, and return the exit code."""
+    if "--version" in argv:
+        from importlib.metadata import version
 
-    return compose_and_run(argv, train)
+        sys.stdout.write(f"cascade-train {version('cascade-train')}\n")
+        return 0
+    if is_training(argv):
+        from cascade_train.commands.train import train
+        from cascade_train.config.launch import compose_and_run
 
+        return compose_and_run(argv[1:] if argv[:1] == ["train"] else argv, train)
+    from cascade_train.commands.parts.command_line import run_command
 
-def train(cfg: DictConfig) -> int:
-    """Train one checked configuration. Torch and everything above it are imported here, after every refusal."""
-    from cascade_train.assembly.early import check_files
-
-    check_files(cfg)
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else stacks of C++ frames come before what a rank says
-    with while_importing():
-        from cascade_train.assembly import run
-
-    return run.train(cfg)
+    return run_command(argv)
 
 
 if __name__ == "__main__":

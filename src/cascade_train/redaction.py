@@ -191,6 +191,18 @@ class RedactingFilter(logging.Filter):
         return True
 
 
+_REDACTING = RedactingFilter()
+
+
+def show_log(level: int) -> None:
+    """Show on stderr, as plain lines, what this library logs from `level` on and the warnings of others, redacted."""
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    logging.captureWarnings(True)  # so that they appear above the progress bar
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(_REDACTING)
+    logging.getLogger("cascade_train").setLevel(level)
+
+
 def _program_and_tars(command: str) -> str:
     """Return what is shown of a shell command; of all else, that there is something."""
     program, *words = command.split() or [""]

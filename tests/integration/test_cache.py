@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from cascade_train.__main__ import launch
-from cascade_train.commands import cache
 from cascade_train.commands.generate import GenerateArgs, generate
 from cascade_train.models.convolutional import ConvolutionalCompressor
 from cascade_train.models.image_encoder import ImageEncoder
@@ -36,22 +35,21 @@ def make_cache(folder, *arguments):
     given = {argument.partition("=")[0] for argument in arguments}
     defaults = ("task=finetune", *MODEL, *(() if "data" in given else SHAPES), "unit_samples=10", "batch_size=7")
     kept = [argument for argument in defaults if argument.partition("=")[0] not in given]
-    code = cache.launch([*kept, f"out={folder}", *arguments])
+    code = launch(["cache", *kept, f"out={folder}", *arguments])
     assert code == 0, f"exit code {code}"
     return folder
 
 
-def refused(capfd, *arguments, launch=cache.launch, code=2):
+def refused(capfd, *arguments, command=("cache",), code=2):
     """Return what a refused command says."""
-    assert launch(list(arguments)) == code
+    assert launch([*command, *arguments]) == code
     return " ".join(capfd.readouterr().err.split())
 
 
 def train_refused(capfd, folder, *arguments):
-    from cascade_train.__main__ import launch
 
     command = [*SMALL, "task=finetune", "data=cached", f"data.path={folder}", *arguments]
-    return refused(capfd, *command, "run.dir=/nowhere/run", launch=launch)
+    return refused(capfd, *command, "run.dir=/nowhere/run", command=())
 
 
 @pytest.fixture(scope="module")
@@ -190,10 +188,9 @@ def test_what_is_damaged_is_made_again_and_nothing_else(tmp_path, capfd):
 
 
 def train_run_error(capfd, folder, directory):
-    from cascade_train.__main__ import launch
 
     data = ("data=cached", f"data.path={folder}", "data.num_workers=0")
-    return refused(capfd, *SMALL, "task=finetune", *RUN, *data, f"run.dir={directory}", launch=launch, code=1)
+    return refused(capfd, *SMALL, "task=finetune", *RUN, *data, f"run.dir={directory}", command=(), code=1)
 
 
 @pytest.mark.parametrize(
@@ -245,15 +242,15 @@ def test_a_cache_is_no_part_of_other_data(cached, tmp_path, capfd):
     again = ("task=finetune", *MODEL, "data=cached", f"data.path={cached}", f"out={tmp_path / 'again'}")
     assert "is a cache already. Name the data that it was made of" in refused(capfd, *again)
     mixed = ("data=mixture", "+data@data.sources.a=cached", f"data.sources.a.path={cached}")
-    message = refused(capfd, *SMALL, "task=finetune", *mixed, launch=launch)
+    message = refused(capfd, *SMALL, "task=finetune", *mixed, command=())
     assert "data.sources.a: a cache cannot be joined with other data" in message
 
 
 def test_help_names_its_own_arguments_and_where_the_others_are(capfd):
-    assert cache.launch(["--help"]) == 0
+    assert launch(["cache", "--help"]) == 0
     told = capfd.readouterr().out
     assert "task_count=1" in told
-    assert "python -m cascade_train --help" in told
+    assert "cascade-train --help" in told
 
 
 def test_control_maps_are_held_too_and_train_as_without_a_cache(from_cache, tmp_path, capfd):
@@ -304,7 +301,7 @@ def test_stage_b_and_masks_train_from_a_cache_as_without(tmp_path, monkeypatch, 
     without = train(tmp_path / "without", *decoder, *short, *data, *validated)
     uneven = train(tmp_path / "uneven", *decoder, *short, *SHAPES, *validated)
     assert read_metrics(uneven)[0]["loss"] != pytest.approx(read_metrics(without)[0]["loss"], rel=1e-2)
-    assert cache.launch([*decoder, *data, "unit_samples=10", f"out={tmp_path / 'cache'}"]) == 0
+    assert launch(["cache", *decoder, *data, "unit_samples=10", f"out={tmp_path / 'cache'}"]) == 0
     lighter = (*decoder, *SHAPES, "data.background_weight=0.2", "unit_samples=10", f"out={tmp_path / 'cache'}")
     assert "data.background_weight is 0.2 here and 0.1 there" in refused(capfd, *lighter)
     for part in (TextEncoder, VQGAN, ConvolutionalCompressor):
@@ -312,4 +309,4 @@ def test_stage_b_and_masks_train_from_a_cache_as_without(tmp_path, monkeypatch, 
     taken = (*decoder, *short, *validated, "data=cached", f"data.path={tmp_path / 'cache'}", "data.num_workers=0")
     assert_equal_metrics(without, train(tmp_path / "with", *taken))
     again = (*taken[len(decoder) :], "validate.reconstructions=2", f"run.dir={tmp_path / 'more'}")
-    assert "validate.reconstructions: are of pictures" in refused(capfd, *SMALL, *decoder, *again, launch=launch)
+    assert "validate.reconstructions: are of pictures" in refused(capfd, *SMALL, *decoder, *again, command=())

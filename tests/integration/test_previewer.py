@@ -10,7 +10,6 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from cascade_train.__main__ import launch
-from cascade_train.commands.cache import launch as launch_cache
 from cascade_train.commands.export import ExportArgs, export
 from cascade_train.commands.generate import GenerateArgs, generate
 from cascade_train.errors import ConfigError
@@ -102,9 +101,9 @@ def test_a_cache_is_neither_made_nor_taken(tmp_path: Path, capfd: pytest.Capture
     data = ("data=shapes", "data.samples=4", "data.image_size=64")
     folder = tmp_path / "cache"
     preview = (*PREVIEW, SCRATCH)
-    assert launch_cache([*preview, *data, f"out={folder}"]) == 2
+    assert launch(["cache", *preview, *data, f"out={folder}"]) == 2
     assert "trains on pictures, so that nothing can be cached for it" in capfd.readouterr().err
-    assert launch_cache(["model=c_tiny", "task=finetune", "model.image_size=64", *data, f"out={folder}"]) == 0
+    assert launch(["cache", "model=c_tiny", "task=finetune", "model.image_size=64", *data, f"out={folder}"]) == 0
     cached = ("data=cached", f"data.path={folder}", "validate.share=null", f"run.dir={tmp_path / 'run'}")
     assert launch([*SMALL, *preview, *cached]) == 2
     assert "is a cache, which has none: use the data that it was made of" in " ".join(capfd.readouterr().err.split())

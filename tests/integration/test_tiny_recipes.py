@@ -12,7 +12,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from bench.tiny_cascade import main as judge_cascade
-from cascade_train.commands import cache
+from cascade_train.__main__ import launch
 from cascade_train.commands.generate import GenerateArgs, generate
 from cascade_train.models.convolutional import ConvolutionalCompressor, ConvolutionalPreviewer
 from tests.distributed.test_modes import B_NARROW, NARROW
@@ -45,7 +45,7 @@ def decoder(compressor: Path) -> Path:
     """A Stage B on that compressor, from latents that were made before."""
     chosen = ("experiment=tiny_b", "model=b_tiny", *small(B_NARROW), *FEW, *of_parts(semantic_compressor=compressor))
     latents = compressor.with_name("latents")
-    assert cache.launch([*chosen, "data.samples=300", f"out={latents}"]) == 0
+    assert launch(["cache", *chosen, "data.samples=300", f"out={latents}"]) == 0
     cached = ("data=cached", f"data.path={latents}", "data.num_workers=0", "~data.samples", "~data.background_weight")
     return train(compressor.with_name("b"), *chosen, *cached, "validate.reconstructions=0")
 

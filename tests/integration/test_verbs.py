@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from cascade_train.__main__ import launch
 from cascade_train.commands import export as export_verb
 from cascade_train.commands import generate as generate_verb
 from cascade_train.errors import ConfigError, RunError
@@ -136,15 +137,8 @@ def test_an_unfinished_run_paints_once_it_is_exported(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     shutil.copytree(unfinished, "mit Umlaut ü")
-    verbs = (
-        (export_verb, ["step=2"]),
-        (generate_verb, ["steps=1", 'prompts=["a red circle, large"]', "out=näher dran"]),
-    )
-    for verb, arguments in verbs:
-        monkeypatch.setattr("sys.argv", ["verb", "from=mit Umlaut ü", *arguments])
-        with pytest.raises(SystemExit) as stop:
-            verb.main()
-        assert stop.value.code == 0, capsys.readouterr().err
+    for command in (["export", "step=2"], ["generate", "steps=1", 'prompts=["a red circle, large"]', "out=näher dran"]):
+        assert launch([*command, "from=mit Umlaut ü"]) == 0, capsys.readouterr().err
     assert (tmp_path / "näher dran" / "00_00.png").is_file()
     assert "1 images and grid.png lie in näher dran" in capsys.readouterr().out
 

@@ -7,6 +7,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
+from cascade_train.__main__ import is_training
 from tests.style.source import ROOT
 
 FENCE = re.compile(r"^```bash *([a-z-]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -54,12 +55,13 @@ def blocks_of(page: Path) -> list[Block]:
 
 
 def training_overrides(command: str) -> list[str] | None:
-    """Return the overrides of a training command; None for other commands."""
-    if not command.startswith(TRAINING) or re.search(r"cascade_train\.\w", command.split("=")[0]):
+    """Return the overrides of a training; None for other commands of `cascade-train` and of the shell."""
+    if not command.startswith(TRAINING):
         return None
     words = shlex.split(command, comments=True)
     start = next((words.index(name) for name in ("cascade_train", "sbatch/train.sbatch") if name in words), 0)
-    return words[start + 1 :]
+    arguments = words[start + 1 :]
+    return arguments if is_training(arguments) else None
 
 
 def table_overrides(page: Path) -> list[list[str]]:

@@ -19,7 +19,7 @@ SECONDS = 300
 
 
 def environment() -> dict[str, str]:
-    """Return this environment with the programs of the set-up first on the PATH, `python` and `torchrun` warm."""
+    """Return this environment with warm programs (tests/warm) first on the PATH, then those of the set-up."""
     path = [str(warm_programs()), str(Path(sys.executable).parent), os.environ["PATH"]]
     return {**os.environ, "PATH": os.pathsep.join(path)}
 

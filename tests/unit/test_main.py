@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from cascade_train.config.help import commands
+
 TINY = ("model=c_tiny", "task=lora")
 SECONDS = 3.0
 """Of one core, so that a busy machine does not fail the test."""
@@ -24,6 +26,9 @@ def start(cwd: Path, *argv: str, flags: tuple[str, ...] = (), **environment: str
     ("argv", "code"),
     [
         (("--help",), 0),
+        *(((name, "--help"), 0) for name in commands()),
+        (("checkpoints", "ls", "nowhere"), 2),
+        (("exprot", "from=x"), 2),
         (("--cfg", "job", *TINY), 0),
         (("--cfg", "job", "--resolve", *TINY), 0),
         (("--info", "defaults", *TINY), 0),

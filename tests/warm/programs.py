@@ -1,4 +1,4 @@
-"""`python` and `torchrun` that have the heavy libraries imported already, for tests that start many of them."""
+"""`python`, `torchrun` and `cascade-train` with the heavy libraries imported, for tests that start many of them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def warm_programs() -> Path:
     listener.bind(str(where))
     listener.listen(64)
     python = shlex.join([sys.executable, "-IS", str(HERE / "client.py"), str(where), sys.executable])
-    for name, before in {"python": "", "torchrun": "-m torch.distributed.run "}.items():
+    modules = {"python": "", "torchrun": "-m torch.distributed.run ", "cascade-train": "-m cascade_train "}
+    for name, before in modules.items():
         program = folder / name
         program.write_text(f'#!/bin/sh\nexec {python} {before}"$@"\n')
         program.chmod(0o755)

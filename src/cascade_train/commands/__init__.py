@@ -1,1 +1,1 @@
-"""One thin file a command."""
+"""One file a command of `cascade-train`: its arguments, its function, and a COMMAND that declares both."""

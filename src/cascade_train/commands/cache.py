@@ -1,20 +1,16 @@
-"""Make latents and embeddings once: `cascade-train cache model=… task=… data=… out=cache/`.
+"""Compute latents and embeddings once, for trainings that read them.
 
-Thin: takes its own arguments off the command line, composes the rest as training does, and fills the cache.
+cascade-train cache model=… task=… data=… out=cache/
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from functools import partial
+from dataclasses import dataclass
 
 from omegaconf import DictConfig
 
-from cascade_train.commands.arguments import help_text, parse_verb
-from cascade_train.config.error_messages import exit_code
-from cascade_train.config.launch import compose_and_run
+from cascade_train.commands.parts.command_line import Command
 from cascade_train.errors import ConfigError
 
 DTYPES = (None, "bf16")
@@ -22,7 +18,7 @@ DTYPES = (None, "bf16")
 
 @dataclass(kw_only=True)
 class CacheArgs:
-    """Arguments of `cascade-train cache`, beside those of the run that will train from the cache."""
+    """Compute latents and embeddings once, for trainings with data=cached."""
 
     out: str
     """Folder that the cache goes to; what is whole in it is kept."""
@@ -66,23 +62,4 @@ def cache(args: CacheArgs, cfg: DictConfig) -> int:
     return 0
 
 
-def launch(argv: Sequence[str]) -> int:
-    """Make what `argv` describes and return the exit code: 0 done, 1 stopped by the world, 2 refused."""
-    names = {field.name for field in fields(CacheArgs)}
-    own = [argument for argument in argv if argument.partition("=")[0] in names]
-    rest = [argument for argument in argv if argument not in own]
-    if {"-h", "--help"} & set(argv):
-        sys.stdout.write(f"{help_text(CacheArgs)}\nAll other arguments are the run's: python -m cascade_train --help\n")
-        return 0
-    parsed: list[CacheArgs] = []
-    code = exit_code(lambda: parsed.append(parse_verb(CacheArgs, own)))
-    return code or compose_and_run(rest, partial(cache, parsed[0]))
-
-
-def main() -> None:
-    """Parse the arguments, fill the cache, and exit."""
-    sys.exit(launch(sys.argv[1:]))
-
-
-if __name__ == "__main__":
-    main()
+COMMAND = Command(arguments=CacheArgs, run=cache, run_defaults={})

@@ -1,38 +1,27 @@
-"""Look after a run's checkpoints: `cascade-train checkpoints ls|verify|prune|promote runs/x`.
+"""List, verify, prune and name a run's checkpoints.
 
-Thin: rules live in engine/checkpoint/retention.py, changes on disk in engine/checkpoint/folder.py. Torch is imported
+    cascade-train checkpoints ls|verify|prune|promote runs/x
+
+Rules live in engine/checkpoint/retention.py, changes on disk in engine/checkpoint/folder.py. Torch is imported
 only to drop optimizer state.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import logging
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from cascade_train.commands.arguments import help_text, names_place, parse_verb
-from cascade_train.config.error_messages import exit_code
-from cascade_train.config.groups import did_you_mean
+from cascade_train.commands.parts.command_line import Command
 from cascade_train.engine.checkpoint.folder import CheckpointFolder
 from cascade_train.engine.checkpoint.manifest import MANIFEST_NAME, Manifest, find_fault, read_manifest, write_manifest
 from cascade_train.engine.checkpoint.retention import BEST, Retention, best_value
 from cascade_train.engine.run.lock import RunLock
 from cascade_train.errors import ConfigError, RunError
 from cascade_train.files.untrusted import read_yaml
-
-USAGE = """cascade-train checkpoints ACTION RUN …
-
-  ls RUN                           what is there: size, age, metric, why it stays
-  verify RUN [step_<n>]            read every byte and compare hashes
-  prune RUN key=value …            delete, or drop optimizer state, by a rule
-  promote RUN step_<n> name=NAME   name a checkpoint; a named one is never deleted
-"""
 
 
 @dataclass(kw_only=True)
@@ -171,14 +160,6 @@ def promote(args: PromoteArgs) -> int:
     return 0
 
 
-ACTIONS: dict[str, tuple[type[Any], Any]] = {
-    "ls": (LsArgs, list_checkpoints),
-    "verify": (VerifyArgs, verify),
-    "prune": (PruneArgs, prune),
-    "promote": (PromoteArgs, promote),
-}
-
-
 def _open(run: str) -> tuple[CheckpointFolder, Retention]:
     """Return a run's folder of checkpoints and its rule."""
     directory = Path(run)
@@ -255,37 +236,11 @@ def _flaws(manifest: Manifest) -> str:
     return "" if manifest.has_optimizer else " (no optimizer state)"
 
 
-def launch(argv: Sequence[str]) -> int:
-    """Do what `argv` says and return the exit code: 0 done, 1 damaged or stopped by the world, 2 refused."""
-    logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    return exit_code(lambda: _launch(list(argv)))
-
-
-def _launch(argv: list[str]) -> int:
-    if not argv or argv[0] in ("-h", "--help"):
-        sys.stdout.write(USAGE)
-        return 0
-    action, *rest = argv
-    if action not in ACTIONS:
-        raise ConfigError(f"{action} is unknown.{did_you_mean(action, ACTIONS)}\n{USAGE}")
-    schema, do = ACTIONS[action]
-    if {"-h", "--help"} & set(rest):
-        sys.stdout.write(f"{USAGE}\n{help_text(schema)}")
-        return 0
-    words = [argument for argument in rest if names_place(argument)]
-    places = [key for key in ("from", "step") if key in ("from", *(f.name for f in dataclasses.fields(schema)))]
-    if not words and not any(argument.startswith("from=") for argument in rest):
-        raise ConfigError(f"{action} needs a run.\n{USAGE}")
-    if len(words) > len(places):
-        raise ConfigError(f"{words[len(places)]!r} is one word too many.\n{USAGE}")
-    named = [f"{key}={word}" for key, word in zip(places, words, strict=False)]
-    return int(do(parse_verb(schema, [*named, *(argument for argument in rest if not names_place(argument))])))
-
-
-def main() -> None:
-    """Do what the command line says, and exit."""
-    sys.exit(launch(sys.argv[1:]))
-
-
-if __name__ == "__main__":
-    main()
+COMMAND = {
+    "ls": Command(arguments=LsArgs, run=list_checkpoints, usage="ls RUN", words=("from",)),
+    "verify": Command(arguments=VerifyArgs, run=verify, usage="verify RUN [step_<n>]", words=("from", "step")),
+    "prune": Command(arguments=PruneArgs, run=prune, usage="prune RUN key=value …", words=("from",)),
+    "promote": Command(
+        arguments=PromoteArgs, run=promote, usage="promote RUN step_<n> name=NAME", words=("from", "step")
+    ),
+}

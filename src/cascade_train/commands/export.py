@@ -1,6 +1,8 @@
-"""Write weights or adapters for other programs: `cascade-train export from=runs/x format=original`.
+"""Write weights or adapters for other programs.
 
-From a run's checkpoint, or from any weights or adapters that the library reads. Formats live in models/.
+    cascade-train export from=runs/x format=original
+
+From a run's checkpoint, or from any weights or adapters that the library reads. Formats live in models/formats/.
 """
 
 from __future__ import annotations
@@ -11,8 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cascade_train.commands.arguments import parse_verb
-from cascade_train.config.error_messages import exit_code
+from cascade_train.commands.parts.command_line import Command
 from cascade_train.config.groups import did_you_mean
 from cascade_train.config.saved import CONFIG_NAME, load_saved_config
 from cascade_train.errors import ConfigError
@@ -36,7 +37,7 @@ LORA = {
 
 @dataclass(kw_only=True)
 class ExportArgs:
-    """Arguments of `cascade-train export`."""
+    """Write weights or adapters for other programs."""
 
     source: str
     """A run, or weights or adapters in any format that is read: an export, a folder, a file, a hub id."""
@@ -165,19 +166,4 @@ def _is_there(name: str, source: str, out: Path, dtype: str | None) -> bool:
     return name == "diffusers" and Path(source) == out and dtype is None
 
 
-def main() -> None:
-    """Parse the arguments, export, and exit: 0 done, 1 stopped by the world, 2 refused."""
-    sys.exit(exit_code(lambda: _main(sys.argv[1:])))
-
-
-def _main(argv: list[str]) -> int:
-    args = parse_verb(ExportArgs, argv)
-
-    from cascade_train.results.architecture import show_log
-
-    show_log()
-    return export(args)
-
-
-if __name__ == "__main__":
-    main()
+COMMAND = Command(arguments=ExportArgs, run=export, shows_log=True)

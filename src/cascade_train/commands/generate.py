@@ -1,6 +1,8 @@
-"""Make images with trained stages: `cascade-train generate from=runs/lora-c_tiny prompts=[…]`.
+"""Generate images with trained stages.
 
-Thin: arguments in, pictures out. How stages follow each other lives in cascade.py, sampling itself in diffusion/.
+    cascade-train generate from=runs/lora-c_tiny prompts=[…]
+
+How stages follow each other lives in results/paint.py, sampling in diffusion/.
 """
 
 from __future__ import annotations
@@ -15,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
-from cascade_train.commands.arguments import parse_verb
-from cascade_train.config.error_messages import exit_code
+from cascade_train.commands.parts.command_line import Command
 from cascade_train.config.preflight import guidance_scale, preflight
 from cascade_train.errors import ConfigError
 
@@ -34,7 +35,7 @@ START_STRENGTH = 0.8
 
 @dataclass(kw_only=True)
 class GenerateArgs:
-    """Arguments of `cascade-train generate`; null keeps what the run sampled with."""
+    """Generate images with trained stages; null = as the run's sample.* keys say."""
 
     source: str
     """Stage that paints: a run, its export, or published weights; Stage C alone shows previews, quickly."""
@@ -53,7 +54,7 @@ class GenerateArgs:
     height: int | None = None
     """Of the finished picture, in pixels; null = as the model was trained."""
     width: int | None = None
-    """Likewise."""
+    """As height."""
     compression: float | None = None
     """Pixels of the finished picture for each of Stage C's latents; null = the model's, 42.67 for published ones."""
     sampler: str | None = None
@@ -237,10 +238,4 @@ def make_folder(name: str) -> Path:
     return folder
 
 
-def main() -> None:
-    """Parse the arguments, generate, and exit: 0 done, 1 stopped by the world, 2 refused."""
-    sys.exit(exit_code(lambda: generate(parse_verb(GenerateArgs, sys.argv[1:]))))
-
-
-if __name__ == "__main__":
-    main()
+COMMAND = Command(arguments=GenerateArgs, run=generate)

@@ -1,25 +1,23 @@
-"""Look at data before training on it: `cascade-train inspect data.urls=… out=inspect.html`.
+"""Look at data before training: unreadable files, sizes, captions, a batch.
 
-Thin: takes its own arguments off the command line, composes the rest as training does, opens the data, and writes a
-page. No model is built, no weights are read.
+    cascade-train inspect data.urls=… out=inspect.html
+
+Opens the data as a training does and writes a page. No model is built, no weights are read.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig
 
-from cascade_train.commands.arguments import help_text, parse_verb
-from cascade_train.config.error_messages import exit_code
-from cascade_train.config.launch import compose_and_run
+from cascade_train.commands.parts.command_line import Command
 from cascade_train.errors import ConfigError, RunError
 
 DEFAULTS = {"model": "c_3b", "task": "finetune"}
@@ -28,7 +26,7 @@ DEFAULTS = {"model": "c_3b", "task": "finetune"}
 
 @dataclass(kw_only=True)
 class InspectArgs:
-    """Arguments of `cascade-train inspect`, beside those of the run that will train on the data."""
+    """Look at data before training on it; writes a page with what is unreadable, sizes, captions and a batch."""
 
     out: str = "inspect.html"
     """Page to write."""
@@ -120,32 +118,4 @@ def write_page(path: Path, page: str) -> None:
         raise RunError(f"out={path} cannot be written: {error.strerror}.") from error
 
 
-def launch(argv: Sequence[str]) -> int:
-    """Inspect what `argv` describes and return the exit code: 0 done, 1 stopped by the world, 2 refused."""
-    names = {field.name for field in fields(InspectArgs)}
-    own = [argument for argument in argv if argument.partition("=")[0] in names]
-    rest = [argument for argument in argv if argument not in own]
-    if {"-h", "--help"} & set(argv):
-        sys.stdout.write(
-            f"{help_text(InspectArgs)}\nAll other arguments are the run's: python -m cascade_train --help\n"
-        )
-        return 0
-    parsed: list[InspectArgs] = []
-    code = exit_code(lambda: parsed.append(parse_verb(InspectArgs, own)))
-    return code or compose_and_run(with_defaults(rest), partial(inspect, parsed[0]))
-
-
-def with_defaults(argv: Sequence[str]) -> list[str]:
-    """Return `argv` with a model and a task where none is chosen, by itself or by an experiment."""
-    given = {argument.partition("=")[0].lstrip("+") for argument in argv}
-    chosen = {} if "experiment" in given else DEFAULTS
-    return [*(f"{group}={option}" for group, option in chosen.items() if group not in given), *argv]
-
-
-def main() -> None:
-    """Inspect, and exit."""
-    sys.exit(launch(sys.argv[1:]))
-
-
-if __name__ == "__main__":
-    main()
+COMMAND = Command(arguments=InspectArgs, run=inspect, run_defaults=DEFAULTS)

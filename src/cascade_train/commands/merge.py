@@ -1,6 +1,6 @@
-"""Merge LoRAs into weights: `cascade-train merge from=runs/base lora=[runs/a] strength=[0.8] out=merged`.
+"""Merge LoRAs into weights.
 
-Thin: reads, merges and writes with models/.
+cascade-train merge from=runs/base lora=[runs/a] strength=[0.8] out=merged
 """
 
 from __future__ import annotations
@@ -10,14 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cascade_train.commands.arguments import parse_verb
-from cascade_train.config.error_messages import exit_code
+from cascade_train.commands.parts.command_line import Command
 from cascade_train.errors import ConfigError
 
 
 @dataclass(kw_only=True)
 class MergeArgs:
-    """Arguments of `cascade-train merge`."""
+    """Merge LoRAs into weights."""
 
     source: str
     """Weights to merge into: a run, a diffusers folder, a file, a hub id."""
@@ -76,19 +75,4 @@ def merge(args: MergeArgs) -> int:
     return 0
 
 
-def main() -> None:
-    """Parse the arguments, merge, and exit: 0 done, 1 stopped by the world, 2 refused."""
-    sys.exit(exit_code(lambda: _main(sys.argv[1:])))
-
-
-def _main(argv: list[str]) -> int:
-    args = parse_verb(MergeArgs, argv)
-
-    from cascade_train.results.architecture import show_log
-
-    show_log()
-    return merge(args)
-
-
-if __name__ == "__main__":
-    main()
+COMMAND = Command(arguments=MergeArgs, run=merge, shows_log=True)

@@ -7,14 +7,10 @@ Pictures are decoded on the way, and the tars are read back before they count. T
 
 from __future__ import annotations
 
-import logging
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cascade_train.commands.arguments import parse_verb
-from cascade_train.config.error_messages import exit_code
+from cascade_train.commands.parts.command_line import Command
 from cascade_train.errors import ConfigError, RunError
 
 SHOWN = 20
@@ -89,16 +85,4 @@ def pack(args: PackArgs) -> int:
     return 0
 
 
-def launch(argv: Sequence[str]) -> int:
-    """Pack what `argv` says and return the exit code: 0 done, 1 stopped by the world, 2 refused."""
-    logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    return exit_code(lambda: pack(parse_verb(PackArgs, argv)))
-
-
-def main() -> None:
-    """Pack, and exit."""
-    sys.exit(launch(sys.argv[1:]))
-
-
-if __name__ == "__main__":
-    main()
+COMMAND = Command(arguments=PackArgs, run=pack)

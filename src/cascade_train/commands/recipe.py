@@ -1,28 +1,25 @@
-"""Bring a recipe along: `cascade-train recipe import official.yaml out=conf-dir/experiment/name.yaml`.
+"""Import another trainer's configuration as an experiment.
 
-Reads a training file of the original trainer, or of open-diffusion, and writes an experiment. Thin: what a key means is
-told by config/.
+    cascade-train recipe import official.yaml out=conf-dir/experiment/name.yaml
+
+Reads a training file of the original trainer, or of open-diffusion. What a key means lives in config/recipes/.
 """
 
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from omegaconf import MISSING, OmegaConf
 
-from cascade_train.commands.arguments import names_place, parse_verb
-from cascade_train.config.error_messages import exit_code
+from cascade_train.commands.parts.command_line import Command
 from cascade_train.config.recipes.behaviour import check_behaviour
 from cascade_train.config.recipes.official import from_official, is_official
 from cascade_train.config.recipes.open_diffusion import from_open_diffusion, is_open_diffusion
 from cascade_train.config.recipes.recipe import Recipe
 from cascade_train.config.saved import load_yaml
-from cascade_train.data.index.row_filter import parse_row_filters
 from cascade_train.errors import ConfigError
 from cascade_train.redaction import printable
 
@@ -34,7 +31,7 @@ MAX_REFERENCES, LONGEST = 20, 10_000
 
 @dataclass(kw_only=True)
 class ImportArgs:
-    """Arguments of `cascade-train recipe import <file>`: another trainer's file becomes an experiment."""
+    """Import a training file of Stable Cascade's trainer, or of open-diffusion, as an experiment."""
 
     source: str
     """The file: a training configuration of Stable Cascade's own trainer, or of open-diffusion."""
@@ -130,6 +127,8 @@ def translate(source: dict[str, Any], args: ImportArgs) -> Recipe:
     Raises:
         ConfigError: it is of no known trainer, or one of its row filters is refused.
     """
+    from cascade_train.data.index.row_filter import parse_row_filters  # heavy: numpy
+
     recipe: Recipe | None = None
     try:
         if is_official(source):
@@ -157,25 +156,4 @@ def translate(source: dict[str, Any], args: ImportArgs) -> Recipe:
     return recipe
 
 
-def parse(argv: Sequence[str]) -> ImportArgs:
-    """Return the arguments behind `import <file>`.
-
-    Raises:
-        ConfigError: another command, or none.
-    """
-    command, *rest = argv or [""]
-    if command not in ("import", "-h", "--help"):
-        raise ConfigError(
-            f"{command!r} is no command of this verb. Write: import <file> out=<folder>/experiment/<name>.yaml"
-        )
-    named = [f"from={word}" if number == 0 and names_place(word) else word for number, word in enumerate(rest)]
-    return parse_verb(ImportArgs, named if command == "import" and "--help" not in rest else ["--help"])
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Import and return the exit code: 0 done, 2 refused."""
-    return exit_code(lambda: import_recipe(parse(sys.argv[1:] if argv is None else argv)))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+COMMAND = {"import": Command(arguments=ImportArgs, run=import_recipe, usage="import FILE", words=("from",))}

@@ -1,4 +1,4 @@
-"""Write the procedural pictures as real webdataset tars.
+"""Write the procedural pictures as webdataset tars.
 
     cascade-train shapes out=DIR [samples=2000] [samples_per_shard=500] [image_size=96] [seed=0]
 
@@ -9,20 +9,19 @@ the same bytes.
 from __future__ import annotations
 
 import io
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from cascade_train.commands.arguments import parse_verb
-from cascade_train.config.error_messages import exit_code
-from cascade_train.data.shapes import Shapes
-from cascade_train.data.tar.members import write_tar
+from cascade_train.commands.parts.command_line import Command
 from cascade_train.errors import ConfigError, RunError
+
+if TYPE_CHECKING:
+    from cascade_train.data.shapes import Shapes
 
 
 @dataclass(kw_only=True)
-class Arguments:
+class ShapesArgs:
     """Write procedural captioned pictures as webdataset tars."""
 
     out: str
@@ -37,67 +36,65 @@ class Arguments:
     """Which pictures; another seed draws others."""
 
 
-def write_shapes(arguments: Arguments) -> list[Path]:
+def write_shapes(args: ShapesArgs) -> list[Path]:
     """Write the tars `shapes-000000.tar`, ... and return their paths.
 
     Raises:
         ConfigError: the folder holds shards already, or a number is out of range.
     """
-    if arguments.samples_per_shard < 1:
+    from cascade_train.data.shapes import Shapes  # heavy: torch
+    from cascade_train.data.tar.members import write_tar
+
+    if args.samples_per_shard < 1:
         raise ConfigError(
-            f"samples_per_shard={arguments.samples_per_shard} must be at least 1: a tar holds that many pictures"
+            f"samples_per_shard={args.samples_per_shard} must be at least 1: a tar holds that many pictures"
         )
     try:
-        shapes = Shapes(
-            image_size=arguments.image_size,
+        source = Shapes(
+            image_size=args.image_size,
             crop="center",
             shuffle_window_shards=1,
             num_workers=0,
             worker_start="fork",
-            samples=arguments.samples,
-            seed=arguments.seed,
+            samples=args.samples,
+            seed=args.seed,
         )
     except ValueError as error:
         raise ConfigError(str(error).replace("data.", "")) from error
-    out = Path(arguments.out)
+    out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
     if any(out.glob("shapes-*.tar")):
         raise ConfigError(f"out={out} holds shapes-*.tar already: remove them or choose another folder")
-    firsts = range(0, arguments.samples, arguments.samples_per_shard)
+    firsts = range(0, args.samples, args.samples_per_shard)
     return [
         write_tar(
             out / f"shapes-{i:06d}.tar",
-            (encoded(shapes, row) for row in range(first, min(first + arguments.samples_per_shard, arguments.samples))),
+            (encoded(source, row) for row in range(first, min(first + args.samples_per_shard, args.samples))),
         )
         for i, first in enumerate(firsts)
     ]
 
 
-def encoded(shapes: Shapes, row: int) -> dict[str, Any]:
+def encoded(source: Shapes, row: int) -> dict[str, Any]:
     """Return one sample by extension, its key as `__key__`."""
-    scene, caption, picture = shapes.draw(row)
+    scene, caption, picture = source.draw(row)
     file = io.BytesIO()
     picture.save(file, format="png")
     return {"__key__": f"{row:07d}", "png": file.getvalue(), "txt": caption, "json": asdict(scene)}
 
 
-def run(arguments: Arguments) -> None:
-    """Write the tars and say where they lie.
+def shapes(args: ShapesArgs) -> int:
+    """Write the tars and print where they lie; return 0.
 
     Raises:
         RunError: the folder cannot be written.
     """
     try:
-        paths = write_shapes(arguments)
+        paths = write_shapes(args)
     except OSError as error:
-        raise RunError(f"out={arguments.out} cannot be written: {error}") from error
-    print(f"{len(paths)} tars lie in {arguments.out}: {paths[0].name} to {paths[-1].name}")
+        raise RunError(f"out={args.out} cannot be written: {error}") from error
+    print(f"{len(paths)} tars lie in {args.out}: {paths[0].name} to {paths[-1].name}")
+    return 0
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Parse the arguments, write, and return the exit code: 0 done, 1 stopped by the world, 2 refused."""
-    return exit_code(lambda: run(parse_verb(Arguments, sys.argv[1:] if argv is None else argv)))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+COMMAND = Command(arguments=ShapesArgs, run=shapes)

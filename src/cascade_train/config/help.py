@@ -1,37 +1,49 @@
-"""The text of `--help`: what is set first, the groups with their options, and every key with its meaning."""
+"""The text of `--help`: the commands, what is set first, the groups with their options, and every key."""
 
 from __future__ import annotations
 
+import ast
+import functools
 import textwrap
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+import cascade_train
 from cascade_train.config.components import HYDRA_KEYS, meaning_of
 from cascade_train.config.groups import group_options, groups
 
 WIDTH, INDENT = 120, 42
 
 FIRST = {
-    "task=lora": "what trains",
+    "task=lora": "what trains; or a recipe with all its settings: experiment=finetune_c_3b_lora",
     "model=c_3b": "which stage, and how large; names ending in _tiny train on a laptop",
-    "data.path=pictures": "a folder of pictures with captions beside them (.txt), a .csv or a .parquet",
-    "data.urls='\"a-{00..05}.tar\"'": "or tar files in the webdataset layout",
-    "experiment=finetune_c_3b_lora": "or a recipe, with all of its settings",
+    "data.path=pictures": "a folder of pictures with captions beside them (.txt), a .csv or a .parquet; "
+    "for tar files in the webdataset layout: data.urls='\"a-{00..05}.tar\"'",
     "run.name=mine": "the run is written to runs/mine; the same command continues it",
     "train.max_steps=2000": "optimizer steps",
     "train.global_batch_size=16": "samples of a step, over all ranks",
     "train.micro_batch_size=1": "samples that one rank holds at once: lower it when memory runs out",
     "optimizer.lr=1e-4": "learning rate",
-    "sample.prompts='[a red circle]'": "what the sample grids show",
 }
 """What a first run sets, as typed -> meaning."""
 
-HEAD = "Train any part of Stable Cascade: python -m cascade_train group=option ... key=value ..."
+HEAD = (
+    "Train any part of Stable Cascade: cascade-train group=option ... key=value ... (or torchrun -m cascade_train ...)"
+)
 FOOT = """Quote values with braces, spaces or symbols: 'data.urls="a-{000..005}.tar"'.
 --cfg job prints the composed configuration, --info defaults shows where it comes from, --multirun a=1,2 sweeps.
 """
+
+
+@functools.cache
+def commands() -> dict[str, str]:
+    """Return the commands by name, each with the first line of its file, which says what it does."""
+    files = sorted((Path(cascade_train.__file__).parent / "commands").glob("[!_]*.py"))
+    docs = {file.stem: ast.get_docstring(ast.parse(file.read_bytes())) or "" for file in files}
+    return {name: doc.partition("\n")[0] for name, doc in docs.items()}
 
 
 def help_text(cfg: DictConfig) -> str:
@@ -39,8 +51,13 @@ def help_text(cfg: DictConfig) -> str:
     plain: dict[str, Any] = OmegaConf.to_container(cfg, resolve=False)  # type: ignore[assignment]
     options = {f"{group}=": ", ".join(group_options(group)) for group in groups()}
     keys = {f"{key}={_shown(value)}": meaning_of(key, plain) for key, value in _leaves(plain)}
-    parts = {"Set first": FIRST, "Groups (group=option)": options, "Keys (key=value) of the options chosen": keys}
-    return "\n\n".join([HEAD, *(f"== {title} ==\n{_table(rows)}" for title, rows in parts.items()), FOOT])
+    parts = {
+        "Set first": FIRST,
+        "Commands (cascade-train <command> key=value ...; <command> --help lists its keys)": commands(),
+        "Groups (group=option)": options,
+        "Keys (key=value) of the options chosen": keys,
+    }
+    return "\n\n".join([HEAD, *(f"== {title} ==\n{table(rows)}" for title, rows in parts.items()), FOOT])
 
 
 def _leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -52,7 +69,8 @@ def _leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield f"{prefix}{key}", value
 
 
-def _table(rows: Mapping[str, str]) -> str:
+def table(rows: Mapping[str, str]) -> str:
+    """Return names and their meanings in two columns."""
     return "\n".join(_row(name, meaning) for name, meaning in rows.items())
 
 

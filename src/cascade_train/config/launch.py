@@ -37,7 +37,7 @@ from cascade_train.config.sweeps.slurm_jobs import slurm_jobs_followed
 from cascade_train.config.sweeps.slurm_step import adopt_slurm_step, one_thread_a_rank
 from cascade_train.config.unknown_keys import other_name
 from cascade_train.errors import ConfigError
-from cascade_train.redaction import RedactingFilter
+from cascade_train.redaction import show_log
 from cascade_train.signals import CONTINUED, Signals
 
 
@@ -61,7 +61,7 @@ def compose_and_run(argv: Sequence[str], train: Callable[[DictConfig], int]) -> 
     def checked(cfg: DictConfig) -> int:
         place_run(cfg, HydraConfig.get(), argv)
         ready = preflight(cfg)
-        _configure_logging()
+        show_log(logging.INFO if _is_main() else logging.WARNING)
         return train(ready)
 
     def job(cfg: DictConfig) -> int:
@@ -208,18 +208,6 @@ def _own_error_handling() -> Iterator[None]:
         yield
     finally:
         del os.environ["HYDRA_FULL_ERROR"]
-
-
-_REDACTING = RedactingFilter()
-
-
-def _configure_logging() -> None:
-    """Show what the library logs as plain lines on stderr, secrets hidden: all of it on rank 0, warnings elsewhere."""
-    logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    logging.captureWarnings(True)  # so that they appear above the progress bar
-    for handler in logging.getLogger().handlers:
-        handler.addFilter(_REDACTING)
-    logging.getLogger("cascade_train").setLevel(logging.INFO if _is_main() else logging.WARNING)
 
 
 def _is_main() -> bool:

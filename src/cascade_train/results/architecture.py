@@ -5,8 +5,6 @@ Used by the verbs that handle files without training; training composes its mode
 
 from __future__ import annotations
 
-import logging
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -87,9 +85,3 @@ def part_name(network: nn.Module) -> str:
     """Return what the folder of a network is called in pipelines and exports: "prior" (Stage C) or "decoder"."""
     prior, decoder = NETWORK_PARTS
     return decoder if network_config(network)["clip_text_in_channels"] is None else prior
-
-
-def show_log() -> None:
-    """Show what the library logs as plain lines on stdout, as verbs do."""
-    logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stdout)
-    logging.getLogger("cascade_train").setLevel(logging.INFO)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-from cascade_train.commands.checkpoints import launch
+from cascade_train.__main__ import launch
 from cascade_train.distributed.process_group import process_group
 from cascade_train.engine.checkpoint.manifest import find_fault, read_manifest
 from cascade_train.engine.checkpoint.retention import Retention
@@ -62,7 +62,7 @@ def has_optimizer(run):
 
 def test_ls_says_why_each_stays(run, capsys):
     (run / "checkpoints" / "step_2" / "__0_0.distcp").write_bytes(b"short")
-    assert launch(["ls", str(run)]) == 0
+    assert launch(["checkpoints", "ls", str(run)]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert lines[0] == "step GiB age loss state"
     assert lines[1].endswith("2.5 goes at the next save")
@@ -74,51 +74,51 @@ def test_ls_says_why_each_stays(run, capsys):
 
 def test_a_path_may_hold_an_equals_sign(made, tmp_path, monkeypatch, capsys):
     run = shutil.copytree(made, tmp_path / "sweep" / "lr=0.0001,rank=4")
-    assert launch(["ls", str(run)]) == 0
+    assert launch(["checkpoints", "ls", str(run)]) == 0
     monkeypatch.chdir(run.parent)
-    assert launch(["verify", run.name, "step_3"]) == 0
-    assert launch(["prune", run.name, "keep_last=2"]) == 0
+    assert launch(["checkpoints", "verify", run.name, "step_3"]) == 0
+    assert launch(["checkpoints", "prune", run.name, "keep_last=2"]) == 0
     assert steps(run) == [5, 6]
-    assert launch(["ls", "lr=0.5"]) == 2
+    assert launch(["checkpoints", "ls", "lr=0.5"]) == 2
     assert "ls needs a run" in capsys.readouterr().err
 
 
 def test_verify_reads_every_byte(run, capsys):
-    assert launch(["verify", str(run)]) == 0
+    assert launch(["checkpoints", "verify", str(run)]) == 0
     assert capsys.readouterr().out.count(": verified\n") == 6
     damage(run, 4)
-    assert launch(["verify", str(run)]) == 1
+    assert launch(["checkpoints", "verify", str(run)]) == 1
     assert "step_4: damaged: __0_0.distcp does not match the hash in its manifest" in capsys.readouterr().out
-    assert launch(["verify", str(run), "step_5"]) == 0
+    assert launch(["checkpoints", "verify", str(run), "step_5"]) == 0
     assert capsys.readouterr().out == "step_5: verified\n"
 
 
 def test_prune_keeps_what_its_rule_names(run, capsys):
-    assert launch(["prune", str(run), "keep_last=1", "keep_every_steps=2", "keep_best=1"]) == 0
+    assert launch(["checkpoints", "prune", str(run), "keep_last=1", "keep_every_steps=2", "keep_best=1"]) == 0
     assert steps(run) == [2, 3, 4, 6]
     assert "step_5 is deleted: 0.000 GiB" in capsys.readouterr().out
     assert not (run / ".lock").exists()
 
 
 def test_prune_drops_the_optimizer_of_all_but_the_newest(run, capsys):
-    assert launch(["prune", str(run), "optimizer=drop"]) == 0
+    assert launch(["checkpoints", "prune", str(run), "optimizer=drop"]) == 0
     assert has_optimizer(run) == {**dict.fromkeys(range(1, 6), False), 6: True}
     assert capsys.readouterr().out.count("has no optimizer state any more") == 5
     assert all(find_fault(path) is None for path in (run / "checkpoints").iterdir())
-    assert launch(["prune", str(run), "optimizer=drop"]) == 0
+    assert launch(["checkpoints", "prune", str(run), "optimizer=drop"]) == 0
     assert capsys.readouterr().out == ""
 
 
 def test_prune_by_both_at_once(run):
-    assert launch(["prune", str(run), "keep_last=2", "keep_best=1", "optimizer=drop"]) == 0
+    assert launch(["checkpoints", "prune", str(run), "keep_last=2", "keep_best=1", "optimizer=drop"]) == 0
     assert has_optimizer(run) == {3: False, 5: True, 6: True}
 
 
 def test_a_promoted_checkpoint_stays_for_good(run, capsys):
-    assert launch(["promote", str(run), "step_1", "name=good"]) == 0
+    assert launch(["checkpoints", "promote", str(run), "step_1", "name=good"]) == 0
     assert capsys.readouterr().out == "step_1 is good, and stays for good\n"
     assert find_fault(run / "checkpoints" / "step_1") is None
-    assert launch(["prune", str(run), "keep_last=1"]) == 0
+    assert launch(["checkpoints", "prune", str(run), "keep_last=1"]) == 0
     assert steps(run) == [1, 6]
     with process_group():
         store = CheckpointStore(run / "checkpoints", retention=Retention(keep_last=1))
@@ -126,13 +126,13 @@ def test_a_promoted_checkpoint_stays_for_good(run, capsys):
         store.save(7, state(7), {"step": 7})
     assert steps(run) == [1, 7]
     assert read_manifest(run / "checkpoints" / "step_1").name == "good"
-    assert launch(["promote", str(run), "1", "name=null"]) == 0
+    assert launch(["checkpoints", "promote", str(run), "1", "name=null"]) == 0
     assert read_manifest(run / "checkpoints" / "step_1").name is None
 
 
 def test_a_damaged_checkpoint_gets_no_name(run, capsys):
     damage(run, 2)
-    assert launch(["promote", str(run), "step_2", "name=good"]) == 1
+    assert launch(["checkpoints", "promote", str(run), "step_2", "name=good"]) == 1
     assert "step_2 is not promoted, because it is damaged: __0_0.distcp does not match" in capsys.readouterr().err
 
 
@@ -158,14 +158,14 @@ def test_a_damaged_checkpoint_gets_no_name(run, capsys):
     ],
 )
 def test_what_makes_no_sense_is_refused(run, capsys, words, said):
-    assert launch([word.replace("RUN", str(run)) for word in words]) == 2
+    assert launch(["checkpoints", *[word.replace("RUN", str(run)) for word in words]]) == 2
     assert said in capsys.readouterr().err
     assert steps(run) == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_name_belongs_to_one(run, capsys):
-    assert launch(["promote", str(run), "step_1", "name=good"]) == 0
-    assert launch(["promote", str(run), "step_2", "name=good"]) == 2
+    assert launch(["checkpoints", "promote", str(run), "step_1", "name=good"]) == 0
+    assert launch(["checkpoints", "promote", str(run), "step_2", "name=good"]) == 2
     assert "name=good is that of step_1 already. Choose another." in capsys.readouterr().err
 
 
@@ -179,7 +179,7 @@ def test_a_live_run_is_left_alone_and_its_holder_named(run, capsys, words):
         os.write(tell, b".")
         signal.pause()
     assert os.read(told, 1) == b"."
-    code = launch([words[0], str(run), *words[1:]])
+    code = launch(["checkpoints", words[0], str(run), *words[1:]])
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     assert code == 2
@@ -189,21 +189,22 @@ def test_a_live_run_is_left_alone_and_its_holder_named(run, capsys, words):
 
 @pytest.mark.parametrize("words", [[], ["--help"], ["prune", "--help"]])
 def test_help_is_printed(capsys, words):
-    assert launch(words) == 0
+    assert launch(["checkpoints", *words]) == 0
     assert "promote RUN step_<n> name=NAME" in capsys.readouterr().out
 
 
 def test_looking_imports_no_torch(run):
     script = (
-        "import sys; from cascade_train.commands.checkpoints import launch;"
-        "assert launch(['ls', sys.argv[1]]) == launch(['verify', sys.argv[1]]) == 0; assert 'torch' not in sys.modules"
+        "import sys; from cascade_train.__main__ import launch;"
+        "assert all(launch(['checkpoints', action, sys.argv[1]]) == 0 for action in ('ls', 'verify'));"
+        "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script, str(run)], check=True, capture_output=True, timeout=60)
 
 
 def test_a_configuration_that_would_not_end_is_said_to_be_damaged(run, capsys):
     (run / "config.yaml").write_text("a: &a [x]\nb: *a")
-    assert launch(["ls", str(run)]) == 1
+    assert launch(["checkpoints", "ls", str(run)]) == 1
     said = capsys.readouterr().err
     assert "config.yaml is damaged: it has an alias, *a" in said
     assert "Restore it from a backup." in said

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cascade_train.commands import inspect as verb
+from cascade_train.__main__ import launch
+from cascade_train.commands.inspect import DEFAULTS
+from cascade_train.commands.parts.command_line import with_defaults
 from cascade_train.data.data_set import open_data_set
 from cascade_train.data.survey.page import _histogram
 from cascade_train.data.survey.survey import survey
@@ -70,7 +72,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Page, Path]:
     base = tmp_path_factory.mktemp("inspect")
     root, out = sick_folder(base / "sick"), base / "new/page.html"
     arguments = ["data=folder", f"data.path={root}", "data.caption_from=file", "data.aspect_ratios=[1/1,1/2]"]
-    assert verb.launch([*SMALL, *arguments, f"out={out}", "pictures=4"]) == 0
+    assert launch(["inspect", *SMALL, *arguments, f"out={out}", "pictures=4"]) == 0
     return Page(out.read_text()), root
 
 
@@ -110,20 +112,20 @@ def test_findings_are_told_as_text_and_nothing_else_is_where_all_is_well(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tars.write(tmp_path / "a.tar", tars.samples(range(5)))
-    assert verb.launch([*SMALL, f"data.urls={path}", f"out={tmp_path / 'page.html'}", "read=3"]) == 0
+    assert launch(["inspect", *SMALL, f"data.urls={path}", f"out={tmp_path / 'page.html'}", "read=3"]) == 0
     text = capsys.readouterr().out
     assert "Data of WebDataset, for pictures of" in text
     assert "5 samples in an epoch, 5 different pictures\n3 of them read and decoded\n1 training sizes;" in text
     assert "nothing found that is worth a look" in text
     bad = tars.write(tmp_path / "b.tar", tars.samples(range(40, 60), damaged=range(45, 60)))
-    assert verb.launch([*SMALL, f"data.urls={bad}", f"out={tmp_path / 'page.html'}", "read=null"]) == 0
+    assert launch(["inspect", *SMALL, f"data.urls={bad}", f"out={tmp_path / 'page.html'}", "read=null"]) == 0
     assert "! 15 cannot be read: b.tar:0045 (" in capsys.readouterr().out
 
 
 def test_data_too_damaged_for_a_batch_still_has_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "root/a red thing.png", b"no picture")
     arguments = ["data=folder", f"data.path={tmp_path / 'root'}", f"out={tmp_path / 'page.html'}"]
-    assert verb.launch([*SMALL, *arguments]) == 0
+    assert launch(["inspect", *SMALL, *arguments]) == 0
     text = capsys.readouterr().out
     assert "No batch could be made: " in text
     assert "! 1 cannot be read: root:a red thing.png (not a picture" in text
@@ -180,16 +182,16 @@ def test_tokens_are_counted_by_the_model_where_it_is_here(tmp_path: Path) -> Non
 def test_what_cannot_be_done_is_refused(
     arguments: list[str], message: str, code: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert verb.launch(["model=c_tiny", *arguments]) == code
+    assert launch(["inspect", "model=c_tiny", *arguments]) == code
     assert message in capsys.readouterr().err
 
 
 def test_defaults_stand_back_for_choices() -> None:
-    assert verb.with_defaults(["data.urls=a"]) == ["model=c_3b", "task=finetune", "data.urls=a"]
-    assert verb.with_defaults(["model=c_tiny"]) == ["task=finetune", "model=c_tiny"]
-    assert verb.with_defaults(["experiment=tiny_token"]) == ["experiment=tiny_token"]
+    assert with_defaults(DEFAULTS, ["data.urls=a"]) == ["model=c_3b", "task=finetune", "data.urls=a"]
+    assert with_defaults(DEFAULTS, ["model=c_tiny"]) == ["task=finetune", "model=c_tiny"]
+    assert with_defaults(DEFAULTS, ["experiment=tiny_token"]) == ["experiment=tiny_token"]
 
 
 def test_help_lists_its_own_arguments(capsys: pytest.CaptureFixture[str]) -> None:
-    assert verb.launch(["--help"]) == 0
+    assert launch(["inspect", "--help"]) == 0
     assert "Pictures to read and decode" in capsys.readouterr().out

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cascade_train.commands.pack import launch
+from cascade_train.__main__ import launch
 from cascade_train.data.tar import packing
 from tests.unit.data import tars
 from tests.unit.data.test_folder import write
@@ -50,7 +50,7 @@ def test_tars_hold_the_pictures_with_all_that_lies_beside_them(
     pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "new" / "tars"
-    assert launch([f"folder={pictures}", f"out={out}", "samples_per_shard=2"]) == 0
+    assert launch(["pack", f"folder={pictures}", f"out={out}", "samples_per_shard=2"]) == 0
     assert [path.name for path in sorted(out.iterdir())] == [f"my_pictures-00000{n}.tar" for n in range(3)]
     first, second, third = (members(path) for path in sorted(out.iterdir()))
     assert list(first) == [f"{stem}.{end}" for stem, image in (("a cat_(1)", "png"), ("b_v2", "jpg"))
@@ -73,7 +73,7 @@ def test_tars_hold_the_pictures_with_all_that_lies_beside_them(
 
 def test_the_same_folder_gives_the_same_bytes_and_a_seed_another_order(pictures: Path, tmp_path: Path) -> None:
     for out, more in (("a", []), ("b", []), ("c", ["seed=3"]), ("d", ["seed=3"])):
-        assert launch([f"folder={pictures}", f"out={tmp_path / out}", "name=set", *more]) == 0
+        assert launch(["pack", f"folder={pictures}", f"out={tmp_path / out}", "name=set", *more]) == 0
     a, b, c, d = (digests(tmp_path / name) for name in "abcd")
     assert list(a) == ["set-000000.tar"]
     assert a == b != c == d
@@ -84,7 +84,7 @@ def test_the_same_folder_gives_the_same_bytes_and_a_seed_another_order(pictures:
 
 def test_tars_that_are_there_are_left_alone(pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "set-000007.tar", b"mine")
-    assert launch([f"folder={pictures}", f"out={tmp_path}", "name=set"]) == 2
+    assert launch(["pack", f"folder={pictures}", f"out={tmp_path}", "name=set"]) == 2
     assert "holds set-*.tar already: remove them, or choose another folder or name" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["set-000007.tar"]
 
@@ -100,7 +100,7 @@ def test_what_reads_back_differently_never_counts(
 
     write(tmp_path / "out/.packing-set/left-over.tar", b"of a run that was killed")
     monkeypatch.setattr(packing, "write_tar", forgetful)
-    assert launch([f"folder={pictures}", f"out={tmp_path / 'out'}", "name=set"]) == 1
+    assert launch(["pack", f"folder={pictures}", f"out={tmp_path / 'out'}", "name=set"]) == 1
     assert "1 of 5 samples read back differently, such as a cat_(1): try again" in capsys.readouterr().err
     assert list((tmp_path / "out").iterdir()) == []
 
@@ -109,7 +109,7 @@ def test_folders_without_a_picture_that_can_be_read_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(tmp_path / "root/a.png", b"no picture")
-    assert launch([f"folder={tmp_path / 'root'}", f"out={tmp_path / 'out'}"]) == 2
+    assert launch(["pack", f"folder={tmp_path / 'root'}", f"out={tmp_path / 'out'}"]) == 2
     assert "root: no picture can be read: not a picture of a known format" in capsys.readouterr().err
 
 
@@ -130,7 +130,7 @@ def test_what_cannot_be_done_is_refused(
 ) -> None:  # fmt: skip
     write(tmp_path / "a.png")
     monkeypatch.chdir(tmp_path)
-    assert launch(words) == code
+    assert launch(["pack", *words]) == code
     told = capsys.readouterr().err
     assert message in told
     assert "data." not in told

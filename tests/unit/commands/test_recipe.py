@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from cascade_train.__main__ import launch
 from cascade_train.commands import recipe
 from cascade_train.config.plain import to_plain
 from tests.unit.config.composing import checked, composed
@@ -54,7 +55,7 @@ def run(folder: Path, source: dict[str, Any] | str, *more: str) -> tuple[int, Pa
     text = source if isinstance(source, str) else yaml.safe_dump(source)
     (folder / "given.yaml").write_text(text)
     out = folder / "conf" / "experiment" / "mine.yaml"
-    return recipe.main(["import", str(folder / "given.yaml"), f"out={out}", *more]), folder / "conf"
+    return launch(["recipe", "import", str(folder / "given.yaml"), f"out={out}", *more]), folder / "conf"
 
 
 def official(name: str, **changes: Any) -> dict[str, Any]:
@@ -258,7 +259,7 @@ def test_the_files_path_may_hold_an_equals_sign(tmp_path: Path) -> None:
     file = tmp_path / "lr=1e-4" / "old.yaml"
     file.parent.mkdir()
     file.write_text(yaml.safe_dump(official("finetune_c_3b")))
-    assert recipe.main(["import", str(file), f"out={tmp_path}/experiment/mine.yaml"]) == 0
+    assert launch(["recipe", "import", str(file), f"out={tmp_path}/experiment/mine.yaml"]) == 0
 
 
 def test_a_file_is_replaced_only_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -269,9 +270,9 @@ def test_a_file_is_replaced_only_on_request(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_the_command_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    assert recipe.main(["export", "a.yaml"]) == 2
-    assert "'export' is no command of this verb" in capsys.readouterr().err
-    assert recipe.main(["import", "nowhere.yaml", "out=experiment/a.yaml"]) == 2
+    assert launch(["recipe", "export", "a.yaml"]) == 2
+    assert "recipe export is unknown. Did you mean import?" in capsys.readouterr().err
+    assert launch(["recipe", "import", "nowhere.yaml", "out=experiment/a.yaml"]) == 2
     assert "is no file of at most" in capsys.readouterr().err
 
 
@@ -313,7 +314,7 @@ def test_keys_and_values_with_control_characters_are_shown_as_text(
     source = tmp_path / "in.yaml"
     source.write_text(json.dumps(official("finetune_c_3b") | strange))
     out = tmp_path / "experiment" / "mine.yaml"
-    assert recipe.main(["import", str(source), f"out={out}"]) == 0
+    assert launch(["recipe", "import", str(source), f"out={out}"]) == 0
     said = capsys.readouterr().out
     assert r"a\x1b[2J\nrun: {dir: /}" in said
     assert "\x1b" not in said + out.read_text()

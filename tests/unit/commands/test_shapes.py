@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from cascade_train.commands.shapes import Arguments, main, write_shapes
+from cascade_train.__main__ import launch
+from cascade_train.commands.shapes import ShapesArgs, write_shapes
 from cascade_train.errors import ConfigError
 from tests.unit.data import tars
 from tests.unit.data.dataset_contract import loading
@@ -18,7 +19,7 @@ from tests.unit.data.test_shapes import shapes
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("shapes") / "new" / "tars"
     words = ["samples=25", "samples_per_shard=10", "image_size=32", "seed=0"]
-    assert main([f"out={out}", *words]) == 0
+    assert launch(["shapes", f"out={out}", *words]) == 0
     return out
 
 
@@ -45,13 +46,13 @@ def test_tars_hold_the_pictures_of_the_source(folder: Path) -> None:
 
 
 def test_the_same_arguments_write_the_same_bytes(folder: Path, tmp_path: Path) -> None:
-    assert main([f"out={tmp_path}", "samples=10", "image_size=32", "samples_per_shard=10"]) == 0
+    assert launch(["shapes", f"out={tmp_path}", "samples=10", "image_size=32", "samples_per_shard=10"]) == 0
     assert (tmp_path / "shapes-000000.tar").read_bytes() == (folder / "shapes-000000.tar").read_bytes()
 
 
 def test_nothing_is_overwritten(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = (folder / "shapes-000000.tar").stat()
-    assert main([f"out={folder}", "samples=5"]) == 2
+    assert launch(["shapes", f"out={folder}", "samples=5"]) == 2
     assert "holds shapes-*.tar already" in capsys.readouterr().err
     assert (folder / "shapes-000000.tar").stat() == before
 
@@ -70,27 +71,25 @@ def test_wrong_arguments_are_explained(
     words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(words) == 2
+    assert launch(["shapes", *words]) == 2
     assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
 def test_an_empty_tar_is_never_written(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="samples_per_shard=0 must be at least 1: a tar holds that many pictures"):
-        write_shapes(Arguments(out=str(tmp_path), samples_per_shard=0))
+        write_shapes(ShapesArgs(out=str(tmp_path), samples_per_shard=0))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_cannot_be_made_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
-    assert main([f"out={tmp_path / 'file' / 'folder'}", "samples=1"]) == 1
+    assert launch(["shapes", f"out={tmp_path / 'file' / 'folder'}", "samples=1"]) == 1
     assert "folder cannot be written: [Errno 20]" in capsys.readouterr().err
 
 
 def test_help_names_every_argument(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        main(["--help"])
-    assert left.value.code == 0
+    assert launch(["shapes", "--help"]) == 0
     shown = capsys.readouterr().out
     for argument in ("out=???", "samples=2000", "samples_per_shard=500", "image_size=96", "seed=0"):
         assert argument in shown

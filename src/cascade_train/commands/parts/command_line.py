@@ -1,0 +1,226 @@
+"""What a command of `cascade-train` declares, and how a command line becomes a call of it.
+
+Lives here: key=value onto a dataclass, words without a key, --help, logging and exit codes. What a command does stands
+in its file of commands/; trainings, which Hydra composes, go through config/launch.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import logging
+import os
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import yaml
+from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from cascade_train.config.error_messages import exit_code
+from cascade_train.config.groups import did_you_mean
+from cascade_train.config.help import commands, table
+from cascade_train.config.paths import is_existing_path
+from cascade_train.config.static.signatures import attribute_docs
+from cascade_train.errors import ConfigError
+from cascade_train.redaction import show_log
+
+S = TypeVar("S")
+
+HELP = {"-h", "--help"}
+
+ALIASES = {"from": "source"}
+"""Keys that are not Python names: as typed -> field."""
+
+MOST_COMMAS = 20
+"""In a path that is given unquoted in a list."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """What a file of commands/ declares as COMMAND, or, where the command has actions, as a dict of them by name.
+
+    Attributes:
+        arguments: dataclass of its keys, with a string below each field; a field without a default must be given.
+        run: does it and returns an exit code; takes the arguments and, where one is composed, a run's configuration.
+        usage: of an action: its name and its words as they are typed, those to fill in in capitals.
+        words: keys that words without `=` fill, in their order; the first must be given.
+        shows_log: show what the library logs as information; False = warnings alone.
+        run_defaults: compose the arguments that are not its own as those of a run, with these options of groups where
+            none is chosen; None = all arguments are its own.
+    """
+
+    arguments: type[Any]
+    run: Callable[..., int]
+    usage: str = ""
+    words: tuple[str, ...] = ()
+    shows_log: bool = False
+    run_defaults: Mapping[str, str] | None = None
+
+
+def run_command(argv: Sequence[str]) -> int:
+    """Run the command that `argv` begins with and return its exit code, as config/error_messages.py defines them.
+
+    HYDRA_FULL_ERROR in the environment raises errors as they are, as for trainings.
+    """
+    run = partial(_run, *argv)
+    return run() if "HYDRA_FULL_ERROR" in os.environ else exit_code(run)
+
+
+def _run(name: str, *argv: str) -> int:
+    if name not in commands():
+        near = did_you_mean(name, commands())
+        raise ConfigError(
+            f"{name!r} is not a command.{near if 'mean' in near else ''} Commands: {', '.join(commands())}. A training "
+            "is written key=value, e.g. cascade-train task=lora model=c_tiny; --help explains both."
+        )
+    declared = importlib.import_module(f"cascade_train.commands.{name}").COMMAND
+    if isinstance(declared, Command):
+        return _call(declared, argv, help_head=f"cascade-train {name} key=value …\n\n")
+    usage = f"cascade-train {name} ACTION …; ACTION --help lists its keys\n\n{_actions(declared)}\n"
+    if not argv or argv[0] in HELP:
+        sys.stdout.write(usage)
+        return 0
+    action, *rest = argv
+    if action not in declared:
+        raise ConfigError(f"{name} {action} is unknown.{did_you_mean(action, declared)}\n{usage}")
+    return _call(declared[action], rest, help_head=f"{usage}\n")
+
+
+def _actions(declared: Mapping[str, Command]) -> str:
+    return table({each.usage: _meaning(each.arguments) for each in declared.values()})
+
+
+def _call(command: Command, argv: Sequence[str], *, help_head: str) -> int:
+    """Run one command, or action of a command, with the arguments after its name."""
+    if not HELP.isdisjoint(argv):
+        other = "" if command.run_defaults is None else "\nAll other arguments are a training's: cascade-train --help\n"
+        sys.stdout.write(f"{help_head}{help_text(command.arguments)}{other}")
+        return 0
+    if command.run_defaults is None:
+        show_log(logging.INFO if command.shows_log else logging.WARNING)
+        return command.run(parse(command.arguments, _with_keys(command, argv, usage=help_head.rstrip())))
+    from cascade_train.config.launch import compose_and_run
+
+    names = {_typed(field.name) for field in dataclasses.fields(command.arguments)}
+    own = [argument for argument in argv if argument.partition("=")[0] in names]
+    arguments = parse(command.arguments, own)
+    rest = [argument for argument in argv if argument not in own]
+    return compose_and_run(with_defaults(command.run_defaults, rest), partial(command.run, arguments))
+
+
+def with_defaults(defaults: Mapping[str, str], argv: Sequence[str]) -> list[str]:
+    """Return `argv` with the options of `defaults` for groups that neither it nor an experiment chooses."""
+    given = {argument.partition("=")[0].lstrip("+") for argument in argv}
+    chosen = {} if "experiment" in given else defaults
+    return [*(f"{group}={option}" for group, option in chosen.items() if group not in given), *argv]
+
+
+def _with_keys(command: Command, argv: Sequence[str], *, usage: str) -> list[str]:
+    """Return arguments in which each word without a key has the key that it fills."""
+    if not command.words:
+        return list(argv)
+    words = [argument for argument in argv if names_place(argument)]
+    if not words and not any(argument.startswith(f"{command.words[0]}=") for argument in argv):
+        action, first, *_ = command.usage.split()
+        raise ConfigError(f"{action} needs a {first.lower()}.\n{usage}")
+    if len(words) > len(command.words):
+        raise ConfigError(f"{words[len(command.words)]!r} is one word too many.\n{usage}")
+    keyed = [f"{key}={word}" for key, word in zip(command.words, words, strict=False)]
+    return [*keyed, *(argument for argument in argv if argument not in words)]
+
+
+def names_place(argument: str) -> bool:
+    """Return whether an argument is a path or another word, rather than key=value; paths may hold `=` too."""
+    key, equals, _ = argument.partition("=")
+    return not equals or "/" in key or is_existing_path(argument)
+
+
+def parse(schema: type[S], argv: Sequence[str]) -> S:
+    """Return an instance of a dataclass filled from `key=value` arguments.
+
+    Args:
+        schema: dataclass with a string below each field; a field without default, or MISSING, must be given.
+        argv: arguments; `from=` fills the field `source`.
+
+    Raises:
+        ConfigError: an unknown key, a wrong value, or a missing one.
+    """
+    cfg = OmegaConf.structured(schema)
+    for argument in argv:
+        _set(cfg, argument)
+    missing = sorted(OmegaConf.missing_keys(cfg))
+    if missing:
+        meaning = attribute_docs(schema).get(missing[0].partition(".")[0], "").rstrip(".")
+        raise ConfigError(f"{_typed(missing[0])} is not set: {meaning}. Set it: {_typed(missing[0])}=<value>.")
+    filled = OmegaConf.to_object(cfg)
+    assert isinstance(filled, schema)
+    return filled
+
+
+def help_text(schema: type) -> str:
+    """Return the fields of a command's dataclass with defaults and meanings, one per line."""
+    docs = attribute_docs(schema)
+    fields = [f"  {_typed(f.name)}={_default(f)}  {docs.get(f.name, '')}" for f in dataclasses.fields(schema)]
+    return "\n".join([_meaning(schema), "", "Arguments, as key=value:", *fields, ""])
+
+
+def _meaning(schema: type) -> str:
+    return " ".join((schema.__doc__ or "").split())
+
+
+def _set(cfg: DictConfig, argument: str) -> None:
+    key, equals, value = argument.partition("=")
+    field = ALIASES.get(key, key)
+    if not equals or key.startswith("-"):
+        raise ConfigError(f"{argument!r} is not an argument. Write key=value; --help lists the keys.")
+    known = list(cfg.keys())  # `in cfg` is false for a missing value
+    if field.partition(".")[0] not in known or key in ALIASES.values():
+        raise ConfigError(f"{key} is unknown.{did_you_mean(key, [_typed(str(other)) for other in known])}")
+    try:
+        OmegaConf.update(cfg, field, _value(value))
+    except (OmegaConfBaseException, yaml.YAMLError) as error:
+        quoted = shlex.quote(f'{key}="{value}"')
+        reason = str(error).splitlines()[0].rstrip(".:")
+        raise ConfigError(f"{argument!r} cannot be read: {reason}. A text with symbols is written {quoted}.") from error
+
+
+def _value(text: str) -> Any:
+    """Return what YAML reads; an existing path that is no number is taken as it is written."""
+    try:
+        value = OmegaConf.from_dotlist([f"value={text}"]).value
+    except (OmegaConfBaseException, yaml.YAMLError):
+        if is_existing_path(text):
+            return text
+        raise
+    if isinstance(value, list | ListConfig) and all(isinstance(item, str) for item in value):
+        return _rejoined(list(value))
+    return text if isinstance(value, str) and is_existing_path(text) else value
+
+
+def _rejoined(items: list[str]) -> list[str]:
+    """Return a list in which an existing path that was split at its commas is one item again."""
+    whole, first = [], 0
+    while first < len(items):
+        ends = range(min(len(items), first + MOST_COMMAS + 1), first + 1, -1)
+        end = next((end for end in ends if is_existing_path(",".join(items[first:end]))), first + 1)
+        whole.append(",".join(items[first:end]))
+        first = end
+    return whole
+
+
+def _typed(field: str) -> str:
+    """Return a field as it is typed on the command line."""
+    return next((alias for alias, name in ALIASES.items() if name == field), field)
+
+
+def _default(field: dataclasses.Field[object]) -> str:
+    if field.default_factory is not dataclasses.MISSING:
+        return str(field.default_factory())
+    if field.default in (dataclasses.MISSING, MISSING):
+        return "???"
+    return "null" if field.default is None else str(field.default)

@@ -1,0 +1,167 @@
+import re
+from dataclasses import dataclass, field
+from enum import StrEnum
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from omegaconf import MISSING
+
+from cascade_train.__main__ import is_training, launch
+from cascade_train.commands.parts.command_line import help_text, parse
+from cascade_train.config.help import commands
+from cascade_train.errors import ConfigError
+
+
+class Format(StrEnum):
+    png = "png"
+    webp = "webp"
+
+
+@dataclass(kw_only=True)
+class Draw:
+    """Draw images from a run."""
+
+    source: str = MISSING
+    """Folder of a run or an export."""
+    prompts: list[str] = field(default_factory=list)
+    """What to draw."""
+    steps: int = 20
+    """Network evaluations."""
+    out: str | None = None
+    """Folder for the images; null = the run's own."""
+    format: Format = Format.png
+    """Of the files."""
+
+
+def test_keys_fill_the_fields_with_their_types():
+    draw = parse(Draw, ["from=runs/a", "prompts=[a red circle, 'b, c']", "steps=5", "format=webp", "out=null"])
+    assert draw == Draw(source="runs/a", prompts=["a red circle", "b, c"], steps=5, format=Format.webp)
+
+
+def test_braces_in_a_value_are_kept():
+    assert parse(Draw, ["from=a-{000..005}.tar"]).source == "a-{000..005}.tar"
+
+
+def test_unknown_key_is_refused_with_the_nearest():
+    with pytest.raises(ConfigError, match=r"promts is unknown. Did you mean prompts\?"):
+        parse(Draw, ["promts=[a]"])
+
+
+def test_field_behind_an_alias_is_not_a_key():
+    with pytest.raises(ConfigError, match="source is unknown. Known here: from, prompts"):
+        parse(Draw, ["source=a"])
+
+
+@pytest.mark.parametrize("argument", ["prompts", "--steps=3"])
+def test_word_that_is_no_argument_is_refused(argument: str):
+    with pytest.raises(ConfigError, match=f"{argument}' is not an argument. Write key=value"):
+        parse(Draw, [argument])
+
+
+@pytest.mark.parametrize(
+    ("argument", "reason"),
+    [
+        ("steps=many", "Value 'many' of type 'str' could not be converted to Integer"),
+        ("format=gif", "Invalid value 'gif', expected one of"),
+        ("out={a", "while parsing a flow mapping"),
+    ],
+)
+def test_value_that_does_not_fit_is_refused(argument: str, reason: str):
+    with pytest.raises(ConfigError, match=f"'{argument}' cannot be read: {reason}"):
+        parse(Draw, [argument])
+
+
+def test_missing_field_is_refused_with_its_meaning():
+    with pytest.raises(ConfigError, match="from is not set: Folder of a run or an export. Set it: from=<value>"):
+        parse(Draw, [])
+
+
+def test_help_lists_every_field():
+    lines = help_text(Draw).splitlines()
+    assert lines[0] == "Draw images from a run."
+    assert lines[3:] == [
+        "  from=???  Folder of a run or an export.",
+        "  prompts=[]  What to draw.",
+        "  steps=20  Network evaluations.",
+        "  out=null  Folder for the images; null = the run's own.",
+        "  format=png  Of the files.",
+    ]
+
+
+SWEPT = ["lr=0.0001,rank=4", "lr=0.001,rank=4", "my run #2"]
+
+
+def test_path_of_a_run_is_taken_as_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    for name in SWEPT:
+        (tmp_path / "sweep" / name).mkdir(parents=True)
+        assert parse(Draw, [f"from=sweep/{name}"]).source == f"sweep/{name}"
+        monkeypatch.chdir(tmp_path / "sweep")
+        assert parse(Draw, [f"from={name}"]).source == name
+        monkeypatch.chdir(tmp_path)
+    given = ["sweep/lr=0.0001,rank=4", "missing", "sweep/lr=0.001,rank=4"]
+    assert parse(Draw, ["from=a", f"prompts=[{','.join(given)}]"]).prompts == given
+
+
+def test_a_file_named_like_a_number_is_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "5").mkdir()
+    assert parse(Draw, ["from=a", "steps=5"]).steps == 5
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["exprot", "from=x"], "'exprot' is not a command. Did you mean export? Commands: cache, checkpoints,"),
+        (["trian", "task=lora"], "'trian' is not a command. Did you mean train?"),
+        (["foo"], "'foo' is not a command. Commands: cache, checkpoints, export, generate, inspect, merge, pack,"),
+        (["checkpoints", "lss"], "checkpoints lss is unknown. Did you mean ls?"),
+        (["generate", "prompts"], "'prompts' is not an argument. Write key=value"),
+    ],
+)
+def test_what_is_no_command_is_refused_with_what_there_is(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+):
+    assert launch(argv) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_every_command_is_listed_and_declared(capsys: pytest.CaptureFixture[str]):
+    assert list(commands()) == [
+        *("cache", "checkpoints", "export", "generate", "inspect", "merge", "pack", "recipe", "shapes", "train"),
+    ]
+    assert launch(["--help"]) == 0
+    listed = capsys.readouterr().out
+    for name, meaning in commands().items():
+        assert re.search(rf"^  {name} +{re.escape(meaning)}$", listed, re.MULTILINE)
+        assert launch([name, "--help"]) == 0
+        assert (
+            f"cascade-train {name if name != 'train' else 'group=option'} " in capsys.readouterr().out.splitlines()[0]
+        )
+
+
+def test_the_word_train_may_stand_before_the_overrides(capsys: pytest.CaptureFixture[str]):
+    shown = []
+    for words in ([], ["train"]):
+        assert launch([*words, "task=lora", "model=c_tiny", "--cfg", "job", "--package", "lr_scheduler"]) == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1] != ""
+
+
+def test_version_is_that_of_the_library(capsys: pytest.CaptureFixture[str]):
+    assert launch(["--version"]) == 0
+    assert capsys.readouterr().out == f"cascade-train {version('cascade-train')}\n"
+
+
+@pytest.mark.parametrize("first", ["", "train", "task=lora", "+experiment=a", "~tracker", "--cfg", "-m"])
+def test_overrides_and_options_of_hydra_begin_a_training(first: str):
+    assert is_training([first]) == is_training([first, "export"]) is True
+    assert is_training([]) is True
+    assert is_training(["export", "from=x"]) is False
+
+
+def test_defects_and_refusals_are_raised_where_the_user_asks(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    with pytest.raises(ConfigError, match="'exprot' is not a command"):
+        launch(["exprot"])
