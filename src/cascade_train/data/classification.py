@@ -85,12 +85,7 @@ class ClassTars(WebDataset):
     caption = "cls"
 
     def open(self) -> Index:
-        """Index every tar, and look up the classes of some samples.
-
-        Raises:
-            ConfigError: see `WebDataset.open`; a tar cannot be indexed; a class has no prompt.
-            RunError: see `WebDataset.open`.
-        """
+        """See `WebDataset.open`; a tar that cannot be indexed or a class without a prompt raises a `ConfigError`."""
         self._prompts = Prompts.load(self.idx_to_prompt)
         index = super().open()
         for row in np.unique(np.linspace(0, len(index) - 1, CHECKED).astype(np.int64)).tolist():

@@ -136,7 +136,7 @@ class WebDataset(Source):
         """Return a feed of streams where not every tar can be indexed.
 
         Raises:
-            ConfigError: there are more streams than tars, or their number does not divide the global batch.
+            ConfigError: `streams` does not fit the number of tars or the global batch.
         """
         if request.index.rows_are_samples:
             return None
@@ -189,22 +189,14 @@ class WebDataset(Source):
             self._ahead.begin([row for row in rows if self._tars[shards[row]].is_remote], self._parts)
 
     def read(self, row: int) -> RawSample:
-        """Read the parts of one row.
-
-        Raises:
-            ConfigError: rows are tars that are streamed.
-        """
+        """See `Source.read`."""
         if not self._stores:
             raise ConfigError("data.urls are streams, of which no single sample can be read: they stand alone as data")
         parts = self._parts(row) if self._ahead is None else self._ahead.take(row, self._parts)
         return raw_sample(parts, self._index.name(row), needs_values=self.captions.needs_values)
 
     def _parts(self, row: int) -> dict[str, bytes]:
-        """Return the bytes of the parts that are there, with as few reads as possible.
-
-        Raises:
-            UnreadableSampleError: one is larger than is read.
-        """
+        """Return the bytes of the parts that are there, with as few reads as possible."""
         entry = self._index.table[row]
         tar = self._tars[entry["shard"]]
         wanted = ["image", *(part for part in PARTS if part != "json" or self.captions.needs_values)]

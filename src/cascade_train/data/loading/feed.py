@@ -139,11 +139,7 @@ class Loader(Feed):
     """
 
     def __init__(self, source: Source, request: FeedRequest) -> None:
-        """Plan; no worker starts yet.
-
-        Raises:
-            ConfigError: no row takes part, or the global batch does not divide over ranks and micro-batches.
-        """
+        """Plan; no worker starts yet. Raises as `Feed`, and where no row takes part."""
         if len(request.rows) == 0:
             raise ConfigError("data: no sample is left to read; check data and validate.share")
         super().__init__(source, request, samples=len(request.rows))
@@ -167,7 +163,7 @@ class Loader(Feed):
         return self._order.report()
 
     def steps_of_epochs(self, epochs: int) -> int:
-        """Return how many optimizer steps the first `epochs` epochs take; the last may open the next epoch."""
+        """See `Feed.steps_of_epochs`; the last step may open the next epoch."""
         return self._order.steps_of_epochs(epochs)
 
     def state_dict(self) -> dict[str, Any]:

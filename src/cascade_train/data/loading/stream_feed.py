@@ -1,7 +1,7 @@
 """Batches of one rank from tars that are only read forward, with a place in each logical stream to resume from.
 
 Each stream fills the same slots of every global batch, so that ranks and workers only decide who reads which stream.
-The order within a stream is decided in stream.py; how a sample is decoded in loading/worker.py.
+The order within a stream lives in stream.py, decoding in worker.py.
 """
 
 from __future__ import annotations
@@ -51,11 +51,7 @@ class StreamFeed(Feed):
     """The feed of logical streams; the rows of its request are tars."""
 
     def __init__(self, source: Source, request: FeedRequest, streams: Sequence[Stream]) -> None:
-        """Deal all logical streams; no worker starts yet.
-
-        Raises:
-            ConfigError: the streams do not divide the global batch.
-        """
+        """Deal all logical streams; no worker starts yet. Raises as `parts_of_rank`."""
         super().__init__(source, request, samples=None)
         spec, count = streams[0].spec, len(streams)
         self._identity = {
@@ -87,11 +83,7 @@ class StreamFeed(Feed):
         ]
 
     def steps_of_epochs(self, epochs: int) -> int:
-        """Refuse: the length of streams is unknown.
-
-        Raises:
-            ConfigError: always.
-        """
+        """Raise a `ConfigError`: the length of streams is unknown."""
         raise ConfigError(
             "data.urls are streams, whose length is unknown before they end: give train.max_steps instead of"
             " train.max_epochs, and hold out by validate.urls of tars that can be indexed instead of validate.share"

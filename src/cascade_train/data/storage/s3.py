@@ -38,7 +38,7 @@ class S3(Store):
     def stat(self, url: str) -> StoredObject:
         """Ask for size and ETag."""
         (bucket, key), client = _place(url), self._client()
-        head = _asked(lambda: client.head_object(Bucket=bucket, Key=key), f"asking for {url}", url)
+        head = _asked(lambda: client.head_object(Bucket=bucket, Key=key), "asking for", url)
         return StoredObject(url=url, size=head["ContentLength"], version=head["ETag"])
 
     def read(self, item: StoredObject, start: int, size: int) -> bytes:
@@ -46,24 +46,17 @@ class S3(Store):
         if size == 0:
             return b""
         client = self._client()
-        return _asked(lambda: _read_once(client, item, start, size), f"reading {item.url}", item.url)
+        return _asked(lambda: _read_once(client, item, start, size), "reading", item.url)
 
     def list_prefix(self, url: str) -> list[StoredObject]:
-        """Return every object whose key begins with the prefix of `s3://bucket/prefix`, sorted by key.
-
-        Raises:
-            ConfigError: the bucket is not there, or may not be listed.
-            RunError: the store cannot be reached.
-        """
+        """Return every object whose key begins with the prefix of `s3://bucket/prefix`, sorted. Raises as `stat`."""
         bucket, prefix = _place(url)
         pages = self._client().get_paginator("list_objects_v2")
-        found = _asked(
-            lambda: list(pages.paginate(Bucket=bucket, Prefix=prefix).search("Contents[]")), f"asking for {url}", url
-        )
+        every = "Contents || `[]`"  # no key where there is no object
+        found = _asked(lambda: list(pages.paginate(Bucket=bucket, Prefix=prefix).search(every)), "asking for", url)
         items = [
             StoredObject(url=f"{SCHEME}{bucket}/{entry['Key']}", size=entry["Size"], version=entry["ETag"])
             for entry in found
-            if entry is not None
         ]
         return sorted(items, key=lambda item: item.url)
 
@@ -104,11 +97,7 @@ def _read_once(client: Any, item: StoredObject, start: int, size: int) -> bytes:
 
 
 def _check_range(answer: dict[str, Any], item: StoredObject, wanted: str) -> None:
-    """Check that the answer is the range that was asked for, of the object that was indexed.
-
-    Raises:
-        RunError: it is not; asking again would not help.
-    """
+    """Raise where the answer is not the range that was asked for, of the object that was indexed."""
     if answer["ETag"] != item.version:
         raise RunError(
             f"{item.url} changed during the run: its ETag was {item.version} and is {answer['ETag']}; put the object"
@@ -122,7 +111,7 @@ def _check_range(answer: dict[str, Any], item: StoredObject, wanted: str) -> Non
         )
 
 
-def _asked(ask: Callable[[], T], what: str, url: str) -> T:
+def _asked(ask: Callable[[], T], verb: str, url: str) -> T:
     """Return an answer; ask again after failures that may pass. No credentials are in any message.
 
     Raises:
@@ -142,7 +131,7 @@ def _asked(ask: Callable[[], T], what: str, url: str) -> T:
         except (HTTPClientError, NoConnectionError, IncompleteReadError) as error:
             raise PassingError(f"{type(error).__name__}: {error}") from error
 
-    return try_again(attempt, what=what)
+    return try_again(attempt, what=f"{verb} {url}")
 
 
 def _refusal(url: str, status: int, code: str) -> Exception:

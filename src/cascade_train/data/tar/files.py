@@ -37,17 +37,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Tar:
-    """One tar.
+    """One tar."""
 
-    Attributes:
-        item: where it lies; a pipe's url is `pipe:command`, its size 0.
-        store: reads it; None for a pipe.
-        caption: extension of the files that hold the captions.
-    """
-
-    item: StoredObject
-    store: Store | None
-    caption: str = PARTS["caption"]
+    item: StoredObject  # of a pipe, its url is `pipe:command` and its size 0
+    store: Store | None  # reads it; None for a pipe
+    caption: str = PARTS["caption"]  # extension of the files that hold the captions
 
     @property
     def parts(self) -> dict[str, str]:
@@ -172,11 +166,7 @@ def expand_urls(urls: str | list[str]) -> list[str]:
 
 
 def check_urls(urls: str | list[str]) -> list[str]:
-    """Expand urls, and check that the local tars are there; stores are not asked.
-
-    Raises:
-        ConfigError: see `expand_urls`; a local tar is missing.
-    """
+    """Expand urls, and raise a `ConfigError` where a local tar is missing; stores are not asked."""
     entries = expand_urls(urls)
     paths = [Path(entry) for entry in entries if not entry.startswith((PIPE, SCHEME))]
     missing = [path for path in paths if not path.is_file()]

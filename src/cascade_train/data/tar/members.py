@@ -39,11 +39,7 @@ class Member:
 
 
 class Forward:
-    """A file that is read from its beginning to its end, as tarfile asks for it; what is skipped is sought if possible.
-
-    Attributes:
-        position: the next byte's place.
-    """
+    """A file that is read from its beginning to its end, as tarfile needs it; skips seek where the file can."""
 
     def __init__(self, file: IO[bytes], *, seekable: bool) -> None:
         self.position = 0
@@ -63,11 +59,7 @@ class Forward:
             pass
 
     def read(self, size: int) -> bytes:
-        """Read what tarfile asks for: headers.
-
-        Raises:
-            tarfile.ReadError: a header claims to be longer than any honest one.
-        """
+        """Read what tarfile asks for: headers, which may claim any length."""
         if size > _LONGEST_HEADER:
             raise tarfile.ReadError(f"a header at byte {self.position} claims {size} bytes")
         return self.payload(size)
@@ -84,16 +76,12 @@ class Forward:
 
 @dataclass(kw_only=True)
 class Dropped:
-    """What a shard holds besides usable samples: counts of keys, and the first of them with their extensions.
+    """What a shard holds besides usable samples."""
 
-    Attributes:
-        caption: extension of the files that hold captions.
-    """
-
-    without_caption: int = 0
-    without_image: int = 0
-    examples: list[str] = field(default_factory=list)
-    caption: str = PARTS["caption"]
+    without_caption: int = 0  # keys with a picture
+    without_image: int = 0  # keys
+    examples: list[str] = field(default_factory=list)  # the first of these keys, with their extensions
+    caption: str = PARTS["caption"]  # extension of the files that hold captions
 
     def text(self) -> str:
         """Return how many and which, for messages."""
@@ -118,7 +106,7 @@ def samples(
     Args:
         name: of the tar, for messages.
         file: the tar, at its beginning.
-        take: called with each file of the tar once, while its bytes can be read; returns the part.
+        take: makes the part of a file; called with each file once, while its bytes can be read.
         dropped: counts what is no usable sample.
 
     Raises:
@@ -205,10 +193,7 @@ def _refuse_unended(name: str, file: Forward, end: int) -> None:
 def raw_sample(parts: Mapping[str, bytes], key: str, *, needs_values: bool) -> RawSample:
     """Return the sample that these files make: "image", "caption" and, where they are there, "json" and "mask".
 
-    Args:
-        parts: bytes of each file.
-        key: names the sample in messages.
-        needs_values: whether captions are made from the json.
+    The json is only read where captions need its values; the key names the sample in messages.
 
     Raises:
         UnreadableSampleError: the caption is no text, or a json that is there and needed cannot be read.

@@ -97,13 +97,7 @@ def _damaged(tar: Tar, error: Exception) -> RunError:
 
 @contextmanager
 def _output_of(tar: Tar, timeout_seconds: float | None) -> Iterator[Any]:
-    """Run the shell command of a pipe and give its output; a block that ends early ends the command too.
-
-    Bash runs it where there is one, so that each part of `a | b` counts; else sh.
-
-    Raises:
-        RunError: the command failed, gave no output for too long, or goes on after all was read.
-    """
+    """Run the shell command of a pipe and give its output; a block that ends early ends the command too."""
     command = tar.item.url.removeprefix(PIPE)
     with tempfile.TemporaryFile() as messages, _running(command, messages) as process:
         assert process.stdout is not None, "its output is piped"
@@ -121,7 +115,7 @@ def _output_of(tar: Tar, timeout_seconds: float | None) -> Iterator[Any]:
 
 @contextmanager
 def _running(command: str, messages: IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:
-    bash = shutil.which("bash")
+    bash = shutil.which("bash")  # in which a failure of each part of `a | b` counts
     arguments = ["sh", "-c", command] if bash is None else [bash, "-o", "pipefail", "-c", command]
     process = subprocess.Popen(
         arguments,
