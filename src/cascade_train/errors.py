@@ -1,14 +1,14 @@
-"""The two errors a user may meet, and the end that someone asked for; everything else is a defect with a traceback."""
+"""The two errors that a user may see, and an end by a signal; everything else is a defect with a traceback."""
 
 import re
 import shutil
 from pathlib import Path
 
 STOPPED = 75
-"""Exit code of a run that was stopped and goes on with the same command: EX_TEMPFAIL of sysexits.h."""
+"""Exit code of a run that was stopped and continues with the same command: EX_TEMPFAIL of sysexits.h."""
 
 INTERRUPTED = 130
-"""Exit code after Ctrl-C that ends at once, as shells have it: 128 and the number of the signal."""
+"""Exit code after Ctrl-C, as in shells: 128 and the number of the signal."""
 
 
 class ConfigError(ValueError):
@@ -16,15 +16,15 @@ class ConfigError(ValueError):
 
 
 def install_hint(extra: str) -> str:
-    """Return how an extra is installed; the library is in no package index, so that its own folder is named."""
+    """Return how to install an extra; from the library's own folder, since it is in no package index."""
     return f"Install it, in the folder of cascade_train: pip install --editable '.[{extra}]'"
 
 
 class RunError(RuntimeError):
-    """Something the world did: a missing file, an unreadable sample, a number that is not finite.
+    """A failure at run time: a missing file, an unreadable sample, a number that is not finite.
 
     Attributes:
-        shared: every rank raises the same one, so that one rank may speak for all.
+        shared: every rank raises the same one, so that only rank 0 prints it.
     """
 
     def __init__(self, message: str, *, shared: bool = False) -> None:
@@ -47,7 +47,7 @@ class RankLostError(RunError):
 LOST_PEER = re.compile(
     r"Connection (closed|reset) by peer|Timed out waiting \d+ms|Application timeout caused pair closure|Broken pipe"
 )
-"""What gloo says on the ranks that are left when one has ended or hangs."""
+"""Messages of gloo on the other ranks when one has ended or hangs."""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -63,7 +63,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 def unwritten(path: Path, error: Exception) -> str:
-    """Return in words that something could not be written, why, and how much room is left on its disk."""
+    """Return a message that `path` could not be written, why, and how much space is left on its disk."""
     there = next((each for each in (path, *path.absolute().parents) if each.exists()), Path("/"))
     free = shutil.disk_usage(there).free / 2**30
     return f"{path} could not be written: {error} ({free:.3f} GiB are free there)"

@@ -1,6 +1,6 @@
-"""What an option of a component means to resumes, caches and saved configurations, as its annotation declares it.
+"""Markers for annotations of options: what an option means to resumes, caches and saved configurations.
 
-`num_workers: Free[int]` in a constructor. Markers may be nested. They are read from source by config/static/roles.py.
+`num_workers: Free[int]` in a constructor. They may be nested, and are read from source by config/static/roles.py.
 """
 
 from typing import Annotated, TypeVar

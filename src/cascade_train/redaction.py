@@ -1,12 +1,11 @@
-"""What must not be written down or shown: passwords, tokens and keys, in a text or under a name of a configuration.
+"""Hides passwords, tokens and keys in every text and configuration that is written or shown.
 
-Every writer of a file, a log line or a tracker asks here, so that there is one answer. Two configurations that differ
-in a secret alone are the same after it: a secret says who may read, not what is read. A false alarm would make two
-different settings equal, so that each rule asks for a form that nothing else has. Only of a `pipe:` command, whose
-options may hold a secret in any form, program and tars alone are shown.
+Every writer of a file, a log line or a tracker calls these functions. Configurations that differ only in a secret are
+equal afterwards. A false positive would make two different settings equal, so each rule demands a form that nothing
+else has. Options of a `pipe:` command may hold a secret in any form: only its program and tars are shown.
 
-Texts come from outside: every rule takes time in proportion to the text, whatever is in it. A repeat that may fail
-after it matched is bounded, and a rule begins with a word of its own rather than with what may stand before that.
+Texts come from outside: every rule takes time linear in the length of the text. A repeat that may fail after it
+matched is bounded, and a rule begins with a fixed word, not with what may precede that.
 """
 
 from __future__ import annotations
@@ -226,9 +225,7 @@ def _end_of_command(text: str, found: re.Match[str]) -> int:
 
 
 def _is_secret(name: str, value: str) -> bool:
-    if _names_secret(name):
-        return True
-    return _names_token(name) and _OPAQUE_VALUE.fullmatch(value) is not None
+    return _names_secret(name) or (_names_token(name) and _OPAQUE_VALUE.fullmatch(value) is not None)
 
 
 @functools.lru_cache(maxsize=4096)

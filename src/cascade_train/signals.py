@@ -1,6 +1,6 @@
-"""What asks a run to stop: which signals, and what they do until steps are trained.
+"""Stop signals: which there are, and what they do before the first step.
 
-Imports little: `__main__` sets handlers here before anything heavy is imported.
+Imports little: `__main__` sets handlers before anything heavy is imported.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any, Self
 from cascade_train.errors import INTERRUPTED, STOPPED, Interrupted
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-"""Ctrl-C, and what schedulers send before they kill. SIGCONT, which SLURM sends with SIGTERM, changes nothing."""
+"""Ctrl-C, and what schedulers send before they kill. SIGCONT, which SLURM sends with SIGTERM, has no effect."""
 
 SAME_REQUEST_SECONDS = 3.0
-"""A signal that comes again within this time is the same request: a scheduler signals every process of a job, and
-torchrun, signalled too, passes it on once more. A repeated Ctrl-C is a person's, and counts at once."""
+"""A signal repeated within this time is the same request: a scheduler signals every process of a job, and torchrun
+passes its own signal on. A repeated Ctrl-C comes from a person and counts at once."""
 
 CONTINUED = "The same command continues from the newest checkpoint, or from the start where there is none yet."
 
@@ -29,19 +29,19 @@ Handler = Callable[[int, FrameType | None], Any]
 
 
 def set_handlers(handler: Handler) -> dict[signal.Signals, Any]:
-    """Set the handler of all stop signals and return those of before; what is ignored, as under nohup, stays so.
+    """Set the handler of all stop signals and return the previous ones; ignored signals, as under nohup, stay ignored.
 
-    Python has signals in its main thread alone: in any other this does nothing.
+    Does nothing outside the main thread, where Python allows no handlers.
     """
     if threading.current_thread() is not threading.main_thread():
         return {}
-    heard = [each for each in STOP_SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
-    return {each: signal.signal(each, handler) for each in heard}
+    handled = [each for each in STOP_SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
+    return {each: signal.signal(each, handler) for each in handled}
 
 
 @contextmanager
 def handling(handler: Handler) -> Iterator[None]:
-    """Handle stop signals for the block; afterwards the handlers of before are back."""
+    """Handle stop signals within the block, then restore the previous handlers."""
     before = set_handlers(handler)
     try:
         yield
@@ -51,7 +51,7 @@ def handling(handler: Handler) -> Iterator[None]:
 
 
 def stop_at_once(number: int, frame: FrameType | None) -> None:
-    """End the process, for a signal during imports: an exception would be lost or changed in a library's start-up."""
+    """End the process on a signal during imports, where a library could swallow an exception."""
     stop = stop_before_steps(number)
     if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
         os.write(2, f"{stop} {CONTINUED}\n".encode())
@@ -59,37 +59,36 @@ def stop_at_once(number: int, frame: FrameType | None) -> None:
 
 
 def stop_before_steps(number: int) -> Interrupted:
-    """Return how a signal ends a process that has nothing to save yet."""
+    """Return the interrupt for a signal that comes before there is anything to save."""
     code = INTERRUPTED if number == signal.SIGINT else STOPPED
     return Interrupted(f"Stopped by {signal.Signals(number).name} before the first step.", code=code)
 
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """Let a stop signal wait for the end of the block, for what must not be left half done."""
-    heard: list[int] = []
+    """Defer stop signals to the end of the block, which must not be left half done."""
+    received: list[int] = []
     try:
-        with handling(lambda number, _: heard.append(number)):
+        with handling(lambda number, _: received.append(number)):
             yield
     finally:
-        for number in heard[:1]:
+        for number in received[:1]:
             signal.raise_signal(number)
 
 
 class Signals:
-    """Hears what asks this process to stop, while the block runs; afterwards the handlers of before are back.
+    """Receives stop signals while the block runs; afterwards restores the previous handlers.
 
     During set-up a signal ends the process at once. Once steps run (`wait_for_votes`), the first one is kept until
     the ranks agree on it. The same one again, or Ctrl-C, or anything after Ctrl-C, ends the process at once.
 
     Attributes:
-        first: the signal that asked for a stop; None = none did.
+        first: the first signal received; None = none was.
     """
 
     def __init__(self) -> None:
-        """Store; no handler is set yet."""
         self.first: signal.Signals | None = None
-        self._heard = 0.0
+        self._first_time = 0.0
         self._voting = False
         self._handling: AbstractContextManager[None] = handling(self._receive)
 
@@ -100,43 +99,42 @@ class Signals:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Restore the handlers; an error that a library made of a stop during set-up is that stop again.
+        """Restore the handlers; raise the stop again where a library turned it into an error during set-up.
 
         Raises:
-            Interrupted: the same.
+            Interrupted: that stop.
         """
         self._handling.__exit__(None, None, None)
         if self.first is not None and not self._voting and isinstance(error, Exception):
             raise stop_before_steps(self.first) from error
 
     def wait_for_votes(self) -> None:
-        """Set-up is over: from now on the first signal waits for the next vote.
+        """End set-up: from now on the first signal waits for the next vote.
 
         Raises:
-            Interrupted: one came during set-up, and a library has swallowed what it raised.
+            Interrupted: a signal came during set-up, and a library swallowed the exception.
         """
         if self.first is not None:
             raise stop_before_steps(self.first)
         self._voting = True
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        heard, now = signal.Signals(number), time.monotonic()
+        received, now = signal.Signals(number), time.monotonic()
         if self.first is None:
-            self.first, self._heard = heard, now
+            self.first, self._first_time = received, now
             if not self._voting:
                 raise stop_before_steps(number)
-        elif heard is signal.SIGINT or self._is_meant_again(heard, now):
-            raise Interrupted(f"Ended at once by {heard.name}.", code=128 + number)
+        elif received is signal.SIGINT or self._is_new_request(received, now):
+            raise Interrupted(f"Ended at once by {received.name}.", code=128 + number)
 
-    def _is_meant_again(self, heard: signal.Signals, now: float) -> bool:
-        insists = self.first in (heard, signal.SIGINT)
-        return insists and now - self._heard >= SAME_REQUEST_SECONDS
+    def _is_new_request(self, received: signal.Signals, now: float) -> bool:
+        return self.first in (received, signal.SIGINT) and now - self._first_time >= SAME_REQUEST_SECONDS
 
 
 def while_importing() -> AbstractContextManager[None]:
-    """Return what ends the process at once by a stop signal, for a block of imports within a block of `Signals`.
+    """Let stop signals end the process at once within a block of imports inside a block of `Signals`.
 
-    In a process of another program, as submitit's, whose own handlers are set, it does nothing.
+    Does nothing where another program, such as submitit, has set its own handlers.
     """
     is_ours = isinstance(getattr(signal.getsignal(signal.SIGTERM), "__self__", None), Signals)
     return handling(stop_at_once) if is_ours else nullcontext()

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from cascade_train.commands.generate import GenerateArgs, generate
 from cascade_train.errors import ConfigError
-from cascade_train.results.architecture import stored_network
+from cascade_train.results.find import stored_network
 from tests.integration.runs import read_metrics, train
 
 NARROW = ("weights=null", "embed_dim=16", "bottleneck_blocks=1", "num_vq_embeddings=32")

@@ -1,6 +1,6 @@
-"""What the values in a cache depend on, and how a run takes a cache in the place of its encoders.
+"""What the values in a cache depend on, and how a run uses a cache in place of its encoders.
 
-Used by the verb that makes caches and by the one that trains. Making the tensors lives in cache_making.py.
+Making the tensors lives in cache_making.py.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _shown(value: Any) -> str:
 
 
 def take_cache(cfg: Mapping[str, Any], stage: Stage, task: Task, source: Cached) -> None:
-    """Let an unbuilt stage take from the cache what is in it, and leave out the parts that would make it.
+    """Let an unbuilt stage read from the cache, and leave out the encoders whose outputs it holds.
 
     Args:
         cfg: the root configuration as plain values.

@@ -1,6 +1,6 @@
-"""Filling a cache: pictures and captions through the encoders of a run, unit by unit.
+"""Fills a cache: images and captions go through the encoders of a run, unit by unit.
 
-Nothing is shared between processes but the folder: each makes its own units, and a unit that is whole stays.
+Processes share only the folder: each makes its own units, and a complete unit stays.
 """
 
 from __future__ import annotations
@@ -50,21 +50,18 @@ LIBRARIES = ("cascade-train", "torch", "torchvision", "transformers", "diffusers
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class CacheOptions:
-    """How a cache is made; see `cache.CacheArgs`."""
-
-    out: str
-    captions: bool
-    dtype: str | None
-    unit_samples: int
-    batch_size: int
-    task_index: int
-    task_count: int
-
-
-def make_cache(cfg: DictConfig, options: CacheOptions) -> str:
-    """Make this process's units of a cache and return what there is, for people.
+def make_cache(
+    cfg: DictConfig,
+    *,
+    out: str,
+    captions: bool,
+    dtype: str | None,
+    unit_samples: int,
+    batch_size: int,
+    task_index: int,
+    task_count: int,
+) -> str:
+    """Make this process's units of a cache and return a summary of what there is; arguments as in `CacheArgs`.
 
     Raises:
         ConfigError: something that cannot be cached, with the reason and the remedy.
@@ -74,17 +71,17 @@ def make_cache(cfg: DictConfig, options: CacheOptions) -> str:
     stage, task = parts.stage, parts.task
     if isinstance(source, Cached):
         raise ConfigError(f"data.path={source.path} is a cache already. Name the data that it was made of.")
-    refuse_random(stage, task, source, captions=options.captions)
+    refuse_random(stage, task, source, captions=captions)
     data = open_data_set(source, share=None, held_out=None, transform=task.sample_transform()).training
     if not data.index.rows_are_samples:
         raise ConfigError("data: what is streamed cannot be cached, since its samples are not known beforehand.")
-    refuse_drawn_captions(source, data.rows, captions=options.captions)
-    encoder = build_encoder(stage, task, compute_dtype(cfg), options)
+    refuse_drawn_captions(source, data.rows, captions=captions)
+    encoder = Encoder.build(stage, task, compute_dtype(cfg), has_captions=captions, dtype=dtype, batch_size=batch_size)
     index = sized_index(source, data.index, data.rows)
-    manifest = describe(to_plain(cfg), encoder, data, index)
-    folder = Path(options.out)
+    manifest = describe(to_plain(cfg), encoder, data, index, unit_samples)
+    folder = Path(out)
     write_manifest(folder, manifest, index)
-    mine = range(options.task_index, manifest.units, options.task_count)
+    mine = range(task_index, manifest.units, task_count)
     todo = [unit for unit in mine if not is_whole(folder, unit, manifest)]
     _log.info("%d of %d units are there already.", len(mine) - len(todo), len(mine))
     reader = PictureReader(data, index, seed=cfg.run.seed)
@@ -95,7 +92,7 @@ def make_cache(cfg: DictConfig, options: CacheOptions) -> str:
 
 
 def refuse_random(stage: Stage, task: Task, source: Source, *, captions: bool) -> None:
-    """Refuse what would be another picture, or another value, each time.
+    """Refuse settings whose outputs differ from epoch to epoch.
 
     Raises:
         ConfigError: naming it.
@@ -112,9 +109,9 @@ def refuse_random(stage: Stage, task: Task, source: Source, *, captions: bool) -
             "data.buckets.random_share=0",
         ),
     )
-    for told, broken, remedy in rules:
+    for setting, broken, remedy in rules:
         if broken:
-            raise ConfigError(f"data.{told} draws anew each epoch, which a cache cannot hold: set {remedy}.")
+            raise ConfigError(f"data.{setting} draws anew each epoch, which a cache cannot hold: set {remedy}.")
     held = {**stage.image_products, **(stage.caption_products if captions else {})}
     refuse_trained(task.trained_parts() & frozenset(held.values()), "a cache would hold what it made at first")
 
@@ -147,28 +144,39 @@ def sized_index(source: Source, index: Index, rows: np.ndarray) -> Index:
     return replace(index, table=table)
 
 
-def build_encoder(stage: Stage, task: Task, dtype: torch.dtype, options: CacheOptions) -> Encoder:
-    """Build the encoders of a stage, and of a task, and nothing else.
-
-    Raises:
-        ConfigError: weights that do not exist or belong to another model; a task that draws what it makes of images.
-    """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    text = frozenset() if options.captions else frozenset(stage.caption_products.values())
-    stage.left_out = stage.encodes_nothing | text
-    stage.build(device=device, network_dtype=dtype, frozen_dtype=dtype)
-    return Encoder(stage=stage, maker=task.image_maker(stage, device), device=device, options=options)
-
-
+@dataclass(frozen=True, kw_only=True)
 class Encoder:
-    """The encoders of a stage and a task, and in which form what they make is kept."""
+    """The encoders of a stage and a task, and in which form their outputs are kept.
 
-    def __init__(self, *, stage: Stage, maker: ImageMaker | None, device: torch.device, options: CacheOptions) -> None:
-        """Take a built stage, and what makes a task's own tensors of images."""
-        self.stage = stage
-        self.maker = maker
-        self.device = device
-        self.options = options
+    Attributes:
+        stage: built, without what encodes nothing.
+        maker: makes a task's own tensors of images; None = it has none.
+        device: of the stage.
+        has_captions: whether outputs of the text encoder are kept.
+        dtype: "bf16", or None = as the encoders make them.
+        batch_size: samples encoded at once.
+    """
+
+    stage: Stage
+    maker: ImageMaker | None
+    device: torch.device
+    has_captions: bool
+    dtype: str | None
+    batch_size: int
+
+    @classmethod
+    def build(cls, stage: Stage, task: Task, compute: torch.dtype, *, has_captions: bool, **form: Any) -> Encoder:
+        """Build the encoders of a stage, and of a task, and nothing else.
+
+        Raises:
+            ConfigError: weights that do not exist or belong to another model; a task whose maps are random.
+        """
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        text = frozenset() if has_captions else frozenset(stage.caption_products.values())
+        stage.left_out = stage.encodes_nothing | text
+        stage.build(device=device, network_dtype=compute, frozen_dtype=compute)
+        maker = task.image_maker(stage, device)
+        return cls(stage=stage, maker=maker, device=device, has_captions=has_captions, **form)
 
     def images(self, batch: Batch) -> list[dict[str, Tensor]]:
         """Return what is kept of each picture of a batch, by name, on the host; a mask where not everything counts."""
@@ -189,17 +197,17 @@ class Encoder:
     def captions(self, captions: Sequence[str]) -> dict[str, dict[str, Tensor]]:
         """Return what is kept of each caption, on the host; nothing where captions are not cached."""
         found: dict[str, dict[str, Tensor]] = {}
-        for start in range(0, len(captions) if self.options.captions else 0, self.options.batch_size):
-            part = captions[start : start + self.options.batch_size]
+        for start in range(0, len(captions) if self.has_captions else 0, self.batch_size):
+            part = captions[start : start + self.batch_size]
             kept = {name: self._kept(made) for name, made in self.stage.make_caption_products(part).items()}
             found |= {caption: {name: kept[name][i] for name in kept} for i, caption in enumerate(part)}
         return found
 
     def _kept(self, tensor: Tensor) -> Tensor:
-        return tensor.to("cpu", torch.bfloat16 if self.options.dtype == "bf16" else tensor.dtype)
+        return tensor.to("cpu", torch.bfloat16 if self.dtype == "bf16" else tensor.dtype)
 
 
-def describe(cfg: Mapping[str, Any], encoder: Encoder, data: Rows, index: Index) -> Manifest:
+def describe(cfg: Mapping[str, Any], encoder: Encoder, data: Rows, index: Index, unit_samples: int) -> Manifest:
     """Return the manifest of a cache, its forms by encoding a black square and the empty caption."""
     source, transform = data.source, data.transform
     size, stage = source.image_size, encoder.stage
@@ -219,7 +227,7 @@ def describe(cfg: Mapping[str, Any], encoder: Encoder, data: Rows, index: Index)
     identity |= data_identity(cfg)
     return Manifest(
         rows=len(index),
-        unit_samples=encoder.options.unit_samples,
+        unit_samples=unit_samples,
         index=index.digest,
         filters=index.filters,
         sizes=source.bucket_table(data.index).sizes_K2.tolist(),
@@ -236,7 +244,7 @@ def _form(tensor: Tensor) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Pictures:
-    """Decoded pictures, and what their source said of them.
+    """Decoded images, and what their source returned.
 
     Attributes:
         batch: the readable ones among those that were asked for, and stand-ins for the others.
@@ -314,7 +322,7 @@ def fill(
     Raises:
         RunError: too many pictures are unreadable, or the data or the folder failed.
     """
-    steps = {unit: reader.steps(manifest.rows_of(unit), encoder.options.batch_size) for unit in units}
+    steps = {unit: reader.steps(manifest.rows_of(unit), encoder.batch_size) for unit in units}
     pictures = reader.open([step for unit in units for step in steps[unit]])
     seen, unreadable = 0, list[str]()
     for number, unit in enumerate(units, start=1):
@@ -333,7 +341,7 @@ def fill(
 
 def keep_readable(encoder: Encoder, read: Pictures, step: Step) -> dict[int, CachedSample]:
     """Return what is kept of the samples that were asked for; a stand-in is kept in its own place alone."""
-    batch, cached = read.batch, encoder.options.captions
+    batch, cached = read.batch, encoder.has_captions
     tensors = encoder.images(batch)
     kept = {}
     for place, row in enumerate(step.rows.tolist()):

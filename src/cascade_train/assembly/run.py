@@ -63,7 +63,7 @@ def train(cfg: DictConfig) -> int:
 
     Raises:
         ConfigError: something the user can fix; a refused start leaves no run directory.
-        RunError: something the world did.
+        RunError: a failure at run time.
         Interrupted: a signal during set-up, or one that was repeated.
     """
     with Signals() as signals, process_group() as world:
@@ -102,7 +102,12 @@ def train_in(
     with run.withdrawn_on_failure():
         phases = build_phases(cfg, parts, world)
         trainer = build_trainer(cfg, parts, phases, data, run, world, signals, roll_call)
-        rollback = build_rollback(cfg, run)
+        rollback = Rollback(
+            listed=RolledBackList(run.rolled_back_path),
+            max_times=cfg.rollback.max_times if cfg.rollback.enabled else None,
+            origin=run.resume_from,
+            cut_metrics=run.cut_metrics,
+        )
         trainer.feed.exclude(rollback.listed.keys)
         if run.resume_from is not None:
             trainer.restore(run.resume_from)
@@ -177,6 +182,7 @@ def build_trainer(
     )
     limits = {key: cfg.train[key] for key in ("max_steps", "max_epochs", "global_batch_size")}
     max_steps = data.last_step(feed, **limits)
+    continued = None if run.created else run.resume_from  # a new directory is a tracked run of its own
     tracker = build_tracker(
         cfg.tracker.name.value,
         project=cfg.tracker.project,
@@ -184,7 +190,7 @@ def build_trainer(
         mode=cfg.tracker.mode.value,
         run_name=cfg.run.name,
         directory=run.path,
-        run_id=tracker_run_id(run),
+        run_id=None if continued is None else read_manifest(continued).facts["tracker_run_id"],
         config=to_plain(cfg),
     )
     return Trainer(
@@ -211,33 +217,16 @@ def build_trainer(
         loss_plot=LossPlot(directory=run.samples, device=world.device, is_main=world.is_main),
         loss_curve=LossCurve(run.metrics_path, is_main=world.is_main),
         unreadable=UnreadableList(run.quarantine, rank=world.rank, met=feed.skipped),
-        stopping=build_stopping(cfg, signals),
+        stopping=Stopping(
+            signals=signals,
+            limit=TimeLimit(max_hours=cfg.run.max_hours),
+            ballot=Ballot(timeout_seconds=cfg.run.timeout_seconds),
+        ),
         roll_call=roll_call,
-        spikes=build_spike_watch(cfg),
+        spikes=None
+        if cfg.rollback.spike_factor is None
+        else SpikeWatch(factor=cfg.rollback.spike_factor, window_steps=cfg.rollback.window_steps),
     )
-
-
-def build_spike_watch(cfg: DictConfig) -> SpikeWatch | None:
-    """Return what judges losses by those before them, or None where only finite ones are asked for."""
-    if cfg.rollback.spike_factor is None:
-        return None
-    return SpikeWatch(factor=cfg.rollback.spike_factor, window_steps=cfg.rollback.window_steps)
-
-
-def build_rollback(cfg: DictConfig, run: RunDirectory) -> Rollback:
-    """Return what trains to the end, from a checkpoint again after a bad step where that is enabled. Collective."""
-    return Rollback(
-        listed=RolledBackList(run.rolled_back_path),
-        max_times=cfg.rollback.max_times if cfg.rollback.enabled else None,
-        origin=run.resume_from,
-        cut_metrics=run.cut_metrics,
-    )
-
-
-def build_stopping(cfg: DictConfig, signals: Signals) -> Stopping:
-    """Return what lets the run end before its last step. Collective."""
-    limit = TimeLimit(max_hours=cfg.run.max_hours)
-    return Stopping(signals=signals, limit=limit, ballot=Ballot(timeout_seconds=cfg.run.timeout_seconds))
 
 
 def build_store(cfg: DictConfig, run: RunDirectory) -> CheckpointStore:
@@ -253,13 +242,6 @@ def build_store(cfg: DictConfig, run: RunDirectory) -> CheckpointStore:
     return CheckpointStore(
         run.checkpoints, retention=retention, metrics=run.metrics_path, asynchronous=cfg.checkpoint.asynchronous
     )
-
-
-def tracker_run_id(run: RunDirectory) -> str | None:
-    """Return the tracked run to continue: that of this very run's checkpoint."""
-    if run.created or run.resume_from is None:
-        return None
-    return read_manifest(run.resume_from).facts["tracker_run_id"]
 
 
 def build_validation(
@@ -292,7 +274,7 @@ def build_validation(
 def build_reconstructions(
     cfg: DictConfig, parts: Parts, held_out: Callable[[int], HeldOut], device: torch.device
 ) -> Reconstructions | None:
-    """Return what paints held-out pictures again, or None where nothing is to be.
+    """Return the measure of reconstructions of held-out images, or None where none are due.
 
     Raises:
         ConfigError: the stage has nothing to measure so, or what measures is not there.

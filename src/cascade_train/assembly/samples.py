@@ -1,4 +1,4 @@
-"""What draws samples: the task's painter, the settings in `cfg.sample`, and what every grid shows."""
+"""Sample grids: the task's painter with the settings in `cfg.sample`, and the prompts and images of every grid."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cascade_train.tasks.base import Painter, SampleSettings
 def build_sampling(
     cfg: DictConfig, parts: Parts, phases: list[BoundPhase], data: DataSet, run: RunDirectory, world: World
 ) -> SampleGrid | None:
-    """Return what draws the grids, or None where none are due."""
+    """Return the grids of a run, or None where none are due."""
     if cfg.sample.every_steps is None:
         return None
     prompts, images = cfg.sample.prompts, None
@@ -45,7 +45,7 @@ def build_sampling(
 
 
 def build_painter(cfg: DictConfig, parts: Parts, size: Sequence[int] | None = None) -> Painter:
-    """Return what paints by the settings in `cfg.sample`, pictures of a height and width, or square ones."""
+    """Return the task's painter with the settings in `cfg.sample`, for images of a height and width, or square ones."""
     settings = SampleSettings(
         sampler=cfg.sample.sampler.value,
         steps=cfg.sample.steps,

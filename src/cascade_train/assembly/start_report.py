@@ -1,4 +1,4 @@
-"""What a run is about to do, in a few lines for the person who started it."""
+"""The summary of a run that is logged at its start."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _trains(parts: Parts, trainer: Trainer) -> str:
 
 
 def _samples_and_length(data: DataSet, trainer: Trainer) -> tuple[str, str]:
-    """Return what the run sees, and for how long; of streams the length is unknown."""
+    """Return the number of samples and the length of the run."""
     steps = f"steps {trainer.step + 1} to {trainer.max_steps}" if trainer.step else f"{trainer.max_steps} steps"
     if not data.training.index.rows_are_samples:
         return "streamed, length unknown", steps

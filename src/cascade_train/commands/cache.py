@@ -10,10 +10,8 @@ from dataclasses import dataclass
 
 from omegaconf import DictConfig
 
-from cascade_train.commands.parts.command_line import Command
+from cascade_train.commands.parts.command_line import Command, check_at_least_one
 from cascade_train.errors import ConfigError
-
-DTYPES = (None, "bf16")
 
 
 @dataclass(kw_only=True)
@@ -21,26 +19,24 @@ class CacheArgs:
     """Compute latents and embeddings once, for trainings with data=cached."""
 
     out: str
-    """Folder that the cache goes to; what is whole in it is kept."""
+    """Folder of the cache; units that are complete in it are kept."""
     captions: bool = True
-    """Also hold what the text encoder makes of captions; false = the run computes it, and needs the encoder."""
+    """Also hold the embeddings of captions; false = the run computes them, and needs the text encoder."""
     dtype: str | None = None
     """bf16 = half the size of latents; null = every tensor as its encoder makes it."""
     unit_samples: int = 1000
-    """Samples of one unit, which is a tar that is written whole or not at all."""
+    """Samples of one unit: a tar that is written completely or not at all."""
     batch_size: int = 16
-    """Pictures encoded at once."""
+    """Images encoded at once."""
     task_index: int = 0
     """Which part of the units this process makes, from 0, e.g. task_index=$SLURM_ARRAY_TASK_ID."""
     task_count: int = 1
     """How many processes share the units."""
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
+        if self.dtype not in (None, "bf16"):
             raise ConfigError(f"dtype={self.dtype} is unknown: bf16, or null to keep every tensor as it is made.")
-        for key in ("unit_samples", "batch_size", "task_count"):
-            if getattr(self, key) < 1:
-                raise ConfigError(f"{key}={getattr(self, key)} must be 1 or more.")
+        check_at_least_one(self, "unit_samples", "batch_size", "task_count")
         if not 0 <= self.task_index < self.task_count:
             raise ConfigError(
                 f"task_index={self.task_index} must be at least 0 and below task_count={self.task_count}, the number"
@@ -49,15 +45,15 @@ class CacheArgs:
 
 
 def cache(args: CacheArgs, cfg: DictConfig) -> int:
-    """Make this process's part of a cache and say what there is; return the exit code.
+    """Make this process's part of a cache and print a summary; return 0.
 
     Raises:
         ConfigError: something that cannot be cached, with the reason.
-        RunError: something the world did.
+        RunError: the data or the folder cannot be read or written.
     """
-    from cascade_train.assembly.cache_making import CacheOptions, make_cache  # heavy: torch and everything above it
+    from cascade_train.assembly.cache_making import make_cache  # heavy: torch and everything above it
 
-    report = make_cache(cfg, CacheOptions(**vars(args)))
+    report = make_cache(cfg, **vars(args))
     sys.stdout.write(f"{report}\n")
     return 0
 

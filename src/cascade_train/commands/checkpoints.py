@@ -33,11 +33,9 @@ class LsArgs:
 
 
 @dataclass(kw_only=True)
-class VerifyArgs:
+class VerifyArgs(LsArgs):
     """Read every byte of a run's checkpoints and compare it with the manifests; ends with 1 where one is damaged."""
 
-    source: str
-    """The run."""
     step: str | None = None
     """One checkpoint, as step_<n>; null = all."""
 
@@ -53,7 +51,7 @@ class PruneArgs:
     keep_every_steps: int | None = None
     """Those at multiples of this step stay too; null = none."""
     keep_best: int | None = None
-    """So many with the best value of the run's checkpoint.best_metric stay too; null = none."""
+    """This many with the best value of the run's checkpoint.best_metric stay too; null = none."""
     optimizer: str = "keep"
     """drop = only the newest keep_last (one, where that is null) keep their optimizer state; or keep."""
 
@@ -90,7 +88,8 @@ def list_checkpoints(args: LsArgs) -> int:
     for step, path in folder.visible().items():
         if step in complete:
             state = "; ".join(reasons[step]) or "goes at the next save"
-            shown = _metric(complete[step], metric) + f"  {state}{_flaws(complete[step])}"
+            flaw = "" if complete[step].has_optimizer else " (no optimizer state)"
+            shown = f"{_metric(complete[step], metric)}  {state}{flaw}"
         else:
             shown = f"{'-':>14}  damaged: {find_fault(path, hashes=False)}"
         print(f"{step:>10} {_size(path) / 2**30:>8.3f} {_age(path):>6} {shown}")
@@ -230,10 +229,6 @@ def _age(path: Path) -> str:
 def _metric(manifest: Manifest, metric: str | None) -> str:
     value = best_value(manifest, metric or manifest.facts.get(BEST, {}).get("metric"))
     return f"{'-':>14}" if value is None else f"{value:>14.6g}"
-
-
-def _flaws(manifest: Manifest) -> str:
-    return "" if manifest.has_optimizer else " (no optimizer state)"
 
 
 COMMAND = {

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cascade_train.commands.parts.command_line import Command
+from cascade_train.commands.parts.command_line import Command, listed
 from cascade_train.config.groups import did_you_mean
 from cascade_train.config.saved import CONFIG_NAME, load_saved_config
 from cascade_train.errors import ConfigError
@@ -54,7 +54,7 @@ class ExportArgs:
     out: str | None = None
     """Folder to write into; null = `<run>/export`, or `export` for anything else."""
     model: str | None = None
-    """Size that weights or adapters belong to, an option of the group model; null = told by the run or the tensors."""
+    """Size that weights or adapters belong to, an option of the group model; null = as the run or the tensors show."""
     module_filters: list[str] | None = field(default_factory=lambda: [".attn"])
     """Modules that a LoRA of the original was trained on, which its file does not say; null = all."""
     dtype: str | None = None
@@ -83,13 +83,11 @@ class ExportArgs:
 
     def formats(self) -> list[str]:
         """Return the formats asked for."""
-        if self.format is None:
-            return []
-        return [str(each) for each in self.format] if isinstance(self.format, list) else [str(self.format)]
+        return listed(self.format)
 
 
 def export(args: ExportArgs) -> int:
-    """Write what is asked for, each read back and compared with its error told; return 0.
+    """Write the formats asked for, read each back, print its relative error, and return 0.
 
     Raises:
         ConfigError: nothing at `from=`, no such checkpoint, or a format that is not of its kind.
@@ -110,7 +108,7 @@ def export(args: ExportArgs) -> int:
 
 
 def _combine(args: ExportArgs, out: Path) -> None:
-    from cascade_train.results.combined import export_combined  # heavy: torch and diffusers
+    from cascade_train.results.export import export_combined  # heavy: torch and diffusers
     from cascade_train.results.find import find_model, use_codec
 
     found = partial(find_model, allow_any_target=args.allow_any_target)
@@ -118,13 +116,13 @@ def _combine(args: ExportArgs, out: Path) -> None:
     decoder = found(str(args.decoder), key="decoder", part="decoder")
     if args.codec is not None:
         use_codec(decoder, args.codec)
-    _tell(export_combined(model, decoder, dtype=args.dtype, out=out))
+    _print_error(export_combined(model, decoder, dtype=args.dtype, out=out))
 
 
 def _export_checkpoint(args: ExportArgs, run: Path, out: Path) -> None:
     cfg = load_saved_config(run, allow_any_target=args.allow_any_target)
 
-    from cascade_train.results.load import export_checkpoint  # heavy: torch and everything above it
+    from cascade_train.results.export import export_checkpoint  # heavy: torch and everything above it
 
     checkpoint = export_checkpoint(cfg, run / "checkpoints", step=args.step, out=out)
     sys.stdout.write(f"{checkpoint.name} of {run} is exported to {out}\n")
@@ -135,7 +133,7 @@ def _convert(args: ExportArgs, source: str, out: Path) -> None:
     from cascade_train.models.formats.export_lora import export_lora
     from cascade_train.models.formats.lora_files import holds_lora, module_shapes, read_lora
     from cascade_train.models.formats.weights import load_state
-    from cascade_train.results.architecture import part_name, stored_network  # heavy: torch and diffusers
+    from cascade_train.results.find import part_name, stored_network  # heavy: torch and diffusers
 
     network = stored_network(source, model=args.model, key="from", allow_any_target=args.allow_any_target)
     is_lora = holds_lora(source)
@@ -154,10 +152,10 @@ def _convert(args: ExportArgs, source: str, out: Path) -> None:
         part = part_name(network)
         written = [save_network(state, config, out / names[n].format(part=part), format=n) for n in wanted]
     for each in written:
-        _tell(each)
+        _print_error(each)
 
 
-def _tell(written: Exported) -> None:
+def _print_error(written: Exported) -> None:
     sys.stdout.write(f"{written.path}: read back with a relative error of {written.max_error:.1e}\n")
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
-from cascade_train.commands.parts.command_line import Command
+from cascade_train.commands.parts.command_line import Command, check_at_least_one, listed
 from cascade_train.config.preflight import guidance_scale, preflight
 from cascade_train.errors import ConfigError
 
@@ -30,7 +30,7 @@ DECODER_STEPS = 10
 """Network evaluations of Stage B for each picture, as in the original's text_to_image.ipynb."""
 
 START_STRENGTH = 0.8
-"""How far pictures are noised that sampling starts from, as in the original's image_to_image.ipynb."""
+"""Noise level of start images, as in the original's image_to_image.ipynb."""
 
 
 @dataclass(kw_only=True)
@@ -38,13 +38,13 @@ class GenerateArgs:
     """Generate images with trained stages; null = as the run's sample.* keys say."""
 
     source: str
-    """Stage that paints: a run, its export, or published weights; Stage C alone shows previews, quickly."""
+    """Stage that samples: a run, its export, or published weights; Stage C alone shows previews, quickly."""
     decoder: str | None = None
-    """Stage B, with its Stage A, that decodes what Stage C paints: a run, its export, or published weights."""
+    """Stage B, with its Stage A, that decodes the latents of Stage C: a run, its export, or published weights."""
     codec: str | None = None
     """Stage A in the place of the one that Stage B was trained with: a run, its export, or weights."""
     prompts: list[str] = field(default_factory=list)
-    """What to draw; each prompt gives `count` images. [] = no text, one image set for each picture given below."""
+    """Prompts; each gives `count` images. [] = no text, `count` images for each picture given below."""
     out: str = "generated"
     """Folder that the images go to."""
     count: int = 1
@@ -77,25 +77,23 @@ class GenerateArgs:
     control: Any = None
     """For control networks, in the place of image: the map itself as a picture, white for 1."""
     strength: float = 1.0
-    """What the control is multiplied by; 0 = none."""
+    """Factor of the control residuals; 0 = none."""
     start_image: Any = None
-    """A picture, or one for each prompt, that Stage C starts from in the place of noise alone (image to image)."""
+    """A picture, or one for each prompt, that Stage C starts from (image-to-image)."""
     start_strength: float | None = None
-    """How far start_image is noised, and the share of the steps that is taken: 1 = wholly, all; null = 0.8."""
+    """Noise level of start_image, also the share of the steps taken; 1 = noise alone, all steps; null = 0.8."""
     variation: Any = None
     """A picture, or one for each prompt, whose CLIP embedding is a condition of Stage C beside the prompt."""
     allow_any_target: bool = False
     """Build whatever classes the folder's configuration names, as for components of your own; trust it first."""
 
     def __post_init__(self) -> None:
-        pictures = {key: paths(getattr(self, key)) for key in ("image", "control", "start_image", "variation")}
+        pictures = {key: listed(getattr(self, key)) for key in ("image", "control", "start_image", "variation")}
         if not self.prompts:
             self.prompts = [""] * max(map(len, pictures.values()))
         if not self.prompts:
             raise ConfigError("prompts=[] names nothing to draw, e.g. 'prompts=[\"a small red circle\"]'.")
-        for key in ("count", "batch_size", "decoder_steps", "height", "width"):
-            if getattr(self, key) is not None and getattr(self, key) < 1:
-                raise ConfigError(f"{key}={getattr(self, key)} must be 1 or more.")
+        check_at_least_one(self, "count", "batch_size", "decoder_steps", "height", "width")
         if self.compression is not None and not 1.0 <= self.compression < math.inf:
             raise ConfigError(f"compression={self.compression} must be 1 or more, e.g. 42.67.")
         self._check_pictures(pictures)
@@ -122,11 +120,6 @@ class GenerateArgs:
         for key in ("decoder_steps", "decoder_guidance_scale"):
             if self.decoder is None and getattr(self, key) is not None:
                 raise ConfigError(f"{key}={getattr(self, key)} is for decoder=…; without one, leave it out.")
-
-
-def paths(given: Any) -> list[str]:
-    """Return what an argument names: none, one file, or a list of them."""
-    return [] if given is None else [str(each) for each in given] if isinstance(given, list) else [str(given)]
 
 
 def generate(args: GenerateArgs) -> int:
@@ -167,7 +160,7 @@ def generate(args: GenerateArgs) -> int:
 
 
 def make_orders(args: GenerateArgs, size: tuple[int, int], side: int) -> Iterator[Order]:
-    """Yield what is painted at once, with the pictures for it, of `size`; those of variations are `side` squares.
+    """Yield batches to sample, with their pictures cropped to `size`, those of variations to squares of `side`.
 
     Raises:
         ConfigError: a file that is no picture.
@@ -177,11 +170,11 @@ def make_orders(args: GenerateArgs, size: tuple[int, int], side: int) -> Iterato
 
     files = GuideFiles(
         key="image" if args.control is None else "control",
-        paths=paths(args.image if args.control is None else args.control),
+        paths=listed(args.image if args.control is None else args.control),
         strength=args.strength,
-        starts=paths(args.start_image),
+        starts=listed(args.start_image),
         start_strength=START_STRENGTH if args.start_strength is None else args.start_strength,
-        variations=paths(args.variation),
+        variations=listed(args.variation),
         size=size,
         side=side,
     )
@@ -193,7 +186,7 @@ def make_orders(args: GenerateArgs, size: tuple[int, int], side: int) -> Iterato
 
 
 def override_sampling(cfg: DictConfig, args: GenerateArgs) -> None:
-    """Put the arguments that are given in the place of what the run sampled with.
+    """Override the run's sampling settings with the arguments given.
 
     Raises:
         ConfigError: a value out of its range.
@@ -205,7 +198,7 @@ def override_sampling(cfg: DictConfig, args: GenerateArgs) -> None:
 
 
 def set_decoding(cfg: DictConfig, args: GenerateArgs) -> None:
-    """Let a Stage B sample as its arguments say, or as the original does."""
+    """Set the sampling of Stage B from its arguments, by default as in the original."""
     cfg.sample.steps = DECODER_STEPS if args.decoder_steps is None else args.decoder_steps
     given = args.decoder_guidance_scale
     cfg.sample.guidance_scale = guidance_scale(cfg) if given is None else given

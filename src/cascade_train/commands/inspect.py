@@ -17,7 +17,7 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig
 
-from cascade_train.commands.parts.command_line import Command
+from cascade_train.commands.parts.command_line import Command, check_at_least_one
 from cascade_train.errors import ConfigError, RunError
 
 DEFAULTS = {"model": "c_3b", "task": "finetune"}
@@ -36,13 +36,11 @@ class InspectArgs:
     """Pictures of a batch to show."""
 
     def __post_init__(self) -> None:
-        for key in ("read", "pictures"):
-            if getattr(self, key) is not None and getattr(self, key) < 1:
-                raise ConfigError(f"{key}={getattr(self, key)} must be 1 or more.")
+        check_at_least_one(self, "read", "pictures")
 
 
 def inspect(args: InspectArgs, cfg: DictConfig) -> int:
-    """Look at the data, write the page, and say what was found; return 0.
+    """Look at the data, write the page, print a summary, and return 0.
 
     Raises:
         ConfigError: the data is missing, not of its source's form, or only to be streamed.
@@ -82,7 +80,7 @@ def inspect(args: InspectArgs, cfg: DictConfig) -> int:
 
 
 def allow_unreadable(node: Any) -> None:
-    """Let every source below a node open data of which any share is unreadable: that is what is looked for."""
+    """Let every source below a node open data with any share of unreadable samples: the report lists them."""
     children = list(node.values()) if isinstance(node, DictConfig) else list(node)
     if isinstance(node, DictConfig) and "max_unreadable_share" in node:
         node.max_unreadable_share = 1.0
@@ -93,7 +91,7 @@ def allow_unreadable(node: Any) -> None:
 
 @contextmanager
 def library_log() -> Iterator[list[str]]:
-    """Collect what the library logs: what a source leaves out, and what its filters keep."""
+    """Collect the log of the sources: samples left out, and how many their filters keep."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]

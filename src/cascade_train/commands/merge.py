@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cascade_train.commands.parts.command_line import Command
+from cascade_train.commands.parts.command_line import Command, listed
 from cascade_train.errors import ConfigError
 
 
@@ -27,7 +27,7 @@ class MergeArgs:
     strength: Any = 1.0
     """How much of each: a number for all, or a list in their order; 1 = as trained."""
     model: str | None = None
-    """Size of the weights, an option of the group model; null = told by the run or the tensors."""
+    """Size of the weights, an option of the group model; null = as the run or the tensors show."""
     module_filters: list[str] | None = field(default_factory=lambda: [".attn"])
     """Modules that a LoRA of the original was trained on, which its file does not say; null = all."""
     dtype: str | None = None
@@ -38,23 +38,19 @@ class MergeArgs:
     def __post_init__(self) -> None:
         if self.dtype not in (None, "bf16", "fp32"):
             raise ConfigError(f"dtype={self.dtype} must be bf16, fp32 or null.")
-        sources, strengths = self.sources(), self.strengths()
+        sources, strengths = listed(self.lora), self.strengths()
         if not sources:
             raise ConfigError("lora=[] names nothing to merge, e.g. lora=[runs/mine].")
         if len(strengths) != len(sources) or not all(isinstance(each, int | float) for each in strengths):
             raise ConfigError(f"strength={self.strength} must be a number, or have one for each of lora={sources}.")
 
-    def sources(self) -> list[str]:
-        """Return the adapters to merge."""
-        return [str(each) for each in self.lora] if isinstance(self.lora, list) else [str(self.lora)]
-
     def strengths(self) -> list[float]:
-        """Return one strength for each."""
-        return self.strength if isinstance(self.strength, list) else [self.strength] * len(self.sources())
+        """Return one strength for each adapter."""
+        return self.strength if isinstance(self.strength, list) else [self.strength] * len(listed(self.lora))
 
 
 def merge(args: MergeArgs) -> int:
-    """Write the merged weights, read back and compared with the error told; return 0.
+    """Write the merged weights, read them back, print the relative error, and return 0.
 
     Raises:
         ConfigError: weights or adapters that do not exist or do not fit each other.
@@ -63,12 +59,12 @@ def merge(args: MergeArgs) -> int:
     from cascade_train.models.formats.export import DTYPES, network_config, save_network
     from cascade_train.models.formats.export_lora import merge_all
     from cascade_train.models.formats.weights import load_state
-    from cascade_train.results.architecture import stored_network  # heavy: torch and diffusers
+    from cascade_train.results.find import stored_network  # heavy: torch and diffusers
 
     network = stored_network(args.source, model=args.model, key="from", allow_any_target=args.allow_any_target)
     config = network_config(network)
     state = load_state(network, args.source, dtype=DTYPES.get(args.dtype or ""), key="from")
-    merge_all(network, state, args.sources(), args.strengths(), key="lora", module_filters=args.module_filters)
+    merge_all(network, state, listed(args.lora), args.strengths(), key="lora", module_filters=args.module_filters)
     out = Path(args.out)
     written = save_network(state, config, out, format="original" if out.suffix == ".safetensors" else "diffusers")
     sys.stdout.write(f"{written.path}: read back with a relative error of {written.max_error:.1e}\n")

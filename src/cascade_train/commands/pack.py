@@ -43,7 +43,7 @@ class PackArgs:
 
 
 def pack(args: PackArgs) -> int:
-    """Write the tars and say what they hold and what not; return 0.
+    """Write the tars, print what they hold and what was left out, and return 0.
 
     Raises:
         ConfigError: no such folder, no usable picture, or tars that are there already.
@@ -71,7 +71,7 @@ def pack(args: PackArgs) -> int:
         )
     except OSError as error:
         raise RunError(f"out={args.out}: {error}") from error
-    except ValueError as error:  # the source speaks of the keys of a run
+    except ValueError as error:  # the source names the keys of a run
         raise ConfigError(str(error).replace("data.path", "folder").replace("data.", "")) from error
     for path, reason in packed.left_out[:SHOWN]:
         print(f"left out {path}: {reason}")

@@ -53,7 +53,7 @@ class ImportArgs:
 
 
 def import_recipe(args: ImportArgs) -> int:
-    """Write the experiment, say how it is run and what was left behind; return 0.
+    """Write the experiment, print its command and what has no equivalent, and return 0.
 
     Raises:
         ConfigError: a file that cannot be read or is of no known trainer, a refused filter, or an `out` that is taken.
@@ -64,9 +64,9 @@ def import_recipe(args: ImportArgs) -> int:
     if out.exists() and not args.overwrite:
         raise ConfigError(f"out={args.out} exists. Choose another name, or replace it by overwrite=true.")
     recipe = translate(read_source(Path(args.source)), args)
-    command = f"python -m cascade_train --config-dir {out.absolute().parents[1]} experiment={out.stem}"
+    command = f"cascade-train --config-dir {out.absolute().parents[1]} experiment={out.stem}"
     out.parent.mkdir(parents=True, exist_ok=True)
-    shown = f"python -m cascade_train --config-dir {out.parents[1]} experiment={out.stem}"
+    shown = f"cascade-train --config-dir {out.parents[1]} experiment={out.stem}"
     out.write_text(recipe.text(title=f"Imported from {printable(Path(args.source).name)}.", command=shown))
     print(f"Wrote {out}. Run it: {command}")
     for line in recipe.report():
@@ -91,7 +91,7 @@ def read_source(path: Path) -> dict[str, Any]:
 def resolved(source: dict[Any, Any]) -> dict[str, Any]:
     """Return plain values, `???` where an interpolation leads to nothing, too far, or to more than one value.
 
-    No resolver is run, and no few bytes become many: each reference is followed once, and what it brings is bounded.
+    No resolver is run. Each reference is followed once, and the size of its value is bounded.
     """
     found: dict[str, Any] = {}
 

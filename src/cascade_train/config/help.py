@@ -40,7 +40,7 @@ FOOT = """Quote values with braces, spaces or symbols: 'data.urls="a-{000..005}.
 
 @functools.cache
 def commands() -> dict[str, str]:
-    """Return the commands by name, each with the first line of its file, which says what it does."""
+    """Return the commands by name, each with the first line of its file."""
     files = sorted((Path(cascade_train.__file__).parent / "commands").glob("[!_]*.py"))
     docs = {file.stem: ast.get_docstring(ast.parse(file.read_bytes())) or "" for file in files}
     return {name: doc.partition("\n")[0] for name, doc in docs.items()}

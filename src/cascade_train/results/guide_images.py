@@ -1,4 +1,4 @@
-"""Pictures and control maps of a user's, read for the verb that paints under them or from them."""
+"""A user's images and control maps, read for `cascade-train generate`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""From prompts to pictures with trained stages: one alone, or C, B and A one after the other.
+"""From prompts to images with trained stages: one alone, or C, B and A one after the other.
 
-Lives here: how big what is, what a stage hands to the next, and that only one of them is in memory. Must not live here:
-sampling (tasks/painting.py, diffusion/), and what a user's files become (guide.py).
+Lives here: sizes, what a stage passes to the next, and that one stage at a time is in memory. Must not live here:
+sampling (tasks/painting.py, diffusion/), and reading a user's images (guide_images.py).
 
 Shape legend: B pictures painted at once, C channels, H W latent size.
 """
@@ -18,7 +18,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from cascade_train.assembly.components import build_component
+from cascade_train.assembly.components import Parts, build_component, build_parts
+from cascade_train.assembly.model import build_whole_model
 from cascade_train.assembly.samples import build_painter
 from cascade_train.batch import sample_seed
 from cascade_train.distributed.parallelize import evaluating
@@ -32,7 +33,6 @@ from cascade_train.models.stage import Stage
 from cascade_train.models.stage_b import StageB
 from cascade_train.models.stage_c import StageC
 from cascade_train.results.find import TrainedModel
-from cascade_train.results.load import load_parts
 from cascade_train.tasks.base import Draws, Guide
 from cascade_train.tasks.painting import DiffusionPainter
 
@@ -57,11 +57,11 @@ class Order:
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """How big pictures are in the stages' eyes.
+    """Sizes of a finished image and of what the first stage samples.
 
     Attributes:
         picture: pixels of the finished picture.
-        painted: pixels of the images that the first stage thinks of: its latents' size times their stride.
+        painted: pixels of the first stage's images: its latents' size times their stride.
     """
 
     picture: Size
@@ -85,7 +85,7 @@ def fit_sizes(
         model: the stage that paints first.
         decoder: Stage B after it; None = there is none.
         height: of the finished picture in pixels; None = by the training.
-        width: likewise.
+        width: as height.
         compression: pixels of the finished picture for each latent position of Stage C; None = the model's.
 
     Raises:
@@ -98,36 +98,25 @@ def fit_sizes(
             f"{model.origin}: trained what makes pictures of {stage.name}'s latents, and paints nothing from prompts: "
             "its samples/ show what comes back of the data's pictures. Name a run of Stage B or C that denoises."
         )
-    if not isinstance(stage, StageC):
-        return _sizes_of_one(stage, model, decoder, height=height, width=width, compression=compression)
-    compression = resolution_multiple(stage) if compression is None else compression
-    multiple, least = (1, 1) if decoder is None else _steps(stage, model, decoder)
-    stride = stage.semantic_compressor.stride
-    trained = math.floor(stage.image_size // stride * compression / multiple) * multiple
-    picture = (trained if height is None else height, trained if width is None else width)
-    for key, side in zip(("height", "width"), picture, strict=True):
+    if isinstance(stage, StageC):
+        compression = resolution_multiple(stage) if compression is None else compression
+        multiple, least = (1, 1) if decoder is None else _steps(stage, model, decoder)
+        stride = stage.semantic_compressor.stride
+        trained = math.floor(stage.image_size // stride * compression / multiple) * multiple
         what = f"what Stage B of {decoder and decoder.origin} takes as one of its positions"
-        _check_side(key, side, multiple, what, least=least)
-    rows, columns = (math.ceil(side / compression) for side in picture)
-    return Sizes(picture=picture, painted=(rows * stride, columns * stride))
-
-
-def _sizes_of_one(
-    stage: Stage,
-    model: TrainedModel,
-    decoder: TrainedModel | None,
-    *,
-    height: int | None,
-    width: int | None,
-    compression: float | None,
-) -> Sizes:
-    if decoder is not None or compression is not None:
+    elif decoder is None and compression is None:
+        multiple, least, trained = stage.image_multiple, 1, stage.image_size
+        what = f"one position of what {stage.name} sees of an image"
+    else:
         key = "compression" if decoder is None else decoder.origin
         raise ConfigError(f"{key}: comes after Stage C, and {model.origin} is {stage.name}. Leave it out.")
-    size = (stage.image_size if height is None else height, stage.image_size if width is None else width)
-    for key, side in zip(("height", "width"), size, strict=True):
-        _check_side(key, side, stage.image_multiple, f"one position of what {stage.name} sees of an image")
-    return Sizes(picture=size, painted=size)
+    picture = (trained if height is None else height, trained if width is None else width)
+    for key, side in zip(("height", "width"), picture, strict=True):
+        _check_side(key, side, multiple, what, least=least)
+    if compression is None:
+        return Sizes(picture=picture, painted=picture)
+    rows, columns = (math.ceil(side / compression) for side in picture)
+    return Sizes(picture=picture, painted=(rows * stride, columns * stride))
 
 
 def _steps(stage: StageC, model: TrainedModel, decoder: TrainedModel) -> tuple[int, int]:
@@ -147,7 +136,7 @@ def _steps(stage: StageC, model: TrainedModel, decoder: TrainedModel) -> tuple[i
     return multiple, multiple * 2 ** (len(network["block_out_channels"]) - 1)
 
 
-def _check_side(key: str, side: int, multiple: int, what: str, *, least: int = 1) -> None:
+def _check_side(key: str, side: int, multiple: int, what: str, *, least: int) -> None:
     least = max(least, multiple)
     if side < least or side % multiple:
         below = max(least, side // multiple * multiple)
@@ -162,6 +151,25 @@ def _other_latents(model: TrainedModel, first: str, decoder: TrainedModel, secon
         f"{decoder.origin}: decodes the semantic latents of {second}, and {model.origin} paints those of {first}. A "
         "Stage B understands only latents of the compressor that it was trained with; name one that has the same."
     )
+
+
+def load_parts(model: TrainedModel, world: World) -> Parts:
+    """Build a trained stage and its task around the weights that were exported. Collective.
+
+    Raises:
+        ConfigError: the export is not of the configuration's model.
+    """
+    cfg = model.cfg.copy()
+    if model.export is not None:
+        if build_component(cfg, "task").trains_network:
+            cfg.model.weights = str(model.export)
+        for key in {"weights", "backbone_weights"} & set(cfg.task):
+            cfg.task[key] = None  # what they became lies in the export
+    parts = build_parts(cfg)
+    build_whole_model(cfg, parts, world)
+    if model.export is not None:
+        parts.task.load_export(model.export)
+    return parts
 
 
 def paint(model: TrainedModel, orders: Iterable[Order], *, sizes: Sizes, seed: int, world: World) -> list[Image.Image]:

@@ -29,7 +29,8 @@ def test_a_mask_is_held_at_the_latents_size_where_not_everything_counts():
     stage = SimpleNamespace(make_image_products=lambda image: {}, latent_shape=lambda height, width: (16, 3, 3))
     mask = torch.full((2, 1, 96, 96), 255, dtype=torch.uint8)
     mask[1, :, :16] = 0
-    encoder = Encoder(stage=stage, maker=None, device=torch.device("cpu"), options=SimpleNamespace(dtype="bf16"))
+    form = {"has_captions": False, "dtype": "bf16", "batch_size": 1}
+    encoder = Encoder(stage=stage, maker=None, device=torch.device("cpu"), **form)
     whole, half = encoder.images(replace(make_batch(0, 1), tensors={"mask": mask}))
     assert whole == {}
     assert half["mask"].tolist() == [[[0.5, 0.5, 0.5], [1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]]

@@ -1,15 +1,24 @@
-"""One folder for diffusers' combined pipeline, of trained stages; its content: models/formats/export_pipelines.py."""
+"""Exports of trained models: of a run's checkpoint, and of several stages as one pipeline of diffusers.
+
+What is written lives in models/formats/.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from omegaconf import DictConfig
 from torch import Tensor
 
-from cascade_train.assembly.components import build_component
+from cascade_train.assembly.components import build_component, build_parts
+from cascade_train.assembly.model import build_phases
+from cascade_train.assembly.run import write_exports
 from cascade_train.diffusion.target import EpsilonTarget
 from cascade_train.distributed.process_group import process_group
-from cascade_train.errors import ConfigError
+from cascade_train.engine.checkpoint.manifest import find_fault
+from cascade_train.engine.checkpoint.store import CheckpointStore
+from cascade_train.engine.phase import restore_training_state
+from cascade_train.errors import ConfigError, RunError
 from cascade_train.models.denoising_stage import DenoisingStage
 from cascade_train.models.formats.export import DTYPES, Exported, build_plain_network, network_config
 from cascade_train.models.formats.export_pipelines import decoder_parts, prior_parts, save_combined
@@ -18,8 +27,32 @@ from cascade_train.models.latent_codec import VQGAN
 from cascade_train.models.stage_b import StageB
 from cascade_train.models.stage_c import StageC
 from cascade_train.results.find import TrainedModel
-from cascade_train.results.load import load_parts
-from cascade_train.results.paint import Fingerprint, check_same_latents, fit_sizes
+from cascade_train.results.paint import Fingerprint, check_same_latents, fit_sizes, load_parts
+
+
+def export_checkpoint(cfg: DictConfig, checkpoints: Path, *, step: int | None, out: Path) -> Path:
+    """Load a checkpoint of a run, write the run's export from it, and return the checkpoint.
+
+    Raises:
+        ConfigError: no such checkpoint, or one of another model.
+        RunError: the checkpoint asked for is damaged, or what was written reads back differently.
+    """
+    with process_group() as world:
+        parts = build_parts(cfg)
+        phases = build_phases(cfg, parts, world)
+        store = CheckpointStore(checkpoints)
+        path = store.newest(has_optimizer=False) if step is None else checkpoints / f"step_{step}"
+        if path is None or not path.is_dir():
+            there = ", ".join(map(str, store.steps())) or "none"
+            raise ConfigError(
+                f"from={checkpoints.parent}: no checkpoint{'' if step is None else f' of step {step}'}; steps that are "
+                f"there: {there}."
+            )
+        if step is not None and (fault := find_fault(path)) is not None:
+            raise RunError(f"from={checkpoints.parent}: the checkpoint of step {step} is damaged: {fault}.")
+        restore_training_state(store, path, phases, parts.task, optimizer=False)
+        write_exports(cfg, parts.task, phases, out)
+    return path
 
 
 def export_combined(model: TrainedModel, decoder: TrainedModel, *, dtype: str | None, out: Path) -> Exported:
@@ -51,7 +84,7 @@ def _check(model: TrainedModel, decoder: TrainedModel) -> None:
     for each in (model, decoder):
         if not build_component(each.cfg, "task").trains_network:
             raise ConfigError(
-                f"{each.origin}: a run of what is added to a network. Merge adapters into weights first, python -m "
+                f"{each.origin}: a run of what is added to a network. Merge adapters into weights first, with "
                 "cascade-train merge, and name those in the run's place."
             )
         target = build_component(each.cfg, "objective").target
