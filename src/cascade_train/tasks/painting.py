@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cascade_train.diffusion.objective import Objective
 from cascade_train.diffusion.sampler import ImageNoise, sample
-from cascade_train.models.stage import Stage
 from cascade_train.tasks.base import Draws, Guide, Painter, SampleSettings
 
 if TYPE_CHECKING:
@@ -29,20 +27,14 @@ class DiffusionPainter(Painter):
 
     Attributes:
         task: makes the predictions.
-        stage: decodes latents.
-        objective: turns predictions into latents.
         settings: of the sampler.
         shape: (C, H, W) of a picture's latent.
-        device: where latents are denoised.
         result: title of the samples.
     """
 
     task: TextToImage
-    stage: Stage
-    objective: Objective
     settings: SampleSettings
     shape: tuple[int, int, int]
-    device: torch.device
     result: str = "sample"
 
     def beside(self, captions: Sequence[str], image_BCHW: Tensor, draws: Draws) -> Mapping[str, Tensor]:
@@ -53,7 +45,7 @@ class DiffusionPainter(Painter):
         self, captions: Sequence[str], image_BCHW: Tensor | None, draws: Draws, guide: Guide | None = None
     ) -> Tensor:
         """Return samples (B, 3, H, W) in [0, 1] for B prompts."""
-        return self.stage.decode(self.latents(captions, image_BCHW, draws, guide))
+        return self.task.stage.decode(self.latents(captions, image_BCHW, draws, guide))
 
     def latents(
         self, captions: Sequence[str], image_BCHW: Tensor | None, draws: Draws, guide: Guide | None = None
@@ -62,11 +54,11 @@ class DiffusionPainter(Painter):
         predictor = (
             self.task.predictor(captions, image_BCHW) if guide is None else self.task.guided_predictor(captions, guide)
         )
-        noise = ImageNoise(generators=draws("sample"), shape=self.shape, device=self.device)
+        noise = self._noise(draws("sample"))
         start = {} if guide is None or guide.start_BCHW is None else self._start(guide.start_BCHW, guide, noise)
         return sample(
             predictor,
-            objective=self.objective,
+            objective=self.task.objective,
             noise=noise,
             shift=self.settings.shift,
             guidance_scale=self.settings.guidance_scale,
@@ -74,23 +66,27 @@ class DiffusionPainter(Painter):
             **({"steps": self.settings.steps} | start),
         )
 
+    def _noise(self, generators: list[torch.Generator]) -> ImageNoise:
+        return ImageNoise(generators=generators, shape=self.shape, device=self.task.device)
+
     def _start(self, image_BCHW: Tensor, guide: Guide, noise: ImageNoise) -> dict[str, Any]:
         """Return the start of image-to-image sampling: pictures noised to a time, with that share of the steps left.
 
         From Stable Cascade, image_to_image.ipynb.
         """
-        x0_BCHW = self.stage.encode(image_BCHW.to(self.device).float() / 255)
-        time_B = torch.full((len(x0_BCHW),), guide.start_strength, device=self.device)
-        logsnr_B = self.objective.schedule(time_B, shift=self.settings.shift)
+        x0_BCHW = self.task.stage.encode(image_BCHW.to(self.task.device).float() / 255)
+        time_B = torch.full((len(x0_BCHW),), guide.start_strength, device=self.task.device)
+        logsnr_B = self.task.objective.schedule(time_B, shift=self.settings.shift)
         return {
-            "x_init": self.objective.diffuse_at(x0_BCHW, noise(), logsnr_B).noised,
+            "x_init": self.task.objective.diffuse_at(x0_BCHW, noise(), logsnr_B).noised,
             "t_start": guide.start_strength,
             "steps": max(1, round(self.settings.steps * guide.start_strength)),
         }
 
     def _one_step(self, captions: Sequence[str], image_BCHW: Tensor, draws: Draws) -> Tensor:
-        x0_BCHW = self.stage.encode(image_BCHW)
-        noise_BCHW = ImageNoise(generators=draws("one_step"), shape=self.shape, device=self.device)()
-        diffused = self.objective.diffuse_at(x0_BCHW, noise_BCHW, x0_BCHW.new_zeros(len(x0_BCHW)))
+        x0_BCHW = self.task.stage.encode(image_BCHW)
+        diffused = self.task.objective.diffuse_at(
+            x0_BCHW, self._noise(draws("one_step"))(), x0_BCHW.new_zeros(len(x0_BCHW))
+        )
         pred_BCHW, _ = self.task.predictor(captions, image_BCHW)(diffused.noised, diffused.timestep_ratio_B)
-        return self.stage.decode(self.objective.x0(pred_BCHW, diffused.noised, diffused.logsnr_B))
+        return self.task.stage.decode(self.task.objective.x0(pred_BCHW, diffused.noised, diffused.logsnr_B))

@@ -169,10 +169,7 @@ class TextToImage(Task):
 
     def painter(self, settings: SampleSettings, size: Sequence[int]) -> DiffusionPainter:
         """Return what denoises latents of pictures of (height, width) pixels and decodes them."""
-        shape = self.stage.latent_shape(*size)
-        return DiffusionPainter(
-            task=self, stage=self.stage, objective=self.objective, settings=settings, shape=shape, device=self.device
-        )
+        return DiffusionPainter(task=self, settings=settings, shape=self.stage.latent_shape(*size))
 
     def predictor(
         self, captions: Sequence[str], image_BCHW: Tensor | None, control: dict[int, Tensor] | None = None

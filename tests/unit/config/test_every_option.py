@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cascade_train.config.groups import conf_dir, group_options, groups
+from cascade_train.config.groups import conf_dir, group_options, groups, option_targets
 from cascade_train.config.preflight import preflight
 from cascade_train.config.static.signatures import class_constant
 from cascade_train.errors import ConfigError
@@ -32,8 +32,12 @@ CONTROLNETS = {
 COMPANIONS = {
     **{f"model={m}": {"task": "reconstruction"} for m in ("a", "a_tiny", "b_3b", "b_700m", "b_tiny")},
     "task=reconstruction": {"model": "b_tiny"},
-    "objective=vqgan": {"model": "a_tiny", "task": "reconstruction"},
-    "objective=preview": {"model": "c_tiny", "task": "reconstruction"},
+    **{
+        f"objective={name}": {"model": f"{stage[-1]}_tiny", "task": "reconstruction"}
+        for name, target in option_targets("objective").items()
+        if not class_constant(target, "denoises")
+        for stage in class_constant(target, "fits")[:1]
+    },
     "filter": {"task": "controlnet"},
 }
 """What else is chosen, in the place of `CHOSEN`, with an option or with any option of a group."""
