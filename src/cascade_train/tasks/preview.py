@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +23,10 @@ from cascade_train.models.stage import Stage
 from cascade_train.models.stage_c import StageC
 from cascade_train.tasks.base import Export, Phase, StepOutput, Task, weighted
 from cascade_train.tasks.pictures import PictureObjective, PictureTask, PreparedPictures
-from cascade_train.tasks.reconstruction import COMPRESSOR, Reconstruction, compressor_export, with_compressor
+from cascade_train.tasks.reconstruction import COMPRESSOR, Reconstruction
 
 PREVIEWER = "previewer"
-"""Name of the previewer among the stage's parts, the phase's modules and the exports."""
+"""Name among the stage's parts, the phase's modules and the exports."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -95,16 +95,14 @@ class Previewing(PictureTask):
         if not isinstance(stage, StageC):
             raise AssertionError(f"a previewer belongs to Stage C, not to {stage.name}")
         super().attach(stage, objective, device)
-        self._module().requires_grad_(requires_grad=True)
-        if self.train_compressor:
-            self._compressor().requires_grad_(requires_grad=True)
+        for root in self._roots().values():
+            root.requires_grad_(requires_grad=True)
 
     def phases(self) -> list[Phase]:
         """Return the one phase; the compressor is its second root where it trains."""
-        module = self._module()
-        units = [[child] for child in module.children()]
-        phase = Phase(name="train", modules={PREVIEWER: module}, units={PREVIEWER: units}, loss=self.loss)
-        return [with_compressor(phase, self._compressor()) if self.train_compressor else phase]
+        roots = self._roots()
+        units = {name: [[child] for child in root.children()] for name, root in roots.items()}
+        return [Phase(name="train", modules=roots, units=units, loss=self.loss)]
 
     def prepare_batch(self, batch: Batch) -> PreparedLatentNoise:
         """Draw the latents' noise, and copy to the device."""
@@ -140,11 +138,7 @@ class Previewing(PictureTask):
 
     def exports(self) -> Mapping[str, Export]:
         """Return `previewer`, which `model.previewer.weights` takes, and a compressor that trained along."""
-        exports = {PREVIEWER: Export(module=self._module(), write=save_part)}
-        return exports | compressor_export(self._compressor()) if self.train_compressor else exports
+        return {name: Export(module=root, write=save_part) for name, root in self._roots().items()}
 
-    def _module(self) -> nn.Module:
-        return cast(nn.Module, self.stage.previewer.module)
-
-    def _compressor(self) -> nn.Module:
-        return cast(nn.Module, self.stage.semantic_compressor.module)
+    def _roots(self) -> dict[str, nn.Module]:
+        return {part: getattr(self.stage, part).module for part in sorted(self.trained_parts())}

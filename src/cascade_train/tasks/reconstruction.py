@@ -26,7 +26,7 @@ from cascade_train.tasks.finetune import WholeNetwork
 from cascade_train.tasks.pictures import PictureObjective
 
 COMPRESSOR = "semantic_compressor"
-"""Name of the compressor among the stage's parts, the phase's modules and the exports."""
+"""Name among the stage's parts, the phase's modules and the exports."""
 
 COND_DROP_PROB = 0.05
 """Share of captions that Stage B's training replaces by the empty one, as in the original."""
@@ -90,16 +90,18 @@ class Reconstruction(WholeNetwork):
 
     def phases(self) -> list[Phase]:
         """Return the one phase; the compressor is its second root where it trains."""
-        phases = super().phases()
+        [phase] = super().phases()
         if not self.train_compressor:
-            return phases
-        return [with_compressor(phase, self._compressor()) for phase in phases]
+            return [phase]
+        compressor = self._compressor()
+        units = {**phase.units, COMPRESSOR: [[child] for child in compressor.children()]}
+        return [replace(phase, modules={**phase.modules, COMPRESSOR: compressor}, units=units)]
 
     def exports(self) -> Mapping[str, Export]:
         """Return `decoder`, a folder that diffusers' decoder pipeline loads, and a compressor that trained along."""
         exports = {self.part: Export(module=self.stage.network, write=self._write_decoder)}
         if self.train_compressor:
-            exports |= compressor_export(self._compressor())
+            exports[COMPRESSOR] = Export(module=self._compressor(), write=save_part)
         return exports
 
     def initial_average(self, source: str) -> Iterator[tuple[str, Tensor]]:
@@ -125,14 +127,3 @@ class Reconstruction(WholeNetwork):
         if not isinstance(self.stage, StageB):
             raise AssertionError(f"a decoder is made of Stage B, not of {self.stage.name}")
         return save_decoder(state, decoder_parts(self.stage), directory).max_error
-
-
-def with_compressor(phase: Phase, compressor: nn.Module) -> Phase:
-    """Return the phase with the compressor as a further root."""
-    units = {**phase.units, COMPRESSOR: [[child] for child in compressor.children()]}
-    return replace(phase, modules={**phase.modules, COMPRESSOR: compressor}, units=units)
-
-
-def compressor_export(compressor: nn.Module) -> dict[str, Export]:
-    """Return `semantic_compressor`, which `model.semantic_compressor.weights` takes."""
-    return {COMPRESSOR: Export(module=compressor, write=save_part)}
