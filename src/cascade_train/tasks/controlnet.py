@@ -70,8 +70,6 @@ class ControlNet(TextToImage):
             original's; null = a new one, which begins without effect.
         control_drop_prob: share of samples whose map is 0 in training, in [0, 1].
         seed: of a new control network's values.
-        cond_drop_prob: share of samples whose caption is replaced by the empty one, in [0, 1].
-        image_keep_prob: share of samples whose own image is a condition, in [0, 1]; null = the stage's.
 
     Raises:
         ValueError: a number out of range, or backbone weights for a bottleneck that has none.

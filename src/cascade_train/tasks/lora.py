@@ -61,8 +61,6 @@ class LoRA(TextToImage):
             `['^snail', null]` trains the matched entries. null = none.
         weights: adapters to start from: a run, its export, a peft folder or a file, with their tokens; null = new ones.
         seed: of the adapters' initial values.
-        cond_drop_prob: share of samples whose caption is replaced by the empty one, in [0, 1].
-        image_keep_prob: share of samples whose own image is a condition, in [0, 1]; null = the stage's.
     """
 
     fits = ("stage_c", "stage_b")

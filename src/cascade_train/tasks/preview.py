@@ -34,7 +34,6 @@ class Preview(PictureObjective):
     """How a preview is scored: by its pixels.
 
     Args:
-        pixel: l1 or l2, the distance between pictures.
         latent_noise: standard deviation of noise on the latents in training: the previewer becomes robust to errors of
             Stage C, and a compressor that trains along to noise; 0 = none.
 

@@ -99,7 +99,6 @@ class Vqgan(PictureObjective):
     """How an autoencoder with a codebook is scored (van den Oord et al. 2017, eq. 3; Esser et al. 2021).
 
     Args:
-        pixel: l1 or l2, the distance between pictures.
         codebook_weight: of the loss that pulls codes to the latents that chose them.
         commitment_weight: of the loss that pulls latents to their codes; beta of the paper.
         quantised_share: share of training samples whose codes are decoded; of the others, the latents themselves are,
