@@ -29,8 +29,8 @@ from torch import Tensor
 from bench import data_original as original
 from bench.data_pictures import jpeg, picture, write_set
 from bench.data_report import EndToEnd, PerImage, Runs, page, verdicts
+from cascade_train.data.decoding.decode import fast_jpeg_decoder
 from cascade_train.data.decoding.framing import Box, Framing, cut, largest_box
-from cascade_train.data.decoding.jpeg import fast_jpeg_decoder
 from cascade_train.data.loading.feed import FeedRequest, Loader
 from cascade_train.data.webdataset import WebDataset
 

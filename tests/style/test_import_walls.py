@@ -12,8 +12,8 @@ from tests.style.source import PACKAGE, in_rooms, library
 BELOW = {"config", "engine", "distributed", "tasks", "diffusion", "models", "filters", "data"}
 """Rooms that know nothing of how a run is put together."""
 
-# What each room may import of the library. `batch`, `errors`, `files`, `options`, `redaction` and `signals` are open
-# to all.
+# What each room may import of the library. `batch`, `checks`, `errors`, `files`, `options`, `redaction` and
+# `signals` are open to all.
 INSIDE = {
     "__main__": {"commands", "assembly", "config"},
     "commands": {"commands", "results", "assembly", *BELOW},
@@ -28,13 +28,14 @@ INSIDE = {
     "data": {"data"},
     "diffusion": {"diffusion"},
     "batch": set(),
+    "checks": set(),
     "errors": set(),
     "files": {"files"},
     "options": set(),
     "redaction": set(),
     "signals": set(),
 }
-GROUND = {"batch", "errors", "files", "options", "redaction", "signals"}
+GROUND = {"batch", "checks", "errors", "files", "options", "redaction", "signals"}
 
 # What each room may import from elsewhere, beside the standard library.
 OUTSIDE = {
@@ -42,6 +43,7 @@ OUTSIDE = {
     "tasks": {"torch"},
     "distributed": {"torch"},
     "batch": {"torch", "numpy"},
+    "checks": set(),
     "errors": set(),
     "files": {"yaml"},
     "options": set(),

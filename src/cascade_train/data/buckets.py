@@ -15,6 +15,7 @@ from typing import Literal
 
 import numpy as np
 
+from cascade_train.checks import check_choice, check_least, check_share
 from cascade_train.data.index.rows import Index
 from cascade_train.data.index.selection import Selection
 
@@ -50,9 +51,7 @@ class BucketTable:
     def nearest(self, width_N: np.ndarray, height_N: np.ndarray) -> np.ndarray:
         """Return the (N,) int64 bucket nearest to each picture; of equal distances the entry that comes first.
 
-        Args:
-            width_N: in pixels; 0 = unknown, taken as square.
-            height_N: in pixels; 0 = unknown.
+        Sizes are in pixels; a picture whose width or height is 0, unknown, counts as square.
         """
         known = (width_N > 0) & (height_N > 0)
         ratio_N = np.where(known, width_N, 1) / np.where(known, height_N, 1)
@@ -90,32 +89,27 @@ class Buckets:
     max_upscale: float | None = None
 
     def __post_init__(self) -> None:
-        if self.multiple_px < 1:
-            raise ValueError(f"data.buckets.multiple_px={self.multiple_px} must be at least 1 px")
-        if self.distance not in ("log", "linear"):
-            raise ValueError(f"data.buckets.distance={self.distance} is unknown: choose log or linear")
-        if not 0.0 <= self.random_share <= 1.0:
-            raise ValueError(f"data.buckets.random_share={self.random_share} is a share, give a number from 0 to 1")
-        if self.max_upscale is not None and self.max_upscale < 1.0:
-            raise ValueError(
-                f"data.buckets.max_upscale={self.max_upscale} must be at least 1 (none is enlarged); null = no limit"
-            )
+        check_choice("data.buckets.distance", self.distance, ("log", "linear"))
+        check_least("data.buckets.multiple_px", self.multiple_px, 1, "it is a number of pixels")
+        check_share("data.buckets.random_share", self.random_share, "it is a share of the pictures")
+        check_least("data.buckets.max_upscale", self.max_upscale, 1.0, "1 enlarges none; null = no limit")
 
     def table(self, image_size: int, aspect_ratios: list[str | float] | str | None) -> BucketTable:
-        """Return the sizes of about image_size² pixels.
+        """Return the sizes of about image_size² pixels; aspect_ratios None = the square alone.
 
-        With the distance `log`, pictures are compared with the sizes as they came out, so that the least is cropped;
-        with `linear`, with the ratios that were asked for.
-
-        Args:
-            image_size: side of the square picture of the same area.
-            aspect_ratios: as `data.aspect_ratios` has them; None = the square alone.
+        With the distance `log`, pictures are compared with the rounded sizes, so that the least is cropped; with
+        `linear`, with the ratios as they are configured.
 
         Raises:
-            ValueError: a ratio that is none, or too extreme for the area.
+            ValueError: an invalid ratio, or one too extreme for the area.
         """
         if aspect_ratios is None:
-            return _square(image_size)
+            return BucketTable(
+                sizes_K2=np.full((1, 2), image_size),
+                ratio_E=np.ones(1),
+                bucket_E=np.zeros(1, dtype=np.int64),
+                distance="log",
+            )
         ratio_E = with_reciprocals(parse_ratios(aspect_ratios))
         size_E2 = np.array([bucket_size(ratio, image_size**2, self.multiple_px) for ratio in ratio_E])
         thin = np.flatnonzero(size_E2.min(axis=1) == 0)
@@ -130,7 +124,7 @@ class Buckets:
         return BucketTable(sizes_K2=np.array(list(sizes)), ratio_E=shape_E, bucket_E=bucket_E, distance=self.distance)
 
     def selection(self, index: Index, table: BucketTable) -> Selection:
-        """Return which samples need no more enlargement than is allowed; those whose size is unknown do not."""
+        """Return which samples need no more enlargement than `max_upscale`; an unknown size needs none."""
         if self.max_upscale is None:
             return Selection(kept=np.ones(len(index), dtype=bool), reason="")
         width_N, height_N = index.table["width"].astype(np.int64), index.table["height"].astype(np.int64)
@@ -140,10 +134,10 @@ class Buckets:
 
 
 def parse_ratios(aspect_ratios: list[str | float] | str) -> list[float]:
-    """Return aspect ratios as numbers: of a preset's name, or of a list of fractions and decimals.
+    """Return a preset's aspect ratios, or those of a list of fractions and decimals, as numbers.
 
     Raises:
-        ValueError: an unknown preset, an empty list, or an entry that is no positive number.
+        ValueError: an unknown preset, an empty list, or an entry that is not a positive number.
     """
     if isinstance(aspect_ratios, str):
         if aspect_ratios not in PRESETS:
@@ -158,7 +152,7 @@ def parse_ratios(aspect_ratios: list[str | float] | str) -> list[float]:
 
 
 def with_reciprocals(ratios: Iterable[float]) -> list[float]:
-    """Return the ratios, each once, and behind them the reciprocals of those that were not among them."""
+    """Return the ratios, each once, followed by the reciprocals that were not among them."""
     ratios = list(dict.fromkeys(ratios))
     return list(dict.fromkeys([*ratios, *(1 / ratio for ratio in ratios)]))
 
@@ -167,11 +161,6 @@ def bucket_size(ratio: float, area: int, multiple_px: int) -> tuple[int, int]:
     """Return (height, width) of at most `area` pixels in this ratio of width to height, rounded down to multiples."""
     height, width = math.sqrt(area / ratio), math.sqrt(area * ratio)
     return int(height // multiple_px) * multiple_px, int(width // multiple_px) * multiple_px
-
-
-def _square(image_size: int) -> BucketTable:
-    sizes = np.full((1, 2), image_size)
-    return BucketTable(sizes_K2=sizes, ratio_E=np.ones(1), bucket_E=np.zeros(1, dtype=np.int64), distance="log")
 
 
 def _ratio(entry: str | float) -> float:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -19,7 +18,6 @@ from torch import Tensor
 
 from cascade_train.data.buckets import BucketTable
 from cascade_train.data.captions import Captions
-from cascade_train.data.index.quarantine import quarantine_selection, read_quarantine
 from cascade_train.data.index.rows import Index
 from cascade_train.data.index.selection import RowSelector, Selection
 from cascade_train.data.latent_cache.manifest import Manifest, read_index, read_manifest
@@ -104,9 +102,7 @@ class Cached(Source):
 
     def selectors(self) -> list[RowSelector]:
         """Return what leaves out rows that took no part when the cache was made, and those of a quarantine."""
-        if self.quarantine is None:
-            return [_took_part]
-        return [_took_part, partial(quarantine_selection, read_quarantine(Path(self.quarantine).expanduser()))]
+        return [_took_part, *self.quarantine_selectors()]
 
     def read(self, row: int) -> RawSample:
         """Read the tensors and the caption of one row.

@@ -5,10 +5,13 @@ Only texts here. The empty caption of unconditional training is drawn by the tas
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from string import Formatter
 from typing import TYPE_CHECKING, Any, Literal
 
-from cascade_train.data.caption_template import CAPTION, CaptionTemplate
+from cascade_train.checks import check_choice
 from cascade_train.data.sample import RawSample, UnreadableSampleError, value_of
 from cascade_train.data.tags import Tags, drawn, weighted_texts
 
@@ -16,9 +19,12 @@ if TYPE_CHECKING:
     import torch
 
 TEXT = "txt"
-"""The name, among keys, of the caption that the source itself reads."""
+"""The key of the caption that the source itself reads."""
 
-CHOICES = ("whole", "first", "random")
+CAPTION = "caption"
+"""The name of the caption in a template, which `{}` means too."""
+
+_NAME = re.compile(r"[^\W\d][\w-]*([.][^\W\d][\w-]*)*")
 
 
 @dataclass(kw_only=True)
@@ -50,12 +56,11 @@ class Captions:
                 f"data.captions.key={self.key} must be the name of a key, or a mapping of names to weights above 0, as"
                 " in {caption: 0.95, txt: 0.05}"
             )
-        if self.choose not in CHOICES:
-            raise ValueError(f"data.captions.choose={self.choose} is unknown: choose {', '.join(CHOICES)}")
+        check_choice("data.captions.choose", self.choose, ("whole", "first", "random"))
         texts = [self.template] if isinstance(self.template, str) else self.template
         if texts is not None and not texts:
             raise ValueError("data.captions.template=[] holds no template to draw; null takes captions as they are")
-        self._templates = [CaptionTemplate(text) for text in texts or [f"{{{CAPTION}}}"]]
+        self._templates = [_parsed_template(text) for text in texts or [f"{{{CAPTION}}}"]]
 
     @property
     def is_constant(self) -> bool:
@@ -70,29 +75,35 @@ class Captions:
 
     @property
     def needs_text(self) -> bool:
-        """Whether the source's own caption may be asked for."""
+        """Whether the source's own caption may be used."""
         return TEXT in self._keys
 
     @property
     def needs_values(self) -> bool:
-        """Whether more is asked for than the source's own caption, so that it must read a sample's json or columns."""
-        named = {name for template in self._templates for name in template.names}
+        """Whether more than the source's own caption is used, so that it must read a sample's json or columns."""
+        named = {name for template in self._templates for _, name in template if name is not None}
         return bool(self._keys.keys() - {TEXT} or named - {CAPTION}) or self.tags.key is not None
 
     def __call__(self, raw: RawSample, generator: torch.Generator) -> str:
         """Return the caption of a sample.
 
         Raises:
-            UnreadableSampleError: the sample lacks what is asked for, has something else than text there, or a list of
-                captions where `choose` does not say which.
+            UnreadableSampleError: the sample lacks a key, has something else than text there, or a list of captions
+                where `choose` does not say which.
         """
         caption = self.tags.apply(self._chosen(raw, generator), raw.values, generator)
         template = self._templates[drawn([1.0] * len(self._templates), generator)]
-        return _encodable(template.fill(caption, raw.values))
+        caption = "".join(literal + _filled(name, caption, raw.values) for literal, name in template)
+        try:
+            caption.encode()
+        except UnicodeEncodeError as error:  # json may hold halves of characters, which no file and no tokenizer takes
+            raise UnreadableSampleError(f"its caption is no Unicode text: {error.reason}") from error
+        return caption
 
     def _chosen(self, raw: RawSample, generator: torch.Generator) -> str:
-        """Return the text of one key, one of several where they are to be chosen from."""
-        found = {key: value for key in self._keys if (value := _value(raw, key)) is not None}
+        """Return the text of one key, one of several where there are more."""
+        values = {key: raw.caption if key == TEXT else value_of(raw.values, key) for key in self._keys}
+        found = {key: value for key, value in values.items() if value is not None}
         if not found:
             raise UnreadableSampleError(f"it lacks {' and '.join(self._keys)}, which data.captions.key names")
         key = list(found)[drawn([self._keys[key] for key in found], generator)]
@@ -112,19 +123,33 @@ class Captions:
         return texts[position][0]
 
 
-def _encodable(caption: str) -> str:
-    """Return a caption that can be written; json may hold halves of characters, which no file and no tokenizer takes.
+def _parsed_template(text: str) -> list[tuple[str, str | None]]:
+    """Return texts and the name after each: plain substitution, no attributes, indices or formats.
 
     Raises:
-        UnreadableSampleError: it holds such a half.
+        ValueError: braces that do not match, or something else than a name in them.
     """
+    where = f"data.captions.template={text}"
     try:
-        caption.encode()
-    except UnicodeEncodeError as error:
-        raise UnreadableSampleError(f"its caption is no Unicode text: {error.reason}") from error
-    return caption
+        parts = list(Formatter().parse(text))
+    except ValueError as error:
+        raise ValueError(
+            f"{where} is no template ({error}): write {{caption}} where the caption belongs, and double a brace"
+            " that is meant"
+        ) from None
+    for _, name, specification, conversion in parts:
+        if specification or conversion or (name and _NAME.fullmatch(name) is None):
+            raise ValueError(
+                f"{where}: {{{name}}} must be the plain name of a value, as in {{caption}} or {{artist}};"
+                " indices, conversions and formats are not read"
+            )
+    return [(literal, CAPTION if name == "" else name) for literal, name, _, _ in parts]
 
 
-def _value(raw: RawSample, key: str) -> Any:
-    """Return what a sample has under a key; None = nothing."""
-    return raw.caption if key == TEXT else value_of(raw.values, key)
+def _filled(name: str | None, caption: str, values: Mapping[str, Any]) -> str:
+    if name is None:
+        return ""
+    value = caption if name == CAPTION else value_of(values, name)
+    if not isinstance(value, str | int | float):
+        raise UnreadableSampleError(f"it has no text or number {name}, which data.captions.template names")
+    return str(value)

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from cascade_train.data.files.folder import PictureFile
-from cascade_train.data.folder import PictureFolder
+from cascade_train.data.folder import PictureFile, PictureFolder
 from cascade_train.data.index.rows import Index
 from cascade_train.data.sample import RawSample, UnreadableSampleError
 from cascade_train.data.webdataset import WebDataset

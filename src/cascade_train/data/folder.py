@@ -1,45 +1,59 @@
-"""Captioned pictures in a folder and the folders below it, as they lie on the disk."""
+"""Captioned pictures in a folder and the folders below it: captions, values and masks lie beside the pictures."""
 
 from __future__ import annotations
 
 import abc
 import logging
-from collections.abc import Mapping
+import math
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from cascade_train.data.files.folder import (
-    CAPTION_FILES,
-    MASK,
-    MULTIPLY,
-    VALUE_FILES,
-    PictureFile,
-    beside,
-    caption_of_name,
-    find_pictures,
-    read_caption,
-    read_values,
-)
-from cascade_train.data.files.pictures import EXTENSIONS, load_facts, load_picture_sizes, refuse_unreadable
-from cascade_train.data.index.repeats import repeat_counts, repeated_rows
-from cascade_train.data.index.row_filter import parse_row_filters
-from cascade_train.data.index.row_verdicts import judged, passing_rows
-from cascade_train.data.index.rows import ROW_FIELDS, Index
-from cascade_train.data.sample import RawSample, UnreadableSampleError
-from cascade_train.data.source import Source
-from cascade_train.errors import ConfigError, RunError
-from cascade_train.options import File, Free, Order
+from cascade_train.checks import check_choice
+from cascade_train.data.file_source import FileSource
+from cascade_train.data.index.pictures import EXTENSIONS, first_names, load_facts, load_picture_sizes
+from cascade_train.data.index.row_filter import read_metadata
+from cascade_train.data.index.rows import ROW_FIELDS, Index, repeat_counts, repeated_rows
+from cascade_train.data.sample import FileLimits, RawSample, UnreadableSampleError
+from cascade_train.errors import ConfigError
+from cascade_train.files.untrusted import read_yaml
+from cascade_train.options import File, Order
 
 FOLDER_FIELDS = [*ROW_FIELDS, ("bytes", "<i8"), ("caption", "u1"), ("values", "u1"), ("mask", "u1")]
-_SHOWN = 5
+MULTIPLY = "multiply.txt"
+CAPTION_FILES = ("", ".txt", ".caption")
+"""Where a caption comes from, by the number in the index: the picture's name, or a file beside it."""
+VALUE_FILES = ("", ".json", ".yaml", ".yml")
+"""Where more about a picture comes from, by the number in the index; the first means nowhere."""
+MASK = ".mask.png"
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, kw_only=True)
+class PictureFile:
+    """A picture in a folder and what lies beside it.
+
+    Attributes:
+        name: relative to the root, with slashes.
+        factor: how often it comes in an epoch, from the folder's `multiply.txt`.
+        caption: position in `CAPTION_FILES`.
+        values: position in `VALUE_FILES`.
+        mask: whether it has a mask.
+    """
+
+    name: str
+    factor: float
+    caption: int
+    values: int
+    mask: bool
+
+
 @dataclass(kw_only=True)
-class PictureFolder(Source):
+class PictureFolder(FileSource):
     """Pictures (jpg, jpeg, jfif, png, webp, bmp) in a folder and all below it, but not in hidden ones.
 
     Attributes:
@@ -49,18 +63,14 @@ class PictureFolder(Source):
     """
 
     path: Order[File[str]]
-    index_dir: Free[str | None]
-    row_filters: Order[list[list[Any]] | dict[str, str] | None]
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._filters = parse_row_filters(self.row_filters)
         self._root = Path(self.path).expanduser()
-        self._cache_dir = None if self.index_dir is None else Path(self.index_dir)
 
     @abc.abstractmethod
     def usable(self, found: list[PictureFile]) -> list[PictureFile]:
-        """Return the pictures that have a caption, and say which have none; `found` holds at least one.
+        """Return the pictures that have a caption, and log which have none; `found` holds at least one.
 
         Raises:
             ConfigError: none has.
@@ -71,37 +81,13 @@ class PictureFolder(Source):
         """Return the caption of a picture by its name and its row of the index.
 
         Raises:
-            UnreadableSampleError: it is no text.
+            UnreadableSampleError: it is not text.
         """
 
     def check(self) -> None:
         """See `Source.check`: the folder, and a picture in it."""
         if next(find_pictures(self._root), None) is None:
             raise ConfigError(self._empty_text())
-
-    def open(self) -> Index:
-        """Find the pictures in the order of their names, and read the headers of those that changed.
-
-        Raises:
-            ConfigError: there is no such folder, or no usable picture in it; a `multiply.txt` is no number; no sample
-                meets `row_filters`.
-            RunError: a file cannot be read, or too many pictures have no readable header.
-        """
-        try:
-            found = self._found()
-            index = self._indexed(found)
-        except OSError as error:
-            raise RunError(f"data.path={self.path} cannot be read: {error}") from error
-        refuse_unreadable(index, f"data.path={self.path}", self.max_unreadable_share)
-        self._index = index
-        return index
-
-    def _found(self) -> list[PictureFile]:
-        """Return the pictures that can be used."""
-        found = list(find_pictures(self._root))
-        if not found:
-            raise ConfigError(self._empty_text())
-        return self.usable(found)
 
     def _empty_text(self) -> str:
         has_tars = next(self._root.glob("*.tar"), None) is not None
@@ -111,35 +97,44 @@ class PictureFolder(Source):
             f" hidden files do not count{tars}"
         )
 
-    def _indexed(self, found: list[PictureFile]) -> Index:
-        """Return the index of these pictures, repeated, and of those that meet the filters."""
-        sizes = load_picture_sizes(self._root, self._root, [file.name for file in found], self._cache_dir)
+    def _indexed(self) -> Index:
+        """Index the usable pictures in the order of their names, repeated, and those that meet the filters."""
+        found = list(find_pictures(self._root))
+        if not found:
+            raise ConfigError(self._empty_text())
+        found = self.usable(found)
         table = np.zeros(len(found), dtype=FOLDER_FIELDS)
-        table["width"], table["height"], table["bytes"] = sizes.values[:, 0], sizes.values[:, 1], sizes.size
+        file_bytes, sizes = load_picture_sizes(self._root, self._root, [file.name for file in found], self._cache_dir)
+        table["bytes"], table["width"], table["height"] = file_bytes, *sizes.T
         for field in ("caption", "values", "mask"):
             table[field] = [getattr(file, field) for file in found]
         keys = np.array([file.name.encode() for file in found])
-        counts = _repeat_counts(found, keys)
+        counts = np.zeros(len(found), dtype=np.int64)
+        factors = np.array([file.factor for file in found])
+        for factor in np.unique(factors).tolist():  # pictures of one factor share its fraction
+            alike = factors == factor
+            counts[alike] = repeat_counts(keys[alike].tolist(), factor)
         if not counts.any():
             raise ConfigError(f"data.path={self.path}: {MULTIPLY} leaves no picture; write numbers above 0")
         if len(self._filters):
-            counts = np.where(passing_rows(self._filters, self._verdicts(found)), counts, 0)
+            counts = np.where(self._filters.kept(self._verdicts(found)), counts, 0)
         rows = repeated_rows(counts)
         name = self._root.resolve().name
         return Index(shards=(name,), table=table[rows], keys=keys[rows], filters=self._filters.identity)
 
     def _verdicts(self, found: list[PictureFile]) -> np.ndarray:
-        """Return what the filters say of each picture's values, (N, 1 + filters)."""
+        """Return the verdicts on each picture's values, (N, 1 + filters)."""
 
         def judge(path: Path) -> list[int]:
-            return judged(self._filters, read_values(path, self.limits))
+            return self._filters.judge(read_values(path, self.limits))
 
         verdicts = np.zeros((len(found), 1 + len(self._filters)), dtype=np.int32)
         rows = [row for row, file in enumerate(found) if file.values]
         names = [beside(found[row].name, VALUE_FILES[found[row].values]) for row in rows]
         kind, columns = f"verdicts-{self._filters.identity}-{self.max_text_kib}", verdicts.shape[1]
-        facts = load_facts(self._root, self._root, names, judge, columns=columns, kind=kind, cache_dir=self._cache_dir)
-        verdicts[rows] = facts.values
+        _, verdicts[rows] = load_facts(
+            self._root, self._root, names, judge, columns=columns, kind=kind, cache_dir=self._cache_dir
+        )
         return verdicts
 
     def read(self, row: int) -> RawSample:
@@ -154,7 +149,7 @@ class PictureFolder(Source):
         )
 
     def values_of(self, row: int) -> Mapping[str, Any]:
-        """Return what the json or yaml beside a picture says, nothing where there is none.
+        """Return the values of the json or yaml beside a picture, none where there is no such file.
 
         Raises:
             UnreadableSampleError: it is damaged.
@@ -172,9 +167,9 @@ class PictureFolder(Source):
 class Folder(PictureFolder):
     """Pictures with their captions beside them, in `name.txt` or `name.caption`, or in their names.
 
-    Of `a cat_(2).jpg`, the caption is the part before the first underscore. `name.json` or `name.yaml` may tell more,
-    `name.mask.png` where the loss counts. A file `multiply.txt` with a number says how often the pictures of its own
-    folder come in an epoch; fractions take a part of them once more, the same ones in every epoch.
+    Of `a cat_(2).jpg`, the caption is the file name up to the first underscore. `name.json` or `name.yaml` may hold
+    more, `name.mask.png` where the loss counts. A file `multiply.txt` with a number sets how often the pictures of its
+    own folder come in an epoch; fractions take a part of them once more, the same ones in every epoch.
 
     Attributes:
         caption_from: file = a file beside the picture, without one it is left out; name = the picture's name;
@@ -185,19 +180,18 @@ class Folder(PictureFolder):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.caption_from not in ("file_or_name", "file", "name"):
-            raise ValueError(f"data.caption_from={self.caption_from} is unknown: choose file_or_name, file or name")
+        check_choice("data.caption_from", self.caption_from, ("file_or_name", "file", "name"))
 
     def usable(self, found: list[PictureFile]) -> list[PictureFile]:
         """See `PictureFolder.usable`."""
-        named = [file for file in found if self.caption_from == "name" or not file.caption]
+        named = [file.name for file in found if self.caption_from == "name" or not file.caption]
         if not self.captions.needs_text:
-            missing, named = [file for file in found if not file.values], []
+            missing, named = [file.name for file in found if not file.values], []
         elif self.caption_from == "file":
             missing, named = named, []
         else:
-            missing = [file for file in named if not caption_of_name(file.name)]
-        left_out = {file.name for file in missing}
+            missing = [name for name in named if not caption_of_name(name)]
+        left_out = set(missing)
         usable = [file for file in found if file.name not in left_out]
         if not usable:
             raise ConfigError(
@@ -206,30 +200,119 @@ class Folder(PictureFolder):
                 " take names by data.caption_from=file_or_name"
             )
         if missing:
-            _log.warning("%s: left out %d pictures without a caption: %s", self.path, len(missing), _names(missing))
+            _log.warning(
+                "%s: left out %d pictures without a caption: %s", self.path, len(missing), first_names(missing)
+            )
         if named and self.caption_from != "name":
             _log.info(
                 "%s: %d of %d pictures have no caption file (%s), so their names are their captions: %s",
-                self.path, len(named) - len(missing), len(usable), ", ".join(CAPTION_FILES[1:]), _names(named),
+                self.path, len(named) - len(missing), len(usable), ", ".join(CAPTION_FILES[1:]), first_names(named),
             )  # fmt: skip
         return usable
 
     def caption(self, name: str, entry: np.void) -> str:
         """See `PictureFolder.caption`."""
         extension = "" if self.caption_from == "name" else CAPTION_FILES[entry["caption"]]
-        return read_caption(self._root / beside(name, extension), self.limits) if extension else caption_of_name(name)
+        if not extension:
+            return caption_of_name(name)
+        try:
+            content = self.limits.read(self._root / beside(name, extension), "caption")
+            return content.decode("utf-8-sig").strip()
+        except UnicodeDecodeError as error:
+            raise UnreadableSampleError(f"the caption is not UTF-8: {error}") from error
 
 
-def _repeat_counts(found: list[PictureFile], keys: np.ndarray) -> np.ndarray:
-    """Return how often each picture comes; those of one factor share its fraction."""
-    factors = np.array([file.factor for file in found])
-    counts = np.zeros(len(found), dtype=np.int64)
-    for factor in np.unique(factors).tolist():
-        alike = factors == factor
-        counts[alike] = repeat_counts(keys[alike].tolist(), factor)
-    return counts
+def find_pictures(root: Path) -> Iterator[PictureFile]:
+    """Yield the pictures below a folder, folders and names in the order of their code points.
+
+    Links to folders are followed; a folder that is reached again, as by a loop of links, counts once.
+
+    Raises:
+        ConfigError: there is no such folder, or a `multiply.txt` is not a number.
+        OSError: a folder cannot be read.
+    """
+    if not root.is_dir():
+        raise ConfigError(f"data.path={root} is not a folder; paths are relative to the current folder, {Path.cwd()}")
+    seen: set[tuple[int, int]] = set()
+    strange: list[str] = []
+    for folder, folders, names in os.walk(root, followlinks=True, onerror=_raise):
+        stat = Path(folder).stat()
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        if (stat.st_dev, stat.st_ino) in seen:
+            folders.clear()
+            continue
+        seen.add((stat.st_dev, stat.st_ino))
+        prefix = "" if Path(folder) == root else f"{Path(folder).relative_to(root).as_posix()}/"
+        strange += [name for name in names if not _is_utf8(prefix + name)]
+        visible = sorted(name for name in names if not name.startswith(".") and _is_utf8(prefix + name))
+        yield from _in_one_folder(Path(folder), prefix, visible)
+    if strange:
+        _log.warning("%s: left out %d files whose names are not UTF-8: %s", root, len(strange), ascii(strange[:5]))
 
 
-def _names(files: list[PictureFile]) -> str:
-    shown = ", ".join(file.name for file in files[:_SHOWN])
-    return shown + (", ..." if len(files) > _SHOWN else "")
+def caption_of_name(name: str) -> str:
+    """Return a file name up to its first underscore, without the extension, as a caption."""
+    return Path(name).stem.partition("_")[0].strip()
+
+
+def read_values(path: Path, limits: FileLimits) -> Mapping[str, Any] | None:
+    """Return the values of a json or yaml file; None where it is no mapping that can be read, or too large."""
+    try:
+        content = limits.read(path, path.suffix[1:])
+    except UnreadableSampleError:
+        return None
+    values = read_metadata(content)
+    if values is None and path.suffix != ".json":
+        try:
+            values = read_yaml(content)
+        except ValueError:
+            return None
+    return values if isinstance(values, Mapping) else None
+
+
+def beside(name: str, extension: str) -> str:
+    """Return the name of the file with another extension beside a picture."""
+    return f"{name.rpartition('.')[0]}{extension}"
+
+
+def _in_one_folder(folder: Path, prefix: str, names: list[str]) -> Iterator[PictureFile]:
+    there = set(names)
+    factor = _read_factor(folder / MULTIPLY) if MULTIPLY in there else 1.0
+    for name in names:
+        stem, _, extension = name.rpartition(".")
+        if stem and extension.lower() in EXTENSIONS and not name.endswith(MASK):
+            yield PictureFile(
+                name=prefix + name,
+                factor=factor,
+                caption=_first(stem, CAPTION_FILES, there),
+                values=_first(stem, VALUE_FILES, there),
+                mask=f"{stem}{MASK}" in there,
+            )
+
+
+def _first(stem: str, extensions: tuple[str, ...], there: set[str]) -> int:
+    """Return the position of the first non-empty extension with which a file exists; else 0."""
+    return next((i for i, extension in enumerate(extensions) if extension and stem + extension in there), 0)
+
+
+def _read_factor(path: Path) -> float:
+    text = path.read_text(encoding="utf-8", errors="replace").strip()
+    try:
+        factor = float(text)
+    except ValueError:
+        factor = math.nan
+    if not 0 <= factor < math.inf:
+        raise ConfigError(f"{path} holds {text[:20]!r}: write one number, 0 or more, such as 2 or 0.5")
+    return factor
+
+
+def _is_utf8(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _raise(error: OSError) -> None:
+    raise error

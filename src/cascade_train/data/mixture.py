@@ -9,8 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from cascade_train.data.index.repeats import repeat_counts, repeated_rows
-from cascade_train.data.index.rows import Index
+from cascade_train.data.index.rows import Index, repeat_counts, repeated_rows
 from cascade_train.data.index.selection import selected
 from cascade_train.data.joined import Joined, JoinedSource, Part, check_parts
 from cascade_train.data.source import Source

@@ -1,106 +1,106 @@
-"""Captioned pictures in parquet files, in their columns or named by them."""
+"""Captioned pictures in parquet files, in their columns or named by them.
+
+Rows' pictures and sizes are read once and cached; single rows are read by whole row groups. Needs pyarrow, which is
+imported where a file is opened.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import logging
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from cascade_train.data.files.parquet import (
-    Columns,
-    FileIndex,
-    RowGroups,
-    check_columns,
-    load_file,
-    open_parquet,
-    picture_of,
-    read_rows,
-)
-from cascade_train.data.files.pictures import load_picture_sizes, refuse_unreadable
-from cascade_train.data.index.row_filter import parse_row_filters
-from cascade_train.data.index.row_verdicts import judged, passing_rows
-from cascade_train.data.index.rows import Index
-from cascade_train.data.sample import RawSample
-from cascade_train.data.source import Source
-from cascade_train.data.table import caption_text
-from cascade_train.errors import ConfigError, RunError
-from cascade_train.options import File, Free, Order
+from cascade_train.data.decoding.decode import upright_size
+from cascade_train.data.file_source import TableRows, TableSource
+from cascade_train.data.index.cache import default_cache_dir, read_cache, write_cache
+from cascade_train.data.index.rows import ROW_FIELDS
+from cascade_train.data.sample import RawSample, UnreadableSampleError
+from cascade_train.errors import ConfigError, install_hint
+
+PARQUET_FIELDS = [*ROW_FIELDS, ("row", "<i4"), ("bytes", "<i8")]
+"""Of a row: `shard` is its row group, `row` its place in it, `bytes` those of its picture."""
 
 MUCH_MEMORY = 2 * 1024**3
 """Bytes of row groups in one worker that are worth a warning."""
+
+_FORMAT = 1
+_BATCH = 64  # rows that become Python values at once
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Columns:
+    """The columns that are read, by what they hold; its text is part of the name of cached indexes."""
+
+    image: str
+    caption: str | None
+    width: str | None
+    height: str | None
+
+    def names(self) -> list[str]:
+        """Return those that are configured."""
+        return [name for name in (self.image, self.caption, self.width, self.height) if name is not None]
+
+
 @dataclass(kw_only=True)
-class Parquet(Source):
+class Parquet(TableSource):
     """Rows of parquet files. A row group is read whole, and what the window mixes stays in memory, in every worker.
 
     Attributes:
         path: of a file, a folder with files and folders of them, or a list of both.
         image_column: with encoded pictures, or paths, or both as {bytes, path}.
         caption_column: with the caption; null = captions are made by `captions` alone.
-        width_column: with the width in pixels as the picture is seen, so that pictures need not be read to find it;
-            null = their headers are read once.
+        width_column: with the width in pixels of the upright picture, so that no header is read to find it; null =
+            headers are read once.
         height_column: with the height.
         root: folder that paths are relative to; null = the file's own.
         index_dir: folder for the cached index; None = beside the file, else the user's cache folder.
         row_filters: conditions on the columns: a list of [key, condition], or a mapping; None = all rows.
     """
 
-    path: Order[File[list[str] | str]]
-    image_column: str
-    caption_column: str | None
     width_column: str | None
     height_column: str | None
-    root: Order[File[str | None]]
-    index_dir: Free[str | None]
-    row_filters: Order[list[list[Any]] | dict[str, str] | None]
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if (self.width_column is None) != (self.height_column is None):
             raise ValueError("data.width_column and data.height_column belong together: set both, or none")
-        self._filters = parse_row_filters(self.row_filters)
         self._columns = Columns(
             image=self.image_column, caption=self.caption_column, width=self.width_column, height=self.height_column
         )
         self._groups = RowGroups(self.shuffle_window_shards + 1)
-        self._paths: list[Path] = []
 
     def check(self) -> None:
         """See `Source.check`: the files, and the columns of the first."""
-        first = _files([self.path] if isinstance(self.path, str) else self.path)[0]
+        first = self._found()[0]
         with open_parquet(first) as file:
-            check_columns(first, file.schema_arrow.names, self._columns)
+            self._check_columns(first, file.schema_arrow.names)
 
-    def open(self) -> Index:
-        """Index every file, or take its index from the cache.
-
-        Raises:
-            ConfigError: a file is missing, lacks a column, or has no usable row; no row meets `row_filters`.
-            RunError: a file cannot be read, or too many pictures have no readable header.
-        """
-        cache_dir = None if self.index_dir is None else Path(self.index_dir)
-        try:
-            self._paths = _files([self.path] if isinstance(self.path, str) else self.path)
-            self._report_memory()
-            parts = [self._usable(path, load_file(path, self._columns, cache_dir), cache_dir) for path in self._paths]
-            kept = self._judge(parts)
-        except OSError as error:
-            raise RunError(f"data.path={self.path} cannot be read: {error}") from error
-        index = self._joined(parts, kept)
-        refuse_unreadable(index, f"data.path={self.path}", self.max_unreadable_share)
-        self._index = index
-        return index
-
-    def _report_memory(self) -> None:
-        """Say what a worker keeps in memory, loudly where it is much."""
-        sizes = []
+    def _found(self) -> list[Path]:
+        """Return the files, those of a folder in the order of their names."""
+        paths = []
         for path in self._paths:
+            found = sorted(path.rglob("*.parquet")) if path.is_dir() else [path]
+            if not found or not found[0].is_file():
+                raise ConfigError(
+                    f"data.path={path} is no parquet file, nor a folder that holds some; paths are relative to the"
+                    f" current folder, {Path.cwd()}"
+                )
+            paths += found
+        return paths
+
+    def _tables(self) -> list[Path]:
+        """Return the files, and log the memory that a worker needs, as a warning where it is much."""
+        paths, sizes = self._found(), []
+        for path in paths:
             with open_parquet(path) as file:
+                self._check_columns(path, file.schema_arrow.names)
                 sizes += [file.metadata.row_group(group).total_byte_size for group in range(file.num_row_groups)]
         kept = sum(sorted(sizes)[-self.shuffle_window_shards - 1 :])
         _log.log(
@@ -109,62 +109,39 @@ class Parquet(Source):
             " and one); files written with fewer rows in a group need less.",
             len(sizes), max(sizes, default=0) / 2**20, kept / 2**30, self.shuffle_window_shards,
         )  # fmt: skip
+        return paths
 
-    def _usable(self, path: Path, file: FileIndex, cache_dir: Path | None) -> FileIndex:
-        """Complete the index of a file by the pictures that lie in files, and leave out what is not there."""
-        table, apart = file.table.copy(), file.table["bytes"] < 0
-        names = [key.decode() for key in file.keys[apart].tolist()]
-        if names:
-            facts = load_picture_sizes(path, self._root(path), names, cache_dir)
-            table["bytes"][apart] = facts.size
-            if self.width_column is None:
-                table["width"][apart], table["height"][apart] = facts.values.T
-        there = table["bytes"] >= 0
-        if file.unfilled:
-            _log.warning("%s: left out %d rows without a picture or a caption", path, file.unfilled)
-        if not there.all():
-            absent = ", ".join(key.decode() for key in file.keys[~there][:5].tolist())
-            _log.warning("%s: left out %d rows whose pictures are not there: %s", path, (~there).sum(), absent)
-        return FileIndex(table=table[there], keys=file.keys[there], unfilled=file.unfilled)
+    def _shard_name(self, path: Path, number: int) -> str:
+        return f"{path.name}#{number}"
 
-    def _judge(self, parts: list[FileIndex]) -> np.ndarray | slice:
-        """Return which of all files' usable rows meet the row filters."""
+    def _scan(self, path: Path) -> TableRows:
+        table, keys, unfilled = load_file(path, self._columns, self._cache_dir)
+        return TableRows(
+            table=table,
+            keys=keys,
+            names=[key.decode() for key in keys[table["bytes"] < 0].tolist()],
+            unfilled=unfilled,
+            verdicts=self._verdicts(path, table),
+        )
+
+    def _verdicts(self, path: Path, table: np.ndarray) -> np.ndarray:
+        verdicts = np.zeros((len(table), 1 + len(self._filters)), dtype=np.int64)
         if not len(self._filters):
-            return slice(None)
-        verdicts = [self._verdicts(path, part) for path, part in zip(self._paths, parts, strict=True)]
-        return passing_rows(self._filters, np.concatenate(verdicts))
-
-    def _verdicts(self, path: Path, part: FileIndex) -> np.ndarray:
+            return verdicts
         wanted = {key for each in self._filters.filters for key in each.keys}
-        verdicts = []
         with open_parquet(path) as file:
             names = [name for name in file.schema_arrow.names if name in wanted]
             for group in range(file.num_row_groups):
                 rows = list(read_rows(file, group, names)) if names else []
-                here = part.table["row"][part.table["shard"] == group].tolist()
-                verdicts += [judged(self._filters, _present(rows[row]) if rows else {}) for row in here]
-        return np.array(verdicts).reshape(-1, 1 + len(self._filters))
-
-    def _joined(self, parts: list[FileIndex], kept: np.ndarray | slice) -> Index:
-        """Return one index of all files, its shards their row groups."""
-        self._places: list[tuple[Path, int]] = []
-        for path, part in zip(self._paths, parts, strict=True):
-            first = len(self._places)
-            self._places += [(path, group) for group in range(int(part.table["shard"].max(initial=-1)) + 1)]
-            part.table["shard"] += first
-        table, keys = (np.concatenate([getattr(part, name) for part in parts]) for name in ("table", "keys"))
-        if not len(table):
-            raise ConfigError(f"data.path={self.path} holds no row with a picture that is there and a caption")
-        names = tuple(f"{path.name}#{group}" for path, group in self._places)
-        return Index(shards=names, table=table[kept], keys=keys[kept], filters=self._filters.identity)
-
-    def _root(self, path: Path) -> Path:
-        return path.parent if self.root is None else Path(self.root).expanduser()
+                for place in np.flatnonzero(table["shard"] == group).tolist():
+                    values = _present(rows[table["row"][place]]) if rows else {}
+                    verdicts[place] = self._filters.judge(values)
+        return verdicts
 
     def read(self, row: int) -> RawSample:
         """Read one row, its row group from memory where it is there."""
         entry = self._index.table[row]
-        path, group = self._places[entry["shard"]]
+        path, group = self._shards[entry["shard"]]
         names = None if self.captions.needs_values else self._columns.names()
         values = self._groups.row(path, group, int(entry["row"]), names)
         image, name = picture_of(values[self.image_column])
@@ -173,32 +150,161 @@ class Parquet(Source):
         self.limits.check("image", len(image))
         return RawSample(
             image=image,
-            caption="" if self.caption_column is None else caption_text(values[self.caption_column]),
+            caption=self._caption(values),
             key=self._index.name(row),
             values={key: value for key, value in _present(values).items() if key != self.image_column},
         )
 
 
-def _files(given: list[str]) -> list[Path]:
-    """Return the files that paths of files and folders name, a folder's in the order of their names.
+def open_parquet(path: Path) -> Any:
+    """Open a file with pyarrow.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: pyarrow is not installed, or the file is not a parquet file.
+        OSError: the file cannot be read.
     """
-    paths = []
-    for path in (Path(each).expanduser() for each in given):
-        found = sorted(path.rglob("*.parquet")) if path.is_dir() else [path]
-        if not found or not found[0].is_file():
-            raise ConfigError(
-                f"data.path={path} is no parquet file, nor a folder that holds some; paths are relative to the current"
-                f" folder, {Path.cwd()}"
-            )
-        paths += found
-    if not paths:
-        raise ConfigError("data.path=[] names no parquet file: give a path or a list of paths")
-    return paths
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ConfigError(
+            f"data=parquet needs the library pyarrow, which is not installed. {install_hint('parquet')}."
+        ) from error
+    try:
+        return pyarrow.parquet.ParquetFile(path)
+    except pyarrow.ArrowInvalid as error:
+        raise ConfigError(f"data.path: {path} is no parquet file that can be read: {error}") from error
+
+
+def load_file(path: Path, columns: Columns, cache_dir: Path | None) -> tuple[np.ndarray, np.ndarray, int]:
+    """Return table and keys of a file's rows, and how many have no picture or no caption, cached while it is unchanged.
+
+    Args:
+        path: of the file.
+        columns: what is read.
+        cache_dir: where the cache lies; None = beside the file if that can be written, else the user's cache folder.
+
+    Returns:
+        (N,) structured array with the fields of `PARQUET_FIELDS`, -1 bytes where the picture is a file; (N,) bytes, the
+        picture's path where it has one; the number of rows that are left out.
+
+    Raises:
+        ConfigError: it is not a parquet file, or a picture is of another type.
+        OSError: it cannot be read.
+    """
+    stat = path.stat()
+    text = f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}|{columns}|{_FORMAT}"
+    folder = default_cache_dir(path) if cache_dir is None else cache_dir
+    cached = folder / f"{path.stem}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.npz"
+    kept = read_cache(cached)
+    if kept is not None and kept.keys() >= {"table", "keys", "unfilled"}:
+        return kept["table"], kept["keys"], int(kept["unfilled"])
+    table, keys, unfilled = scan_file(path, columns)
+    write_cache(cached, {"table": table, "keys": keys, "unfilled": np.array(unfilled)}, required=cache_dir is not None)
+    return table, keys, unfilled
+
+
+def scan_file(path: Path, columns: Columns) -> tuple[np.ndarray, np.ndarray, int]:
+    """Read the columns of every row, and the headers of the pictures that lie in them. See `load_file`."""
+    rows, keys, number = [], [], 0
+    with open_parquet(path) as file:
+        for group in range(file.num_row_groups):
+            for place, values in enumerate(read_rows(file, group, columns.names())):
+                number += 1
+                image, name = picture_of(values[columns.image])
+                if (image or name) and (columns.caption is None or values[columns.caption]):
+                    rows.append((group, *_upright_size(image, values, columns), place, len(image) if image else -1))
+                    keys.append((name or f"{path.name}/{number - 1:08d}").encode(errors="replace"))
+    return np.array(rows, dtype=PARQUET_FIELDS), np.array(keys, dtype=bytes), number - len(rows)
+
+
+def read_rows(file: Any, group: int, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a row group, with these columns."""
+    for batch in file.read_row_group(group, columns=list(names), use_threads=False).to_batches(_BATCH):
+        try:
+            yield from batch.to_pylist()
+        except (ValueError, OverflowError):  # a text that is not UTF-8, a date beyond all calendars
+            yield from (_plain_row(batch.slice(row, 1)) for row in range(len(batch)))
+
+
+def _plain_row(row: Any) -> dict[str, Any]:
+    """Return a batch of one row as values, None in the place of those that Python does not have."""
+    values: dict[str, Any] = {}
+    for name in row.schema.names:
+        try:
+            values[name] = row.column(name)[0].as_py()
+        except (ValueError, OverflowError):
+            values[name] = None
+    return values
 
 
 def _present(values: dict[str, Any]) -> dict[str, Any]:
-    """Return what a row has, without its nulls."""
     return {key: value for key, value in values.items() if value is not None}
+
+
+def picture_of(value: Any) -> tuple[bytes | None, str]:
+    """Return an encoded picture, or None, and its path, empty where it has none.
+
+    Raises:
+        ConfigError: the value is neither.
+    """
+    if isinstance(value, Mapping):
+        return value.get("bytes"), value.get("path") or ""
+    if isinstance(value, str):
+        return None, value
+    if value is None or isinstance(value, bytes):
+        return value, ""
+    raise ConfigError(
+        f"data.image_column holds {type(value).__name__}: encoded pictures, paths, or {{bytes, path}} are read"
+    )
+
+
+def _upright_size(image: bytes | None, values: Mapping[str, Any], columns: Columns) -> tuple[int, int]:
+    """Return (width, height) from the columns or the header; (0, 0) where there is none, or the picture is a file."""
+    if columns.width is not None and columns.height is not None:
+        return values[columns.width] or 0, values[columns.height] or 0
+    try:
+        return (0, 0) if image is None else upright_size(image)
+    except UnreadableSampleError:
+        return 0, 0
+
+
+class RowGroups:
+    """The row groups that were read last, at most `capacity` of them. A copy in another process reads its own."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._kept: OrderedDict[tuple[Path, int], Any] = OrderedDict()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_capacity": self._capacity, "_kept": OrderedDict()}
+
+    def row(self, path: Path, group: int, row: int, names: Sequence[str] | None) -> dict[str, Any]:
+        """Return one row of a row group by column.
+
+        Args:
+            path: of the file.
+            group: number of the row group in the file.
+            row: number of the row in the group.
+            names: columns, the same in every call; None = all.
+
+        Raises:
+            UnreadableSampleError: the row group is damaged.
+            OSError: the file cannot be read.
+        """
+        if (path, group) not in self._kept:
+            while len(self._kept) >= self._capacity:
+                self._kept.popitem(last=False)
+            self._kept[path, group] = _read_group(path, group, names)
+        self._kept.move_to_end((path, group))
+        return _plain_row(self._kept[path, group].slice(row, 1))
+
+
+def _read_group(path: Path, group: int, names: Sequence[str] | None) -> Any:
+    import pyarrow
+
+    try:
+        with open_parquet(path) as file:
+            return file.read_row_group(group, columns=None if names is None else list(names), use_threads=False)
+    except (pyarrow.ArrowException, ConfigError) as error:
+        raise UnreadableSampleError(f"row group {group} of {path} is damaged: {error}") from error

@@ -1,13 +1,15 @@
-"""One sample on its way from a source to a batch, and how many unreadable ones stop a run.
+"""One sample on its way from a source to a batch, how large its files may be, and how many unreadable ones stop a run.
 
-No reading and no decoding here.
+No decoding here.
 """
 
 from __future__ import annotations
 
 import math
+import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,9 +24,11 @@ if TYPE_CHECKING:
 FEW = 3
 """Unreadable samples that no share counts against, while they are at most half of all: few samples say little."""
 
+PICTURES = ("image", "mask")
+
 
 class UnreadableSampleError(RunError):
-    """The content of one sample is damaged; a neighbour stands in for it, and it is counted."""
+    """The content of one sample is damaged; another sample stands in for it, and it is counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +36,7 @@ class RawSample:
     """What a source returns for one row of its index.
 
     Attributes:
-        image: an encoded picture (jpg, png, webp), or (H, W, 3) uint8 RGB; None where `tensors` hold what is made
-            of it.
+        image: an encoded picture (jpg, png, webp), or (H, W, 3) uint8 RGB; None where `tensors` replace it.
         caption: the text, without dropout.
         key: where the sample came from, for messages.
         weight: of its loss.
@@ -52,7 +55,7 @@ class RawSample:
 
 
 def value_of(values: Mapping[str, Any], key: str) -> Any:
-    """Return what is known of a sample under a key; None = nothing.
+    """Return a sample's value under a key; None = there is none.
 
     Args:
         values: as `RawSample` has them.
@@ -62,16 +65,61 @@ def value_of(values: Mapping[str, Any], key: str) -> Any:
         return values[key]
     value: Any = values
     for name in key.split("."):
-        value = _parsed(value) if isinstance(value, str) else value
+        if isinstance(value, str):
+            try:
+                value = read_json(value)
+            except ValueError:
+                return None
         value = value.get(name) if isinstance(value, Mapping) else None
     return value
 
 
-def _parsed(text: str) -> Any:
-    try:
-        return read_json(text)
-    except ValueError:
-        return None
+@dataclass(frozen=True, kw_only=True)
+class FileLimits:
+    """Sizes above which a file of a sample counts as unreadable: data from elsewhere may have any size.
+
+    How large a decoded picture may be is decided in decoding/decode.py.
+
+    Attributes:
+        max_file_mib: of a picture or a mask, in MiB; None = any.
+        max_text_kib: of a caption, a json or a yaml, in KiB; None = any.
+    """
+
+    max_file_mib: int | None
+    max_text_kib: int | None
+
+    @property
+    def text_bytes(self) -> int | None:
+        """The largest caption, json or yaml, in bytes."""
+        return None if self.max_text_kib is None else self.max_text_kib * 1024
+
+    def check(self, part: str, size: int) -> None:
+        """Check the size in bytes of a file: "image" or "mask"; any other part is a text, "caption" or "json".
+
+        Raises:
+            UnreadableSampleError: it is larger than allowed.
+        """
+        key = "max_file_mib" if part in PICTURES else "max_text_kib"
+        limit = getattr(self, key)
+        if limit is not None and size > limit * (1024**2 if part in PICTURES else 1024):
+            raise UnreadableSampleError(f"its {part} has {size} bytes, more than data.{key}={limit} allows")
+
+    def read(self, path: Path, part: str) -> bytes:
+        """Read a whole file.
+
+        Raises:
+            UnreadableSampleError: it is larger than allowed, has a name that is impossible, or is no plain file (a
+                device may have no end).
+            OSError: it cannot be read.
+        """
+        try:
+            found = path.stat()
+        except ValueError as error:  # what a table names
+            raise UnreadableSampleError(f"its {part} has a name that no file can have: {error}") from error
+        if not stat.S_ISREG(found.st_mode):
+            raise UnreadableSampleError(f"its {part} is no plain file")
+        self.check(part, found.st_size)
+        return path.read_bytes()
 
 
 def most_unreadable(samples: int, max_share: float) -> float:

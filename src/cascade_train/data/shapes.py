@@ -15,6 +15,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from PIL import Image, ImageChops, ImageDraw
 
+from cascade_train.checks import check_least, check_share
 from cascade_train.data.index.rows import ROW_FIELDS, Index
 from cascade_train.data.sample import RawSample
 from cascade_train.data.source import Source
@@ -62,15 +63,7 @@ _DROP_PROB = 0.08  # for each of size, position and shape: about a quarter of th
 
 @dataclass(frozen=True, kw_only=True)
 class Scene:
-    """What one picture shows, by the words of its caption.
-
-    Attributes:
-        colour: of the object.
-        shape: of the object.
-        size: small or large.
-        position: cell of a 3 x 3 grid, or a place of several cells.
-        background: colour behind it, another than the object's.
-    """
+    """What one picture shows, by the words of its caption; the background has another colour than the object."""
 
     colour: str
     shape: str
@@ -79,11 +72,11 @@ class Scene:
     background: str
 
     def renamed(self, names: Mapping[str, str]) -> Scene:
-        """Return the scene in other words."""
+        """Return the scene with some words replaced."""
         return Scene(**{field: names.get(word, word) for field, word in vars(self).items()})
 
     def sentence(self) -> str:
-        """Return the plainest caption that leaves nothing out."""
+        """Return the first form of the caption, with every word."""
         return _caption(self, [_DROP_PROB] * 3 + [0.0])
 
 
@@ -97,8 +90,8 @@ class Shapes(Source):
         only: words for colours, shapes, sizes and positions that objects are limited to, e.g. `star`; null = all.
             `sides`, which no picture has otherwise, puts the object on the left and on the right.
         names: what captions call a colour, shape, size or position instead, e.g. `star: "[star]"`; null = its word.
-        background_weight: how much the loss counts there beside the object and its edge, in [0, 1]: objects cover a
-            twentieth of a picture, so that a young model overlooks them. 1 = as much as the object.
+        background_weight: loss weight away from the object and its edge, in [0, 1]: objects cover a twentieth of a
+            picture, so that a young model overlooks them. 1 = as much as the object.
     """
 
     samples: int
@@ -109,14 +102,9 @@ class Shapes(Source):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.samples < 1:
-            raise ValueError(f"data.samples={self.samples} must be at least 1: it counts the pictures")
-        if self.image_size < 16:
-            raise ValueError(f"data.image_size={self.image_size} must be at least 16 px for shapes")
-        if not 0.0 <= self.background_weight <= 1.0:
-            raise ValueError(
-                f"data.background_weight={self.background_weight}: is a share of the object's, give 0 to 1"
-            )
+        check_least("data.samples", self.samples, 1, "it counts the pictures")
+        check_least("data.image_size", self.image_size, 16, "shapes need as many pixels")
+        check_share("data.background_weight", self.background_weight, "it is a share of the object's")
         for key, words in (("only", self.only or []), ("names", list(self.names or {}))):
             unknown = [word for word in words if word not in WORDS]
             if unknown:
@@ -146,7 +134,7 @@ class Shapes(Source):
         return np.where(near, np.uint8(255), np.uint8(round(255 * self.background_weight)))
 
     def _title(self) -> str:
-        """Return what tells these pictures from others, so that no run continues with others."""
+        """Return a name of these pictures alone, so that no run continues with others."""
         names = [f"{word}={name}" for word, name in (self.names or {}).items()]
         return "-".join([f"shapes-seed{self.seed}", *sorted(self.only or []), *sorted(names)])
 
@@ -162,7 +150,7 @@ class Shapes(Source):
 
 
 def _uniform(seed: int, row: int) -> list[float]:
-    """Draw the numbers in [0, 1) that decide one picture: words of Philox, which NumPy keeps frozen."""
+    """Draw the numbers in [0, 1) that determine one picture: words of Philox, which NumPy keeps frozen."""
     digest = hashlib.blake2b(f"shapes/{seed}/{row}".encode(), digest_size=16).digest()
     words = np.random.Philox(key=np.frombuffer(digest, dtype="<u8")).random_raw(_DRAWS)
     return [int(word) / 2**64 for word in words >> np.uint64(11) << np.uint64(11)]
@@ -173,9 +161,9 @@ def _choose(options: Sequence[str], draw: float) -> str:
 
 
 def _scene(draws: list[float], only: Collection[str]) -> Scene:
-    everything = (COLOURS, SHAPES, RADII, (*POSITIONS, *PLACES))
-    usual = (COLOURS, SHAPES, RADII, POSITIONS)
-    options = [[w for w in words if w in only] or list(most) for words, most in zip(everything, usual, strict=True)]
+    usual: tuple[tuple[str, ...], ...] = (tuple(COLOURS), SHAPES, tuple(RADII), tuple(POSITIONS))
+    everything = (*usual[:3], (*POSITIONS, *PLACES))
+    options = [[w for w in words if w in only] or most for words, most in zip(everything, usual, strict=True)]
     colour, shape, size, position = (_choose(each, draw) for each, draw in zip(options, draws, strict=False))
     return Scene(
         colour=colour,
@@ -187,7 +175,7 @@ def _scene(draws: list[float], only: Collection[str]) -> Scene:
 
 
 def _caption(scene: Scene, draws: list[float]) -> str:
-    """Say what the scene shows in one of several ways, now and then without size, position or shape."""
+    """Describe the scene in one of several forms, now and then without size, position or shape."""
     keep_size, keep_position, keep_shape = (draw >= _DROP_PROB for draw in draws[:3])
     words = ([scene.size] if keep_size else []) + [scene.colour, scene.shape if keep_shape else "shape"]
     thing = " ".join(words)
@@ -214,7 +202,7 @@ def _picture(scene: Scene, draws: list[float], image_size: int) -> Image.Image:
 
 
 def _outline_mask(scene: Scene, draws: list[float], image_size: int) -> Image.Image:
-    """Draw the object's outline, wherever it lies, at a multiple of the size, and reduce it to a soft mask."""
+    """Draw the object at each of its positions, at a multiple of the size, and reduce that to a soft mask."""
     side = image_size * _OVERSAMPLING
     radius = RADII[scene.size] * (0.9 + 0.2 * draws[2]) * side
     mask = Image.new("L", (side, side))
@@ -227,7 +215,7 @@ def _outline_mask(scene: Scene, draws: list[float], image_size: int) -> Image.Im
 
 
 def _widened(inside_HW: np.ndarray, reach: int) -> np.ndarray:
-    """Return what lies at most `reach` pixels from an object, along both axes."""
+    """Return what lies at most `reach` pixels from an object, along each axis."""
     for axis in (0, 1):
         margins = [(reach, reach) if axis == each else (0, 0) for each in (0, 1)]
         inside_HW = sliding_window_view(np.pad(inside_HW, margins), 2 * reach + 1, axis=axis).max(axis=-1)
@@ -246,10 +234,10 @@ def outline_mask(shape: str, side: int, centre: tuple[float, float], radius: flo
 
     Args:
         shape: one of `SHAPES`.
-        side: of the mask in pixels.
-        centre: x and y in pixels, from the left and the top.
-        radius: in pixels.
-        degrees: by which the shape is turned clockwise.
+        side: in pixels, as are centre (x from the left, y from the top) and radius.
+        centre: of the shape.
+        radius: of the shape.
+        degrees: clockwise rotation.
     """
     mask = Image.new("L", (side, side))
     canvas, (x, y), turn = ImageDraw.Draw(mask), centre, math.radians(degrees)

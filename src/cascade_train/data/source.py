@@ -13,22 +13,22 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from cascade_train.checks import check_choice, check_least, check_share
 from cascade_train.data.buckets import Buckets, BucketTable
 from cascade_train.data.captions import Captions
-from cascade_train.data.files.limits import FileLimits
-from cascade_train.data.index.quarantine import quarantine_selection, read_quarantine
 from cascade_train.data.index.rows import Index
-from cascade_train.data.index.selection import RowSelector
-from cascade_train.data.index.size_filter import parse_size_filters, size_selection
-from cascade_train.data.sample import RawSample
+from cascade_train.data.index.selection import (
+    RowSelector,
+    parse_size_filters,
+    quarantine_selection,
+    read_quarantine,
+    size_selection,
+)
+from cascade_train.data.sample import FileLimits, RawSample
 from cascade_train.options import File, Free, Order
 
 if TYPE_CHECKING:
     from cascade_train.data.loading.feed import Feed, FeedRequest
-
-START_METHODS = ("fork", "forkserver", "spawn")
-CROPS = ("center", "random", "saliency")
-LEFTOVERS = ("carry", "drop", "flush")
 
 
 @dataclass(kw_only=True)
@@ -41,7 +41,7 @@ class Source(abc.ABC):
         is_cache: whether it holds what a cache was filled with, and no pictures.
         image_size: side of the square training picture in pixels; other shapes have about its area.
         crop: which part of a picture that has another shape than its batch: the middle, one drawn anew each epoch, or
-            the one that stands out most.
+            the most salient one.
         shuffle_window_shards: shards whose samples are mixed with each other; larger mixes better, smaller
             keeps reads close together.
         num_workers: processes that read and decode; 0 reads in the training process.
@@ -50,12 +50,10 @@ class Source(abc.ABC):
         size_filters: conditions on the size of each picture, in the forms of `row_filters`, on width, height,
             short_side, long_side, aspect_ratio and megapixels; None = pictures of all sizes.
         quarantine: a run, or a list that it left, whose unreadable samples are left out; None = all are tried.
-        flip_prob: share of the pictures that are mirrored left to right, drawn anew each epoch.
+        flip_prob: probability of a horizontal flip, drawn anew each epoch.
         max_pixels: pixels of the largest picture that is decoded; larger ones count as unreadable. None = any.
-        max_file_mib: size of the largest picture or mask that is read, before it is decoded; larger ones count as
-            unreadable. None = any.
-        max_text_kib: size of the largest caption, json or yaml that is read; larger ones count as unreadable. None =
-            any.
+        max_file_mib: size of the largest picture or mask file; larger ones count as unreadable. None = any.
+        max_text_kib: size of the largest caption, json or yaml; larger ones count as unreadable. None = any.
         max_unreadable_share: share of unreadable samples above which a run stops.
         max_wait_seconds: how long to wait for one batch of the workers before the run stops; None = for ever.
         aspect_ratios: shapes of the training pictures, width to height: fractions or decimals, whose reciprocals are
@@ -65,7 +63,7 @@ class Source(abc.ABC):
             wait for the next epoch's, `drop` = they are left out, `flush` = they fill a batch together with repeats
             that do not count.
         replacement: draw shards with replacement, so that an epoch misses some and repeats others.
-        num_examples_to_see: samples after which the run ends; None = as the training says.
+        num_examples_to_see: samples after which the run ends; None = no limit.
         on_change: what a resume does where the data, its order or the batch size changed: `refuse`, or `restart`, which
             begins another epoch, or with another batch size continues the same one.
     """
@@ -93,55 +91,31 @@ class Source(abc.ABC):
     on_change: Free[Literal["refuse", "restart"]] = "refuse"
 
     def __post_init__(self) -> None:
-        if self.image_size < 1:
-            raise ValueError(f"data.image_size={self.image_size} must be at least 1 px: it is the side of a picture")
-        if self.crop not in CROPS:
-            raise ValueError(f"data.crop={self.crop} is unknown: choose {', '.join(CROPS)}")
-        if self.shuffle_window_shards < 1:
-            raise ValueError(
-                f"data.shuffle_window_shards={self.shuffle_window_shards} must be at least 1 (1 mixes within a shard)"
-            )
-        if self.num_workers < 0:
-            raise ValueError(
-                f"data.num_workers={self.num_workers} must be at least 0 (0 reads in the training process)"
-            )
-        if self.worker_start not in START_METHODS:
-            raise ValueError(f"data.worker_start={self.worker_start} is unknown: choose {', '.join(START_METHODS)}")
-        self._check_limits()
-        self._size_filters = parse_size_filters(self.size_filters)
-        self._check_order()
-
-    def _check_limits(self) -> None:
-        if not 0.0 <= self.flip_prob <= 1.0:
-            raise ValueError(f"data.flip_prob={self.flip_prob} must lie between 0 and 1: it is a share of the pictures")
-        if self.max_pixels is not None and self.max_pixels < 1:
-            raise ValueError(f"data.max_pixels={self.max_pixels} must be at least 1, or null to decode any picture")
-        for name in ("max_file_mib", "max_text_kib"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"data.{name}={getattr(self, name)} must be at least 1, or null to read any file")
-        self.limits = FileLimits(max_file_mib=self.max_file_mib, max_text_kib=self.max_text_kib)
-        if not 0.0 <= self.max_unreadable_share <= 1.0:
-            raise ValueError(
-                f"data.max_unreadable_share={self.max_unreadable_share} must lie between 0 and 1: 0.03 allows 3 in 100"
-            )
+        check_choice("data.crop", self.crop, ("center", "random", "saliency"))
+        check_choice("data.worker_start", self.worker_start, ("fork", "forkserver", "spawn"))
+        check_choice("data.leftover", self.leftover, ("carry", "drop", "flush"))
+        check_choice("data.on_change", self.on_change, ("refuse", "restart"))
+        check_least("data.image_size", self.image_size, 1, "it is the side of a picture in pixels")
+        check_least("data.shuffle_window_shards", self.shuffle_window_shards, 1, "1 mixes within a shard")
+        check_least("data.num_workers", self.num_workers, 0, "0 reads in the training process")
+        check_least("data.max_pixels", self.max_pixels, 1, "null decodes any picture")
+        check_least("data.max_file_mib", self.max_file_mib, 1, "null reads any file")
+        check_least("data.max_text_kib", self.max_text_kib, 1, "null reads any file")
+        check_least("data.num_examples_to_see", self.num_examples_to_see, 1, "null = no limit")
+        check_share("data.flip_prob", self.flip_prob, "it is a share of the pictures")
+        check_share("data.max_unreadable_share", self.max_unreadable_share, "0.03 allows 3 in 100")
         if self.max_wait_seconds is not None and self.max_wait_seconds <= 0.0:
             raise ValueError(f"data.max_wait_seconds={self.max_wait_seconds} must be above 0, or null to wait for ever")
-
-    def _check_order(self) -> None:
+        self.limits = FileLimits(max_file_mib=self.max_file_mib, max_text_kib=self.max_text_kib)
+        self._size_filters = parse_size_filters(self.size_filters)
         self._bucket_table = self.buckets.table(self.image_size, self.aspect_ratios)
-        if self.leftover not in LEFTOVERS:
-            raise ValueError(f"data.leftover={self.leftover} is unknown: choose {', '.join(LEFTOVERS)}")
-        if self.on_change not in ("refuse", "restart"):
-            raise ValueError(f"data.on_change={self.on_change} is unknown: choose refuse or restart")
-        if self.num_examples_to_see is not None and self.num_examples_to_see < 1:
-            raise ValueError(f"data.num_examples_to_see={self.num_examples_to_see} must be at least 1; null = no limit")
 
     def captions_of(self, row: int) -> Captions:
-        """Return what makes the caption of one row; a source made of others asks the row's own."""
+        """Return what makes the caption of one row; joined sources return that of the row's own source."""
         return self.captions
 
     def check(self) -> None:
-        """Find out at little cost whether the data is there, before anything is loaded; `open` finds what is left.
+        """Find out at little cost whether the data is there, before anything is loaded; `open` checks the rest.
 
         Raises:
             ConfigError: a file, a folder or a column is missing.
@@ -166,35 +140,34 @@ class Source(abc.ABC):
         """
 
     def prefetch(self, rows: Sequence[int]) -> None:
-        """Begin to read rows that `read` is about to be asked for, where that is worth it. Runs in a worker process."""
+        """Begin to read rows that `read` will soon get, where that pays. Runs in a worker process."""
         del rows
 
     def record(self) -> None:
-        """Write down what a resumed run must find again; called once the run directory is claimed, by one rank."""
+        """Write down what a resumed run needs; called by one rank once the run directory is claimed."""
 
     def bucket_table(self, index: Index) -> BucketTable:
-        """Return the sizes that the samples are trained at; a source whose samples have theirs already names those."""
+        """Return the sizes that the samples are trained at."""
         del index
         return self._bucket_table
 
-    def selectors(self) -> list[RowSelector]:
-        """Return what decides, by the index alone, which rows take part.
+    def quarantine_selectors(self) -> list[RowSelector]:
+        """Return what leaves out the samples that `quarantine` lists.
 
         Raises:
-            ConfigError: there is no list of unreadable samples where `quarantine` says.
+            ConfigError: there is no such list.
         """
-        selectors: list[RowSelector] = []
-        if self._size_filters:
-            selectors.append(partial(size_selection, self._size_filters))
-        if self.quarantine is not None:
-            names = read_quarantine(Path(self.quarantine).expanduser())
-            selectors.append(partial(quarantine_selection, names))
-        return [*selectors, lambda index: self.buckets.selection(index, self.bucket_table(index))]
+        if self.quarantine is None:
+            return []
+        return [partial(quarantine_selection, read_quarantine(Path(self.quarantine).expanduser()))]
+
+    def selectors(self) -> list[RowSelector]:
+        """Return what decides, by the index alone, which rows take part. Raises as `quarantine_selectors`."""
+        by_size: list[RowSelector] = [partial(size_selection, self._size_filters)] if self._size_filters else []
+        by_enlargement = [lambda index: self.buckets.selection(index, self.bucket_table(index))]
+        return [*by_size, *self.quarantine_selectors(), *by_enlargement]
 
     def own_feed(self, request: FeedRequest) -> Feed | None:
-        """Return a feed of the source's own; None = `feed.Loader` over the index, the default.
-
-        For sources that cannot be indexed.
-        """
+        """Return a feed of the source's own, where it cannot be indexed; None = `feed.Loader` over the index."""
         del request
         return None

@@ -1,32 +1,32 @@
-"""Pictures that a table (csv, tsv, jsonl) names, with their captions."""
+"""Pictures that a table (csv, tsv, jsonl) names, with their captions.
+
+The rows of a table are read in order once, and later one by one at their places.
+"""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Mapping
+import abc
+import csv
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
-from cascade_train.data.files.pictures import load_picture_sizes, refuse_unreadable
-from cascade_train.data.files.tables import TableFile, table_file
-from cascade_train.data.index.row_filter import parse_row_filters
-from cascade_train.data.index.row_verdicts import judged, passing_rows
-from cascade_train.data.index.rows import ROW_FIELDS, Index
+from cascade_train.data.file_source import TableRows, TableSource
+from cascade_train.data.index.pictures import first_names
+from cascade_train.data.index.rows import ROW_FIELDS
 from cascade_train.data.sample import RawSample, UnreadableSampleError
-from cascade_train.data.source import Source
-from cascade_train.errors import ConfigError, RunError
-from cascade_train.options import File, Free, Order
+from cascade_train.errors import ConfigError
+from cascade_train.files.untrusted import read_json
 
 TABLE_FIELDS = [*ROW_FIELDS, ("bytes", "<i8"), ("row_start", "<i8"), ("row_bytes", "<i8")]
-_SHOWN = 5
-_log = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
-class Table(Source):
+class Table(TableSource):
     """Rows of tables, each with the path of a picture and its caption. A picture may come in several rows.
 
     Attributes:
@@ -40,145 +40,212 @@ class Table(Source):
         row_filters: conditions on the columns: a list of [key, condition], or a mapping; None = all rows.
     """
 
-    path: Order[File[list[str] | str]]
-    image_column: str
-    caption_column: str | None
     mask_column: str | None
-    root: Order[File[str | None]]
-    index_dir: Free[str | None]
-    row_filters: Order[list[list[Any]] | dict[str, str] | None]
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._filters = parse_row_filters(self.row_filters)
-        self._paths = [Path(path).expanduser() for path in ([self.path] if isinstance(self.path, str) else self.path)]
-        if not self._paths:
-            raise ValueError("data.path=[] names no table: give a path or a list of paths")
-        self._cache_dir = None if self.index_dir is None else Path(self.index_dir)
 
     def check(self) -> None:
         """See `Source.check`: the tables, and their columns."""
         wanted = {column for column in (self.image_column, self.caption_column, self.mask_column) if column is not None}
-        for file in map(table_file, self._paths):
+        for path in self._paths:
             columns: dict[str, None] = {}
-            for row in file.rows():
-                columns.update(dict.fromkeys(row.values))
+            for _, _, values in table_file(path).rows():
+                columns.update(dict.fromkeys(values))
                 if wanted <= columns.keys():
                     break
-            self._check_columns(file, columns)
+            self._check_columns(path, columns)
 
-    def open(self) -> Index:
-        """Read the tables, and the headers of the pictures that changed.
+    def _tables(self) -> list[Path]:
+        self._files = {path: table_file(path) for path in self._paths}
+        return self._paths
 
-        Raises:
-            ConfigError: a table is missing, lacks a column, or has no usable row; no row meets `row_filters`.
-            RunError: a file cannot be read, or too many pictures have no readable header.
-        """
-        self._files = [table_file(path) for path in self._paths]
-        try:
-            parts = [self._indexed(file, shard) for shard, file in enumerate(self._files)]
-        except OSError as error:
-            raise RunError(f"data.path={self.path} cannot be read: {error}") from error
-        table, keys = (np.concatenate([part[field] for part in parts]) for field in (0, 1))
-        if len(self._filters):
-            kept = passing_rows(self._filters, np.concatenate([part[2] for part in parts]))
-            table, keys = table[kept], keys[kept]
-        names = tuple(file.path.name for file in self._files)
-        index = Index(shards=names, table=table, keys=keys, filters=self._filters.identity)
-        refuse_unreadable(index, f"data.path={self.path}", self.max_unreadable_share)
-        self._index = index
-        return index
-
-    def _indexed(self, file: TableFile, shard: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return table, keys and verdicts of one file's usable rows."""
+    def _scan(self, path: Path) -> TableRows:
+        wanted = [column for column in (self.image_column, self.caption_column) if column is not None]
         places, names, verdicts = [], [], []
         columns: dict[str, None] = {}
         unfilled = 0
-        for row in file.rows():
-            columns.update(dict.fromkeys(row.values))
-            if not self._is_filled(row.values):
+        for start, size, values in self._files[path].rows():
+            columns.update(dict.fromkeys(values))
+            if any(values.get(column) in (None, "", []) for column in wanted):
                 unfilled += 1
                 continue
-            places.append((row.start, row.size))
-            names.append(str(row.values[self.image_column]))
-            if len(self._filters):
-                verdicts.append(judged(self._filters, _with_numbers(row.values)))
-        self._check_columns(file, columns)
-        sizes = load_picture_sizes(file.path, self._root(file), names, self._cache_dir)
-        there = sizes.size >= 0
-        self._report(file, unfilled, [name for name, found in zip(names, there.tolist(), strict=True) if not found])
-        if not there.any():
-            raise ConfigError(self._nothing_usable_text(file, unfilled, names))
-        table = np.zeros(len(names), dtype=TABLE_FIELDS)
-        table["shard"], table["bytes"] = shard, sizes.size
-        table["width"], table["height"] = sizes.values.T
-        table["row_start"], table["row_bytes"] = np.array(places).T
-        keys = np.array([name.encode(errors="replace") for name in names])
-        judgements = np.array(verdicts) if verdicts else np.zeros((len(names), 1))
-        return table[there], keys[there], judgements[there]
-
-    def _check_columns(self, file: TableFile, columns: Mapping[str, Any]) -> None:
-        """Check that some row has each of the columns that are asked for.
-
-        Raises:
-            ConfigError: none has.
-        """
-        for key in ("image_column", "caption_column", "mask_column"):
-            column = getattr(self, key)
-            if column is not None and column not in columns:
-                has = ", ".join(columns) or "no rows"
-                raise ConfigError(f"data.{key}={column} is no column of {file.path}, which has {has}")
-
-    def _is_filled(self, values: Mapping[str, Any]) -> bool:
-        """Return whether a row names a picture and has a caption where one is asked for."""
-        wanted = [self.image_column, *([] if self.caption_column is None else [self.caption_column])]
-        return all(values.get(column) not in (None, "", []) for column in wanted)
-
-    def _root(self, file: TableFile) -> Path:
-        return file.path.parent if self.root is None else Path(self.root).expanduser()
-
-    def _report(self, file: TableFile, unfilled: int, missing: list[str]) -> None:
-        if unfilled:
-            _log.warning("%s: left out %d rows without a picture's path or a caption", file.path, unfilled)
-        if missing:
-            _log.warning("%s: left out %d pictures that are not there: %s", file.path, len(missing), _names(missing))
-
-    def _nothing_usable_text(self, file: TableFile, unfilled: int, names: list[str]) -> str:
+            places.append((0, 0, 0, -1, start, size))
+            names.append(str(values[self.image_column]))
+            verdicts.append(self._filters.judge(_with_numbers(values)) if len(self._filters) else [])
+        self._check_columns(path, columns)
         if not names:
-            return (
-                f"data.path={file.path} holds no row with a picture's path and a caption; {unfilled} lack one of them"
+            raise ConfigError(
+                f"data.path={path} holds no row with a picture and a caption; {unfilled} lack one of them"
             )
-        return (
-            f"data.path={file.path}: none of {len(names)} pictures is there: {_names(names)}; paths are relative to"
-            f" {self._root(file)}, data.root= sets another folder"
+        return TableRows(
+            table=np.array(places, dtype=TABLE_FIELDS),
+            keys=np.array([name.encode(errors="replace") for name in names]),
+            names=names,
+            unfilled=unfilled,
+            verdicts=np.array(verdicts),
         )
+
+    def _usable(self, path: Path, rows: TableRows) -> TableRows:
+        usable = super()._usable(path, rows)
+        if not len(usable.table):
+            raise ConfigError(
+                f"data.path={path}: none of {len(rows.names)} pictures is there: {first_names(rows.names)}; paths are"
+                f" relative to {self._root(path)}, data.root= sets another folder"
+            )
+        return usable
 
     def read(self, row: int) -> RawSample:
         """Read the row of the table again, and the files that it names."""
         entry = self._index.table[row]
-        file = self._files[entry["shard"]]
-        values = file.read(int(entry["row_start"]), int(entry["row_bytes"]))
-        root = self._root(file)
+        path, _ = self._shards[entry["shard"]]
+        values = self._files[path].read(int(entry["row_start"]), int(entry["row_bytes"]))
+        root = self._root(path)
         mask = None if self.mask_column is None else values.get(self.mask_column)
         return RawSample(
             image=self.limits.read(root / str(values[self.image_column]), "image"),
-            caption="" if self.caption_column is None else caption_text(values[self.caption_column]),
+            caption=self._caption(values),
             key=self._index.name(row),
             mask=self.limits.read(root / str(mask), "mask") if mask else None,
             values=values,
         )
 
 
-def caption_text(value: Any) -> str:
-    """Return a caption as text, several as its lines.
+class TableFile(abc.ABC):
+    """A table in a file in UTF-8."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @abc.abstractmethod
+    def rows(self) -> Iterator[tuple[int, int, Mapping[str, Any]]]:
+        """Read start and size in bytes of each row, and its values by column; empty lines do not count.
+
+        Raises:
+            ConfigError: the file does not have the form of a table.
+            OSError: it cannot be read.
+        """
+
+    @abc.abstractmethod
+    def values(self, text: str) -> Mapping[str, Any]:
+        """Return the values of a row by its text. Only after `rows` was begun.
+
+        Raises:
+            ValueError: the text is not a row.
+        """
+
+    def read(self, start: int, size: int) -> Mapping[str, Any]:
+        """Read the row at a place that `rows` returned.
+
+        Raises:
+            UnreadableSampleError: the file changed, so that there is no row at this place.
+            OSError: the file cannot be read.
+        """
+        with self.path.open("rb") as file:
+            file.seek(start)
+            content = file.read(size)
+        try:
+            return self.values(content.decode())
+        except ValueError as error:
+            raise UnreadableSampleError(f"{self.path} has no row at byte {start}; it changed during the run") from error
+
+
+class DelimitedFile(TableFile):
+    """A file with the columns' names in its first row, and cells that may be quoted and span lines."""
+
+    def __init__(self, path: Path, *, delimiter: str = ",") -> None:
+        super().__init__(path)
+        self.delimiter = delimiter
+
+    def rows(self) -> Iterator[tuple[int, int, Mapping[str, Any]]]:
+        """See `TableFile`."""
+        with self.path.open("rb") as file:
+            lines = _Lines(file, self.path)
+            reader = csv.reader(lines, delimiter=self.delimiter, strict=True)
+            try:
+                self.columns = next(reader, [])
+                start = lines.end
+                for cells in reader:
+                    if cells:
+                        yield start, lines.end - start, self._by_column(cells)
+                    start = lines.end
+            except csv.Error as error:
+                raise ConfigError(
+                    f"data.path: {self.path}, line {reader.line_num}: {error}; cells with quotes or line ends must be"
+                    " quoted"
+                ) from error
+
+    def values(self, text: str) -> Mapping[str, Any]:
+        """See `TableFile`."""
+        try:
+            return self._by_column(next(csv.reader(text.splitlines(keepends=True), delimiter=self.delimiter)))
+        except (csv.Error, StopIteration) as error:
+            raise ValueError(str(error)) from error
+
+    def _by_column(self, cells: list[str]) -> dict[str, str]:
+        return dict(zip(self.columns, cells, strict=False))
+
+
+class JsonLines(TableFile):
+    """A file with a json mapping in every line."""
+
+    def rows(self) -> Iterator[tuple[int, int, Mapping[str, Any]]]:
+        """See `TableFile`."""
+        with self.path.open("rb") as file:
+            lines = _Lines(file, self.path)
+            start = 0
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    try:
+                        yield start, lines.end - start, self.values(line)
+                    except ValueError as error:
+                        raise ConfigError(
+                            f"data.path: {self.path}, line {number} is no json mapping, as {{...}}: {error}"
+                        ) from error
+                start = lines.end
+
+    def values(self, text: str) -> Mapping[str, Any]:
+        """See `TableFile`."""
+        values = read_json(text.removeprefix("\ufeff"))
+        if not isinstance(values, dict):
+            raise ValueError(f"it is a {type(values).__name__}")
+        return values
+
+
+FORMATS: Mapping[str, Callable[[Path], TableFile]] = {
+    ".csv": DelimitedFile,
+    ".tsv": partial(DelimitedFile, delimiter="\t"),
+    ".jsonl": JsonLines,
+    ".ndjson": JsonLines,
+}
+
+
+def table_file(path: Path) -> TableFile:
+    """Return the reader of a table, by its extension.
 
     Raises:
-        UnreadableSampleError: it is neither text nor a list of texts.
+        ConfigError: the extension is unknown, or there is no such file.
     """
-    texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise UnreadableSampleError(f"its caption is no text: {value!r:.60}")
-    return "\n".join(text.strip() for text in texts)
+    if path.suffix.lower() not in FORMATS:
+        raise ConfigError(f"data.path={path} is no table that can be read: give a file ending in {', '.join(FORMATS)}")
+    if not path.is_file():
+        raise ConfigError(f"data.path={path} is not there; paths are relative to the current folder, {Path.cwd()}")
+    return FORMATS[path.suffix.lower()](path)
+
+
+class _Lines(Iterator[str]):
+    """The lines of a file as text, and where the last one ended in bytes."""
+
+    def __init__(self, file: BinaryIO, path: Path) -> None:
+        self._file, self._path, self.end = file, path, 0
+
+    def __next__(self) -> str:
+        line = self._file.readline()
+        if not line:
+            raise StopIteration
+        try:
+            text = line.decode("utf-8-sig" if self.end == 0 else "utf-8")
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"data.path: {self._path} is not UTF-8 after byte {self.end} ({error.reason})") from error
+        self.end += len(line)
+        return text
 
 
 def _with_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -193,8 +260,3 @@ def _number(text: str) -> Any:
         except ValueError:
             continue
     return text
-
-
-def _names(names: Iterable[str]) -> str:
-    listed = list(names)
-    return ", ".join(listed[:_SHOWN]) + (", ..." if len(listed) > _SHOWN else "")

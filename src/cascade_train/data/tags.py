@@ -1,4 +1,4 @@
-"""Captions that are lists of tags: shuffled, dropped and shortened, with the first ones or heavy ones preferred."""
+"""Captions that are lists of tags: shuffled, dropped and truncated, with the first or the heavier ones preferred."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from cascade_train.checks import check_least
 from cascade_train.data.sample import UnreadableSampleError, value_of
 from cascade_train.redaction import LONGEST_NAME, shortened
 
 if TYPE_CHECKING:
     import torch
-
-LIST_SEPARATOR = ","
-"""What parts the tags of a list, where no separator is named."""
 
 Weighted = tuple[str, float]
 _ACTING = ("keep_first", "shuffle", "drop_prob", "max_tags", "max_characters")
@@ -23,16 +21,16 @@ _ACTING = ("keep_first", "shuffle", "drop_prob", "max_tags", "max_characters")
 
 @dataclass(kw_only=True)
 class Tags:
-    """What becomes of a caption's tags. The defaults take a caption as it is.
+    """What becomes of a caption's tags. The defaults leave a caption as it is.
 
     Attributes:
-        separator: what parts a caption into tags, such as a comma; null = the caption is one text.
+        separator: what separates the tags of a caption, such as a comma; null = the caption is one text.
         key: of the sample's json or columns, a list of tags that follow the caption: texts, or `{tag: smiling, weight:
             0.8}`, or a mapping of tags to weights; null = none.
         keep_first: tags at the beginning that are never moved or dropped.
-        shuffle: draw another order each epoch; a tag of twice the weight comes first twice as often.
-        drop_prob: share of the other tags that is left out, drawn anew each epoch.
-        max_tags: at most so many, the kept ones included; null = all.
+        shuffle: draw a new order each epoch; a tag of twice the weight comes first twice as often.
+        drop_prob: probability of leaving out each other tag, drawn anew each epoch.
+        max_tags: most tags of a caption, the kept ones included; null = all.
         max_characters: of the caption; tags that would make it longer are left out, from the end; null = no limit.
     """
 
@@ -50,18 +48,17 @@ class Tags:
             acting = [name for name in _ACTING if getattr(self, name) != getattr(Tags, name)]
             if acting:
                 raise ValueError(
-                    f"data.captions.tags.{acting[0]}={getattr(self, acting[0])} finds no tags: name what parts them by"
-                    " data.captions.tags.separator, or the key that lists them by data.captions.tags.key"
+                    f"data.captions.tags.{acting[0]}={getattr(self, acting[0])} finds no tags: set"
+                    " data.captions.tags.separator, or data.captions.tags.key to the key that lists them"
                 )
-        separator = LIST_SEPARATOR if self.separator is None else self.separator
-        self._separator, self._joint = separator, f"{separator.strip()} "
+        self._separator = "," if self.separator is None else self.separator
+        self._joint = f"{self._separator.strip()} "
 
     def _check_ranges(self) -> None:
         where = "data.captions.tags."
         if self.separator == "" or self.key == "":
             raise ValueError(f"{where}separator and key are texts; null, not an empty text, means none")
-        if self.keep_first < 0:
-            raise ValueError(f"{where}keep_first={self.keep_first} is a number of tags: 0 or more")
+        check_least("data.captions.tags.keep_first", self.keep_first, 0, "it is a number of tags")
         if not 0.0 <= self.drop_prob < 1.0:
             raise ValueError(
                 f"{where}drop_prob={self.drop_prob} is a share of the tags: at least 0 and below 1; whole captions are"
@@ -83,15 +80,10 @@ class Tags:
         return not self.shuffle and self.drop_prob == 0.0
 
     def apply(self, caption: str, values: Mapping[str, Any], generator: torch.Generator) -> str:
-        """Return the caption with its tags as they come this time.
-
-        Args:
-            caption: a text, parted by the separator where there is one.
-            values: what else is known of the sample.
-            generator: of the sample's own, on the CPU.
+        """Return the caption with its tags shuffled, dropped and truncated; the generator is the sample's own.
 
         Raises:
-            UnreadableSampleError: there is something else than tags under the key.
+            UnreadableSampleError: the value under the key is not a list of tags.
         """
         if self.separator is None and self.key is None:
             return caption
@@ -131,7 +123,7 @@ def weighted_texts(value: Any, key: str) -> list[Weighted]:
 
     Args:
         value: texts, or mappings of one text and a `weight`; or one mapping of texts to weights.
-        key: where it comes from, for the message.
+        key: of the value, for the message.
 
     Raises:
         UnreadableSampleError: the value has another form, or a weight is not above 0.
@@ -158,14 +150,14 @@ def drawn(weights: Sequence[float], generator: torch.Generator) -> int:
 
 
 def _shuffled(tags: list[Weighted], generator: torch.Generator) -> list[Weighted]:
-    """Return the tags in an order in which each next one is drawn by weight from those that are left."""
+    """Return the tags in an order in which each next one is drawn by weight from the rest."""
     races = _races([weight for _, weight in tags], generator)
     return [tags[i] for i in sorted(range(len(tags)), key=races.__getitem__, reverse=True)]
 
 
 def _races(weights: Sequence[float], generator: torch.Generator) -> list[float]:
-    """Return a number per weight, the largest being each one's in proportion to them (Efraimidis and Spirakis 2006)."""
-    import torch  # seconds to import, and a configuration is checked before
+    """Return a score per weight; each is the largest with probability in proportion (Efraimidis and Spirakis 2006)."""
+    import torch  # seconds to import; a configuration is checked before
 
     u = torch.rand(len(weights), generator=generator, dtype=torch.float64)
     return (torch.log1p(-u) / torch.tensor(list(weights), dtype=torch.float64)).tolist()
@@ -178,7 +170,7 @@ def _uniform(count: int, generator: torch.Generator) -> list[float]:
 
 
 def _entry(value: Any) -> tuple[Any, Any]:
-    """Return text and weight of a list's element; anything else as it is, to be refused."""
+    """Return text and weight of a list's element; anything else as it is, refused later."""
     if not isinstance(value, Mapping):
         return value, 1.0
     others = [each for name, each in value.items() if name != "weight"]

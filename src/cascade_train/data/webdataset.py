@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cascade_train.data.files.pictures import refuse_unreadable
-from cascade_train.data.index.row_filter import parse_row_filters, passing
+from cascade_train.data.index.pictures import refuse_unreadable
+from cascade_train.data.index.row_filter import parse_row_filters
 from cascade_train.data.index.rows import ROW_FIELDS, Index
 from cascade_train.data.index.selection import RowSelector
 from cascade_train.data.sample import RawSample
@@ -169,16 +169,8 @@ class WebDataset(Source):
             return slice(None)
         parts = zip(self._tars, shards, strict=True)
         largest = self.limits.text_bytes
-        verdicts = np.concatenate(
-            [load_verdicts(tar, shard, self._filters, cache_dir, largest=largest) for tar, shard in parts]
-        )
-        report = self._filters.report(verdicts)
-        for line in report:
-            _log.info("%s", line)
-        kept = passing(verdicts)
-        if not kept.any():
-            raise ConfigError("no sample is left, so nothing can train; relax the filters. " + "; ".join(report))
-        return kept
+        verdicts = [load_verdicts(tar, shard, self._filters, cache_dir, largest=largest) for tar, shard in parts]
+        return self._filters.kept(np.concatenate(verdicts))
 
     def prefetch(self, rows: Sequence[int]) -> None:
         """Begin to read remote rows, several at a time."""

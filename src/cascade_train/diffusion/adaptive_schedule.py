@@ -13,8 +13,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from cascade_train.checks import check_choice, check_increasing, check_within
 from cascade_train.diffusion.bucket import BucketAverage
-from cascade_train.diffusion.checks import check_choice, check_increasing, check_within
 from cascade_train.diffusion.schedule import Schedule
 
 

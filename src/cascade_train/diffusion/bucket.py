@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from cascade_train.diffusion.checks import check_above, check_choice, check_within
+from cascade_train.checks import check_above, check_choice, check_within
 from cascade_train.errors import ConfigError
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cascade_train.diffusion.checks import check_choice, check_within
+from cascade_train.checks import check_choice, check_within
 from cascade_train.errors import ConfigError
 
 Grid = tuple[int, int, int]

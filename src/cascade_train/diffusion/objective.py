@@ -16,8 +16,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from cascade_train.checks import check_above, check_within
 from cascade_train.diffusion.bucket import Adaptive, joint_state, load_joint_state
-from cascade_train.diffusion.checks import check_above, check_within
 from cascade_train.diffusion.loss_weight import LossWeight
 from cascade_train.diffusion.noise import Noise, PlainNoise
 from cascade_train.diffusion.noise_condition import NoiseCondition

@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from cascade_train.diffusion.checks import check_above, check_choice, check_within
+from cascade_train.checks import check_above, check_choice, check_within
 from cascade_train.diffusion.noise import PlainNoise
 from cascade_train.diffusion.objective import Objective
 from cascade_train.diffusion.scaling import per_sample

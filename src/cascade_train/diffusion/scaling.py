@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from cascade_train.diffusion.checks import check_above
+from cascade_train.checks import check_above
 from cascade_train.diffusion.schedule import Schedule
 
 

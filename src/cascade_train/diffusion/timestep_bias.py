@@ -10,7 +10,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from cascade_train.diffusion.checks import check_above, check_choice, check_within
+from cascade_train.checks import check_above, check_choice, check_within
 from cascade_train.errors import ConfigError
 
 STRATEGIES = ("none", "earlier", "later", "range")

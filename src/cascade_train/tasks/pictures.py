@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cascade_train.batch import Batch
-from cascade_train.diffusion.checks import check_choice
+from cascade_train.checks import check_choice
 from cascade_train.diffusion.objective import masked_mean
 from cascade_train.models.image_quality import check_installed
 from cascade_train.models.stage import Stage

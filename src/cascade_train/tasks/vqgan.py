@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from cascade_train.batch import Batch
-from cascade_train.diffusion.checks import check_within
+from cascade_train.checks import check_within
 from cascade_train.models.discriminator import PatchDiscriminator, build_discriminator
 from cascade_train.models.formats.export import Exported, save_original_vqgan, save_vqgan
 from cascade_train.models.image_quality import FeatureDistance, image_quality

@@ -125,10 +125,10 @@ def test_ratios_that_are_none_are_refused(ratios: Any, image_size: int, words: s
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"multiple_px": 0}, "multiple_px=0 must be at least 1 px"),
+        ({"multiple_px": 0}, "multiple_px=0 must be at least 1: it is a number of pixels"),
         ({"distance": "cosine"}, "buckets.distance=cosine is unknown"),
-        ({"random_share": 1.5}, "random_share=1.5 is a share, give a number from 0 to 1"),
-        ({"max_upscale": 0.9}, r"max_upscale=0.9 must be at least 1 \(none is enlarged\)"),
+        ({"random_share": 1.5}, "random_share=1.5 must lie between 0 and 1: it is a share of the pictures"),
+        ({"max_upscale": 0.9}, "max_upscale=0.9 must be at least 1.0: 1 enlarges none; null = no limit"),
     ],
 )
 def test_options_out_of_range_are_refused(options: dict[str, Any], words: str) -> None:

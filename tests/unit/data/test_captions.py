@@ -150,7 +150,7 @@ def test_a_sample_without_a_name_of_the_template_is_unreadable(value: Any) -> No
         ({"key": ""}, "data.captions.key= must be the name of a key, or a mapping"),
         ({"key": {}}, "data.captions.key={} must be"),
         ({"key": {"txt": 0}}, "must be the name of a key, or a mapping of names to weights above 0"),
-        ({"choose": "last"}, "data.captions.choose=last is unknown: choose whole, first, random"),
+        ({"choose": "last"}, "data.captions.choose=last is unknown; choose one of whole, first, random"),
         ({"template": []}, r"data.captions.template=\[\] holds no template to draw"),
         ({"template": "a {"}, "data.captions.template=a { is no template"),
         ({"template": "{caption.}"}, "must be the plain name of a value.*indices, conversions and formats"),

@@ -13,9 +13,8 @@ import pytest
 from PIL import Image
 
 from cascade_train.data.captions import Captions
-from cascade_train.data.files import pictures as picture_files
-from cascade_train.data.files.folder import caption_of_name, find_pictures
-from cascade_train.data.folder import Folder
+from cascade_train.data.folder import Folder, caption_of_name, find_pictures
+from cascade_train.data.index import pictures as picture_files
 from cascade_train.data.sample import UnreadableSampleError
 from cascade_train.errors import ConfigError, RunError
 from tests.unit.data import tars
@@ -237,7 +236,7 @@ def test_what_cannot_train_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "multiply.txt", "0")
     with pytest.raises(ConfigError, match="multiply.txt leaves no picture; write numbers above 0"):
         folder(tmp_path).open()
-    with pytest.raises(ValueError, match="data.caption_from=title is unknown: choose file_or_name"):
+    with pytest.raises(ValueError, match="data.caption_from=title is unknown; choose one of file_or_name"):
         folder(tmp_path, caption_from="title")
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cascade_train.data.captions import Captions
-from cascade_train.data.index.repeats import repeat_counts
+from cascade_train.data.index.rows import repeat_counts
 from cascade_train.data.mixture import Mixture
 from cascade_train.data.shapes import Shapes
 from cascade_train.data.source import Source

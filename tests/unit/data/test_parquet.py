@@ -12,8 +12,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from cascade_train.data import parquet as parquet_files
 from cascade_train.data.captions import Captions
-from cascade_train.data.files import parquet as parquet_files
 from cascade_train.data.parquet import Parquet
 from cascade_train.data.sample import UnreadableSampleError
 from cascade_train.errors import ConfigError, RunError
@@ -162,7 +162,7 @@ def test_much_memory_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"image_column": "picture"}, "data.image_column=picture is not among the columns of .*: image, text"),
+        ({"image_column": "picture"}, "data.image_column=picture is no column of .*, which has image, text"),
         ({"image_column": "score"}, "data.image_column holds int: encoded pictures, paths"),
         ({"caption_column": "empty"}, "holds no row with a picture that is there and a caption"),
     ],
@@ -176,7 +176,7 @@ def test_columns_that_cannot_serve_are_refused(tmp_path: Path, options: dict[str
 def test_what_is_no_parquet_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="is no parquet file, nor a folder that holds some"):
         parquet(tmp_path).open()
-    with pytest.raises(ConfigError, match=r"data.path=\[\] names no parquet file"):
+    with pytest.raises(ConfigError, match=r"data.path=\[\] names no file"):
         parquet([]).open()
     with pytest.raises(ValueError, match="belong together: set both, or none"):
         parquet(tmp_path, width_column="w")

@@ -156,9 +156,12 @@ def test_drawing_takes_milliseconds() -> None:
     ("options", "message"),
     [
         ({"samples": 0}, "data.samples=0 must be at least 1: it counts the pictures"),
-        ({"image_size": 8}, "data.image_size=8 must be at least 16 px for shapes"),
-        ({"image_size": 0}, "data.image_size=0 must be at least 1 px: it is the side of a picture"),
-        ({"background_weight": 1.5}, "data.background_weight=1.5: is a share of the object's, give 0 to 1"),
+        ({"image_size": 8}, "data.image_size=8 must be at least 16: shapes need as many pixels"),
+        ({"image_size": 0}, "data.image_size=0 must be at least 1: it is the side of a picture"),
+        (
+            {"background_weight": 1.5},
+            "data.background_weight=1.5 must lie between 0 and 1: it is a share",
+        ),
         ({"crop": "left"}, "data.crop=left is unknown"),
         ({"shuffle_window_shards": 0}, "data.shuffle_window_shards=0 must be at least 1"),
         ({"num_workers": -1}, "data.num_workers=-1 must be at least 0"),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cascade_train.data.files import pictures as picture_files
+from cascade_train.data.index import pictures as picture_files
 from cascade_train.data.sample import UnreadableSampleError
 from cascade_train.data.table import Table
 from cascade_train.errors import ConfigError, RunError
@@ -114,7 +114,7 @@ def test_masks_and_rows_without_captions_as_chosen(tmp_path: Path) -> None:
     source.open()
     assert [source.read(row).caption for row in (0, 1)] == ["", ""]
     assert [source.read(row).mask for row in (0, 1)] == [(tmp_path / "m.png").read_bytes(), None]
-    with pytest.raises(ConfigError, match="holds no row with a picture's path and a caption; 2 lack one of them"):
+    with pytest.raises(ConfigError, match="holds no row with a picture and a caption; 2 lack one of them"):
         table(path).open()
 
 
@@ -124,8 +124,8 @@ def test_rows_without_pictures_or_captions_are_left_out_and_told(
     pictures(tmp_path, "a.png")
     path = text(tmp_path / "t.csv", "image,caption\na.png,one\n,two\na.png,\nabsent.png,three\n.,four\na.png\n")
     assert captions(table(path)) == [("a.png", "one")]
-    assert "left out 3 rows without a picture's path or a caption" in caplog.text
-    assert "left out 2 pictures that are not there: absent.png, ." in caplog.text
+    assert "left out 3 rows without a picture or a caption" in caplog.text
+    assert "left out 2 rows whose pictures are not there: absent.png, ." in caplog.text
 
 
 def test_row_filters_compare_texts_that_are_numbers_as_numbers(
@@ -166,7 +166,7 @@ def test_missing_and_foreign_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_bytes(b"image,caption\n\xff,x\n")
     with pytest.raises(ConfigError, match=r"t.csv is not UTF-8 after byte 14 \(invalid start byte\)"):
         table(tmp_path / "t.csv").open()
-    with pytest.raises(ValueError, match=r"data.path=\[\] names no table"):
+    with pytest.raises(ValueError, match=r"data.path=\[\] names no file"):
         table([])
 
 

@@ -86,10 +86,13 @@ def test_other_forms_are_unreadable(value: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"shuffle": True}, "data.captions.tags.shuffle=True finds no tags: name what parts them"),
+        ({"shuffle": True}, "data.captions.tags.shuffle=True finds no tags: set data.captions.tags.separator, or"),
         ({"max_tags": 3}, "data.captions.tags.max_tags=3 finds no tags"),
         ({"separator": ""}, "separator and key are texts; null, not an empty text"),
-        ({"separator": ",", "keep_first": -1, "shuffle": True}, "keep_first=-1 is a number of tags: 0 or more"),
+        (
+            {"separator": ",", "keep_first": -1, "shuffle": True},
+            "keep_first=-1 must be at least 0: it is a number",
+        ),
         ({"separator": ",", "keep_first": 1}, "keep_first=1 has nothing to keep tags from"),
         ({"separator": ",", "drop_prob": 1.0}, "drop_prob=1.0 is a share of the tags.*task.cond_drop_prob"),
         ({"separator": ",", "max_tags": 0}, "max_tags=0 must be at least 1 and leave room for keep_first"),

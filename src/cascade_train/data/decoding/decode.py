@@ -1,23 +1,23 @@
-"""Encoded picture -> uint8 RGB pixels as they are seen, and the size of a picture from its header.
+"""Encoded picture -> upright uint8 RGB pixels, and the size of a picture from its header.
 
-What part of the pixels is used, and at which size, is `framing.py`'s business; the step to float happens on the
-training device.
+Which part of the pixels is used, and at which size, is decided in framing.py; floats first appear on the training
+device.
 """
 
 from __future__ import annotations
 
 import functools
 import io
+import logging
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from cascade_train.data.decoding.jpeg import fast_jpeg_decoder
 from cascade_train.data.sample import UnreadableSampleError
 
 FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "GIF", "BMP", "TIFF", "PPM")
@@ -26,9 +26,12 @@ FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "GIF", "BMP", "TIFF", "PPM")
 SCALED_ROOM = 1.25
 """A JPEG is decoded at a fraction of its size only where this times the target is left."""
 
+ORIENTATION_TAG = 0x0112
+"""EXIF: how a picture is rotated or mirrored, 1 to 8; 1 = not at all."""
+
 _FRACTIONS = (8, 4)  # half the size saves a sixth of the time and costs 8 dB: not worth it (bench/results/data.md)
-_ORIENTATION_TAG = 0x0112
-_PIL_SETTINGS = threading.RLock()  # its limit and Python's warning filters belong to the process
+_PIL_SETTINGS = threading.RLock()  # its limit and Python's warning filters are global to the process
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -36,7 +39,7 @@ class Decoded:
     """A picture's pixels.
 
     Attributes:
-        pixels: (h, w, 3) uint8 RGB, upright, perhaps a view; a fraction of the picture's size where that was enough.
+        pixels: (h, w, 3) uint8 RGB, upright, perhaps a view; possibly decoded at a fraction of the picture's size.
         size: height and width of the picture in pixels, upright.
     """
 
@@ -45,9 +48,7 @@ class Decoded:
 
 
 def upright_size(encoded: bytes) -> tuple[int, int]:
-    """Read (width, height) in pixels from the header, sides swapped where the EXIF orientation says so.
-
-    Threads may call it.
+    """Read (width, height) in pixels from the header, swapped where the EXIF orientation says so. Thread-safe.
 
     Args:
         encoded: the file, or enough of its beginning to hold the header.
@@ -67,10 +68,10 @@ def decode(picture: bytes | np.ndarray, target: tuple[int, int], *, max_pixels: 
     Args:
         picture: an encoded file, or (H, W, 3) uint8 RGB.
         target: height and width in pixels that the picture is going to cover.
-        max_pixels: of a file that is decoded; None = any number.
+        max_pixels: limit on the pixels of a file; None = no limit.
 
     Raises:
-        UnreadableSampleError: the file is damaged, no picture of a known format, or has more than `max_pixels`.
+        UnreadableSampleError: the file is damaged, not a picture of a known format, or has more than `max_pixels`.
     """
     if isinstance(picture, np.ndarray):
         return Decoded(pixels=picture, size=picture.shape[:2])
@@ -86,6 +87,12 @@ def decode(picture: bytes | np.ndarray, target: tuple[int, int], *, max_pixels: 
         return Decoded(pixels=_upright(pixels, orientation), size=size)
 
 
+def is_rotated(picture: bytes | np.ndarray) -> bool:
+    """Return whether the EXIF orientation of a picture that `decode` takes turns or mirrors it."""
+    with _damage_reported(max_pixels=None):
+        return isinstance(picture, bytes) and _orientation(_opened(picture)) != 1
+
+
 def to_rgb(image: Image.Image) -> Image.Image:
     """Convert any mode to 8-bit RGB: transparency on white, 16-bit scaled rather than clipped."""
     if image.mode.startswith("I"):
@@ -99,8 +106,32 @@ def to_rgb(image: Image.Image) -> Image.Image:
     return image if image.mode == "RGB" else image.convert("RGB")  # which copies, also from RGB
 
 
+@functools.cache
+def fast_jpeg_decoder() -> Callable[[bytes], np.ndarray] | None:
+    """Return torchvision's decoder of gray and colour JPEG to (H, W, 3) uint8 RGB; None, with one warning, without it.
+
+    The decoder raises RuntimeError for a damaged file. The first call takes seconds: make it before workers fork. It
+    was the fastest decoder without a dependency of its own (bench/results/data.md).
+    """
+    try:
+        import torch
+        from torchvision.io import ImageReadMode, decode_jpeg  # seconds to import
+
+        def decode(encoded: bytes) -> np.ndarray:
+            file = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)  # a copy: torch needs writable memory
+            pixels: torch.Tensor = decode_jpeg(file, mode=ImageReadMode.RGB)
+            return np.asarray(pixels.permute(1, 2, 0))
+
+        file = io.BytesIO()
+        Image.new("RGB", (1, 1)).save(file, "JPEG")
+        decode(file.getvalue())
+    except Exception as error:  # a build that does not fit torch fails in many ways: ImportError, OSError, RuntimeError
+        _log.warning("torchvision cannot decode JPEG here (%s); Pillow does, at half the speed", error)
+        return None
+    return decode
+
+
 def _opened(encoded: bytes) -> Image.Image:
-    """Read the header."""
     return Image.open(io.BytesIO(encoded), formats=_known_formats())
 
 
@@ -129,7 +160,7 @@ def _pixels(stored: Image.Image, encoded: bytes, *, whole: bool) -> np.ndarray:
 
 
 def _upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
-    """Return a view turned and mirrored as the EXIF orientation, 1 to 8, says."""
+    """Return a view rotated and mirrored by the EXIF orientation."""
     if orientation >= 5:
         pixels = pixels.transpose(1, 0, 2)
     down = -1 if orientation in (3, 4, 7, 8) else 1
@@ -141,16 +172,16 @@ def _orientation(image: Image.Image) -> int:
     """Return the EXIF orientation, 1 where there is none. Never decodes pixels, so that a header is enough."""
     if image.format == "PNG" and "exif" not in image.info:
         return 1
-    orientation = image.getexif().get(_ORIENTATION_TAG, 1)
+    orientation = image.getexif().get(ORIENTATION_TAG, 1)
     return orientation if orientation in range(1, 9) else 1
 
 
 @contextmanager
 def _damage_reported(max_pixels: int | None) -> Iterator[None]:
-    """Turn whatever a damaged or too large file makes PIL raise into `UnreadableSampleError`.
+    """Turn whatever PIL raises for a damaged or too large file into `UnreadableSampleError`.
 
-    PIL answers damage with OSError, SyntaxError, ValueError, struct.error, IndexError and others, so every
-    Exception counts; memory exhaustion does not.
+    For damage that is OSError, SyntaxError, ValueError, struct.error, IndexError and others, so every Exception
+    counts; running out of memory does not.
     """
     with _PIL_SETTINGS, warnings.catch_warnings():
         warnings.simplefilter("ignore")

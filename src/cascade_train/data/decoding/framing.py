@@ -15,11 +15,13 @@ import torch.nn.functional as F
 from PIL import Image
 
 from cascade_train.data.decoding.decode import decode
-from cascade_train.data.decoding.saliency import salient_offset
 from cascade_train.data.sample import UnreadableSampleError
 
 Draw = Callable[[str], torch.Generator]
 """Returns the sample's generator for one purpose."""
+
+_SALIENCY_PX = 64  # the paper's size, at which objects stand out and texture does not
+_TIE = 0.02  # share of the best score by which a place must be worse to lose against one nearer to the middle
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +35,8 @@ class Box:
 
     def scaled(self, size: tuple[int, int], to: tuple[int, int]) -> Box:
         """Return about the same part of the picture at another (height, width)."""
-        top, height = _span(self.top, self.height, size[0], to[0])
-        left, width = _span(self.left, self.width, size[1], to[1])
+        top, height = _scaled_span(self.top, self.height, size[0], to[0])
+        left, width = _scaled_span(self.left, self.width, size[1], to[1])
         return Box(top=top, left=left, height=height, width=width)
 
 
@@ -57,13 +59,7 @@ class Framed:
 
 @dataclass(frozen=True, kw_only=True)
 class Framing:
-    """How pictures are cut.
-
-    Attributes:
-        crop: which part of a picture that has another shape than its batch.
-        flip_prob: share of the pictures that are mirrored left to right.
-        max_pixels: of a picture that is decoded; None = any number.
-    """
+    """How pictures are cropped. The attributes are those of `Source`."""
 
     crop: Literal["center", "random", "saliency"]
     flip_prob: float
@@ -109,20 +105,16 @@ class Framing:
     def _mask(
         self, mask: bytes | np.ndarray, size: tuple[int, int], box: Box, target: tuple[int, int], *, flip: bool
     ) -> np.ndarray:
-        gray, mask_size = self._gray(mask, target)
+        if isinstance(mask, np.ndarray):
+            gray, mask_size = mask, mask.shape[:2]
+        else:
+            decoded = decode(mask, target, max_pixels=self.max_pixels)
+            gray, mask_size = np.asarray(_gray(decoded.pixels)), decoded.size
         if mask_size != size:
             raise UnreadableSampleError(
                 f"the mask is {mask_size[1]} x {mask_size[0]} px, the picture {size[1]} x {size[0]}: they must be equal"
             )
-        return cut(gray, box.scaled(size, gray.shape[:2]), *target, flip=flip)
-
-    def _gray(self, mask: bytes | np.ndarray, target: tuple[int, int]) -> tuple[np.ndarray, tuple[int, int]]:
-        """Return a mask's (H, W, 1) pixels, and its size."""
-        if isinstance(mask, np.ndarray):
-            return mask[:, :, None], mask.shape[:2]
-        decoded = decode(mask, target, max_pixels=self.max_pixels)
-        gray = Image.fromarray(np.ascontiguousarray(decoded.pixels)).convert("L")
-        return np.asarray(gray)[:, :, None], decoded.size
+        return cut(gray[:, :, None], box.scaled(size, gray.shape[:2]), *target, flip=flip)
 
 
 def largest_box(size: tuple[int, int], target: tuple[int, int], offset: tuple[float, float]) -> Box:
@@ -140,23 +132,18 @@ def largest_box(size: tuple[int, int], target: tuple[int, int], offset: tuple[fl
 
 
 def cut(pixels: np.ndarray, box: Box, height: int, width: int, *, flip: bool) -> np.ndarray:
-    """Take a part, mirror it if told, and resize it with antialiasing.
+    """Crop (H, W, C) uint8 pixels, mirror them left to right if `flip`, and resize with antialiasing.
 
     Channels stay innermost, where torch's uint8 kernel is several times faster; it rounds after each of its two
     passes, which keeps 57 dB to the same in float.
-
-    Args:
-        pixels: (H, W, C) uint8.
-        box: the part.
-        height: of the result in pixels.
-        width: of the result in pixels.
-        flip: whether left and right change places.
 
     Returns:
         (C, height, width) uint8, a view with the channels innermost; the same pixels where the part has that size.
     """
     part = pixels[box.top : box.top + box.height, box.left : box.left + box.width]
-    part = _plain(part[:, ::-1] if flip else part)
+    part = part[:, ::-1] if flip else part
+    if not (part.flags.c_contiguous and part.flags.writeable and min(part.strides) > 0):
+        part = part.copy()  # torch needs dense, writable memory without negative strides
     if (box.height, box.width) == (height, width):
         return part.transpose(2, 0, 1)
     channels_last = torch.from_numpy(part)[None].permute(0, 3, 1, 2)  # in this order: else torch takes it for planes
@@ -164,14 +151,58 @@ def cut(pixels: np.ndarray, box: Box, height: int, width: int, *, flip: bool) ->
     return resized[0].numpy()
 
 
-def _plain(pixels: np.ndarray) -> np.ndarray:
-    """Return the pixels in memory that torch takes: dense, writable, without negative strides. Copies where needed."""
-    flags = pixels.flags
-    return pixels if flags.c_contiguous and flags.writeable and min(pixels.strides) > 0 else pixels.copy()
+def salient_offset(pixels: np.ndarray, height: int, width: int) -> tuple[float, float]:
+    """Return where a window of (height, width) pixels holds most of what stands out in (H, W, 3) uint8 RGB.
+
+    Returns:
+        Place of the window across and down, each in [0, 1] of the room that the picture leaves it; of places that are
+        about as good, the one nearest to the middle.
+    """
+    stride = max(1, min(pixels.shape[:2]) // (4 * _SALIENCY_PX))  # every n-th pixel is enough to begin with
+    thumbnail = _gray(pixels[::stride, ::stride]).resize((_SALIENCY_PX, _SALIENCY_PX), Image.Resampling.BILINEAR)
+    gray = np.asarray(thumbnail, dtype=np.float64)
+    if gray.min() == gray.max():
+        return 0.5, 0.5
+    saliency = spectral_residual(gray)
+    across = _best_place(saliency.sum(axis=0), width / pixels.shape[1])
+    down = _best_place(saliency.sum(axis=1), height / pixels.shape[0])
+    return across, down
 
 
-def _span(start: int, length: int, side: int, to: int) -> tuple[int, int]:
-    """Return a span of a side of another length."""
+def spectral_residual(gray: np.ndarray) -> np.ndarray:
+    """Return how much each place of a (H, W) picture stands out, (H, W) float64 >= 0.
+
+    Equations 1 to 5 of Hou and Zhang, "Saliency detection: a spectral residual approach" (CVPR 2007).
+    """
+    spectrum = np.fft.fft2(gray)
+    log_amplitude = np.log(np.abs(spectrum) + 1e-8)
+    residual = log_amplitude - _blurred(log_amplitude, 1)
+    map_HW = np.abs(np.fft.ifft2(np.exp(residual + 1j * np.angle(spectrum)))) ** 2
+    return _blurred(map_HW, 3)
+
+
+def _blurred(values: np.ndarray, reach: int) -> np.ndarray:
+    """Return the mean over a square of side 2 * reach + 1, twice, wrapping around the edges."""
+    for axis in (0, 1, 0, 1):
+        values = np.mean([np.roll(values, shift, axis) for shift in range(-reach, reach + 1)], axis=0)
+    return values
+
+
+def _best_place(profile: np.ndarray, share: float) -> float:
+    """Return where, in [0, 1], a window of a share of the profile's length holds most of it."""
+    window = min(len(profile), max(1, round(share * len(profile))))
+    sums = np.convolve(profile, np.ones(window), mode="valid")
+    if len(sums) == 1:
+        return 0.5
+    good = np.flatnonzero(sums >= sums.max() * (1 - _TIE))
+    return float(good[np.abs(good - (len(sums) - 1) / 2).argmin()] / (len(sums) - 1))
+
+
+def _gray(pixels: np.ndarray) -> Image.Image:
+    return Image.fromarray(np.ascontiguousarray(pixels)).convert("L")
+
+
+def _scaled_span(start: int, length: int, side: int, to: int) -> tuple[int, int]:
     if side == to:
         return start, length
     begin = min(to - 1, round(start * to / side))

@@ -1,27 +1,31 @@
-"""Which samples take part, by conditions on their metadata (the json beside picture and caption).
+"""Which samples take part, by conditions on their metadata (the json beside picture and caption, or columns).
 
-Conditions are parsed in index/row_expression.py; where metadata is read and verdicts are kept is the source's business.
+Conditions are parsed in row_expression.py; where metadata is read and verdicts are kept is the source's business.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import logging
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from cascade_train.data.index.row_expression import Expression, parse_expression
+from cascade_train.errors import ConfigError
 from cascade_train.files.untrusted import read_json
 
 KEY = "data.row_filters"
 VERSION = 1
-"""Raised when the same text gets another meaning: verdicts that were kept count no more."""
+"""Raised when the same text gets another meaning: cached verdicts are then made anew."""
 
 ABSENT, FAILED, PASSED = 0, 1, 2
 """Verdicts: the sample lacks a key (or readable metadata), does not meet the condition, meets it."""
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +33,7 @@ class RowFilter:
     """One condition on a sample's metadata.
 
     Attributes:
-        keys: whose values it asks for, in the order of its arguments.
+        keys: whose values are the condition's arguments, in this order.
         text: as the user wrote it.
         condition: the same, parsed.
     """
@@ -50,16 +54,11 @@ class RowFilter:
         return PASSED if self.condition([metadata[key] for key in self.keys]) else FAILED
 
 
+@dataclass(frozen=True)
 class RowFilters:
-    """All conditions of a run; a sample takes part if it meets every one.
+    """All conditions of a run, in the order given; a sample takes part if it meets every one."""
 
-    Attributes:
-        filters: in the order given.
-    """
-
-    def __init__(self, filters: Sequence[RowFilter]) -> None:
-        """Store."""
-        self.filters = tuple(filters)
+    filters: tuple[RowFilter, ...] = ()
 
     def __len__(self) -> int:
         return len(self.filters)
@@ -72,35 +71,46 @@ class RowFilters:
         text = json.dumps([VERSION, [[each.keys, each.text] for each in self.filters]])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    def verdicts(self, metadata: bytes | None) -> list[int]:
-        """Judge one sample by its json, None where it has none.
+    def judge(self, values: Mapping[str, Any] | None) -> list[int]:
+        """Judge one sample by its values, None where it has none that can be read.
 
         Returns:
-            PASSED or ABSENT for the json itself, then a verdict of each filter.
+            PASSED or ABSENT for the values themselves, then a verdict of each filter.
         """
-        values = read_metadata(metadata)
         if values is None:
-            return [ABSENT] * (1 + len(self.filters))
+            return [ABSENT] * (1 + len(self))
         return [PASSED, *(each.verdict(values) for each in self.filters)]
 
-    def report(self, verdicts: np.ndarray) -> list[str]:
-        """Return lines that say how many samples pass, all filters and each; (N, 1 + filters) verdicts, N >= 1."""
-        total, kept = len(verdicts), int(passing(verdicts).sum())
-        unread = total - int((verdicts[:, 0] == PASSED).sum())
-        lines = [f"{KEY} keep {kept} of {total} samples ({kept / total:.1%}); {unread} have no readable json"]
-        for number, each in enumerate(self.filters, start=1):
-            passed, absent = (int((verdicts[:, number] == verdict).sum()) for verdict in (PASSED, ABSENT))
-            lines.append(f"{KEY} {each.name}: {passed} pass ({passed / total:.1%}), {absent} lack the key")
-        return lines
+    def verdicts(self, metadata: bytes | None) -> list[int]:
+        """Judge one sample by its json, None where it has none. See `judge`."""
+        return self.judge(read_metadata(metadata))
+
+    def kept(self, verdicts: np.ndarray) -> np.ndarray:
+        """Return which of (N, 1 + filters) verdicts meet every filter, (N,) bool, and log how many meet each.
+
+        Raises:
+            ConfigError: no sample meets all.
+        """
+        kept = passing(verdicts)
+        total, unread = len(verdicts), int((verdicts[:, 0] != PASSED).sum())
+        report = [f"{KEY} keep {kept.sum()} of {total} samples ({kept.mean():.1%}); {unread} have no readable json"]
+        for each, verdict_N in zip(self.filters, verdicts[:, 1:].T, strict=True):
+            passed, absent = (int((verdict_N == verdict).sum()) for verdict in (PASSED, ABSENT))
+            report.append(f"{KEY} {each.name}: {passed} pass ({passed / total:.1%}), {absent} lack the key")
+        for line in report:
+            _log.info("%s", line)
+        if not kept.any():
+            raise ConfigError("row_filters leave no sample, so nothing can train; relax them. " + "; ".join(report))
+        return kept
 
 
 def passing(verdicts: np.ndarray) -> np.ndarray:
-    """Return which of (N, 1 + filters) verdicts are passed throughout, (N,) bool."""
+    """Return which of (N, 1 + filters) verdicts are all PASSED, (N,) bool."""
     return (verdicts == PASSED).all(axis=1)
 
 
 def parse_row_filters(given: object, *, key: str = KEY) -> RowFilters:
-    """Parse the value of `data.row_filters`.
+    """Parse the value of `data.row_filters`, or of another key in its form.
 
     Args:
         given: a list of [key, condition], with a list of keys for conditions on several; or a mapping of keys to
@@ -111,7 +121,7 @@ def parse_row_filters(given: object, *, key: str = KEY) -> RowFilters:
         ValueError: the value has another form, or a condition is refused.
     """
     if given is None:
-        return RowFilters([])
+        return RowFilters()
     entries: Iterable[tuple[str, Any]]
     if isinstance(given, Mapping):
         entries = [(f"{key}.{name}", [name, condition]) for name, condition in given.items()]
@@ -122,7 +132,7 @@ def parse_row_filters(given: object, *, key: str = KEY) -> RowFilters:
             f"{key}={given} must be a list of [key, condition] or a mapping of keys to conditions; as in"
             f" '{key}=[[score,\"lambda s: s > 4.5\"]]'"
         )
-    return RowFilters([_row_filter(where, entry) for where, entry in entries])
+    return RowFilters(tuple(_row_filter(where, entry) for where, entry in entries))
 
 
 def _row_filter(where: str, entry: Any) -> RowFilter:
@@ -138,7 +148,7 @@ def _row_filter(where: str, entry: Any) -> RowFilter:
 
 
 def read_metadata(metadata: bytes | None) -> Mapping[str, Any] | None:
-    """Return what a sample's json says, None where there is none or it is no mapping that can be read."""
+    """Return a sample's json as a mapping; None where there is none that can be read."""
     try:
         values = None if metadata is None else read_json(metadata)
     except ValueError:

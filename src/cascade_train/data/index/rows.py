@@ -1,4 +1,4 @@
-"""The index: one row per usable sample, in the order of the data, and the split by key.
+"""The index: one row per usable sample, in the order of the data; its split by key, and how often each row comes.
 
 The index holds what planning needs and where a sample lies; never pixels or captions.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,8 +25,8 @@ class Index:
 
     Attributes:
         shards: names of the shards, in the order of the data.
-        table: (N,) structured array with at least the fields of `ROW_FIELDS`, sorted by shard; width and
-            height in pixels as the picture is seen, 0 where the header cannot be read. A source adds its own.
+        table: (N,) structured array with at least the fields of `ROW_FIELDS`, sorted by shard; width and height in
+            pixels of the upright picture, 0 where the header cannot be read. A source adds its own.
         keys: (N,) bytes, each sample's key within its shard.
         filters: identity of the row filters that chose these samples; empty = none.
         rows_are_samples: False where each row stands for a tar that can only be streamed.
@@ -40,7 +42,7 @@ class Index:
         return len(self.table)
 
     def name(self, row: int) -> str:
-        """Return shard and key of a row, for messages: one line that can be printed, whatever the key holds."""
+        """Return shard and key of a row for messages: one printable line, whatever the key holds."""
         return printable(f"{self.shards[self.table['shard'][row]]}:{self.keys[row].decode()}")
 
     @functools.cached_property
@@ -54,7 +56,7 @@ class Index:
 
 
 def split(index: Index, share: float) -> tuple[np.ndarray, np.ndarray]:
-    """Divide the rows into training and held-out rows by a hash of the key.
+    """Divide the rows into training and held-out rows, two sorted int64 arrays, by a hash of the key.
 
     A key falls on the same side whatever else the data holds, so that adding shards moves no sample.
 
@@ -62,17 +64,12 @@ def split(index: Index, share: float) -> tuple[np.ndarray, np.ndarray]:
         index: the samples.
         share: share of keys held out, 0 <= share < 1.
 
-    Returns:
-        Two sorted int64 arrays of rows.
-
     Raises:
         ConfigError: the share is out of range, or leaves one of the two sides empty.
     """
     if not 0 <= share < 1:
         raise ConfigError(f"validate.share={share} must be at least 0 and below 1: 0.01 holds out one key in a hundred")
-    hashes = (hashlib.blake2b(key, digest_size=8).digest() for key in index.keys.tolist())
-    words = np.frombuffer(b"".join(hashes), dtype="<u8")
-    held_out = words < np.uint64(share * 2**64)
+    held_out = _hashes(index.keys.tolist()) < np.uint64(share * 2**64)
     train, held = np.flatnonzero(~held_out), np.flatnonzero(held_out)
     if len(train) == 0 or (share > 0 and len(held) == 0):
         raise ConfigError(
@@ -80,3 +77,28 @@ def split(index: Index, share: float) -> tuple[np.ndarray, np.ndarray]:
             " both must be at least 1: change the share, add data, or give validate.urls"
         )
     return train, held
+
+
+def repeat_counts(keys: Sequence[bytes], factor: float) -> np.ndarray:
+    """Return how often each of N samples comes in an epoch: int(factor) times, a share of them once more.
+
+    Once more, and the same ones in every epoch, come those whose keys have the smallest hashes, so that samples
+    which are added later move few of the others. 0.4 thus takes the same 40 % every time.
+
+    Returns:
+        (N,) int64, with the sum round(factor * N); the factor is at least 0.
+    """
+    counts = np.full(len(keys), math.floor(factor), dtype=np.int64)
+    more = round(factor * len(keys)) - int(counts.sum())
+    counts[np.argsort(_hashes(keys), kind="stable")[:more]] += 1
+    return counts
+
+
+def repeated_rows(counts: np.ndarray) -> np.ndarray:
+    """Return (sum,) int64 rows, all that come at all, then all that come twice, and so on."""
+    passes = range(int(counts.max(initial=0)))
+    return np.concatenate([np.zeros(0, dtype=np.int64), *(np.flatnonzero(counts > number) for number in passes)])
+
+
+def _hashes(keys: Iterable[bytes]) -> np.ndarray:
+    return np.frombuffer(b"".join(hashlib.blake2b(key, digest_size=8).digest() for key in keys), dtype="<u8")

@@ -1,18 +1,36 @@
 """Which rows of an index take part at all, decided before anything is planned, so that all ranks agree.
 
-A selector judges rows by the index alone; what it needs beyond that it reads when it is made.
+A selector judges rows by the index alone: by the size of their pictures, or by a list of unreadable samples that
+another run left (engine/faults/unreadable.py writes it). Nothing is decoded here.
 """
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
+from cascade_train.data.index.row_filter import PASSED, RowFilter, parse_row_filters
 from cascade_train.data.index.rows import Index
 from cascade_train.errors import ConfigError
+
+SIZE_FILTERS, QUARANTINE = "data.size_filters", "data.quarantine"
+QUARANTINE_FOLDER = "quarantine"
+"""Folder of a run that holds its list of unreadable samples, one file per rank."""
+
+MEASURES: Mapping[str, Callable[[int, int], float]] = {
+    "width": lambda width, height: width,
+    "height": lambda width, height: height,
+    "short_side": min,
+    "long_side": max,
+    "aspect_ratio": lambda width, height: width / height,
+    "megapixels": lambda width, height: width * height / 1e6,
+}
+"""Names in size filters, computed from width and height in pixels of the upright picture."""
 
 _log = logging.getLogger(__name__)
 
@@ -50,3 +68,97 @@ def selected(index: Index, selectors: Iterable[RowSelector]) -> np.ndarray:
     if not kept.any():
         raise ConfigError(f"data: no sample is left to read: {'; '.join(reports)}. Relax what leaves them out.")
     return kept
+
+
+def parse_size_filters(given: object) -> tuple[RowFilter, ...]:
+    """Parse the value of `data.size_filters`, in the forms of `data.row_filters`.
+
+    Raises:
+        ValueError: another form, a condition that is refused, or a key that is no measure of a picture.
+    """
+    filters = parse_row_filters(given, key=SIZE_FILTERS).filters
+    for unknown in (key for each in filters for key in each.keys if key not in MEASURES):
+        raise ValueError(
+            f"{SIZE_FILTERS}: {unknown} is no measure of a picture: choose {', '.join(MEASURES)}; conditions on a"
+            " sample's json or columns belong in data.row_filters"
+        )
+    return filters
+
+
+def size_selection(filters: tuple[RowFilter, ...], index: Index) -> Selection:
+    """Return which samples meet every filter (at least one), and log how many meet each; an unknown size meets none."""
+    sizes_N2 = np.stack([index.table["width"], index.table["height"]], axis=1).astype(np.int64)
+    sizes_K2, bucket_N = np.unique(sizes_N2, axis=0, return_inverse=True)
+    bucket_N = bucket_N.ravel()
+    measured = [
+        {name: measure(width, height) for name, measure in MEASURES.items()} if min(width, height) > 0 else {}
+        for width, height in sizes_K2.tolist()
+    ]
+    kept = np.ones(len(index), dtype=bool)
+    for each in filters:
+        passed = np.array([each.verdict(measures) == PASSED for measures in measured])[bucket_N]
+        _log.info(
+            "%s %s: %d of %d samples pass (%.1f%%)",
+            SIZE_FILTERS,
+            each.name,
+            passed.sum(),
+            len(index),
+            100 * passed.mean(),
+        )
+        kept &= passed
+    unknown = int((sizes_N2.min(axis=1) <= 0).sum())
+    reason = f"do not meet {SIZE_FILTERS}" + (f" ({unknown} of them have no known size)" if unknown else "")
+    return Selection(kept=kept, reason=reason)
+
+
+def read_quarantine(path: Path) -> set[str]:
+    """Return the names of samples in a list.
+
+    Args:
+        path: a run directory, its `quarantine` folder, or one file of lines `{"sample": "train.tar:0001", ...}`.
+
+    Raises:
+        ConfigError: there is no such list, or a line of it names no sample.
+    """
+    folder = path / QUARANTINE_FOLDER
+    files = [path] if path.is_file() else sorted(folder.glob("*.jsonl")) or sorted(path.glob("*.jsonl"))
+    if not files or (path / "metrics.jsonl") in files:
+        raise ConfigError(
+            f"{QUARANTINE}={path} is no list of unreadable samples, nor a run that met one ({folder}/*.jsonl): null"
+            " leaves nothing out"
+        )
+    return {name for file in files for name in _quarantined(file)}
+
+
+def _quarantined(file: Path) -> list[str]:
+    names = []
+    lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
+    for number, line in enumerate(lines, start=1):
+        try:
+            names.append(str(json.loads(line)["sample"]))
+        except (ValueError, LookupError, TypeError) as error:
+            if number == len(lines):  # nothing after the last end of line, or a run was killed while it wrote
+                break
+            raise ConfigError(
+                f'{QUARANTINE}: line {number} of {file} names no sample, as {{"sample": "train.tar:0001"}} does: mend'
+                " it, or remove the line"
+            ) from error
+    return names
+
+
+def quarantine_selection(names: Collection[str], index: Index) -> Selection:
+    """Return which samples are not among the names (as `Index.name` has them), and log how many are not in the data."""
+    keys = {
+        name[start + 1 :].encode(errors="surrogateescape")
+        for name in names
+        for start, mark in enumerate(name)
+        if mark == ":"
+    }
+    candidates = np.flatnonzero(np.isin(index.keys, list(keys))) if keys else np.zeros(0, dtype=np.int64)
+    found = {row: index.name(row) for row in candidates.tolist() if index.name(row) in names}
+    kept = np.ones(len(index), dtype=bool)
+    kept[list(found)] = False
+    missing = len(names) - len(set(found.values()))
+    if missing:
+        _log.info("%s: %d of %d names are not in this data.", QUARANTINE, missing, len(names))
+    return Selection(kept=kept, reason=f"are listed in {QUARANTINE}")

@@ -27,8 +27,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from cascade_train.batch import Batch, SampleTransform, Unreadable, sample_seed
+from cascade_train.data.decoding.decode import fast_jpeg_decoder
 from cascade_train.data.decoding.framing import Framed, Framing
-from cascade_train.data.decoding.jpeg import fast_jpeg_decoder
 from cascade_train.data.index.rows import Index
 from cascade_train.data.order.plan import Step
 from cascade_train.data.sample import RawSample, UnreadableSampleError, by_reason

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import io
+import logging
 import struct
+import sys
 import tracemalloc
 import warnings
 import zlib
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,6 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from cascade_train.data.decoding import decode as decoding
 from cascade_train.data.decoding.decode import decode, to_rgb, upright_size
 from cascade_train.data.sample import UnreadableSampleError
 
@@ -30,6 +34,17 @@ def halves(width: int = 40, height: int = 20) -> Image.Image:
     image = Image.new("RGB", (width, height), (200, 0, 0))
     image.paste((0, 0, 200), (width // 2, 0, width, height))
     return image
+
+
+def photo(width: int, height: int, seed: int = 0) -> Image.Image:
+    """Smooth shapes with grain, as a camera gives them."""
+    draws = np.random.default_rng(seed)
+    pixels = np.zeros((height, width, 3))
+    for cells, strength in ((4, 60), (16, 30), (64, 15)):
+        coarse = Image.fromarray(draws.integers(0, 256, (cells, cells, 3), dtype=np.uint8))
+        pixels += strength / 128 * (np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC)) - 127.5)
+    pixels += draws.normal(0, 5, (height, width, 1))
+    return Image.fromarray((pixels + 127.5).clip(0, 255).astype(np.uint8))
 
 
 def pixels_of(encoded: bytes) -> np.ndarray:
@@ -201,3 +216,74 @@ def test_lack_of_memory_is_not_blamed_on_the_picture(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Image, "open", fail)
     with pytest.raises(MemoryError):
         upright_size(b"")
+
+
+@pytest.fixture(autouse=True)
+def _asked_anew() -> Iterator[None]:
+    decoding.fast_jpeg_decoder.cache_clear()
+    yield
+    decoding.fast_jpeg_decoder.cache_clear()
+
+
+@pytest.mark.parametrize("module", ["torchvision", "torchvision.io"])
+def test_without_torchvision_pillow_decodes_and_one_warning_says_so(
+    module: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    encoded = encode(photo(64, 48), "jpeg")
+    fast = pixels_of(encoded)
+    decoding.fast_jpeg_decoder.cache_clear()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, module, None)
+    with caplog.at_level(logging.WARNING):
+        slow = [pixels_of(encoded) for _ in range(3)]
+    assert decoding.fast_jpeg_decoder() is None
+    assert caplog.text.count("torchvision cannot decode JPEG here (") == 1
+    assert np.abs(slow[0].astype(int) - fast).max() <= 2
+
+
+def test_a_build_without_its_extension_counts_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torchvision.io
+
+    def missing(*_: object, **__: object) -> None:
+        raise RuntimeError("Couldn't load custom C++ ops")
+
+    monkeypatch.setattr(torchvision.io, "decode_jpeg", missing)
+    assert decoding.fast_jpeg_decoder() is None
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
+@pytest.mark.parametrize("subsampling", [0, 2])
+def test_both_decoders_give_the_same(mode: str, subsampling: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded = encode(photo(65, 47).convert(mode), "jpeg", quality=88, subsampling=subsampling, progressive=True)
+    fast = pixels_of(encoded)
+    monkeypatch.setattr("cascade_train.data.decoding.decode.fast_jpeg_decoder", lambda: None)
+    assert np.abs(pixels_of(encoded).astype(int) - fast).max() <= 2
+
+
+def test_both_decoders_refuse_the_same_damage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes that change, vanish, or end: a file that one refuses the other refuses too, and pixels agree."""
+    whole = encode(photo(64, 48), "jpeg", quality=90)
+    draws = np.random.default_rng(0)
+    damaged = []
+    for _ in range(60):
+        file = bytearray(whole)
+        for place in draws.integers(2, len(file), 3):
+            file[place] = draws.integers(256)
+        damaged.append(bytes(file[: draws.integers(len(file) // 2, 2 * len(file))]))
+
+    def outcomes() -> list[np.ndarray | None]:
+        found: list[np.ndarray | None] = []
+        for file in damaged:
+            try:
+                found.append(pixels_of(file).astype(int))
+            except UnreadableSampleError:
+                found.append(None)
+        return found
+
+    with_fast = outcomes()
+    monkeypatch.setattr("cascade_train.data.decoding.decode.fast_jpeg_decoder", lambda: None)
+    without = outcomes()
+    assert [each is None for each in with_fast] == [each is None for each in without]
+    assert 10 < sum(each is None for each in with_fast) < 55
+    assert all(np.abs(one - other).max() <= 2 for one, other in zip(with_fast, without, strict=True) if one is not None)

@@ -80,7 +80,9 @@ def test_samples_that_fail_or_lack_a_key_are_left_out_and_counted(
 
 def test_no_sample_left_is_refused_with_the_pass_rates(tmp_path: Path) -> None:
     source = tars.webdataset(scored(tmp_path), row_filters={"score": "> 100", "sise": "> 1"})
-    with pytest.raises(ConfigError, match=r"no sample is left, .*score: > 100: 0 pass .*sise: > 1: 0 pass .*7 lack"):
+    with pytest.raises(
+        ConfigError, match=r"row_filters leave no sample, .*score: > 100: 0 pass .*sise: > 1: 0 pass .*7 lack"
+    ):
         source.open()
 
 

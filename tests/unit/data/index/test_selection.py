@@ -1,17 +1,32 @@
 from __future__ import annotations
 
+import json
 import logging
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from cascade_train.data.data_set import open_data_set
-from cascade_train.data.index.rows import Index, split
-from cascade_train.data.index.selection import RowSelector, Selection, selected
+from cascade_train.data.index.rows import ROW_FIELDS, Index, split
+from cascade_train.data.index.selection import (
+    RowSelector,
+    Selection,
+    parse_size_filters,
+    quarantine_selection,
+    read_quarantine,
+    selected,
+    size_selection,
+)
 from cascade_train.data.loading.feed import Feed, FeedRequest, Loader
 from cascade_train.data.shapes import Shapes
 from cascade_train.errors import ConfigError
+from tests.unit.data import tars
+from tests.unit.data.dataset_contract import loading
 from tests.unit.data.test_shapes import shapes
+
+SIZES = [(640, 480), (480, 640), (100, 400), (512, 512), (0, 0), (3000, 1000)]
 
 
 def without(*rows: int) -> RowSelector:
@@ -57,3 +72,142 @@ def test_a_source_may_bring_a_feed_of_its_own(monkeypatch: pytest.MonkeyPatch) -
     assert next(data.training_feed(seed=0, global_batch_size=4, micro_batch_size=2, rank=1, ranks=2))
     assert (requests[0].rank, requests[0].ranks, requests[0].rows.tolist()) == (1, 2, list(range(10)))
     data.close()
+
+
+def index(sizes: list[tuple[int, int]]) -> Index:
+    table = np.zeros(len(sizes), dtype=ROW_FIELDS)
+    table["width"], table["height"] = np.array(sizes).T
+    return Index(shards=("a",), table=table, keys=np.array([b"%d" % row for row in range(len(sizes))]))
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ({"short_side": ">= 480"}, [0, 1, 3, 5]),
+        ([["long_side", "lambda s: s < 600"]], [2, 3]),
+        ([["width", "> 500"], ["height", "> 500"]], [3, 5]),
+        ({"aspect_ratio": "lambda r: 0.5 <= r <= 2"}, [0, 1, 3]),
+        ({"megapixels": "<= 0.31"}, [0, 1, 2, 3]),
+        ([[["width", "height"], "width == height"]], [3]),
+        ([["width", ">= 0"]], [0, 1, 2, 3, 5]),
+    ],
+)
+def test_pictures_of_other_sizes_and_of_none_are_left_out(given: Any, kept: list[int]) -> None:
+    selection = size_selection(parse_size_filters(given), index(SIZES))
+    assert np.flatnonzero(selection.kept).tolist() == kept
+    assert selection.reason == "do not meet data.size_filters (1 of them have no known size)"
+
+
+def test_pass_rates_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        size_selection(parse_size_filters({"short_side": ">= 480", "aspect_ratio": "<= 2"}), index(SIZES))
+    assert "data.size_filters short_side: >= 480: 4 of 6 samples pass (66.7%)" in caplog.text
+    assert "data.size_filters aspect_ratio: <= 2: 4 of 6 samples pass (66.7%)" in caplog.text
+
+
+def test_many_samples_of_few_sizes_are_judged_by_their_sizes() -> None:
+    filters = parse_size_filters({"short_side": ">= 480"})
+    many = index(SIZES * 50_000)
+    selection = size_selection(filters, many)
+    assert selection.kept.sum() == 4 * 50_000
+    assert selection.kept[:6].tolist() == [True, True, False, True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"score": "> 4"}, "data.size_filters: score is no measure of a picture: choose width, .*data.row_filters"),
+        ([["width", 4]], r"data.size_filters\[0\]=.* is not a pair of a key and a condition"),
+        ("width > 4", "data.size_filters=width > 4 must be a list"),
+        ({"width": "f(1)"}, "data.size_filters.width: 'f.1.' is refused at character 1"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_when_the_source_is_made(given: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tars.webdataset("a.tar", size_filters=given)
+
+
+def sizes_tar(folder: Path) -> Path:
+    files = [(f"{i:04d}.png", tars.picture(40 + i, 32)) for i in range(12)]
+    return tars.write(folder / "a.tar", sorted([*files, *((f"{i:04d}.txt", b"text") for i in range(12))]))
+
+
+def test_samples_left_out_are_not_drawn_and_a_resume_without_the_filter_is_refused(tmp_path: Path) -> None:
+    path = sizes_tar(tmp_path)
+    data = open_data_set(tars.webdataset(path, size_filters={"width": "< 46"}), share=None, held_out=None)
+    assert data.training.rows.tolist() == [0, 1, 2, 3, 4, 5]
+    feed = data.training_feed(seed=0, global_batch_size=3, micro_batch_size=3, rank=0, ranks=1)
+    drawn = [row for _ in range(4) for batch in next(feed) for row in batch.index_B.tolist()]
+    assert sorted(drawn) == sorted([0, 1, 2, 3, 4, 5] * 2)
+    state = feed.state_dict()
+    data.close()
+    with (
+        loading(tars.webdataset(path), global_batch_size=3, micro_batch_size=3, seed=0) as loader,
+        pytest.raises(ConfigError, match="position does not fit this run.s data: rows was"),
+    ):
+        loader.load_state_dict(state)
+
+
+def test_no_sample_left_is_refused(tmp_path: Path) -> None:
+    source = tars.webdataset(sizes_tar(tmp_path), size_filters={"width": "> 1000"})
+    with pytest.raises(ConfigError, match="no sample is left to read: 12 of 12 samples do not meet data.size_filters"):
+        open_data_set(source, share=None, held_out=None)
+
+
+def line(name: str) -> str:
+    return json.dumps({"sample": name, "reason": "damaged", "step": 3}, ensure_ascii=False) + "\n"
+
+
+def listing(folder: Path, *ranks: str) -> Path:
+    (folder / "quarantine").mkdir()
+    for rank, text in enumerate(ranks):
+        (folder / "quarantine" / f"rank_{rank}.jsonl").write_text(text, encoding="utf-8")
+    return folder
+
+
+def test_the_lists_of_all_ranks_are_read_from_a_run_its_folder_or_one_file(tmp_path: Path) -> None:
+    run = listing(tmp_path, line("a:1") + line("a:猫 (1)"), line("a:2"))
+    (run / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert read_quarantine(run) == read_quarantine(run / "quarantine") == {"a:1", "a:猫 (1)", "a:2"}
+    assert read_quarantine(run / "quarantine" / "rank_1.jsonl") == {"a:2"}
+
+
+def test_a_line_torn_by_a_kill_counts_as_none(tmp_path: Path) -> None:
+    run = listing(tmp_path, line("a:1") + '{"sample": "a:', line("a:2") + line("a:3").strip())
+    assert read_quarantine(run) == {"a:1", "a:2", "a:3"}
+
+
+@pytest.mark.parametrize("text", ["a:1\n", '{"name": "a:1"}\n', "[1]\n", line("a:1") + "\n" + line("a:2")])
+def test_a_line_without_a_sample_is_named(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match=r"data.quarantine: line . of .*rank_0.jsonl names no sample, as"):
+        read_quarantine(listing(tmp_path, text))
+
+
+def test_a_path_without_a_list_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    for path in (tmp_path, tmp_path / "none"):
+        with pytest.raises(ConfigError, match="is no list of unreadable samples, nor a run that met one"):
+            read_quarantine(path)
+
+
+def test_rows_are_found_by_shard_and_key(caplog: pytest.LogCaptureFixture) -> None:
+    table = np.zeros(5, dtype=ROW_FIELDS)
+    table["shard"] = [0, 0, 1, 1, 1]
+    keys = np.array([b"x:1", b"2", b"x:1", b"2", "猫".encode()])
+    index = Index(shards=("a", "b:c"), table=table, keys=keys)
+    with caplog.at_level(logging.INFO):
+        selection = quarantine_selection({"a:x:1", "b:c:2", "b:c:猫", "a:3", "b:2"}, index)
+    assert selection.kept.tolist() == [False, True, True, False, False]
+    assert "data.quarantine: 2 of 5 names are not in this data." in caplog.text
+    assert quarantine_selection(set(), index).kept.all()
+
+
+def test_listed_samples_take_no_part_and_the_others_keep_their_side(tmp_path: Path) -> None:
+    before = open_data_set(shapes(samples=60), share=0.2, held_out=None)
+    assert before.held_out is not None
+    names = [before.training.index.name(int(rows[0])) for rows in (before.training.rows, before.held_out.rows)]
+    run = listing(tmp_path, "".join(map(line, names)))
+    after = open_data_set(shapes(samples=60, quarantine=str(run)), share=0.2, held_out=None)
+    assert after.held_out is not None
+    assert after.training.rows.tolist() == before.training.rows[1:].tolist()
+    assert after.held_out.rows.tolist() == before.held_out.rows[1:].tolist()

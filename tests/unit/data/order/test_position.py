@@ -203,9 +203,9 @@ def test_a_million_samples_open_in_a_second_and_restore_at_once() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"leftover": "keep"}, "data.leftover=keep is unknown: choose carry, drop, flush"),
-        ({"on_change": "ignore"}, "data.on_change=ignore is unknown: choose refuse or restart"),
-        ({"num_examples_to_see": 0}, "data.num_examples_to_see=0 must be at least 1; null"),
+        ({"leftover": "keep"}, "data.leftover=keep is unknown; choose one of carry, drop, flush"),
+        ({"on_change": "ignore"}, "data.on_change=ignore is unknown; choose one of refuse, restart"),
+        ({"num_examples_to_see": 0}, "data.num_examples_to_see=0 must be at least 1: null"),
         ({"aspect_ratios": "square"}, "data.aspect_ratios=square is no preset"),
     ],
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cascade_train.batch import Unreadable
-from cascade_train.data.index.quarantine import FOLDER, read_quarantine
+from cascade_train.data.index.selection import QUARANTINE_FOLDER, read_quarantine
 from cascade_train.data.sample import by_reason
 from cascade_train.engine.faults.unreadable import UnreadableList
 
@@ -19,15 +19,15 @@ def rows(file: Path) -> list[tuple[str, int]]:
 
 def test_each_rank_lists_what_it_met_since_the_last_time(tmp_path: Path) -> None:
     met: list[Unreadable] = []
-    listed = UnreadableList(tmp_path / FOLDER, rank=1, met=met)
+    listed = UnreadableList(tmp_path / QUARANTINE_FOLDER, rank=1, met=met)
     listed.write(1)
-    assert not (tmp_path / FOLDER).exists()
+    assert not (tmp_path / QUARANTINE_FOLDER).exists()
     met += [Unreadable("a:猫 (1).jpg", "no picture"), Unreadable("a:2", "cut short")]
     listed.write(2)
     met.append(Unreadable("a:3", "cut short"))
     listed.write(5)
     listed.write(6)
-    file = tmp_path / FOLDER / "rank_1.jsonl"
+    file = tmp_path / QUARANTINE_FOLDER / "rank_1.jsonl"
     assert rows(file) == [("a:猫 (1).jpg", 2), ("a:2", 2), ("a:3", 5)]
     assert json.loads(file.read_text(encoding="utf-8").splitlines()[0])["reason"] == "no picture"
     assert read_quarantine(tmp_path) == {"a:猫 (1).jpg", "a:2", "a:3"}

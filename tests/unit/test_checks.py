@@ -4,7 +4,14 @@ import math
 
 import pytest
 
-from cascade_train.diffusion.checks import check_above, check_choice, check_increasing, check_within
+from cascade_train.checks import (
+    check_above,
+    check_choice,
+    check_increasing,
+    check_least,
+    check_share,
+    check_within,
+)
 from cascade_train.errors import ConfigError
 
 
@@ -13,6 +20,22 @@ def test_a_value_must_be_above_its_bound() -> None:
     for value in (0, -1, math.nan):
         with pytest.raises(ConfigError, match=r"steps=.* must be greater than 0; give a larger steps"):
             check_above("steps", value, 0)
+
+
+def test_a_value_must_be_at_least_its_bound_and_none_is_no_value() -> None:
+    check_least("size", 1, 1, "it counts")
+    check_least("size", None, 1, "it counts")
+    for value in (0, -1, math.nan):
+        with pytest.raises(ConfigError, match="size=.* must be at least 1: it counts"):
+            check_least("size", value, 1, "it counts")
+
+
+def test_a_share_must_lie_between_0_and_1() -> None:
+    check_share("flip_prob", 0.0, "it is a share")
+    check_share("flip_prob", 1.0, "it is a share")
+    for value in (-0.1, 1.1, math.nan):
+        with pytest.raises(ConfigError, match="flip_prob=.* must lie between 0 and 1: it is a share"):
+            check_share("flip_prob", value, "it is a share")
 
 
 def test_a_value_must_lie_between_its_bounds() -> None:

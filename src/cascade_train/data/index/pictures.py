@@ -1,4 +1,4 @@
-"""What is known of single files, read by several threads and kept until a file changes; above all pictures' sizes.
+"""What is known of single files, read by several threads and cached until a file changes; above all pictures' sizes.
 
 Which files there are is the business of the sources.
 """
@@ -12,7 +12,6 @@ import logging
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -38,24 +37,11 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Facts:
-    """What is known of files.
-
-    Attributes:
-        size: (N,) int64 bytes of each; -1 = there is no such file, or it is a folder.
-        values: (N, K) int32, what was read from each; 0 where there is no such file.
-    """
-
-    size: np.ndarray
-    values: np.ndarray
-
-
 def picture_size(path: Path) -> tuple[int, int]:
-    """Return (width, height) of a picture as it is seen, (0, 0) if its header cannot be read."""
+    """Return (width, height) of an upright picture, (0, 0) if its header cannot be read."""
     with path.open("rb") as file:
         head = file.read(_HEADER_BYTES)
-        for more in (False, True):  # large metadata may come before the size; webp wants the whole file
+        for more in (False, True):  # large metadata may come before the size; webp needs the whole file
             try:
                 return upright_size(head + file.read(_LONGEST_HEADER_BYTES) if more else head)
             except UnreadableSampleError:
@@ -63,8 +49,10 @@ def picture_size(path: Path) -> tuple[int, int]:
     return 0, 0
 
 
-def load_picture_sizes(owner: Path, root: Path, names: Sequence[str], cache_dir: Path | None) -> Facts:
-    """Return (width, height) of pictures below a folder, in the order of their names. See `load_facts`."""
+def load_picture_sizes(
+    owner: Path, root: Path, names: Sequence[str], cache_dir: Path | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return bytes and (width, height) of pictures below a folder, in the order of their names. See `load_facts`."""
     return load_facts(owner, root, names, picture_size, columns=2, kind="sizes", cache_dir=cache_dir)
 
 
@@ -77,31 +65,46 @@ def load_facts(
     columns: int,
     kind: str,
     cache_dir: Path | None,
-) -> Facts:
-    """Return facts of files, from the cache for each one that has the same size and time of change.
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return facts of files, from the cache for each one that has the same size and modification time.
 
     Args:
-        owner: the folder or table that names the files; the cache is its own.
+        owner: the folder or table that names the files and has a cache of its own.
         root: folder that the names are relative to.
-        names: of the files, any of which may be missing.
+        names: of the files, any of which may be missing or come several times.
         read: returns the facts of one file; called by several threads.
         columns: how many facts a file has.
-        kind: what is read, and by which settings: another kind is kept in another file.
+        kind: what is read, and by which settings; each kind has a cache file of its own.
         cache_dir: where the cache lies; None = beside `owner` if that can be written, else the user's cache folder.
+
+    Returns:
+        (N,) int64 bytes of each file, -1 = there is no such file, or it is a folder; and (N, columns) int32 facts, 0
+        where there is no such file.
 
     Raises:
         ConfigError: `cache_dir` cannot be written.
-        OSError: a file is there and cannot be read.
+        OSError: a file exists and cannot be read.
     """
-    each = list(dict.fromkeys(names))  # a table may name a picture many times
-    facts = _load_facts(owner, root, each, read, columns=columns, kind=kind, cache_dir=cache_dir)
-    place = {name: number for number, name in enumerate(each)}
-    rows = np.array([place[name] for name in names], dtype=np.int64)
-    return Facts(size=facts.size[rows], values=facts.values[rows])
+    row_of = {name: row for row, name in enumerate(dict.fromkeys(names))}
+    text = f"{owner.resolve()}|{root.resolve()}|{kind}|{_FORMAT}"
+    folder = default_cache_dir(owner) if cache_dir is None else cache_dir
+    cached = folder / f"{owner.resolve().name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.npz"
+    paths = [root / name for name in row_of]
+    marks = np.array(list(_in_threads(_mark, paths)), dtype=np.int64).reshape(-1, 2)
+    keys = [name.encode(errors="replace") for name in row_of]
+    values = np.zeros((len(paths), columns), dtype=np.int32)
+    known = _take_known(read_cache(cached), keys, marks, values)
+    wanted = np.flatnonzero(~known & (marks[:, 0] >= 0))
+    if len(wanted):
+        _log.info("Reading the %s of %d files of %s; they are cached in %s.", kind, len(wanted), owner, folder)
+        values[wanted] = list(_in_threads(read, [paths[row] for row in wanted.tolist()]))
+        write_cache(cached, {"keys": np.array(keys), "marks": marks, "values": values}, required=cache_dir is not None)
+    rows = np.array([row_of[name] for name in names], dtype=np.int64)
+    return marks[rows, 0], values[rows]
 
 
 def refuse_unreadable(index: Index, where: str, share: float) -> None:
-    """Check that nearly all pictures have a header that tells their size.
+    """Check that nearly all pictures have a header with their size.
 
     Args:
         index: of the samples.
@@ -113,38 +116,17 @@ def refuse_unreadable(index: Index, where: str, share: float) -> None:
     """
     names = sorted({index.name(row) for row in np.flatnonzero(index.table["width"] == 0).tolist()})
     if len(names) > most_unreadable(len(index), share):
-        listed = f"{', '.join(names[:10])}{', ...' if len(names) > 10 else ''} (no header that tells the size)"
+        listed = f"{first_names(names, 10)} (no header that tells the size)"
         raise RunError(f"{where}: {too_many_text(len(names), len(index), share, listed)}")
 
 
-def _load_facts(
-    owner: Path,
-    root: Path,
-    names: Sequence[str],
-    read: Callable[[Path], Sequence[int]],
-    *,
-    columns: int,
-    kind: str,
-    cache_dir: Path | None,
-) -> Facts:
-    """Do as `load_facts` for names that are all different."""
-    text = f"{owner.resolve()}|{root.resolve()}|{kind}|{_FORMAT}"
-    folder = default_cache_dir(owner) if cache_dir is None else cache_dir
-    cached = folder / f"{owner.resolve().name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.npz"
-    marks = np.array(list(_in_threads(_mark, [root / name for name in names])), dtype=np.int64).reshape(-1, 2)
-    keys = [name.encode(errors="replace") for name in names]
-    values = np.zeros((len(names), columns), dtype=np.int32)
-    known = _take_known(read_cache(cached), keys, marks, values)
-    wanted = np.flatnonzero(~known & (marks[:, 0] >= 0))
-    if len(wanted):
-        _log.info("Reading the %s of %d files of %s; they are kept in %s.", kind, len(wanted), owner, folder)
-        values[wanted] = list(_in_threads(read, [root / names[row] for row in wanted.tolist()]))
-        write_cache(cached, {"keys": np.array(keys), "marks": marks, "values": values}, required=cache_dir is not None)
-    return Facts(size=marks[:, 0], values=values)
+def first_names(names: Sequence[str], most: int = 5) -> str:
+    """Return the first names for a message."""
+    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
 
 
 def _mark(path: Path) -> tuple[int, int]:
-    """Return size and time of change in nanoseconds, which change when a file is written; -1 where there is none."""
+    """Return size and modification time in nanoseconds, -1 and 0 where there is no file."""
     try:
         found = path.stat()
     except OSError as error:
@@ -159,7 +141,7 @@ def _mark(path: Path) -> tuple[int, int]:
 def _take_known(
     kept: dict[str, np.ndarray] | None, keys: list[bytes], marks: np.ndarray, values: np.ndarray
 ) -> np.ndarray:
-    """Fill in the values of files that are unchanged since they were kept, and return which those are, (N,) bool."""
+    """Fill in the values of files that are unchanged since they were cached, and return which those are, (N,) bool."""
     known = np.zeros(len(keys), dtype=bool)
     if kept is None or not kept.keys() >= {"keys", "marks", "values"} or kept["values"].shape[1:] != values.shape[1:]:
         return known

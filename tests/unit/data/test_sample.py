@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from cascade_train.data.captions import Captions
-from cascade_train.data.files.folder import read_values
-from cascade_train.data.files.limits import FileLimits
+from cascade_train.data.folder import read_values
 from cascade_train.data.index.row_filter import read_metadata
-from cascade_train.data.sample import UnreadableSampleError
+from cascade_train.data.sample import FileLimits, UnreadableSampleError
 from tests.unit.data import tars
 from tests.unit.data.test_folder import folder
 

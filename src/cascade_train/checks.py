@@ -1,4 +1,4 @@
-"""Range checks of constructors; each raises a ConfigError that names key, value and rule."""
+"""Range checks of constructors, which preflight evaluates; each raises a ConfigError that names key, value and rule."""
 
 from __future__ import annotations
 
@@ -11,6 +11,18 @@ def check_above(key: str, value: float, low: float) -> None:
     """Refuse a value that is not greater than `low`."""
     if not value > low:
         raise ConfigError(f"{key}={value} must be greater than {low}; give a larger {key}")
+
+
+def check_least(key: str, value: float | None, low: float, why: str) -> None:
+    """Refuse a number below `low`, with a reason or a remedy; None is not a number."""
+    if value is not None and not value >= low:
+        raise ConfigError(f"{key}={value} must be at least {low}: {why}")
+
+
+def check_share(key: str, value: float, why: str) -> None:
+    """Refuse a value outside [0, 1], with a reason or a remedy."""
+    if not 0.0 <= value <= 1.0:
+        raise ConfigError(f"{key}={value} must lie between 0 and 1: {why}")
 
 
 def check_within(key: str, value: float, low: float, high: float) -> None:

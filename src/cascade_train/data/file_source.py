@@ -1,0 +1,173 @@
+"""The bases of the sources whose pictures lie in files: found in a folder, or in or named by the rows of tables."""
+
+from __future__ import annotations
+
+import abc
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cascade_train.data.index.pictures import first_names, load_picture_sizes, refuse_unreadable
+from cascade_train.data.index.row_filter import parse_row_filters
+from cascade_train.data.index.rows import Index
+from cascade_train.data.sample import UnreadableSampleError
+from cascade_train.data.source import Source
+from cascade_train.errors import ConfigError, RunError
+from cascade_train.options import File, Free, Order
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class FileSource(Source):
+    """Pictures in files. What the options mean is documented by each source."""
+
+    path: Order[File[list[str] | str]]
+    index_dir: Free[str | None]
+    row_filters: Order[list[list[Any]] | dict[str, str] | None]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._filters = parse_row_filters(self.row_filters)
+        self._cache_dir = None if self.index_dir is None else Path(self.index_dir)
+
+    def open(self) -> Index:
+        """Index all files; what did not change comes from the cache.
+
+        Raises:
+            ConfigError: data is missing, not of its form, or has no usable sample; no sample meets `row_filters`.
+            RunError: a file cannot be read, or too many pictures have no readable header.
+        """
+        try:
+            self._index = self._indexed()
+        except OSError as error:
+            raise RunError(f"data.path={self.path} cannot be read: {error}") from error
+        refuse_unreadable(self._index, f"data.path={self.path}", self.max_unreadable_share)
+        return self._index
+
+    @abc.abstractmethod
+    def _indexed(self) -> Index:
+        """Return the index of the usable samples that meet the row filters."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableRows:
+    """The rows of one table that have a picture and a caption.
+
+    Attributes:
+        table: (N,) structured array; `shard` counts within the table, `bytes` is -1 where the picture is a file.
+        keys: (N,) bytes.
+        names: paths of the pictures that are files.
+        unfilled: how many rows have no picture or no caption.
+        verdicts: (N, 1 + filters), see `RowFilters.judge`.
+    """
+
+    table: np.ndarray
+    keys: np.ndarray
+    names: list[str]
+    unfilled: int
+    verdicts: np.ndarray
+
+
+@dataclass(kw_only=True)
+class TableSource(FileSource):
+    """Rows of tables, each with a picture or its path and a caption."""
+
+    image_column: str
+    caption_column: str | None
+    root: Order[File[str | None]]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._paths = [Path(path).expanduser() for path in ([self.path] if isinstance(self.path, str) else self.path)]
+        if not self._paths:
+            raise ConfigError("data.path=[] names no file: give a path or a list of paths")
+        self._shards: list[tuple[Path, int]] = []
+
+    @abc.abstractmethod
+    def _tables(self) -> list[Path]:
+        """Return the files of all tables."""
+
+    @abc.abstractmethod
+    def _scan(self, path: Path) -> TableRows:
+        """Read the rows of one table."""
+
+    def _shard_name(self, path: Path, number: int) -> str:
+        del number
+        return path.name
+
+    def _indexed(self) -> Index:
+        paths = self._tables()
+        parts = [self._usable(path, self._scan(path)) for path in paths]
+        self._shards = []
+        for path, part in zip(paths, parts, strict=True):
+            first = len(self._shards)
+            self._shards += [(path, number) for number in range(int(part.table["shard"].max(initial=-1)) + 1)]
+            part.table["shard"] += first
+        table, keys, verdicts = (
+            np.concatenate([getattr(part, name) for part in parts]) for name in ("table", "keys", "verdicts")
+        )
+        if not len(table):
+            raise ConfigError(f"data.path={self.path} holds no row with a picture that is there and a caption")
+        if len(self._filters):
+            kept = self._filters.kept(verdicts)
+            table, keys = table[kept], keys[kept]
+        names = tuple(self._shard_name(*shard) for shard in self._shards)
+        return Index(shards=names, table=table, keys=keys, filters=self._filters.identity)
+
+    def _usable(self, path: Path, rows: TableRows) -> TableRows:
+        """Add the sizes of the pictures that are files, and leave out rows whose pictures are not there."""
+        table, is_file = rows.table.copy(), rows.table["bytes"] < 0
+        file_bytes, sizes = load_picture_sizes(path, self._root(path), rows.names, self._cache_dir)
+        table["bytes"][is_file] = file_bytes
+        for field, size in zip(("width", "height"), sizes.T, strict=True):
+            table[field][is_file] = np.where(table[field][is_file] > 0, table[field][is_file], size)
+        there = table["bytes"] >= 0
+        missing = [name for name, size in zip(rows.names, file_bytes.tolist(), strict=True) if size < 0]
+        if rows.unfilled:
+            _log.warning("%s: left out %d rows without a picture or a caption", path, rows.unfilled)
+        if missing:
+            text = first_names(missing)
+            _log.warning("%s: left out %d rows whose pictures are not there: %s", path, len(missing), text)
+        return TableRows(
+            table=table[there],
+            keys=rows.keys[there],
+            names=missing,
+            unfilled=rows.unfilled,
+            verdicts=rows.verdicts[there],
+        )
+
+    def _check_columns(self, path: Path, found: Iterable[str]) -> None:
+        """Check that a table has the columns that the options name.
+
+        Raises:
+            ConfigError: it lacks one.
+        """
+        has = list(found)
+        for key in ("image_column", "caption_column", "mask_column", "width_column", "height_column"):
+            column = getattr(self, key, None)
+            if column is not None and column not in has:
+                raise ConfigError(
+                    f"data.{key}={column} is no column of {path}, which has {', '.join(has) or 'no rows'}"
+                )
+
+    def _root(self, path: Path) -> Path:
+        return path.parent if self.root is None else Path(self.root).expanduser()
+
+    def _caption(self, values: Mapping[str, Any]) -> str:
+        """Return the caption of a row, several as its lines.
+
+        Raises:
+            UnreadableSampleError: it is neither text nor a list of texts.
+        """
+        if self.caption_column is None:
+            return ""
+        value = values[self.caption_column]
+        texts = [value] if isinstance(value, str) else value
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+            raise UnreadableSampleError(f"its caption is no text: {value!r:.60}")
+        return "\n".join(text.strip() for text in texts)

@@ -1,1 +1,0 @@
-"""Pictures and tables in files of their own."""
