@@ -33,8 +33,7 @@ from cascade_train.config.plain import to_plain
 from cascade_train.data.cached import Cached
 from cascade_train.data.data_set import Rows, open_data_set
 from cascade_train.data.index.rows import Index
-from cascade_train.data.latent_cache.manifest import Manifest, write_manifest
-from cascade_train.data.latent_cache.units import CachedSample, is_whole, load_table, write_unit
+from cascade_train.data.latent_cache import CachedSample, Manifest, is_whole, load_table, write_manifest, write_unit
 from cascade_train.data.loading.worker import Failure, MicroBatches, Results
 from cascade_train.data.order.plan import Step
 from cascade_train.data.sample import FEW, RawSample, too_many_text

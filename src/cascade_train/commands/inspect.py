@@ -48,8 +48,7 @@ def inspect(args: InspectArgs, cfg: DictConfig) -> int:
     """
     from cascade_train.assembly.components import build_component  # heavy: torch and everything above it
     from cascade_train.data.data_set import open_data_set
-    from cascade_train.data.survey.page import Report
-    from cascade_train.data.survey.survey import survey
+    from cascade_train.data.survey import Report, survey
     from cascade_train.models.token_count import token_counter
 
     allow_unreadable(cfg.data)

@@ -20,13 +20,15 @@ from cascade_train.data.buckets import BucketTable
 from cascade_train.data.captions import Captions
 from cascade_train.data.index.rows import Index
 from cascade_train.data.index.selection import RowSelector, Selection
-from cascade_train.data.latent_cache.manifest import Manifest, read_index, read_manifest
-from cascade_train.data.latent_cache.units import (
+from cascade_train.data.latent_cache import (
+    Manifest,
     PayloadReader,
     UnitTable,
     caption_digest,
     captions_tar,
     load_table,
+    read_index,
+    read_manifest,
     read_tensors,
     samples_tar,
 )

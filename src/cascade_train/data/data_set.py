@@ -9,6 +9,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -41,7 +42,7 @@ class Rows:
 
     @property
     def shapes(self) -> np.ndarray:
-        """How many of the samples are of each shape that occurs, the most first, (K,) int64; endless for streams."""
+        """How many samples each shape that occurs has, the most first, (K,) int64; unbounded for streams."""
         if not self.index.rows_are_samples:
             return np.array([np.iinfo(np.int64).max])
         width_N, height_N = (self.index.table[name][self.rows] for name in ("width", "height"))
@@ -53,41 +54,18 @@ class Rows:
         chosen = permutation(len(self.rows), seed, 0, "part")[:count]
         return replace(self, rows=np.sort(self.rows[chosen]))
 
-    def load(
-        self,
-        *,
-        seed: int,
-        global_batch_size: int,
-        micro_batch_size: int,
-        rank: int,
-        ranks: int,
-        whole_epochs: bool = False,
-        gather: Gather = alone,
-    ) -> Feed:
-        """Return the endless feed of these samples for one rank."""
-        request = FeedRequest(
-            index=self.index,
-            rows=self.rows,
-            seed=seed,
-            global_batch_size=global_batch_size,
-            micro_batch_size=micro_batch_size,
-            rank=rank,
-            ranks=ranks,
-            transform=self.transform,
-            whole_epochs=whole_epochs,
-            gather=gather,
-        )
-        own = self.source.own_feed(request)
-        return Loader(self.source, request) if own is None else own
+    def load(self, **options: Any) -> Feed:
+        """Return the endless feed of these samples for one rank; the options are the others of `FeedRequest`."""
+        request = FeedRequest(index=self.index, rows=self.rows, transform=self.transform, **options)
+        return self.source.own_feed(request) or Loader(self.source, request)
 
 
 class HeldOutFeed:
     """The same held-out global batches each time it is started over."""
 
     def __init__(self, loader: Feed, steps: int) -> None:
-        """Store; `steps` is how many global batches make one measurement."""
-        self.steps = steps
-        self._loader = loader
+        """`steps` global batches make one measurement."""
+        self.steps, self._loader = steps, loader
 
     def from_start(self) -> Iterator[list[Batch]]:
         """Start over and yield this rank's micro-batches of `steps` global batches."""
@@ -104,9 +82,7 @@ class DataSet:
     """Training and held-out samples, and the open feeds over them."""
 
     def __init__(self, training: Rows, held_out: Rows | None) -> None:
-        """Store; `held_out` is None where nothing is held out."""
-        self.training = training
-        self.held_out = held_out
+        self.training, self.held_out = training, held_out
         self._open: list[Feed | HeldOutFeed] = []
 
     def check_sides(self, multiple: int) -> None:
@@ -133,7 +109,7 @@ class DataSet:
         ranks: int,
         gather: Gather = alone,
     ) -> Feed:
-        """Return the endless feed of training batches for one rank; `gather` lets ranks put their states together."""
+        """Return the endless feed of training batches for one rank; `gather` collects the states of all ranks."""
         loader = self.training.load(
             seed=seed,
             global_batch_size=global_batch_size,
@@ -148,7 +124,7 @@ class DataSet:
         return loader
 
     def last_step(self, feed: Feed, *, max_steps: int, max_epochs: int | None, global_batch_size: int) -> int:
-        """Return the step at which training ends: the first of its steps, its epochs and the examples to see."""
+        """Return the step at which training ends: by its steps, its epochs or the examples to see."""
         limits = [max_steps]
         if max_epochs is not None:
             limits.append(feed.steps_of_epochs(max_epochs))
@@ -159,7 +135,7 @@ class DataSet:
     def held_out_feed(self, *, seed: int, samples: int, micro_batch_size: int, rank: int, ranks: int) -> HeldOutFeed:
         """Return the feed of `samples` held-out samples in a fixed order, as many on every rank.
 
-        Where a shape does not fill its last batch, samples of weight 0 do.
+        Samples of weight 0 fill the last batch of each shape.
 
         Raises:
             ConfigError: no samples are held out.
@@ -182,7 +158,7 @@ class DataSet:
         return feed
 
     def shown_batch(self, count: int, *, seed: int) -> Batch:
-        """Return up to `count` fixed samples of one shape to show, held-out ones where there are any, on all ranks."""
+        """Return up to `count` fixed samples of one shape to show, held-out ones where there are any."""
         part = self.held_out or self.training
         count = min(count, int(part.shapes[0]))
         loader = part.load(
@@ -195,12 +171,12 @@ class DataSet:
 
     @property
     def identity(self) -> str:
-        """What every rank must see alike: digests of the indexes, and how many of their rows take part."""
+        """What must be equal on all ranks: digests of the indexes, and how many of their rows take part."""
         parts = [part for part in (self.training, self.held_out) if part is not None]
         return " ".join(f"{part.index.digest}/{len(part.rows)}" for part in parts)
 
     def record(self) -> None:
-        """Write down what a resumed run must find again, see `Source.record`."""
+        """See `Source.record`."""
         for part in (self.training, self.held_out):
             if part is not None:
                 part.source.record()

@@ -14,8 +14,7 @@ from cascade_train.__main__ import launch
 from cascade_train.commands.inspect import DEFAULTS
 from cascade_train.commands.parts.command_line import with_defaults
 from cascade_train.data.data_set import open_data_set
-from cascade_train.data.survey.page import _histogram
-from cascade_train.data.survey.survey import survey
+from cascade_train.data.survey import _histogram, survey
 from cascade_train.models.token_count import token_counter
 from tests.unit.data import tars
 from tests.unit.data.test_folder import folder, write

@@ -144,14 +144,7 @@ class Loader(Feed):
             raise ConfigError("data: no sample is left to read; check data and validate.share")
         super().__init__(source, request, samples=len(request.rows))
         self.samples_per_epoch = len(request.rows)
-        self._order = Order(
-            source,
-            index=request.index,
-            rows=request.rows,
-            seed=request.seed,
-            global_batch_size=request.global_batch_size,
-            whole_epochs=request.whole_epochs,
-        )
+        self._order = Order(source, request)
         stand_ins = self._order.stand_ins()
         batches = MicroBatches(source, request.index, stand_ins, request.seed, request.transform, self._excluded)
         self._results = Results(

@@ -1,8 +1,7 @@
 """One epoch laid out: which shards share a window, and how many samples of each bucket a window holds.
 
-Windows are small pieces of an epoch, so that any place of it is found without permuting the whole. Permutations
-sort words of the Philox generator with a stable sort, since NumPy freezes the words of a bit generator but not the
-methods built on them.
+Windows are small pieces of an epoch, so that any place of it is found without permuting the whole. Permutations are
+stable sorts of words of the Philox generator: NumPy freezes these words, not the methods built on them.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from cascade_train.data.buckets import BucketTable
 
 
 def random_words(count: int, seed: int, epoch: int, purpose: str) -> np.ndarray:
-    """Return (count,) uint64 random words; a frozen function of the arguments, of which fewer are the first of more."""
+    """Return (count,) uint64 random words, a frozen function of the arguments; a smaller count gives the first ones."""
     digest = hashlib.blake2b(f"{seed}/{epoch}/{purpose}".encode(), digest_size=16).digest()
     words: np.ndarray = np.random.Philox(key=np.frombuffer(digest, dtype="<u8")).random_raw(count)
     return words
@@ -35,14 +34,14 @@ class Assignment:
         width_N: of each sample in pixels; 0 = unknown.
         height_N: of each sample in pixels; 0 = unknown.
         rows: (N,) the samples' rows of the index.
-        random_share: of the samples, another each epoch, that go to any entry of the table.
-        seed: of their choice.
+        random_share: of the samples, drawn anew each epoch, that go to any entry of the table.
+        seed: of these draws.
 
     Attributes:
         sizes_K2: (K, 2) int64, height and width of each bucket in pixels.
         varies: whether epochs differ.
         nearest_N: (N,) int64, the bucket of each sample's own shape.
-        enlarged_N: (N,) by how much each sample is enlarged there; 0 = unknown.
+        enlarged_N: (N,) scale of each sample there; 0 = unknown.
     """
 
     def __init__(
@@ -86,8 +85,8 @@ class Layout:
 
     Attributes:
         epoch: its number.
-        end_WK: (W, K) int64, how many samples of each bucket the epoch holds through each window.
-        total_K: (K,) int64, how many it holds in all.
+        end_WK: (W, K) int64, samples of each bucket up to the end of each window.
+        total_K: (K,) int64, samples of each bucket.
     """
 
     def __init__(self, groups: _Groups, *, seed: int, epoch: int, window_shards: int, replacement: bool) -> None:
@@ -116,12 +115,9 @@ class Layout:
         return pieces
 
     def places(self, window: int, buckets: np.ndarray, samples: np.ndarray) -> np.ndarray:
-        """Return the place in a window of each sample, (n,) int64: samples of the buckets mix as they would in a draw.
+        """Return the place in a window of each sample, (n,) int64, by its bucket and its number in the bucket's order.
 
-        Args:
-            window: its number.
-            buckets: (n,) bucket of each sample.
-            samples: (n,) its number in the epoch's order of the bucket; of an earlier window = the window's beginning.
+        The buckets' samples are shuffled together; one of an earlier window comes at the beginning, place -1.
         """
         end_K = self.end_WK[window]
         begin_K = self.end_WK[window - 1] if window else np.zeros_like(end_K)
@@ -137,8 +133,8 @@ class Layout:
     def _permute_block(self, window: int, bucket: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the rows of one bucket in one window in their order, and the epoch of each.
 
-        With replacement a shard may come twice in an epoch; so that its samples make draws of their own each time,
-        the number of the shard's visit stands for the epoch.
+        With replacement a shard may come twice in an epoch; the number of the visit then stands for the epoch, so that
+        its samples make draws of their own each time.
         """
         visits = np.arange(len(self._order))[window * self._window_shards : (window + 1) * self._window_shards]
         first, count = (part[bucket, self._order[visits]] for part in (self._groups.first_KS, self._groups.count_KS))

@@ -1,9 +1,8 @@
 """The order of samples: a pure function of (rows, seed, epoch), cut into global batches of one shape.
 
-No reading, no ranks and no workers here. An epoch's samples come window by window (epoch.py); each joins the queue
-of its bucket, and as soon as a queue holds a global batch, that is the next step. No queue is kept: where the k-th
-batch of a bucket completes follows from counts, so that the position is one integer and any step is found without those
-before it.
+No reading, no ranks and no workers here. An epoch's samples come window by window (epoch.py); each joins the queue of
+its bucket, and as soon as a queue holds a global batch, that is the next step. No queue is kept: where the k-th batch
+of a bucket completes follows from counts, so that the position is one integer and any step is found directly.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ class Step:
     Attributes:
         rows: (G,) int64 rows of the index, in the order of the global batch.
         epochs: (G,) int64 epoch of each; with replacement, the visit to its shard.
-        height: of every picture of the batch in pixels.
-        width: of every picture of the batch in pixels.
+        height: of every picture in pixels.
+        width: of every picture in pixels.
         weights: (G,) fp32, 0 for samples that only fill the batch; None = all count.
     """
 
@@ -46,13 +45,13 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Where a plan begins, for runs that changed on the way.
+    """Where a plan begins, for runs whose data or batch size changed.
 
     Attributes:
         position: global batches handed out before.
         epoch: the first epoch whose samples come.
-        taken: samples of `epoch` that were handed out before, of each bucket; below 0 = so many of earlier epochs wait.
-            Empty = none.
+        taken: samples of `epoch` handed out before, per bucket; negative = number of earlier epochs' samples that
+            wait. Empty = none.
     """
 
     position: int = 0
@@ -66,9 +65,9 @@ class _Epoch:
 
     Attributes:
         layout: its samples.
-        open_K: where each bucket's first step begins, counted from the bucket's first sample in the epoch: below 0
-            where samples of earlier epochs wait, above where the plan begins within the epoch.
-        done_W: steps that are complete through each window.
+        open_K: where each bucket's first step begins, counted from the bucket's first sample in the epoch: negative
+            where samples of earlier epochs wait, positive where the plan begins within the epoch.
+        done_W: steps that are complete at the end of each window.
         rest_K: samples of each bucket that are a step of their own at the end.
     """
 
@@ -186,7 +185,7 @@ class Plan:
         return Start(position=position, epoch=number, taken=tuple(taken_K.tolist()))
 
     def _drawn_before(self, epoch: int) -> np.ndarray:
-        """Return how many samples of each bucket come from the plan's first epoch to before this one, (K,)."""
+        """Return how many samples of each bucket come from the plan's first epoch up to this one, (K,)."""
         first = self.start.epoch
         if not self._layouts.varies:
             return (epoch - first) * self._layouts.epoch(first).total_K
@@ -207,10 +206,7 @@ class Plan:
         return _Epoch(layout, open_K, done_W, rest_K)
 
     def _complete(self, number: int, window: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the bucket of each step that a window completes, in order, and the end of its samples in the epoch.
-
-        What waited for a larger batch than this plan's is complete before its bucket's first sample comes.
-        """
+        """Return the bucket of each step that a window completes, in order, and the end of its samples in the epoch."""
         epoch, size = self._epoch(number), self._global_batch_size
         before_K, through_K = (epoch.steps_before(edge, size) for edge in (window, window + 1))
         buckets = np.repeat(np.arange(len(before_K)), through_K - before_K)
@@ -237,7 +233,7 @@ class Plan:
 
 
 def _filled(step: Step, size: int) -> Step:
-    """Return the step with `size` samples: what is missing repeats the others, with weight 0."""
+    """Return the step filled up to `size` samples by repeats of weight 0."""
     count = len(step.rows)
     if count == size:
         return step

@@ -1,7 +1,7 @@
 """The plan of one run's samples, and what a saved position in it means.
 
-A position is kept with the identity of everything that decides the order. What does not fit is refused, or, where the
-user chose so, followed by another epoch; never silently.
+A position is saved with the identity of everything that decides the order. One that does not fit is refused, or, by
+`data.on_change=restart`, followed by another epoch; never silently.
 """
 
 from __future__ import annotations
@@ -9,15 +9,17 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cascade_train.data.index.rows import Index
 from cascade_train.data.order.epoch import Assignment, Layouts
 from cascade_train.data.order.plan import ORDER_VERSION, Plan, Start, Step
 from cascade_train.data.source import Source
 from cascade_train.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cascade_train.data.loading.feed import FeedRequest
 
 _REMEDIES = {
     "filters": "data.row_filters changed; set it back",
@@ -38,31 +40,19 @@ class Order:
 
     Args:
         source: the opened source.
-        index: what `source.open` returned.
-        rows: sorted rows of the index that take part; at least one.
-        seed: the run's seed.
-        global_batch_size: samples of one optimizer step over all ranks.
-        whole_epochs: see `FeedRequest`.
+        request: which samples, at least one, and how they are batched.
 
     Raises:
         ConfigError: leftovers are dropped, and every sample would be one.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        *,
-        index: Index,
-        rows: np.ndarray,
-        seed: int,
-        global_batch_size: int,
-        whole_epochs: bool = False,
-    ) -> None:
+    def __init__(self, source: Source, request: FeedRequest) -> None:
+        index, rows, seed = request.index, request.rows, request.seed
         self._rows, self._on_change = rows, source.on_change
-        self._max_upscale, self._global_batch_size = source.buckets.max_upscale, global_batch_size
-        self._leftover = "flush" if whole_epochs else source.leftover
-        replacement = source.replacement and not whole_epochs
-        random_share = 0.0 if whole_epochs else source.buckets.random_share
+        self._max_upscale, self._global_batch_size = source.buckets.max_upscale, request.global_batch_size
+        self._leftover = "flush" if request.whole_epochs else source.leftover
+        replacement = source.replacement and not request.whole_epochs
+        random_share = 0.0 if request.whole_epochs else source.buckets.random_share
         table = source.bucket_table(index)
         self._assignment = Assignment(
             table,
@@ -80,7 +70,7 @@ class Order:
             window_shards=source.shuffle_window_shards,
             replacement=replacement,
         )
-        self._plan = self._planned(global_batch_size, Start())
+        self._plan = self._planned(request.global_batch_size, Start())
         self._identity = {
             "order": str(ORDER_VERSION),
             "index": index.digest,
@@ -102,7 +92,7 @@ class Order:
         return self._plan.step(position)
 
     def stand_ins(self) -> dict[tuple[int, int], np.ndarray]:
-        """Return the sorted rows of each shape, (height, width), from which others stand in for unreadable ones."""
+        """Return the sorted rows of each shape, (height, width), that may replace unreadable ones."""
         shapes = map(tuple, self._layouts.sizes_K2.tolist())
         rows = {shape: self._rows[self._assignment.nearest_N == bucket] for bucket, shape in enumerate(shapes)}
         return {shape: own if len(own) else self._rows for shape, own in rows.items()}
@@ -114,7 +104,7 @@ class Order:
         return self._plan.first_step(epochs)
 
     def state(self, position: int) -> dict[str, Any]:
-        """Return a position and what it is a position in."""
+        """Return a position with the identity of its order."""
         start = self._plan.epoch_start(position)
         return {
             "position": position,
@@ -124,7 +114,7 @@ class Order:
         }
 
     def restore(self, state: Mapping[str, Any]) -> int:
-        """Take over the plan that `state` belongs to, and return its position.
+        """Continue the plan that `state` belongs to, and return its position.
 
         Raises:
             ConfigError: it counts batches of another order or size, and `data.on_change` is refuse.
@@ -153,7 +143,7 @@ class Order:
         return int(position)
 
     def report(self) -> list[str]:
-        """Return the histogram of buckets, which of them fill slowly, and how many samples are enlarged."""
+        """Return lines on how many samples are enlarged, the histogram of shapes, and which of them fill slowly."""
         lines = []
         enlarged = self._assignment.enlarged_N > 1
         if enlarged.any():
@@ -163,19 +153,15 @@ class Order:
         if len(self._layouts.sizes_K2) > 1:
             count_K = np.bincount(self._assignment.nearest_N, minlength=len(self._layouts.sizes_K2))
             lines.append(f"Samples by height x width: {self._shapes(count_K, np.argsort(-count_K, kind='stable'))}.")
-            lines += self._slow(count_K)
+            slow = np.flatnonzero((count_K > 0) & (count_K < self._global_batch_size))
+            if len(slow) and self._leftover != "flush":
+                what = "never come" if self._leftover == "drop" else "come only once several epochs filled one"
+                lines.append(
+                    f"These shapes hold fewer samples than a global batch of {self._global_batch_size}, so that theirs"
+                    f" {what}: {self._shapes(count_K, slow)}. List fewer data.aspect_ratios, lower"
+                    " train.global_batch_size, or set data.leftover=flush."
+                )
         return lines
-
-    def _slow(self, count_K: np.ndarray) -> list[str]:
-        slow = np.flatnonzero((count_K > 0) & (count_K < self._global_batch_size))
-        if not len(slow) or self._leftover == "flush":
-            return []
-        what = "never come" if self._leftover == "drop" else "come only once several epochs filled one"
-        return [
-            f"These shapes hold fewer samples than a global batch of {self._global_batch_size}, so that theirs {what}:"
-            f" {self._shapes(count_K, slow)}. List fewer data.aspect_ratios, lower train.global_batch_size, or"
-            " set data.leftover=flush."
-        ]
 
     def _shapes(self, count_K: np.ndarray, buckets: np.ndarray) -> str:
         sizes = self._layouts.sizes_K2
@@ -191,6 +177,6 @@ class Order:
 
 
 def _start(state: Mapping[str, Any]) -> Start:
-    """Return where a state's plan begins; older states say nothing, theirs begins at the beginning."""
+    """Return where a state's plan begins; that of an older state, which has no `start`, at the beginning."""
     saved = state.get("start", {"position": 0, "epoch": 0, "taken": []})
     return Start(position=saved["position"], epoch=saved["epoch"], taken=tuple(saved["taken"]))

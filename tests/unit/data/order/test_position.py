@@ -11,6 +11,7 @@ import pytest
 
 from cascade_train.data.buckets import Buckets
 from cascade_train.data.index.rows import ROW_FIELDS, Index
+from cascade_train.data.loading.feed import FeedRequest
 from cascade_train.data.order.position import Order
 from cascade_train.data.sample import RawSample
 from cascade_train.data.source import Source
@@ -56,7 +57,17 @@ def order(
 ) -> Order:
     of = index() if of is None else of
     rows = np.arange(len(of))
-    return Order(source(**options), index=of, rows=rows, seed=seed, global_batch_size=size, whole_epochs=whole_epochs)
+    request = FeedRequest(
+        index=of,
+        rows=rows,
+        seed=seed,
+        global_batch_size=size,
+        micro_batch_size=size,
+        rank=0,
+        ranks=1,
+        whole_epochs=whole_epochs,
+    )
+    return Order(source(**options), request)
 
 
 def drawn(of: Order, positions: range) -> list[tuple[int, int]]:

@@ -1,11 +1,13 @@
-"""The tensors of a cache, in units of consecutive rows that are written whole and read by offset.
+"""The files of a cache of encoder outputs: what describes it, and the tensors in units of consecutive rows.
 
-A unit is two tars of the webdataset layout, samples and captions, and a table of where everything in them lies. The
-table is written last: a unit that has one is done. What the tensors mean is known to the stage alone.
+The manifest and the index that the rows follow describe a cache. A unit is written whole and read by offset: two tars
+of the webdataset layout, samples and captions, and a table of where everything in them lies, written last: a unit that
+has one is done. What the tensors mean is known to the stage alone; assembly/cache_making.py makes them.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -22,15 +24,140 @@ import numpy as np
 import safetensors.torch
 from torch import Tensor
 
-from cascade_train.data.latent_cache.manifest import Manifest
+from cascade_train.data.index.rows import Index
 from cascade_train.data.tar.members import write_tar
-from cascade_train.errors import RunError
+from cascade_train.errors import ConfigError, RunError
+from cascade_train.files.durable import replacing, write_durably
+
+FORMAT = 1
+MANIFEST, INDEX = "manifest.json", "index.npz"
 
 SPAN = np.dtype([("start", "<i8"), ("bytes", "<i8"), ("crc32", "<u4")])
 """Where the payload of a file of a tar lies, and its checksum; 0 bytes = there is none."""
 
 _PAYLOAD, _META = "safetensors", "json"
 _KEY_DIGITS = 9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a cache holds and what it was made from; every process that fills a cache writes the same one.
+
+    Attributes:
+        rows: of the source's index.
+        unit_samples: rows of one unit.
+        index: digest of the index, whose sizes are those that the pictures are trained at, 0 where a row takes no part.
+        filters: identity of the filters that chose the source's rows; empty = none.
+        sizes: height and width in pixels of each shape that the source trains at, in its order.
+        tensors: of a sample, by name: dtype, and shape for the square of the run's image size.
+        captions: of a caption, by name: dtype and shape; empty = the cache holds no captions.
+        identity: everything that changes a value, by its configuration key.
+        made_with: versions of the libraries that made the tensors.
+    """
+
+    format: int = FORMAT
+    rows: int
+    unit_samples: int
+    index: str
+    filters: str
+    sizes: list[list[int]]
+    tensors: Mapping[str, str]
+    captions: Mapping[str, str]
+    identity: Mapping[str, Any]
+    made_with: Mapping[str, str]
+
+    @property
+    def units(self) -> int:
+        """How many units the rows make."""
+        return -(-self.rows // self.unit_samples)
+
+    @property
+    def digest(self) -> str:
+        """16 hex digits that change with anything but the libraries' versions."""
+        fields = dataclasses.asdict(self) | {"made_with": None}
+        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
+
+    def rows_of(self, unit: int) -> range:
+        """Return the rows of a unit."""
+        return range(unit * self.unit_samples, min(self.rows, (unit + 1) * self.unit_samples))
+
+
+def write_manifest(folder: Path, manifest: Manifest, index: Index) -> None:
+    """Write what describes a cache, unless the same is there already.
+
+    Raises:
+        ConfigError: the folder holds a cache of something else, or cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if (folder / MANIFEST).is_file():
+            difference = first_difference(manifest, read_manifest(folder))
+            if difference is not None:
+                raise ConfigError(
+                    f"out={folder} holds another cache: {difference}. Choose another folder, or remove it."
+                )
+            return
+        text = json.dumps(dataclasses.asdict(manifest), indent=1, sort_keys=True)
+        shards = np.array(index.shards)
+        with replacing(folder / INDEX, racing=True) as partial:
+            np.savez(partial, table=index.table, keys=index.keys, shards=shards)
+        write_durably(folder / MANIFEST, text, racing=True)
+    except OSError as error:
+        raise ConfigError(f"out={folder} cannot be written ({error}). Choose another folder.") from error
+
+
+def first_difference(manifest: Manifest, other: Manifest) -> str | None:
+    """Return where two manifests differ, the libraries' versions aside; None = nowhere."""
+    for name in ("format", "unit_samples", "index", "filters", "sizes", "rows", "tensors", "captions"):
+        if getattr(manifest, name) != getattr(other, name):
+            return f"{name} is {getattr(manifest, name)} here and {getattr(other, name)} there"
+    for key in sorted(manifest.identity.keys() | other.identity.keys()):
+        own, its = manifest.identity.get(key), other.identity.get(key)
+        if own != its:
+            return f"{key} is {own} here and {its} there"
+    return None
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Return the manifest of a cache.
+
+    Raises:
+        ConfigError: there is none, or it is damaged or of another version of the library.
+    """
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise ConfigError(
+            f"data.path={folder}: no cache lies there, since there is no {MANIFEST}. Make one by"
+            " cascade-train cache … out=<folder>, with the settings of the run."
+        )
+    try:
+        fields = json.loads(path.read_text())
+        if fields["format"] == FORMAT:
+            return Manifest(**fields)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"{path} is damaged ({error}). Remove the cache and make it again.") from error
+    raise ConfigError(f"{path} has format {fields['format']}, this version reads {FORMAT}. Make the cache again.")
+
+
+def read_index(folder: Path, manifest: Manifest) -> Index:
+    """Return the index that a cache follows.
+
+    Raises:
+        ConfigError: it is damaged.
+    """
+    try:
+        with (folder / INDEX).open("rb") as file, np.load(file, allow_pickle=False) as parts:
+            index = Index(
+                shards=tuple(parts["shards"].tolist()),
+                table=parts["table"],
+                keys=parts["keys"],
+                filters=manifest.filters,
+            )
+    except Exception as error:  # numpy and zipfile answer damage in many ways
+        raise ConfigError(f"{folder / INDEX} is damaged ({error}). Remove the cache and make it again.") from error
+    if index.digest != manifest.index:
+        raise ConfigError(f"{folder / INDEX} is not the index of this cache. Remove the cache and make it again.")
+    return index
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +193,7 @@ class UnitTable:
 
 
 def caption_digest(caption: str) -> str:
-    """Return the name that a caption has in a cache: 32 hex digits of its text."""
+    """Return the name of a caption in a cache: 32 hex digits of its text."""
     return hashlib.blake2b(caption.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
@@ -99,7 +226,7 @@ def write_unit(
         folder: of the cache.
         unit: its number.
         manifest: of the cache.
-        samples: by row; a row that is not there has no sample.
+        samples: by row; rows may be missing.
         captions: tensors by caption.
     """
     work = Path(tempfile.mkdtemp(dir=folder, prefix=f".unit-{unit:06d}-"))
@@ -129,7 +256,7 @@ def write_unit(
 def load_table(folder: Path, unit: int, manifest: Manifest) -> UnitTable | None:
     """Return the table of a unit; None where the unit is not done, was made under another manifest, or is damaged.
 
-    Only the sizes of the tars are looked at; `is_whole` reads them.
+    Of the tars only the sizes are checked; `is_whole` reads them.
     """
     try:
         with table_file(folder, unit).open("rb") as file, np.load(file, allow_pickle=False) as parts:
@@ -144,7 +271,7 @@ def load_table(folder: Path, unit: int, manifest: Manifest) -> UnitTable | None:
 
 
 def is_whole(folder: Path, unit: int, manifest: Manifest) -> bool:
-    """Return whether a unit is done and every byte of it is what was written. Reads all of it."""
+    """Return whether a unit is done and every byte of it matches its checksum. Reads all of it."""
     table = load_table(folder, unit, manifest)
     if table is None:
         return False
@@ -174,7 +301,7 @@ class PayloadReader:
         """Return the bytes of a span.
 
         Raises:
-            RunError: they are not those that were written.
+            RunError: their checksum is wrong.
             OSError: the file cannot be read.
         """
         content = os.pread(self._descriptor(path), int(span["bytes"]), int(span["start"]))

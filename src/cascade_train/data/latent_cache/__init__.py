@@ -1,1 +1,0 @@
-"""The files of a cache of encoder outputs."""

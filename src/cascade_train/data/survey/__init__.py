@@ -1,1 +1,0 @@
-"""What a data set is like: measured, and shown on a page."""
