@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
 from cascade_train.data.index.rows import Index, repeat_counts, repeated_rows
-from cascade_train.data.index.selection import selected
-from cascade_train.data.joined import Joined, JoinedSource, Part, check_parts
+from cascade_train.data.joined import JoinedSource, Part
 from cascade_train.data.source import Source
 from cascade_train.errors import ConfigError
 from cascade_train.options import Order
@@ -46,7 +45,9 @@ class Mixture(JoinedSource):
         if not self.sources:
             raise ValueError("data.sources={} names nothing to mix: +data@data.sources.mine=folder adds a source")
         if isinstance(self.shares, str) and self.shares != "equal":
-            raise ValueError(f"data.shares={self.shares} is unknown: write equal, or {{{self._names()[0]}: 0.5, ...}}")
+            raise ValueError(
+                f"data.shares={self.shares} is unknown: write equal, or {{{next(iter(self.sources))}: 0.5, ...}}"
+            )
         if self.shares is not None and self.repeats is not None:
             raise ValueError("data.repeats and data.shares both say how often samples come: set one of them to null")
         for key in ("repeats", "shares", "loss_weights"):
@@ -55,22 +56,17 @@ class Mixture(JoinedSource):
                 self._check_numbers(key, given)
         if isinstance(self.shares, Mapping) and (missing := set(self.sources) - set(self.shares)):
             raise ValueError(f"data.shares has none for {', '.join(sorted(missing))}: give every source a share")
-        check_parts(self, {f"sources.{name}": source for name, source in self.sources.items()})
-
-    def _names(self) -> list[str]:
-        return list(self.sources)
 
     def _check_numbers(self, key: str, given: Mapping[str, float]) -> None:
         for name, number in given.items():
             if name not in self.sources:
-                raise ValueError(f"data.{key}.{name} names no source; there are {', '.join(self._names())}")
+                raise ValueError(f"data.{key}.{name} names no source; there are {', '.join(self.sources)}")
             if number <= 0:
                 raise ValueError(f"data.{key}.{name}={number} must be above 0; leave the source out instead")
 
-    def check(self) -> None:
-        """See `Source.check`: of each source."""
-        for source in self.sources.values():
-            source.check()
+    def joined(self) -> dict[str, Source]:
+        """See `JoinedSource.joined`."""
+        return {f"sources.{name}": source for name, source in self.sources.items()}
 
     def open(self) -> Index:
         """Open every source and lay their samples out, as often as they come.
@@ -79,25 +75,27 @@ class Mixture(JoinedSource):
             ConfigError: a source has no samples, or none to read at a place; see also the sources' own.
             RunError: see the sources' own.
         """
-        indexes = {name: source.open() for name, source in self.sources.items()}
-        kept = {
-            name: np.flatnonzero(selected(indexes[name], source.selectors())) for name, source in self.sources.items()
-        }
-        factors = self._factors({name: len(rows) for name, rows in kept.items()})
+        opened = {name: Part.opened(source) for name, source in self.sources.items()}
+        factors = self._factors({name: len(part.rows) for name, part in opened.items()})
         weights = self.loss_weights or {}
         parts = [
-            Part(
-                source=source,
-                index=indexes[name],
-                rows=_repeated(name, indexes[name], kept[name], factors[name]),
+            replace(
+                part,
+                rows=_repeated(name, part, factors[name]),
                 prefix=f"{name}/",
                 weight=weights.get(name, 1.0),
             )
-            for name, source in self.sources.items()
+            for name, part in opened.items()
         ]
-        self._report(parts, factors)
-        self._joined = Joined(parts, "mixture", _blocks(parts))
-        return self._joined.index
+        total = sum(len(part.rows) for part in parts)
+        for name, part in zip(opened, parts, strict=True):
+            _log.info(
+                "%s: %d samples an epoch (%.1f %%), each %.3g times.",
+                name, len(part.rows), 100 * len(part.rows) / total, factors[name],
+            )  # fmt: skip
+        shards = max(len(part.index.shards) for part in parts)
+        blocks = max(1, min(shards, total // LEAST_BLOCK))  # as the source of most shards has, none of them small
+        return self._join(parts, "mixture", blocks)
 
     def _factors(self, sizes: Mapping[str, int]) -> dict[str, float]:
         """Return how often each source's samples come."""
@@ -107,24 +105,10 @@ class Mixture(JoinedSource):
         epoch = max(size / shares[name] for name, size in sizes.items())  # its length, in shares
         return {name: epoch * shares[name] / size for name, size in sizes.items()}
 
-    def _report(self, parts: Iterable[Part], factors: Mapping[str, float]) -> None:
-        total = sum(len(part.rows) for part in parts)
-        for name, part in zip(self.sources, parts, strict=True):
-            _log.info(
-                "%s: %d samples an epoch (%.1f %%), each %.3g times.",
-                name, len(part.rows), 100 * len(part.rows) / total, factors[name],
-            )  # fmt: skip
 
-
-def _repeated(name: str, index: Index, kept: np.ndarray, factor: float) -> np.ndarray:
-    counts = np.zeros(len(index), dtype=np.int64)
-    counts[kept] = repeat_counts(index.keys[kept].tolist(), factor)
+def _repeated(name: str, part: Part, factor: float) -> np.ndarray:
+    counts = np.zeros(len(part.index), dtype=np.int64)
+    counts[part.rows] = repeat_counts(part.index.keys[part.rows].tolist(), factor)
     if not counts.any():
-        raise ConfigError(f"data.repeats.{name}={factor} of {len(kept)} samples is less than one; raise it")
+        raise ConfigError(f"data.repeats.{name}={factor} of {len(part.rows)} samples is less than one; raise it")
     return repeated_rows(counts)
-
-
-def _blocks(parts: Iterable[Part]) -> int:
-    """Return into how many blocks the whole is cut: as many as the source of most shards has, none of them small."""
-    shards = max(len(part.index.shards) for part in parts)
-    return max(1, min(shards, sum(len(part.rows) for part in parts) // LEAST_BLOCK))

@@ -5,13 +5,12 @@ The loss of the second is what DreamBooth calls prior preservation (Ruiz et al. 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from cascade_train.data.index.rows import Index
-from cascade_train.data.index.selection import selected
-from cascade_train.data.joined import Joined, JoinedSource, Part, check_parts
+from cascade_train.data.joined import JoinedSource, Part
 from cascade_train.data.source import Source
 from cascade_train.options import Order
 
@@ -42,28 +41,21 @@ class Regularised(JoinedSource):
             raise ValueError(f"data.share={self.share} must lie between 0 and 1: it is the regularisation's part")
         if self.weight <= 0.0:
             raise ValueError(f"data.weight={self.weight} must be above 0: it multiplies the regularisation's loss")
-        check_parts(self, {"source": self.source, "regularisation": self.regularisation})
 
-    def check(self) -> None:
-        """See `Source.check`: of both."""
-        self.source.check()
-        self.regularisation.check()
+    def joined(self) -> dict[str, Source]:
+        """See `JoinedSource.joined`."""
+        return {"source": self.source, "regularisation": self.regularisation}
 
     def open(self) -> Index:
         """Open both and return one index, in which the smaller side is repeated."""
-        own, other = self.source.open(), self.regularisation.open()
-        rows = np.flatnonzero(selected(own, self.source.selectors()))
-        other_rows = np.flatnonzero(selected(other, self.regularisation.selectors()))
-        times = self._times(len(rows), len(other_rows), 1 - self.share)
-        other_times = self._times(len(other_rows), len(rows), self.share)
-        parts = [
-            Part(source=self.source, index=own, rows=np.tile(rows, times)),
-            Part(source=self.regularisation, index=other, rows=np.tile(other_rows, other_times), weight=self.weight),
-        ]
-        self._joined = Joined(parts, "regularised")
-        return self._joined.index
+        own, other = Part.opened(self.source), Part.opened(self.regularisation)
+        times = _times(len(own.rows), len(other.rows), 1 - self.share)
+        other_times = _times(len(other.rows), len(own.rows), self.share)
+        own = replace(own, rows=np.tile(own.rows, times))
+        other = replace(other, rows=np.tile(other.rows, other_times), weight=self.weight)
+        return self._join([own, other], "regularised")
 
-    @staticmethod
-    def _times(count: int, others: int, share: float) -> int:
-        """Return how often `count` samples come beside `others` to be `share` of all: once, unless they are too few."""
-        return max(1, round(others * share / (1 - share) / count))
+
+def _times(count: int, others: int, share: float) -> int:
+    """Return how often `count` samples come beside `others` to be `share` of all: once, unless they are too few."""
+    return max(1, round(others * share / (1 - share) / count))
