@@ -28,19 +28,12 @@ PRESETS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class BucketTable:
-    """The sizes that pictures are trained at.
+    """The sizes that pictures are trained at."""
 
-    Attributes:
-        sizes_K2: (K, 2) int64, height and width of each bucket in pixels, all different.
-        ratio_E: (E,) width / height of the entries that pictures are compared with.
-        bucket_E: (E,) int64, the bucket of each entry: two ratios may round to one size.
-        distance: how far a picture is from an entry: `log` = |ln(a / b)|, `linear` = |a - b|.
-    """
-
-    sizes_K2: np.ndarray
-    ratio_E: np.ndarray
-    bucket_E: np.ndarray
-    distance: Literal["log", "linear"]
+    sizes_K2: np.ndarray  # (K, 2) int64, height and width of each bucket in pixels, all different
+    ratio_E: np.ndarray  # (E,) width / height of the entries that pictures are compared with
+    bucket_E: np.ndarray  # (E,) int64, the bucket of each entry: two ratios may round to one size
+    distance: Literal["log", "linear"]  # how far a picture is from an entry: `log` = |ln(a / b)|, `linear` = |a - b|
 
     @property
     def identity(self) -> str:

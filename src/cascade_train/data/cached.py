@@ -1,18 +1,19 @@
-"""Samples whose latents and embeddings were made before: what `cascade-train cache` leaves.
+"""Samples whose latents and embeddings were made before, by `cascade-train cache`.
 
 No picture is read or decoded. Rows, keys and shards are those of the data that the cache was made of, so that the
-order of samples and what is drawn about them are the same. What makes a cache lives in the verb.
+order of samples and what is drawn about them are the same.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
 import numpy as np
+import safetensors.torch
 import torch
 from torch import Tensor
 
@@ -29,7 +30,6 @@ from cascade_train.data.latent_cache import (
     load_table,
     read_index,
     read_manifest,
-    read_tensors,
     samples_tar,
 )
 from cascade_train.data.sample import RawSample, UnreadableSampleError
@@ -42,7 +42,7 @@ from cascade_train.options import File, Order
 class Cached(Source):
     """What a cache holds, in place of the pictures that it was made of.
 
-    Options that a picture's preprocessing depends on follow the cache; one that is set to something else is refused.
+    Options of preprocessing follow the cache; one that is set to something else is refused.
 
     Attributes:
         path: folder that `cascade-train cache` left.
@@ -70,7 +70,7 @@ class Cached(Source):
         return self._manifest
 
     def open(self) -> Index:
-        """Read where everything lies.
+        """Read the manifest, the index and the tables of all units.
 
         Raises:
             ConfigError: there is no cache, or it is not finished.
@@ -103,7 +103,7 @@ class Cached(Source):
         return BucketTable(sizes_K2=sizes_K2, ratio_E=ratio_E, bucket_E=np.arange(len(sizes_K2)), distance="log")
 
     def selectors(self) -> list[RowSelector]:
-        """Return what leaves out rows that took no part when the cache was made, and those of a quarantine."""
+        """Return what leaves out rows that took no part when the cache was made, and the quarantine's."""
         return [_took_part, *self.quarantine_selectors()]
 
     def read(self, row: int) -> RawSample:
@@ -125,11 +125,11 @@ class Cached(Source):
             key=self._index.name(row),
             weight=known["weight"],
             values=known["values"],
-            tensors={name: _array(tensor) for name, tensor in read_tensors(tensors).items()},
+            tensors={name: _array(tensor) for name, tensor in safetensors.torch.load(tensors).items()},
         )
 
     def captions_of(self, row: int) -> Captions:
-        """Return what makes a caption: nothing more where the cache holds what captions became."""
+        """Return what makes a caption; where the cache holds embeddings of captions, they stay as they are."""
         return Captions() if self._manifest.captions else self.captions
 
     def find_captions(self, captions: Sequence[str]) -> dict[str, Tensor]:
@@ -139,9 +139,7 @@ class Cached(Source):
             ConfigError: a caption is not there.
             RunError: the cache is damaged.
         """
-        found: dict[str, Mapping[str, Tensor]] = {}
-        for caption in dict.fromkeys(captions):
-            found[caption] = read_tensors(self._read_caption(caption))
+        found = {caption: safetensors.torch.load(self._read_caption(caption)) for caption in dict.fromkeys(captions)}
         return {name: torch.stack([found[caption][name] for caption in captions]) for name in self._manifest.captions}
 
     def _read_caption(self, caption: str) -> bytes:

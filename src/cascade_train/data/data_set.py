@@ -26,19 +26,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """Samples that belong together: an opened source, its index, and which rows of it.
+    """Samples that belong together: an opened source, its index, and which rows of it."""
 
-    Attributes:
-        source: opened.
-        index: what its `open` returned.
-        rows: sorted rows of the index.
-        transform: what the workers make of each picture for the task; None = nothing.
-    """
-
-    source: Source
-    index: Index
-    rows: np.ndarray
-    transform: SampleTransform | None = None
+    source: Source  # opened
+    index: Index  # what its `open` returned
+    rows: np.ndarray  # sorted rows of the index
+    transform: SampleTransform | None = None  # what the workers make of each picture for the task; None = nothing
 
     @property
     def shapes(self) -> np.ndarray:

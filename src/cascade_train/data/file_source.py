@@ -60,17 +60,13 @@ class TableRows:
 
     Attributes:
         table: (N,) structured array; `shard` counts within the table, `bytes` is -1 where the picture is a file.
-        keys: (N,) bytes.
-        names: paths of the pictures that are files.
-        unfilled: how many rows have no picture or no caption.
-        verdicts: (N, 1 + filters), see `RowFilters.judge`.
     """
 
     table: np.ndarray
-    keys: np.ndarray
-    names: list[str]
-    unfilled: int
-    verdicts: np.ndarray
+    keys: np.ndarray  # (N,) bytes
+    names: list[str]  # paths of the pictures that are files
+    unfilled: int  # how many rows have no picture or no caption
+    verdicts: np.ndarray  # (N, 1 + filters), see `RowFilters.judge`
 
 
 @dataclass(kw_only=True)

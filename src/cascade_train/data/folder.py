@@ -35,21 +35,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class PictureFile:
-    """A picture in a folder and what lies beside it.
+    """A picture in a folder and what lies beside it."""
 
-    Attributes:
-        name: relative to the root, with slashes.
-        factor: how often it comes in an epoch, from the folder's `multiply.txt`.
-        caption: position in `CAPTION_FILES`.
-        values: position in `VALUE_FILES`.
-        mask: whether it has a mask.
-    """
-
-    name: str
-    factor: float
-    caption: int
-    values: int
-    mask: bool
+    name: str  # relative to the root, with slashes
+    factor: float  # how often it comes in an epoch, from the folder's `multiply.txt`
+    caption: int  # position in `CAPTION_FILES`
+    values: int  # position in `VALUE_FILES`
+    mask: bool  # whether it has a mask
 
 
 @dataclass(kw_only=True)

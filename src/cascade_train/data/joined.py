@@ -18,21 +18,13 @@ from cascade_train.errors import ConfigError
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Part:
-    """One of the joined sources.
+    """One of the joined sources."""
 
-    Attributes:
-        source: opened.
-        index: what its `open` returned.
-        rows: (N,) int64 rows of the index, in the order in which they are laid out, repeated ones included.
-        prefix: of its keys in the joined index.
-        weight: of its samples' losses.
-    """
-
-    source: Source
-    index: Index
-    rows: np.ndarray
-    prefix: str = ""
-    weight: float = 1.0
+    source: Source  # opened
+    index: Index  # what its `open` returned
+    rows: np.ndarray  # (N,) int64 rows of the index, in the order in which they are laid out, repeated ones included
+    prefix: str = ""  # of its keys in the joined index
+    weight: float = 1.0  # of its samples' losses
 
     @classmethod
     def opened(cls, source: Source) -> Part:

@@ -36,7 +36,6 @@ SPAN = np.dtype([("start", "<i8"), ("bytes", "<i8"), ("crc32", "<u4")])
 """Where the payload of a file of a tar lies, and its checksum; 0 bytes = there is none."""
 
 _PAYLOAD, _META = "safetensors", "json"
-_KEY_DIGITS = 9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,27 +43,19 @@ class Manifest:
     """What a cache holds and what it was made from; every process that fills a cache writes the same one.
 
     Attributes:
-        rows: of the source's index.
-        unit_samples: rows of one unit.
         index: digest of the index, whose sizes are those that the pictures are trained at, 0 where a row takes no part.
-        filters: identity of the filters that chose the source's rows; empty = none.
-        sizes: height and width in pixels of each shape that the source trains at, in its order.
-        tensors: of a sample, by name: dtype, and shape for the square of the run's image size.
-        captions: of a caption, by name: dtype and shape; empty = the cache holds no captions.
-        identity: everything that changes a value, by its configuration key.
-        made_with: versions of the libraries that made the tensors.
     """
 
     format: int = FORMAT
-    rows: int
-    unit_samples: int
+    rows: int  # of the source's index
+    unit_samples: int  # rows of one unit
     index: str
-    filters: str
-    sizes: list[list[int]]
-    tensors: Mapping[str, str]
-    captions: Mapping[str, str]
-    identity: Mapping[str, Any]
-    made_with: Mapping[str, str]
+    filters: str  # identity of the filters that chose the source's rows; empty = none
+    sizes: list[list[int]]  # height and width in pixels of each shape that the source trains at, in its order
+    tensors: Mapping[str, str]  # of a sample, by name: dtype, and shape for the square of the run's image size
+    captions: Mapping[str, str]  # of a caption, by name: dtype and shape; empty = the cache holds no captions
+    identity: Mapping[str, Any]  # everything that changes a value, by its configuration key
+    made_with: Mapping[str, str]  # versions of the libraries that made the tensors
 
     @property
     def units(self) -> int:
@@ -162,12 +153,7 @@ def read_index(folder: Path, manifest: Manifest) -> Index:
 
 @dataclass(frozen=True, kw_only=True)
 class CachedSample:
-    """One sample as it is stored.
-
-    Attributes:
-        tensors: by name, without a batch dimension, on the host.
-        meta: caption, key, weight and other values, as JSON holds them.
-    """
+    """One sample as it is stored: tensors without a batch dimension on the host; caption, key, weight, values."""
 
     tensors: Mapping[str, Tensor]
     meta: Mapping[str, Any]
@@ -175,21 +161,13 @@ class CachedSample:
 
 @dataclass(frozen=True, kw_only=True)
 class UnitTable:
-    """Where everything of a unit lies.
+    """Where everything of a unit lies."""
 
-    Attributes:
-        samples: (rows of the unit, 2) of `SPAN`, tensors and JSON; 0 bytes where a row has no sample.
-        captions: (M,) of `SPAN`.
-        digests: (M,) bytes, `caption_digest` of each caption.
-        tar_bytes: (2,) int64 sizes of the tars of samples and captions.
-        manifest: digest of the manifest that the unit was made under.
-    """
-
-    samples: np.ndarray
-    captions: np.ndarray
-    digests: np.ndarray
-    tar_bytes: np.ndarray
-    manifest: str
+    samples: np.ndarray  # (rows of the unit, 2) of `SPAN`, tensors and JSON; 0 bytes where a row has no sample
+    captions: np.ndarray  # (M,) of `SPAN`
+    digests: np.ndarray  # (M,) bytes, `caption_digest` of each caption
+    tar_bytes: np.ndarray  # (2,) int64 sizes of the tars of samples and captions
+    manifest: str  # digest of the manifest that the unit was made under
 
 
 def caption_digest(caption: str) -> str:
@@ -198,17 +176,17 @@ def caption_digest(caption: str) -> str:
 
 
 def samples_tar(folder: Path, unit: int) -> Path:
-    """Return where the samples of a unit lie."""
+    """Return the tar of a unit's samples."""
     return folder / f"samples-{unit:06d}.tar"
 
 
 def captions_tar(folder: Path, unit: int) -> Path:
-    """Return where the captions of a unit lie."""
+    """Return the tar of a unit's captions."""
     return folder / f"captions-{unit:06d}.tar"
 
 
 def table_file(folder: Path, unit: int) -> Path:
-    """Return where the table of a unit lies."""
+    """Return the table of a unit."""
     return folder / f"unit-{unit:06d}.npz"
 
 
@@ -320,13 +298,8 @@ class PayloadReader:
         return self._descriptors[path]
 
 
-def read_tensors(payload: bytes) -> dict[str, Tensor]:
-    """Return the tensors of a payload by name, as they were stored."""
-    return safetensors.torch.load(payload)
-
-
 def _row_key(row: int) -> str:
-    return f"{row:0{_KEY_DIGITS}d}"
+    return f"{row:09d}"
 
 
 def _sample_parts(samples: Mapping[int, CachedSample]) -> Iterable[Mapping[str, Any]]:

@@ -37,18 +37,15 @@ class RawSample:
 
     Attributes:
         image: an encoded picture (jpg, png, webp), or (H, W, 3) uint8 RGB; None where `tensors` replace it.
-        caption: the text, without dropout.
-        key: where the sample came from, for messages.
-        weight: of its loss.
         mask: where the loss counts: an encoded picture of the image's size, or (H, W) uint8; None = everywhere.
         values: what else is known of the sample (its json, its columns), for captions and their templates.
         tensors: arrays that go into the batch as they are, by name (what a cache holds).
     """
 
     image: bytes | np.ndarray | None
-    caption: str
-    key: str
-    weight: float = 1.0
+    caption: str  # the text, without dropout
+    key: str  # where the sample came from, for messages
+    weight: float = 1.0  # of its loss
     mask: bytes | np.ndarray | None = None
     values: Mapping[str, Any] = field(default_factory=dict)
     tensors: Mapping[str, np.ndarray] = field(default_factory=dict)
@@ -79,14 +76,10 @@ class FileLimits:
     """Sizes above which a file of a sample counts as unreadable: data from elsewhere may have any size.
 
     How large a decoded picture may be is decided in decoding/decode.py.
-
-    Attributes:
-        max_file_mib: of a picture or a mask, in MiB; None = any.
-        max_text_kib: of a caption, a json or a yaml, in KiB; None = any.
     """
 
-    max_file_mib: int | None
-    max_text_kib: int | None
+    max_file_mib: int | None  # of a picture or a mask, in MiB; None = any
+    max_text_kib: int | None  # of a caption, a json or a yaml, in KiB; None = any
 
     @property
     def text_bytes(self) -> int | None:

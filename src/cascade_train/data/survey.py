@@ -45,33 +45,19 @@ class BucketCount:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Survey:
-    """What a set of samples is like.
+    """What a set of samples is like."""
 
-    Attributes:
-        samples: of an epoch.
-        pictures: different pictures among them: repeats count once.
-        width_N: of the pictures in pixels, upright; 0 where the header cannot be read.
-        height_N: the same.
-        buckets: the training sizes that occur, most samples first.
-        cropped: mean share of a picture that is cropped away.
-        read: how many pictures were read and decoded.
-        unreadable: name and reason of those that could not be.
-        rotated: names of those that EXIF rotates.
-        twice: names of pictures with the same content, together.
-        captions: name -> caption of those that could be read, as in the first epoch.
-    """
-
-    samples: int
-    pictures: int
-    width_N: np.ndarray
-    height_N: np.ndarray
-    buckets: tuple[BucketCount, ...]
-    cropped: float
-    read: int
-    unreadable: tuple[tuple[str, str], ...]
-    rotated: tuple[str, ...]
-    twice: tuple[tuple[str, ...], ...]
-    captions: dict[str, str]
+    samples: int  # of an epoch
+    pictures: int  # different pictures among them: repeats count once
+    width_N: np.ndarray  # of the pictures in pixels, upright; 0 where the header cannot be read
+    height_N: np.ndarray  # the same
+    buckets: tuple[BucketCount, ...]  # the training sizes that occur, most samples first
+    cropped: float  # mean share of a picture that is cropped away
+    read: int  # how many pictures were read and decoded
+    unreadable: tuple[tuple[str, str], ...]  # name and reason of those that could not be
+    rotated: tuple[str, ...]  # names of those that EXIF rotates
+    twice: tuple[tuple[str, ...], ...]  # names of pictures with the same content, together
+    captions: dict[str, str]  # name -> caption of those that could be read, as in the first epoch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,25 +78,15 @@ class Finding:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Report:
-    """All that is known.
+    """All that is known."""
 
-    Attributes:
-        title: which data this is about.
-        survey: of the samples.
-        tokens: of each caption, start and end included, in the order of the survey.
-        max_tokens: of the model's text encoder.
-        counted_by: which tokenizer counted.
-        log: what was logged when the data was opened: what is left out, how many each filter keeps.
-        batch: some samples of one training size; None = none could be made.
-    """
-
-    title: str
-    survey: Survey
-    tokens: tuple[int, ...]
-    max_tokens: int
-    counted_by: str
-    log: tuple[str, ...]
-    batch: Batch | None
+    title: str  # which data this is about
+    survey: Survey  # of the samples
+    tokens: tuple[int, ...]  # of each caption, start and end included, in the order of the survey
+    max_tokens: int  # of the model's text encoder
+    counted_by: str  # which tokenizer counted
+    log: tuple[str, ...]  # what was logged when the data was opened: what is left out, how many each filter keeps
+    batch: Batch | None  # some samples of one training size; None = none could be made
 
     def counts(self) -> list[str]:
         """Return how many samples there are, in lines."""

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 
 from cascade_train.data.index.rows import ROW_FIELDS, Index
@@ -22,7 +23,6 @@ from cascade_train.data.latent_cache import (
     load_table,
     read_index,
     read_manifest,
-    read_tensors,
     samples_tar,
     table_file,
     write_manifest,
@@ -133,12 +133,12 @@ def test_samples_and_captions_are_read_back_by_offset(tmp_path):
     manifest = write(tmp_path)
     table = load_table(tmp_path, 1, manifest)
     reader = pickle.loads(pickle.dumps(PayloadReader()))
-    tensors = read_tensors(reader.read(samples_tar(tmp_path, 1), table.samples[1, 0]))
+    tensors = safetensors.torch.load(reader.read(samples_tar(tmp_path, 1), table.samples[1, 0]))
     assert torch.equal(tensors["effnet_latent"], torch.full((16, 2, 3), 1.0))
     assert tensors["clip_img"].dtype == torch.bfloat16
     assert b'"values": {"a": [0, 1], "n": 3}' in reader.read(samples_tar(tmp_path, 1), table.samples[1, 1])
     place = table.digests.tolist().index(caption_digest("ein Käse, 赤い \ud800").encode())
-    found = read_tensors(reader.read(captions_tar(tmp_path, 1), table.captions[place]))
+    found = safetensors.torch.load(reader.read(captions_tar(tmp_path, 1), table.captions[place]))
     assert torch.equal(found["clip_text"], torch.ones(2, 3))
     assert {path.name for path in tmp_path.iterdir()} == {
         "samples-000001.tar",

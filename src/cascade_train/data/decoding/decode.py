@@ -40,11 +40,10 @@ class Decoded:
 
     Attributes:
         pixels: (h, w, 3) uint8 RGB, upright, perhaps a view; possibly decoded at a fraction of the picture's size.
-        size: height and width of the picture in pixels, upright.
     """
 
     pixels: np.ndarray
-    size: tuple[int, int]
+    size: tuple[int, int]  # height and width of the picture in pixels, upright
 
 
 def upright_size(encoded: bytes) -> tuple[int, int]:

@@ -42,19 +42,12 @@ class Box:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Framed:
-    """A sample's picture as it enters a batch.
+    """A sample's picture as it enters a batch."""
 
-    Attributes:
-        image: (3, H, W) uint8 RGB, perhaps a view.
-        mask: (1, H, W) uint8, 255 where the loss counts; None where the sample has no mask.
-        size: height and width of the whole picture in pixels, upright.
-        box: the part that was taken, in pixels of the whole picture.
-    """
-
-    image: np.ndarray
-    mask: np.ndarray | None
-    size: tuple[int, int]
-    box: Box
+    image: np.ndarray  # (3, H, W) uint8 RGB, perhaps a view
+    mask: np.ndarray | None  # (1, H, W) uint8, 255 where the loss counts; None where the sample has no mask
+    size: tuple[int, int]  # height and width of the whole picture in pixels, upright
+    box: Box  # the part that was taken, in pixels of the whole picture
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,11 +1,11 @@
 """Conditions on metadata values, written as a small part of Python's expressions and never run as code.
 
-A text is parsed to a syntax tree, every node of the tree must be one of those listed here, and the tree is then
-walked with the values. Nothing is compiled and no name is looked up outside the condition's own arguments, so
-that a configuration from elsewhere can do no harm. Which samples are asked is decided in index/row_filter.py.
+A text is parsed to a syntax tree, every node of which must be one of those listed here, and the tree is then walked
+with the values. Nothing is compiled and no name is looked up outside the arguments of the condition, so that a
+configuration from elsewhere can do no harm. Which samples are judged is decided in row_filter.py.
 
-Why not a library: those that evaluate expressions allow attributes or calls and are as safe as their block
-lists; what conditions need is smaller than the code that would forbid the rest.
+Why not a library: those that evaluate expressions allow attributes or calls and are as safe as their block lists; what
+conditions need is smaller than the code that would forbid the rest.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _REFUSED: Mapping[type[ast.AST], str] = {
 
 
 class _RefusedError(Exception):
-    """Why a text is refused, and where: characters from 0 to before which."""
+    """Why a text is refused, and its characters [start, stop)."""
 
     def __init__(self, reason: str, start: int, stop: int) -> None:
         super().__init__(reason)
@@ -72,12 +72,7 @@ class _RefusedError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Expression:
-    """A condition that was found harmless.
-
-    Attributes:
-        names: what its arguments are called in the text.
-        body: the checked syntax tree.
-    """
+    """A harmless condition: the names of its arguments in the text, and its checked syntax tree."""
 
     names: tuple[str, ...]
     body: ast.expr
@@ -240,7 +235,7 @@ def _value(node: ast.expr, values: Mapping[str, Any]) -> Any:
 
 
 def _number(value: Any) -> int | float:
-    """Let numbers of ordinary size through: texts and lists would grow by arithmetic."""
+    """Refuse what is not a number of ordinary size: texts and lists would grow by arithmetic."""
     if not isinstance(value, int | float):
         raise TypeError(f"{type(value).__name__} is no number")
     if not abs(value) < LARGEST:
@@ -250,12 +245,11 @@ def _number(value: Any) -> int | float:
 
 def _joined(node: ast.BoolOp, values: Mapping[str, Any]) -> Any:
     """Return the value that Python's and/or would: the first that decides, else the last."""
-    decides = isinstance(node.op, ast.Or)
-    for operand in node.values[:-1]:
+    for operand in node.values:
         value = _value(operand, values)
-        if bool(value) is decides:
-            return value
-    return _value(node.values[-1], values)
+        if bool(value) is isinstance(node.op, ast.Or):
+            break
+    return value
 
 
 def _compared(node: ast.Compare, values: Mapping[str, Any]) -> bool:

@@ -30,17 +30,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class RowFilter:
-    """One condition on a sample's metadata.
+    """One condition on a sample's metadata."""
 
-    Attributes:
-        keys: whose values are the condition's arguments, in this order.
-        text: as the user wrote it.
-        condition: the same, parsed.
-    """
-
-    keys: tuple[str, ...]
-    text: str
-    condition: Expression
+    keys: tuple[str, ...]  # whose values are the condition's arguments, in this order
+    text: str  # as the user wrote it
+    condition: Expression  # the same, parsed
 
     @property
     def name(self) -> str:

@@ -24,19 +24,15 @@ class Index:
     """A table of samples.
 
     Attributes:
-        shards: names of the shards, in the order of the data.
         table: (N,) structured array with at least the fields of `ROW_FIELDS`, sorted by shard; width and height in
             pixels of the upright picture, 0 where the header cannot be read. A source adds its own.
-        keys: (N,) bytes, each sample's key within its shard.
-        filters: identity of the row filters that chose these samples; empty = none.
-        rows_are_samples: False where each row stands for a tar that can only be streamed.
     """
 
-    shards: tuple[str, ...]
+    shards: tuple[str, ...]  # names of the shards, in the order of the data
     table: np.ndarray
-    keys: np.ndarray
-    filters: str = ""
-    rows_are_samples: bool = True
+    keys: np.ndarray  # (N,) bytes, each sample's key within its shard
+    filters: str = ""  # identity of the row filters that chose these samples; empty = none
+    rows_are_samples: bool = True  # False where each row stands for a tar that can only be streamed
 
     def __len__(self) -> int:
         return len(self.table)

@@ -37,15 +37,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Selection:
-    """One selector's verdict.
+    """One selector's verdict."""
 
-    Attributes:
-        kept: (N,) bool, which rows of the index may take part.
-        reason: why the others may not, the end of a sentence: "are enlarged by more than data.buckets.max_upscale=2".
-    """
-
-    kept: np.ndarray
-    reason: str
+    kept: np.ndarray  # (N,) bool, which rows of the index may take part
+    reason: str  # why the others may not, the end of a sentence: "are enlarged by more than data.buckets.max_upscale=2"
 
 
 RowSelector = Callable[[Index], Selection]

@@ -21,21 +21,13 @@ ORDER_VERSION = 1
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Step:
-    """One global batch.
+    """One global batch."""
 
-    Attributes:
-        rows: (G,) int64 rows of the index, in the order of the global batch.
-        epochs: (G,) int64 epoch of each; with replacement, the visit to its shard.
-        height: of every picture in pixels.
-        width: of every picture in pixels.
-        weights: (G,) fp32, 0 for samples that only fill the batch; None = all count.
-    """
-
-    rows: np.ndarray
-    epochs: np.ndarray
-    height: int
-    width: int
-    weights: np.ndarray | None = None
+    rows: np.ndarray  # (G,) int64 rows of the index, in the order of the global batch
+    epochs: np.ndarray  # (G,) int64 epoch of each; with replacement, the visit to its shard
+    height: int  # of every picture in pixels
+    width: int  # of every picture in pixels
+    weights: np.ndarray | None = None  # (G,) fp32, 0 for samples that only fill the batch; None = all count
 
     def part(self, start: int, stop: int) -> Step:
         """Return samples [start, stop) of the batch."""
@@ -48,14 +40,12 @@ class Start:
     """Where a plan begins, for runs whose data or batch size changed.
 
     Attributes:
-        position: global batches handed out before.
-        epoch: the first epoch whose samples come.
         taken: samples of `epoch` handed out before, per bucket; negative = number of earlier epochs' samples that
             wait. Empty = none.
     """
 
-    position: int = 0
-    epoch: int = 0
+    position: int = 0  # global batches handed out before
+    epoch: int = 0  # the first epoch whose samples come
     taken: tuple[int, ...] = ()
 
 
@@ -64,17 +54,14 @@ class _Epoch:
     """One epoch cut into steps.
 
     Attributes:
-        layout: its samples.
         open_K: where each bucket's first step begins, counted from the bucket's first sample in the epoch: negative
             where samples of earlier epochs wait, positive where the plan begins within the epoch.
-        done_W: steps that are complete at the end of each window.
-        rest_K: samples of each bucket that are a step of their own at the end.
     """
 
-    layout: Layout
+    layout: Layout  # its samples
     open_K: np.ndarray
-    done_W: np.ndarray
-    rest_K: np.ndarray
+    done_W: np.ndarray  # steps that are complete at the end of each window
+    rest_K: np.ndarray  # samples of each bucket that are a step of their own at the end
 
     def steps_before(self, window: int, size: int) -> np.ndarray:
         """Return how many steps of each bucket are complete when a window begins, (K,)."""
