@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -24,51 +25,6 @@ def random_words(count: int, seed: int, epoch: int, purpose: str) -> np.ndarray:
 def permutation(count: int, seed: int, epoch: int, purpose: str) -> np.ndarray:
     """Return a permutation of range(count) as int64; a frozen function of its arguments."""
     return np.argsort(random_words(count, seed, epoch, purpose), kind="stable")
-
-
-class Assignment:
-    """Which bucket each sample is in.
-
-    Args:
-        table: the buckets.
-        width_N: of each sample in pixels; 0 = unknown.
-        height_N: of each sample in pixels; 0 = unknown.
-        rows: (N,) the samples' rows of the index.
-        random_share: of the samples, drawn anew each epoch, that go to any entry of the table.
-        seed: of these draws.
-
-    Attributes:
-        sizes_K2: (K, 2) int64, height and width of each bucket in pixels.
-        varies: whether epochs differ.
-        nearest_N: (N,) int64, the bucket of each sample's own shape.
-        enlarged_N: (N,) scale of each sample there; 0 = unknown.
-    """
-
-    def __init__(
-        self,
-        table: BucketTable,
-        *,
-        width_N: np.ndarray,
-        height_N: np.ndarray,
-        rows: np.ndarray,
-        random_share: float = 0.0,
-        seed: int = 0,
-    ) -> None:
-        self.sizes_K2 = table.sizes_K2
-        self.varies = random_share > 0.0 and len(table.sizes_K2) > 1
-        self.nearest_N = table.nearest(width_N, height_N)
-        self.enlarged_N = table.enlargement(self.nearest_N, width_N, height_N)
-        self._rows, self._bucket_E = rows, table.bucket_E
-        self._random_share, self._seed = random_share, seed
-
-    def of_epoch(self, epoch: int) -> np.ndarray:
-        """Return the (N,) int64 bucket of each sample in an epoch."""
-        if not self.varies:
-            return self.nearest_N
-        count = int(self._rows[-1]) + 1
-        draw_N = random_words(count, self._seed, epoch, "bucket/whether")[self._rows] / 2.0**64
-        entry_N = random_words(count, self._seed, epoch, "bucket/which")[self._rows] % np.uint64(len(self._bucket_E))
-        return np.where(draw_N < self._random_share, self._bucket_E[entry_N.astype(np.int64)], self.nearest_N)
 
 
 class _Groups:
@@ -147,49 +103,51 @@ class Layout:
         return rows[order], epochs[order]
 
 
+@dataclass(eq=False, kw_only=True)
 class Layouts:
     """Every epoch's layout.
-
-    Args:
-        shards: (N,) shard of each row of `rows`, not decreasing.
-        rows: (N,) int64 rows of the index that take part, sorted; N >= 1.
-        assignment: to buckets.
-        seed: the run's seed.
-        window_shards: shards whose samples are mixed with each other.
-        replacement: draw shards with replacement, as many as there are.
 
     Attributes:
         sizes_K2: (K, 2) int64, height and width of each bucket in pixels.
         varies: whether epochs differ in how many samples a bucket has.
+        nearest_N: (N,) int64, the bucket of each sample's own shape.
+        enlarged_N: (N,) scale of each sample there; 0 = unknown.
     """
 
-    def __init__(
-        self,
-        *,
-        shards: np.ndarray,
-        rows: np.ndarray,
-        assignment: Assignment,
-        seed: int,
-        window_shards: int,
-        replacement: bool,
-    ) -> None:
-        self.sizes_K2, self.varies = assignment.sizes_K2, assignment.varies or replacement
-        self._rows, self._assignment = rows, assignment
-        self._shard_N = np.cumsum(np.diff(shards, prepend=shards[0]) != 0)
-        self._seed, self._window_shards, self._replacement = seed, window_shards, replacement
+    table: BucketTable
+    shards: np.ndarray  # (N,) shard of each row of `rows`, not decreasing
+    rows: np.ndarray  # (N,) int64 rows of the index that take part, sorted; N >= 1
+    width_N: np.ndarray  # of each sample in pixels; 0 = unknown
+    height_N: np.ndarray
+    seed: int  # the run's
+    window_shards: int  # shards whose samples are mixed with each other
+    replacement: bool  # draw shards with replacement, as many as there are
+    random_share: float = 0.0  # of the samples, drawn anew each epoch, that go to any entry of the table
+
+    def __post_init__(self) -> None:
+        self.sizes_K2 = self.table.sizes_K2
+        self._moves = self.random_share > 0.0 and len(self.sizes_K2) > 1
+        self.varies = self._moves or self.replacement
+        self.nearest_N = self.table.nearest(self.width_N, self.height_N)
+        self.enlarged_N = self.table.enlargement(self.nearest_N, self.width_N, self.height_N)
+        self._shard_N = np.cumsum(np.diff(self.shards, prepend=self.shards[0]) != 0)
         self._groups = functools.lru_cache(maxsize=3)(self._group)
         self.epoch = functools.lru_cache(maxsize=3)(self._lay_out)
 
     def _lay_out(self, epoch: int) -> Layout:
-        groups = self._groups(epoch if self._assignment.varies else 0)
+        groups = self._groups(epoch if self._moves else 0)
         return Layout(
-            groups,
-            seed=self._seed,
-            epoch=epoch,
-            window_shards=self._window_shards,
-            replacement=self._replacement,
+            groups, seed=self.seed, epoch=epoch, window_shards=self.window_shards, replacement=self.replacement
         )
 
     def _group(self, epoch: int) -> _Groups:
         shape = (len(self.sizes_K2), int(self._shard_N[-1]) + 1)
-        return _Groups(self._rows, self._shard_N, self._assignment.of_epoch(epoch), shape)
+        return _Groups(self.rows, self._shard_N, self._bucket_of_each(epoch), shape)
+
+    def _bucket_of_each(self, epoch: int) -> np.ndarray:
+        if not self._moves:
+            return self.nearest_N
+        count, bucket_E = int(self.rows[-1]) + 1, self.table.bucket_E
+        draw_N = random_words(count, self.seed, epoch, "bucket/whether")[self.rows] / 2.0**64
+        entry_N = random_words(count, self.seed, epoch, "bucket/which")[self.rows] % np.uint64(len(bucket_E))
+        return np.where(draw_N < self.random_share, bucket_E[entry_N.astype(np.int64)], self.nearest_N)

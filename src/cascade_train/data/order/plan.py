@@ -70,40 +70,34 @@ class _Epoch:
         return np.maximum(0, (self.layout.end_WK[window - 1] - self.open_K) // size)
 
 
+@dataclass(eq=False, kw_only=True)
 class Plan:
     """Global batches by position, the same on every rank.
 
-    Args:
-        layouts: the epochs' samples.
-        global_batch_size: samples of one optimizer step over all ranks.
+    Raises:
+        ConfigError: no bucket holds a global batch, and leftovers are dropped.
+
+    Attributes:
         leftover: what becomes of samples that fill no global batch of their bucket before the epoch ends: `carry` =
             they open the bucket's next batch, `drop` = they are left out, `flush` = they are a step, filled up by
             samples of weight 0.
-        start: where the plan begins; None = at the beginning.
-
-    Raises:
-        ConfigError: no bucket holds a global batch, and leftovers are dropped.
     """
 
-    def __init__(
-        self,
-        *,
-        layouts: Layouts,
-        global_batch_size: int,
-        leftover: Literal["carry", "drop", "flush"],
-        start: Start | None = None,
-    ) -> None:
-        self.start = start or Start()
-        self._layouts, self._global_batch_size, self._leftover = layouts, global_batch_size, leftover
-        none_K = np.zeros(len(layouts.sizes_K2), dtype=np.int64)
+    layouts: Layouts  # the epochs' samples
+    global_batch_size: int  # samples of one optimizer step over all ranks
+    leftover: Literal["carry", "drop", "flush"]
+    start: Start = Start()  # where the plan begins
+
+    def __post_init__(self) -> None:
+        none_K = np.zeros(len(self.layouts.sizes_K2), dtype=np.int64)
         self._taken_K = np.array(self.start.taken, dtype=np.int64) if self.start.taken else none_K
         self._drawn, self._firsts = [none_K], [self.start.position]
         self._epoch = functools.lru_cache(maxsize=3)(self._cut)
         self._window = functools.lru_cache(maxsize=3)(self._complete)
-        if leftover == "drop" and self.steps_in(self.start.epoch + 1) == 0:
+        if self.leftover == "drop" and self.steps_in(self.start.epoch + 1) == 0:
             raise ConfigError(
                 "data.leftover=drop would drop every sample: no bucket holds as many as"
-                f" train.global_batch_size={global_batch_size}. Choose carry or flush, or a smaller batch"
+                f" train.global_batch_size={self.global_batch_size}. Choose carry or flush, or a smaller batch"
             )
 
     def step(self, position: int) -> Step:
@@ -118,17 +112,17 @@ class Plan:
         window = int(np.searchsorted(epoch.done_W, place, side="right"))
         buckets, ends = self._window(number, window)
         place -= int(epoch.done_W[window - 1]) if window else 0
-        return self._gather(int(buckets[place]), number, int(ends[place]) - self._global_batch_size, int(ends[place]))
+        return self._gather(int(buckets[place]), number, int(ends[place]) - self.global_batch_size, int(ends[place]))
 
     def first_step(self, epoch: int) -> int:
         """Return the position of the first step that is completed in an epoch or after it."""
         first, position = self.start.epoch, self.start.position
         if epoch <= first:
             return position
-        if self._leftover == "carry":
+        if self.leftover == "carry":
             waiting_K = np.maximum(0, self._drawn_before(epoch) - self._taken_K)
-            return position + int((waiting_K // self._global_batch_size).sum())
-        if self._layouts.varies:
+            return position + int((waiting_K // self.global_batch_size).sum())
+        if self.layouts.varies:
             while len(self._firsts) <= epoch - first:
                 self._firsts.append(self._firsts[-1] + self.steps_in(first + len(self._firsts) - 1))
             return self._firsts[epoch - first]
@@ -162,10 +156,10 @@ class Plan:
         epoch, place = self._epoch(number), position - self.first_step(number)
         window = int(np.searchsorted(epoch.done_W, place, side="right"))
         place -= int(epoch.done_W[window - 1]) if window else 0
-        taken_K = epoch.open_K + epoch.steps_before(window, self._global_batch_size) * self._global_batch_size
+        taken_K = epoch.open_K + epoch.steps_before(window, self.global_batch_size) * self.global_batch_size
         if window < len(epoch.done_W):
             buckets, _ = self._window(number, window)
-            taken_K += np.bincount(buckets[:place], minlength=len(taken_K)) * self._global_batch_size
+            taken_K += np.bincount(buckets[:place], minlength=len(taken_K)) * self.global_batch_size
         else:
             flushed = np.flatnonzero(epoch.rest_K)[:place]
             taken_K[flushed] = epoch.layout.total_K[flushed]
@@ -174,27 +168,27 @@ class Plan:
     def _drawn_before(self, epoch: int) -> np.ndarray:
         """Return how many samples of each bucket come from the plan's first epoch up to this one, (K,)."""
         first = self.start.epoch
-        if not self._layouts.varies:
-            return (epoch - first) * self._layouts.epoch(first).total_K
+        if not self.layouts.varies:
+            return (epoch - first) * self.layouts.epoch(first).total_K
         while len(self._drawn) <= epoch - first:
-            self._drawn.append(self._drawn[-1] + self._layouts.epoch(first + len(self._drawn) - 1).total_K)
+            self._drawn.append(self._drawn[-1] + self.layouts.epoch(first + len(self._drawn) - 1).total_K)
         return self._drawn[epoch - first]
 
     def _cut(self, number: int) -> _Epoch:
-        layout, size = self._layouts.epoch(number), self._global_batch_size
+        layout, size = self.layouts.epoch(number), self.global_batch_size
         open_K = self._taken_K
         if number > self.start.epoch:
             waiting_K = self._drawn_before(number) - self._taken_K
             carried_K = np.where(waiting_K >= 0, -(waiting_K % size), -waiting_K)
-            open_K = carried_K if self._leftover == "carry" else np.zeros_like(open_K)
+            open_K = carried_K if self.leftover == "carry" else np.zeros_like(open_K)
         done_W = np.maximum(0, (layout.end_WK - open_K) // size).sum(axis=1)
         left_K = np.maximum(0, layout.total_K - open_K) % size
-        rest_K = left_K if self._leftover == "flush" else np.zeros_like(left_K)
+        rest_K = left_K if self.leftover == "flush" else np.zeros_like(left_K)
         return _Epoch(layout, open_K, done_W, rest_K)
 
     def _complete(self, number: int, window: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the bucket of each step that a window completes, in order, and the end of its samples in the epoch."""
-        epoch, size = self._epoch(number), self._global_batch_size
+        epoch, size = self._epoch(number), self.global_batch_size
         before_K, through_K = (epoch.steps_before(edge, size) for edge in (window, window + 1))
         buckets = np.repeat(np.arange(len(before_K)), through_K - before_K)
         nth = np.arange(len(buckets)) - np.repeat(np.cumsum(through_K - before_K) - through_K, through_K - before_K)
@@ -206,17 +200,17 @@ class Plan:
         """Return samples [start, end) of a bucket, counted from its first in `epoch`, as a step."""
         while start < 0:
             epoch -= 1
-            total = int(self._layouts.epoch(epoch).total_K[bucket])
+            total = int(self.layouts.epoch(epoch).total_K[bucket])
             start, end = start + total, end + total
         pieces: list[tuple[np.ndarray, np.ndarray]] = []
         while end > 0:
-            layout = self._layouts.epoch(epoch)
+            layout = self.layouts.epoch(epoch)
             total = int(layout.total_K[bucket])
             pieces += layout.span(bucket, start, min(end, total))
             start, end, epoch = max(0, start - total), end - total, epoch + 1
         rows, epochs = (np.concatenate(parts) for parts in zip(*pieces, strict=True))
-        height, width = self._layouts.sizes_K2[bucket].tolist()
-        return _filled(Step(rows=rows, epochs=epochs, height=height, width=width), self._global_batch_size)
+        height, width = self.layouts.sizes_K2[bucket].tolist()
+        return _filled(Step(rows=rows, epochs=epochs, height=height, width=width), self.global_batch_size)
 
 
 def _filled(step: Step, size: int) -> Step:

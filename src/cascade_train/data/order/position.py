@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cascade_train.data.order.epoch import Assignment, Layouts
+from cascade_train.data.order.epoch import Layouts
 from cascade_train.data.order.plan import ORDER_VERSION, Plan, Start, Step
 from cascade_train.data.source import Source
 from cascade_train.errors import ConfigError
@@ -54,21 +54,16 @@ class Order:
         replacement = source.replacement and not request.whole_epochs
         random_share = 0.0 if request.whole_epochs else source.buckets.random_share
         table = source.bucket_table(index)
-        self._assignment = Assignment(
-            table,
-            width_N=index.table["width"][rows],
-            height_N=index.table["height"][rows],
-            rows=rows,
-            random_share=random_share,
-            seed=seed,
-        )
         self._layouts = Layouts(
+            table=table,
             shards=index.table["shard"][rows],
             rows=rows,
-            assignment=self._assignment,
+            width_N=index.table["width"][rows],
+            height_N=index.table["height"][rows],
             seed=seed,
             window_shards=source.shuffle_window_shards,
             replacement=replacement,
+            random_share=random_share,
         )
         self._plan = self._planned(request.global_batch_size, Start())
         self._identity = {
@@ -94,7 +89,7 @@ class Order:
     def stand_ins(self) -> dict[tuple[int, int], np.ndarray]:
         """Return the sorted rows of each shape, (height, width), that may replace unreadable ones."""
         shapes = map(tuple, self._layouts.sizes_K2.tolist())
-        rows = {shape: self._rows[self._assignment.nearest_N == bucket] for bucket, shape in enumerate(shapes)}
+        rows = {shape: self._rows[self._layouts.nearest_N == bucket] for bucket, shape in enumerate(shapes)}
         return {shape: own if len(own) else self._rows for shape, own in rows.items()}
 
     def steps_of_epochs(self, epochs: int) -> int:
@@ -145,13 +140,13 @@ class Order:
     def report(self) -> list[str]:
         """Return lines on how many samples are enlarged, the histogram of shapes, and which of them fill slowly."""
         lines = []
-        enlarged = self._assignment.enlarged_N > 1
+        enlarged = self._layouts.enlarged_N > 1
         if enlarged.any():
             limit = "" if self._max_upscale is None else f", of {self._max_upscale:g} that are allowed"
-            most = self._assignment.enlarged_N.max()
+            most = self._layouts.enlarged_N.max()
             lines.append(f"{enlarged.sum()} of {len(enlarged)} samples are enlarged, by up to {most:.2f}{limit}.")
         if len(self._layouts.sizes_K2) > 1:
-            count_K = np.bincount(self._assignment.nearest_N, minlength=len(self._layouts.sizes_K2))
+            count_K = np.bincount(self._layouts.nearest_N, minlength=len(self._layouts.sizes_K2))
             lines.append(f"Samples by height x width: {self._shapes(count_K, np.argsort(-count_K, kind='stable'))}.")
             slow = np.flatnonzero((count_K > 0) & (count_K < self._global_batch_size))
             if len(slow) and self._leftover != "flush":

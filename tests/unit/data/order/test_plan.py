@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cascade_train.data.buckets import Buckets
-from cascade_train.data.order.epoch import Assignment, Layouts, permutation, random_words
+from cascade_train.data.order.epoch import Layouts, permutation, random_words
 from cascade_train.data.order.plan import Plan, Start, Step
 from cascade_train.errors import ConfigError
 
@@ -33,11 +33,13 @@ def layouts(
     table = Buckets(multiple_px=8).table(image_size, ratios)
     width, height = np.zeros((2, len(shards))) if sizes is None else sizes.T
     rows = np.arange(len(shards)) if rows is None else rows
-    assignment = Assignment(table, width_N=width, height_N=height, rows=rows, random_share=random_share, seed=seed)
     return Layouts(
+        table=table,
         shards=shards,
         rows=rows,
-        assignment=assignment,
+        width_N=width,
+        height_N=height,
+        random_share=random_share,
         seed=seed,
         window_shards=window_shards,
         replacement=replacement,
