@@ -189,7 +189,7 @@ def open_data_set(
         source: constructed, not opened.
         share: share of the samples held out by a hash of their keys; None = none.
         held_out: another source for held-out samples; None = `share` decides.
-        transform: what the workers make of each picture for the task; None = nothing.
+        transform: see `Rows`.
 
     Raises:
         ConfigError: the data is missing or not of its source's form.
@@ -201,8 +201,8 @@ def open_data_set(
     if held_out is not None:
         other = held_out.open()
         rows = np.flatnonzero(selected(other, held_out.selectors()))
-        apart = Rows(source=held_out, index=other, rows=rows, transform=transform)
-        return DataSet(of_source(rows=np.flatnonzero(kept)), apart)
+        separate = Rows(source=held_out, index=other, rows=rows, transform=transform)
+        return DataSet(of_source(rows=np.flatnonzero(kept)), separate)
     if share is None:
         return DataSet(of_source(rows=np.flatnonzero(kept)), None)
     training, held = (side[kept[side]] for side in split(index, share))

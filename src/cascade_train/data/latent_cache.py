@@ -200,12 +200,7 @@ def write_unit(
 ) -> None:
     """Write a unit beside its place and move it there, its table last; the same content gives the same tars.
 
-    Args:
-        folder: of the cache.
-        unit: its number.
-        manifest: of the cache.
-        samples: by row; rows may be missing.
-        captions: tensors by caption.
+    Samples are given by row, some of which may be missing; captions as tensors by caption.
     """
     work = Path(tempfile.mkdtemp(dir=folder, prefix=f".unit-{unit:06d}-"))
     rows, named = manifest.rows_of(unit), {caption_digest(caption): caption for caption in captions}
@@ -265,7 +260,7 @@ def is_whole(folder: Path, unit: int, manifest: Manifest) -> bool:
 
 
 class PayloadReader:
-    """Reads spans of files and compares their checksums. A process that gets a copy, by fork or pickle, may read on."""
+    """Reads spans of files and compares their checksums. Copies in other processes, by fork or pickle, may read on."""
 
     MOST_OPEN_FILES = 64
 

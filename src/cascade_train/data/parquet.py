@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
-    """The columns that are read, by what they hold; its text is part of the name of cached indexes."""
+    """The columns that are read, by what they hold; their text names cached indexes."""
 
     image: str
     caption: str | None
@@ -179,11 +179,6 @@ def open_parquet(path: Path) -> Any:
 def load_file(path: Path, columns: Columns, cache_dir: Path | None) -> tuple[np.ndarray, np.ndarray, int]:
     """Return table and keys of a file's rows, and how many have no picture or no caption, cached while it is unchanged.
 
-    Args:
-        path: of the file.
-        columns: what is read.
-        cache_dir: where the cache lies; None = beside the file if that can be written, else the user's cache folder.
-
     Returns:
         (N,) structured array with the fields of `PARQUET_FIELDS`, -1 bytes where the picture is a file; (N,) bytes, the
         picture's path where it has one; the number of rows that are left out.
@@ -280,13 +275,7 @@ class RowGroups:
         return {"_capacity": self._capacity, "_kept": OrderedDict()}
 
     def row(self, path: Path, group: int, row: int, names: Sequence[str] | None) -> dict[str, Any]:
-        """Return one row of a row group by column.
-
-        Args:
-            path: of the file.
-            group: number of the row group in the file.
-            row: number of the row in the group.
-            names: columns, the same in every call; None = all.
+        """Return one row of a row group by column; `names` are the columns, the same in every call, None = all.
 
         Raises:
             UnreadableSampleError: the row group is damaged.

@@ -54,9 +54,7 @@ class RawSample:
 def value_of(values: Mapping[str, Any], key: str) -> Any:
     """Return a sample's value under a key; None = there is none.
 
-    Args:
-        values: as `RawSample` has them.
-        key: of `values`; where there is none, dots lead into them, `meta.title`, and a text on the way is read as json.
+    Where `values` lack the key, its dots lead into them, `meta.title`, and a text on the way is read as json.
     """
     if key in values:
         return values[key]

@@ -156,10 +156,10 @@ class _Reading:
 
 
 def survey(part: Rows, *, read: int | None, seed: int) -> Survey:
-    """Look at samples.
+    """Look at samples that are not a stream.
 
     Args:
-        part: opened; not a stream.
+        part: opened.
         read: how many pictures to read and decode, evenly spread; None = all.
         seed: of the first epoch's captions.
     """

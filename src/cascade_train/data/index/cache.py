@@ -1,4 +1,4 @@
-"""Where what was read from data is kept, and how it is written. What is kept is each reader's business."""
+"""The cache of what was read from data: where its files lie, and how they are read and written."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def user_cache_dir() -> Path:
 
 
 def read_cache(cached: Path) -> dict[str, np.ndarray] | None:
-    """Return the arrays of a file, or None if there is none; one that is damaged or may not be read counts as none."""
+    """Return the arrays of a file; None if there is none, or it is damaged or may not be read."""
     try:
         with cached.open("rb") as file, np.load(file, allow_pickle=False) as parts:
             return dict(parts)

@@ -106,13 +106,8 @@ def load_facts(
 def refuse_unreadable(index: Index, where: str, share: float) -> None:
     """Check that nearly all pictures have a header with their size.
 
-    Args:
-        index: of the samples.
-        where: the key and value that names them, for the message.
-        share: of the samples that may have none; a few always may.
-
     Raises:
-        RunError: more have none.
+        RunError: more than a share of the samples, and more than a few, have none; `where` is the key that names them.
     """
     names = sorted({index.name(row) for row in np.flatnonzero(index.table["width"] == 0).tolist()})
     if len(names) > most_unreadable(len(index), share):
