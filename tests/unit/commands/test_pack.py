@@ -119,7 +119,7 @@ def test_folders_without_a_picture_that_can_be_read_are_refused(
         (["folder=absent", "out=tars"], "folder=absent is not a folder", 2),
         (["folder=.", "out=tars", "samples_per_shard=0"], "samples_per_shard=0 must be at least 1: it is how many", 2),
         (["folder=.", "out=tars", "name=a/b"], "name=a/b must be a file name without dots", 2),
-        (["folder=.", "out=tars", "caption_from=title"], "caption_from=title is unknown: choose", 2),
+        (["folder=.", "out=tars", "caption_from=title"], "caption_from=title is unknown; choose one of", 2),
         (["folder=.", "out=/proc/tars"], "out=/proc/tars: ", 1),
         (["folder=."], "out is not set: Folder to write into", 2),
     ],

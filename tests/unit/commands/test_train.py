@@ -14,7 +14,7 @@ REFUSED = {
     "data.path=nowhere.csv": r"data\.path=nowhere\.csv is not there",
     "data.path=rows.csv": r"data\.image_column=image is no column of rows\.csv, which has file, text",
     "data.path=rows.jsonl": r"data\.caption_column=caption is no column of rows\.jsonl, which has image, text",
-    "data.path=rows.parquet": r"data\.image_column=image is not among the columns of rows\.parquet: file, text",
+    "data.path=rows.parquet": r"data\.image_column=image is no column of rows\.parquet, which has file, text",
     "data.urls=[a.tar,b.tar]": r"data\.urls=a\.tar,b\.tar: 2 of 2 tar files not found",
     "data.urls=[a.tar] data.flip_prob=2": r"data\.flip_prob=2 must lie between",
     "data=regularised data@data.source=folder data.source.path=no data@data.regularisation=shapes": r"data\.path=no is",
