@@ -23,7 +23,7 @@ import torch
 
 from cascade_train.__main__ import launch
 from cascade_train.distributed.process_group import process_group
-from cascade_train.engine.checkpoint.retention import Retention
+from cascade_train.engine.checkpoint.folder import Retention
 from cascade_train.engine.checkpoint.store import CheckpointStore
 from cascade_train.engine.loop import Trainer
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from cascade_train.distributed.consensus import from_every_rank, from_rank_zero
 from cascade_train.engine.checkpoint import store as checkpoint
-from cascade_train.engine.checkpoint.retention import Retention
+from cascade_train.engine.checkpoint.folder import Retention
 from cascade_train.engine.checkpoint.store import CheckpointStore
 from cascade_train.engine.run.directory import claim
 from cascade_train.engine.tracking import NullTracker, build_tracker

@@ -69,7 +69,7 @@ def kill_while_writing(out: Path) -> None:
 
 def kill_while_publishing(out: Path) -> None:
     """Kill rank 0 when step 4 has its final name, before that is synced and older checkpoints go."""
-    checkpoint_folder.sync_directory = while_saving_step_4(checkpoint_folder.sync_directory, rank=0)
+    checkpoint_folder.sync = while_saving_step_4(checkpoint_folder.sync, rank=0)
 
 
 def fill_disk(out: Path) -> None:

@@ -2,8 +2,7 @@
 
     cascade-train checkpoints ls|verify|prune|promote runs/x
 
-Rules live in engine/checkpoint/retention.py, changes on disk in engine/checkpoint/folder.py. Torch is imported
-only to drop optimizer state.
+Rules and changes on disk live in engine/checkpoint/folder.py. Torch is imported only to drop optimizer state.
 """
 
 from __future__ import annotations
@@ -16,9 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cascade_train.commands.parts.command_line import Command
-from cascade_train.engine.checkpoint.folder import CheckpointFolder
+from cascade_train.engine.checkpoint.folder import BEST, CheckpointFolder, Retention, best_value
 from cascade_train.engine.checkpoint.manifest import MANIFEST_NAME, Manifest, find_fault, read_manifest, write_manifest
-from cascade_train.engine.checkpoint.retention import BEST, Retention, best_value
 from cascade_train.engine.run.lock import RunLock
 from cascade_train.errors import ConfigError, RunError
 from cascade_train.files.untrusted import read_yaml
@@ -204,7 +202,7 @@ def _delete(folder: CheckpointFolder, steps: Sequence[int]) -> None:
 def _slim(folder: CheckpointFolder, steps: Sequence[int]) -> None:
     if not steps:
         return
-    from cascade_train.engine.checkpoint.slimming import drop_optimizer  # heavy: torch
+    from cascade_train.engine.checkpoint.loading import drop_optimizer  # heavy: torch
 
     for step in steps:
         try:

@@ -136,7 +136,7 @@ class TensorBoardTracker(Tracker):
 
 
 class WandbTracker(Tracker):
-    """A Weights & Biases run, online or offline (files under `<directory>/wandb`), continued where `run_id` is given."""
+    """A Weights & Biases run, online or offline (files under `<directory>/wandb`); `run_id` continues one."""
 
     def __init__(
         self,

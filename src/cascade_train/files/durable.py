@@ -16,13 +16,9 @@ _NO_DIRECTORY_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS}
 """Errors of file systems that cannot sync a directory; they keep names in order by other means."""
 
 
-def sync_directory(directory: Path) -> None:
-    """Make the names in `directory` durable.
-
-    Raises:
-        OSError: the disk failed.
-    """
-    handle = os.open(directory, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Sync a file's content, or the names in a directory, to the disk; raise OSError if that fails."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     except OSError as error:
@@ -48,12 +44,11 @@ def replacing(path: Path, *, racing: bool = False) -> Iterator[Path]:
     beside = path.with_name(f".partial{f'-{uuid.uuid4().hex[:8]}' if racing else ''}.{path.name}")
     try:
         yield beside
-        with beside.open("rb") as file:
-            os.fsync(file.fileno())
+        sync(beside)
         beside.replace(path)
     finally:  # after a signal too
         beside.unlink(missing_ok=True)
-    sync_directory(path.parent)
+    sync(path.parent)
 
 
 def write_durably(path: Path, text: str, *, racing: bool = False) -> None:
@@ -70,5 +65,4 @@ def append_durably(path: Path, text: str) -> None:
     """
     with path.open("a", encoding="utf-8") as file:
         file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    sync(path)

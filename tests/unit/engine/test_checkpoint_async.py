@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from cascade_train.distributed.process_group import process_group
 from cascade_train.engine.checkpoint import writing as checkpoint_writing
+from cascade_train.engine.checkpoint.folder import Retention
 from cascade_train.engine.checkpoint.manifest import find_fault, read_manifest
-from cascade_train.engine.checkpoint.retention import Retention
 from cascade_train.engine.checkpoint.store import CheckpointStore
 from cascade_train.errors import RunError
 

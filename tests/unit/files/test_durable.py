@@ -6,7 +6,7 @@ import os
 import pytest
 
 from cascade_train.errors import Interrupted
-from cascade_train.files.durable import append_durably, sync_directory, write_durably
+from cascade_train.files.durable import append_durably, sync, write_durably
 
 
 def test_a_text_is_replaced_whole(tmp_path):
@@ -46,6 +46,6 @@ def test_a_file_system_that_cannot_sync_directories_is_no_error(tmp_path, monkey
     monkeypatch.setattr(os, "fsync", refuse)
     if fails:
         with pytest.raises(OSError, match="refused"):
-            sync_directory(tmp_path)
+            sync(tmp_path)
     else:
-        sync_directory(tmp_path)
+        sync(tmp_path)

@@ -1,19 +1,28 @@
-"""The folder of a run's checkpoints: what lies in it, and changes to it that a crash at any moment leaves whole.
+"""The folder of a run's checkpoints: what lies in it, which ones stay, and changes that a crash leaves whole.
 
-Names and renames alone: no tensors, no torch. What is in a checkpoint is said by its manifest.
+Names, renames and a rule: no tensors, no torch. What is in a checkpoint is described by its manifest.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import mmap
 import re
 import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 from cascade_train.engine.checkpoint.manifest import Manifest, find_fault, read_manifest
-from cascade_train.files.durable import sync_directory
+from cascade_train.errors import ConfigError
+from cascade_train.files.durable import sync
 
 log = logging.getLogger(__name__)
+
+BEST = "best"
+"""The fact of a manifest that ranks its checkpoint: {metric, value, step}."""
 
 _VISIBLE = re.compile(r"step_(\d+)")
 _HIDDEN = re.compile(r"\.step_(\d+)\.(saving|replaced|deleting|slimming)")
@@ -27,7 +36,6 @@ class CheckpointFolder:
     """
 
     def __init__(self, directory: Path) -> None:
-        """Store; touches no file."""
         self.directory = directory
 
     def path(self, step: int) -> Path:
@@ -39,7 +47,7 @@ class CheckpointFolder:
         return self.directory / f".step_{step}.{kind}"
 
     def visible(self) -> dict[int, Path]:
-        """Return the checkpoints that are there, damaged ones included, by step in order."""
+        """Return the existing checkpoints, damaged ones included, by step in order."""
         if not self.directory.is_dir():
             return {}
         matches = ((_VISIBLE.fullmatch(path.name), path) for path in self.directory.iterdir() if path.is_dir())
@@ -63,21 +71,21 @@ class CheckpointFolder:
         hidden.mkdir()
 
     def publish(self, hidden: Path, step: int) -> Path:
-        """Put a whole hidden checkpoint in its place, and the one that lay there away.
+        """Move a whole hidden checkpoint to its place, and delete the one that lay there.
 
         Raises:
-            OSError: the disk failed; the older one is back at the latest when the folder is next looked at.
+            OSError: the disk failed; the older one is back at the latest when the folder is next read.
         """
         final, replaced = self.path(step), self.hidden(step, "replaced")
         if final.exists():
             final.rename(replaced)
         hidden.rename(final)
-        sync_directory(self.directory)
+        sync(self.directory)
         shutil.rmtree(replaced, ignore_errors=True)
         return final
 
     def delete(self, step: int) -> None:
-        """Delete the checkpoint of a step; what cannot be deleted is said."""
+        """Delete the checkpoint of a step; a failure is logged."""
         doomed = self.hidden(step, "deleting")
         try:
             self.path(step).rename(doomed)
@@ -86,7 +94,7 @@ class CheckpointFolder:
             log.warning("the old checkpoint of step %d could not be deleted: %s", step, error)
 
     def restore_replaced(self) -> None:
-        """Bring back a checkpoint that a crash caught between moving it aside and putting the new one in its place."""
+        """Bring back a checkpoint that was moved aside by a crashed `publish`."""
         for path in self._leftovers():
             final = path.with_name(path.name[1:].removesuffix(".replaced"))
             if path.name.endswith(".replaced") and not final.exists():
@@ -96,3 +104,87 @@ class CheckpointFolder:
         if not self.directory.is_dir():
             return []
         return sorted(path for path in self.directory.iterdir() if _HIDDEN.fullmatch(path.name))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retention:
+    """Which checkpoints stay, and why; without any argument, all do.
+
+    Attributes:
+        keep_last: number of newest ones; None = all.
+        keep_every_steps: also those whose step is a multiple of this; None = no others.
+        keep_best: number of best ones by `best_metric`; None = no others.
+        best_metric: a key of `metrics.jsonl`.
+        best_mode: whether small or large values are good.
+        keep_optimizer: false = those that stay, but not as one of the newest, lose their optimizer state.
+    """
+
+    keep_last: int | None = None
+    keep_every_steps: int | None = None
+    keep_best: int | None = None
+    best_metric: str | None = None
+    best_mode: Literal["min", "max"] = "min"
+    keep_optimizer: bool = True
+
+    def __post_init__(self) -> None:
+        for key in ("keep_last", "keep_every_steps", "keep_best"):
+            value = getattr(self, key)
+            if value is not None and value < 1:
+                raise ConfigError(f"checkpoint.{key}={value} must be at least 1, or null to switch it off")
+
+    def reasons(self, manifests: Mapping[int, Manifest]) -> dict[int, list[str]]:
+        """Return, of all complete checkpoints by step, why each stays; those without a reason may go."""
+        found: dict[int, list[str]] = {step: [] for step in sorted(manifests)}
+        for step in self.newest(manifests):
+            found[step].append("all stay" if self.keep_last is None else f"newest {self.keep_last}")
+        if self.keep_every_steps is not None:
+            for step in (step for step in found if step % self.keep_every_steps == 0):
+                found[step].append(f"every {self.keep_every_steps}")
+        for place, step in enumerate(self._best(manifests), start=1):
+            found[step].append(f"number {place} by {self.best_metric}")
+        for step, manifest in manifests.items():
+            if manifest.name is not None:
+                found[step].append(f"named {manifest.name}")
+        return found
+
+    def newest(self, manifests: Mapping[int, Manifest]) -> list[int]:
+        """Return the steps of the `keep_last` newest, which a run continues from."""
+        steps = sorted(manifests)
+        return steps if self.keep_last is None else steps[-self.keep_last :]
+
+    def _best(self, manifests: Mapping[int, Manifest]) -> list[int]:
+        """Return the best steps, the best one first; of equals the later one."""
+        values = {step: best_value(manifest, self.best_metric) for step, manifest in manifests.items()}
+        sign = 1 if self.best_mode == "min" else -1
+        ranked = sorted((sign * value, -step) for step, value in values.items() if value is not None)
+        return [-step for _, step in ranked[: self.keep_best or 0]]
+
+
+def best_value(manifest: Manifest, metric: str | None) -> float | None:
+    """Return the metric's value that a checkpoint was saved with; None where it has none of this metric."""
+    best = manifest.facts.get(BEST)
+    return best["value"] if best is not None and best["metric"] == metric else None
+
+
+def last_logged(path: Path, metric: str, *, step: int) -> dict[str, Any] | None:
+    """Return a metric as last logged at or before a step, as {metric, value, step}; None where it never was.
+
+    Args:
+        path: `metrics.jsonl`; searched from its end.
+        metric: a key of its lines.
+        step: an optimizer step.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    if not path.is_file() or path.stat().st_size == 0:
+        return None
+    needle = f"{json.dumps(metric)}: ".encode()
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+        end = len(text)
+        while (found := text.rfind(needle, 0, end)) >= 0:
+            end = text.rfind(b"\n", 0, found) + 1
+            row = json.loads(text[end : text.find(b"\n", found)])
+            if row["step"] <= step and row.get(metric) is not None:
+                return {"metric": metric, "value": row[metric], "step": row["step"]}
+    return None

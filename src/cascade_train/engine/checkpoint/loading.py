@@ -1,4 +1,4 @@
-"""From files to tensors: torch's distributed checkpoint, read so that nothing in a file can run code.
+"""Reading torch's distributed checkpoints so that nothing in a file can run code: into tensors, or without a part.
 
 A checkpoint's table of contents is a pickle, and plain values are too: the first is read by an allow-list of classes,
 the others as weights. Sizes and hashes are compared before, by the manifest.
@@ -6,8 +6,11 @@ the others as weights. Sizes and hashes are compared before, by the manifest.
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import pickle
+import shutil
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +24,17 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from cascade_train.distributed.consensus import from_every_rank
-from cascade_train.engine.checkpoint.manifest import Manifest
+from cascade_train.engine.checkpoint.folder import CheckpointFolder
+from cascade_train.engine.checkpoint.manifest import (
+    Manifest,
+    find_fault,
+    hash_file,
+    read_manifest,
+    write_manifest,
+)
 from cascade_train.engine.checkpoint.writing import first_failure
 from cascade_train.errors import ConfigError, RunError
+from cascade_train.files.durable import sync
 
 TABLE_NAME = ".metadata"
 """The table of contents, as torch calls it."""
@@ -45,6 +56,8 @@ _ALLOWED = {
 }
 """What a table of contents consists of, beside dtypes: classes without effects."""
 
+_BLOCK = 2**24
+
 
 class _TableUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
@@ -57,12 +70,9 @@ class _TableUnpickler(pickle.Unpickler):
 def read_table(path: Path, manifest: Manifest) -> Metadata:
     """Return a checkpoint's table of contents.
 
-    Args:
-        path: the checkpoint.
-        manifest: its manifest; the table may name no other files.
-
     Raises:
-        RunError: it is missing, unreadable, or holds what no table of contents holds.
+        RunError: it is missing, unreadable, holds what no table of contents holds, or names files that the manifest
+            does not.
     """
     table: Metadata
     try:
@@ -89,7 +99,7 @@ def optimizer_keys(table: Metadata) -> frozenset[str]:
 
 
 class _TableReader(FileSystemReader):
-    """Reads a checkpoint by a table of contents that was read before."""
+    """Reads a checkpoint by a given table of contents."""
 
     def __init__(self, path: Path, table: Metadata) -> None:
         super().__init__(path)
@@ -147,7 +157,7 @@ def load_files(path: Path, manifest: Manifest, state: dict[str, Any], *, optimiz
         path: the checkpoint.
         manifest: its manifest.
         state: nested dict of tensors (sharded or plain) and plain values; the latter are replaced.
-        optimizer: `state` has the optimizers' state; otherwise what the checkpoint has of it is passed over.
+        optimizer: whether `state` has the optimizers' state; otherwise the checkpoint's is ignored.
 
     Raises:
         ConfigError: keys, shapes or dtypes differ: a checkpoint of another model.
@@ -171,3 +181,53 @@ def _describe(entry: object) -> str:
     if isinstance(entry, Tensor):
         return f"{entry.dtype} {tuple(entry.shape)}"
     return "a plain value"
+
+
+def drop_optimizer(folder: CheckpointFolder, step: int) -> int:
+    """Replace a complete checkpoint by a copy without the optimizers' state; return the bytes freed.
+
+    Raises:
+        OSError: the disk is full or failed; the checkpoint is as it was.
+        RunError: the checkpoint is damaged, which a copy would hide.
+    """
+    path, hidden = folder.path(step), folder.hidden(step, "slimming")
+    fault = find_fault(path)
+    if fault is not None:
+        raise RunError(f"{path} keeps its optimizer state, because it is damaged: {fault}")
+    manifest = read_manifest(path)
+    table = read_table(path, manifest)
+    shutil.rmtree(hidden, ignore_errors=True)
+    hidden.mkdir()
+    try:
+        (hidden / TABLE_NAME).write_bytes(pickle.dumps(_copy_rest(path, hidden, table, optimizer_keys(table))))
+        for each in hidden.iterdir():
+            sync(each)
+        files = {each.name: hash_file(each) for each in sorted(hidden.iterdir())}
+        write_manifest(hidden, dataclasses.replace(manifest, files=files, has_optimizer=False))
+        folder.publish(hidden, step)
+    except OSError:
+        shutil.rmtree(hidden, ignore_errors=True)
+        raise
+    return sum(each.size for each in manifest.files.values()) - sum(each.size for each in files.values())
+
+
+def _copy_rest(path: Path, hidden: Path, table: Metadata, dropped: frozenset[str]) -> Metadata:
+    """Copy the other entries byte by byte into files of the same names; return their table of contents."""
+    by_file: dict[str, list[Any]] = defaultdict(list)
+    for index, info in table.storage_data.items():
+        if index.fqn not in dropped:
+            by_file[info.relative_path].append((info.offset, index, info))
+    moved = {}
+    for name, entries in by_file.items():
+        with (path / name).open("rb") as source, (hidden / name).open("wb") as target:
+            for offset, index, info in sorted(entries, key=lambda entry: entry[0]):
+                moved[index] = dataclasses.replace(info, offset=target.tell())
+                source.seek(offset)
+                for start in range(0, info.length, _BLOCK):
+                    target.write(source.read(min(_BLOCK, info.length - start)))
+    return dataclasses.replace(
+        table,
+        storage_data=moved,
+        state_dict_metadata={key: each for key, each in table.state_dict_metadata.items() if key not in dropped},
+        planner_data={key: each for key, each in table.planner_data.items() if key not in dropped},
+    )

@@ -40,17 +40,12 @@ TYPES: dict[str, Any] = {
     "facts.best.metric": str,
     "facts.best.value": int | float,
 }
-"""What the loop writes and reads again without asking; not all of it is in every manifest."""
+"""Types of what the loop writes and later relies on; not all of it is in every manifest."""
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What a file must look like.
-
-    Attributes:
-        size: in bytes.
-        sha256: hex digest of its bytes.
-    """
+    """A file's size in bytes, and the hex digest of its bytes."""
 
     size: int
     sha256: str
@@ -58,14 +53,14 @@ class FileRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint says about itself.
+    """The description of a checkpoint.
 
     Attributes:
-        step: the optimizer step that it belongs to.
+        step: its optimizer step.
         files: every file beside the manifest, by name.
-        facts: what the loop wants to know without loading tensors.
+        facts: what the loop needs to know without loading tensors.
         has_optimizer: whether a run can continue from it exactly; false where the optimizer state was dropped.
-        name: what somebody called it; a checkpoint with a name is never deleted.
+        name: given by `checkpoints promote`; a checkpoint with a name is never deleted.
     """
 
     step: int
@@ -76,22 +71,14 @@ class Manifest:
 
 
 def hash_file(path: Path) -> FileRecord:
-    """Read the file once and return its size and hash.
-
-    Raises:
-        OSError: it is missing or unreadable.
-    """
+    """Return a file's size and hash."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return FileRecord(size=file.tell(), sha256=digest)
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Write `<directory>/manifest.json` durably.
-
-    Raises:
-        OSError: the disk is full or failed.
-    """
+    """Write `<directory>/manifest.json` durably."""
     body = {"format_version": FORMAT_VERSION, **asdict(manifest)}
     write_durably(directory / MANIFEST_NAME, json.dumps({**body, "sha256": _digest(body)}, indent=2) + "\n")
 
@@ -117,30 +104,20 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def _from_plain(body: dict[str, Any], path: Path) -> Manifest:
-    """Return what a manifest's JSON says; what older programs did not write has its default."""
+    """Return the manifest; what earlier versions did not write has its default."""
     try:
         files = {name: FileRecord(**record) for name, record in body["files"].items()}
         if any(Path(name).name != name for name in files):
             raise ValueError("it names files outside its folder")
         _check_types(body, files)
-        manifest = Manifest(
-            step=body["step"],
-            files=files,
-            facts=body["facts"],
-            has_optimizer=body.get("has_optimizer", True),
-            name=body.get("name"),
-        )
+        optional = {key: body[key] for key in ("has_optimizer", "name") if key in body}
+        return Manifest(step=body["step"], files=files, facts=body["facts"], **optional)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise RunError(f"{path} does not hold what a manifest holds: {error!r}") from error
-    return manifest
 
 
 def _check_types(body: dict[str, Any], files: dict[str, FileRecord]) -> None:
-    """Check what the loop takes for granted of values that are there; a hash says that they are as they were written.
-
-    Raises:
-        ValueError: one has another type.
-    """
+    """Raise ValueError where a value has another type than the loop relies on."""
     for name, record in files.items():
         if type(record.size) is not int or type(record.sha256) is not str:
             raise ValueError(f"files.{name} has a size or a hash of another type")
@@ -156,9 +133,7 @@ def _check_types(body: dict[str, Any], files: dict[str, FileRecord]) -> None:
 def find_fault(directory: Path, *, hashes: bool = True) -> str | None:
     """Return what is wrong with a checkpoint, naming the file, or None when it verifies.
 
-    Args:
-        directory: the checkpoint.
-        hashes: read and hash every byte; without, only names and sizes are compared.
+    With `hashes` every byte is read and hashed; without, only names and sizes are compared.
     """
     try:
         manifest = read_manifest(directory)

@@ -1,7 +1,6 @@
-"""Checkpoints: directories that appear whole, verify themselves, and load on another number of ranks.
+"""The checkpoints of a run: directories that appear whole, verify themselves, and load on any number of ranks.
 
-What goes into a checkpoint is decided by the loop; where a run lies by `run_directory`. Exports for
-other programs do not live here.
+What goes into a checkpoint is decided by the loop. Exports for other programs do not live here.
 """
 
 from __future__ import annotations
@@ -19,9 +18,8 @@ from typing import Any
 import torch.distributed as dist
 
 from cascade_train.distributed.consensus import from_every_rank, from_rank_zero, own_group
-from cascade_train.engine.checkpoint.background import Background, Piece
-from cascade_train.engine.checkpoint.folder import CheckpointFolder
-from cascade_train.engine.checkpoint.loading import load_files
+from cascade_train.engine.checkpoint.folder import BEST, CheckpointFolder, Retention, last_logged
+from cascade_train.engine.checkpoint.loading import drop_optimizer, load_files
 from cascade_train.engine.checkpoint.manifest import (
     MANIFEST_NAME,
     FileRecord,
@@ -31,9 +29,7 @@ from cascade_train.engine.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
-from cascade_train.engine.checkpoint.retention import BEST, Retention, last_logged
-from cascade_train.engine.checkpoint.slimming import drop_optimizer
-from cascade_train.engine.checkpoint.writing import HostMemory, Snapshot, check_space, write_files
+from cascade_train.engine.checkpoint.writing import Background, HostMemory, Piece, Snapshot, check_space, write_files
 from cascade_train.errors import ConfigError, RunError
 
 log = logging.getLogger(__name__)
@@ -44,10 +40,14 @@ _SLOWEST_WRITE = timedelta(hours=2)
 
 
 class CheckpointStore:
-    """The checkpoints of one run: `<directory>/step_<n>/`.
+    """The checkpoints of one run: `<directory>/step_<n>/`, on a file system that all ranks share.
 
-    Attributes:
-        directory: the folder of the checkpoints; made at the first save. All ranks must share its file system.
+    Args:
+        directory: created at the first save.
+        retention: which ones stay; None = all.
+        metrics: the run's `metrics.jsonl`, which has the retention's metric.
+        asynchronous: `save` waits for copies on the host only, and a thread writes them. The constructor is collective
+            then: the threads of all ranks get a group of their own, so that their exchanges meet no other.
     """
 
     def __init__(
@@ -58,15 +58,6 @@ class CheckpointStore:
         metrics: Path | None = None,
         asynchronous: bool = False,
     ) -> None:
-        """Store; touches no file.
-
-        Args:
-            directory: the folder of the checkpoints.
-            retention: which ones stay; None = all.
-            metrics: the run's `metrics.jsonl`, where the retention's metric stands.
-            asynchronous: `save` waits for copies on the host only, and a thread writes them. Collective then: the
-                threads of all ranks get a group of their own, so that their exchanges meet no other.
-        """
         self.directory = directory
         self._folder = CheckpointFolder(directory)
         self._retention = retention or Retention()
@@ -75,20 +66,20 @@ class CheckpointStore:
         self._group = own_group(_SLOWEST_WRITE) if asynchronous else None
         self._background = Background(name="checkpoints")
         self._in_flight: Piece | None = None
-        self._has_told = False
+        self._has_warned = False
         self._slowest_seconds = 0.0
 
     def save(self, step: int, tensors: dict[str, Any], facts: dict[str, Any]) -> Path:
         """Save the checkpoint of `step`, then apply retention. Collective.
 
-        Where the store is asynchronous, this returns once everything is copied to the host, and `wait` tells how
-        the rest went; a save that is still in flight is waited for first. A checkpoint of the same step is
-        replaced once the new one is complete.
+        Where the store is asynchronous, this returns once everything is copied to the host, and `wait` raises what
+        fails later; an earlier save is waited for first. A checkpoint of the same step is replaced once the new one
+        is complete.
 
         Args:
-            step: the optimizer step that the state belongs to.
+            step: the optimizer step of the state.
             tensors: nested dict of tensors (sharded or plain) and plain values, with the same keys on all ranks.
-            facts: what JSON can hold, equal on all ranks; readable without loading tensors.
+            facts: JSON values, equal on all ranks; readable without loading tensors.
 
         Returns:
             The directory in which the checkpoint appears.
@@ -112,16 +103,16 @@ class CheckpointStore:
 
     @property
     def failed(self) -> bool:
-        """Whether the save in flight has failed by now, on this rank; never waits. `wait` tells all ranks."""
+        """Whether the unfinished save has failed on this rank; never waits. `wait` raises that on all ranks."""
         return self._in_flight is not None and self._in_flight.failed
 
     @property
     def save_seconds(self) -> float:
-        """The longest time that a save took beside the loop on this rank; one in flight counts with its time so far."""
+        """The longest time that a save took beside the loop on this rank; an unfinished one counts so far."""
         return max(self._slowest_seconds, 0.0 if self._in_flight is None else self._in_flight.seconds)
 
     def wait(self) -> None:
-        """Finish the save in flight, if there is one: published, and retention applied. Collective then.
+        """Finish the unfinished save, if there is one: published, and retention applied. Collective then.
 
         Raises:
             RunError: it failed; on all ranks, nothing of it is left.
@@ -133,7 +124,7 @@ class CheckpointStore:
             self._slowest_seconds = max(self._slowest_seconds, flight.seconds)
 
     def close(self) -> None:
-        """Finish the save in flight and only say if it failed: for an end by an error of its own. Not collective."""
+        """Finish the unfinished save and only log if it failed: the run ends with another error. Not collective."""
         flight, self._in_flight = self._in_flight, None
         try:
             if flight is not None:
@@ -143,17 +134,16 @@ class CheckpointStore:
         self._background.end()
 
     def abandon(self) -> None:
-        """Leave the save in flight to its fate: for an end that cannot wait. Not collective."""
+        """Abandon the unfinished save: for an end that cannot wait. Not collective."""
         self._in_flight, self._background = None, Background(name="checkpoints")
 
     def newest(self, *, has_optimizer: bool = True) -> Path | None:
         """Return the checkpoint of the highest step that verifies, or None. Reads every byte of it.
 
-        Damaged ones are skipped with a warning that names the file and what is wrong. Not collective: one
-        rank asks and tells the others.
+        Damaged ones are skipped with a warning that names the file and what is wrong. Not collective: for one rank.
 
         Args:
-            has_optimizer: only one that a run can continue from; those without optimizer state are skipped too.
+            has_optimizer: skip those without optimizer state too, from which no run can continue.
         """
         self._folder.restore_replaced()
         for path in reversed(self._folder.visible().values()):
@@ -167,7 +157,7 @@ class CheckpointStore:
         return None
 
     def steps(self) -> list[int]:
-        """Return the steps of all checkpoints that are there, damaged ones included, in order."""
+        """Return the steps of all checkpoints, damaged ones included, in order."""
         return list(self._folder.visible())
 
     def load(self, path: Path, tensors: dict[str, Any], *, optimizer: bool = True) -> dict[str, Any]:
@@ -178,7 +168,7 @@ class CheckpointStore:
         Args:
             path: a checkpoint, verified by `newest` or `find_fault`.
             tensors: as in `save`; plain values are replaced.
-            optimizer: `tensors` has the optimizers' state; otherwise what the checkpoint has of it is passed over.
+            optimizer: whether `tensors` has the optimizers' state; otherwise the checkpoint's is ignored.
 
         Raises:
             ConfigError: keys, shapes or dtypes differ: a checkpoint of another model, or one whose optimizer state
@@ -206,7 +196,7 @@ class CheckpointStore:
             raise
 
     def _write(self, hidden: Path, snapshot: Snapshot, step: int, facts: dict[str, Any]) -> None:
-        """Write, compare, publish, and let go of old ones. Collective over the store's group."""
+        """Write, compare, publish, and apply retention. Collective over the store's group."""
         try:
             write_files(hidden, snapshot, self._group)
             shares = from_every_rank(lambda: (_own_records(hidden), facts), group=self._group)
@@ -233,13 +223,13 @@ class CheckpointStore:
         self._retain(manifest.step)
 
     def _ranking(self, step: int) -> Mapping[str, Any]:
-        """Return the fact by which this checkpoint is ranked; none where the metric was not logged yet, said once."""
+        """Return the fact that ranks this checkpoint; none, with one warning, where the metric was not logged yet."""
         metric = self._retention.best_metric
         if metric is None or self._metrics is None:
             return {}
         found = last_logged(self._metrics, metric, step=step)
-        if found is None and not self._has_told:
-            self._has_told = True
+        if found is None and not self._has_warned:
+            self._has_warned = True
             log.warning(
                 "checkpoint.best_metric=%s: %s has no such value up to step %d, so that no checkpoint is kept for it. "
                 "Its keys are those of the lines there; validate/loss needs validate.every_steps.",
@@ -248,20 +238,17 @@ class CheckpointStore:
         return {} if found is None else {BEST: found}
 
     def _retain(self, newest: int) -> None:
-        """Let go of what the rule does not keep; the one just written (`newest`) and damaged ones always stay."""
+        """Delete what the rule does not keep; the one just written (`newest`) and damaged ones always stay."""
         manifests = {step: each for step, each in self._folder.complete().items() if step <= newest}
         recent = self._retention.newest(manifests)
         for step, reasons in self._retention.reasons(manifests).items():
             if not reasons:
                 self._folder.delete(step)
             elif not self._retention.keep_optimizer and step not in recent and manifests[step].has_optimizer:
-                self._slim(step)
-
-    def _slim(self, step: int) -> None:
-        try:
-            drop_optimizer(self._folder, step)
-        except (OSError, RunError) as error:
-            log.warning("the optimizer state of step %d could not be dropped: %s", step, error)
+                try:
+                    drop_optimizer(self._folder, step)
+                except (OSError, RunError) as error:
+                    log.warning("the optimizer state of step %d could not be dropped: %s", step, error)
 
 
 NO_OPTIMIZER = (
@@ -272,7 +259,7 @@ NO_OPTIMIZER = (
 
 
 def _own_records(hidden: Path) -> dict[str, FileRecord]:
-    """Hash the files that this rank wrote (they are still in its page cache); rank 0 takes those of nobody."""
+    """Hash the files that this rank wrote (they are still in its page cache); rank 0 also takes those of no rank."""
     rank = dist.get_rank()
     names = sorted(path.name for path in hidden.iterdir())
     mine = [n for n in names if (n.startswith(f"__{rank}_") if rank else not _OTHER_RANKS_FILE.match(n))]

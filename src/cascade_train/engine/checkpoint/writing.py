@@ -1,6 +1,6 @@
-"""From tensors to files: which rank writes what, copies in host memory, and torch's distributed checkpoint around them.
+"""From tensors to files: which rank writes what, copies in host memory, torch's distributed checkpoint, and a thread.
 
-Directories, manifests and what becomes of a checkpoint are the store's business.
+Directories, manifests and the fate of a checkpoint are decided in store.py.
 """
 
 from __future__ import annotations
@@ -9,8 +9,11 @@ import copy
 import io
 import math
 import shutil
-from collections.abc import Iterable, Mapping
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -39,14 +42,12 @@ class Snapshot(DefaultSavePlanner):
     """What this rank writes of a state: its own shards, and an even part of those that several ranks hold alike.
 
     Until `stage` is called it reads the state's own tensors; afterwards copies, so that training may go on.
+
+    Args:
+        state: nested dict of tensors (sharded or plain) and plain values, with the same keys on all ranks.
     """
 
     def __init__(self, state: Mapping[str, Any]) -> None:
-        """Look at a state; copies nothing yet.
-
-        Args:
-            state: nested dict of tensors (sharded or plain) and plain values, with the same keys on all ranks.
-        """
         super().__init__()
         super().set_up_planner(dict(state))
         share = own_share(self.state_dict)
@@ -69,7 +70,7 @@ class Snapshot(DefaultSavePlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        """Do nothing: the state was looked at when this was made."""
+        """Do nothing: `__init__` did it."""
 
     def create_local_plan(self) -> SavePlan:
         """Plan what this rank writes."""
@@ -93,19 +94,14 @@ class Snapshot(DefaultSavePlanner):
 
 
 class HostMemory:
-    """Buffers on the host that copies of a state are taken into; kept from save to save."""
+    """Host buffers for copies of a state; kept from save to save."""
 
     def __init__(self) -> None:
-        """Begin without buffers."""
         self._buffers: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def take(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return copies of tensors' local shards, on the host, and of plain values; waits for the device once.
-
-        Args:
-            values: by key; a key's next copy goes where its last one was.
-        """
+        """Return copies of tensors' local shards, on the host, and of plain values, by key; syncs the device once."""
         copies: dict[str, Any] = {}
         on_device = False
         for key, value in values.items():
@@ -128,9 +124,9 @@ class HostMemory:
 
 
 def own_share(flat: Mapping[str, Any]) -> list[str]:
-    """Return the keys that this rank writes; every rank finds the same division by itself.
+    """Return the keys that this rank writes; every rank computes the same division.
 
-    A shard that several ranks hold alike (replicas of a mesh, plain values) goes to one of them, the bytes evenly.
+    A shard that several ranks hold alike (replicas of a mesh, plain values) is written by one, balanced by bytes.
     """
     loads: dict[int, list[int]] = {}
     mine = []
@@ -174,15 +170,10 @@ def _check_loads(key: str, written: io.BytesIO) -> None:
 
 
 def write_files(directory: Path, snapshot: Snapshot, group: ProcessGroup | None) -> None:
-    """Write a snapshot's files into a directory, synced to the disk. Collective; a failure of one rank reaches all.
-
-    Args:
-        directory: empty; on a file system that all ranks share.
-        snapshot: what this rank writes.
-        group: through which the ranks plan; None = the default group.
+    """Write a snapshot's files into an empty directory that all ranks share, synced to the disk. Collective.
 
     Raises:
-        RunError: the disk is full or failed.
+        RunError: the disk is full or failed; on all ranks.
     """
     ahead = 0 if snapshot.staged else _COPY_AHEAD
     writer = FileSystemWriter(directory, sync_files=True, per_thread_copy_ahead=ahead)
@@ -199,16 +190,12 @@ def write_files(directory: Path, snapshot: Snapshot, group: ProcessGroup | None)
 
 
 def first_failure(error: CheckpointException) -> BaseException:
-    """Return what went wrong on the lowest rank on which something did."""
+    """Return the error of the lowest rank that failed."""
     return error.failures[min(error.failures)][0]
 
 
 def check_space(directory: Path, bytes_by_rank: Iterable[int]) -> None:
-    """Check that a checkpoint fits on the file system of a directory that is there.
-
-    Args:
-        directory: on the file system that all ranks share.
-        bytes_by_rank: what each rank is about to write.
+    """Check that what each rank is about to write fits on the file system of an existing directory.
 
     Raises:
         RunError: it does not.
@@ -222,3 +209,76 @@ def check_space(directory: Path, bytes_by_rank: Iterable[int]) -> None:
             "free; nothing was written. Remedy: free space there (cascade-train checkpoints prune), a "
             "smaller checkpoint.keep_last, or another run.dir"
         )
+
+
+class Piece:
+    """A piece of work for the thread, and its outcome."""
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        self._work = work
+        self._error: BaseException | None = None
+        self._is_done = threading.Event()
+        self._begun, self._ended = time.monotonic(), math.inf
+
+    @property
+    def failed(self) -> bool:
+        """Whether the work has ended in an error; never waits."""
+        return self._error is not None
+
+    @property
+    def seconds(self) -> float:
+        """How long the work took, or has taken so far."""
+        return min(time.monotonic(), self._ended) - self._begun
+
+    def finish(self) -> None:
+        """Wait for the work to end, and raise what it raised."""
+        self._is_done.wait()
+        if self._error is not None:
+            raise self._error
+
+    def do(self) -> None:
+        """Do the work and keep what it raises."""
+        try:
+            self._work()
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._ended = time.monotonic()
+            self._is_done.set()
+
+
+class Background:
+    """A thread beside the loop that does one piece of work after the other; it starts with the first.
+
+    One for all pieces, since the allocator keeps memory for each thread that there was. A daemon, so that a process
+    can end at once. Data workers may be forked meanwhile: a child has copies of the thread's open files, but neither
+    runs the thread nor unwinds its stack, so nothing that was buffered is written twice.
+    """
+
+    def __init__(self, *, name: str) -> None:
+        self._name = name
+        self._pieces: SimpleQueue[Piece | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, work: Callable[[], object]) -> Piece:
+        """Queue a piece of work; the thread computes on the device that is current when it starts."""
+        if self._thread is None:
+            device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+            self._thread = threading.Thread(target=self._run, args=(device,), name=self._name, daemon=True)
+            self._thread.start()
+        piece = Piece(work)
+        self._pieces.put(piece)
+        return piece
+
+    def end(self) -> None:
+        """Wait for all pieces and end the thread; the next piece starts another."""
+        if self._thread is not None:
+            self._pieces.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _run(self, device: int | None) -> None:
+        if device is not None:
+            torch.cuda.set_device(device)  # each thread begins on the first device
+        while (piece := self._pieces.get()) is not None:
+            piece.do()

@@ -8,9 +8,9 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from cascade_train.engine.checkpoint import store as module
+from cascade_train.engine.checkpoint.folder import Retention
 from cascade_train.engine.checkpoint.loading import read_table
 from cascade_train.engine.checkpoint.manifest import find_fault, read_manifest
-from cascade_train.engine.checkpoint.retention import Retention
 from cascade_train.engine.checkpoint.store import CheckpointStore
 from cascade_train.errors import ConfigError, RunError
 

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from cascade_train.engine.checkpoint.background import Background
+from cascade_train.engine.checkpoint.writing import Background
 
 
 def test_all_pieces_are_done_in_order_by_one_thread():
