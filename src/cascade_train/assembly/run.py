@@ -21,7 +21,7 @@ from cascade_train.data.cached import Cached
 from cascade_train.data.data_set import DataSet, open_data_set
 from cascade_train.data.source import Source
 from cascade_train.distributed.consensus import from_every_rank, from_rank_zero
-from cascade_train.distributed.lost_ranks import RollCall
+from cascade_train.distributed.lost_ranks import Heartbeat
 from cascade_train.distributed.process_group import World, process_group
 from cascade_train.distributed.rng import set_deterministic
 from cascade_train.engine.checkpoint.folder import Retention
@@ -29,20 +29,17 @@ from cascade_train.engine.checkpoint.manifest import read_manifest
 from cascade_train.engine.checkpoint.store import CheckpointStore
 from cascade_train.engine.faults.bad_step import SpikeWatch
 from cascade_train.engine.faults.rollback import Rollback, RolledBackList
-from cascade_train.engine.faults.stop_vote import Ballot
-from cascade_train.engine.faults.stopping import Stopping, TimeLimit, code_of_stop
+from cascade_train.engine.faults.stopping import Stopping, StopVote, TimeLimit, code_of_stop
 from cascade_train.engine.faults.unreadable import UnreadableList
 from cascade_train.engine.loop import Cadence, Trainer
-from cascade_train.engine.loss_curve import LossCurve
-from cascade_train.engine.loss_plot import LossPlot
+from cascade_train.engine.loss_charts import LossCurve, LossPlot
 from cascade_train.engine.metrics import MetricsLog
 from cascade_train.engine.phase import BoundPhase, averaged, whole_state
 from cascade_train.engine.profiler import Profiler
 from cascade_train.engine.progress import Progress
 from cascade_train.engine.run.directory import RunDirectory, claimed
-from cascade_train.engine.set_distance import SetDistance
 from cascade_train.engine.tracking import build_tracker
-from cascade_train.engine.validation import HeldOut, Reconstructions, Validation
+from cascade_train.engine.validation import HeldOut, Reconstructions, SetDistance, Validation
 from cascade_train.errors import ConfigError, RankLostError, RunError
 from cascade_train.models.image_quality import (
     ReconstructionQuality,
@@ -67,12 +64,12 @@ def train(cfg: DictConfig) -> int:
         Interrupted: a signal during set-up, or one that was repeated.
     """
     with Signals() as signals, process_group() as world:
-        roll_call = RollCall(rank=world.rank, ranks=world.ranks, timeout_seconds=cfg.run.timeout_seconds)
-        with roll_call.leaving_word(), roll_call.naming_the_lost():
-            return train_on(cfg, world, signals, roll_call)
+        heartbeat = Heartbeat(rank=world.rank, ranks=world.ranks, timeout_seconds=cfg.run.timeout_seconds)
+        with heartbeat.reporting_errors(), heartbeat.naming_lost_ranks():
+            return train_on(cfg, world, signals, heartbeat)
 
 
-def train_on(cfg: DictConfig, world: World, signals: Signals, roll_call: RollCall) -> int:
+def train_on(cfg: DictConfig, world: World, signals: Signals, heartbeat: Heartbeat) -> int:
     """Train on ranks that have met; return the exit code. Collective."""
     set_deterministic(cfg.run.deterministic)
     make_absolute(cfg)
@@ -84,7 +81,7 @@ def train_on(cfg: DictConfig, world: World, signals: Signals, roll_call: RollCal
         take_cache(plain, parts.stage, parts.task, data.training.source)
     with claimed(Path(cfg.run.dir), config=plain, resume=cfg.run.resume, free_keys=free_keys(plain)) as run:
         if not run.finished:
-            return train_in(run, cfg, parts, data, world, signals, roll_call)
+            return train_in(run, cfg, parts, data, world, signals, heartbeat)
     log.info("%s is finished. Raise train.max_steps to train on, or choose another run.name.", run.path)
     return 0
 
@@ -96,12 +93,12 @@ def train_in(
     data: DataSet,
     world: World,
     signals: Signals,
-    roll_call: RollCall,
+    heartbeat: Heartbeat,
 ) -> int:
     """Train in a claimed directory, to the end and the exports, or to a stop; return the exit code. Collective."""
     with run.withdrawn_on_failure():
         phases = build_phases(cfg, parts, world)
-        trainer = build_trainer(cfg, parts, phases, data, run, world, signals, roll_call)
+        trainer = build_trainer(cfg, parts, phases, data, run, world, signals, heartbeat)
         rollback = Rollback(
             listed=RolledBackList(run.rolled_back_path),
             max_times=cfg.rollback.max_times if cfg.rollback.enabled else None,
@@ -117,7 +114,7 @@ def train_in(
     log.info("%s", start_report(cfg, parts, data, run, trainer))
     signals.wait_for_votes()
     try:
-        with roll_call.naming_the_lost():
+        with heartbeat.naming_lost_ranks():
             rollback.run(trainer)
             if trainer.stopped is None:
                 write_exports(cfg, parts.task, phases, run.export)
@@ -169,7 +166,7 @@ def build_trainer(
     run: RunDirectory,
     world: World,
     signals: Signals,
-    roll_call: RollCall,
+    heartbeat: Heartbeat,
 ) -> Trainer:
     """Join the built parts of a run. Collective."""
     feed = data.training_feed(
@@ -220,9 +217,9 @@ def build_trainer(
         stopping=Stopping(
             signals=signals,
             limit=TimeLimit(max_hours=cfg.run.max_hours),
-            ballot=Ballot(timeout_seconds=cfg.run.timeout_seconds),
+            votes=StopVote(timeout_seconds=cfg.run.timeout_seconds),
         ),
-        roll_call=roll_call,
+        heartbeat=heartbeat,
         spikes=None
         if cfg.rollback.spike_factor is None
         else SpikeWatch(factor=cfg.rollback.spike_factor, window_steps=cfg.rollback.window_steps),

@@ -13,7 +13,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from cascade_train.assembly.components import build_component
-from cascade_train.engine.run.folder import check_folder
+from cascade_train.engine.run.lock import check_folder
 from cascade_train.errors import ConfigError
 from cascade_train.signals import while_importing
 

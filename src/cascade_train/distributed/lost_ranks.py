@@ -35,7 +35,7 @@ WITH_RANK_ZERO = (
 """What is left to say where rank 0 keeps the store; under torchrun it outlives the ranks."""
 
 
-class RollCall:
+class Heartbeat:
     """Notes of the steps that ranks are in, where all can read them, and how long a step waits for a rank.
 
     With one rank it does nothing.
@@ -82,7 +82,7 @@ class RollCall:
             set_timeout(groups, SET_UP_SECONDS)
 
     @contextmanager
-    def naming_the_lost(self) -> Iterator[None]:
+    def naming_lost_ranks(self) -> Iterator[None]:
         """Name the rank that ended the run, or those that are lost, when the block ends because of them.
 
         Raises:
@@ -100,7 +100,7 @@ class RollCall:
             raise lost from error
 
     @contextmanager
-    def leaving_word(self) -> Iterator[None]:
+    def reporting_errors(self) -> Iterator[None]:
         """Note for the other ranks why this one ends by itself."""
         try:
             yield

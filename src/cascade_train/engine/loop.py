@@ -20,20 +20,17 @@ import torch
 from torch import Tensor
 
 from cascade_train.batch import Batch
-from cascade_train.distributed.lost_ranks import RollCall, groups_of
+from cascade_train.distributed.lost_ranks import Heartbeat, groups_of
 from cascade_train.distributed.parallelize import set_gradient_sync
 from cascade_train.distributed.process_group import World
 from cascade_train.distributed.rng import seed_micro_batch
 from cascade_train.engine.checkpoint.store import CheckpointStore
 from cascade_train.engine.faults.bad_step import SpikeWatch, Trace, not_finite
-from cascade_train.engine.faults.stop_vote import Motion
-from cascade_train.engine.faults.stopping import Stopping
+from cascade_train.engine.faults.stopping import Request, Stopping
 from cascade_train.engine.faults.unreadable import UnreadableList
-from cascade_train.engine.global_batch import gather_samples, sum_totals
-from cascade_train.engine.loss_curve import LossCurve
-from cascade_train.engine.loss_plot import LossPlot
+from cascade_train.engine.loss_charts import LossCurve, LossPlot
 from cascade_train.engine.metrics import MetricsLog
-from cascade_train.engine.phase import BoundPhase, restore_training_state, training_state
+from cascade_train.engine.phase import BoundPhase, gather_samples, restore_training_state, sum_totals, training_state
 from cascade_train.engine.profiler import Profiler
 from cascade_train.engine.progress import Progress
 from cascade_train.engine.sampling import SampleGrid
@@ -101,7 +98,7 @@ class Trainer:
         loss_curve: LossCurve | None = None,
         unreadable: UnreadableList | None = None,
         stopping: Stopping | None = None,
-        roll_call: RollCall | None = None,
+        heartbeat: Heartbeat | None = None,
         spikes: SpikeWatch | None = None,
     ) -> None:
         """Take the built parts of a run; `restore` and `run` do the work."""
@@ -124,7 +121,7 @@ class Trainer:
         self.loss_curve = loss_curve
         self.unreadable = unreadable
         self.stopping = stopping
-        self.roll_call = roll_call
+        self.heartbeat = heartbeat
         self.stopped: str | None = None
         self.spikes = spikes
         self.step = 0
@@ -321,19 +318,19 @@ class Trainer:
 
     def _watched(self) -> AbstractContextManager[None]:
         """Return what waits for the other ranks in the step that begins, for a limited time."""
-        if self.roll_call is None:
+        if self.heartbeat is None:
             return nullcontext()
         groups = groups_of(p for phase in self.phases for p in phase.parameters.values())
-        return self.roll_call.step(self.step + 1, groups)
+        return self.heartbeat.step(self.step + 1, groups)
 
     def _stop_is_carried(self) -> bool:
         """Vote on what any rank wants of all. Collective."""
         if self.stopping is None:
             return False
         carried = self.stopping.vote(save_failed=self.store.failed, save_seconds=self.store.save_seconds)
-        if Motion.SAVE_FAILED in carried:
+        if Request.SAVE_FAILED in carried:
             self.store.wait()
-        return Motion.STOP in carried and self.step < self.max_steps
+        return Request.STOP in carried and self.step < self.max_steps
 
     def _due(self, every_steps: int | None) -> bool:
         return every_steps is not None and (self.step % every_steps == 0 or self.step == self.max_steps)

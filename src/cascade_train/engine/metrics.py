@@ -1,12 +1,13 @@
-"""What a run measured: one JSON object per optimizer step in `metrics.jsonl`.
+"""The metrics of a run: one JSON object per optimizer step in `metrics.jsonl`, and which lines are whole, cut or lost.
 
-Values stay on the device until `flush`, the one host sync. Where rows go beside the file (tracker,
-progress) and when to flush are the loop's business.
+Values stay on the device until `flush`, the one host sync; when to flush, and who else gets the rows, is decided by the
+loop.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import time
 from collections.abc import Iterator, Mapping
@@ -19,7 +20,9 @@ import torch
 from torch import Tensor
 
 from cascade_train.errors import RunError, unwritten
-from cascade_train.files.durable import append_durably
+from cascade_train.files.durable import append_durably, write_durably
+
+log = logging.getLogger(__name__)
 
 Row = dict[str, Any]
 """One line of the file: an int `step` and `samples_seen`, then numbers; None (null in the file) stands for
@@ -39,15 +42,13 @@ class MetricsLog:
     `images_per_second` is the same for all steps of one flush: images over seconds since the flush before. So is
     `data_wait_share`, the share of those seconds that this rank waited for its batches, where `waiting` measures them.
     The clock starts with `start`, else at the first record, so that set-up is never counted.
+
+    Args:
+        path: the file, created at the first flush that has rows.
+        is_main: whether this rank keeps and writes; the others forget what they record.
     """
 
     def __init__(self, path: Path, *, is_main: bool) -> None:
-        """Store; touches no file.
-
-        Args:
-            path: the file, made at the first flush that has rows.
-            is_main: whether this rank keeps and writes; the others forget what they record.
-        """
         self._path = path
         self._is_main = is_main
         self._pending: list[_Record] = []
@@ -56,11 +57,7 @@ class MetricsLog:
         self._waited: float | None = None
 
     def start(self, samples_seen: int) -> None:
-        """Start the clock, right before a step.
-
-        Args:
-            samples_seen: samples trained on so far, from checkpoints too.
-        """
+        """Start the clock, right before a step; `samples_seen` counts those before a resume too."""
         self._seconds = time.perf_counter()
         self._samples = samples_seen
         self._waited = None if self._waited is None else 0.0
@@ -89,7 +86,7 @@ class MetricsLog:
 
         Args:
             step: the optimizer step.
-            samples_seen: samples trained on, this step included.
+            samples_seen: this step's included.
             values: numbers or () tensors on any device; equal on all ranks.
 
         Raises:
@@ -136,7 +133,7 @@ class MetricsLog:
         return rows
 
     def _speeds(self, samples_seen: int) -> dict[str, float]:
-        """Return what the clock says since the last flush and start the next interval; NaN when no step was timed."""
+        """Return the speeds since the last flush and start the next interval; NaN when no step was timed."""
         if self._seconds is None or self._samples is None:
             raise AssertionError("the clock starts with the first record")
         images, seconds = samples_seen - self._samples, time.perf_counter() - self._seconds
@@ -168,3 +165,37 @@ def _to_host(records: list[dict[str, Tensor | float]]) -> list[dict[str, float]]
         for (row, name, _), number in zip(members, on_host, strict=True):
             numbers[row][name] = number
     return numbers
+
+
+def cut_lines(path: Path, step: int) -> None:
+    """Drop the lines of a file with one JSON object per step after a step, and torn ones."""
+    if not path.exists():
+        return
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    kept = []
+    for number, line in enumerate(lines, start=1):
+        line_step = step_of(line)
+        if line_step is None:
+            log.warning("line %d of %s is torn and dropped", number, path)
+        elif line_step <= step:
+            kept.append(line)
+    if kept != lines:
+        write_durably(path, "".join(kept))
+
+
+def missing_steps(path: Path, *, first: int | None, last: int) -> list[int]:
+    """Return the steps up to `last` that have no whole line, from `first`; None = from the first that has one."""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) if path.exists() else []
+    found = {step for line in lines if (step := step_of(line)) is not None}
+    begin = min(found, default=last) if first is None else first
+    return [step for step in range(begin, last + 1) if step not in found]
+
+
+def step_of(line: str) -> int | None:
+    """Return the step of a line; None where it is torn."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    is_whole = line.endswith("\n") and isinstance(row, dict) and isinstance(row.get("step"), int)
+    return row["step"] if is_whole else None

@@ -1,6 +1,6 @@
-"""A task's phase bound to its sharded parameters, optimizer, schedule and average.
+"""A task's phase bound to its sharded parameters, optimizer, schedule and average; nothing else updates weights.
 
-This is the only place that updates weights.
+Shape legend: G samples of the global batch.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -26,7 +27,7 @@ from cascade_train.engine.checkpoint.store import CheckpointStore
 from cascade_train.engine.ema import Ema
 from cascade_train.engine.lr_schedule import LrSchedule
 from cascade_train.engine.optimizer import can_withhold, fill_state, settings
-from cascade_train.tasks.base import Phase, Task
+from cascade_train.tasks.base import Phase, StepOutput, Task
 
 _SHARDED = StateDictOptions(ignore_frozen_params=True)
 
@@ -37,7 +38,16 @@ def trainable_parameters(phase: Phase) -> dict[str, nn.Parameter]:
 
 
 class BoundPhase:
-    """One phase of the run: its loss, and the update that follows from it."""
+    """One phase of the run: its loss, and the update that follows from it.
+
+    Args:
+        phase: the task's phase; its modules are sharded already.
+        optimizer: over the phase's trainable parameters.
+        base_lr: learning rate before the schedule.
+        lr_schedule: factor by optimizer step.
+        ema: average of the phase's weights, or None.
+        max_grad_norm: global gradient norm above which gradients are scaled down; None = off.
+    """
 
     def __init__(
         self,
@@ -49,16 +59,6 @@ class BoundPhase:
         ema: Ema | None,
         max_grad_norm: float | None,
     ) -> None:
-        """Bind.
-
-        Args:
-            phase: the task's phase; its modules are sharded already.
-            optimizer: over the phase's trainable parameters.
-            base_lr: learning rate before the schedule.
-            lr_schedule: factor by optimizer step.
-            ema: average of the phase's weights, or None.
-            max_grad_norm: global gradient norm above which gradients are scaled down; None = off.
-        """
         self.phase = phase
         self.roots = list(phase.modules.values())
         self.parameters = trainable_parameters(phase)
@@ -113,7 +113,7 @@ class BoundPhase:
         return state if self.ema is None else {**state, "ema": self.ema.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned, except settings: those are the configuration's. Collective."""
+        """Restore what `state_dict` returned, except the optimizer's settings: they are the config's. Collective."""
         not_frozen = StateDictOptions(ignore_frozen_params=True, strict=False)
         set_model_state_dict(self._container, state["weights"], options=not_frozen)
         if "optimizer" in state:
@@ -123,6 +123,29 @@ class BoundPhase:
                 group.update(ours)
         if self.ema is not None:
             self.ema.load_state_dict(state["ema"])
+
+
+def gather_samples(outputs: Sequence[StepOutput]) -> dict[str, Tensor]:
+    """Return `loss` and every reported value of the global batch, (G,) or (G, n) each, in its order. Collective.
+
+    Args:
+        outputs: of this rank's micro-batches.
+    """
+    names = ["loss", *sorted(outputs[0].report)]
+    rows = [torch.cat([o.loss_B.detach() if n == "loss" else o.report[n] for o in outputs]).float() for n in names]
+    mine = torch.cat([row.reshape(len(row), -1) for row in rows], dim=1)
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, mine)
+    parts = torch.cat(every).split([row[0].numel() for row in rows], dim=1)
+    return {n: p.reshape(len(p), *row.shape[1:]).contiguous() for n, p, row in zip(names, parts, rows, strict=True)}
+
+
+def sum_totals(outputs: Sequence[StepOutput]) -> dict[str, Tensor]:
+    """Return the totals of the global batch from the outputs of this rank's micro-batches. Collective."""
+    totals = {name: torch.stack([o.totals[name] for o in outputs]).sum(dim=0) for name in sorted(outputs[0].totals)}
+    for total in totals.values():
+        dist.all_reduce(total)
+    return totals
 
 
 @contextmanager
@@ -136,7 +159,7 @@ def averaged(phases: Sequence[BoundPhase]) -> Iterator[None]:
 
 
 def training_state(phases: Sequence[BoundPhase], task: Task, *, optimizer: bool = True) -> dict[str, Any]:
-    """Return all that training changes, sharded, for a checkpoint; or all but the optimizers' state. Collective."""
+    """Return all that training changes, sharded, for a checkpoint; `optimizer`: its state too. Collective."""
     states = {phase.phase.name: phase.state_dict(optimizer=optimizer) for phase in phases}
     return {"phases": states, "task": task.state_dict()}
 
@@ -146,12 +169,7 @@ def restore_training_state(
 ) -> Any:
     """Load a checkpoint into phases and task, and return its facts. Collective.
 
-    Args:
-        store: reads it.
-        path: the checkpoint.
-        phases: of the run.
-        task: of the run.
-        optimizer: also the optimizers' state, which only training needs.
+    `optimizer`: the optimizers' state too, which only training needs.
 
     Raises:
         ConfigError: the checkpoint is of another model, or has no optimizer state any more.

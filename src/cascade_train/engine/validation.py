@@ -1,9 +1,12 @@
-"""What a task is measured by on held-out samples, the same each time, so that runs and steps compare."""
+"""Measures of a task on held-out samples, the same each time, so that runs and steps compare.
+
+Shape legend: B batch, C channels, H W image size, D features, S the two sets.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -12,18 +15,47 @@ from torch import Tensor
 from cascade_train.batch import Batch
 from cascade_train.distributed.parallelize import evaluating
 from cascade_train.engine.phase import BoundPhase, averaged
-from cascade_train.engine.set_distance import SetDistance
 from cascade_train.tasks.base import Painter, Task
+
+Distance = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""Maps mean (D,) and covariance (D, D) of one set, and those of the other, to a scalar."""
+
+
+@dataclass(kw_only=True)
+class SetDistance:
+    """The distance between two sets of pictures, from the moments of their features in fp64, summed batch by batch.
+
+    Attributes:
+        features: of pictures (B, 3, H, W) float in [0, 1], (B, D).
+        distance: of the moments.
+    """
+
+    features: Callable[[Tensor], Tensor]
+    distance: Distance
+    _sums: list[Tensor] = field(default_factory=list)
+
+    def add(self, image_BCHW: Tensor, original_BCHW: Tensor, counted_B: Tensor) -> None:
+        """Add pairs of pictures, those whose `counted_B` (B,) is 1; 0 = it only fills a batch."""
+        features_SBD = torch.stack([self.features(each) for each in (image_BCHW, original_BCHW)]).double()
+        weighted_SBD = features_SBD * counted_B[:, None]
+        found = [counted_B.double().sum(), weighted_SBD.sum(dim=1), weighted_SBD.mT @ features_SBD]
+        self._sums = [a + b for a, b in zip(self._sums, found, strict=True)] if self._sums else found
+
+    def take(self) -> Tensor:
+        """Return the distance of what was added since the last time, on all ranks together. Collective."""
+        count, sum_SD, products_SDD = self._sums
+        self._sums = []
+        for each in (count, sum_SD, products_SDD):
+            dist.all_reduce(each)
+        mean_SD = sum_SD / count
+        outer_SDD = mean_SD[:, :, None] * mean_SD[:, None, :]
+        covariance_SDD = (products_SDD - count * outer_SDD) / (count - 1)
+        return self.distance(mean_SD[0], covariance_SDD[0], mean_SD[1], covariance_SDD[1])
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOut:
-    """Held-out batches, the same each time, as many on every rank.
-
-    Attributes:
-        open: starts them over.
-        steps: global batches.
-    """
+    """Held-out batches, the same each time, equally many on every rank: `steps` global batches; `open` restarts them."""
 
     open: Callable[[], Iterable[list[Batch]]]
     steps: int
@@ -31,13 +63,13 @@ class HeldOut:
 
 @dataclass(frozen=True, kw_only=True)
 class Reconstructions:
-    """Held-out pictures that are painted again from what a stage sees of them, each from noise of its own.
+    """Reconstructions of held-out images, each from noise of its own.
 
     Attributes:
-        held_out: the pictures.
-        painter: maps height and width in pixels to what paints pictures of that size.
-        compare: maps painted and original pictures, (B, 3, H, W) fp32 in [0, 1], to measures, (B,) fp32 each.
-        rfid: what measures all painted pictures against all originals; None = nothing does.
+        held_out: the images.
+        painter: maps height and width in pixels to a painter of that size.
+        compare: maps reconstructions and originals, (B, 3, H, W) fp32 in [0, 1], to measures, (B,) fp32 each.
+        rfid: the distance between all reconstructions and all originals; None = not measured.
     """
 
     held_out: HeldOut
@@ -46,7 +78,7 @@ class Reconstructions:
     rfid: SetDistance | None = None
 
     def measures(self, batch: Batch, device: torch.device) -> Mapping[str, Tensor]:
-        """Return how near a micro-batch of pictures comes to itself, (B,) fp32 each, by name."""
+        """Return measures of a micro-batch's reconstructions by name, (B,) fp32 each."""
         if batch.image_BCHW is None:
             raise AssertionError("a stage that reconstructs takes no cache")
         image_BCHW = batch.image_BCHW.to(device).float() / 255
@@ -67,7 +99,16 @@ def counted(batch: Batch, device: torch.device) -> Tensor:
 
 
 class Validation:
-    """Measures a task on the same held-out batches each time."""
+    """Measures a task on the same held-out batches each time.
+
+    Args:
+        task: measured through `Task.measures`.
+        phases: whose roots go into eval mode, and whose averages are measured too.
+        held_out: the samples.
+        logsnr: noise levels, natural logarithm of the signal-to-noise ratio, for tasks that denoise.
+        device: where the task computes.
+        reconstructions: also measured; None = none.
+    """
 
     def __init__(
         self,
@@ -79,16 +120,6 @@ class Validation:
         device: torch.device,
         reconstructions: Reconstructions | None = None,
     ) -> None:
-        """Store.
-
-        Args:
-            task: measured through `Task.measures`.
-            phases: whose roots go into eval mode, and whose averages are measured too.
-            held_out: what is measured on.
-            logsnr: noise levels, natural logarithm of the signal to noise ratio, for tasks that denoise.
-            device: where the task computes.
-            reconstructions: what is painted again, too; None = nothing.
-        """
         self.task = task
         self.phases = phases
         self.held_out = held_out

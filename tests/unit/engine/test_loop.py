@@ -11,7 +11,7 @@ from cascade_train.distributed.process_group import build_mesh
 from cascade_train.engine.checkpoint.store import CheckpointStore
 from cascade_train.engine.ema import Ema
 from cascade_train.engine.loop import Cadence, Trainer
-from cascade_train.engine.loss_curve import LossCurve
+from cascade_train.engine.loss_charts import LossCurve
 from cascade_train.engine.lr_schedule import ConstantSchedule
 from cascade_train.engine.metrics import MetricsLog
 from cascade_train.engine.optimizer import OptimizerSpec

@@ -1,6 +1,6 @@
-"""Orderly ends before the last step: signals (signals.py), and a limit of time.
+"""Orderly ends before the last step: signals (signals.py), a limit of time, and the vote of the ranks on them.
 
-What is saved at such an end, and what is said, is the loop's business.
+What is saved and reported at such an end is decided by the loop.
 """
 
 from __future__ import annotations
@@ -8,26 +8,77 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
+from datetime import timedelta
+from enum import IntFlag
 from pathlib import Path
 
-from cascade_train.distributed.consensus import from_every_rank
-from cascade_train.engine.faults.stop_vote import Ballot, Motion
+import torch
+import torch.distributed as dist
+
+from cascade_train.distributed.consensus import from_every_rank, own_group
 from cascade_train.errors import STOPPED
 from cascade_train.signals import Signals
+
+
+class Request(IntFlag):
+    """What a rank may ask of all ranks."""
+
+    STOP = 1
+    """Save and end."""
+    SAVE_FAILED = 2
+    """The unfinished save has failed on a rank: wait for it, which raises."""
+
+
+class StopVote:
+    """One vote for every optimizer step: a request of any rank is agreed by all, on the same step.
+
+    With several ranks the result is known one step later: the vote is exchanged, as a host tensor over gloo, while the
+    next step runs, without waiting for the device. With one rank it is known at once. The constructor is collective: it
+    opens a group of its own, so that votes meet no other exchange.
+
+    Args:
+        timeout_seconds: how long a vote may wait for the other ranks.
+    """
+
+    def __init__(self, *, timeout_seconds: float) -> None:
+        self._group: dist.ProcessGroup | None = None
+        self._exchanged: tuple[dist.Work, torch.Tensor] | None = None
+        if dist.get_world_size() > 1:
+            self._group = own_group(timedelta(seconds=timeout_seconds))
+
+    def cast(self, requests: Request) -> Request:
+        """Cast this rank's requests and return what is agreed: with several ranks, by the vote before. Collective."""
+        if self._group is None:
+            return requests
+        agreed = self._count()
+        box = torch.tensor([int(request in requests) for request in Request], dtype=torch.int32)
+        work = dist.all_reduce(box, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        assert work is not None, "this rank belongs to the group"
+        self._exchanged = (work, box)
+        return agreed
+
+    def _count(self) -> Request:
+        if self._exchanged is None:
+            return Request(0)
+        work, box = self._exchanged
+        work.wait()
+        return Request(sum(request for request, cast in zip(Request, box.tolist(), strict=True) if cast))
 
 
 class TimeLimit:
     """A limit of time, reached while one more step and a save still fit into it.
 
-    What they take is estimated: a step as the longest of the last `REMEMBERED` (the first of all sets things up and
-    does not count), twice since a vote takes a step; a save as the longest so far, and before there was one as the time
-    from the start of the process to the end of the first step.
+    Estimates: a step takes as long as the longest of the last `REMEMBERED` (the first of all sets things up and does
+    not count), twice since a vote takes a step; a save as long as the longest so far, and before there was one as the
+    time from the start of the process to the end of the first step.
+
+    Args:
+        max_hours: counted from `seconds_since_start`; None = no limit.
     """
 
     REMEMBERED = 100
 
     def __init__(self, *, max_hours: float | None) -> None:
-        """Store; `max_hours` counts from `seconds_since_start`, None = no limit."""
         self._limit_seconds = None if max_hours is None else 3600.0 * max_hours
         self._steps: deque[float] = deque(maxlen=self.REMEMBERED)
         self._save_seconds = 0.0
@@ -45,7 +96,7 @@ class TimeLimit:
         self._begun = now
 
     def end_save(self, seconds: float) -> None:
-        """Note how long the loop was held up by a save, which is no part of its step."""
+        """Note how long a save held up the loop, which does not count for the step."""
         self.note_save(seconds)
         if self._begun is not None:
             self._begun += seconds
@@ -63,32 +114,27 @@ class TimeLimit:
 
 
 class Stopping:
-    """Whether the ranks stop before the last step: this rank's signals and time limit, put to the vote.
+    """Whether the ranks stop before the last step: they vote on their signals and time limits."""
 
-    Attributes:
-        limit: of time.
-    """
-
-    def __init__(self, *, signals: Signals, limit: TimeLimit, ballot: Ballot) -> None:
-        """Store."""
+    def __init__(self, *, signals: Signals, limit: TimeLimit, votes: StopVote) -> None:
         self.limit = limit
         self._signals = signals
-        self._ballot = ballot
+        self._votes = votes
 
-    def vote(self, *, save_failed: bool, save_seconds: float) -> Motion:
-        """Put to the vote, at the end of a step, what this rank wants; return what is carried. Collective.
+    def vote(self, *, save_failed: bool, save_seconds: float) -> Request:
+        """Vote at the end of a step; return what the ranks agree on. Collective.
 
         Args:
-            save_failed: the save in flight has failed on this rank.
+            save_failed: whether the unfinished save has failed on this rank.
             save_seconds: the longest time that a save took beside the loop, so far.
         """
         self.limit.end_step()
         self.limit.note_save(save_seconds)
-        wanted = Motion.SAVE_FAILED if save_failed else Motion(0)
-        return self._ballot.cast(wanted if self._reason() is None else wanted | Motion.STOP)
+        wanted = Request.SAVE_FAILED if save_failed else Request(0)
+        return self._votes.cast(wanted if self._reason() is None else wanted | Request.STOP)
 
     def agreed_reason(self) -> str:
-        """Return why some rank asked for the stop that was carried. Collective."""
+        """Return why the lowest rank that asked for the agreed stop did so. Collective."""
         reasons = from_every_rank(self._reason)
         rank, reason = next((rank, reason) for rank, reason in enumerate(reasons) if reason is not None)
         return reason if reasons.count(reason) == len(reasons) else f"{reason} on rank {rank}"

@@ -22,12 +22,11 @@ import yaml
 from cascade_train.distributed.consensus import from_rank_zero
 from cascade_train.engine.checkpoint.manifest import find_fault, read_manifest
 from cascade_train.engine.checkpoint.store import NO_OPTIMIZER, CheckpointStore
-from cascade_train.engine.metrics_file import cut_lines, missing_steps, step_of
+from cascade_train.engine.metrics import cut_lines, missing_steps, step_of
 from cascade_train.engine.run.config_difference import Difference, describe, find_differences, is_limit_raised, refused
 from cascade_train.engine.run.environment import describe_environment
-from cascade_train.engine.run.folder import CONFIG as _CONFIG
-from cascade_train.engine.run.folder import check_folder, not_writable
-from cascade_train.engine.run.lock import LOCK_NAME, RunLock
+from cascade_train.engine.run.lock import CONFIG as _CONFIG
+from cascade_train.engine.run.lock import LOCK_NAME, RunLock, check_folder, not_writable
 from cascade_train.errors import ConfigError, RunError
 from cascade_train.files.durable import append_durably, write_durably
 from cascade_train.files.untrusted import read_yaml

@@ -1,6 +1,6 @@
-"""One live process per run directory: a lock that ends with its process, however that ends.
+"""Who may use a run directory: whether a folder can become one, and a lock of one live process on it.
 
-What a run directory holds and who may continue it is decided by `run_directory`.
+Imported before torch. What a run directory holds, and who may continue it, is decided in directory.py.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import fcntl
 import logging
 import os
 import socket
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,46 @@ from cascade_train.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
+CONFIG = "config.yaml"
+"""The file that makes a folder a run's."""
+
 LOCK_NAME = ".lock"
 
 
+def check_folder(directory: Path) -> None:
+    """Check that a folder is a run's already, or can be made one; leaves nothing behind.
+
+    Raises:
+        ConfigError: it holds something else, or nothing can be written there.
+    """
+    if (directory / CONFIG).is_file():
+        return
+    if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
+        raise ConfigError(
+            f"run.dir={directory} exists, is not empty and is not a run (it has no {CONFIG}). "
+            "Remedy: another run.name or run.dir, or move it away"
+        )
+    nearest = next(path for path in (directory, *directory.parents) if path.exists())
+    try:
+        with tempfile.TemporaryFile(dir=nearest):
+            pass
+    except OSError as error:
+        raise not_writable(directory, error) from error
+
+
+def not_writable(directory: Path, error: OSError) -> ConfigError:
+    """Return the refusal of a folder that cannot be made."""
+    return ConfigError(f"run.dir={directory} cannot be made: {error.strerror or error}. Remedy: a writable run.dir")
+
+
 class RunLock:
-    """An exclusive lock on `<directory>/.lock`, which names its holder. Not inherited by forks; pickles as not held."""
+    """An exclusive lock on `<directory>/.lock`, which names its holder, and ends with its process, however that ends.
+
+    A POSIX record lock: it works over NFS and, unlike `flock`, is not inherited by forked data workers, which may
+    outlive a killed run. Pickles as not held.
+    """
 
     def __init__(self, directory: Path) -> None:
-        """Store; touches no file."""
         self._directory = directory
         self._handle: int | None = None
 
@@ -32,9 +65,7 @@ class RunLock:
         return {"_directory": self._directory, "_handle": None}
 
     def acquire(self) -> None:
-        """Take the lock, at once or not at all.
-
-        A file system without locks is used without, and that is said.
+        """Take the lock without waiting; a file system without locks is used without, with a warning.
 
         Raises:
             ConfigError: another process holds it, or the directory is not writable.
@@ -53,7 +84,7 @@ class RunLock:
         self._handle = handle
 
     def release(self) -> None:
-        """Give the lock back and remove its file, which locks nothing where it stays; nothing where it is not held."""
+        """Release the lock, if it is held, and remove its file; a file that stays locks nothing."""
         if self._handle is not None:
             with contextlib.suppress(OSError):  # the folder may not be writable any more, which is why the run ends
                 (self._directory / LOCK_NAME).unlink()

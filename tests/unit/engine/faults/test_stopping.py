@@ -1,4 +1,4 @@
-"""What a signal and a limit of time do to a run of one rank."""
+"""What a signal and a limit of time do to a run of one rank; several are in tests/distributed/test_stopping.py."""
 
 import signal
 
@@ -6,8 +6,14 @@ import pytest
 
 from cascade_train.engine.checkpoint.store import CheckpointStore
 from cascade_train.engine.faults import stopping
-from cascade_train.engine.faults.stop_vote import Ballot, Motion
-from cascade_train.engine.faults.stopping import Stopping, TimeLimit, code_of_stop, seconds_since_start
+from cascade_train.engine.faults.stopping import (
+    Request,
+    Stopping,
+    StopVote,
+    TimeLimit,
+    code_of_stop,
+    seconds_since_start,
+)
 from cascade_train.errors import RunError
 from cascade_train.signals import STOP_SIGNALS, Signals
 from tests.unit.engine.test_loop import build_trainer
@@ -30,18 +36,18 @@ def clock(monkeypatch):
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_between_steps_waits_for_the_vote(world, signals, number):
-    asked = Stopping(signals=signals, limit=TimeLimit(max_hours=None), ballot=Ballot(timeout_seconds=5))
+    asked = Stopping(signals=signals, limit=TimeLimit(max_hours=None), votes=StopVote(timeout_seconds=5))
     signals.wait_for_votes()
-    assert asked.vote(save_failed=False, save_seconds=0.0) == Motion(0)
+    assert asked.vote(save_failed=False, save_seconds=0.0) == Request(0)
     signal.raise_signal(number)
-    assert asked.vote(save_failed=False, save_seconds=0.0) == Motion.STOP
+    assert asked.vote(save_failed=False, save_seconds=0.0) == Request.STOP
     assert asked.agreed_reason() == number.name
 
 
 def test_a_failed_save_ends_the_run_on_the_step_on_which_all_know(world, tmp_path, monkeypatch):
     trainer = build_trainer(world, tmp_path, max_steps=50, checkpoint=20)
-    limit, ballot = TimeLimit(max_hours=None), Ballot(timeout_seconds=5)
-    trainer.stopping = Stopping(signals=Signals(), limit=limit, ballot=ballot)
+    limit, votes = TimeLimit(max_hours=None), StopVote(timeout_seconds=5)
+    trainer.stopping = Stopping(signals=Signals(), limit=limit, votes=votes)
     monkeypatch.setattr(CheckpointStore, "failed", property(lambda store: trainer.step == 3))
     monkeypatch.setattr(trainer.store, "wait", fail)
     with pytest.raises(RunError, match="as a full disk"):
@@ -77,14 +83,14 @@ def test_a_save_is_no_part_of_a_step_and_the_longest_counts(clock):
 
 def test_a_save_beside_the_loop_counts_by_its_own_time(world, clock):
     limit = TimeLimit(max_hours=1000 / 3600)
-    asked = Stopping(signals=Signals(), limit=limit, ballot=Ballot(timeout_seconds=5))
-    assert asked.vote(save_failed=False, save_seconds=0.0) == Motion(0)
+    asked = Stopping(signals=Signals(), limit=limit, votes=StopVote(timeout_seconds=5))
+    assert asked.vote(save_failed=False, save_seconds=0.0) == Request(0)
     clock["now"] = 100.0
-    assert asked.vote(save_failed=False, save_seconds=500.0) == Motion(0)
+    assert asked.vote(save_failed=False, save_seconds=500.0) == Request(0)
     clock["now"] = 200.0
-    assert asked.vote(save_failed=False, save_seconds=500.0) == Motion(0)
+    assert asked.vote(save_failed=False, save_seconds=500.0) == Request(0)
     clock["now"] = 300.0
-    assert asked.vote(save_failed=False, save_seconds=0.0) == Motion.STOP
+    assert asked.vote(save_failed=False, save_seconds=0.0) == Request.STOP
 
 
 def test_a_limit_that_was_reached_stays_so(clock):
@@ -117,3 +123,10 @@ def test_torchrun_is_told_success_while_it_would_start_the_run_again(monkeypatch
 def test_without_torchrun_a_stop_has_a_code_of_its_own(monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_MAX_RESTARTS", raising=False)
     assert code_of_stop() == 75
+
+
+def test_what_the_only_rank_wants_is_agreed_at_once(world):
+    votes = StopVote(timeout_seconds=5)
+    assert votes.cast(Request(0)) == Request(0)
+    assert votes.cast(Request.STOP) == Request.STOP
+    assert votes.cast(Request.STOP | Request.SAVE_FAILED) == Request.STOP | Request.SAVE_FAILED

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cascade_train.engine.set_distance import SetDistance
+from cascade_train.engine.validation import SetDistance
 from cascade_train.models.image_quality import frechet_distance
 
 

@@ -1,0 +1,220 @@
+"""Charts of the loss, drawn with Pillow: over the steps of a run (`LossCurve`), and by noise level (`LossPlot`).
+
+Shape legend: G samples of the global batch, N noise levels.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+
+from cascade_train.errors import unwritten
+from cascade_train.files.durable import replacing
+
+log = logging.getLogger(__name__)
+
+CURVE_NAME, PLOT_NAME = "loss.png", "loss_by_logsnr.png"
+MEMORY = 0.95
+"""Share of the running mean that each step keeps."""
+COLOURS = {"loss": "#2040a0", "validate/loss": "#c04010", "validate_ema/loss": "#109050"}
+"""Of the metrics that are drawn."""
+POINTS = 2000
+"""Most points of a line; a longer one is thinned."""
+LOWEST, HIGHEST, LEVELS = -16.0, 16.0, 64
+"""Range of logSNR and its number of levels; what lies outside counts for the level at its end."""
+
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 720, 360, 60, 16, 44, 44
+_NOW, _BEFORE = "#2040a0", "#b0b0b0"
+Point = tuple[float, float]
+
+
+class LossCurve:
+    """Draws the loss of each step, and that of validation, to `loss.png` beside the metrics.
+
+    Args:
+        metrics: the run's `metrics.jsonl`.
+        is_main: whether this rank draws.
+    """
+
+    def __init__(self, metrics: Path, *, is_main: bool) -> None:
+        self._metrics = metrics
+        self._is_main = is_main
+        self.forget()
+
+    def forget(self) -> None:
+        """Read the metrics from their beginning at the next drawing: lines have been cut off."""
+        self._read_bytes = 0
+        self._points: dict[str, list[Point]] = {key: [] for key in COLOURS}
+
+    def draw(self) -> None:
+        """Draw the metrics so far. A full disk or a damaged line is only logged."""
+        if not self._is_main or not self._metrics.is_file():
+            return
+        path = self._metrics.with_name(CURVE_NAME)
+        try:
+            self._read()
+            picture = draw_curve(self._points)
+            if picture is not None:
+                with replacing(path) as partial:
+                    picture.save(partial, format="png")
+        except (OSError, ValueError) as error:
+            log.warning("%s could not be drawn (%s); the numbers are in %s.", path, error, self._metrics)
+
+    def _read(self) -> None:
+        """Read the lines since the last drawing."""
+        with self._metrics.open("rb") as lines:
+            lines.seek(self._read_bytes)
+            for line in lines:
+                row = json.loads(line)
+                for key, points in self._points.items():
+                    if row.get(key) is not None:
+                        points.append((row["step"], row[key]))
+                self._read_bytes += len(line)
+
+
+def draw_curve(points: Mapping[str, Sequence[Point]]) -> Image.Image | None:
+    """Return a chart of (step, value) points by the keys of `COLOURS`; None where there is no loss."""
+    loss = points["loss"]
+    if not loss:
+        return None
+    lines = [
+        Line(label="each step", colour="#b8c4e8", points=_thinned(loss)),
+        Line(label="running mean", colour=COLOURS["loss"], points=_thinned(running_mean(loss))),
+    ]
+    for key, colour in COLOURS.items():
+        if key != "loss" and points[key]:
+            label = f"{key} (unweighted, at fixed noise levels)"
+            lines.append(Line(label=label, colour=colour, points=points[key], dotted=True))
+    positive = all(y > 0 for line in lines for _, y in line.points)
+    return draw_chart("loss over optimizer steps", lines, x_format=".0f", logarithmic=positive)
+
+
+def running_mean(points: Sequence[Point]) -> list[Point]:
+    """Return the exponential running mean, started at the first value."""
+    mean, means = points[0][1], []
+    for step, loss in points:
+        mean = MEMORY * mean + (1 - MEMORY) * loss
+        means.append((step, mean))
+    return means
+
+
+def _thinned(points: Sequence[Point]) -> Sequence[Point]:
+    return [*points[:: -(-len(points) // POINTS)], points[-1]]
+
+
+class LossPlot:
+    """Mean unweighted loss of each noise level since the last drawing, gathered on the device; of fixed size.
+
+    Args:
+        directory: where `step_<n>/` folders go.
+        device: where losses are gathered.
+        is_main: whether this rank draws.
+    """
+
+    def __init__(self, *, directory: Path, device: torch.device, is_main: bool) -> None:
+        self._directory = directory
+        self._is_main = is_main
+        self._sums_2N = torch.zeros(2, LEVELS, device=device)
+        self._levels_N = torch.arange(LEVELS, device=device)
+        self._before: list[Point] = []
+
+    def add(self, logsnr_G: Tensor, loss_raw_G: Tensor) -> None:
+        """Add the samples of an optimizer step, (G,) each. Does not sync with the host."""
+        position_G = (logsnr_G.float() - LOWEST) / (HIGHEST - LOWEST) * LEVELS
+        level_G = position_G.clamp(0, LEVELS - 1).long()
+        is_level_GN = (level_G[:, None] == self._levels_N).float()
+        self._sums_2N += torch.stack([loss_raw_G.float() @ is_level_GN, is_level_GN.sum(dim=0)])
+
+    def forget(self) -> None:
+        """Drop the samples since the last drawing: their steps are undone."""
+        self._sums_2N.zero_()
+
+    def draw(self, step: int) -> list[Path]:
+        """Draw the samples since the last call, and those before it in grey; start over.
+
+        Returns:
+            The file written; none on other ranks than 0, and where there are no samples.
+        """
+        losses, counts = self._sums_2N.tolist()
+        self._sums_2N.zero_()
+        points = [
+            (LOWEST + (level + 0.5) * (HIGHEST - LOWEST) / LEVELS, loss / count)
+            for level, (loss, count) in enumerate(zip(losses, counts, strict=True))
+            if count
+        ]
+        before, self._before = self._before, points
+        if not self._is_main or not points:
+            return []
+        file = self._directory / f"step_{step}" / PLOT_NAME
+        try:
+            self._directory.mkdir(exist_ok=True)  # and no run directory that was removed
+            file.parent.mkdir(exist_ok=True)
+            draw_losses(points, before).save(file)
+        except OSError as error:
+            file.unlink(missing_ok=True)
+            log.warning("%s. The run goes on without this plot.", unwritten(file, error))
+            return []
+        return [file]
+
+
+def draw_losses(points: Sequence[Point], before: Sequence[Point]) -> Image.Image:
+    """Return a chart of (logSNR, loss) points, the earlier ones in grey."""
+    lines = [
+        Line(label="since the last plot", colour=_NOW, points=points, dotted=True),
+        Line(label="before it", colour=_BEFORE, points=before, dotted=True),
+    ]
+    return draw_chart("unweighted loss over logSNR (left: noise, right: data)", lines, x_format=".1f")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One line of a chart.
+
+    Attributes:
+        label: above the chart.
+        colour: as Pillow reads it.
+        points: x and y, in order of x.
+        dotted: whether each point is marked.
+    """
+
+    label: str
+    colour: str
+    points: Sequence[Point]
+    dotted: bool = False
+
+
+def draw_chart(title: str, lines: Sequence[Line], *, x_format: str, logarithmic: bool = False) -> Image.Image:
+    """Return a chart; linear from 0 to the largest y, or logarithmic between the extremes, which must be above 0."""
+    picture = Image.new("RGB", (_WIDTH, _HEIGHT), "white")
+    canvas, font = ImageDraw.Draw(picture), ImageFont.load_default(size=13)
+    xs, ys = ([point[axis] for line in lines for point in line.points] for axis in (0, 1))
+    scale: Callable[[float], float] = math.log10 if logarithmic else float
+    left, right, low, high = min(xs), max(xs), scale(min(ys)) if logarithmic else min(0.0, *ys), scale(max(ys))
+
+    def place(x: float, scaled: float) -> Point:
+        across = (x - left) / (right - left) if right > left else 0.5
+        up = (scaled - low) / (high - low) if high > low else 0.0
+        return _LEFT + across * (_WIDTH - _LEFT - _RIGHT), _HEIGHT - _BOTTOM - up * (_HEIGHT - _TOP - _BOTTOM)
+
+    for part in range(5):
+        scaled, x = low + (high - low) * part / 4, left + (right - left) * part / 4
+        y = place(x, scaled)[1]
+        canvas.line([(_LEFT, y), (_WIDTH - _RIGHT, y)], fill="#dddddd")
+        canvas.text((8, y - 8), f"{10**scaled if logarithmic else scaled:.3g}", fill="black", font=font)
+        canvas.text((place(x, low)[0] - 14, _HEIGHT - _BOTTOM + 8), f"{x:{x_format}}", fill="black", font=font)
+    canvas.text((_LEFT, 4), title, fill="black", font=font)
+    for number, line in enumerate(lines):
+        canvas.text((_LEFT + 160 * number, 22), line.label, fill=line.colour, font=font)
+        places = [place(x, scale(y)) for x, y in line.points]
+        canvas.line(places, fill=line.colour, width=2)
+        for x, y in places if line.dotted else ():
+            canvas.ellipse((x - 2, y - 2, x + 2, y + 2), fill=line.colour)
+    return picture
