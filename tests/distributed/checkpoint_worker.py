@@ -14,7 +14,7 @@ from cascade_train.engine.checkpoint import store as checkpoint
 from cascade_train.engine.checkpoint.folder import Retention
 from cascade_train.engine.checkpoint.store import CheckpointStore
 from cascade_train.engine.run.directory import claim
-from cascade_train.engine.tracking import NullTracker, build_tracker
+from cascade_train.engine.tracking import Tracker, build_tracker
 from cascade_train.errors import ConfigError, RunError
 
 FACTS = {"step": 4, "samples_seen": 32, "finished": False}
@@ -129,7 +129,7 @@ def run_directories(directory: Path) -> dict[str, object]:
         "created": [run.created, again.created],
         "resume_from": again.resume_from.name,
         "other": error_of(lambda: claim(directory / "run", config=other, resume="auto"), ConfigError),
-        "is_null": isinstance(tracker, NullTracker),
+        "is_null": type(tracker) is Tracker,
     }
 
 

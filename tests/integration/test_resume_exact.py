@@ -18,7 +18,7 @@ from safetensors import safe_open
 
 from cascade_train.assembly import run as build
 from cascade_train.engine.checkpoint.manifest import read_manifest
-from cascade_train.engine.tracking import NullTracker
+from cascade_train.engine.tracking import Tracker
 from tests.integration.runs import cut_back, read_metrics, train
 from tests.unit.data import tars
 
@@ -75,7 +75,7 @@ def chequered(key: int) -> list[tuple[str, bytes]]:
 def tracked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trackers that make a new id where they are given none."""
     numbers = itertools.count()
-    monkeypatch.setattr(build, "build_tracker", lambda *_, run_id, **__: NullTracker(run_id or f"id-{next(numbers)}"))
+    monkeypatch.setattr(build, "build_tracker", lambda *_, run_id, **__: Tracker(run_id or f"id-{next(numbers)}"))
 
 
 def left(directory: Path) -> dict[str, object]:

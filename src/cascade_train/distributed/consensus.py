@@ -1,14 +1,11 @@
-"""One rank's result or failure, told to every rank, so that none waits for a rank that already failed.
-
-Nothing about checkpoints, runs or training may live here; only the exchange of outcomes.
-"""
+"""One rank's result or failure, sent to every rank, so that none waits for a rank that already failed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Generic, NoReturn, TypeVar, cast
+from typing import Generic, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -19,7 +16,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Outcome(Generic[T]):
-    """What travels between ranks: a value, or the words of an error (exceptions may not pickle)."""
+    """What ranks exchange: a value, or the text of an error (exceptions may not pickle)."""
 
     rank: int
     value: T | None = None
@@ -28,11 +25,7 @@ class _Outcome(Generic[T]):
 
 
 def own_group(timeout: timedelta) -> dist.ProcessGroup:
-    """Open a gloo group of all ranks, for exchanges that must not meet any other. Collective.
-
-    Args:
-        timeout: how long an exchange in it waits for the other ranks.
-    """
+    """Open a gloo group of all ranks, for exchanges that must not meet any other. Collective."""
     group = dist.new_group(backend="gloo", timeout=timeout)
     assert isinstance(group, dist.ProcessGroup)  # else this rank were none of its members
     return group
@@ -41,10 +34,6 @@ def own_group(timeout: timedelta) -> dist.ProcessGroup:
 def from_rank_zero(work: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
     """Run `work` on rank 0 alone and return its value, which must pickle, on every rank. Collective.
 
-    Args:
-        work: what to do.
-        group: of all ranks, for work beside the loop's; None = the default group.
-
     Raises:
         ConfigError: `work` raised one.
         RunError: `work` raised one, or an OSError; for any other exception, on the ranks that did not raise it.
@@ -52,31 +41,20 @@ def from_rank_zero(work: Callable[[], T], *, group: dist.ProcessGroup | None = N
     outcome, cause = _attempt(work) if dist.get_rank() == 0 else (None, None)
     box = [outcome]
     dist.broadcast_object_list(box, src=0, group=group)
-    told = cast("_Outcome[T]", box[0])
-    if told.error is not None:
-        _fail(told, cause)
-    return cast(T, told.value)
+    return _value(cast("_Outcome[T]", box[0]), cause)
 
 
 def from_every_rank(work: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> list[T]:
     """Run `work` on every rank and return all values, which must pickle, in rank order. Collective.
 
-    Args:
-        work: what to do.
-        group: of all ranks, for work beside the loop's; None = the default group.
-
     Raises:
-        ConfigError: `work` raised one on some rank; the lowest such rank speaks for all.
+        ConfigError: `work` raised one on some rank; that of the lowest such rank is raised on all.
         RunError: the same, or an OSError; for any other exception, on the ranks that did not raise it.
     """
     outcome, cause = _attempt(work)
     outcomes: list[_Outcome[T] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(outcomes, outcome, group=group)
-    told = cast("list[_Outcome[T]]", outcomes)
-    for each in told:
-        if each.error is not None:
-            _fail(each, cause)
-    return [cast(T, each.value) for each in told]
+    return [_value(each, cause) for each in cast("list[_Outcome[T]]", outcomes)]
 
 
 def _attempt(work: Callable[[], T]) -> tuple[_Outcome[T], Exception | None]:
@@ -89,10 +67,12 @@ def _attempt(work: Callable[[], T]) -> tuple[_Outcome[T], Exception | None]:
         return _Outcome(rank, error=f"rank {rank}: {type(error).__name__}: {error}"), error
 
 
-def _fail(told: _Outcome[T], cause: Exception | None) -> NoReturn:
-    is_defect = cause is not None and not isinstance(cause, ConfigError | RunError | OSError)
-    if is_defect and cause is not None:
-        raise cause
-    if told.user_can_fix:
-        raise ConfigError(told.error) from cause
-    raise RunError(told.error or "", shared=True) from cause
+def _value(outcome: _Outcome[T], cause: Exception | None) -> T:
+    """Return an outcome's value, or raise its error; `cause` is this rank's own."""
+    if outcome.error is None:
+        return cast(T, outcome.value)
+    if cause is not None and not isinstance(cause, ConfigError | RunError | OSError):
+        raise cause  # a defect
+    if outcome.user_can_fix:
+        raise ConfigError(outcome.error) from cause
+    raise RunError(outcome.error, shared=True) from cause

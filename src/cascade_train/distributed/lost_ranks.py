@@ -1,6 +1,6 @@
-"""Which rank hung or died, and in which step: told by those that are left, from notes that all ranks keep.
+"""Which rank hung or died, and in which step: reported by the others, from a heartbeat that all ranks write.
 
-How long ranks wait for each other is decided here too; what is done in a step is not.
+How long a step waits for the other ranks is set here too.
 """
 
 from __future__ import annotations
@@ -22,33 +22,31 @@ from cascade_train.distributed.process_group import SET_UP_SECONDS, set_timeout
 from cascade_train.errors import LOST_PEER, ConfigError, Interrupted, RankLostError, RunError
 
 ANSWER_SECONDS = 3.0
-"""How long ranks have to answer a roll call: about the time in which all notice that one is lost."""
+"""How long ranks have to answer once one is lost: about the time in which all notice it."""
 
 MOST_NAMED = 8
 STDERR = 2
-WORD = "word"
+FIRST_ERROR = "first_error"
 WITH_RANK_ZERO = (
     "Rank 0 has ended, and with it what ranks note for each other; rank {rank} is in step {step}. What rank 0 said "
     "tells why; where it said nothing it was killed, as the system does when memory runs out. The same command "
     "continues from the newest checkpoint."
 )
-"""What is left to say where rank 0 keeps the store; under torchrun it outlives the ranks."""
+"""For a store that rank 0 keeps; under torchrun it outlives the ranks."""
 
 
 class Heartbeat:
-    """Notes of the steps that ranks are in, where all can read them, and how long a step waits for a rank.
+    """The step that each rank is in, in a store that all can read, and how long a step waits for a rank.
 
     With one rank it does nothing.
+
+    Args:
+        rank: this process.
+        ranks: number of processes.
+        timeout_seconds: how long a step waits for a rank, from the second one on; the first may compile.
     """
 
     def __init__(self, *, rank: int, ranks: int, timeout_seconds: float) -> None:
-        """Store.
-
-        Args:
-            rank: this process.
-            ranks: number of processes.
-            timeout_seconds: how long a step waits for a rank, from the second one on; the first compiles and the like.
-        """
         self._rank, self._ranks = rank, ranks
         self._timeout_seconds = timeout_seconds
         self._store = _get_default_store()
@@ -58,22 +56,21 @@ class Heartbeat:
     def step(self, step: int, groups: Sequence[dist.ProcessGroup]) -> Iterator[None]:
         """Note that a step begins, and wait for other ranks in it no longer than for the timeout.
 
-        A rank that hangs in it says where, by the stacks of its threads.
+        A rank that hangs in it prints the stacks of its threads.
 
         Args:
             step: its number.
-            groups: over which it exchanges, beside the default group.
+            groups: of its exchanges, beside the default group.
         """
         if self._ranks == 1:
             yield
             return
         is_first, self._noted = self._noted == 0, step
         self._store.set(f"step_of_{self._rank}", f"{step} {time.time():.1f} {socket.gethostname()}")
+        set_timeout(groups, SET_UP_SECONDS if is_first else self._timeout_seconds)
         if is_first:
-            set_timeout(groups, SET_UP_SECONDS)
             yield
             return
-        set_timeout(groups, self._timeout_seconds)
         faulthandler.dump_traceback_later(self._timeout_seconds, file=STDERR)
         try:
             yield
@@ -83,41 +80,40 @@ class Heartbeat:
 
     @contextmanager
     def naming_lost_ranks(self) -> Iterator[None]:
-        """Name the rank that ended the run, or those that are lost, when the block ends because of them.
+        """When the block fails because of another rank, name it.
 
         Raises:
-            RankLostError: what the rank said that ended the run, or which ranks are lost, on which machines, in which
-                steps; one of those that are left says it.
+            RankLostError: the error of the rank that ended the run, or which ranks are lost, on which machines, in
+                which steps; one of the remaining ranks reports it.
         """
         try:
             yield
         except RuntimeError as error:
             if isinstance(error, RunError) or not LOST_PEER.search(str(error)):
                 raise
-            lost = self._lost()
-            if lost is None:
+            if (lost := self._lost()) is None:
                 raise
             raise lost from error
 
     @contextmanager
     def reporting_errors(self) -> Iterator[None]:
-        """Note for the other ranks why this one ends by itself."""
+        """Note the error that ends this rank for the others."""
         try:
             yield
         except (Exception, KeyboardInterrupt) as error:
             if self._ranks > 1 and not isinstance(error, RankLostError):
                 text = str(error) if isinstance(error, ConfigError | RunError | Interrupted) else repr(error)
                 code = error.code if isinstance(error, Interrupted) else 2 if isinstance(error, ConfigError) else 1
-                word = [self._rank, socket.gethostname(), self._noted, text, code]
+                note = [self._rank, socket.gethostname(), self._noted, text, code]
                 with suppress(RuntimeError):  # the store is gone with rank 0, which has ended before
-                    self._store.compare_set(WORD, "", json.dumps(word))  # the first one counts
+                    self._store.compare_set(FIRST_ERROR, "", json.dumps(note))
             raise
 
     def _lost(self) -> RankLostError | None:
-        """Return who is lost, and what was said; None where all ranks are there. One rank is to say it."""
+        """Return which ranks are lost, and the first error; None where all ranks answer. One rank is to report it."""
         try:
-            if self._store.check([WORD]):
-                rank, host, step, text, code = json.loads(self._store.get(WORD))
+            if self._store.check([FIRST_ERROR]):
+                rank, host, step, text, code = json.loads(self._store.get(FIRST_ERROR))
                 place = f"in step {step}" if step else "before the first step"
                 is_speaker = self._rank == (1 if rank == 0 else 0)
                 return RankLostError(

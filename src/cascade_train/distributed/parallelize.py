@@ -1,4 +1,4 @@
-"""The one seam through which a module is recomputed, compiled and sharded (FSDP2 on a (replicate, shard) mesh).
+"""The one place where a module is compiled and sharded (FSDP2 on a (replicate, shard) mesh).
 
 single (1, 1), ddp (N, 1), fsdp (1, N) and hsdp (R, S) are points of the same mesh.
 """
@@ -35,11 +35,9 @@ def parallelize(
 
     On one rank a root that computes in the dtype of its weights stays a plain module, with the same numbers to the bit.
 
-    Parameters on the meta device stay there, as shards without memory; `materialise` gives them theirs.
-
-    Parameters keep their own dtype as sharded masters; compute runs in `compute_dtype`. The root's policy
-    does not cast its inputs, so that timestep ratios stay fp32; the units' policy does. Gradients are
-    reduced in fp32.
+    Parameters keep their own dtype as sharded masters, on the meta device as shards without memory (`materialise`).
+    Compute runs in `compute_dtype`. The root's policy does not cast its inputs, so that timestep ratios stay fp32; the
+    units' policy does. Gradients are reduced in fp32.
     """
     if compile_units:
         for module in (module for unit in units for module in unit):
@@ -67,11 +65,7 @@ def computes_as_stored(root: nn.Module, compute_dtype: torch.dtype) -> bool:
 
 
 def materialise(root: nn.Module, device: torch.device) -> dict[str, tuple[torch.Tensor, int]]:
-    """Give the parameters of `root` that are on the meta device memory without values, this rank's rows alone.
-
-    Args:
-        root: sharded or whole.
-        device: where the memory is.
+    """Allocate this rank's rows of the parameters of `root` that are on the meta device; the values are undefined.
 
     Returns:
         By parameter name, the memory (a share, all rows of a whole parameter), and the number of its first row.
@@ -87,11 +81,7 @@ def materialise(root: nn.Module, device: torch.device) -> dict[str, tuple[torch.
 
 
 def refuse_meta(roots: Mapping[str, nn.Module]) -> None:
-    """Check that everything in these modules has memory.
-
-    Raises:
-        AssertionError: names what has none.
-    """
+    """Raise AssertionError where a tensor in these modules is on the meta device, naming it."""
     for title, root in roots.items():
         named = [*root.named_parameters(), *root.named_buffers()]
         if left := [f"{title}.{name}" for name, tensor in named if tensor.is_meta]:
@@ -130,9 +120,9 @@ def fits_one_device(roots: Sequence[nn.Module], device: torch.device) -> bool:
 
 
 def set_gradient_sync(roots: Iterable[nn.Module], last: bool) -> None:
-    """Choose what the next backward sends of its gradients.
+    """Choose which gradients the next backward communicates.
 
-    Those of weights that are whole on each rank are reduced with the step's last micro-batch alone. Those of split
+    Those of weights that are whole on each rank are reduced with the step's `last` micro-batch alone. Those of sharded
     weights are scattered with each, so that no rank keeps a whole gradient, and added over the replicas with the last.
     Those of offloaded weights are finished with each, so that they leave the device.
     """

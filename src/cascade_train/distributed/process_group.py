@@ -1,7 +1,4 @@
-"""The process group and the (replicate, shard) mesh. There is always one, of size 1x1 when alone.
-
-Nothing here knows a model, a task or a step.
-"""
+"""The process group and the (replicate, shard) mesh. There is always one, of size 1x1 when alone."""
 
 from __future__ import annotations
 
@@ -29,18 +26,17 @@ T = TypeVar("T")
 
 ParallelMode = Literal["auto", "single", "ddp", "fsdp", "hsdp"]
 
-
 _GROUPS = itertools.count()
-"""Numbers the groups that this process joins one after the other, alike on all ranks."""
+"""Numbers the groups that this process joins, alike on all ranks."""
 
 MEETING_SECONDS = 300.0
 """How long ranks wait for each other to start; they were started together."""
 
 SET_UP_SECONDS = 7200.0
-"""How long ranks wait for each other outside of steps, where one alone may load, hash or write very much."""
+"""How long ranks wait for each other outside of steps, where one may load, hash or write much."""
 
 DEVICE_GRACE_SECONDS = 60.0
-"""How much longer the device's own exchange waits than that of the hosts, whose failure can be told in words."""
+"""How much longer the device's exchange waits than that of the hosts, whose failure has a message."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +46,7 @@ class World:
     Attributes:
         rank: number of this process, 0 to ranks - 1.
         ranks: number of processes.
-        machine_ranks: number of processes on this machine; 1 where the launcher does not say.
+        machine_ranks: number of processes on this machine; 1 where the launcher does not set it.
         device: where this process computes.
     """
 
@@ -67,10 +63,10 @@ class World:
 
 @contextmanager
 def process_group() -> Iterator[World]:
-    """Join the process group that torchrun describes, or make one of a single rank; leave it in order.
+    """Join the process group that torchrun describes, or make one of a single rank. Collective.
 
-    Collective. On CUDA, tensors on the host go through gloo and tensors on the device through nccl.
-    After an error the group is left without the final barrier: the peers may never reach it.
+    On CUDA, tensors on the host go through gloo and tensors on the device through nccl.
+    After an error the group is left without the final barrier, which the other ranks may never reach.
 
     Raises:
         ConfigError: two ranks have the same GPU.
@@ -102,7 +98,7 @@ def _join() -> World:
 
 
 def _outside_of_main_thread(work: Callable[[], T]) -> T:
-    """Return what `work` returns; waiting for it, this thread hears signals, which it does not in C++."""
+    """Return what `work` returns; meanwhile this thread handles signals, which it does not in C++."""
     outcome: Future[T] = Future()
 
     def run() -> None:
@@ -118,8 +114,8 @@ def _outside_of_main_thread(work: Callable[[], T]) -> T:
 def _meet(backend: str) -> torch.device:
     """Make the process group of all ranks and return this rank's device. Collective.
 
-    torchrun keeps its store over a restart, and over the runs of a sweep in one process, with the addresses of groups
-    that have ended: each attempt, and each group of a process, looks below a name of its own.
+    torchrun keeps its store over a restart, and over the runs of a sweep in one process, with the addresses of ended
+    groups: each attempt, and each group of a process, has a prefix of its own.
 
     Raises:
         ConfigError: two ranks have the same GPU.
@@ -137,12 +133,12 @@ def _meet(backend: str) -> torch.device:
     except (RuntimeError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise RunError(_apart(error), shared=os.environ.get("LOCAL_RANK", "0") != "0") from error
+        is_reported = os.environ.get("LOCAL_RANK", "0") == "0"  # once on each machine
+        raise RunError(_not_met(error), shared=not is_reported) from error
     return device
 
 
-def _apart(error: Exception) -> str:
-    """Return why ranks did not meet, for one rank of each machine to say."""
+def _not_met(error: Exception) -> str:
     address, port = (os.environ.get(key, "not set") for key in ("MASTER_ADDR", "MASTER_PORT"))
     reason = (str(error).splitlines() or [""])[0].rstrip(". ")
     return (
@@ -156,12 +152,7 @@ def _apart(error: Exception) -> str:
 def own_device(store: dist.Store, rank: int, ranks: int) -> torch.device:
     """Return the GPU of this rank, or the CPU where it sees none. Collective.
 
-    It is the one with the rank's number on its machine, or the only one that a launcher lets the rank see.
-
-    Args:
-        store: where ranks note what they have.
-        rank: of this process.
-        ranks: number of processes.
+    It is the one with the rank's number on its machine, or the only visible one. Ranks compare theirs in the store.
 
     Raises:
         ConfigError: two ranks have the same GPU, or some have none; the same on every rank.
@@ -189,7 +180,7 @@ def own_device(store: dist.Store, rank: int, ranks: int) -> torch.device:
 
 
 def set_timeout(groups: Sequence[dist.ProcessGroup], seconds: float) -> None:
-    """Set how long exchanges that begin from now on wait, in the default group and others."""
+    """Set how long later exchanges wait, in the default group and others."""
     default = dist.group.WORLD
     assert default is not None
     for group in {default, *groups}:

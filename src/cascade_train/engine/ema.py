@@ -17,6 +17,13 @@ class Ema:
 
     ema <- decay * ema + (1 - decay) * weights, every `every_steps` optimizer steps; before `start_step` the
     average is a plain copy (Stable Cascade, train/base.py, which counts micro-batches instead).
+
+    Args:
+        parameters: the trainable parameters, by name, already sharded; their shards are copied.
+        decay: in [0, 1).
+        start_step: first optimizer step at which the average is more than a copy.
+        every_steps: optimizer steps between updates.
+        device: where the average lives; None = beside the weights.
     """
 
     def __init__(
@@ -28,15 +35,6 @@ class Ema:
         every_steps: int,
         device: torch.device | None,
     ) -> None:
-        """Copy the parameters' local shards.
-
-        Args:
-            parameters: the trainable parameters, by name, already sharded.
-            decay: in [0, 1).
-            start_step: first optimizer step at which the average is more than a copy.
-            every_steps: optimizer steps between updates.
-            device: where the average lives; None = beside the weights.
-        """
         self.decay = decay
         self.start_step = start_step
         self.every_steps = every_steps
@@ -47,10 +45,7 @@ class Ema:
         }
 
     def start_from(self, values: Iterable[tuple[str, Tensor]]) -> None:
-        """Begin at given values instead of the parameters' own.
-
-        Args:
-            values: name and whole, unsharded value of tensors; those that are not averaged are passed over.
+        """Start from given names and whole, unsharded values instead; those that are not averaged are ignored.
 
         Raises:
             AssertionError: a parameter is not among them.
@@ -65,7 +60,7 @@ class Ema:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Take the weights after optimizer step `step` into the average."""
+        """Update the average with the weights after optimizer step `step`."""
         if step % self.every_steps:
             return
         averages = list(self._average.values())
@@ -78,7 +73,7 @@ class Ema:
 
     @contextmanager
     def swapped(self, roots: Sequence[nn.Module]) -> Iterator[None]:
-        """Run the block with the average in the weights' place; both are back, bit for bit, afterwards."""
+        """Swap weights and average for the block; both are restored bit for bit."""
         self._swap(roots)
         try:
             yield
@@ -105,7 +100,7 @@ class Ema:
 
 
 def _own_shard(parameter: nn.Parameter, value: Tensor) -> Tensor:
-    """Return this rank's part of a whole tensor that every rank has; nothing is sent."""
+    """Return this rank's part of a whole tensor that every rank has, without communication."""
     if not isinstance(parameter, DTensor):
         return value
     whole = value.to(parameter.device)

@@ -1,7 +1,7 @@
-"""The one loop. It knows neither stage nor objective nor data; what differs between runs is handed to it.
+"""The one loop. It knows neither stage nor objective nor data.
 
-A step is an optimizer step. Whatever is about a step or a sample is a function of its number and identity,
-so that a resumed run repeats an uninterrupted one.
+A step is an optimizer step. Everything about a step or a sample is a function of its number and identity, so that a
+resumed run repeats an uninterrupted one.
 
 Shape legend: B samples of a micro-batch, G samples of the global batch.
 """
@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 
 class Feed(Protocol):
-    """Where micro-batches come from; its position counts the steps handed out, never those prefetched."""
+    """The source of micro-batches; its position counts the steps yielded, never those prefetched."""
 
     def __iter__(self) -> Iterator[list[Batch]]:
         """Yield, per optimizer step, this rank's micro-batches, all of one shape."""
@@ -55,7 +55,7 @@ class Feed(Protocol):
         """Continue at a position."""
 
     def exclude(self, keys: Collection[str]) -> None:
-        """Let others stand in for samples from the next step on."""
+        """Replace samples by others from the next step on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,69 +68,46 @@ class Cadence:
     checkpoint: int | None
 
 
+@dataclass(kw_only=True, eq=False)
 class Trainer:
-    """Runs a task's phases over a feed, and saves, measures and shows what comes of it.
+    """Runs a task's phases over a feed, and saves, measures and shows the results. `restore` and `run` do the work.
 
     Attributes:
         step: optimizer steps taken.
         stopped: why and where `run` ended before the last step, in a sentence; None = it did not.
     """
 
-    def __init__(
-        self,
-        *,
-        world: World,
-        task: Task,
-        phases: Sequence[BoundPhase],
-        feed: Feed,
-        seed: int,
-        max_steps: int,
-        global_batch_size: int,
-        cadence: Cadence,
-        metrics: MetricsLog,
-        store: CheckpointStore,
-        tracker: Tracker,
-        progress: Progress,
-        profiler: Profiler,
-        validation: Validation | None,
-        sampling: SampleGrid | None,
-        loss_plot: LossPlot | None = None,
-        loss_curve: LossCurve | None = None,
-        unreadable: UnreadableList | None = None,
-        stopping: Stopping | None = None,
-        heartbeat: Heartbeat | None = None,
-        spikes: SpikeWatch | None = None,
-    ) -> None:
-        """Take the built parts of a run; `restore` and `run` do the work."""
-        self.world = world
-        self.task = task
-        self.phases = phases
-        self.feed = feed
-        self.seed = seed
-        self.max_steps = max_steps
-        self.global_batch_size = global_batch_size
-        self.cadence = cadence
-        self.metrics = metrics
-        self.store = store
-        self.tracker = tracker
-        self.progress = progress
-        self.profiler = profiler
-        self.validation = validation
-        self.sampling = sampling
-        self.loss_plot = loss_plot
-        self.loss_curve = loss_curve
-        self.unreadable = unreadable
-        self.stopping = stopping
-        self.heartbeat = heartbeat
-        self.stopped: str | None = None
-        self.spikes = spikes
-        self.step = 0
-        self.samples_seen = 0
-        self._withheld = torch.zeros((), device=world.device)
+    world: World
+    task: Task
+    phases: Sequence[BoundPhase]
+    feed: Feed
+    seed: int
+    max_steps: int
+    global_batch_size: int
+    cadence: Cadence
+    metrics: MetricsLog
+    store: CheckpointStore
+    tracker: Tracker
+    progress: Progress
+    profiler: Profiler
+    validation: Validation | None
+    sampling: SampleGrid | None
+    loss_plot: LossPlot | None = None
+    loss_curve: LossCurve | None = None
+    unreadable: UnreadableList | None = None
+    stopping: Stopping | None = None
+    heartbeat: Heartbeat | None = None
+    spikes: SpikeWatch | None = None
+    stopped: str | None = field(default=None, init=False)
+    step: int = field(default=0, init=False)
+    samples_seen: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self._withheld = torch.zeros((), device=self.world.device)
         self._traces: list[Trace] = []
 
     def run(self) -> None:
-        """Train to `max_steps`, or to an agreed stop, with one visible line for each thing beside steps. Collective."""
+        """Train to `max_steps`, or to an agreed stop. Collective."""
         feed = iter(self.feed)
         if self.sampling is not None and self.step == 0:
             self.show(self.sampling)
@@ -149,7 +126,7 @@ class Trainer:
             if self._due(self.cadence.checkpoint) or self.step == self.max_steps:
                 self.save()
             self.profiler.step(self.step)
-            if self._stop_is_carried():
+            if self._stop_is_agreed():
                 return self.stop()
         self.store.wait()
 
@@ -204,7 +181,7 @@ class Trainer:
         """Withhold this and all later updates once a loss or norm is not finite.
 
         The flag stays on the device; the host reads it at the next flush, or at once where the optimizer
-        cannot be told by a flag, or where reading costs nothing.
+        takes no flag, or where reading costs nothing.
         """
         self._withheld = torch.maximum(self._withheld, (~trace.is_finite()).to(self._withheld.dtype))
         self._traces.append(trace)
@@ -229,10 +206,12 @@ class Trainer:
         for row in self.metrics.flush():
             self.tracker.log(row, row["step"])
             self.progress.update(row)
-        self._list_unreadable()
-        self._tell()
+        self._report()
 
-    def _tell(self, *, last: bool = False) -> None:
+    def _report(self, *, last: bool = False) -> None:
+        """List unreadable samples, and log the task's notices."""
+        if self.unreadable is not None:
+            self.unreadable.write(self.step)
         for notice in self.task.notices(last=last) if self.world.is_main else ():
             log.warning("%s%s", "In all, " if last else "", notice)
 
@@ -260,7 +239,7 @@ class Trainer:
             self.stopping.limit.end_save(time.monotonic() - begun)
 
     def stop(self) -> None:
-        """Save this step where that is not done yet, and say why the run ends here. Collective."""
+        """Save this step unless that is done, and report why the run ends here. Collective."""
         assert self.stopping is not None
         if not self._due(self.cadence.checkpoint):
             self.save()
@@ -271,20 +250,15 @@ class Trainer:
         log.info("%s The same command continues.", self.stopped)
 
     def close(self) -> None:
-        """Finish the save in flight, the list of unreadable samples, progress line, profiler and tracker."""
+        """Finish the unfinished save, the list of unreadable samples, progress line, profiler and tracker."""
         self.store.close()
-        self._list_unreadable()
-        self._tell(last=True)
+        self._report(last=True)
         self.progress.close()
         self.profiler.close()
         self.tracker.finish()
 
-    def _list_unreadable(self) -> None:
-        if self.unreadable is not None:
-            self.unreadable.write(self.step)
-
     def restore(self, path: Path) -> None:
-        """Continue from a checkpoint, also in the middle of a run, whose steps since then are forgotten. Collective."""
+        """Continue from a checkpoint; in the middle of a run, its steps since then are forgotten. Collective."""
         self._forget()
         facts = restore_training_state(self.store, path, self.phases, self.task)
         self.feed.load_state_dict(facts["data"])
@@ -294,7 +268,7 @@ class Trainer:
         log.info("Continuing at step %d from %s.", self.step, path)
 
     def _forget(self) -> None:
-        """Drop what the steps since the last flush left: measurements, gradients, and the flag that withholds."""
+        """Drop measurements, gradients and the withholding flag of the steps since the last flush."""
         self._withheld = torch.zeros_like(self._withheld)
         self._traces.clear()
         self.metrics.forget()
@@ -317,20 +291,20 @@ class Trainer:
         }
 
     def _watched(self) -> AbstractContextManager[None]:
-        """Return what waits for the other ranks in the step that begins, for a limited time."""
+        """Limit how long the next step waits for the other ranks."""
         if self.heartbeat is None:
             return nullcontext()
         groups = groups_of(p for phase in self.phases for p in phase.parameters.values())
         return self.heartbeat.step(self.step + 1, groups)
 
-    def _stop_is_carried(self) -> bool:
-        """Vote on what any rank wants of all. Collective."""
+    def _stop_is_agreed(self) -> bool:
+        """Vote on what any rank asks of all. Collective."""
         if self.stopping is None:
             return False
-        carried = self.stopping.vote(save_failed=self.store.failed, save_seconds=self.store.save_seconds)
-        if Request.SAVE_FAILED in carried:
+        agreed = self.stopping.vote(save_failed=self.store.failed, save_seconds=self.store.save_seconds)
+        if Request.SAVE_FAILED in agreed:
             self.store.wait()
-        return Request.STOP in carried and self.step < self.max_steps
+        return Request.STOP in agreed and self.step < self.max_steps
 
     def _due(self, every_steps: int | None) -> bool:
         return every_steps is not None and (self.step % every_steps == 0 or self.step == self.max_steps)

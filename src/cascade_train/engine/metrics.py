@@ -10,9 +10,8 @@ import json
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +24,7 @@ from cascade_train.files.durable import append_durably, write_durably
 log = logging.getLogger(__name__)
 
 Row = dict[str, Any]
-"""One line of the file: an int `step` and `samples_seen`, then numbers; None (null in the file) stands for
-a number that is not finite, or not known yet."""
-
-
-@dataclass(frozen=True)
-class _Record:
-    step: int
-    samples_seen: int
-    values: dict[str, Tensor | float]
+"""One line of the file: an int `step` and `samples_seen`, then numbers; None = not finite, or not known yet."""
 
 
 class MetricsLog:
@@ -51,7 +42,7 @@ class MetricsLog:
     def __init__(self, path: Path, *, is_main: bool) -> None:
         self._path = path
         self._is_main = is_main
-        self._pending: list[_Record] = []
+        self._pending: list[tuple[int, int, dict[str, Tensor | float]]] = []
         self._seconds: float | None = None
         self._samples: int | None = None
         self._waited: float | None = None
@@ -100,7 +91,7 @@ class MetricsLog:
         if self._is_main:
             # Copies: the next step may write into the same memory.
             kept = {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in values.items()}
-            self._pending.append(_Record(step, samples_seen, kept))
+            self._pending.append((step, samples_seen, kept))
 
     def forget(self) -> None:
         """Drop the records since the last flush: their steps are undone."""
@@ -117,10 +108,13 @@ class MetricsLog:
         """
         if not self._pending:
             return []
-        values = _to_host([record.values for record in self._pending])
-        speeds = self._speeds(self._pending[-1].samples_seen)
-        rows = [_row(record, {**numbers, **speeds}) for record, numbers in zip(self._pending, values, strict=True)]
-        self._pending.clear()
+        pending, self._pending = self._pending, []
+        on_host = _to_host([values for _, _, values in pending])
+        speeds = self._speeds(pending[-1][1])
+        rows: list[Row] = []
+        for (step, seen, _), numbers in zip(pending, on_host, strict=True):
+            finite = {name: x if math.isfinite(x) else None for name, x in {**numbers, **speeds}.items()}
+            rows.append({"step": step, "samples_seen": seen, **finite})
         try:
             append_durably(self._path, "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
         except FileNotFoundError as error:
@@ -145,12 +139,7 @@ class MetricsLog:
         return speeds
 
 
-def _row(record: _Record, values: Mapping[str, float]) -> Row:
-    finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-    return {"step": record.step, "samples_seen": record.samples_seen, **finite}
-
-
-def _to_host(records: list[dict[str, Tensor | float]]) -> list[dict[str, float]]:
+def _to_host(records: Sequence[Mapping[str, Tensor | float]]) -> list[dict[str, float]]:
     """Turn tensors into numbers with one transfer per device and dtype, keeping each record's order of names."""
     groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, str, Tensor]]] = {}
     for row, record in enumerate(records):

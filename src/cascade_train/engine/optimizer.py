@@ -19,8 +19,7 @@ from cascade_train.distributed.parallelize import like, local
 from cascade_train.errors import ConfigError
 
 NO_DECAY_SUFFIXES = (".gamma", ".beta", ".lora_magnitude_vector.weight")
-"""Parameters with two or more dimensions that are still scales or shifts (the response norm's)."""
-
+"""Parameters with two or more dimensions that are scales or shifts (the response norm's)."""
 
 REFUSED = {
     torch.optim.LBFGS: "it computes the loss several times in a step, and each step here sees its batch once",
@@ -30,7 +29,18 @@ REFUSED = {
 
 
 class OptimizerSpec:
-    """A learning rate, a weight decay and a torch algorithm, not yet bound to parameters."""
+    """A learning rate, a weight decay and a torch algorithm, not yet bound to parameters.
+
+    Args:
+        lr: learning rate.
+        scale_lr: multiply `lr` by the global batch size.
+        weight_decay: of the weights that `decay` names.
+        algorithm: called with parameter groups, e.g. a partial of `torch.optim.AdamW`.
+        decay: "matrices" and kernels alone, not norms, biases, response norms and tokens; "all" as in the original.
+
+    Raises:
+        ValueError: a value out of its range, an algorithm that cannot train here, or one without weight decay.
+    """
 
     def __init__(
         self,
@@ -41,18 +51,6 @@ class OptimizerSpec:
         algorithm: Callable[..., Optimizer],
         decay: Literal["matrices", "all"] = "matrices",
     ) -> None:
-        """Check and store.
-
-        Args:
-            lr: learning rate.
-            scale_lr: multiply `lr` by the global batch size.
-            weight_decay: of what `decay` names.
-            algorithm: called with parameter groups, e.g. a partial of `torch.optim.AdamW`.
-            decay: "matrices" and kernels alone, not norms, biases, response norms and tokens; "all" as in the original.
-
-        Raises:
-            ValueError: a value out of its range, an algorithm that cannot train here, or one without weight decay.
-        """
         made = getattr(algorithm, "func", algorithm)
         if made in REFUSED:
             raise ValueError(
@@ -84,14 +82,11 @@ class OptimizerSpec:
         """Return the algorithm over two groups, with and without weight decay; empty groups are left out. Collective.
 
         Raises:
-            ConfigError: the algorithm refuses these parameters, or cannot work on weights that ranks have parts of.
+            ConfigError: the algorithm refuses these parameters, or needs whole weights where they are sharded.
         """
         decayed = [p for name, p in parameters.items() if self.decay_all or decays(name, p)]
         kept = [p for name, p in parameters.items() if not (self.decay_all or decays(name, p))]
-        groups: list[dict[str, Any]] = [
-            {"params": decayed, "weight_decay": self.weight_decay},
-            {"params": kept, "weight_decay": 0.0},
-        ]
+        groups = [{"params": decayed, "weight_decay": self.weight_decay}, {"params": kept, "weight_decay": 0.0}]
         name = getattr(getattr(self.algorithm, "func", self.algorithm), "__name__", self.algorithm)
         try:
             optimizer = self.algorithm([g for g in groups if g["params"]], lr=self.base_lr(global_batch_size))
@@ -113,7 +108,7 @@ class OptimizerSpec:
         return stepping_locally(optimizer)
 
     def _works_on(self, mesh: DeviceMesh) -> bool:
-        """Return whether a step works with a matrix of two rows a rank, so that it is known before the first batch."""
+        """Return whether a step works with a sharded matrix, tried before the first batch."""
         placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
         values = torch.ones(2 * mesh.size(-1), 2, device=mesh.device_type)
         weight = nn.Parameter(distribute_tensor(values, mesh, placements))
@@ -131,7 +126,7 @@ def _takes_weight_decay(algorithm: Callable[..., Optimizer]) -> bool:
 
 
 def stepping_locally(optimizer: Optimizer) -> Optimizer:
-    """Let an optimizer that does not know DTensor update the tensors behind its weights, which are whole. In place."""
+    """Let an optimizer that does not support DTensor update the whole tensors behind its weights. In place."""
     step = optimizer.step
 
     def local_step(closure: None = None) -> None:
@@ -144,7 +139,7 @@ def stepping_locally(optimizer: Optimizer) -> Optimizer:
 
 @contextmanager
 def _local_tensors(optimizer: Optimizer) -> Iterator[None]:
-    """Put this rank's own tensors in the place of an optimizer's weights, gradients and state for the block."""
+    """Replace an optimizer's weights, gradients and state by this rank's own tensors for the block."""
     weights = [p for group in optimizer.param_groups for p in group["params"]]
     twins = [nn.Parameter(local(p.detach())) for p in weights]
     for weight, twin in zip(weights, twins, strict=True):
@@ -162,7 +157,7 @@ def _rekey(
     new: Sequence[nn.Parameter],
     convert: Callable[[nn.Parameter, Tensor], Tensor],
 ) -> None:
-    """Let an optimizer hold other parameters in the place of its own, its state converted."""
+    """Replace an optimizer's parameters, and convert its state."""
     place = dict(zip(old, new, strict=True))
     for group in optimizer.param_groups:
         group["params"] = [place[p] for p in group["params"]]
@@ -178,20 +173,13 @@ def decays(name: str, parameter: nn.Parameter) -> bool:
 
 
 def settings(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return, per parameter group, what the constructor was given: the configuration's part, not the progress."""
+    """Return, per parameter group, the constructor's arguments: the configuration, not the progress."""
     names = inspect.signature(type(optimizer).__init__).parameters.keys() - {"params"}
     return [{name: group[name] for name in names & group.keys()} for group in optimizer.param_groups]
 
 
 def fill_state(module: nn.Module, optimizer: Optimizer) -> None:
-    """Give an optimizer that has taken no step a state of the right form for checkpoints. Collective.
-
-    Its values are those of an empty step: who takes the first real one clears them.
-
-    Args:
-        module: holds the optimizer's parameters.
-        optimizer: without state.
-    """
+    """Give an optimizer without state that of an empty step, to be cleared before the first real one. Collective."""
     get_optimizer_state_dict(module, optimizer, options=StateDictOptions(ignore_frozen_params=True))
 
 

@@ -1,7 +1,4 @@
-"""A switch that profiles a window of optimizer steps and writes a Chrome trace per rank.
-
-Nothing else about speed lives here; the metrics hold images per second.
-"""
+"""A profiler of a window of optimizer steps, which writes a Chrome trace per rank."""
 
 from __future__ import annotations
 
@@ -18,19 +15,12 @@ class Profiler:
     """Profiles the steps [start_step, start_step + steps); off when `steps` is None.
 
     The trace goes to `<directory>/profile/steps_<first>_to_<last>_rank_<r>.json`, for chrome://tracing or Perfetto.
+
+    Raises:
+        ConfigError: an empty window, or one with step 1.
     """
 
     def __init__(self, *, directory: Path, start_step: int, steps: int | None) -> None:
-        """Check the window; measures nothing yet.
-
-        Args:
-            directory: the run's directory.
-            start_step: the first optimizer step of the window, counted from 1.
-            steps: how many to profile; None = off.
-
-        Raises:
-            ConfigError: an empty window, or one with the first step.
-        """
         if steps is not None and steps < 1:
             raise ConfigError(f"profile.steps={steps} must be at least 1, or null to switch the profiler off")
         if steps is not None and start_step < 2:
@@ -46,25 +36,19 @@ class Profiler:
         self._running: profile | None = None
 
     def step(self, ended: int) -> None:
-        """Tell that an optimizer step ended; begins or ends the window where it is time.
-
-        Args:
-            ended: the number of that step.
-
-        Raises:
-            RunError: the trace could not be written.
-        """
-        self._step = ended
-        upcoming = ended + 1
+        """Note that an optimizer step ended; starts and ends the window."""
+        self._step, upcoming = ended, ended + 1
         if self._running is None and self._start_step <= upcoming < self._end_step:
             self._first = upcoming
-            self._running = profile(activities=_activities(), acc_events=True)  # without it, torch 2.11 warns
+            on_device = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+            activities = [ProfilerActivity.CPU, *on_device]
+            self._running = profile(activities=activities, acc_events=True)  # without acc_events, torch 2.11 warns
             self._running.start()
         elif self._running is not None and upcoming >= self._end_step:
             self.close()
 
     def close(self) -> None:
-        """End a window that is still open, writing what it has.
+        """End an open window and write its trace.
 
         Raises:
             RunError: the trace could not be written.
@@ -79,8 +63,3 @@ class Profiler:
             running.export_chrome_trace(str(path))
         except (OSError, RuntimeError) as error:
             raise RunError(f"the profile {path} could not be written: {error}") from error
-
-
-def _activities() -> list[ProfilerActivity]:
-    on_device = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-    return [ProfilerActivity.CPU, *on_device]

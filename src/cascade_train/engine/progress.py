@@ -1,7 +1,4 @@
-"""How a person watches a run: a bar on a terminal, above which log messages appear, else plain log lines.
-
-Only formatting lives here; the numbers come from the metrics' rows.
-"""
+"""The progress of a run: a bar on a terminal, above which log messages appear, else log lines."""
 
 from __future__ import annotations
 
@@ -20,33 +17,26 @@ _BAR = "{percentage:3.0f} %|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 
 
 class Progress:
-    """Shows step, loss, speed, time left and time spent waiting for data of a run, on rank 0.
+    """Shows step, loss, speed, time left and share of time spent waiting for data, on rank 0.
 
-    A bar follows every row; without a terminal a line is logged every so many steps.
+    Args:
+        max_steps: the step at which the run ends.
+        is_main: whether this rank shows anything.
+        every_steps: steps between log lines where there is no terminal; None = only the last step's.
     """
 
     def __init__(self, *, max_steps: int, is_main: bool, every_steps: int | None = 1) -> None:
-        """Open the bar where there is a terminal.
-
-        Args:
-            max_steps: the step at which the run ends.
-            is_main: whether this rank shows anything.
-            every_steps: steps between log lines where there is no terminal; None = only the last step's.
-        """
         self._max_steps = max_steps
         self._is_main = is_main
         self._every_steps = every_steps
         self._bar: tqdm[None] | None = None
         if is_main and sys.stderr.isatty() and _has_width(sys.stderr):
             self._bar = tqdm(total=max_steps, bar_format=_BAR, dynamic_ncols=True, file=sys.stderr)
-            self._move_log(sys.stderr, _AboveBar())
+            handlers = [each for each in logging.getLogger().handlers if isinstance(each, logging.StreamHandler)]
+            self._moved = [(each, each.setStream(_AboveBar())) for each in handlers if each.stream is sys.stderr]
 
     def update(self, row: Mapping[str, Any]) -> None:
-        """Show one step.
-
-        Args:
-            row: from `MetricsLog.flush`; `data_wait_share` in [0, 1], if there, is shown too.
-        """
+        """Show one step, a row of `MetricsLog.flush`."""
         if not self._is_main:
             return
         step: int = row["step"]
@@ -59,21 +49,16 @@ class Progress:
             log.info("step %d/%d  %s", step, self._max_steps, measured)
 
     def close(self) -> None:
-        """Leave the bar as it stands."""
+        """Close the bar, which stays on the screen."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
             for handler, stream in self._moved:
                 handler.setStream(stream)
 
-    def _move_log(self, stream: TextIO, above: _AboveBar) -> None:
-        """Let the handlers that write to a stream write above the bar, until `close`."""
-        handlers = [each for each in logging.getLogger().handlers if isinstance(each, logging.StreamHandler)]
-        self._moved = [(each, each.setStream(above)) for each in handlers if each.stream is stream]
-
 
 def _has_width(terminal: TextIO) -> bool:
-    """Return whether a terminal says how wide it is; one that was never sized shows no bar."""
+    """Return whether a terminal knows its width; one that was never sized shows no bar."""
     try:
         return os.get_terminal_size(terminal.fileno()).columns > 0
     except OSError:  # a stand-in
@@ -97,7 +82,7 @@ def describe_validation(row: Mapping[str, Any]) -> str:
 
 
 def describe_row(row: Mapping[str, Any], max_steps: int) -> str:
-    """Return a row's loss, images/s, time left and share of time spent waiting for data; what is None is left out."""
+    """Return a row's loss, images/s, time left and share of time spent waiting for data, as far as known."""
     loss, speed, share = (row.get(name) for name in ("loss", "images_per_second", "data_wait_share"))
     parts = []
     if loss is not None:

@@ -1,4 +1,4 @@
-"""Grids of fixed prompts, drawn with a fixed seed as training goes on, for people to look at.
+"""Sample grids: fixed prompts, drawn with a fixed seed as training goes on.
 
 Shape legend: B samples, C channels, H W size.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw, ImageFont, ImageOps
 from torch import Tensor
 
 from cascade_train.batch import sample_seed
@@ -36,7 +36,7 @@ class SampleSpec:
     Attributes:
         captions: one row each.
         image_BCHW: (B, 3, H, W) float in [0, 1], the captions' own images, on the host; None for free prompts.
-        seed: of the starting noise, mixed with the row's number.
+        seed: of the initial noise, mixed with the row's number.
     """
 
     captions: tuple[str, ...]
@@ -44,49 +44,41 @@ class SampleSpec:
     seed: int
 
 
+@dataclass(kw_only=True)
 class SampleGrid:
-    """Draws the same prompts from the same noise each time, with the weights and with their average."""
+    """Draws the same prompts from the same noise each time, with the weights and with their average.
 
-    def __init__(
-        self,
-        *,
-        phases: Sequence[BoundPhase],
-        painter: Painter,
-        spec: SampleSpec,
-        world: World,
-        directory: Path,
-    ) -> None:
-        """Store; `directory` is where `step_<n>/` folders go."""
-        self.phases = phases
-        self.painter = painter
-        self.spec = spec
-        self.world = world
-        self.directory = directory
+    `directory` is where `step_<n>/` folders go.
+    """
+
+    phases: Sequence[BoundPhase]
+    painter: Painter
+    spec: SampleSpec
+    world: World
+    directory: Path
 
     def draw(self, step: int) -> list[Path]:
-        """Paint the grid of `step` and return the files written (none but on rank 0). Collective.
-
-        A grid that cannot be written stops nothing.
-        """
+        """Draw the grid of `step` and return the files written on rank 0; a failure is only logged. Collective."""
         columns = self._columns()
         if not self.world.is_main:
             return []
         folder = self.directory / f"step_{step}"
         try:
-            return self._write(folder, columns)
+            return [self._write(folder, columns)]
         except OSError as error:
             shutil.rmtree(folder, ignore_errors=True)
             log.warning("%s. The run goes on without this grid.", unwritten(folder, error))
             return []
 
-    def _write(self, folder: Path, columns: dict[str, list[Image.Image]]) -> list[Path]:
+    def _write(self, folder: Path, columns: dict[str, list[Image.Image]]) -> Path:
         self.directory.mkdir(exist_ok=True)  # and no run directory that was removed
         folder.mkdir(exist_ok=True)
         for name in (self.painter.result, f"ema_{self.painter.result}"):
             for row, image in enumerate(columns.get(name, [])):
                 image.save(folder / f"{row:02d}_{name}.png")
-        compose_grid(self.spec.captions, columns).save(folder / "grid.png")
-        return [folder / "grid.png"]
+        grid = folder / "grid.png"
+        compose_grid(self.spec.captions, columns).save(grid)
+        return grid
 
     def _columns(self) -> dict[str, list[Image.Image]]:
         roots = [root for phase in self.phases for root in phase.roots]
@@ -127,15 +119,10 @@ def compose_grid(captions: Sequence[str], columns: dict[str, list[Image.Image]])
         left = LABEL_PX + CELL_PX * column
         draw.text((left + 4, 4), title.replace("_", " "), fill="black", font=font)
         for row, image in enumerate(images):
-            grid.paste(_fit(image), (left, title_px + CELL_PX * row))
+            grid.paste(ImageOps.contain(image, (CELL_PX - 4, CELL_PX - 4)), (left, title_px + CELL_PX * row))
     for row, caption in enumerate(captions):
         draw.multiline_text((6, title_px + CELL_PX * row + 6), _wrapped(caption, font), fill="black", font=font)
     return grid
-
-
-def _fit(image: Image.Image) -> Image.Image:
-    scale = (CELL_PX - 4) / max(image.size)
-    return image.resize((max(1, round(image.width * scale)), max(1, round(image.height * scale))))
 
 
 def _wrapped(caption: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> str:

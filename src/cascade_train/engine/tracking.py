@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import abc
 import functools
 import logging
 import sys
@@ -47,60 +46,40 @@ def tolerated(method: Callable[Concatenate[T, P], None]) -> Callable[Concatenate
     return tried
 
 
-class Tracker(abc.ABC):
-    """Shows numbers and images of one run.
+class Tracker:
+    """Shows numbers and images of one run; this one, for `tracker=none` and for all ranks but 0, shows nothing.
 
     Attributes:
         run_id: continues the same tracked run after a resume, equal on all ranks; None where there is none.
         failed: the tracker failed, and nothing more is sent.
     """
 
-    run_id: str | None = None
     failed = False
 
-    @abc.abstractmethod
+    def __init__(self, run_id: str | None = None) -> None:
+        self.run_id = run_id
+
     def log(self, values: Mapping[str, Any], step: int) -> None:
         """Show the numbers of one optimizer step; None is left out."""
 
-    @abc.abstractmethod
     def log_image(self, name: str, path: Path, step: int) -> None:
         """Show an image file under a name that is the same at every step."""
 
-    @abc.abstractmethod
     def note(self, text: str) -> None:
         """Attach a sentence to the run."""
 
     def alert(self, title: str, text: str, *, failed: bool = False) -> None:
         """Notify the owner of the run, where the tracker can; `failed`: somebody has to act."""
 
-    @abc.abstractmethod
     def finish(self) -> None:
         """Send what is left and close; later calls do nothing."""
-
-
-class NullTracker(Tracker):
-    """Shows nothing: for `tracker=none`, and for all ranks but 0."""
-
-    def __init__(self, run_id: str | None = None) -> None:
-        self.run_id = run_id
-
-    def log(self, values: Mapping[str, Any], step: int) -> None:
-        """Do nothing."""
-
-    def log_image(self, name: str, path: Path, step: int) -> None:
-        """Do nothing."""
-
-    def note(self, text: str) -> None:
-        """Do nothing."""
-
-    def finish(self) -> None:
-        """Do nothing."""
 
 
 class TensorBoardTracker(Tracker):
     """Event files under `<directory>/tensorboard`."""
 
     def __init__(self, *, directory: Path, config: Mapping[str, Any]) -> None:
+        super().__init__()
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ModuleNotFoundError as error:
@@ -136,19 +115,14 @@ class TensorBoardTracker(Tracker):
 
 
 class WandbTracker(Tracker):
-    """A Weights & Biases run, online or offline (files under `<directory>/wandb`); `run_id` continues one."""
+    """A Weights & Biases run, online or offline (files under `<directory>/wandb`).
 
-    def __init__(
-        self,
-        *,
-        directory: Path,
-        config: Mapping[str, Any],
-        project: str | None,
-        entity: str | None,
-        mode: str,
-        run_name: str,
-        run_id: str | None,
-    ) -> None:
+    Args:
+        init: arguments of `wandb.init`; with the `id` of a run that is continued.
+        config: shown with the run.
+    """
+
+    def __init__(self, *, init: Mapping[str, Any], config: Mapping[str, Any]) -> None:
         try:
             import wandb
         except ModuleNotFoundError as error:
@@ -156,11 +130,10 @@ class WandbTracker(Tracker):
                 f"tracker.name=wandb: wandb is not installed. {install_hint('wandb')}, or choose "
                 "tracker=tensorboard or tracker=none."
             ) from error
-        where = {"project": project, "entity": entity, "name": run_name, "dir": str(directory), "mode": mode}
         # wandb uploads the command line: without its secrets.
         arguments, sys.argv = sys.argv, [redact_argument(argument) for argument in sys.argv]
         try:
-            self._run: Any = wandb.init(**where, id=run_id, resume="allow")
+            self._run: Any = wandb.init(**init, resume="allow")
         except Exception as error:  # wandb raises many kinds; all mean that the run cannot be tracked
             raise ConfigError(
                 f"tracker.name=wandb could not start: {error}. Remedy: wandb login, or tracker.mode=offline, "
@@ -171,7 +144,7 @@ class WandbTracker(Tracker):
         wandb.config.update(dict(config), allow_val_change=True)
         # Steps go with the values, so that a resumed run may log a step again (wandb drops steps that go back).
         self._run.define_metric("*", step_metric="step")
-        self.run_id = str(self._run.id)
+        super().__init__(str(self._run.id))
         self._image = wandb.Image
         self._open = True
 
@@ -234,18 +207,18 @@ def build_tracker(
 
     def start() -> str | None:
         if name == "none":
-            started.append(NullTracker(run_id))
+            started.append(Tracker(run_id))
         elif name == "tensorboard":
             started.append(TensorBoardTracker(directory=directory, config=config))
         elif name == "wandb":
-            where = {"project": project, "entity": entity, "run_name": run_name, "run_id": run_id}
-            started.append(WandbTracker(directory=directory, config=config, mode=mode, **where))  # type: ignore[arg-type]
+            place = {"project": project, "entity": entity, "dir": str(directory), "mode": mode}
+            started.append(WandbTracker(init={**place, "name": run_name, "id": run_id}, config=config))
         else:
             raise ConfigError(f"tracker.name={name} is not one of none, tensorboard, wandb")
         return started[0].run_id
 
     shared_id = from_rank_zero(start)
-    return started[0] if dist.get_rank() == 0 else NullTracker(shared_id)
+    return started[0] if dist.get_rank() == 0 else Tracker(shared_id)
 
 
 def _read_image(path: Path) -> np.ndarray[Any, np.dtype[np.uint8]]:

@@ -55,7 +55,7 @@ class SetDistance:
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOut:
-    """Held-out batches, the same each time, equally many on every rank: `steps` global batches; `open` restarts them."""
+    """Held-out batches, the same each time: `steps` global batches; `open` starts them over."""
 
     open: Callable[[], Iterable[list[Batch]]]
     steps: int
@@ -98,10 +98,11 @@ def counted(batch: Batch, device: torch.device) -> Tensor:
     return (weight_B > 0).to(device, torch.float32)
 
 
+@dataclass(kw_only=True)
 class Validation:
     """Measures a task on the same held-out batches each time.
 
-    Args:
+    Attributes:
         task: measured through `Task.measures`.
         phases: whose roots go into eval mode, and whose averages are measured too.
         held_out: the samples.
@@ -110,22 +111,12 @@ class Validation:
         reconstructions: also measured; None = none.
     """
 
-    def __init__(
-        self,
-        *,
-        task: Task,
-        phases: Sequence[BoundPhase],
-        held_out: HeldOut,
-        logsnr: Sequence[float],
-        device: torch.device,
-        reconstructions: Reconstructions | None = None,
-    ) -> None:
-        self.task = task
-        self.phases = phases
-        self.held_out = held_out
-        self.logsnr = logsnr
-        self.device = device
-        self.reconstructions = reconstructions
+    task: Task
+    phases: Sequence[BoundPhase]
+    held_out: HeldOut
+    logsnr: Sequence[float]
+    device: torch.device
+    reconstructions: Reconstructions | None = None
 
     def run(self) -> dict[str, Tensor | float]:
         """Return the means over the held-out samples, with the weights and with their average. Collective."""

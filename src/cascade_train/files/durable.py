@@ -66,3 +66,14 @@ def append_durably(path: Path, text: str) -> None:
     with path.open("a", encoding="utf-8") as file:
         file.write(text)
     sync(path)
+
+
+def read_whole_lines(path: Path) -> list[str]:
+    """Return the lines of a file (UTF-8), none if it is missing; a last line torn by a crash is cut off the file."""
+    if not path.is_file():
+        return []
+    text = path.read_text(encoding="utf-8", errors="replace")
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text:
+        write_durably(path, whole)
+    return whole.splitlines()

@@ -1,6 +1,6 @@
-"""JSON and YAML that come from outside, read within bounds: a few bytes may stand for more than the memory holds.
+"""JSON and YAML from outside, read within bounds, since a few bytes may stand for more than the memory holds.
 
-Whatever is wrong with a text is one error that its reader can count or explain; nothing in it ends the process.
+Any fault of a text is a ValueError.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from typing import Any
 import yaml
 
 MAX_DEPTH = 50
-"""Levels of lists and mappings within each other; what walks through values later need not fear for its stack."""
+"""Levels of nested lists and mappings, so that recursion over values is safe."""
 
 MAX_DIGITS = 1000
-"""Of a whole number in YAML; Python itself refuses to read a JSON's, or to write one, beyond some thousands."""
+"""Of an integer in YAML; for JSON Python has a limit of its own."""
 
 INTEGER = "tag:yaml.org,2002:int"
 
 
 class _Loader(yaml.SafeLoader):
-    """Plain values without aliases, which say the same text again and again, each time larger."""
+    """Plain values without aliases, which can multiply a text."""
 
     _depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """Compose one value and what is in it."""
+        """Compose one value with its children."""
         event = self.peek_event()
         if isinstance(event, yaml.AliasEvent):
             raise ValueError(f"it has an alias, *{event.anchor[:20]}; write out what it stands for")
@@ -39,7 +39,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_json(text: str | bytes) -> Any:
-    """Return what a JSON text says.
+    """Parse a JSON text.
 
     Raises:
         ValueError: it is no JSON, is nested too deeply, or does not fit into memory.
@@ -53,26 +53,21 @@ def read_json(text: str | bytes) -> Any:
 
 
 def read_yaml(text: str | bytes) -> Any:
-    """Return what a YAML text says.
+    """Parse a YAML text.
 
     Raises:
-        ValueError: it is no YAML, has aliases, is nested too deeply, holds a number without end, or does not fit into
-            memory.
+        ValueError: it is no YAML, has aliases or too long a number, is nested too deeply, or does not fit into memory.
     """
     return _parsed(text, "get_single_data")
 
 
 def check_yaml(text: str | bytes) -> None:
-    """Check that another reader may have a YAML text.
-
-    Raises:
-        ValueError: see `read_yaml`; of values only their structure is looked at.
-    """
+    """Check the structure of a YAML text for another reader; raise ValueError as `read_yaml` does."""
     _parsed(text, "get_single_node")
 
 
 def _parsed(text: str | bytes, what: str) -> Any:
-    """Return what PyYAML makes of a text; it raises errors of many kinds for values that are none, such as dates."""
+    """Return the result of a method of PyYAML, which raises errors of many kinds, such as for dates."""
     try:
         loader = _Loader(text)
         try:
@@ -89,7 +84,6 @@ def _parsed(text: str | bytes, what: str) -> Any:
 
 
 def _check_depth(value: Any) -> None:
-    """Check how deep a value is, level by level."""
     level, depth = [value], 0
     while level:
         _refuse_deeper(depth)

@@ -184,13 +184,12 @@ class CheckpointStore:
     def _prepare(self, hidden: Path, needed: list[int]) -> None:
         try:
             self._folder.prepare(hidden)
+            check_space(self.directory, needed)
         except OSError as error:
             raise RunError(
                 f"no checkpoint can be written to {self.directory}: {error}. Remedy: make it writable; the same "
                 "command continues from the newest checkpoint"
             ) from error
-        try:
-            check_space(self.directory, needed)
         except RunError:
             hidden.rmdir()
             raise

@@ -1,6 +1,4 @@
-"""When a step is bad: a loss or gradient norm that is not finite, or a loss that stands out from those before it.
-
-What is done about it is decided elsewhere (`rollback`); without a rollback, the error ends the run.
+"""When a step is bad: a loss or gradient norm that is not finite, or a loss spike. rollback.py decides what follows.
 
 Shape legend: G samples of the global batch.
 """
@@ -19,7 +17,7 @@ from cascade_train.distributed.consensus import from_every_rank
 from cascade_train.errors import RunError
 
 _NAMED = 8
-"""Samples that a message names; the error holds all."""
+"""Samples that a message names; the error has all."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,6 @@ class BadStepError(RunError):
     """
 
     def __init__(self, message: str, *, step: int, keys: Sequence[str]) -> None:
-        """Store."""
         super().__init__(message, shared=True)
         self.step = step
         self.keys = tuple(keys)
@@ -78,22 +75,21 @@ class SpikeWatch:
 
     Args:
         factor: a loss of more than this times the median is a spike.
-        window_steps: losses of the median; nothing is a spike before so many are known.
+        window_steps: losses of the median; nothing is a spike before that many are known.
     """
 
     def __init__(self, *, factor: float, window_steps: int) -> None:
-        """Store."""
         self._factor, self._window_steps = factor, window_steps
         self._losses: dict[str, deque[float]] = {}
-        self._judged: dict[str, int] = {}
+        self._checked: dict[str, int] = {}
 
     def check(self, traces: Sequence[Trace]) -> None:
-        """Judge the steps that were not judged before, all of them finite. Syncs with the host. Collective on a spike.
+        """Check the steps that were not checked before, all of them finite. Syncs with the host. Collective on a spike.
 
         Raises:
             BadStepError: names the loss, the median, and the samples above the limit.
         """
-        new = [trace for trace in traces if trace.step > self._judged.get(trace.phase, 0)]
+        new = [trace for trace in traces if trace.step > self._checked.get(trace.phase, 0)]
         if not new:
             return
         means = torch.stack([trace.loss_G.mean() for trace in new]).tolist()
@@ -103,16 +99,16 @@ class SpikeWatch:
             if 0.0 < median * self._factor < mean:
                 raise self._spike(trace, mean, median)
             losses.append(mean)
-            self._judged[trace.phase] = trace.step
+            self._checked[trace.phase] = trace.step
 
     def state_dict(self) -> dict[str, list[float]]:
-        """Return the losses of the window by phase, equal on all ranks, as JSON holds them."""
+        """Return the losses of the window by phase, equal on all ranks, as JSON values."""
         return {phase: list(losses) for phase, losses in self._losses.items()}
 
     def load_state_dict(self, state: Mapping[str, Sequence[float]]) -> None:
-        """Continue with other losses; the steps that come are judged anew."""
+        """Continue with other losses; all further steps are checked."""
         self._losses = {phase: deque(losses, maxlen=self._window_steps) for phase, losses in state.items()}
-        self._judged = {}
+        self._checked = {}
 
     def _spike(self, trace: Trace, mean: float, median: float) -> BadStepError:
         keys, where = _culprits(trace, (trace.loss_G > self._factor * median).nonzero().flatten().tolist())
@@ -125,7 +121,7 @@ class SpikeWatch:
 
 
 def _culprits(trace: Trace, indices: Sequence[int]) -> tuple[list[str], str]:
-    """Return the keys of samples of the global batch, all where none is named, and what a message says. Collective."""
+    """Return the keys of these samples of the global batch, or of all, and a text that names some. Collective."""
     keys = [key for rank in from_every_rank(lambda: trace.keys) for key in rank]
     per_rank = len(trace.keys)
     where = ", ".join(f"rank {index // per_rank}: {keys[index]}" for index in indices[:_NAMED])

@@ -1,7 +1,4 @@
-"""Going on after a bad step: back to the newest good checkpoint, without the samples at fault.
-
-What a bad step is is decided in `bad_step`; how a feed leaves samples out, by the data.
-"""
+"""Rollback after a bad step (bad_step.py): back to the newest good checkpoint, without the samples at fault."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from cascade_train.engine.faults.bad_step import BadStepError
 from cascade_train.engine.loop import Trainer
 from cascade_train.engine.phase import BoundPhase
 from cascade_train.errors import RunError
-from cascade_train.files.durable import append_durably, write_durably
+from cascade_train.files.durable import append_durably, read_whole_lines
 
 log = logging.getLogger(__name__)
 
@@ -31,50 +28,38 @@ _ADVICE = (
 
 
 class RolledBackList:
-    """What a run rolled back, one line each: `{"step": 7, "back_to": 5, "reason": "...", "keys": [...]}`.
+    """The rollbacks of a run, one line each: `{"step": 7, "back_to": 5, "reason": "...", "keys": [...]}`.
+
+    A torn line is dropped: its rollback did not happen. The constructor is collective.
 
     Attributes:
-        times: how many rollbacks are listed.
-        keys: of the samples that the run trains on no more.
+        times: number of rollbacks.
+        keys: of the samples that are left out since.
+
+    Raises:
+        RunError: the list is damaged.
     """
 
     def __init__(self, path: Path) -> None:
-        """Read the list of a run, where there is one, on rank 0. Collective.
-
-        A line that a killed process left torn is dropped: its rollback did not happen.
-
-        Raises:
-            RunError: the list is damaged.
-        """
         self._path = path
         lines = from_rank_zero(self._read)
         self.times = len(lines)
         self.keys = {key for line in lines for key in line}
 
     def add(self, bad: BadStepError, back_to: int) -> None:
-        """Write down a rollback. Collective.
-
-        Raises:
-            RunError: the file could not be written.
-        """
+        """Append a rollback. Collective."""
         line = json.dumps({"step": bad.step, "back_to": back_to, "reason": str(bad), "keys": list(bad.keys)})
         from_rank_zero(lambda: append_durably(self._path, line + "\n"))
         self.times += 1
         self.keys.update(bad.keys)
 
     def _read(self) -> list[list[str]]:
-        if not self._path.exists():
-            return []
-        text = self._path.read_text(encoding="utf-8")
-        whole = text[: text.rfind("\n") + 1]
-        if whole != text:
-            write_durably(self._path, whole)
         try:
-            return [[str(key) for key in json.loads(line)["keys"]] for line in whole.splitlines()]
+            return [[str(key) for key in json.loads(line)["keys"]] for line in read_whole_lines(self._path)]
         except (ValueError, LookupError, TypeError) as error:
             raise RunError(
-                f"{self._path} is damaged ({error}): it says which samples the run leaves out. Remedy: mend the line, "
-                "or remove the file to train on all samples again"
+                f"{self._path} is damaged ({error}): it lists the samples that the run leaves out. Remedy: mend the "
+                "line, or remove the file to train on all samples again"
             ) from error
 
 
@@ -82,19 +67,15 @@ class Rollback:
     """Runs a trainer to its end, from a checkpoint again after each bad step, a limited number of times.
 
     Args:
-        listed: what the run rolled back before.
+        listed: the run's rollbacks so far.
         max_times: rollbacks of a run in all; None = a bad step ends the run.
         origin: the checkpoint that the run started from, for the time before its own first; None = there is none.
-        cut_metrics: drops the metrics of the steps after one. Collective.
-
-    Attributes:
-        listed: what the run rolled back, and which samples are left out since.
+        cut_metrics: drops the metrics after a step. Collective.
     """
 
     def __init__(
         self, *, listed: RolledBackList, max_times: int | None, origin: Path | None, cut_metrics: Callable[[int], None]
     ) -> None:
-        """Store."""
         self.listed, self._max_times = listed, max_times
         self._origin, self._cut_metrics = origin, cut_metrics
 
@@ -116,22 +97,22 @@ class Rollback:
                 self._go_back(trainer, bad)
 
     def _go_back(self, trainer: Trainer, bad: BadStepError) -> None:
-        """Restore the newest good checkpoint and leave the samples at fault out; a kill in between changes nothing."""
+        """Restore the newest good checkpoint and exclude the samples at fault; a kill in between changes nothing."""
         self._restore_good(trainer, bad)
         self.listed.add(bad, trainer.step)
         trainer.feed.exclude(bad.keys)
         self._cut_metrics(trainer.step)
-        said = f"Rolled back to step {trainer.step}, without {_some(bad.keys)}, since: {bad}"
+        more = f" and {len(bad.keys) - 8} more" if len(bad.keys) > 8 else ""
+        message = f"Rolled back to step {trainer.step}, without {', '.join(bad.keys[:8])}{more}, since: {bad}"
         if trainer.world.is_main:
-            log.warning("%s", said)
-        trainer.tracker.note(said)
+            log.warning("%s", message)
+        trainer.tracker.note(message)
 
     def _restore_good(self, trainer: Trainer, bad: BadStepError) -> None:
         """Restore the newest checkpoint that verifies and whose weights are finite. Collective.
 
-        Saving comes after judging, so that a checkpoint holds no step that was found bad. Weights that overflow in
-        an update show themselves in the next step only, when they may have been saved: such a checkpoint is removed,
-        lest another start continues from it.
+        A step is checked before it is saved, so that a checkpoint has no bad step. Weights that overflow in an update
+        are found in the next step only, when they may have been saved: such a checkpoint is removed.
         """
         trainer.store.wait()
         while (path := from_rank_zero(lambda: self._newest(trainer.store))) is not None:
@@ -157,13 +138,5 @@ class Rollback:
 
 def weights_are_finite(phases: Sequence[BoundPhase]) -> bool:
     """Return whether all trained weights are finite numbers. Collective."""
-
-    def mine_are() -> bool:
-        return all(bool(local(p.detach()).isfinite().all()) for phase in phases for p in phase.parameters.values())
-
-    return all(from_every_rank(mine_are))
-
-
-def _some(keys: Sequence[str]) -> str:
-    more = f" and {len(keys) - 8} more" if len(keys) > 8 else ""
-    return f"{', '.join(keys[:8])}{more}"
+    weights = [local(p.detach()) for phase in phases for p in phase.parameters.values()]
+    return all(from_every_rank(lambda: all(bool(weight.isfinite().all()) for weight in weights)))

@@ -1,7 +1,6 @@
 """Which settings differ between two configs, and which of the loop's own a continued run may change.
 
-Works on plain dicts; what is done about a difference is decided by `run_directory`. Components declare for themselves
-which of their options may change, see cascade_train/options.py.
+Components declare which of their options may change, see cascade_train/options.py.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _FREE_NODES = (
     "lr_scheduler",
     "parallel",
 )
-"""Nodes below which everything may change when a run continues."""
+"""Nodes below which a continued run may change everything."""
 
 _FREE_KEYS = (
     "train.max_steps",
@@ -40,16 +39,16 @@ _FREE_KEYS = (
 )
 
 _FREE_NUMBERS = ("ema.decay",)
-"""Free where both have a value: an average that begins or ends here has no part in the checkpoint, or no use for it."""
+"""Free where both have a value: else the checkpoint has no average, or one without use."""
 
 _BOUND_KEYS = ("run.seed",)
-"""Below a free node, but part of which sample comes when: a position in the data means nothing under another seed."""
+"""Below a free node, but a position in the data means nothing under another seed."""
 
 _DATA_KEYS = ("train.global_batch_size",)
-"""Beside the node `data`, what `data.on_change=restart` frees: the data's position is then taken care of."""
+"""Freed, beside the node `data`, by `data.on_change=restart`."""
 
 ADDED = {"model.image_encoder.antialias": True, "task.init": "kaiming"}
-"""Options that configurations of earlier versions lack, and the values with which those ran."""
+"""Options that configs of earlier versions lack, and the values with which those ran."""
 
 ABSENT = "(absent)"
 """Stands for the value of a key that one of two configs lacks."""
@@ -57,13 +56,7 @@ ABSENT = "(absent)"
 
 @dataclass(frozen=True)
 class Difference:
-    """One setting that differs.
-
-    Attributes:
-        key: dotted, as on the command line.
-        old: the value in the run's saved config.
-        new: the value asked for.
-    """
+    """One setting, by its dotted key, whose value in the run's saved config differs from the one asked for."""
 
     key: str
     old: Any
@@ -81,7 +74,7 @@ class Difference:
 
     @property
     def is_of_data(self) -> bool:
-        """Whether the setting says which samples come, or how many at once."""
+        """Whether the setting determines which samples come, or how many at once."""
         return self.key.startswith("data.") or self.key in _DATA_KEYS
 
 
@@ -116,7 +109,7 @@ def describe(differences: Sequence[Difference]) -> str:
 
 
 def is_limit_raised(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    """Whether the new config trains longer: more steps, epochs or samples to see, or a limit lifted."""
+    """Return whether the new config trains longer: more steps, epochs or samples to see, or a limit lifted."""
     for node, key in (("train", "max_steps"), ("train", "max_epochs"), ("data", "num_examples_to_see")):
         before, after = old.get(node, {}).get(key), new.get(node, {}).get(key)
         if before is not None and (after is None or after > before):

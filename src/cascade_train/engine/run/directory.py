@@ -1,6 +1,6 @@
 """A run's directory: claiming it, continuing in it, and refusing what would lose or mix up results.
 
-Where its files lie is decided here; what is in checkpoints and metrics by `checkpoint` and `metrics`.
+Where its files lie is decided here; what is in checkpoints and metrics is not.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ log = logging.getLogger(__name__)
 _ENVIRONMENT = "environment.json"
 _HISTORY = "config_history.jsonl"
 _METRICS = "metrics.jsonl"
-_EXPORTED = "exported.json"
+_EXPORT, _EXPORTED = "export", "exported.json"
+_CHECKPOINTS = "checkpoints"
 _QUARANTINE = "quarantine"
 _STOPPED = "stopped.json"
 _LISTING = "listing.json"
@@ -46,10 +47,10 @@ _SAMPLES = "samples"
 _BEFORE_THE_FIRST_STEP = {
     _CONFIG, _ENVIRONMENT, _HISTORY, LOCK_NAME, _QUARANTINE, _LISTING, _SAMPLES, "tensorboard", "wandb",
 }  # fmt: skip
-"""What a start makes before there is anything to lose: our files, the first grid, and the folders of trackers."""
+"""What a start creates before there is anything to lose: our files, the first grid, the trackers' folders."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class RunDirectory:
     """A claimed run directory.
 
@@ -59,6 +60,12 @@ class RunDirectory:
         finished: the run has reached its end already; there is nothing to do.
         created: this claim made the directory.
         lock: keeps other processes out; held by rank 0.
+        checkpoints: folder of the checkpoints.
+        samples: folder of the sample images.
+        export: folder of the results in formats of other programs.
+        quarantine: folder of the lists of unreadable samples, one for each rank.
+        rolled_back_path: one JSON object per rollback, with the samples that are left out since.
+        metrics_path: one JSON object per optimizer step.
     """
 
     path: Path
@@ -67,72 +74,39 @@ class RunDirectory:
     created: bool
     lock: RunLock
 
-    @property
-    def checkpoints(self) -> Path:
-        """Where checkpoints lie."""
-        return self.path / "checkpoints"
-
-    @property
-    def samples(self) -> Path:
-        """Where sample images lie."""
-        return self.path / _SAMPLES
-
-    @property
-    def export(self) -> Path:
-        """Where the result lies in formats for others."""
-        return self.path / "export"
-
-    @property
-    def quarantine(self) -> Path:
-        """Where the samples are listed that could not be read, by rank; a later run may leave them out."""
-        return self.path / _QUARANTINE
-
-    @property
-    def rolled_back_path(self) -> Path:
-        """One JSON object per rollback, with the samples that are left out since."""
-        return self.path / "rolled_back.jsonl"
-
-    @property
-    def metrics_path(self) -> Path:
-        """One JSON object per optimizer step."""
-        return self.path / _METRICS
+    def __post_init__(self) -> None:
+        self.checkpoints = self.path / _CHECKPOINTS
+        self.samples = self.path / _SAMPLES
+        self.export = self.path / _EXPORT
+        self.quarantine = self.path / _QUARANTINE
+        self.rolled_back_path = self.path / "rolled_back.jsonl"
+        self.metrics_path = self.path / _METRICS
 
     def cut_metrics(self, step: int) -> None:
         """Drop the lines of `metrics.jsonl` after `step`, and any torn line. Collective.
 
         Raises:
-            RunError: the file could not be rewritten; it is as it was.
+            RunError: the file could not be rewritten; it is unchanged.
         """
         from_rank_zero(lambda: cut_lines(self.metrics_path, step))
 
     def record_exports(self, step: int) -> None:
-        """Note that the results of `step` lie in `export/`: only then is a run finished. Collective.
-
-        Raises:
-            RunError: the file could not be written.
-        """
+        """Note that the results of `step` lie in `export/`: only then is a run finished. Collective."""
         from_rank_zero(lambda: write_durably(self.export / _EXPORTED, json.dumps({"step": step}) + "\n"))
 
-    def record_stop(self, stop: Mapping[str, Any] | None) -> None:
-        """Note why a run ended before its last step, for who starts it again; None = it goes on. Collective.
-
-        Raises:
-            RunError: the file could not be written.
-        """
-        path = self.path / _STOPPED
-        if stop is None:
-            from_rank_zero(lambda: path.unlink(missing_ok=True))
-        else:
-            from_rank_zero(lambda: write_durably(path, json.dumps(dict(stop)) + "\n"))
+    def record_stop(self, stop: dict[str, Any] | None) -> None:
+        """Note why a run ended before its last step, for scripts; None = it goes on. Collective."""
+        path, text = self.path / _STOPPED, json.dumps(stop) + "\n"
+        from_rank_zero(lambda: path.unlink(missing_ok=True) if stop is None else write_durably(path, text))
 
     def withdraw(self) -> None:
-        """Remove, on rank 0, a directory that this claim made and that holds no results yet. Not collective."""
+        """Remove a directory that this claim made and that holds no results yet, on rank 0. Not collective."""
         if dist.get_rank() == 0 and self.created and _is_untouched(self.path):
             shutil.rmtree(self.path)
 
     @contextmanager
     def withdrawn_on_failure(self) -> Iterator[None]:
-        """Withdraw when the block, a start after the claim, ends in an error, so that it leaves nothing."""
+        """Withdraw when the block, the start after the claim, fails, so that it leaves nothing."""
         try:
             yield
         except Exception:
@@ -167,11 +141,10 @@ def claim(
 ) -> RunDirectory:
     """Make a run directory, or continue the run in it. Collective; rank 0 decides.
 
-    To be called once preflight passed and the data opened: what is refused here leaves nothing behind.
-    A run is continued from its newest checkpoint that verifies. Settings that do not change what is
-    learned from which sample may differ from the run's; they are applied and recorded in
-    `config_history.jsonl`. A start that ended before its first step has nothing to lose: all settings may differ.
-    The claim lasts until its lock is released (`claimed`), or the process ends.
+    Called after preflight, with the data open: a refusal leaves nothing behind. A run is continued from its newest
+    checkpoint that verifies. Settings that do not change what is learned from which sample may differ from the run's;
+    they are applied and recorded in `config_history.jsonl`. After a start that ended before its first step all settings
+    may differ. The claim lasts until its lock is released (`claimed`), or the process ends.
 
     Args:
         directory: `run.dir`.
@@ -179,7 +152,7 @@ def claim(
         resume: "auto" (continue where there is a run, else start), "never" (refuse where there is a run), or
             a checkpoint or run directory that a new run starts from.
         free_keys: options that the components of `config` let a continued run change.
-        claims: takes the claim of rank 0, as soon as there is something to give back.
+        claims: gets the claim of rank 0, as soon as there is something to withdraw.
 
     Raises:
         ConfigError: the directory is not writable, belongs to something else or to a run of another config,
@@ -188,8 +161,8 @@ def claim(
         RunError: none of the run's checkpoints verifies.
     """
     plain: dict[str, Any] = redacted(yaml.safe_load(yaml.safe_dump(dict(config))))
-    noted = [] if claims is None else claims
-    return from_rank_zero(lambda: _decide(directory.absolute(), plain, resume, free_keys, noted))
+    made = [] if claims is None else claims
+    return from_rank_zero(lambda: _decide(directory.absolute(), plain, resume, free_keys, made))
 
 
 def _decide(
@@ -215,7 +188,7 @@ def _decide(
 
 
 def _is_untouched(directory: Path) -> bool:
-    """Whether nothing was trained in a run directory yet."""
+    """Return whether nothing was trained in a run directory yet."""
     made = {path.name for path in directory.iterdir()}
     grids = {path.name for path in (directory / _SAMPLES).iterdir()} if _SAMPLES in made else set()
     return made <= _BEFORE_THE_FIRST_STEP and grids <= {"step_0"}
@@ -251,9 +224,9 @@ def _continue_run(
 
 
 def _is_finished(directory: Path, checkpoint: Path, saved: dict[str, Any], config: dict[str, Any]) -> bool:
-    """Whether the run ended with this checkpoint, left its results, and is not asked to train longer than then.
+    """Return whether the run ended with this checkpoint, wrote its exports, and no limit was raised since.
 
-    The limits of then are the saved ones, less what was changed by earlier attempts to continue from it.
+    The limits at that time are the saved ones, without the changes of earlier attempts to continue from it.
     """
     manifest = read_manifest(checkpoint)
     then = {node: dict(saved.get(node, {})) for node in ("train", "data")}
@@ -269,7 +242,7 @@ def _is_finished(directory: Path, checkpoint: Path, saved: dict[str, Any], confi
 
 
 def _report_lost_metrics(directory: Path, step: int, saved: dict[str, Any]) -> None:
-    """Say where `metrics.jsonl` lacks steps that the run took; one that began elsewhere has none of before."""
+    """Warn where `metrics.jsonl` lacks steps of this run; one that began from another run's checkpoint starts later."""
     changes = [line["changes"].get("run.resume", ["auto"]) for line in _read_history(directory)]
     starts = {saved.get("run", {}).get("resume", "auto"), *(old for old, *_ in changes)}
     path = directory / _METRICS
@@ -286,7 +259,7 @@ def _report_lost_metrics(directory: Path, step: int, saved: dict[str, Any]) -> N
 
 
 def _exported_step(directory: Path) -> int | None:
-    path = directory / "export" / _EXPORTED
+    path = directory / _EXPORT / _EXPORTED
     return step_of(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
@@ -308,7 +281,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _newest(directory: Path) -> Path | None:
-    store = CheckpointStore(directory / "checkpoints")
+    store = CheckpointStore(directory / _CHECKPOINTS)
     newest = store.newest()
     if newest is None and store.steps():
         raise RunError(
@@ -320,7 +293,7 @@ def _newest(directory: Path) -> Path | None:
 
 
 def _reconcile(directory: Path, own: Path | None, resume: str, *, started_from: str | None) -> Path:
-    """Return where to continue a run that is there when `run.resume` names a checkpoint."""
+    """Return where an existing run continues when `run.resume` names a checkpoint."""
     origin = _find_origin(resume)
     if own is None or origin.resolve() == own.resolve():
         return origin
@@ -351,7 +324,7 @@ def _find_origin(resume: str) -> Path:
 
 
 def _create(directory: Path, config: dict[str, Any]) -> None:
-    """Make the directory appear with its config in it, or leave nothing."""
+    """Create the directory with its config in one step, or leave nothing."""
     missing_parents = [path for path in directory.parents if not path.exists()]
     beside = directory.with_name(f".{directory.name}.{os.getpid()}.claim")
     try:

@@ -1,4 +1,4 @@
-"""What a run ran on: versions, code, command line, devices. For `environment.json`; nothing acts on it."""
+"""The environment of a run, for `environment.json`: versions, code, command line, devices. Nothing depends on it."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ _GIT_SECONDS = 10
 
 
 def describe_environment() -> dict[str, Any]:
-    """Return what JSON can hold: time, python, platform, packages, git commit of the code, command line, ranks, device.
+    """Return time, versions, git commit of the code, command line and devices as JSON values.
 
-    No variable of the environment is told, and secrets on the command line are hidden. A package that is not installed,
+    No environment variable is included, and secrets on the command line are hidden. A package that is not installed,
     and a commit where the code is not a checkout, are None.
     """
     return {

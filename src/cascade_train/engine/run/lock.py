@@ -71,37 +71,13 @@ class RunLock:
             ConfigError: another process holds it, or the directory is not writable.
         """
         path = self._directory / LOCK_NAME
-        while True:
-            handle = self._open(path)
-            if not self._lock(handle):
-                os.close(handle)
-                return
-            if _is_file(handle, path):
-                break
-            os.close(handle)  # its holder removed the file in between: this lock is on nothing
-        os.ftruncate(handle, 0)
-        os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-        self._handle = handle
-
-    def release(self) -> None:
-        """Release the lock, if it is held, and remove its file; a file that stays locks nothing."""
-        if self._handle is not None:
-            with contextlib.suppress(OSError):  # the folder may not be writable any more, which is why the run ends
-                (self._directory / LOCK_NAME).unlink()
-            os.close(self._handle)
-            self._handle = None
-
-    def _open(self, path: Path) -> int:
         try:
-            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise ConfigError(
                 f"run.dir={self._directory} cannot be locked: {error.strerror}. Remedy: make it writable, or another "
                 "run.dir"
             ) from error
-
-    def _lock(self, handle: int) -> bool:
-        """Return whether the lock is held now; False where the file system has none."""
         try:
             fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError) as error:
@@ -113,13 +89,23 @@ class RunLock:
             ) from error
         except OSError as error:
             log.warning("%s cannot be locked (%s): start no second run in it", self._directory, error.strerror)
-            return False
-        return True
+            os.close(handle)
+            return
+        try:
+            is_current = os.path.samestat(os.fstat(handle), path.stat())
+        except FileNotFoundError:
+            is_current = False
+        if not is_current:
+            os.close(handle)  # its holder removed the file in between: this lock is on nothing
+            return self.acquire()
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        self._handle = handle
 
-
-def _is_file(handle: int, path: Path) -> bool:
-    """Return whether an open file is still the one at a path."""
-    try:
-        return os.path.samestat(os.fstat(handle), path.stat())
-    except FileNotFoundError:
-        return False
+    def release(self) -> None:
+        """Release the lock, if it is held, and remove its file; a file that stays locks nothing."""
+        if self._handle is not None:
+            with contextlib.suppress(OSError):  # the folder may not be writable any more, which is why the run ends
+                (self._directory / LOCK_NAME).unlink()
+            os.close(self._handle)
+            self._handle = None
