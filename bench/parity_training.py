@@ -22,11 +22,10 @@ from cascade_train.diffusion.noise import Noise
 from cascade_train.diffusion.objective import Objective
 from cascade_train.distributed.parallelize import local, parallelize
 from cascade_train.distributed.process_group import World, build_mesh, process_group
-from cascade_train.engine.ema import Ema
 from cascade_train.engine.loop import Cadence, Trainer
 from cascade_train.engine.lr_schedule import ConstantSchedule
 from cascade_train.engine.optimizer import OptimizerSpec
-from cascade_train.engine.phase import BoundPhase, trainable_parameters
+from cascade_train.engine.phase import BoundPhase, Ema, trainable_parameters
 from cascade_train.models.cascade_unet import CascadeUNet
 from cascade_train.models.stage import Conditions, Stage, Tokens
 from cascade_train.tasks.base import StepOutput

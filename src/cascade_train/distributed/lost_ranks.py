@@ -27,9 +27,9 @@ ANSWER_SECONDS = 3.0
 MOST_NAMED = 8
 STDERR = 2
 FIRST_ERROR = "first_error"
-WITH_RANK_ZERO = (
-    "Rank 0 has ended, and with it what ranks note for each other; rank {rank} is in step {step}. What rank 0 said "
-    "tells why; where it said nothing it was killed, as the system does when memory runs out. The same command "
+RANK_ZERO_LOST = (
+    "Rank 0 has ended, and with it the notes of all ranks; rank {rank} is in step {step}. The reason is in the output "
+    "of rank 0; where it has none, rank 0 was killed, as the system does when memory runs out. The same command "
     "continues from the newest checkpoint."
 )
 """For a store that rank 0 keeps; under torchrun it outlives the ranks."""
@@ -41,8 +41,8 @@ class Heartbeat:
     With one rank it does nothing.
 
     Args:
-        rank: this process.
-        ranks: number of processes.
+        rank: of this process.
+        ranks: in all.
         timeout_seconds: how long a step waits for a rank, from the second one on; the first may compile.
     """
 
@@ -54,13 +54,9 @@ class Heartbeat:
 
     @contextmanager
     def step(self, step: int, groups: Sequence[dist.ProcessGroup]) -> Iterator[None]:
-        """Note that a step begins, and wait for other ranks in it no longer than for the timeout.
+        """Note that a step begins; its exchanges, in `groups` and the default group, wait no longer than the timeout.
 
         A rank that hangs in it prints the stacks of its threads.
-
-        Args:
-            step: its number.
-            groups: of its exchanges, beside the default group.
         """
         if self._ranks == 1:
             yield
@@ -115,14 +111,14 @@ class Heartbeat:
             if self._store.check([FIRST_ERROR]):
                 rank, host, step, text, code = json.loads(self._store.get(FIRST_ERROR))
                 place = f"in step {step}" if step else "before the first step"
-                is_speaker = self._rank == (1 if rank == 0 else 0)
+                is_reporter = self._rank == (1 if rank == 0 else 0)
                 return RankLostError(
-                    f"Rank {rank} on {host} ended the run {place}: {text}", shared=not is_speaker, code=code
+                    f"Rank {rank} on {host} ended the run {place}: {text}", shared=not is_reporter, code=code
                 )
             answered = self._answers()
         except RuntimeError:
-            is_speaker = self._rank == 1 or os.environ.get("LOCAL_RANK") == "0"
-            return RankLostError(WITH_RANK_ZERO.format(rank=self._rank, step=self._noted), shared=not is_speaker)
+            is_reporter = self._rank == 1 or os.environ.get("LOCAL_RANK") == "0"
+            return RankLostError(RANK_ZERO_LOST.format(rank=self._rank, step=self._noted), shared=not is_reporter)
         if len(answered) == self._ranks:
             return None
         return RankLostError(self._describe(answered), shared=self._rank != min(answered))
@@ -138,9 +134,9 @@ class Heartbeat:
         named = ", ".join(self._last_note(rank) for rank in lost[:MOST_NAMED])
         more = "" if len(lost) <= MOST_NAMED else f", and {len(lost) - MOST_NAMED} more"
         return (
-            f"Ranks are lost: {named}{more}; rank {self._rank} is in step {self._noted}. Where they said nothing "
-            "themselves they were killed, as the system does when memory runs out, or they hang. The same command "
-            "continues from the newest checkpoint; run.timeout_seconds says how long a step waits."
+            f"Ranks are lost: {named}{more}; rank {self._rank} is in step {self._noted}. Those whose output has no "
+            "error were killed, as the system does when memory runs out, or they hang. The same command continues from "
+            "the newest checkpoint; run.timeout_seconds limits how long a step waits."
         )
 
     def _last_note(self, rank: int) -> str:

@@ -41,14 +41,7 @@ DEVICE_GRACE_SECONDS = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """This process among its peers.
-
-    Attributes:
-        rank: number of this process, 0 to ranks - 1.
-        ranks: number of processes.
-        machine_ranks: number of processes on this machine; 1 where the launcher does not set it.
-        device: where this process computes.
-    """
+    """This process, number `rank` of `ranks`; `machine_ranks` of them are on this machine (1 if unknown)."""
 
     rank: int
     ranks: int
@@ -116,10 +109,6 @@ def _meet(backend: str) -> torch.device:
 
     torchrun keeps its store over a restart, and over the runs of a sweep in one process, with the addresses of ended
     groups: each attempt, and each group of a process, has a prefix of its own.
-
-    Raises:
-        ConfigError: two ranks have the same GPU.
-        RunError: the ranks do not find each other.
     """
     meeting = timedelta(seconds=MEETING_SECONDS)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -196,9 +185,9 @@ def mesh_shape(
 
     Args:
         mode: auto chooses single alone, ddp where the training state fits a device, else fsdp.
-        ranks: number of processes.
+        ranks: of all machines.
         shard_size: ranks that share one copy of the weights in hsdp; None = those of a machine.
-        machine_ranks: number of processes on each machine.
+        machine_ranks: of each machine.
         fits: whether weights, gradients and optimizer state fit every device unsharded.
 
     Raises:

@@ -9,13 +9,12 @@ import torch
 from cascade_train.distributed.parallelize import local, parallelize
 from cascade_train.distributed.process_group import build_mesh
 from cascade_train.engine.checkpoint.store import CheckpointStore
-from cascade_train.engine.ema import Ema
 from cascade_train.engine.loop import Cadence, Trainer
 from cascade_train.engine.loss_charts import LossCurve
 from cascade_train.engine.lr_schedule import ConstantSchedule
 from cascade_train.engine.metrics import MetricsLog
 from cascade_train.engine.optimizer import OptimizerSpec
-from cascade_train.engine.phase import BoundPhase, trainable_parameters
+from cascade_train.engine.phase import BoundPhase, Ema, trainable_parameters
 from cascade_train.engine.profiler import Profiler
 from cascade_train.engine.progress import Progress
 from cascade_train.engine.tracking import build_tracker

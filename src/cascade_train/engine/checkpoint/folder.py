@@ -29,11 +29,7 @@ _HIDDEN = re.compile(r"\.step_(\d+)\.(saving|replaced|deleting|slimming)")
 
 
 class CheckpointFolder:
-    """`<directory>/step_<n>/`, and hidden beside them what is being written or deleted.
-
-    Attributes:
-        directory: the folder; need not exist yet.
-    """
+    """`<directory>/step_<n>/`, and hidden beside them what is being written or deleted; need not exist yet."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -167,15 +163,9 @@ def best_value(manifest: Manifest, metric: str | None) -> float | None:
 
 
 def last_logged(path: Path, metric: str, *, step: int) -> dict[str, Any] | None:
-    """Return a metric as last logged at or before a step, as {metric, value, step}; None where it never was.
+    """Return a metric of `metrics.jsonl` as last logged up to a step, as {metric, value, step}; None where it is not.
 
-    Args:
-        path: `metrics.jsonl`; searched from its end.
-        metric: a key of its lines.
-        step: an optimizer step.
-
-    Raises:
-        OSError: the file cannot be read.
+    The file is searched from its end.
     """
     if not path.is_file() or path.stat().st_size == 0:
         return None

@@ -151,18 +151,7 @@ class _ExactLoadPlanner(DefaultLoadPlanner):
 
 
 def load_files(path: Path, manifest: Manifest, state: dict[str, Any], *, optimizer: bool) -> None:
-    """Fill `state` in place from a checkpoint. Collective.
-
-    Args:
-        path: the checkpoint.
-        manifest: its manifest.
-        state: nested dict of tensors (sharded or plain) and plain values; the latter are replaced.
-        optimizer: whether `state` has the optimizers' state; otherwise the checkpoint's is ignored.
-
-    Raises:
-        ConfigError: keys, shapes or dtypes differ: a checkpoint of another model.
-        RunError: a file is missing, unreadable, or could run code.
-    """
+    """Fill `state` in place from a checkpoint. Collective. See `CheckpointStore.load`."""
     tables: list[Metadata] = []
     from_every_rank(lambda: tables.append(read_table(path, manifest)))
     planner = _ExactLoadPlanner(path, frozenset() if optimizer else optimizer_keys(tables[0]))

@@ -70,19 +70,16 @@ class CheckpointStore:
         self._slowest_seconds = 0.0
 
     def save(self, step: int, tensors: dict[str, Any], facts: dict[str, Any]) -> Path:
-        """Save the checkpoint of `step`, then apply retention. Collective.
+        """Save the checkpoint of `step`, then apply retention; return its directory. Collective.
 
         Where the store is asynchronous, this returns once everything is copied to the host, and `wait` raises what
         fails later; an earlier save is waited for first. A checkpoint of the same step is replaced once the new one
         is complete.
 
         Args:
-            step: the optimizer step of the state.
+            step: the optimizer step.
             tensors: nested dict of tensors (sharded or plain) and plain values, with the same keys on all ranks.
             facts: JSON values, equal on all ranks; readable without loading tensors.
-
-        Returns:
-            The directory in which the checkpoint appears.
 
         Raises:
             RunError: the disk is full or failed, or the ranks do not share it; on all ranks, nothing is left.
@@ -140,10 +137,8 @@ class CheckpointStore:
     def newest(self, *, has_optimizer: bool = True) -> Path | None:
         """Return the checkpoint of the highest step that verifies, or None. Reads every byte of it.
 
-        Damaged ones are skipped with a warning that names the file and what is wrong. Not collective: for one rank.
-
-        Args:
-            has_optimizer: skip those without optimizer state too, from which no run can continue.
+        Damaged ones are skipped with a warning that names the file and what is wrong; with `has_optimizer` also those
+        without optimizer state, from which no run can continue. Not collective: for one rank.
         """
         self._folder.restore_replaced()
         for path in reversed(self._folder.visible().values()):
@@ -161,12 +156,12 @@ class CheckpointStore:
         return list(self._folder.visible())
 
     def load(self, path: Path, tensors: dict[str, Any], *, optimizer: bool = True) -> dict[str, Any]:
-        """Fill `tensors` in place from the checkpoint at `path` and return its facts. Collective.
+        """Fill `tensors` in place from a checkpoint and return its facts. Collective.
 
         The number of ranks may differ from that of the save. Nothing in a checkpoint is run as code.
 
         Args:
-            path: a checkpoint, verified by `newest` or `find_fault`.
+            path: verified by `newest` or `find_fault`.
             tensors: as in `save`; plain values are replaced.
             optimizer: whether `tensors` has the optimizers' state; otherwise the checkpoint's is ignored.
 

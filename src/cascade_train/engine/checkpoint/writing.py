@@ -1,6 +1,6 @@
 """From tensors to files: which rank writes what, copies in host memory, torch's distributed checkpoint, and a thread.
 
-Directories, manifests and the fate of a checkpoint are decided in store.py.
+Directories, manifests and retention belong to store.py.
 """
 
 from __future__ import annotations
@@ -109,18 +109,15 @@ class HostMemory:
                 copies[key] = copy.deepcopy(value)
                 continue
             shard = local(value.detach())
-            copies[key] = self._buffer(key, shard).copy_(shard, non_blocking=True)
+            buffer = self._buffers.get(key)
+            if buffer is None or buffer.shape != shard.shape or buffer.dtype != shard.dtype:
+                buffer = torch.empty(shard.shape, dtype=shard.dtype, device="cpu", pin_memory=shard.is_cuda)
+            copies[key] = buffer.copy_(shard, non_blocking=True)
             on_device |= shard.is_cuda
         if on_device:
             torch.cuda.current_stream().synchronize()
         self._buffers = {key: each for key, each in copies.items() if isinstance(each, Tensor)}
         return copies
-
-    def _buffer(self, key: str, like: Tensor) -> Tensor:
-        buffer = self._buffers.get(key)
-        if buffer is None or buffer.shape != like.shape or buffer.dtype != like.dtype:
-            buffer = torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=like.is_cuda)
-        return buffer
 
 
 def own_share(flat: Mapping[str, Any]) -> list[str]:

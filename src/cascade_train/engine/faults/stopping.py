@@ -122,12 +122,7 @@ class Stopping:
         self._votes = votes
 
     def vote(self, *, save_failed: bool, save_seconds: float) -> Request:
-        """Vote at the end of a step; return what the ranks agree on. Collective.
-
-        Args:
-            save_failed: whether the unfinished save has failed on this rank.
-            save_seconds: the longest time that a save took beside the loop, so far.
-        """
+        """Vote at the end of a step; return what the ranks agree on. See `CheckpointStore.failed`. Collective."""
         self.limit.end_step()
         self.limit.note_save(save_seconds)
         wanted = Request.SAVE_FAILED if save_failed else Request(0)

@@ -6,7 +6,7 @@ from torch import nn
 
 from cascade_train.distributed.parallelize import local, parallelize
 from cascade_train.distributed.process_group import build_mesh
-from cascade_train.engine.ema import Ema
+from cascade_train.engine.phase import Ema
 
 
 def build(world, **changes):
