@@ -81,7 +81,7 @@ def test_a_value_overwritten_after_recording_is_not_lost(log):
 
 def test_a_gradient_is_not_kept_alive(log):
     log.record(1, 1, {"loss": torch.tensor(1.0, requires_grad=True) * 2})
-    assert not log._pending[0].values["loss"].requires_grad
+    assert not log._pending[0][2]["loss"].requires_grad
 
 
 def test_steps_may_measure_different_things(log):
