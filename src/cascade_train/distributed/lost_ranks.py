@@ -38,12 +38,7 @@ RANK_ZERO_LOST = (
 class Heartbeat:
     """The step that each rank is in, in a store that all can read, and how long a step waits for a rank.
 
-    With one rank it does nothing.
-
-    Args:
-        rank: of this process.
-        ranks: in all.
-        timeout_seconds: how long a step waits for a rank, from the second one on; the first may compile.
+    With one rank it does nothing. The timeout applies from the second step on, since the first may compile.
     """
 
     def __init__(self, *, rank: int, ranks: int, timeout_seconds: float) -> None:

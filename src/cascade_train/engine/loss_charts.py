@@ -37,12 +37,7 @@ Point = tuple[float, float]
 
 
 class LossCurve:
-    """Draws the loss of each step, and that of validation, to `loss.png` beside the metrics.
-
-    Args:
-        metrics: the run's `metrics.jsonl`.
-        is_main: whether this rank draws.
-    """
+    """Draws the loss of each step, and that of validation, to `loss.png` beside `metrics.jsonl`."""
 
     def __init__(self, metrics: Path, *, is_main: bool) -> None:
         self._metrics = metrics
@@ -111,13 +106,7 @@ def _thinned(points: Sequence[Point]) -> Sequence[Point]:
 
 
 class LossPlot:
-    """Mean unweighted loss of each noise level since the last drawing, gathered on the device; of fixed size.
-
-    Args:
-        directory: where `step_<n>/` folders go.
-        device: where losses are gathered.
-        is_main: whether this rank draws.
-    """
+    """Mean unweighted loss of each noise level since the last drawing, gathered on the device; of fixed size."""
 
     def __init__(self, *, directory: Path, device: torch.device, is_main: bool) -> None:
         self._directory = directory
@@ -138,11 +127,7 @@ class LossPlot:
         self._sums_2N.zero_()
 
     def draw(self, step: int) -> list[Path]:
-        """Draw the samples since the last call, and those before it in grey; start over.
-
-        Returns:
-            The file written; none on other ranks than 0, and where there are no samples.
-        """
+        """Draw the samples since the last call, those before it in grey, to `step_<n>/`; return the file on rank 0."""
         losses, counts = self._sums_2N.tolist()
         self._sums_2N.zero_()
         points = [
@@ -176,14 +161,7 @@ def draw_losses(points: Sequence[Point], before: Sequence[Point]) -> Image.Image
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One line of a chart.
-
-    Attributes:
-        label: above the chart.
-        colour: as Pillow reads it.
-        points: x and y, in order of x.
-        dotted: whether each point is marked.
-    """
+    """One line of a chart: its label, its colour for Pillow, and points in order of x, each marked where `dotted`."""
 
     label: str
     colour: str

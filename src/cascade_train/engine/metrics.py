@@ -33,10 +33,6 @@ class MetricsLog:
     `images_per_second` is the same for all steps of one flush: images over seconds since the flush before. So is
     `data_wait_share`, the share of those seconds that this rank waited for its batches, where `waiting` measures them.
     The clock starts with `start`, else at the first record, so that set-up is never counted.
-
-    Args:
-        path: the file, created at the first flush that has rows.
-        is_main: whether this rank keeps and writes; the others forget what they record.
     """
 
     def __init__(self, path: Path, *, is_main: bool) -> None:
@@ -73,12 +69,7 @@ class MetricsLog:
                 self._seconds += time.perf_counter() - begun
 
     def record(self, step: int, samples_seen: int, values: Mapping[str, Tensor | float]) -> None:
-        """Keep what one optimizer step measured. Does not sync with the host.
-
-        Args:
-            step: the optimizer step.
-            samples_seen: this step's included.
-            values: numbers or () tensors on any device; equal on all ranks.
+        """Keep the numbers or () tensors of one optimizer step, equal on all ranks. Does not sync with the host.
 
         Raises:
             AssertionError: a value is not a scalar, or a tensor spread over ranks.
@@ -98,10 +89,7 @@ class MetricsLog:
         self._pending.clear()
 
     def flush(self) -> list[Row]:
-        """Bring the records since the last flush to the host, append them to the file, and return them.
-
-        Returns:
-            One row per step in order; on other ranks than 0 always none.
+        """Bring the records since the last flush to the host, append them to the file, and return them, on rank 0.
 
         Raises:
             RunError: the disk is full or failed.

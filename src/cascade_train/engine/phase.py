@@ -79,12 +79,9 @@ class BoundPhase:
         return norm
 
     def update(self, step: int, max_steps: int, withheld: Tensor) -> float:
-        """Take optimizer step `step` unless withheld, clear the gradients, and return the learning rate.
+        """Take optimizer step `step` unless `withheld`, clear the gradients, and return the learning rate.
 
-        Args:
-            step: optimizer step, from 1.
-            max_steps: of the run.
-            withheld: () fp32 on the device; 1 = leave weights and optimizer state as they are.
+        `withheld` is () fp32 on the device; 1 = leave weights and optimizer state unchanged.
         """
         lr = self.base_lr * self.lr_schedule.factor(step, max_steps)
         for group in self.optimizer.param_groups:
@@ -121,11 +118,7 @@ class BoundPhase:
 
 
 def gather_samples(outputs: Sequence[StepOutput]) -> dict[str, Tensor]:
-    """Return `loss` and every reported value of the global batch, (G,) or (G, n) each, in its order. Collective.
-
-    Args:
-        outputs: of this rank's micro-batches.
-    """
+    """Return `loss` and reported values of the global batch, (G,) or (G, n), from this rank's outputs. Collective."""
     names = ["loss", *sorted(outputs[0].report)]
     rows = [torch.cat([o.loss_B.detach() if n == "loss" else o.report[n] for o in outputs]).float() for n in names]
     mine = torch.cat([row.reshape(len(row), -1) for row in rows], dim=1)

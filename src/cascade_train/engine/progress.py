@@ -19,10 +19,7 @@ _BAR = "{percentage:3.0f} %|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 class Progress:
     """Shows step, loss, speed, time left and share of time spent waiting for data, on rank 0.
 
-    Args:
-        max_steps: the step at which the run ends.
-        is_main: whether this rank shows anything.
-        every_steps: steps between log lines where there is no terminal; None = only the last step's.
+    `every_steps`: steps between log lines where there is no terminal; None = only the last step's.
     """
 
     def __init__(self, *, max_steps: int, is_main: bool, every_steps: int | None = 1) -> None:

@@ -51,7 +51,7 @@ class Tracker:
 
     Attributes:
         run_id: continues the same tracked run after a resume, equal on all ranks; None where there is none.
-        failed: the tracker failed, and nothing more is sent.
+        failed: nothing more is sent.
     """
 
     failed = False
@@ -195,7 +195,7 @@ def build_tracker(
         entity: wandb's user or team; None = wandb's default.
         mode: wandb's "online" or "offline".
         run_name: shown as the run's name.
-        directory: the run's directory.
+        directory: of the run.
         run_id: a tracked run to continue; None = a new one.
         config: the resolved config, shown with the run, secrets hidden.
 

@@ -105,10 +105,7 @@ class Validation:
     Attributes:
         task: measured through `Task.measures`.
         phases: whose roots go into eval mode, and whose averages are measured too.
-        held_out: the samples.
         logsnr: noise levels, natural logarithm of the signal-to-noise ratio, for tasks that denoise.
-        device: where the task computes.
-        reconstructions: also measured; None = none.
     """
 
     task: Task

@@ -33,10 +33,7 @@ def replacing(path: Path, *, racing: bool = False) -> Iterator[Path]:
     """Yield a hidden path beside `path`, with its suffix; the file written there replaces `path` in one step.
 
     A crash leaves the old file or the new one. If the block fails, the old file stays and the new one is removed.
-
-    Args:
-        path: the file to replace; its directory exists.
-        racing: whether several processes may write it at once: each then has a hidden path of its own.
+    `racing`: several processes may write the file at once; each then has a hidden path of its own.
 
     Raises:
         OSError: the disk is full or failed, or the directory is not writable.
