@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from cascade_train.models.previewer import Previewer
 from cascade_train.models.semantic_compressor import SemanticCompressor
-from cascade_train.options import File
 
 STRIDE = 32
 _PATCH = 4
@@ -25,8 +24,8 @@ GELU_GAIN = 1.5
 class CompressorNetwork(nn.Module):
     """A convolution of patches, three halvings of the resolution, and a map to channels of unit mean square.
 
-    The 16 channels of each position are divided by their root mean square: so latents have the scale that diffusion
-    expects, whatever the pictures, without statistics of a batch or a data set.
+    The channels of each position are divided by their root mean square, so that latents have the scale that diffusion
+    expects without statistics of a batch or a data set.
     """
 
     def __init__(self, widths: tuple[int, int, int, int] = (32, 64, 128, 192), latent_channels: int = 16) -> None:
@@ -44,28 +43,13 @@ class CompressorNetwork(nn.Module):
 
 
 class ConvolutionalCompressor(SemanticCompressor):
-    """A semantic compressor of 0.9 million parameters for pictures of few pixels.
-
-    Args:
-        weights: a run or folder that holds `semantic_compressor/`, or a safetensors file; null = values from a fixed
-            seed, to be trained with Stage B (`task.train_compressor`).
-    """
+    """A semantic compressor of 0.9 million parameters for small images, to be trained with Stage B."""
 
     latent_channels = 16
     stride = STRIDE
 
-    def __init__(self, *, weights: File[str | None]) -> None:
-        self.weights = weights
-
-    def build(self, *, device: torch.device) -> None:
-        """Make the module on `device` in fp32.
-
-        Raises:
-            ConfigError: weights that do not exist or belong to another module.
-        """
-        with torch.device("meta"):
-            module = CompressorNetwork(latent_channels=self.latent_channels)
-        self._fill(module, device, name="semantic_compressor", gain=GELU_GAIN)
+    def _make(self) -> tuple[nn.Module, float]:
+        return CompressorNetwork(latent_channels=self.latent_channels), GELU_GAIN
 
     def encode(self, image_BCHW: Tensor) -> Tensor:
         """Encode (B, 3, H, W) float in [0, 1] to (B, 16, H / 32, W / 32) fp32.
@@ -96,27 +80,9 @@ class DoublingNetwork(nn.Module):
 
 
 class ConvolutionalPreviewer(Previewer):
-    """A previewer of 0.5 million parameters that shows pictures at full size.
-
-    Args:
-        weights: a run or folder that holds `previewer/`, or a safetensors file; null = values from a fixed seed.
-    """
+    """A previewer of 0.5 million parameters that shows images at full size."""
 
     scale = STRIDE
 
-    def __init__(self, *, weights: File[str | None]) -> None:
-        self.weights = weights
-
-    def build(self, *, device: torch.device) -> None:
-        """Make the module on `device` in fp32.
-
-        Raises:
-            ConfigError: weights that do not exist or belong to another module.
-        """
-        with torch.device("meta"):
-            module = DoublingNetwork()
-        self._fill(module, device, name="previewer", gain=GELU_GAIN)
-
-    def decode(self, latent_BCHW: Tensor) -> Tensor:
-        """Decode (B, 16, H, W) to (B, 3, 32 H, 32 W) fp32, not clamped."""
-        return self.module(latent_BCHW.float()).float()
+    def _make(self) -> tuple[nn.Module, float]:
+        return DoublingNetwork(), GELU_GAIN

@@ -1,14 +1,13 @@
-"""What Stage B and C have in common: a `CascadeUNet` under a text tower and a compressor.
+"""What Stage B and C share: a `CascadeUNet` under a text tower and a compressor.
 
-Lives here: that alone. Must not live here: what is modelled and what it is conditioned on (stage_b.py, stage_c.py).
+Must not live here: what is modelled and what it is conditioned on (stage_b.py, stage_c.py).
 """
 
 from __future__ import annotations
 
-import abc
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,33 +26,52 @@ TOWERS = ("text_encoder", "image_encoder")
 
 
 class DenoisingStage(Stage):
-    """A stage whose network is a `CascadeUNet`.
+    """A stage whose network is a `CascadeUNet`, with the original's initialisation where it has no weights.
 
-    Attributes:
-        part: name of the folder that holds its network in pipelines and exports.
-        weights: of the network; None = from scratch.
-        seed: of the network's first values where there are no weights.
-        network_config: architecture of the network.
+    Args:
+        network: architecture of the network.
         text_encoder: frozen text tower.
-        semantic_compressor: frozen map from images to semantic latents.
+        semantic_compressor: images to semantic latents.
+
+    Raises:
+        ValueError: an image size that does not divide, or parts whose widths do not fit the network.
     """
 
-    part: ClassVar[str]
     network: CascadeUNet
     _values: InitialValues
-    weights: str | None
-    seed: int
     _frozen_dtype: torch.dtype
-    network_config: CascadeUNetConfig
-    text_encoder: TextEncoder
-    semantic_compressor: SemanticCompressor
+
+    def __init__(
+        self,
+        parts: Mapping[str, Any],
+        widths: Iterable[tuple[str, str, int]],
+        *,
+        image_size: int,
+        precision: str,
+        seed: int,
+        random_encoders: bool,
+        weights: str | None,
+        network: CascadeUNetConfig,
+        text_encoder: TextEncoder,
+        semantic_compressor: SemanticCompressor,
+    ) -> None:
+        """Store and check; `widths` are (key of the network, key of another part, that part's width)."""
+        self.image_size = image_size
+        self.precision = precision
+        self.seed = seed
+        self.weights = weights
+        self.network_config = network
+        self.text_encoder = text_encoder
+        self.semantic_compressor = semantic_compressor
+        self.image_multiple = semantic_compressor.stride
+        shared = {"text_encoder": text_encoder, "semantic_compressor": semantic_compressor}
+        self._parts = {name: part for name, part in (shared | dict(parts)).items() if part is not None}
+        self._check(widths)
+        if random_encoders:
+            for part in self._parts.values():
+                part.forget_weights()
 
     def _check(self, widths: Iterable[tuple[str, str, int]]) -> None:
-        """Check the image size, and widths: (key of the network, key of a part, that part's width).
-
-        Raises:
-            ValueError: an image size that does not divide, or parts whose widths do not fit the network.
-        """
         if self.image_size < self.image_multiple or self.image_size % self.image_multiple:
             raise ValueError(
                 f"model.image_size={self.image_size}: must be a multiple of {self.image_multiple} pixels, "
@@ -66,11 +84,7 @@ class DenoisingStage(Stage):
                 )
 
     def build(self, *, device: torch.device, network_dtype: torch.dtype, frozen_dtype: torch.dtype) -> None:
-        """Make every module on the meta device, then load or initialise it on `device`; the network waits for `fill`.
-
-        Raises:
-            ConfigError: weights that do not exist or belong to another model.
-        """
+        """Make the parts on `device`, and the network on the meta device, where it waits for `fill`."""
         self._frozen_dtype = frozen_dtype
         for name, make in self._makers(device, network_dtype).items():
             if name not in self.left_out:
@@ -86,7 +100,7 @@ class DenoisingStage(Stage):
     def _makers(self, device: torch.device, network_dtype: torch.dtype) -> dict[str, Callable[[], None]]:
         """Return what builds each part, by its name."""
         makers: dict[str, Callable[[], None]] = {"network": partial(self._build_network, network_dtype)}
-        for name, part in self._parts().items():
+        for name, part in self._parts.items():
             dtype = {"dtype": self._frozen_dtype} if name in TOWERS else {}
             makers[name] = partial(part.build, device=device, **dtype)
         return makers
@@ -109,7 +123,7 @@ class DenoisingStage(Stage):
         return dict(zip(("clip_text", "clip_text_pooled"), self.text_encoder.encode(tokens), strict=True))
 
     def _build_network(self, dtype: torch.dtype) -> None:
-        """Make the network on the meta device, and find what it begins with."""
+        """Make the network on the meta device, and find its initial values."""
         self.network = self.network_config.build()
         nn.Module.to(self.network, dtype)  # diffusers' own `to` warns about modules to keep in fp32, without any
         if self.weights is None:
@@ -118,21 +132,17 @@ class DenoisingStage(Stage):
             self._values = StoredValues(self.network, self.weights, part=self.part)
 
     def fill(self, shares: Shares) -> None:
-        """Write the network's first values, and then what adapters on it derive from them."""
+        """Write the network's initial values, and then what adapters on it derive from them."""
         magnitudes, base = split_magnitudes(shares)
         self._values.fill({name.replace(".base_layer.", "."): share for name, share in base.items()})
         begin_magnitudes(self.network, self._values, magnitudes)
 
-    @abc.abstractmethod
-    def _parts(self) -> dict[str, Any]:
-        """Return the frozen parts by name."""
-
     def frozen_modules(self) -> dict[str, nn.Module]:
         """Return the modules of the frozen parts, by name, but for those that are left out."""
-        return {name: part.module for name, part in self._parts().items() if name not in self.left_out}
+        return {name: part.module for name, part in self._parts.items() if name not in self.left_out}
 
     def notices(self, *, last: bool = False) -> list[str]:
-        """Say how many captions were cut, see `TextEncoder.notices`."""
+        """Report how many captions were truncated, see `TextEncoder.notices`."""
         return self.text_encoder.notices(last=last)
 
     def units(self) -> list[list[nn.Module]]:
@@ -140,11 +150,7 @@ class DenoisingStage(Stage):
         return self.network.units()
 
     def set_attention(self, name: str) -> None:
-        """Choose the attention kernel of the network: "sdpa", "xformers" or "math".
-
-        Raises:
-            ConfigError: the kernel's library is missing.
-        """
+        """Choose the attention kernel of the network, see `attention.set_attention`."""
         self.network.set_attention(name)
 
     def set_activation_checkpointing(self, enabled: bool) -> None:

@@ -12,33 +12,27 @@ from torch import Tensor
 from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
 
 from cascade_train.errors import ConfigError
-from cascade_train.models.initialize import FROZEN_SEED, initialise, tower_rule
+from cascade_train.models.frozen_part import ClipTower
 from cascade_train.options import File
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 
-class ImageEncoder:
+class ImageEncoder(ClipTower):
     """CLIP's image tower with projection, frozen (Stable Cascade uses ViT-L/14).
 
     Args:
-        weights: hub id or local folder of transformers; null = values from a fixed seed.
-        subfolder: folder within `weights`; null = its root.
         image_size_px: side of the square that the tower sees.
         patch_size_px: side of its patches.
-        hidden_size: width of the tokens.
-        intermediate_size: width inside the feed-forward layers.
-        num_hidden_layers: number of layers.
-        num_attention_heads: heads of each layer.
-        projection_dim: width of the image embedding.
-        hidden_act: activation by its transformers name.
-        antialias: whether a larger picture is low-passed as it shrinks to the tower's size, as CLIP's own preprocessing
+        antialias: whether a larger image is low-passed as it shrinks to the tower's size, as CLIP's own preprocessing
             does; false = as the original with its torchvision 0.16.
 
     Raises:
         ValueError: heads that do not divide the width, or patches that do not divide the image.
     """
+
+    module: CLIPVisionModelWithProjection
 
     def __init__(
         self,
@@ -55,31 +49,24 @@ class ImageEncoder:
         hidden_act: str,
         antialias: bool = True,
     ) -> None:
-        if num_attention_heads < 1 or hidden_size % num_attention_heads:
-            raise ValueError(
-                f"image_encoder.num_attention_heads={num_attention_heads}: must divide "
-                f"image_encoder.hidden_size={hidden_size}"
-            )
         if patch_size_px < 1 or image_size_px % patch_size_px:
             raise ValueError(
                 f"image_encoder.patch_size_px={patch_size_px}: must divide image_encoder.image_size_px={image_size_px}"
             )
-        self.weights = weights
-        self.subfolder = subfolder
+        super().__init__(
+            "image_encoder",
+            weights=weights,
+            subfolder=subfolder,
+            hidden_size=hidden_size,
+            intermediate_size=intermediate_size,
+            num_hidden_layers=num_hidden_layers,
+            num_attention_heads=num_attention_heads,
+            projection_dim=projection_dim,
+            hidden_act=hidden_act,
+        )
         self.image_size_px = image_size_px
         self.patch_size_px = patch_size_px
-        self.hidden_size = hidden_size
-        self.intermediate_size = intermediate_size
-        self.num_hidden_layers = num_hidden_layers
-        self.num_attention_heads = num_attention_heads
-        self.projection_dim = projection_dim
-        self.hidden_act = hidden_act
         self.antialias = antialias
-        self.module: CLIPVisionModelWithProjection
-
-    def forget_weights(self) -> None:
-        """Take values from a fixed seed, whatever was named."""
-        self.weights = self.subfolder = None
 
     def build(self, *, device: torch.device, dtype: torch.dtype) -> None:
         """Make the frozen tower on `device`.
@@ -87,43 +74,16 @@ class ImageEncoder:
         Raises:
             ConfigError: weights that do not exist or have other sizes.
         """
-        module = self._from_config(device, dtype) if self.weights is None else self._from_weights(device, dtype)
-        self.module = module.eval().requires_grad_(False)
-        self._mean = torch.tensor(CLIP_MEAN, device=device).view(3, 1, 1)
-        self._std = torch.tensor(CLIP_STD, device=device).view(3, 1, 1)
-
-    def _from_config(self, device: torch.device, dtype: torch.dtype) -> CLIPVisionModelWithProjection:
-        config = CLIPVisionConfig(
-            image_size=self.image_size_px,
-            patch_size=self.patch_size_px,
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
-            num_hidden_layers=self.num_hidden_layers,
-            num_attention_heads=self.num_attention_heads,
-            projection_dim=self.projection_dim,
-            hidden_act=self.hidden_act,
-        )
-        with torch.device("meta"):
-            module = CLIPVisionModelWithProjection(config)
-        initialise(module, tower_rule, device=device, dtype=dtype, seed=FROZEN_SEED)
-        return module
-
-    def _from_weights(self, device: torch.device, dtype: torch.dtype) -> CLIPVisionModelWithProjection:
-        try:
-            module = CLIPVisionModelWithProjection.from_pretrained(
-                self.weights, subfolder=self.subfolder or "", dtype=dtype
-            )
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"image_encoder.weights={self.weights}: is neither a local folder nor a hub id that can be reached; "
-                f"null takes seeded values ({error})"
-            ) from error
-        if (module.config.image_size, module.config.projection_dim) != (self.image_size_px, self.projection_dim):
+        sizes = CLIPVisionConfig(image_size=self.image_size_px, patch_size=self.patch_size_px, **self.sizes)
+        self._make(CLIPVisionModelWithProjection, sizes, device, dtype)
+        config = self.module.config
+        if (config.image_size, config.projection_dim) != (self.image_size_px, self.projection_dim):
             raise ConfigError(
                 f"image_encoder.projection_dim={self.projection_dim} and image_size_px={self.image_size_px}: "
-                f"{self.weights} has {module.config.projection_dim} and {module.config.image_size}"
+                f"{self.weights} has {config.projection_dim} and {config.image_size}"
             )
-        return module.to(device)
+        self._mean = torch.tensor(CLIP_MEAN, device=device).view(3, 1, 1)
+        self._std = torch.tensor(CLIP_STD, device=device).view(3, 1, 1)
 
     def preprocess(self, image_BCHW: Tensor) -> Tensor:
         """Resize the shorter side (bicubic), cut the centre square and normalise; [0, 1] in, fp32 out."""

@@ -9,10 +9,9 @@ Shape legend: B batch, C channels, H W image or latent size.
 from __future__ import annotations
 
 import abc
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cascade_train.models.frozen_part import FrozenPart
 from cascade_train.options import File
@@ -29,6 +28,8 @@ class LatentCodec(FrozenPart):
         stride: image pixels for each latent position.
     """
 
+    key = "stage_a"
+    folder = "vqgan"
     latent_channels: int
     stride: int
 
@@ -59,6 +60,8 @@ class VQGAN(LatentCodec):
         ValueError: a scale factor that is not above 0.
     """
 
+    renamed = ORIGINAL_NAMES
+
     def __init__(
         self,
         *,
@@ -72,7 +75,7 @@ class VQGAN(LatentCodec):
     ) -> None:
         if not scale_factor > 0.0:
             raise ValueError(f"stage_a.scale_factor={scale_factor}: divides the latents, give a number above 0")
-        self.weights = weights
+        super().__init__(weights=weights)
         self.scale_factor = scale_factor
         self.latent_channels = latent_channels
         self.stride = 2**levels
@@ -84,19 +87,11 @@ class VQGAN(LatentCodec):
             "num_vq_embeddings": num_vq_embeddings,
             "scale_factor": scale_factor,
         }
-        self.module: Any
 
-    def build(self, *, device: torch.device) -> None:
-        """Make the module on `device` in fp32.
-
-        Raises:
-            ConfigError: weights that do not exist or belong to another module.
-        """
+    def _make(self) -> tuple[nn.Module, float]:
         from diffusers.pipelines.deprecated.wuerstchen.modeling_paella_vq_model import PaellaVQModel
 
-        with torch.device("meta"):
-            module = PaellaVQModel(**self.arguments)
-        self._fill(module, device, name="stage_a", gain=1.0, part="vqgan", renamed=ORIGINAL_NAMES)
+        return PaellaVQModel(**self.arguments), 1.0
 
     @torch.no_grad()
     def encode(self, image_BCHW: Tensor) -> Tensor:

@@ -1,22 +1,19 @@
 """The previewer: semantic latents to small images for people.
 
 Lives here: the contract of a previewer and the original's convolutional one. Must not live here: the way to latents
-(semantic_compressor.py); full-size decoding is the work of Stage B and A.
+(semantic_compressor.py), and full-size decoding (Stage B and A).
 
 Shape legend: B batch, C channels, H W latent size.
 """
 
 from __future__ import annotations
 
-import abc
 from typing import ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from cascade_train.models.efficientnet import FixedBatchNorm2d
 from cascade_train.models.frozen_part import FrozenPart
-from cascade_train.options import File
 
 
 class Previewer(FrozenPart):
@@ -26,14 +23,15 @@ class Previewer(FrozenPart):
         scale: pixels of the preview for each latent position.
     """
 
+    key = folder = "previewer"
     scale: ClassVar[int]
 
-    @abc.abstractmethod
     def decode(self, latent_BCHW: Tensor) -> Tensor:
         """Decode latents (B, C, H, W) to (B, 3, scale H, scale W) fp32, not clamped. Must not sync.
 
         With gradient where the module trains and the caller asks for it (`objective=preview`).
         """
+        return self.module(latent_BCHW.float()).float()
 
 
 class PreviewNetwork(nn.Module):
@@ -66,28 +64,9 @@ class PreviewNetwork(nn.Module):
 
 
 class ConvolutionPreviewer(Previewer):
-    """The original's previewer: eight pixels for each latent position.
-
-    Args:
-        weights: local safetensors file, a run or folder that holds `previewer/`, or `owner/name:file` on the hub;
-            null = values from a fixed seed.
-    """
+    """The original's previewer: eight pixels for each latent position."""
 
     scale = 8
 
-    def __init__(self, *, weights: File[str | None]) -> None:
-        self.weights = weights
-
-    def build(self, *, device: torch.device) -> None:
-        """Make the module on `device` in fp32.
-
-        Raises:
-            ConfigError: weights that do not exist or belong to another module.
-        """
-        with torch.device("meta"):
-            module = PreviewNetwork()
-        self._fill(module, device, name="previewer", gain=1.6)
-
-    def decode(self, latent_BCHW: Tensor) -> Tensor:
-        """Decode (B, 16, H, W) to (B, 3, 8 H, 8 W) fp32, not clamped."""
-        return self.module(latent_BCHW.float()).float()
+    def _make(self) -> tuple[nn.Module, float]:
+        return PreviewNetwork(), 1.6

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from cascade_train.models.efficientnet import build_features
 from cascade_train.models.frozen_part import FrozenPart
-from cascade_train.options import File
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -30,6 +29,7 @@ class SemanticCompressor(FrozenPart):
         stride: image pixels for each latent position.
     """
 
+    key = folder = "semantic_compressor"
     latent_channels: ClassVar[int]
     stride: ClassVar[int]
 
@@ -61,31 +61,20 @@ class EfficientNetEncoder(nn.Module):
 
 
 class EfficientNetCompressor(SemanticCompressor):
-    """The original's compressor: stride 32, no scaling of the latent.
-
-    Args:
-        weights: local safetensors file, a run or folder that holds `semantic_compressor/`, or `owner/name:file` on the
-            hub; null = values from a fixed seed.
-    """
+    """The original's compressor: stride 32, no scaling of the latent."""
 
     latent_channels = 16
     stride = 32
 
-    def __init__(self, *, weights: File[str | None]) -> None:
-        self.weights = weights
-
     def build(self, *, device: torch.device) -> None:
-        """Make the module on `device` in fp32.
-
-        Raises:
-            ConfigError: weights that do not exist or belong to another module.
-        """
-        with torch.device("meta"):
-            module = EfficientNetEncoder(self.latent_channels)
-        # This gain keeps the scale of activations through the backbone's gates: latents of std 0.2 to 6.
-        self._fill(module, device, name="semantic_compressor", gain=1.13)
+        """Make the module, see `FrozenPart.build`, and the constants of its preprocessing."""
+        super().build(device=device)
         self._mean = torch.tensor(IMAGENET_MEAN, device=device).view(3, 1, 1)
         self._std = torch.tensor(IMAGENET_STD, device=device).view(3, 1, 1)
+
+    def _make(self) -> tuple[nn.Module, float]:
+        # This gain keeps the scale of activations through the backbone's gates: latents of std 0.2 to 6.
+        return EfficientNetEncoder(self.latent_channels), 1.13
 
     def encode(self, image_BCHW: Tensor) -> Tensor:
         """Encode (B, 3, H, W) float in [0, 1] to (B, 16, ceil(H / 32), ceil(W / 32)) fp32."""

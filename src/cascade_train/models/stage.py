@@ -36,34 +36,43 @@ Images = Tensor | Products
 
 
 def product(images: Images, name: str, make: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return what the cache holds of images under a name, or what `make` makes of them."""
+    """Return the product that a cache holds of images, or what `make` makes of them."""
     return make(images) if isinstance(images, Tensor) else images[name]
 
 
 class Stage(abc.ABC):
     """One stage of the cascade. The constructor is cheap; `build` makes and loads the modules.
 
+    Args:
+        image_size: side in pixels of the square training images; a multiple of the stage's stride.
+        precision: number format of compute that the size is meant for, used where `train.precision` is auto.
+        seed: of the network's initial values when `weights` is null.
+        random_encoders: true = the frozen parts take values from a fixed seed and the packaged tokenizer, whatever
+            their own `weights` say (nothing is downloaded).
+        weights: of the network: hub id (`owner/name:subfolder`), local diffusers folder, run, or single file; null =
+            from scratch.
+
     Attributes:
-        name: "stage_a", "stage_b" or "stage_c"; tasks say which names they fit.
-        image_size: side in pixels of the square images that the stage trains on.
-        precision: "bf16" or "fp32", the compute that the stage is meant for.
+        name: "stage_a", "stage_b" or "stage_c"; tasks name those that they fit.
+        part: name of the folder that holds its network in pipelines and exports.
         image_multiple: both sides of an image must be multiples of this many pixels.
         image_keep_prob: share of training samples that keep their image condition, where a task names no other.
         guidance_scale: classifier-free guidance of samples, where `sample.guidance_scale` is null; None = none.
-        needs_image: whether evaluation and sampling, too, show the network an image; else they show it text alone.
-        denoises: whether the network denoises latents; else there are no conditions, and nobody asks it to `predict`.
+        needs_image: whether the network sees an image in evaluation and sampling too, or text alone.
+        denoises: whether the network denoises latents; else it has no conditions and no `predict`.
         latent_name: what the clean latents are called among the products.
         image_products: what the stage makes of an image alone, without a random choice, by name; the value is the part
             that makes it, the key below `model.`.
-        caption_products: what it makes of a caption alone, likewise.
-        why_not_cached: why there are no `image_products`, for people.
+        caption_products: the same of a caption alone.
+        why_not_cached: why there are no `image_products`, for messages.
         encodes_nothing: parts that no product needs.
         left_out: parts that `build` leaves out; set before it.
         caption_lookup: finds the products of captions in a cache, on the host; None = the stage makes them itself.
-        network: the module that denoises; exists after `build`, unless it is left out.
+        network: exists after `build`, unless it is left out.
     """
 
     name: ClassVar[str]
+    part: ClassVar[str]
     image_keep_prob: ClassVar[float]
     guidance_scale: ClassVar[float | None] = None
     needs_image: ClassVar[bool]
@@ -78,6 +87,8 @@ class Stage(abc.ABC):
     image_size: int
     precision: str
     image_multiple: int
+    weights: str | None
+    seed: int
     network: nn.Module
 
     @abc.abstractmethod
@@ -87,19 +98,19 @@ class Stage(abc.ABC):
         A stage may leave its network on the meta device, so that it is sharded before it has memory; `fill` follows.
 
         Args:
-            device: where the modules go.
+            device: of the modules.
             network_dtype: fp32 where the network itself trains (master weights), else the frozen dtype.
-            frozen_dtype: dtype of frozen text and image towers.
+            frozen_dtype: of frozen text and image towers.
 
         Raises:
             ConfigError: weights that do not exist or belong to another model.
         """
 
     def fill(self, shares: Shares) -> None:
-        """Write the first values of a network that `build` left on the meta device.
+        """Write the initial values of a network that `build` left on the meta device.
 
         Args:
-            shares: undefined memory of this rank, by the network's names as they are now, after the task's changes.
+            shares: undefined memory of this rank, by the network's names after the task's changes.
 
         Raises:
             AssertionError: this stage leaves nothing on the meta device, as by default.
@@ -116,7 +127,7 @@ class Stage(abc.ABC):
         """Turn captions into token ids and attention mask, (B, L) int64 on the host. May sync."""
 
     def notices(self, *, last: bool = False) -> list[str]:
-        """Return what people should hear about the captions, see `Task.notices`; nothing by default."""
+        """Return what to log about the captions, see `Task.notices`; nothing by default."""
         return []
 
     def complete(self) -> None:

@@ -9,7 +9,7 @@ Shape legend: B batch, C channels, H W image or latent size.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +25,6 @@ class StageA(Stage):
     """Stage A of Stable Cascade, at any size. It sees no captions, and denoises nothing.
 
     Args:
-        image_size: side in pixels of the training images; a multiple of the stride.
-        precision: number format of compute that the size is meant for, used where `train.precision` is auto.
-        seed: of the network's first values when `weights` is null.
         random_encoders: there are none beside the network; here so that `debug=random_weights` fits every model.
         weights: of the network: hub id, local folder of diffusers, run, or single file, with the original's names or
             diffusers'; null = from scratch.
@@ -43,7 +40,7 @@ class StageA(Stage):
     """
 
     name = "stage_a"
-    part: ClassVar[str] = "vqgan"
+    part = "vqgan"
     denoises = False
     image_keep_prob = 0.0
     needs_image = True
@@ -91,11 +88,7 @@ class StageA(Stage):
         self.network: Any
 
     def build(self, *, device: torch.device, network_dtype: torch.dtype, frozen_dtype: torch.dtype) -> None:
-        """Make the network on the meta device, then load or initialise it on `device`.
-
-        Raises:
-            ConfigError: weights that do not exist or belong to another model.
-        """
+        """Make the network on the meta device, then load or initialise it on `device`."""
         from cascade_train.models.vq_network import VQNetwork, vq_rule  # heavy: diffusers
 
         with torch.device("meta"):
@@ -103,19 +96,12 @@ class StageA(Stage):
         if self.weights is None:
             initialise(network, vq_rule, device=device, dtype=network_dtype, seed=self.seed)
         else:
-            load_module(
-                network,
-                self.weights,
-                dtype=network_dtype,
-                device=device,
-                key="model.weights",
-                part=self.part,
-                renamed=ORIGINAL_NAMES,
-            )
+            where = {"device": device, "key": "model.weights", "part": self.part}
+            load_module(network, self.weights, dtype=network_dtype, renamed=ORIGINAL_NAMES, **where)
         self.network = network.train()
 
     def frozen_modules(self) -> dict[str, nn.Module]:
-        """Return nothing: whether encoder and decoder train is the task's affair."""
+        """Return nothing: the task decides whether encoder and decoder train."""
         return {}
 
     def tokenize(self, captions: Sequence[str]) -> Tokens:

@@ -1,7 +1,6 @@
 """Stage B: the latents of Stage A from semantic latents and text.
 
-Lives here: which modules make up the stage, and how images and captions become latents and conditions. Must not live
-here: the modules themselves, and anything about what trains.
+Lives here: how images and captions become latents and conditions. Must not live here: the modules, and what trains.
 
 Shape legend: B batch, C channels, H W image or latent size, L text tokens, D width.
 """
@@ -50,23 +49,14 @@ class StageB(DenoisingStage):
     decode latents of any resolution. Each sample has a factor of its own, where the original draws one for a batch.
 
     Args:
-        image_size: side in pixels of the training images; a multiple of the compressor's stride.
-        precision: number format of compute that the size is meant for, used where `train.precision` is auto.
-        seed: of the network's first values when `weights` is null.
-        random_encoders: true = the frozen parts take values from a fixed seed and the packaged tokenizer, whatever
-            their own `weights` say (nothing is downloaded).
-        weights: of the network: hub id (`owner/name:subfolder`), local diffusers folder, or single file; null = from
-            scratch with the original's initialisation.
         shrink_range: smallest and largest factor by which images shrink in front of the compressor, in (0, 1].
         semantic_noise: standard deviation of the noise on semantic latents in training, so that the network forgives
             Stage C its errors (Ho et al. 2022, section 4.2); 0 = none, as in the original.
-        network: architecture of the network.
-        text_encoder: frozen text tower, whose pooled embedding is a condition.
         semantic_compressor: images to the semantic latents that are a condition.
         stage_a: images to the latents that are modelled, and back.
 
     Raises:
-        ValueError: an image size that does not divide, factors out of range, or parts whose widths do not fit.
+        ValueError: factors or noise out of range.
     """
 
     name = "stage_b"
@@ -94,52 +84,39 @@ class StageB(DenoisingStage):
         semantic_compressor: SemanticCompressor,
         stage_a: LatentCodec,
     ) -> None:
-        self.image_size = image_size
-        self.precision = precision
-        self.image_multiple = semantic_compressor.stride
-        self.weights = weights
-        self.seed = seed
+        if len(shrink_range) != 2 or not 0.0 < shrink_range[0] <= shrink_range[1] <= 1.0:
+            raise ValueError(
+                f"model.shrink_range={shrink_range}: give the smallest and the largest factor, between 0 and 1, "
+                "as in [0.5, 1.0]"
+            )
+        if semantic_noise < 0.0:
+            raise ValueError(f"model.semantic_noise={semantic_noise}: is a standard deviation, give 0 or more")
         self.shrink_range = shrink_range
         self.semantic_noise = semantic_noise
-        self.network_config = network
-        self.text_encoder = text_encoder
-        self.semantic_compressor = semantic_compressor
         self.stage_a = stage_a
         if min(shrink_range) == 1.0:
             self.image_products = {"vq_latent": "stage_a", "effnet": "semantic_compressor"}
             self.caption_products = {"clip_text_pooled": "text_encoder"}
-        self._check_parts()
-        if random_encoders:
-            for part in self._parts().values():
-                part.forget_weights()
-
-    def _check_parts(self) -> None:
-        if len(self.shrink_range) != 2 or not 0.0 < self.shrink_range[0] <= self.shrink_range[1] <= 1.0:
-            raise ValueError(
-                f"model.shrink_range={self.shrink_range}: give the smallest and the largest factor, between 0 and 1, "
-                "as in [0.5, 1.0]"
-            )
-        if self.semantic_noise < 0.0:
-            raise ValueError(f"model.semantic_noise={self.semantic_noise}: is a standard deviation, give 0 or more")
         widths = (
-            ("in_channels", "stage_a.latent_channels", self.stage_a.latent_channels),
-            ("effnet_in_channels", "semantic_compressor.latent_channels", self.semantic_compressor.latent_channels),
-            ("clip_text_pooled_in_channels", "text_encoder.projection_dim", self.text_encoder.projection_dim),
+            ("in_channels", "stage_a.latent_channels", stage_a.latent_channels),
+            ("effnet_in_channels", "semantic_compressor.latent_channels", semantic_compressor.latent_channels),
+            ("clip_text_pooled_in_channels", "text_encoder.projection_dim", text_encoder.projection_dim),
         )
-        self._check(widths)
-
-    def _parts(self) -> dict[str, TextEncoder | SemanticCompressor | LatentCodec]:
-        return {
-            "text_encoder": self.text_encoder,
-            "semantic_compressor": self.semantic_compressor,
-            "stage_a": self.stage_a,
-        }
+        super().__init__(
+            {"stage_a": stage_a},
+            widths,
+            image_size=image_size,
+            precision=precision,
+            seed=seed,
+            random_encoders=random_encoders,
+            weights=weights,
+            network=network,
+            text_encoder=text_encoder,
+            semantic_compressor=semantic_compressor,
+        )
 
     def encode(self, images: Images) -> Tensor:
-        """Encode images (B, 3, H, W) float in [0, 1] to latents x0 (B, 4, H / 4, W / 4) fp32, or find them there.
-
-        No gradient.
-        """
+        """Encode images (B, 3, H, W) float in [0, 1] to latents x0 (B, 4, H / 4, W / 4) fp32, or return cached ones."""
         return product(images, "vq_latent", self.stage_a.encode)
 
     @torch.no_grad()
@@ -155,8 +132,8 @@ class StageB(DenoisingStage):
         sizes = [self.shrunken(height, width, factor) for factor in factors_B.tolist()]
         if self.semantic_noise == 0.0:
             return Drawn(sizes=sizes)
-        compressor = self.semantic_compressor
-        shape = (compressor.latent_channels, -(-height // compressor.stride), -(-width // compressor.stride))
+        stride = self.semantic_compressor.stride
+        shape = (self.semantic_compressor.latent_channels, -(-height // stride), -(-width // stride))
         return Drawn(sizes=sizes, noise_BCHW=batch.normal("semantic_noise", shape))
 
     def _sides(self, batch: Batch) -> Size:
@@ -181,12 +158,8 @@ class StageB(DenoisingStage):
     ) -> Conditions:
         """Encode captions and images to `clip_text_pooled` (B, 1, D) and `effnet` (B, 16, H', W').
 
-        Args:
-            tokens: from `tokenize`, on the device.
-            images: (B, 3, H, W) float in [0, 1], or their semantic latents by the name `effnet`, cached or Stage C's;
-                None = zeros.
-            keep_image_B: (B,) bool, which samples keep their semantic latents, the others get zeros; None = all.
-            drawn: from `draw`; None = images do not shrink, and there is no noise.
+        `effnet` is zeros without images, and for samples that do not keep theirs. Images may be given as their semantic
+        latents by the name `effnet`, cached or Stage C's. Without `drawn`, images do not shrink and there is no noise.
         """
         pooled = self._encode_text(tokens)["clip_text_pooled"]
         if images is None:

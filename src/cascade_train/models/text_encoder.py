@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer
 
 from cascade_train.errors import ConfigError
-from cascade_train.models.initialize import FROZEN_SEED, initialise, tower_rule
+from cascade_train.models.frozen_part import ClipTower
 from cascade_train.models.stage import Tokens
 from cascade_train.models.tiny_vocabulary import FOLDER
 from cascade_train.options import File
@@ -25,29 +25,24 @@ LONG_PIECES = 3
 """Pieces of a long caption: 225 tokens where one piece has 75, as other trainers have it."""
 
 
-class TextEncoder:
+class TextEncoder(ClipTower):
     """CLIP's text tower with projection, frozen (Stable Cascade, core: 77 tokens, padded, mask passed).
 
     Args:
-        weights: hub id or local folder of transformers; null = values from a fixed seed.
-        subfolder: folder within `weights`; null = its root.
         tokenizer: hub id or local folder; null = the packaged one.
         tokenizer_subfolder: folder within `tokenizer`; null = its root.
-        max_tokens: length to which captions are cut and padded, start and end included.
+        max_tokens: length to which captions are truncated and padded, start and end included.
         vocab_size: rows of the embedding table.
-        hidden_size: width of the text tokens.
-        intermediate_size: width inside the feed-forward layers.
-        num_hidden_layers: number of layers.
-        num_attention_heads: heads of each layer.
-        projection_dim: width of the pooled embedding.
-        hidden_act: activation by its transformers name.
         long_captions: a caption is encoded in three pieces of `max_tokens` that follow each other, the pooled embedding
-            being the first piece's; false = one piece, and what is longer is cut. Always three, so that a sample does
-            not depend on its neighbours.
+            being the first piece's; false = one piece, and what is longer is truncated. Always three, so that a sample
+            does not depend on its neighbours.
 
     Raises:
         ValueError: a size below one, or heads that do not divide the width.
     """
+
+    module: CLIPTextModelWithProjection
+    tokenizer: CLIPTokenizer
 
     def __init__(
         self,
@@ -68,33 +63,29 @@ class TextEncoder:
     ) -> None:
         if max_tokens < 3:
             raise ValueError(f"text_encoder.max_tokens={max_tokens}: must be at least 3 (start, one token, end)")
-        if num_attention_heads < 1 or hidden_size % num_attention_heads:
-            raise ValueError(
-                f"text_encoder.num_attention_heads={num_attention_heads}: must divide "
-                f"text_encoder.hidden_size={hidden_size}"
-            )
-        self.weights = weights
-        self.subfolder = subfolder
+        super().__init__(
+            "text_encoder",
+            weights=weights,
+            subfolder=subfolder,
+            hidden_size=hidden_size,
+            intermediate_size=intermediate_size,
+            num_hidden_layers=num_hidden_layers,
+            num_attention_heads=num_attention_heads,
+            projection_dim=projection_dim,
+            hidden_act=hidden_act,
+        )
         self.tokenizer_source = tokenizer
         self.tokenizer_subfolder = tokenizer_subfolder
         self.max_tokens = max_tokens
         self.vocab_size = vocab_size
-        self.hidden_size = hidden_size
-        self.intermediate_size = intermediate_size
-        self.num_hidden_layers = num_hidden_layers
-        self.num_attention_heads = num_attention_heads
-        self.projection_dim = projection_dim
-        self.hidden_act = hidden_act
         self.pieces = LONG_PIECES if long_captions else 1
-        self._captions = self._cut = 0
-        self._told = False
-        self.tokenizer: CLIPTokenizer
-        self.module: CLIPTextModelWithProjection
+        self._captions = self._truncated = 0
+        self._noticed = False
 
     def forget_weights(self) -> None:
         """Take values from a fixed seed and the packaged tokenizer, whatever was named."""
-        self.weights = self.tokenizer_source = None
-        self.subfolder = self.tokenizer_subfolder = None
+        super().forget_weights()
+        self.tokenizer_source = self.tokenizer_subfolder = None
 
     def build(self, *, device: torch.device, dtype: torch.dtype) -> None:
         """Load the tokenizer and make the frozen tower on `device`.
@@ -103,10 +94,19 @@ class TextEncoder:
             ConfigError: sources that do not exist, or that do not fit the sizes given here or each other.
         """
         self.tokenizer = self._load_tokenizer()
-        module = self._from_config(device, dtype) if self.weights is None else self._from_weights(device, dtype)
+        special = {name: getattr(self.tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        config = CLIPTextConfig(
+            vocab_size=self.vocab_size, max_position_embeddings=self.max_tokens, **self.sizes, **special
+        )
+        self._make(CLIPTextModelWithProjection, config, device, dtype)
+        for key in ("vocab_size", "hidden_size", "projection_dim"):
+            if getattr(self.module.config, key) != getattr(self, key):
+                raise ConfigError(
+                    f"text_encoder.{key}={getattr(self, key)}: {self.weights} has {getattr(self.module.config, key)}; "
+                    "set the sizes of the tower that the weights belong to"
+                )
         # The pooled token is the first end of text; the legacy id 2 would pool at the highest id: an added token.
-        module.text_model.eos_token_id = module.config.eos_token_id = self.tokenizer.eos_token_id
-        self.module = module.eval().requires_grad_(False)
+        self.module.text_model.eos_token_id = self.module.config.eos_token_id = self.tokenizer.eos_token_id
         # The states before are inputs of layers; a sharded tower must not take them for its results.
         self.module.register_forward_hook(_keep_last_hidden_state)
 
@@ -132,43 +132,6 @@ class TextEncoder:
             )
         return tokenizer
 
-    def _from_config(self, device: torch.device, dtype: torch.dtype) -> CLIPTextModelWithProjection:
-        config = CLIPTextConfig(
-            vocab_size=self.vocab_size,
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
-            num_hidden_layers=self.num_hidden_layers,
-            num_attention_heads=self.num_attention_heads,
-            projection_dim=self.projection_dim,
-            max_position_embeddings=self.max_tokens,
-            hidden_act=self.hidden_act,
-            bos_token_id=self.tokenizer.bos_token_id,
-            eos_token_id=self.tokenizer.eos_token_id,
-            pad_token_id=self.tokenizer.pad_token_id,
-        )
-        with torch.device("meta"):
-            module = CLIPTextModelWithProjection(config)
-        initialise(module, tower_rule, device=device, dtype=dtype, seed=FROZEN_SEED)
-        return module
-
-    def _from_weights(self, device: torch.device, dtype: torch.dtype) -> CLIPTextModelWithProjection:
-        try:
-            module = CLIPTextModelWithProjection.from_pretrained(
-                self.weights, subfolder=self.subfolder or "", dtype=dtype
-            )
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"text_encoder.weights={self.weights}: is neither a local folder nor a hub id that can be reached; "
-                f"null takes seeded values ({error})"
-            ) from error
-        for key in ("vocab_size", "hidden_size", "projection_dim"):
-            if getattr(module.config, key) != getattr(self, key):
-                raise ConfigError(
-                    f"text_encoder.{key}={getattr(self, key)}: {self.weights} has {getattr(module.config, key)}; "
-                    "set the sizes of the tower that the weights belong to"
-                )
-        return module.to(device)
-
     def units(self) -> list[list[nn.Module]]:
         """Return the tower's layers, each of which shards by itself, in execution order."""
         return [[layer] for layer in self.module.text_model.encoder.layers]
@@ -178,7 +141,7 @@ class TextEncoder:
         room = self.max_tokens - 2
         words = self.tokenizer(list(captions), add_special_tokens=False, verbose=False)["input_ids"]
         self._captions += len(words)
-        self._cut += sum(len(ids) > room * self.pieces for ids in words)
+        self._truncated += sum(len(ids) > room * self.pieces for ids in words)
         pieces = [ids[room * k :][:room] for ids in words for k in range(self.pieces)]
         start, end, pad = (getattr(self.tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad"))
         ids_PL = torch.tensor([[start, *piece, end] + [pad] * (room - len(piece)) for piece in pieces])
@@ -187,13 +150,13 @@ class TextEncoder:
         return {name: value_PL.reshape(len(words), -1) for name, value_PL in tokens.items()}
 
     def notices(self, *, last: bool = False) -> list[str]:
-        """Say how many captions were cut: once, when the first were, and at the `last` call, if any were."""
-        if not self._cut or (self._told and not last):
+        """Report how many captions were truncated: once, when the first were, and at the `last` call, if any were."""
+        if not self._truncated or (self._noticed and not last):
             return []
-        self._told = True
+        self._noticed = True
         room = (self.max_tokens - 2) * self.pieces
         remedy = "" if self.pieces > 1 else "; model.text_encoder.long_captions=true takes three times as many"
-        return [f"{self._cut} of {self._captions} captions were longer than {room} tokens and were cut{remedy}."]
+        return [f"{self._truncated} of {self._captions} captions were longer than {room} tokens and were cut{remedy}."]
 
     def encode(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
         """Encode (B, L) tokens to text (B, L, D) before the final layer norm and pooled text (B, 1, D').
