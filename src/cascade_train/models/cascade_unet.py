@@ -53,11 +53,7 @@ class CascadeUNet(StableCascadeUNet):
         return [list(blocks[start : start + size]) for start in range(0, len(blocks), size)]
 
     def set_attention(self, name: str) -> None:
-        """Choose the attention kernel: "sdpa", "xformers" or "math".
-
-        Raises:
-            ConfigError: an unknown name, or xformers is not installed.
-        """
+        """Choose the attention kernel, see `attention.set_attention`."""
         set_attention(self, name)
 
     def time_embedding(self, timestep_ratio: Tensor, sca: Tensor | None, crp: Tensor | None) -> Tensor:
@@ -79,10 +75,8 @@ class CascadeUNet(StableCascadeUNet):
     ) -> Tensor:
         """Map text, pooled text and image embeddings to condition tokens (B, L, D), layer-normalised.
 
-        Args:
-            clip_txt_pooled: (B, D) or (B, N, D); `clip_seq` tokens per vector.
-            clip_txt: (B, L, D), one token each.
-            clip_img: (B, D) or (B, N, D); `clip_seq` tokens per vector.
+        `clip_txt` (B, L, D) gives one token each; `clip_txt_pooled` and `clip_img`, (B, D) or (B, N, D), `clip_seq`
+        tokens per vector.
 
         Raises:
             ValueError: only one of `clip_txt` and `clip_img` is given.
@@ -167,7 +161,7 @@ class CascadeUNet(StableCascadeUNet):
         return_dict: bool = True,
         control: dict[int, Tensor] | None = None,
     ) -> StableCascadeUNetOutput | tuple[Tensor]:
-        """Predict the diffusion target.
+        """Predict the diffusion target, of the shape of `sample`, in the dtype of the weights.
 
         Args:
             sample: (B, C, H, W) noised latent, cast to the dtype of the weights.
@@ -182,9 +176,6 @@ class CascadeUNet(StableCascadeUNet):
             return_dict: False = a tuple of one tensor.
             control: maps (B, C, H', W') by index of the executed residual block (down, then up, every repeat pass
                 counts), added in front of the block, resized bilinearly; indices past the last block have no effect.
-
-        Returns:
-            The prediction, shape of `sample`, in the dtype of the weights.
 
         Raises:
             ValueError: only one of `clip_text` and `clip_img` is given.

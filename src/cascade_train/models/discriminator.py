@@ -19,11 +19,9 @@ class PatchDiscriminator(nn.Module):
     """Scores patches of a picture: high where it looks like one of the data."""
 
     def __init__(self, *, channels: int, layers: int) -> None:
-        """Make the layers.
+        """Make the layers: each of the `layers` halves the resolution and doubles the width.
 
-        Args:
-            channels: width of the first layer; doubled by each of the next, to at most eight times.
-            layers: strided layers, each of half the resolution.
+        The first is `channels` wide, and none wider than eight times that.
         """
         super().__init__()
         blocks: list[nn.Module] = [nn.Sequential(nn.Conv2d(3, channels, 4, stride=2, padding=1), nn.LeakyReLU(0.2))]

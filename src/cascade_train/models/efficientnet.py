@@ -64,15 +64,11 @@ def build_control_features(channels: int) -> nn.Sequential:
 
 
 def load_features(features: nn.Module, source: str, *, key: str) -> None:
-    """Give features their trained values, in place.
+    """Give features from `build_control_features`, which have memory, their trained values, in place.
 
     Where the first convolution takes another number of channels than 3, the first three are those of red, green and
-    blue as far as there are as many, and the others begin at zero.
-
-    Args:
-        features: from `build_control_features`, with memory.
-        source: "imagenet", or where a file of torchvision, of the compressor or of bare features lies.
-        key: the config key that named the source.
+    blue as far as there are as many, and the others begin at zero. `source` is "imagenet", or a file of torchvision, of
+    the compressor or of bare features; `key` the config key that named it.
 
     Raises:
         ConfigError: nothing there, or not the weights of EfficientNet-V2-S.

@@ -32,11 +32,7 @@ INCEPTION_LAYER = "2048"
 
 
 def check_installed() -> None:
-    """Check that the library of metrics is there.
-
-    Raises:
-        ConfigError: it is not.
-    """
+    """Raise a `ConfigError` where the library of metrics is not installed."""
     if find_spec("torchmetrics") is None:
         raise ConfigError(
             "Reconstructions are measured by the library torchmetrics, which is not installed. "
@@ -47,9 +43,7 @@ def check_installed() -> None:
 def image_quality(image_BCHW: Tensor, original_BCHW: Tensor) -> dict[str, Tensor]:
     """Return `psnr` in decibels and `ssim` (Wang et al. 2004) of each image, (B,) fp32; higher is better.
 
-    Args:
-        image_BCHW: (B, 3, H, W) float; counted within [0, 1].
-        original_BCHW: (B, 3, H, W) float in [0, 1].
+    Images (B, 3, H, W) float are clamped to [0, 1]; originals lie in it.
     """
     from torchmetrics.functional.image import structural_similarity_index_measure
 
@@ -66,12 +60,12 @@ def psnr(image_BCHW: Tensor, original_BCHW: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class ReconstructionQuality:
-    """Measures how near pictures that a stage made come to their originals.
+    """Measures how near decoded images come to their originals.
 
     Attributes:
-        multiple: pixels of a side of the squares that a stage has one semantic latent each for; None = it has none,
-            and only `lpips` is measured.
-        lpips: a distance of pictures, see `perceptual.load_lpips`; None = not measured.
+        multiple: side in pixels of the squares that have one semantic latent each; None = a stage without those, and
+            only `lpips` is measured.
+        lpips: a distance of images, see `load_lpips`; None = not measured.
     """
 
     multiple: int | None
@@ -79,14 +73,10 @@ class ReconstructionQuality:
 
     @torch.no_grad()
     def __call__(self, image_BCHW: Tensor, original_BCHW: Tensor) -> dict[str, Tensor]:
-        """Return `psnr`, `ssim`, `psnr_bilinear` and `lpips` of each image, (B,) fp32.
+        """Return `psnr`, `ssim`, `psnr_bilinear` and `lpips` of each image, (B,) fp32; see `image_quality`.
 
-        `psnr_bilinear` needs no network and is what a stage has to beat: the original's means over its squares,
-        brought back bilinearly (half-pixel centres).
-
-        Args:
-            image_BCHW: (B, 3, H, W) float; counted within [0, 1].
-            original_BCHW: (B, 3, H, W) float in [0, 1]; both sides are multiples of `multiple`.
+        `psnr_bilinear` needs no network and is the baseline: the original's means over its squares, upsampled
+        bilinearly (half-pixel centres). Both sides are multiples of `multiple`.
         """
         measures = {} if self.lpips is None else {"lpips": self.lpips(image_BCHW.clamp(0, 1), original_BCHW)}
         if self.multiple is None:
@@ -112,7 +102,7 @@ class FeatureDistance:
 
         Args:
             weights: a file with torchvision's names, `features.0.weight` and so on; its classifier is not read.
-            device: where it goes.
+            device: of the network.
             linear: weight of each channel of each compared layer, (C,) each; None = 1, which LPIPS does not have.
             key: the config key that named the file.
 
@@ -155,12 +145,9 @@ class FeatureDistance:
 
 
 def load_lpips(weights: str, *, device: torch.device, key: str) -> FeatureDistance:
-    """Return LPIPS on VGG-16, version 0.1, whose trained weights of channels torchmetrics brings along.
+    """Return LPIPS on VGG-16, version 0.1, with the channel weights that torchmetrics ships.
 
-    Args:
-        weights: a file of VGG-16, see `FeatureDistance`.
-        device: where it goes.
-        key: the config key that named the file.
+    `weights` is a file of VGG-16, see `FeatureDistance`; `key` the config key that named it.
 
     Raises:
         ConfigError: torchmetrics is not installed, or the file is not there, or of another network.
@@ -177,14 +164,10 @@ def load_lpips(weights: str, *, device: torch.device, key: str) -> FeatureDistan
 
 
 def load_inception(weights: str, *, device: torch.device, key: str) -> Callable[[Tensor], Tensor]:
-    """Return the features of FID's Inception V3: (B, 3, H, W) float, counted within [0, 1], to (B, 2048) fp32.
+    """Return the features of FID's Inception V3: (B, 3, H, W) float, clamped to [0, 1], to (B, 2048) fp32.
 
-    Pictures are rounded to bytes and brought to 299 x 299 as in the first implementation (Heusel et al. 2017).
-
-    Args:
-        weights: a file with torch-fidelity's names, which are pytorch-fid's.
-        device: where it goes.
-        key: the config key that named the file.
+    Images are rounded to bytes and resized to 299 x 299 as in the first implementation (Heusel et al. 2017). `weights`
+    is a file with torch-fidelity's names, which are pytorch-fid's; `key` the config key that named it.
 
     Raises:
         ConfigError: torch-fidelity is not installed, or the file is not there, or of another network.

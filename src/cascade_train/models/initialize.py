@@ -50,9 +50,7 @@ class InitialValues(abc.ABC):
 class Fill:
     """How one parameter is filled.
 
-    Attributes:
-        kind: "constant" (every element is `scale`), "uniform" on [-scale, scale), or "normal" with std `scale`.
-        scale: see `kind`.
+    "constant" (every element is `scale`), "uniform" on [-scale, scale), or "normal" with standard deviation `scale`.
     """
 
     kind: Literal["constant", "uniform", "normal"]
@@ -120,10 +118,7 @@ def materialise(module: nn.Module, device: torch.device, dtype: torch.dtype) -> 
 
 
 def initialise(module: nn.Module, rule: Rule, *, device: torch.device, dtype: torch.dtype, seed: int) -> None:
-    """Give a module on the meta device memory on `device` and fill every parameter by `rule`.
-
-    On as many threads as torch has: each parameter has its own generator, so that they do not change a value.
-    """
+    """Give a module on the meta device memory on `device` and fill every parameter by `rule`."""
     materialise(module, device, dtype)
     DrawnValues(module, rule, seed=seed).fill({name: (p, 0) for name, p in module.named_parameters()})
 
@@ -136,7 +131,7 @@ class DrawnValues(InitialValues):
         self._seed = seed
 
     def fill(self, shares: Shares) -> None:
-        """Draw each share, on as many threads as torch has."""
+        """Draw each share, on as many threads as torch has: each parameter has its own generator."""
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
             filled = [pool.submit(self._fill, name, *share) for name, share in shares.items()]
         for each in filled:
@@ -162,12 +157,9 @@ def unet_rule(residual_blocks: int) -> Rule:
     """Return the original's initialisation of Stage B and C (Stable Cascade, modules/stage_c.py and stage_b.py).
 
     Differs by layer: condition mappers N(0, 0.02); input embedding Xavier with gain 0.02; output, time mappers and
-    response norms zero; the last linear of a residual block scaled by sqrt(1 / residual_blocks); query, key and value
-    with the bound of one fused (3C, C) matrix; strided transposed convolutions as torch does; all else Xavier, biases
-    zero.
-
-    Args:
-        residual_blocks: number of residual blocks on the way down, without repeats.
+    response norms zero; the last linear of a residual block scaled by sqrt(1 / residual_blocks), those on the way down
+    without repeats; query, key and value with the bound of one fused (3C, C) matrix; strided transposed convolutions as
+    torch does; all else Xavier, biases zero.
     """
     residual_gain = math.sqrt(1.0 / residual_blocks)
     fills: tuple[tuple[str, Callable[[Tensor], Fill]], ...] = (

@@ -51,7 +51,7 @@ class LoraSpec:
     Attributes:
         rank: columns of B and rows of A, >= 1.
         alpha: the adapters' output is scaled by alpha / rank.
-        targets: names of the adapted modules, diffusers' names.
+        targets: diffusers' names of the adapted modules.
         base_size: the `model=` name of the network they belong to; None = no published size.
         dora: weights are decomposed: each output of W + (alpha / rank) B A has a trained magnitude (Liu et al. 2024).
     """
@@ -65,7 +65,7 @@ class LoraSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedTokens:
-    """Rows of the text encoder's vocabulary that were trained.
+    """Trained rows of the text encoder's vocabulary.
 
     Attributes:
         strings: the tokens as they are typed or as the vocabulary spells them, in order.
@@ -85,11 +85,9 @@ class StoredLora:
     """Adapters with their values on the host, as files hold them.
 
     Attributes:
-        spec: what the adapters of the network are.
-        state: `<module>.lora_A.weight` and `.lora_B.weight`, with DoRA also `.lora_magnitude_vector.weight`,
-            by the network's module names.
+        state: by plain names, see `adapter_state`.
         text_encoder: the same of the text encoder's modules, of equal rank and alpha; empty = none.
-        tokens: trained vocabulary rows; None = none.
+        tokens: None = none.
     """
 
     spec: LoraSpec
@@ -113,11 +111,11 @@ def inject_lora(
 ) -> list[str]:
     """Freeze `network`, give the selected modules fp32 adapters in place, and return their names.
 
-    The base keeps its dtype; layers cast to fp32 for the adapter and back. The first values are a function of
-    (seed, module name) alone.
+    The network is whole (not sharded); on meta, only A and B have values. The base keeps its dtype; layers cast to fp32
+    for the adapter and back. The initial values are a function of (seed, module name) alone.
 
     Args:
-        network: whole (not sharded), not adapted yet; may lie on meta, then only A and B have values.
+        network: not adapted yet.
         rank: >= 1.
         alpha: the adapters' output is scaled by alpha / rank.
         dropout: on the adapters' input, in [0, 1).
@@ -163,12 +161,10 @@ def split_magnitudes(shares: Shares) -> tuple[dict[str, tuple[Tensor, int]], dic
 
 
 def begin_magnitudes(network: nn.Module, values: InitialValues, shares: Shares) -> None:
-    """Let magnitudes begin as the lengths of their base's rows, with one whole base weight at a time in memory.
+    """Initialise magnitudes as the lengths of their base's rows, with one whole base weight at a time in memory.
 
-    Args:
-        network: with adapters; may be sharded.
-        values: what the base begins with.
-        shares: memory of this process's rows of the magnitudes, by name.
+    The network, which may be sharded, has adapters; `values` are those of its base, `shares` this process's rows of the
+    magnitudes.
     """
     for name, (rows, first) in shares.items():
         path = name.partition(_MAGNITUDE)[0]
@@ -192,16 +188,11 @@ def share_down_halves(network: nn.Module) -> None:
 def select_modules(
     network: nn.Module, module_filters: Sequence[str] | None, *, key: str = "task.module_filters"
 ) -> list[str]:
-    """Return the names of the modules that the filters select, in the network's order.
+    """Return the names of the modules that any of the filters selects, in the network's order; None = all.
 
     A filter is a substring of a module's name; one that is a substring of none is tried as a regular expression.
     Names are diffusers' and also the original's, where `.attn` means the attention's four projections. Linear and
     ungrouped convolution layers can be adapted, depthwise ones cannot.
-
-    Args:
-        network: whose modules are meant.
-        module_filters: a module is selected when any of them matches; None = all that can be adapted.
-        key: the config key that named the filters.
 
     Raises:
         ConfigError: a filter that selects nothing, with names that come near.
@@ -256,8 +247,7 @@ def attach_adapters(
 ) -> None:
     """Freeze `network` and add fp32 adapters without values to exactly `targets`, in place.
 
-    No random number is drawn. Adapters are in the mode and on the device of their layer (on the host where that is
-    meta).
+    No random number is drawn. Adapters are in the mode and on the device of their layer (on the host for meta).
     """
     network.requires_grad_(requires_grad=False)
     config = LoraConfig(
@@ -302,7 +292,7 @@ def adapted_layers(network: nn.Module) -> Iterator[tuple[str, LoraLayer]]:
 
 
 def assert_only_adapters_train(network: nn.Module) -> None:
-    """Check that the adapters, all of them and nothing else, get gradients, and that they are fp32.
+    """Check that exactly the adapters get gradients, and that they are fp32.
 
     Raises:
         AssertionError: peft made it otherwise; bf16 masters would not learn.
@@ -323,7 +313,10 @@ def halves_are_shared(state: Mapping[str, Tensor]) -> bool:
 
 
 def adapter_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the adapters of a whole network's state dict by plain names, `<module>.lora_A.weight` and so on."""
+    """Return the adapters of a whole network's state dict by plain names.
+
+    `<module>.lora_A.weight` and `.lora_B.weight`, with DoRA also `.lora_magnitude_vector.weight`.
+    """
     # copied: adapters that share a tensor are stored as if they did not
     return {name.replace(f".{ADAPTER}.", "."): value.clone() for name, value in state.items() if ".lora_" in name}
 
@@ -355,10 +348,9 @@ def lora_spec(network: nn.Module) -> LoraSpec:
 
 @torch.no_grad()
 def merge_lora(network: nn.Module) -> None:
-    """Add the adapters to the weights of their layers and take them off, in place.
+    """Add the adapters of a whole network to the weights of their layers and take them off, in place.
 
-    Sums in fp32, rounded once to the layer's dtype. The network has diffusers' own keys afterwards; it must be whole
-    (not sharded).
+    Sums in fp32, rounded once to the layer's dtype. The network has diffusers' own keys afterwards.
     """
     for name, layer in list(adapted_layers(network)):
         base = layer.get_base_layer()

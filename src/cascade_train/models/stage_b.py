@@ -34,8 +34,8 @@ class Drawn:
 
     Attributes:
         sizes: of each image in front of the compressor.
-        noise_BCHW: (B, C, H, W) fp32 standard normal on the host, at the latents of images that do not shrink; smaller
-            latents get its first rows and columns. None = no noise.
+        noise_BCHW: fp32 standard normal on the host, at the latents of images that do not shrink; smaller latents get
+            its first rows and columns. None = no noise.
     """
 
     sizes: Sequence[Size]

@@ -17,12 +17,7 @@ VOCABULARIES = ("tokenizer.json", "vocab.json")
 
 @dataclass(frozen=True, kw_only=True)
 class TokenCounter:
-    """Counts the tokens of captions.
-
-    Attributes:
-        name: which tokenizer counts.
-        tokenizer: it.
-    """
+    """Counts the tokens of captions; `name` describes the tokenizer."""
 
     name: str
     tokenizer: Any
@@ -38,9 +33,7 @@ class TokenCounter:
 def token_counter(source: str | None, subfolder: str | None) -> TokenCounter:
     """Return a counter with a model's tokenizer where it is on this machine, else with the packaged one.
 
-    Args:
-        source: hub id or local folder; None = the packaged one.
-        subfolder: folder within it; None = its root.
+    `source` is a hub id or local folder, None = the packaged one; `subfolder` a folder within it.
     """
     if source is None:
         return TokenCounter(name="the packaged tokenizer", tokenizer=CLIPTokenizer.from_pretrained(str(FOLDER)))

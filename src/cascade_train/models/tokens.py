@@ -65,11 +65,7 @@ class TokenTable(nn.Module):
         return torch.where(place_BL[..., None] >= 0, trained_BLD.to(frozen_BLD.dtype), frozen_BLD)
 
     def stored(self, state: Mapping[str, Tensor] | None = None) -> TrainedTokens:
-        """Return the tokens with their rows as they are now, from this module or from its state.
-
-        Args:
-            state: `start` and `shift`, gathered from their shards; None = this module's own, which is whole.
-        """
+        """Return the tokens with their rows as they are now, from a gathered `state` or else this whole module."""
         state = self.state_dict() if state is None else state
         rows_ND = (state["start"] + state["shift"]).float().cpu()
         return TrainedTokens(strings=self.names, ids=self.ids, is_new=self.is_new, rows=rows_ND)
@@ -86,7 +82,7 @@ def train_tokens(encoder: TextEncoder, entries: Sequence[Sequence[str | None]]) 
             entries name trains once.
 
     Raises:
-        ConfigError: an entry that is no such pair, or an expression that is none or matches nothing.
+        ConfigError: an entry that is no such pair, or an expression that is invalid or matches nothing.
     """
     table, old = encoder.module.get_input_embeddings(), set(encoder.tokenizer.get_vocab())
     chosen: dict[str, Tensor] = {}
@@ -146,15 +142,10 @@ def _matching(vocabulary: Mapping[str, int], expression: str, rows: int) -> list
 
 
 def put_tokens(encoder: TextEncoder, stored: TrainedTokens, *, origin: str) -> TokenTable:
-    """Give tokens their stored rows, adding those that are not there, and return the table with them.
+    """Give tokens of a whole encoder their stored rows, adding those that are not there, and return their table.
 
     Tokens are found by their names, since their ids depend on what else was added. Tokens that train already and are
-    not stored keep their rows.
-
-    Args:
-        encoder: built, whole (not sharded).
-        stored: what to put.
-        origin: named by an error.
+    not stored keep their rows. `origin` is named by an error.
 
     Raises:
         ConfigError: rows of another width.

@@ -68,8 +68,8 @@ class VQNetwork(PaellaVQModel):
 
         Args:
             sample: (B, 3, H, W) float in [0, 1]; latents (B, C, h, w) for `only="decode"`.
-            quantised_B: (B,) bool, whose codes are decoded, with a straight-through gradient, in the place of
-                latents; None = nobody's, as Stage B uses Stage A.
+            quantised_B: (B,) bool, for which samples codes are decoded in the place of latents, with a straight-through
+                gradient; None = for none, as Stage B uses Stage A.
             only: "encode" for the latents alone, "decode" for images of given latents; None = everything.
 
         Returns:

@@ -21,6 +21,7 @@ from cascade_train.models.formats.export_lora import save_lora
 from cascade_train.models.formats.lora_files import fill_adapters, refill_lora
 from cascade_train.models.lora import (
     LoraSpec,
+    StoredLora,
     adapted_layers,
     adapter_state,
     halves_are_shared,
@@ -185,15 +186,13 @@ class LoRA(TextToImage):
     def _write_lora(self, state: Mapping[str, Tensor], directory: Path) -> float:
         network, text = (_under(f"{root}.", state) for root in ("network", "text_encoder"))
         table = None if "text_encoder" in self.stage.left_out else trained_tokens(self._encoder)
-        return save_lora(
-            adapter_state(network),
-            self._spec,
-            network_config(self.stage.network),
-            directory,
-            metadata={},
+        lora = StoredLora(
+            spec=self._spec,
+            state=adapter_state(network),
             text_encoder=adapter_state(text),
             tokens=None if table is None else table.stored(_under(TABLE, text)),
-        ).max_error
+        )
+        return save_lora(lora, network_config(self.stage.network), directory, {}).max_error
 
 
 def _under(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -41,13 +41,11 @@ _SIDE = 8
 
 @dataclass(frozen=True, kw_only=True)
 class StoredControl:
-    """A control network as a file holds it.
+    """A control network as a file holds it; its state dict lies on the host.
 
     Attributes:
-        spec: what it is.
-        state: its state dict, on the host.
-        base_size: the `model=` name of the network that it controls; None = no published size, or not said.
-        filter: the configuration node of the filter that made its maps; None = not said.
+        base_size: the `model=` name of the network that it controls; None = no published size, or unknown.
+        filter: the configuration node of the filter that made its maps; None = unknown.
     """
 
     spec: ControlSpec
@@ -65,7 +63,7 @@ def read_control(source: str, *, key: str, blocks: Sequence[int] | None = None) 
         blocks: which blocks it controls, where the file does not say; None = the file must.
 
     Raises:
-        ConfigError: nothing there, no control network, or one that controls other blocks or does not say which.
+        ConfigError: nothing there, no control network, or one that controls other blocks or does not name them.
     """
     origin = f"{key}={source}"
     header, tensors = read_tensors(_find(source, key), key, what="control network")

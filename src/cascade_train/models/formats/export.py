@@ -51,12 +51,9 @@ _PROBE_PX = 32
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """A finished export.
+    """A finished export: its folder or file, and the largest difference of a fixed output after reading it back.
 
-    Attributes:
-        path: the folder or file.
-        max_error: largest difference on the fixed input between the weights given and the weights read back,
-            relative to the largest output.
+    The difference is relative to the largest output.
     """
 
     path: Path
@@ -111,10 +108,7 @@ def original_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def save_vqgan(state: Mapping[str, Tensor], config: Mapping[str, Any], directory: Path) -> Exported:
     """Write a folder that `PaellaVQModel.from_pretrained` loads, replacing `directory` at once.
 
-    Args:
-        state: the whole state dict with diffusers' keys, on the host.
-        config: arguments of the `PaellaVQModel`.
-        directory: appears when all is written and verified.
+    `state` is the whole state dict with diffusers' keys, on the host; `config` the arguments of the `PaellaVQModel`.
 
     Raises:
         RunError: what was read back differs; `directory` is as it was.

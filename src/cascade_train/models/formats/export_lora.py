@@ -31,7 +31,7 @@ from cascade_train.models.formats.lora_files import (
 )
 from cascade_train.models.formats.lora_files_keyed import write_keyed, write_token_files
 from cascade_train.models.formats.lora_files_original import write_original
-from cascade_train.models.lora import LoraSpec, StoredLora, TrainedTokens, adapted_modules, magnitude_factor
+from cascade_train.models.lora import LoraSpec, StoredLora, adapted_modules, magnitude_factor
 
 log = logging.getLogger(__name__)
 
@@ -39,32 +39,16 @@ LORA_FORMATS = ("peft", "single", "comfyui", "kohya", "original")
 
 
 def save_lora(
-    state: Mapping[str, Tensor],
-    spec: LoraSpec,
-    network_config: Mapping[str, Any],
-    directory: Path,
-    metadata: Mapping[str, str],
-    *,
-    text_encoder: Mapping[str, Tensor] | None = None,
-    tokens: TrainedTokens | None = None,
+    lora: StoredLora, network_config: Mapping[str, Any], directory: Path, metadata: Mapping[str, str]
 ) -> Exported:
     """Write adapters as peft's folder and as one file with metadata, replacing `directory` at once.
 
-    Both are read back for a network without weights, and each adapted layer's contribution is compared.
-
-    Args:
-        state: the adapters by plain names on the host, see `lora.adapter_state`.
-        spec: what they are.
-        network_config: the base network's diffusers config.
-        directory: appears when all is written and verified.
-        metadata: further facts for the single file's header.
-        text_encoder: adapters of the text encoder, by plain names; None = none.
-        tokens: trained vocabulary rows; None = none.
+    Both are read back for a network without weights of that diffusers config, and each adapted layer's contribution
+    is compared. `metadata` is added to the single file's header.
 
     Raises:
         RunError: what was read back differs; `directory` is as it was.
     """
-    lora = StoredLora(spec=spec, state=state, text_encoder=text_encoder or {}, tokens=tokens)
     modules = module_shapes(build_plain_network(network_config, None))
     with replaced_directory(directory) as partial:
         write_peft_folder(partial, lora)
@@ -81,23 +65,17 @@ def export_lora(
     format: str,
     metadata: Mapping[str, str],
 ) -> Exported:
-    """Write adapters in one format, replacing `out`.
+    """Write adapters of a network, which may lie on meta, in one of `LORA_FORMATS`, replacing `out`.
 
-    Args:
-        lora: the adapters.
-        network: the network they belong to; may lie on meta.
-        out: a folder for "peft", else a file that ends in `.safetensors`. Trained tokens go along as embeddings in
-            `<stem>.embeddings` where the format has no place for them.
-        format: one of `LORA_FORMATS`.
-        metadata: further facts for the header.
+    `out` is a folder for "peft", else a file that ends in `.safetensors`. Trained tokens are written as embeddings in
+    `<stem>.embeddings` where the format has no place for them. `metadata` is added to the header.
 
     Raises:
         ConfigError: something that the format has no place for.
         RunError: what was read back differs; `out` is as it was.
     """
     if format == "peft":
-        config, more = network_config(network), {"text_encoder": lora.text_encoder, "tokens": lora.tokens}
-        return save_lora(lora.state, lora.spec, config, out, metadata, **more)
+        return save_lora(lora, network_config(network), out, metadata)
     modules, keyed = module_shapes(network), format in ("comfyui", "kohya")
     with replaced_file(out) as partial:
         if keyed:
@@ -156,11 +134,6 @@ def merge_lora_into(state: dict[str, Tensor], lora: StoredLora, strength: float)
     """Add adapters to the weights of a network's state dict, in place; sums in fp32, rounded once.
 
     W becomes W + strength (W' - W), W' being the adapted weight: with DoRA its outputs have the trained magnitudes.
-
-    Args:
-        state: the whole state dict with diffusers' keys.
-        lora: the adapters.
-        strength: 1 = as trained, 0 = none.
     """
     scale = lora.spec.alpha / lora.spec.rank
     for name in lora.spec.targets:
@@ -177,14 +150,7 @@ def merge_lora_into(state: dict[str, Tensor], lora: StoredLora, strength: float)
 def merge_all(
     network: nn.Module, state: dict[str, Tensor], sources: Sequence[str], strengths: Sequence[float], **reading: Any
 ) -> None:
-    """Read adapters and merge them one after the other into a network's state dict.
-
-    Args:
-        network: the network, for its modules.
-        state: the whole state dict with diffusers' keys.
-        sources: see `lora_files.read_lora`.
-        strengths: one for each.
-        reading: `key` and `module_filters` of `read_lora`.
+    """Read adapters (see `read_lora`) and merge them one after the other into a network's state dict.
 
     Raises:
         ConfigError: an adapter that does not fit the network.

@@ -47,11 +47,7 @@ PUBLISHED_LATENT_SCALE = 10.67
 class PipelineParts:
     """What every pipeline consists of, beside the weights of its network.
 
-    Attributes:
-        network_config: the network's diffusers config.
-        text_encoder: the frozen `CLIPTextModelWithProjection`.
-        tokenizer: its `CLIPTokenizer`.
-        max_tokens: length to which captions are truncated and padded.
+    Captions are truncated and padded to `max_tokens`.
     """
 
     network_config: Mapping[str, Any]
@@ -127,12 +123,8 @@ def save_prior(state: Mapping[str, Tensor], parts: PriorParts, directory: Path) 
     """Write a folder that `StableCascadePriorPipeline.from_pretrained` loads, replacing `directory` at once.
 
     The pipeline's scheduler is the cosine schedule with epsilon prediction; a network trained for another objective
-    loads, but that scheduler does not fit it.
-
-    Args:
-        state: the network's whole state dict with diffusers' keys, on the host, in the dtype to be written.
-        parts: the rest of the pipeline.
-        directory: appears when all is written and verified.
+    loads, but that scheduler does not fit it. `state` is the network's whole state dict with diffusers' keys, on the
+    host, in the dtype to be written.
 
     Raises:
         RunError: what was read back differs; `directory` is as it was.

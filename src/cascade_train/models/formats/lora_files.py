@@ -51,12 +51,10 @@ _MAGNITUDE = ".lora_magnitude_vector"
 
 
 def write_single_file(path: Path, lora: StoredLora, metadata: Mapping[str, str]) -> None:
-    """Write adapters as one file whose header says what they are and which base they belong to.
+    """Write adapters as one file whose header describes them and names the base they belong to.
 
-    Args:
-        path: ends in `.safetensors`.
-        lora: the adapters; those of the text encoder get the prefix `text_encoder.`, trained tokens are `token_rows`.
-        metadata: further facts, kept as they are.
+    Those of the text encoder get the prefix `text_encoder.`, trained tokens are `token_rows`; `metadata` is added to
+    the header.
     """
     spec = lora.spec
     header = {
@@ -78,8 +76,8 @@ def write_single_file(path: Path, lora: StoredLora, metadata: Mapping[str, str])
 def write_peft_folder(folder: Path, lora: StoredLora) -> None:
     """Write adapters as `PeftModel.from_pretrained` reads them, into an existing folder.
 
-    Adapters of the text encoder become a folder `text_encoder` of the same form in it; trained tokens, which peft's
-    folder has no place for here, `tokens.safetensors` beside them.
+    Adapters of the text encoder become a folder `text_encoder` of the same form in it; trained tokens, which peft has
+    no place for here, `tokens.safetensors` beside them.
     """
     _write_adapter(folder, lora.state, lora.spec)
     if lora.text_encoder:
@@ -244,13 +242,9 @@ def module_shapes(network: nn.Module) -> dict[str, Shape]:
 def load_lora(
     network: nn.Module, source: str, *, key: str = "from", module_filters: Sequence[str] | None = DEFAULT_FILTERS
 ) -> LoraSpec:
-    """Put stored adapters onto a network that has none, frozen except for them, and return what they are.
+    """Put stored adapters (see `read_lora`) onto a network that has none, frozen except for them.
 
-    Args:
-        network: whole, with diffusers' keys; may lie on meta, then only the adapters have values.
-        source: see `read_lora`, also for `key` and `module_filters`.
-        key: see `read_lora`.
-        module_filters: see `read_lora`.
+    The network is whole, with diffusers' keys; on meta only the adapters get values. Returns what they are.
 
     Raises:
         ConfigError: nothing there, or adapters of another model.
@@ -267,11 +261,7 @@ def refill_lora(
 ) -> StoredLora:
     """Give the adapters that `network` already carries their stored values, and return all that was stored.
 
-    Args:
-        network: whole, with adapters of the same modules, rank and alpha.
-        source: see `read_lora`.
-        key: the config key that named the source.
-        module_filters: see `read_lora`.
+    See `read_lora`. The network is whole; modules, rank and alpha must be equal.
 
     Raises:
         ConfigError: nothing there, or other adapters.

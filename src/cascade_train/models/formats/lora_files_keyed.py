@@ -63,13 +63,9 @@ def foreign_name(name: str, *, is_stage_b: bool = False) -> str:
 
 
 def write_keyed(path: Path, lora: StoredLora, metadata: Mapping[str, str], *, style: str) -> None:
-    """Write adapters under ComfyUI's or kohya's names.
+    """Write adapters under ComfyUI's or kohya's names; `style` is a key of `PREFIXES`.
 
-    Args:
-        path: ends in `.safetensors`.
-        lora: the adapters; trained tokens are not part of these formats, see `write_token_files`.
-        metadata: further facts for the header.
-        style: "comfyui" or "kohya".
+    Trained tokens are not part of these formats, see `write_token_files`. `metadata` is added to the header.
     """
     is_stage_b = any(name.startswith("clip_mapper") for name in lora.spec.targets)
     tensors: dict[str, Tensor] = {}
@@ -108,12 +104,7 @@ def is_keyed(names: Iterable[str]) -> bool:
 
 
 def read_keyed(tensors: Mapping[str, Tensor], modules: Iterable[str], origin: str) -> StoredLora:
-    """Read adapters under ComfyUI's, kohya's or dotted names.
-
-    Args:
-        tensors: as stored.
-        modules: names of the network's modules.
-        origin: what the tensors were read from, for messages.
+    """Read adapters under ComfyUI's, kohya's or dotted names, for a network with these modules.
 
     Raises:
         ConfigError: a module that the network has not, half an adapter, or another kind of adapter.

@@ -49,9 +49,7 @@ def is_original(names: Iterable[str]) -> bool:
 def original_places(modules: Iterable[str], filters: Sequence[str] | None) -> list[Place]:
     """Return the original's modules that its filters select, in its order.
 
-    Args:
-        modules: names of the network's modules, in the network's order.
-        filters: substrings of the original's names, any of which selects; None = every module.
+    A filter is a substring of the original's name; None = every module. `modules` are in the network's order.
     """
     places: list[Place] = []
     for name in _in_original_order(modules):
@@ -84,12 +82,8 @@ def read_original(
 ) -> StoredLora:
     """Read the original's layout as adapters of q, k and v that share their down half.
 
-    Args:
-        header: a file of ours names its modules there; the original's own says nothing.
-        tensors: as stored.
-        modules: the network's modules and the shapes of their weights, in the network's order.
-        filters: the `module_filters` that it was trained with.
-        origin: what the tensors were read from, for messages.
+    A file of ours names its modules in the header. The original's own does not: `filters` must be the `module_filters`
+    that it was trained with. `modules` maps the network's modules to the shapes of their weights, in its order.
 
     Raises:
         ConfigError: other modules than the filters select, or depthwise ones.
@@ -159,14 +153,8 @@ def _read_tokens(header: Mapping[str, str], tensors: Mapping[str, Tensor], origi
 def write_original(path: Path, lora: StoredLora, modules: Mapping[str, Shape], metadata: Mapping[str, str]) -> None:
     """Write adapters as the original reads them, exactly: independent q, k and v need three times the rank.
 
-    Every adapter of the file has the same rank, as the original asks; load it with `rank` and `module_filters` as the
-    header says, and with `train_tokens: [[<token>, null], …]`.
-
-    Args:
-        path: ends in `.safetensors`.
-        lora: the adapters.
-        modules: the network's modules and the shapes of their weights, in the network's order.
-        metadata: further facts for the header.
+    Every adapter of the file has the same rank, as the original asks; load it with `rank` and `module_filters` as in
+    the header, and with `train_tokens: [[<token>, null], …]`. `modules` is as for `read_original`.
 
     Raises:
         ConfigError: something that the original has no place for.

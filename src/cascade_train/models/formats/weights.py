@@ -30,13 +30,9 @@ from cascade_train.models.initialize import InitialValues, Shares
 def open_weights(
     source: str, *, key: str = "model.weights", part: str | None = None, layout: Layout = own_names
 ) -> StoredTensors:
-    """Find weights and return their tensors as a context manager.
+    """Find weights (see `find_weight_files`) and return their tensors as a context manager.
 
-    Args:
-        source: see `find_weight_files`.
-        key: the config key that named the source, for messages.
-        part: the folder of a pipeline or an export that is meant, see `find_weight_files`.
-        layout: how stored names become the module's; `map_keys` for denoising networks.
+    `layout` says how stored names become the module's: `map_keys` for denoising networks.
 
     Raises:
         ConfigError: no such weights, or unreadable ones.
@@ -55,13 +51,7 @@ def load_network(
 ) -> None:
     """Load a denoising network of Stage B or C in place, tensor by tensor; diffusers' keys or the original's.
 
-    Args:
-        network: a `StableCascadeUNet`, on the meta device or not; its tensors are replaced.
-        source: see `open_weights`, also for `key` and `part`.
-        dtype: of the loaded floating-point tensors; None = that of the first stored one.
-        device: of the loaded tensors.
-        key: see `open_weights`.
-        part: see `open_weights`.
+    The network may lie on the meta device; its tensors are replaced. `dtype` None = that of the first stored tensor.
 
     Raises:
         ConfigError: no such weights, or weights of another model, naming it.
@@ -131,16 +121,9 @@ def load_module(
     part: str | None = None,
     renamed: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Load any other module (compressor, previewer, Stage A) in place, whose own names are the stored ones.
+    """Load any other module (compressor, previewer, Stage A) in place, by its own names.
 
-    Args:
-        module: on the meta device or not; its tensors are replaced.
-        source: see `open_weights`.
-        dtype: of the loaded floating-point tensors.
-        device: of the loaded tensors.
-        key: see `open_weights`.
-        part: see `open_weights`.
-        renamed: prefixes of stored names -> what the module calls them.
+    It may lie on the meta device; its tensors are replaced. `renamed` are prefixes of stored names -> the module's.
 
     Raises:
         ConfigError: no such weights, or weights of another module.

@@ -27,7 +27,7 @@ from cascade_train.models.formats.export import build_plain_network, replaced_di
 from cascade_train.models.formats.export_lora import save_lora
 from cascade_train.models.formats.export_pipelines import PriorParts, save_prior
 from cascade_train.models.formats.weights import load_network
-from cascade_train.models.lora import adapter_state, inject_lora, lora_spec
+from cascade_train.models.lora import StoredLora, adapter_state, inject_lora, lora_spec
 from cascade_train.models.tiny_vocabulary import FOLDER
 from tests.unit.models.networks import empty_network, predict, small_network
 
@@ -173,7 +173,7 @@ def test_an_adapter_that_reads_back_differently_never_appears(tmp_path: Path, mo
         ),
     )
     with pytest.raises(RunError, match="reads back with a relative error of"):
-        save_lora(state, lora_spec(network), network.config, tmp_path / "lora", {})
+        save_lora(StoredLora(spec=lora_spec(network), state=state), network.config, tmp_path / "lora", {})
     assert not list(tmp_path.iterdir())
 
 

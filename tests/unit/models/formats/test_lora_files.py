@@ -42,10 +42,8 @@ def trained() -> CascadeUNet:
 def run(trained: CascadeUNet, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that left its adapters in export/lora."""
     folder = tmp_path_factory.mktemp("run")
-    state = adapter_state(trained.state_dict())
-    exported = save_lora(
-        state, lora_spec(trained), trained.config, folder / "export" / "lora", metadata={"run": "lora-c_tiny"}
-    )
+    lora = StoredLora(spec=lora_spec(trained), state=adapter_state(trained.state_dict()))
+    exported = save_lora(lora, trained.config, folder / "export" / "lora", metadata={"run": "lora-c_tiny"})
     assert exported.path == folder / "export" / "lora"
     assert 0.0 <= exported.max_error < 1e-6
     return folder
