@@ -1,6 +1,6 @@
 """The control network: from a control map to what is added in front of a denoising network's residual blocks.
 
-Lives here: its architecture, first values, and which blocks it controls. Must not live here: what the map shows
+Lives here: its architecture, initial values, and which blocks it controls. Must not live here: what the map shows
 (filters/), files (formats/controlnet_files.py), and what trains (tasks/controlnet.py).
 
 Shape legend: B batch, C channels, H W size of the map, D width of a controlled block.
@@ -156,9 +156,9 @@ def _torch_default(owner: nn.Module, name: str) -> Fill:
 
 @dataclass(frozen=True)
 class Backbone:
-    """How the features of a control map are made: a module for a number of channels, and its first values.
+    """How the features of a control map are made: a module for a number of channels, and its initial values.
 
-    Its last convolution gives the features. Without a rule the first values are torch's own, as in the original.
+    Its last convolution gives the features. Without a rule the initial values are torch's own, as in the original.
     """
 
     build: Callable[[int], nn.Sequential]
@@ -174,7 +174,7 @@ BACKBONES: Mapping[str, Backbone] = {
 
 
 def build_control_network(spec: ControlSpec, *, device: torch.device, seed: int) -> ControlNetwork:
-    """Return a control network with its first values, fp32: the last layer of each projection is zero."""
+    """Return a control network with its initial values, fp32: the last layer of each projection is zero."""
     with torch.device("meta"):
         network = ControlNetwork(spec)
 

@@ -1,6 +1,6 @@
 """The patch discriminator of an adversarial loss (Isola et al. 2017, section 3.2), with group norm.
 
-Group norm sees one sample at a time, so that neither ranks nor micro-batches change what a picture is judged by.
+Group norm acts on one sample at a time, so that neither ranks nor micro-batches change a score.
 
 Shape legend: B batch, H W image size, h w scores.
 """
@@ -16,7 +16,7 @@ from cascade_train.models.initialize import Fill, initialise, kernel_rule
 
 
 class PatchDiscriminator(nn.Module):
-    """Scores patches of a picture: high where it looks like one of the data."""
+    """Scores patches of an image: high where it looks like training data."""
 
     def __init__(self, *, channels: int, layers: int) -> None:
         """Make the layers: each of the `layers` halves the resolution and doubles the width.

@@ -92,7 +92,7 @@ def load_features(features: nn.Module, source: str, *, key: str) -> None:
 
 
 def _read(source: str, key: str) -> Mapping[str, Tensor]:
-    """Return the features' tensors by their own names, from whatever is around them."""
+    """Return the features' tensors by their own names."""
     if source == IMAGENET:
         return _features(_download(key))
     with open_weights(source, key=key) as tensors:

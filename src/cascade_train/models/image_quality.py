@@ -21,7 +21,7 @@ from cascade_train.errors import ConfigError, install_hint
 from cascade_train.models.formats.weights import copy_to, open_weights, set_tensor
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""Of the pictures that the network was trained on."""
+"""Of the images that the network was trained on."""
 
 LAYERS = (3, 8, 15, 22, 29)
 """The rectified layer in front of each pooling; these are compared."""
@@ -180,7 +180,7 @@ def load_inception(weights: str, *, device: torch.device, key: str) -> Callable[
 
     with open_weights(weights, key=key) as tensors:
         state = {name: tensors.read(name) for name in tensors.shapes()}
-    with tempfile.TemporaryDirectory() as folder:  # the library unpickles whatever it is given: a copy is harmless
+    with tempfile.TemporaryDirectory() as folder:  # the library unpickles its file: this copy is harmless
         torch.save(state, Path(folder) / "inception.pth")
         try:
             module = FeatureExtractorInceptionV3("fid", [INCEPTION_LAYER], str(Path(folder) / "inception.pth"))

@@ -22,7 +22,7 @@ from cascade_train.options import File
 
 
 class StageA(Stage):
-    """Stage A of Stable Cascade, at any size. It sees no captions, and denoises nothing.
+    """Stage A of Stable Cascade, at any size. It has no captions, and denoises nothing.
 
     Args:
         random_encoders: there are none beside the network; here so that `debug=random_weights` fits every model.

@@ -39,11 +39,11 @@ class Autoencoded:
 
 
 class VQNetwork(PaellaVQModel):
-    """`PaellaVQModel` whose norm at the latent keeps its statistics, whatever the mode.
+    """`PaellaVQModel` whose norm at the latent keeps its statistics in any mode.
 
     From scratch those statistics are mean 0 and variance 1, so that the layer is a scale and a shift for each channel,
     which train. Statistics of a batch would make a sample depend on its neighbours, and they erase the absolute colour
-    of plain pictures.
+    of plain images.
 
     Attributes:
         recompute: recompute the activations of each residual block in backward instead of keeping them.

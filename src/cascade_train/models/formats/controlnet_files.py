@@ -1,4 +1,4 @@
-"""Control networks on disk: the original's one file, with a header that says what the original leaves out.
+"""Control networks on disk: the original's one file, with a header for what the original leaves out.
 
 Lives here: that format out, and in with or without the header. Must not live here: what a control network is
 (controlnet.py), and when it is written (tasks/controlnet.py).
@@ -27,7 +27,7 @@ FILE_NAME = "controlnet.safetensors"
 PUBLISHED_BLOCKS = "[0,4,8,12,51,55,59,63]"
 """Of the original's canny, inpainting and super_resolution."""
 
-_TELLING = {
+_CHARACTERISTIC = {
     "backbone.0.0.weight": "effnet",
     "backbone.10.blocks.0.weight": "large",
     "backbone.8.weight": "small",
@@ -67,34 +67,23 @@ def read_control(source: str, *, key: str, blocks: Sequence[int] | None = None) 
     """
     origin = f"{key}={source}"
     header, tensors = read_tensors(_find(source, key), key, what="control network")
-    bottleneck = next((name for tensor, name in _TELLING.items() if tensor in tensors), None)
+    bottleneck = next((name for tensor, name in _CHARACTERISTIC.items() if tensor in tensors), None)
     outer = [name for name in tensors if name.startswith("projections.") and name.endswith(".2.weight")]
     if bottleneck is None or not outer:
         first = ", ".join(list(tensors)[:2]) or "nothing"
         raise ConfigError(f"{origin}: holds no control network, but {first}; name a controlnet.safetensors")
     with header_checked(origin):
-        return _stored(header, tensors, bottleneck, outer, blocks, origin)
-
-
-def _stored(
-    header: Mapping[str, str],
-    tensors: Mapping[str, Tensor],
-    bottleneck: str,
-    outer: Sequence[str],
-    blocks: Sequence[int] | None,
-    origin: str,
-) -> StoredControl:
-    stem = next(name for name in ("backbone.0.0.weight", "backbone.0.weight") if name in tensors)
-    channels = tensors[stem].shape[1]
-    kind = f"{len(outer)} projections of task.bottleneck={bottleneck} for maps of {channels} channels"
-    spec = ControlSpec(
-        channels=channels,
-        bottleneck=bottleneck,
-        blocks=_blocks(header, blocks, len(outer), f"{origin}: holds {kind}"),
-        widths=tuple(tensors[f"projections.{i}.2.weight"].shape[0] for i in range(len(outer))),
-    )
-    told = json.loads(header["filter"]) if "filter" in header else None
-    return StoredControl(spec=spec, state=tensors, base_size=header.get("base_size") or None, filter=told)
+        stem = next(name for name in ("backbone.0.0.weight", "backbone.0.weight") if name in tensors)
+        channels = tensors[stem].shape[1]
+        kind = f"{len(outer)} projections of task.bottleneck={bottleneck} for maps of {channels} channels"
+        spec = ControlSpec(
+            channels=channels,
+            bottleneck=bottleneck,
+            blocks=_blocks(header, blocks, len(outer), f"{origin}: holds {kind}"),
+            widths=tuple(tensors[f"projections.{i}.2.weight"].shape[0] for i in range(len(outer))),
+        )
+        maps = json.loads(header["filter"]) if "filter" in header else None
+        return StoredControl(spec=spec, state=tensors, base_size=header.get("base_size") or None, filter=maps)
 
 
 def _find(source: str, key: str) -> Path:

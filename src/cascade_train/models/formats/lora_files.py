@@ -303,9 +303,9 @@ def _check_size(
 ) -> None:
     """Refuse adapters of another published size than the network's, which the header or the widths tell."""
     wanted = _size_of(modules)
-    widths = {width for shape in modules.values() for width in shape[:2]}
-    size, telling = recognise_adapter_size(tuple(tensor.shape) for tensor in tensors.values())
-    stored = header.get("base_size") or (size if telling not in widths else None)
+    widths = {each for shape in modules.values() for each in shape[:2]}
+    size, width = recognise_adapter_size(tuple(tensor.shape) for tensor in tensors.values())
+    stored = header.get("base_size") or (size if width not in widths else None)
     if stored is not None and stored != wanted:
         is_now = SIZES[wanted] if wanted is not None else "of another size"
         raise ConfigError(

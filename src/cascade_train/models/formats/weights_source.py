@@ -110,8 +110,12 @@ def _left_instead(folder: Path, part: str) -> str:
 
 
 def _one_file(path: Path, key: str) -> list[Path]:
-    if path.name.endswith(".json"):
-        return _shards(path, key)
+    if path.suffix == ".json":
+        names = shard_names(path, key)
+        missing = [name for name in names if not (path.parent / name).is_file()]
+        if missing:
+            raise ConfigError(f"{key}={path.parent}: {path.name} names {missing[0]}, which is not there; copy it again")
+        return [path.parent / name for name in names]
     if path.suffix not in SINGLE_FILE_SUFFIXES:
         raise ConfigError(f"{key}={path}: must end in one of {', '.join(SINGLE_FILE_SUFFIXES)}")
     return [path]
@@ -125,14 +129,6 @@ def _folder_files(folder: Path, key: str) -> list[Path]:
     raise ConfigError(
         f"{key}={folder}: no weights in this folder, looked for {_PREFERRED[0]} and the like, found {inside}"
     )
-
-
-def _shards(index: Path, key: str) -> list[Path]:
-    names = shard_names(index, key)
-    missing = [name for name in names if not (index.parent / name).is_file()]
-    if missing:
-        raise ConfigError(f"{key}={index.parent}: {index.name} names {missing[0]}, which is not there; copy it again")
-    return [index.parent / name for name in names]
 
 
 def shard_names(index: Path, key: str) -> list[str]:
@@ -171,32 +167,28 @@ def _hub_files(source: str, key: str, part: str | None) -> list[Path]:
     inside = match["inside"] or part or ""
     if inside.endswith(SINGLE_FILE_SUFFIXES):
         return [_download(match["repo"], inside, source, key)]
-    return _download_folder(match["repo"], inside, source, key)
+    path = _first_in_hub_folder(match["repo"], inside, source, key)
+    if path.suffix != ".json":
+        return [path]
+    return [_download(match["repo"], f"{inside}/{name}".lstrip("/"), source, key) for name in shard_names(path, key)]
 
 
-def _download_folder(repo: str, subfolder: str, source: str, key: str) -> list[Path]:
+def _first_in_hub_folder(repo: str, folder: str, source: str, key: str) -> Path:
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     offline: Exception | None = None
     for name in _PREFERRED:
         try:
-            path = _fetch(repo, f"{subfolder}/{name}".lstrip("/"), cached_only=offline is not None)
+            return _fetch(repo, f"{folder}/{name}".lstrip("/"), cached_only=offline is not None)
         except LocalEntryNotFoundError as error:
             offline = error
         except EntryNotFoundError:
             continue
         except Exception as error:
             raise _unavailable(source, key, error) from error
-        else:
-            return [path] if path.suffix != ".json" else _download_shards(repo, subfolder, path, source, key)
     if offline is not None:
         raise _unavailable(source, key, offline) from offline
-    raise ConfigError(f"{key}={source}: {repo} holds no weights in {subfolder!r}; name the subfolder after a colon")
-
-
-def _download_shards(repo: str, subfolder: str, index: Path, source: str, key: str) -> list[Path]:
-    names = shard_names(index, key)
-    return [_download(repo, f"{subfolder}/{name}".lstrip("/"), source, key) for name in names]
+    raise ConfigError(f"{key}={source}: {repo} holds no weights in {folder!r}; name the subfolder after a colon")
 
 
 def _download(repo: str, name: str, source: str, key: str) -> Path:
