@@ -9,12 +9,15 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from cascade_train.signals import set_handlers, stop_at_once
 
 
 def main() -> None:
     """Do what the command line says and exit: 0 done, 1 failed, 2 refused, 75 stopped, 130 interrupted."""
+    if not sys.flags.safe_path and not {"", str(Path.cwd())} & set(sys.path):
+        sys.path.append(str(Path.cwd()))  # modules of a user's own, which `python -m` finds without this
     if not is_training(sys.argv[1:]):
         sys.exit(launch(sys.argv[1:]))
     set_handlers(stop_at_once)

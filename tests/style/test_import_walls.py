@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ast
 import sys
+from collections.abc import Mapping
+from graphlib import TopologicalSorter
 
 import pytest
 
-from tests.style.source import PACKAGE, in_rooms, library
+from tests.style.source import PACKAGE, SourceFile, in_rooms, library
 
 BELOW = {"config", "engine", "distributed", "tasks", "diffusion", "models", "filters", "data"}
 """Rooms that know nothing of how a run is put together."""
@@ -111,6 +113,34 @@ def test_library_is_imported_only_at_its_home(package: str) -> None:
         if module.partition(".")[0] == package and file.room not in HOME[package]
     ]
     assert not broken, "\n".join(broken)
+
+
+def names_of_modules() -> dict[str, SourceFile]:
+    """Return the library's files by the names of their modules."""
+    paths = {file: file.path.relative_to(PACKAGE.parent).with_suffix("").parts for file in library()}
+    return {".".join(parts[:-1] if parts[-1] == "__init__" else parts): file for file, parts in paths.items()}
+
+
+def imported_modules(file: SourceFile, modules: Mapping[str, SourceFile]) -> set[str]:
+    """Return the modules of the library that a file imports, in functions too, but not for types alone."""
+    types = [
+        node for node in ast.walk(file.tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+    ]
+    for_types = {id(inner) for node in types for inner in ast.walk(node)}
+    found = set()
+    for node in ast.walk(file.tree):
+        if isinstance(node, ast.ImportFrom) and id(node) not in for_types:
+            found |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Import) and id(node) not in for_types:
+            found |= {alias.name for alias in node.names}
+    return found & modules.keys()
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    modules = names_of_modules()
+    graph = {name: imported_modules(file, modules) - {name, "cascade_train"} for name, file in modules.items()}
+    assert sum(map(len, graph.values())) >= 500
+    tuple(TopologicalSorter(graph).static_order())  # a CycleError names the cycle
 
 
 def test_no_relative_imports() -> None:

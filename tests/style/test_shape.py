@@ -5,13 +5,18 @@ from __future__ import annotations
 import ast
 import statistics
 
-from tests.style.source import Function, library
+import pytest
+
+from tests.style.source import PACKAGE, Function, library
 
 MEDIAN_LINES = 12
 USUAL_LINES = 40
 USUAL_SHARE = 0.97
 MOST_LINES = 80
 MOST_LINES_OF_A_FILE = 400
+MOST_FILES = {"": 8, "data": 22, "models": 32}
+"""Python files directly in a folder of the package, its `__init__.py` too."""
+MOST_ROOMS = 12
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
 
 
@@ -55,3 +60,14 @@ def test_no_file_is_longer_than_four_hundred_lines() -> None:
 def test_no_file_is_a_drawer() -> None:
     drawers = [file.name for file in library() if file.path.stem in FORBIDDEN_NAMES]
     assert not drawers
+
+
+@pytest.mark.parametrize("room", sorted(MOST_FILES))
+def test_the_flat_level_of_a_room_fits_in_one_look(room: str) -> None:
+    files = sorted(path.name for path in (PACKAGE / room).glob("*.py"))
+    assert 1 < len(files) <= MOST_FILES[room], files
+
+
+def test_rooms_are_few() -> None:
+    rooms = sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
+    assert 1 < len(rooms) <= MOST_ROOMS, rooms

@@ -84,3 +84,18 @@ def test_console_script_is_the_same_way_in(tmp_path: Path):
     command = [script, "--cfg", "job", "--package", "run", "--resolve", *TINY]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert "name: lora-c_tiny" in result.stdout
+
+
+@pytest.mark.parametrize(("flags", "message"), [((), "Half does not define read"), (("-P",), "no module .* 'my_data'")])
+def test_a_module_in_the_current_folder_is_found_by_the_console_script(
+    tmp_path: Path, flags: tuple[str, ...], message: str
+):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "cascade-train").write_text("from cascade_train.__main__ import main\nmain()\n")
+    source = "from cascade_train.data.source import Source\nclass Half(Source):\n    def open(self): ...\n"
+    (tmp_path / "my_data.py").write_text(source)
+    chosen = (*TINY, "data._target_=my_data.Half", "run.allowed_packages=[my_data,cascade_train,torch]")
+    command = [sys.executable, *flags, "bin/cascade-train", *chosen]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert re.search(message, result.stderr)

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hydra.errors import InstantiationException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from cascade_train.config.error_messages import with_path
 from cascade_train.config.hydra_compat import construct
+from cascade_train.config.static.contracts import check_class, check_imported
 from cascade_train.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -55,10 +56,13 @@ def build_component(cfg: DictConfig, node: str, **changed: Any) -> Any:
     """Construct one component node, `changed` in the place of some of its arguments.
 
     Raises:
-        ConfigError: the component refuses an argument.
+        ConfigError: a class that cannot be imported or does not keep its contract, or that refuses an argument.
     """
+    check_imported(node, OmegaConf.to_container(cfg[node]), changed)
     try:
-        return construct(cfg[node], **changed)
+        made = construct(cfg[node], **changed)
+        check_class(node, str(cfg[node]._target_), type(made))
+        return made
     except InstantiationException as error:
         cause = error.__cause__
         if isinstance(cause, ConfigError):

@@ -306,7 +306,7 @@ def write_exports(cfg: DictConfig, task: Task, phases: list[BoundPhase], directo
     """
     with averaged(phases):
         for name, export in task.exports().items():
-            state = whole_state(export.module)
+            state = whole_state(export.module, frozen=export.whole)
             error = from_rank_zero(partial(export.write, state, directory / name))
             log.info("Exported %s; read back with a relative error of %.1e.", directory / name, error)
     from_rank_zero(lambda: OmegaConf.save(OmegaConf.create(redacted(to_plain(cfg))), directory / "config.yaml"))

@@ -9,11 +9,13 @@ import ast
 import dataclasses
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, get_type_hints
 
 from cascade_train.config.groups import did_you_mean, group_options, groups, options_with
 from cascade_train.config.schema import Root
-from cascade_train.config.static.annotations import fits, is_component, literals, needs_component
+from cascade_train.config.static.annotations import HYDRA_KEYS, fits, is_component, literals, needs_component
+from cascade_train.config.static.contracts import broken_contract
 from cascade_train.config.static.expressions import UNKNOWN
 from cascade_train.config.static.guards import refusal
 from cascade_train.config.static.signatures import (
@@ -28,11 +30,13 @@ from cascade_train.config.static.static_source import UnreadableError
 from cascade_train.config.static.targets import check_confined
 from cascade_train.errors import ConfigError
 
-HYDRA_KEYS = {"_target_", "_partial_", "_convert_", "_recursive_", "_args_"}
-
 
 def check_component(
-    path: str, node: Any, allowed: Sequence[str] | None, derived: Collection[str] = frozenset()
+    path: str,
+    node: Any,
+    allowed: Sequence[str] | None,
+    derived: Collection[str] = frozenset(),
+    contracts: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> None:
     """Check a component and everything nested in it.
 
@@ -41,22 +45,27 @@ def check_component(
         node: plain containers, interpolations resolved, nothing missing.
         allowed: top-level packages that `_target_` may name; None = any.
         derived: paths whose values follow other keys: what they may be is judged where they are used.
+        contracts: key of a component -> dotted paths of the classes of which its own must inherit from one.
 
     Raises:
-        ConfigError: a target that is not allowed or not there; an argument that is unknown, missing, of a wrong type,
-            or refused by the constructor's own checks.
+        ConfigError: a target that is not allowed, not there, or does not keep its contract; an argument that is
+            unknown, missing, of a wrong type, or refused by the constructor's own checks.
     """
+    broken = None
     if is_component(node):
         _check_target(path, node, allowed)
-        _check_arguments(path, node, derived)
+        if (broken := broken_contract(path, node["_target_"], contracts.get(path, ()))) is None:
+            _check_arguments(path, node, derived)
         if allowed is not None:
             check_confined(path, node["_target_"])
     if isinstance(node, Mapping):
         for key, value in node.items():
-            check_component(f"{path}.{key}", value, allowed, derived)
+            check_component(f"{path}.{key}", value, allowed, derived, contracts)
     elif isinstance(node, Sequence) and not isinstance(node, str):
         for position, value in enumerate(node):
-            check_component(f"{path}[{position}]", value, allowed, derived)
+            check_component(f"{path}[{position}]", value, allowed, derived, contracts)
+    if broken is not None:
+        raise ConfigError(broken)
 
 
 def check_is_component(path: str, node: Any) -> None:

@@ -12,8 +12,9 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 import cascade_train
-from cascade_train.config.components import HYDRA_KEYS, meaning_of
+from cascade_train.config.components import meaning_of
 from cascade_train.config.groups import group_options, groups
+from cascade_train.config.static.annotations import HYDRA_KEYS
 
 WIDTH, INDENT = 120, 42
 

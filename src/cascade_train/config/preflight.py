@@ -20,6 +20,7 @@ from cascade_train.config.components import check_component, check_is_component,
 from cascade_train.config.groups import chosen, did_you_mean, option_targets
 from cascade_train.config.schema import COMPONENTS, ParallelMode, Precision, Root
 from cascade_train.config.static.annotations import is_component
+from cascade_train.config.static.contracts import CONTRACTS
 from cascade_train.config.static.signatures import class_constant
 from cascade_train.config.static.static_source import UnreadableError
 from cascade_train.errors import ConfigError, install_hint
@@ -147,7 +148,7 @@ def check_components(root: Root, *, derived: Collection[str]) -> None:
     allowed = None if root.run.allow_any_target else root.run.allowed_packages
     for key in COMPONENTS:
         check_is_component(key, getattr(root, key))
-        check_component(key, getattr(root, key), allowed, derived)
+        check_component(key, getattr(root, key), allowed, derived, CONTRACTS)
 
 
 def check_task_fits_stage(root: Root) -> None:

@@ -265,10 +265,10 @@ def restore_training_state(
     return facts
 
 
-def whole_state(module: nn.Module) -> dict[str, Tensor]:
+def whole_state(module: nn.Module, *, frozen: bool = False) -> dict[str, Tensor]:
     """Return a module's trained weights and buffers, gathered from their shards, on the host of rank 0. Collective.
 
-    Frozen weights are left out; on other ranks the result is empty.
+    Frozen weights are left out unless asked for; on other ranks the result is empty.
     """
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=not frozen)
     return cast("dict[str, Tensor]", get_model_state_dict(module, options=options))

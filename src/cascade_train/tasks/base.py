@@ -77,10 +77,12 @@ class Export:
         module: whose weights are gathered from their shards, averaged where the run has an average.
         write: writes the whole state dict to a folder, reads it back and returns the largest relative difference; on
             rank 0 alone.
+        whole: gather the module's frozen weights too.
     """
 
     module: nn.Module
     write: Callable[[Mapping[str, Tensor], Path], float]
+    whole: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

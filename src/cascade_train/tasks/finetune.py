@@ -50,7 +50,7 @@ class Finetune(WholeNetwork):
 
     def exports(self) -> Mapping[str, Export]:
         """Return `prior`, a folder that diffusers' prior pipeline loads."""
-        return {self.part: Export(module=self.stage.network, write=self._write_prior)}
+        return {self.part: Export(module=self.stage.network, write=self._write_prior, whole=True)}
 
     def _write_prior(self, state: Mapping[str, Tensor], directory: Path) -> float:
         if not isinstance(self.stage, StageC):

@@ -99,7 +99,7 @@ class Reconstruction(WholeNetwork):
 
     def exports(self) -> Mapping[str, Export]:
         """Return `decoder`, a folder that diffusers' decoder pipeline loads, and a compressor that trained along."""
-        exports = {self.part: Export(module=self.stage.network, write=self._write_decoder)}
+        exports = {self.part: Export(module=self.stage.network, write=self._write_decoder, whole=True)}
         if self.train_compressor:
             exports[COMPRESSOR] = Export(module=self._compressor(), write=save_part)
         return exports

@@ -53,7 +53,10 @@ NEEDED = {
     **{f"filter={name}": ["task.filter.weights=a.onnx"] for name in ("depth", "pose", "sketch")},
     "filter=identity": ["task.filter.detector=a.onnx", "task.filter.recogniser=b.onnx"],
     "filter=network": ["task.filter.network._target_=torch.nn.Identity"],
-    "filter=own": ["task.filter._target_=cascade_train.filters.base.ControlFilter"],
+    "filter=own": [
+        "task.filter._target_=cascade_train.filters.canny.CannyFilter",
+        *("+task.filter.resize=224", "+task.filter.low=100", "+task.filter.high=200"),
+    ],
     **{f"experiment={name}": ["data.urls=[a.tar]", *files] for name, files in CONTROLNETS.items()},
 }
 """Options that leave something to the user, and the least that they need."""

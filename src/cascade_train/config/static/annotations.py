@@ -10,6 +10,9 @@ from cascade_train.config.static.signatures import is_subclass
 from cascade_train.config.static.static_source import Definition, Module, UnreadableError, find, lookup_expression
 from cascade_train.errors import ConfigError
 
+HYDRA_KEYS = {"_target_", "_partial_", "_convert_", "_recursive_", "_args_"}
+"""Keys of a component that are none of its arguments."""
+
 SCALARS: Mapping[str, tuple[type, ...]] = {
     "int": (int,),
     "float": (int, float),

@@ -15,7 +15,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from cascade_train.config.static.static_source import Definition, Module, UnreadableError, find, lookup_expression
+from cascade_train.config.static.static_source import (
+    Definition,
+    Module,
+    UnreadableError,
+    bindings,
+    find,
+    lookup_expression,
+    module_file,
+)
 from cascade_train.errors import ConfigError
 
 ROLES = frozenset({"Free", "Order", "File"})
@@ -156,23 +164,34 @@ def is_subclass(definition: Definition, parent: ast.ClassDef) -> bool:
         return True
 
 
+def inherits(definition: Definition, base: str) -> bool:
+    """Return whether a class has the one of this dotted path among its bases; False where the source cannot tell."""
+    with suppress(UnreadableError):
+        return find(base).node in [each.node for each in class_chain(definition)]
+    return False
+
+
+def import_target(target: str, *, path: str) -> Any:
+    """Import what a dotted path names, for the component at a path of the configuration; else raise a ConfigError."""
+    parts = target.split(".")
+    length = next((n for n in range(len(parts) - 1, 0, -1) if module_file(".".join(parts[:n]))), 1)
+    try:
+        return functools.reduce(getattr, parts[length:], importlib.import_module(".".join(parts[:length])))
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{path}._target_={target} cannot be imported: {error}.") from error
+
+
 def bind_imported(target: str, given: Iterable[str], *, path: str, partial: bool) -> None:
     """Import a target and check the names of its arguments, for what the source alone cannot tell.
 
-    Args:
-        target: dotted path of a class or function.
-        given: names of the arguments.
-        path: key of the component, for messages.
-        partial: whether missing arguments are allowed.
-
     Raises:
-        ConfigError: it does not exist, or an argument is unknown or missing.
+        ConfigError: it does not exist, or an argument is unknown, or missing where `partial` does not allow it.
     """
-    module, _, name = target.rpartition(".")
+    made = import_target(target, path=path)
     try:
-        signature = inspect.signature(getattr(importlib.import_module(module), name))
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{path}._target_={target} cannot be imported: {error}.") from error
+        signature = inspect.signature(made)
+    except ValueError:  # written in C
+        return
     try:
         (signature.bind_partial if partial else signature.bind)(**dict.fromkeys(given))
     except TypeError as error:
@@ -184,7 +203,7 @@ def _constructor(definition: Definition) -> Signature:
         for statement in _class_body(current):
             if isinstance(statement, ast.FunctionDef) and statement.name in {"__init__", "__new__"}:
                 return _function(statement, current.module, skip_first=True)
-        if _is_dataclass(current):
+        if is_dataclass(current):
             return Signature(_dataclass_fields(current), accepts_any=False)
     return Signature({}, accepts_any=False)
 
@@ -209,7 +228,7 @@ def _parameter(annotation: ast.expr | None, required: bool, module: Module) -> P
 
 def _dataclass_fields(definition: Definition) -> dict[str, Parameter]:
     fields: dict[str, Parameter] = {}
-    for current in reversed([c for c in class_chain(definition) if _is_dataclass(c)]):
+    for current in reversed([c for c in class_chain(definition) if is_dataclass(c)]):
         for statement in _class_body(current):
             if isinstance(statement, ast.AnnAssign) and "ClassVar" not in ast.unparse(statement.annotation):
                 options = _field_options(statement.value)
@@ -229,10 +248,25 @@ def _field_options(value: ast.expr | None) -> dict[str, str]:
     return {}
 
 
-def _is_dataclass(definition: Definition) -> bool:
+def is_dataclass(definition: Definition) -> bool:
+    """Return whether a class is decorated as a dataclass."""
     decorators = getattr(definition.node, "decorator_list", [])
     names = {ast.unparse(d.func if isinstance(d, ast.Call) else d) for d in decorators}
     return any(name.rpartition(".")[2] == "dataclass" for name in names)
+
+
+def class_members(definition: Definition) -> Iterator[tuple[str, bool]]:
+    """Yield the names in a class's body, each with whether it is left to those that inherit: abstract or unassigned."""
+    for statement in _class_body(definition):
+        match statement:
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                decorators = {ast.unparse(each).rpartition(".")[2] for each in statement.decorator_list}
+                yield statement.name, "abstractmethod" in decorators
+            case ast.AnnAssign(target=ast.Name(id=name), value=None):
+                if "ClassVar" in ast.unparse(statement.annotation):
+                    yield name, True
+            case _:
+                yield from ((name, False) for name, _ in bindings([statement]))
 
 
 def _class_body(definition: Definition) -> list[ast.stmt]:

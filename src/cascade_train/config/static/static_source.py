@@ -64,7 +64,10 @@ def find(target: str) -> Definition:
         module = load_module(".".join(parts[:length]))
         if module is not None:
             return _descend(module, parts[length:], target)
-    raise ConfigError(f"{target!r} names nothing: there is no package {parts[0]!r} here.")
+    raise ConfigError(
+        f"{target!r} names nothing: there is no module or package {parts[0]!r} where Python looks for one, such as the "
+        f"current folder, {Path.cwd()}. Start the command in the folder that holds it, or add that to PYTHONPATH."
+    )
 
 
 def _descend(module: Module, names: list[str], target: str) -> Definition:
@@ -156,8 +159,11 @@ def load_module(name: str) -> Module | None:
         return None
     if path.is_dir():
         return Module(name, True, {})
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    module = Module(name, path.name == "__init__.py", dict(_bindings(tree.body)))
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except SyntaxError as error:
+        raise ConfigError(f"{name!r} cannot be read: {path}, line {error.lineno}: {error.msg}.") from error
+    module = Module(name, path.name == "__init__.py", dict(bindings(tree.body)))
     stars = [s for s in _statements(tree.body) if isinstance(s, ast.ImportFrom) and s.names[0].name == "*"]
     return Module(name, module.is_package, module.names, tuple(absolute(module, s) for s in stars))
 
@@ -190,7 +196,8 @@ def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
                 yield from _statements(getattr(statement, block, []))
 
 
-def _bindings(body: list[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
+def bindings(body: list[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
+    """Yield the names that statements bind, each with the statement."""
     for statement in _statements(body):
         match statement:
             case ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef():

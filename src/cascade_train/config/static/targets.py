@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 
+from cascade_train.config.static.signatures import inherits
 from cascade_train.config.static.static_source import UnreadableError, find
 from cascade_train.errors import ConfigError
 
@@ -21,6 +22,9 @@ TRUSTED = (
     "torch.optim",
 )
 """Where the classes lie that anyone's folder may name: their constructors check and store, and do nothing else."""
+
+ENGINE_BASES = ("cascade_train.engine.lr_schedule.LrSchedule", "torch.optim.optimizer.Optimizer")
+"""What the classes inherit from that it may name in other files of the engine."""
 
 ALSO_FOR_TRAINING = ("torch.nn",)
 """Where the classes lie that a configuration of one's own may name besides."""
@@ -60,4 +64,6 @@ def _is_class_in(target: str, places: tuple[str, ...]) -> bool:
     except (ConfigError, UnreadableError):
         return False
     home = f"{definition.module.name}."
+    if home.startswith("cascade_train.engine.") and any(inherits(definition, base) for base in ENGINE_BASES):
+        return True
     return isinstance(definition.node, ast.ClassDef) and any(home.startswith(f"{place}.") for place in places)

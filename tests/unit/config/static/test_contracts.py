@@ -1,0 +1,162 @@
+"""A class that does not keep its contract is refused by its source, and where that cannot tell, after its import."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from omegaconf import DictConfig
+
+from cascade_train.assembly.components import build_component
+from cascade_train.config.components import check_component
+from cascade_train.config.preflight import preflight
+from cascade_train.config.static.contracts import CONTRACTS, broken_contract, check_imported
+from cascade_train.config.static.targets import is_trusted
+from cascade_train.errors import ConfigError
+from tests.unit.config.composing import composed
+
+SOURCE = """
+import abc
+import torch
+from cascade_train.data import source
+from cascade_train.data.source import Source
+from cascade_train.filters.base import ImageFilter
+from cascade_train.tasks.base import Task
+from cascade_train.tasks.finetune import Finetune
+
+class Alone:
+    def open(self): ...
+
+class Half(Source):
+    def open(self): ...
+
+class Reads:
+    def read(self, row): ...
+
+class Whole(Reads, source.Source):
+    def open(self): ...
+
+class Bare(Task):
+    pass
+
+class Own(Finetune):
+    fits = ("stage_c",)
+
+class NoMap(ImageFilter):
+    channels = 1
+
+class Sgd(torch.optim.Optimizer):
+    pass
+
+class NoOptimizer:
+    def __init__(self, params, lr): ...
+
+def completed(cls):
+    cls.open = cls.read = lambda self, *_: None
+    cls.__abstractmethods__ = frozenset()
+    return cls
+
+@completed
+class Decorated(Source):
+    pass
+
+Made = type("Made", (Source,), {"open": lambda self: None})
+Strange = type("Strange", (), {})
+
+def whole(samples, seed, only, names, background_weight, **options): return Whole(**options)
+def nothing(**options): return object()
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The name of a module of a user's own."""
+    name = f"own_{tmp_path.name.translate(str.maketrans('-[]', '___'))}"
+    (tmp_path / f"{name}.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield name
+    sys.modules.pop(name, None)
+
+
+def configured(own: str, key: str, name: str) -> DictConfig:
+    cfg = composed("model=c_tiny", "task=finetune")
+    cfg[key]._target_ = f"{own}.{name}"
+    cfg.run.allowed_packages.append(own)
+    return cfg
+
+
+@pytest.mark.parametrize(("key", "name"), [("data", "Whole"), ("task", "Own"), ("data", "Decorated")])
+def test_classes_that_keep_the_contract_pass(own: str, key: str, name: str):
+    assert broken_contract(key, f"{own}.{name}", CONTRACTS[key]) is None
+    assert own not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "message"),
+    [
+        ("data", "Alone", r"data._target_=\w+.Alone cannot be used: Alone does not inherit from Source. Write 'from "
+         r"cascade_train.data.source import Source' and 'class Alone\(Source\)', and define read in it."),
+        ("data", "Half", "Half does not define read. Define what is missing"),
+        ("task", "Bare", "does not define .*exports, fits, measures, .*trains_network. Define"),
+        ("task", "Whole", "Whole does not inherit from Task"),
+        ("objective", "Alone", "Alone does not inherit from Objective or PictureObjective. Write"),
+        ("optimizer", "NoOptimizer", "Choose optimizer=torch and optimizer.algorithm._target_=.*NoOptimizer, or write"),
+    ],
+)  # fmt: skip
+def test_a_class_that_breaks_its_contract_is_refused_by_its_source(own: str, key: str, name: str, message: str):
+    with pytest.raises(ConfigError, match=message):
+        preflight(configured(own, key, name), ranks=1)
+    assert own not in sys.modules
+
+
+@pytest.mark.parametrize("name", ["NoMap", "NoOptimizer"])
+def test_nested_classes_are_refused_too(own: str, name: str):
+    node = {"_target_": f"{own}.{name}", "_partial_": True}
+    at, message = (
+        ("task.filter", "does not define apply") if name == "NoMap" else ("optimizer.algorithm", "not inherit")
+    )
+    with pytest.raises(ConfigError, match=message):
+        check_component(at, node, [own], contracts=CONTRACTS)
+    with pytest.raises(ConfigError, match=message):
+        check_imported(at, node)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Made", r"data._target_=\w+.Made cannot be used: Made does not define read"),
+        ("Strange", "Strange does not inherit from Source. .* and define open, read in it"),
+        ("nothing", "object does not inherit from Source"),
+    ],
+)
+def test_what_the_source_cannot_tell_is_refused_after_the_import(own: str, name: str, message: str):
+    ready = preflight(configured(own, "data", name), ranks=1)
+    with pytest.raises(ConfigError, match=message):
+        build_component(ready, "data")
+
+
+def test_a_function_may_make_a_component(own: str):
+    assert type(build_component(preflight(configured(own, "data", "whole"), ranks=1), "data")).__name__ == "Whole"
+
+
+def test_a_module_that_cannot_be_imported_is_refused_with_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "unfinished.py").write_text("import cascade_train.nowhere\nclass A: ...\n")
+    (tmp_path / "mistyped.py").write_text("class A\n")
+    with pytest.raises(ConfigError, match=r"data._target_=unfinished.A cannot be imported: No module .*nowhere"):
+        check_imported("data", {"_target_": "unfinished.A"})
+    with pytest.raises(ConfigError, match=r"data._target_='mistyped' cannot be read: .*mistyped.py, line 1: expected"):
+        check_component("data", {"_target_": "mistyped.A"}, None)
+
+
+def test_an_argument_that_only_the_import_can_tell_is_refused(own: str):
+    with pytest.raises(ConfigError, match=r"task.part does not fit \w+.Strange"):
+        check_imported("task.part", {"_target_": f"{own}.Strange", "rank": 3})
+
+
+def test_only_what_inherits_from_an_optimizer_or_schedule_is_trusted_in_the_engine():
+    assert is_trusted("cascade_train.engine.lr_schedule.CosineSchedule")
+    assert not is_trusted("cascade_train.engine.checkpoint.store.CheckpointStore")
+    assert not is_trusted("cascade_train.engine.loop.Trainer")
