@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench.shapes_judge import accuracies
 from bench.tiny_cascade import Truth, commit, from_captions, shapes, table, trained_on, unseen
-from cascade_train.config.plain import to_plain
+from cascade_train.config.saved import to_plain
 from cascade_train.engine.sampling import compose_grid
 from cascade_train.results.find import find_model
 

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench.shapes_judge import ATTRIBUTES, accuracies
 from cascade_train.commands.generate import GenerateArgs, generate
-from cascade_train.config.plain import to_plain
+from cascade_train.config.saved import to_plain
 from cascade_train.data.latent_cache import read_manifest
 from cascade_train.data.shapes import Scene, Shapes
 from cascade_train.engine.sampling import compose_grid

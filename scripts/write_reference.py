@@ -18,7 +18,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 CONF, CONFIG = ROOT / "conf", ROOT / "src/cascade_train/config"
-SCHEMAS = (CONFIG / "schema.py", CONFIG / "schema_watching.py")
+SCHEMAS = (CONFIG / "schema.py",)
 CHOSEN = {"parallel": "auto", "tracker": "none"}
 """Typed groups, whose values lie in the option that is chosen by default."""
 

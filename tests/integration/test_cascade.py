@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from cascade_train.batch import sample_seed
 from cascade_train.commands.export import ExportArgs, export
 from cascade_train.commands.generate import GenerateArgs, generate
-from cascade_train.config.plain import to_plain
+from cascade_train.config.saved import to_plain
 from cascade_train.errors import ConfigError
 from cascade_train.models.convolutional import ConvolutionalCompressor, ConvolutionalPreviewer
 from cascade_train.results.paint import Fingerprint

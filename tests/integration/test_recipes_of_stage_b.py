@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from cascade_train.__main__ import launch
 from cascade_train.assembly import run as build
-from cascade_train.config.plain import to_plain
+from cascade_train.config.saved import to_plain
 from cascade_train.diffusion.noise import PyramidNoise
 from cascade_train.engine.loop import Trainer
 from cascade_train.models.convolutional import ConvolutionalCompressor

@@ -29,7 +29,7 @@ from cascade_train.assembly.cache_identity import (
 from cascade_train.assembly.components import build_component, build_parts
 from cascade_train.assembly.model import compute_dtype
 from cascade_train.batch import Batch
-from cascade_train.config.plain import to_plain
+from cascade_train.config.saved import to_plain
 from cascade_train.data.cached import Cached
 from cascade_train.data.data_set import Rows, open_data_set
 from cascade_train.data.index.rows import Index

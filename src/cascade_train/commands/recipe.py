@@ -15,8 +15,7 @@ from typing import Any
 from omegaconf import MISSING, OmegaConf
 
 from cascade_train.commands.parts.command_line import Command
-from cascade_train.config.recipes.behaviour import check_behaviour
-from cascade_train.config.recipes.official import from_official, is_official
+from cascade_train.config.recipes.official import check_behaviour, from_official, is_official
 from cascade_train.config.recipes.open_diffusion import from_open_diffusion, is_open_diffusion
 from cascade_train.config.recipes.recipe import Recipe
 from cascade_train.config.saved import load_yaml

@@ -33,8 +33,7 @@ from cascade_train.config.preflight import preflight
 from cascade_train.config.schema import Root
 from cascade_train.config.sweep import check_launcher, sweeps_saved_redacted
 from cascade_train.config.sweeps.naming import place_run
-from cascade_train.config.sweeps.slurm_jobs import slurm_jobs_followed
-from cascade_train.config.sweeps.slurm_step import adopt_slurm_step, one_thread_a_rank
+from cascade_train.config.sweeps.slurm import adopt_slurm_step, one_thread_a_rank, slurm_jobs_followed
 from cascade_train.config.unknown_keys import other_name
 from cascade_train.errors import ConfigError
 from cascade_train.redaction import show_log

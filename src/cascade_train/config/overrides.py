@@ -5,15 +5,17 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from cascade_train.config.other_names import HYDRAS_OWN
-from cascade_train.config.paths import is_existing_path
 from cascade_train.errors import ConfigError
 
 OPENING, CLOSING = "[({", "])}"
+
+HYDRAS_OWN = {"hydra.run.dir": "run.dir", "hydra.job.name": "run.name"}
+"""Keys of Hydra's that have no effect on a run here -> ours that have."""
 
 
 def refusal(override: str) -> str:
@@ -54,6 +56,14 @@ def with_paths_quoted(arguments: Sequence[str]) -> list[str]:
     Runs of a sweep lie in folders such as `lr=0.0001,rank=4`, which the grammar does not read as a text.
     """
     return [_with_path_quoted(argument) for argument in arguments]
+
+
+def is_existing_path(text: str) -> bool:
+    """Return whether a text names a file or a folder; false for what no file system takes as a name."""
+    try:
+        return bool(text) and Path(text).exists()
+    except (OSError, ValueError):
+        return False
 
 
 def _with_path_quoted(argument: str) -> str:

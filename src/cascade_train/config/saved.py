@@ -1,4 +1,4 @@
-"""The configuration that a run or an export left, checked again before anything in it is built.
+"""The configuration that a run or an export left, or that published weights have, checked before anything is built.
 
 A run folder may come from someone else: which classes it may name is decided here, not by the folder.
 """
@@ -11,9 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from cascade_train.config.groups import conf_dir
+from cascade_train.config.hydra_compat import BASE
+from cascade_train.config.launch import register_schema
 from cascade_train.config.preflight import preflight
 from cascade_train.config.schema import ParallelConfig, ParallelMode, Root
 from cascade_train.config.static.annotations import is_component
@@ -120,3 +124,34 @@ def export_folder(folder: Path, *, key: str = "from") -> Path:
             f"Let it finish, or run cascade-train export from={folder}."
         )
     return folder
+
+
+TINY_RECIPES = {"b_tiny": "tiny_b", "c_tiny": "tiny_c"}
+"""Experiment that trained the packaged weights of a size."""
+
+
+def published_config(model: str, weights: str) -> DictConfig:
+    """Return the checked configuration that a run of this size would have; a tiny one's is that of its recipe.
+
+    Args:
+        model: an option of the group `model`.
+        weights: of its network, see `model.weights`.
+    """
+    task = "reconstruction" if model.startswith("b_") else "finetune"
+    overrides = [f"model={model}", f"task={task}", "run.name=published", "train.global_batch_size=1"]
+    if model in TINY_RECIPES:
+        overrides.append(f"experiment={TINY_RECIPES[model]}")
+    register_schema()
+    with initialize_config_dir(str(conf_dir()), **BASE):
+        cfg = compose("config", overrides)
+    cfg.model.weights = weights
+    cfg.parallel = ALONE
+    return preflight(cfg, ranks=1)
+
+
+def to_plain(cfg: DictConfig) -> dict[str, Any]:
+    """Return a config as plain values, interpolations resolved, enums by their names."""
+    plain = OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)
+    if not isinstance(plain, dict):
+        raise AssertionError("the root config is a mapping")
+    return {str(key): value for key, value in plain.items()}

@@ -1,17 +1,15 @@
-"""The typed nodes of the configuration: everything the one loop owns.
+"""The typed nodes of the configuration: everything the one loop owns. Nothing here imports torch.
 
-Types, ranges and units live here and, of what only looks at a run, in schema_watching.py; the values live in `conf/`.
-Components (`_target_` nodes) do not belong here: their constructor is their schema. Nothing here imports torch.
+Types, ranges and units live here, the values in `conf/`. The schema of a component (`_target_`) is its constructor.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from cascade_train.config.limits import above, at_least
-from cascade_train.config.schema_watching import LogConfig, ProfileConfig, SampleConfig, TrackerConfig, ValidateConfig
 from cascade_train.errors import ConfigError
 
 
@@ -61,6 +59,42 @@ class BestMode(StrEnum):
     max = "max"
 
 
+class SamplerName(StrEnum):
+    """Reverse process of the sample grids."""
+
+    ddpm = "ddpm"
+    ddim = "ddim"
+    lcm = "lcm"
+
+
+class TrackerName(StrEnum):
+    """Where metrics and samples are shown, beside `metrics.jsonl`."""
+
+    none = "none"
+    tensorboard = "tensorboard"
+    wandb = "wandb"
+
+
+class TrackerMode(StrEnum):
+    """Whether the tracker talks to its server."""
+
+    online = "online"
+    offline = "offline"
+
+
+def limit(config: object, node: str, *keys: str, least: float = -math.inf, above: float = -math.inf) -> None:
+    """Check that keys of a node are null, or at least `least` and greater than `above`.
+
+    Raises:
+        ConfigError: one is not.
+    """
+    for key in keys:
+        value = getattr(config, key)
+        if value is not None and (value < least or value <= above):
+            rule = f"{least} or more" if value < least else f"greater than {above:g}"
+            raise ConfigError(f"{node}.{key}={value} must be {rule}.")
+
+
 @dataclass(kw_only=True)
 class RunConfig:
     """Identity of a run, where it lives, and what it may load."""
@@ -89,9 +123,9 @@ class RunConfig:
             raise ConfigError(f"run.name={self.name!r} must be one folder name. Set the folder itself by run.dir.")
         if not self.dir:
             raise ConfigError("run.dir='' must name a folder, e.g. run.dir=runs/mine.")
-        at_least("run.seed", self.seed, 0)
-        above("run.max_hours", self.max_hours, 0.0)
-        at_least("run.timeout_seconds", self.timeout_seconds, 1.0)
+        limit(self, "run", "seed", least=0)
+        limit(self, "run", "max_hours", above=0.0)
+        limit(self, "run", "timeout_seconds", least=1.0)
 
 
 @dataclass(kw_only=True)
@@ -112,11 +146,8 @@ class TrainConfig:
     """bf16, fp32, or auto = the precision that the model is meant for (bf16, and fp32 for tiny models)."""
 
     def __post_init__(self) -> None:
-        at_least("train.max_steps", self.max_steps, 1)
-        at_least("train.max_epochs", self.max_epochs, 1)
-        at_least("train.global_batch_size", self.global_batch_size, 1)
-        at_least("train.micro_batch_size", self.micro_batch_size, 1)
-        above("train.max_grad_norm", self.max_grad_norm, 0.0)
+        limit(self, "train", "max_steps", "max_epochs", "global_batch_size", "micro_batch_size", least=1)
+        limit(self, "train", "max_grad_norm", above=0.0)
 
 
 @dataclass(kw_only=True)
@@ -143,8 +174,8 @@ class EmaConfig:
             )
         if self.decay is not None and not 0.0 < self.decay < 1.0:
             raise ConfigError(f"ema.decay={self.decay} must lie between 0 and 1, e.g. 0.999; null switches it off.")
-        at_least("ema.start_step", self.start_step, 0)
-        at_least("ema.every_steps", self.every_steps, 1)
+        limit(self, "ema", "start_step", least=0)
+        limit(self, "ema", "every_steps", least=1)
 
 
 @dataclass(kw_only=True)
@@ -161,7 +192,7 @@ class ParallelConfig:
     """Keep the shards and the optimizer on the host: least device memory, slowest; on a CUDA device only."""
 
     def __post_init__(self) -> None:
-        at_least("parallel.shard_size", self.shard_size, 1)
+        limit(self, "parallel", "shard_size", least=1)
 
 
 @dataclass(kw_only=True)
@@ -186,10 +217,7 @@ class CheckpointConfig:
     """Train on once the state is copied to the host, while a thread writes it; false = wait for the disk."""
 
     def __post_init__(self) -> None:
-        at_least("checkpoint.every_steps", self.every_steps, 1)
-        at_least("checkpoint.keep_last", self.keep_last, 1)
-        at_least("checkpoint.keep_every_steps", self.keep_every_steps, 1)
-        at_least("checkpoint.keep_best", self.keep_best, 1)
+        limit(self, "checkpoint", "every_steps", "keep_last", "keep_every_steps", "keep_best", least=1)
         if (self.keep_best is None) != (self.best_metric is None):
             raise ConfigError(
                 f"checkpoint.keep_best={self.keep_best} and checkpoint.best_metric={self.best_metric} belong together."
@@ -217,14 +245,124 @@ class RollbackConfig:
     """Rollbacks of a run in all; after these a bad step ends it."""
 
     def __post_init__(self) -> None:
-        above("rollback.spike_factor", self.spike_factor, 1.0)
-        at_least("rollback.window_steps", self.window_steps, 1)
-        at_least("rollback.max_times", self.max_times, 1)
+        limit(self, "rollback", "spike_factor", above=1.0)
+        limit(self, "rollback", "window_steps", "max_times", least=1)
         if self.spike_factor is not None and not self.enabled:
+            factor = f"rollback.spike_factor={self.spike_factor}"
+            raise ConfigError(f"{factor} has no effect without rollback.enabled=true. Set both, or the factor to null.")
+
+
+@dataclass(kw_only=True)
+class LogConfig:
+    """The progress line and the flush of `metrics.jsonl`."""
+
+    every_steps: int | None
+    """Optimizer steps between lines; null = none, and metrics are written at checkpoints and at the end."""
+
+    def __post_init__(self) -> None:
+        limit(self, "log", "every_steps", least=1)
+
+
+@dataclass(kw_only=True)
+class SampleConfig:
+    """The grid of sampled images."""
+
+    every_steps: int | None
+    """Optimizer steps between grids; null = none."""
+    prompts: list[str] | None
+    """What to draw; null = captions of held-out samples, or of the first."""
+    count: int
+    """Images of a grid where `prompts` is null."""
+    seed: int
+    """Seed of the sampling noise."""
+    sampler: SamplerName
+    """Reverse process."""
+    steps: int
+    """Network evaluations per image, without counting guidance twice."""
+    guidance_scale: float | None
+    """Classifier-free guidance; 1 = none; null = the stage's: 4 for C, 1.1 for B, as the original samples."""
+    shift: float
+    """logSNR shift of the sampling schedule, -2 ln(shift); 1 = none."""
+
+    def __post_init__(self) -> None:
+        limit(self, "sample", "every_steps", "count", "steps", least=1)
+        limit(self, "sample", "seed", least=0)
+        limit(self, "sample", "guidance_scale", least=0.0)
+        limit(self, "sample", "shift", above=0.0)
+        if self.prompts is not None and not self.prompts:
+            raise ConfigError("sample.prompts=[] names nothing to draw. Use null for captions of the data.")
+
+
+@dataclass(kw_only=True)
+class ValidateConfig:
+    """Loss on held-out samples at fixed noise levels, with fixed noise."""
+
+    every_steps: int | None
+    """Optimizer steps between validations; null = none."""
+    share: float | None
+    """Share of the samples that is held out, chosen by a hash of their keys, in (0, 1); null = none."""
+    urls: list[str] | None
+    """Held-out set of its own, in place of `share`."""
+    samples: int
+    """Held-out samples of one validation."""
+    logsnr: list[float]
+    """Noise levels, natural logarithm of the signal-to-noise ratio."""
+    reconstructions: int = 0
+    """Held-out pictures that Stage B samples again, as `sample` says, to measure how near it comes; 0 = none."""
+    lpips: str | None = None
+    """A file of torchvision's VGG-16, to measure those by LPIPS too, and Stage A's; null = not measured."""
+    rfid: str | None = None
+    """A file of FID's Inception V3, to measure those and Stage A's by their Fréchet distance, too; null = not."""
+
+    def __post_init__(self) -> None:
+        limit(self, "validate", "every_steps", "samples", least=1)
+        limit(self, "validate", "reconstructions", least=0)
+        for key, least in (("lpips", 1), ("rfid", 2)):
+            if (file := getattr(self, key)) is not None and self.reconstructions < least:
+                raise ConfigError(f"validate.{key}={file} measures validate.reconstructions. Set both, e.g. 32.")
+        if self.share is not None and not 0.0 < self.share < 1.0:
+            raise ConfigError(f"validate.share={self.share} must lie between 0 and 1, e.g. 0.01; null for none.")
+        if self.share is not None and self.urls is not None:
+            raise ConfigError("validate.share and validate.urls exclude each other. Set one of them to null.")
+        if self.every_steps is not None and self.share is None and self.urls is None:
             raise ConfigError(
-                f"rollback.spike_factor={self.spike_factor} has no effect without rollback.enabled=true. Set both, or"
-                " rollback.spike_factor=null."
+                f"validate.every_steps={self.every_steps} needs held-out samples. "
+                "Set validate.share, e.g. 0.01, or validate.urls."
             )
+        if self.every_steps is not None and not self.logsnr:
+            raise ConfigError("validate.logsnr=[] names no noise level, e.g. validate.logsnr=[-4,0,4].")
+
+
+@dataclass(kw_only=True)
+class ProfileConfig:
+    """The profiler's window."""
+
+    start_step: int
+    """First optimizer step that is profiled; the first step of all sets things up and would hide the rest."""
+    steps: int | None
+    """Optimizer steps that are profiled; null = off."""
+
+    def __post_init__(self) -> None:
+        limit(self, "profile", "start_step", least=2)
+        limit(self, "profile", "steps", least=1)
+
+
+@dataclass(kw_only=True)
+class TrackerConfig:
+    """Where metrics and samples are shown."""
+
+    name: TrackerName
+    """none, tensorboard or wandb."""
+    project: str | None
+    """Project that the run belongs to; wandb needs one."""
+    entity: str | None
+    """Account or team that owns the project; null = the tracker's default."""
+    mode: TrackerMode
+    """online, or offline to sync by hand later."""
+
+    def __post_init__(self) -> None:
+        if self.name is TrackerName.wandb and not self.project:
+            raise ConfigError("tracker=wandb needs tracker.project, e.g. tracker.project=cascade.")
 
 
 @dataclass(kw_only=True)

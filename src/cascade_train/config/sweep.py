@@ -1,7 +1,7 @@
 """What a sweep (`--multirun`) leaves beside its runs: a line and a rank for each, and one exit code for all.
 
 With `hydra/launcher=slurm` each run is a job of its own, submitted by submitit; the process that was called waits for
-all of them (sweeps/slurm_jobs.py). This file also checks that such jobs can be submitted.
+all of them (sweeps/slurm.py). This file also checks that such jobs can be submitted.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ from cascade_train.config.error_messages import exit_code
 from cascade_train.config.overrides import parses
 from cascade_train.config.sweeps.naming import key_of, place_sweep
 from cascade_train.config.sweeps.ranking import Result, measured, metric_of, ranked, table
-from cascade_train.config.sweeps.slurm_jobs import ON_SLURM, SlurmJob, requeue, slurm_jobs
-from cascade_train.config.sweeps.slurm_step import adopt_slurm_step
+from cascade_train.config.sweeps.slurm import ON_SLURM, SlurmJob, adopt_slurm_step, requeue, slurm_jobs
 from cascade_train.errors import STOPPED, ConfigError, RunError, install_hint, unwritten
 from cascade_train.files.durable import write_durably
 from cascade_train.redaction import redact_argument, redacted

@@ -13,7 +13,7 @@ import yaml
 
 from cascade_train.__main__ import launch
 from cascade_train.commands import recipe
-from cascade_train.config.plain import to_plain
+from cascade_train.config.saved import to_plain
 from tests.unit.config.composing import checked, composed
 from tests.unit.config.defaults import RECIPES, differences, recipe_values
 from tests.unit.config.test_every_option import CONTROLNETS

@@ -5,7 +5,7 @@ import pytest
 from cascade_train.config.groups import group_options, groups
 from cascade_train.config.help import FIRST
 from cascade_train.config.launch import compose_and_run
-from cascade_train.config.other_names import OTHER_NAMES
+from cascade_train.config.unknown_keys import OTHER_NAMES
 from tests.unit.config.composing import composed
 
 

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from cascade_train.config.batch_size import BatchSplit
-from cascade_train.config.preflight import batch_split, precision, preflight
+from cascade_train.config.preflight import BatchSplit, batch_split, precision, preflight
 from cascade_train.config.schema import ParallelMode, Precision
 from cascade_train.errors import ConfigError
 from tests.unit.config.composing import composed

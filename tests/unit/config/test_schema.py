@@ -1,13 +1,20 @@
 import dataclasses
+from types import SimpleNamespace
 from typing import get_type_hints
 
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from cascade_train.config.limits import above, at_least
 from cascade_train.config.preflight import preflight
-from cascade_train.config.schema import Attention, Compile, ParallelMode, Precision, Root
-from cascade_train.config.schema_watching import TrackerName
+from cascade_train.config.schema import (
+    Attention,
+    Compile,
+    ParallelMode,
+    Precision,
+    Root,
+    TrackerName,
+    limit,
+)
 from cascade_train.config.static.signatures import attribute_docs
 from cascade_train.errors import ConfigError
 from tests.unit.config.composing import checked, composed
@@ -107,11 +114,10 @@ def test_wandb_without_project_is_refused():
 
 
 def test_limits_let_null_and_the_limit_itself_pass():
-    at_least("key", None, 1)
-    at_least("key", 1, 1)
-    above("key", None, 0.0)
-    with pytest.raises(ConfigError, match="key=0 must be greater than 0"):
-        above("key", 0, 0.0)
+    limit(SimpleNamespace(a=None, b=1), "node", "a", "b", least=1)
+    limit(SimpleNamespace(a=None), "node", "a", above=0.0)
+    with pytest.raises(ConfigError, match="node.key=0 must be greater than 0"):
+        limit(SimpleNamespace(key=0), "node", "key", above=0.0)
 
 
 def test_choices_compare_equal_to_their_names():

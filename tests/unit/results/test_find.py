@@ -8,8 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from cascade_train.config.plain import to_plain
-from cascade_train.config.published import published_config
+from cascade_train.config.saved import published_config, to_plain
 from cascade_train.errors import ConfigError
 from cascade_train.results import find as trained_model
 from cascade_train.results.find import TrainedModel, find_model, use_codec

@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from cascade_train.config.error_messages import exit_code
 from cascade_train.config.groups import did_you_mean
 from cascade_train.config.help import commands, table
-from cascade_train.config.paths import is_existing_path
+from cascade_train.config.overrides import is_existing_path
 from cascade_train.config.static.signatures import attribute_docs
 from cascade_train.errors import ConfigError
 from cascade_train.redaction import show_log

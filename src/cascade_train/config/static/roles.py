@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 
-from cascade_train.config.paths import is_existing_path
+from cascade_train.config.overrides import is_existing_path
 from cascade_train.config.static.annotations import is_component
 from cascade_train.config.static.signatures import read_signature
 from cascade_train.config.static.static_source import UnreadableError

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from cascade_train.config.plain import to_plain
+from cascade_train.config.saved import to_plain
 from cascade_train.config.static.roles import component_options, declared_roles, free_keys, make_absolute
 from tests.unit.config.composing import composed
 

@@ -7,13 +7,11 @@ import pytest
 from cascade_train.config.static.signatures import (
     argument_doc,
     attribute_docs,
-    bind_imported,
     class_constant,
     is_subclass,
     read_signature,
 )
 from cascade_train.config.static.static_source import UnreadableError, find
-from cascade_train.errors import ConfigError
 from tests.unit.config import members
 
 HERE = "tests.unit.config.members"
@@ -95,14 +93,3 @@ def test_subclasses_are_told_from_strangers():
     assert is_subclass(find(f"{HERE}.Child"), plain)
     assert not is_subclass(find(f"{HERE}.Empty"), plain)
     assert is_subclass(find(f"{HERE}.Orphan"), plain)
-
-
-def test_binding_after_import_finds_unknown_and_missing_arguments():
-    bind_imported(f"{HERE}.Plain", ["size"], path="model", partial=False)
-    bind_imported(f"{HERE}.Plain", [], path="model", partial=True)
-    with pytest.raises(ConfigError, match="model does not fit .*Plain: got an unexpected keyword argument 'sise'"):
-        bind_imported(f"{HERE}.Plain", ["sise"], path="model", partial=True)
-    with pytest.raises(ConfigError, match="model does not fit .*Plain: missing a required"):
-        bind_imported(f"{HERE}.Plain", [], path="model", partial=False)
-    with pytest.raises(ConfigError, match=r"model._target_=.*Absent cannot be imported"):
-        bind_imported(f"{HERE}.Absent", [], path="model", partial=False)

@@ -6,8 +6,8 @@ from omegaconf import OmegaConf
 from submitit.core.utils import FailedSubmissionError
 from submitit.slurm import slurm
 
-from cascade_train.config.sweeps import slurm_jobs
-from cascade_train.config.sweeps.slurm_jobs import ON_SLURM, slurm_jobs_followed, wait_for_earlier, wait_until_ended
+from cascade_train.config.sweeps import slurm as slurm_jobs
+from cascade_train.config.sweeps.slurm import ON_SLURM, slurm_jobs_followed, wait_for_earlier, wait_until_ended
 from cascade_train.errors import RunError
 
 ARGV = [ON_SLURM, "--multirun", "optimizer.lr=1,2", "task=lora"]

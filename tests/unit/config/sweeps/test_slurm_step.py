@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from cascade_train.config.sweeps.slurm_step import adopt_slurm_step, first_host, one_thread_a_rank, tasks_per_node
+from cascade_train.config.sweeps.slurm import adopt_slurm_step, first_host, one_thread_a_rank, tasks_per_node
 
 BATCH_SHELL = {
     "SLURM_JOB_ID": "123456",
@@ -96,7 +96,7 @@ def test_each_of_several_ranks_computes_in_one_thread(given: dict[str, str], thr
 
 def test_torch_heeds_the_number_of_threads():
     program = """
-from cascade_train.config.sweeps.slurm_step import one_thread_a_rank
+from cascade_train.config.sweeps.slurm import one_thread_a_rank
 one_thread_a_rank()
 import torch
 print(torch.get_num_threads())

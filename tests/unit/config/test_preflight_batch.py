@@ -1,6 +1,6 @@
 import pytest
 
-from cascade_train.config.batch_size import BatchSplit, listed, nearest_multiples, split_batch
+from cascade_train.config.preflight import BatchSplit, listed, nearest_multiples, split_batch
 from cascade_train.errors import ConfigError
 
 
