@@ -108,12 +108,7 @@ def missing_message(path: str, cfg: Mapping[str, Any]) -> str:
 
 
 def meaning_of(path: str, cfg: Mapping[str, Any]) -> str:
-    """Return what the schema, or the constructor of the component above it, says of a key; empty for nothing.
-
-    Args:
-        path: the key, with dots.
-        cfg: the unresolved configuration as plain containers.
-    """
+    """Return what the schema, or the constructor of the component above it, says of a key of a plain configuration."""
     parent_path, _, name = path.rpartition(".")
     if name == "_target_":
         return "the dotted path of a class, e.g. torch.optim.SGD"
@@ -166,10 +161,6 @@ def by_path(message: str, place: str) -> str:
     """Return what a constructor refused, its argument named by the whole path.
 
     A constructor names its argument alone (`rank=0`), below its own name (`network.dropout=2`), or by the whole path.
-
-    Args:
-        message: the constructor's.
-        place: path of the component.
     """
     parts = place.split(".")
     named = re.match(r"([\w.]+)(\[\d+\])*(?P<end>[=: ])", message)

@@ -1,4 +1,4 @@
-"""Turn what went wrong into one paragraph on rank 0, and an exit code."""
+"""Errors as one paragraph on rank 0 and an exit code."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ FP16 = (
 )
 
 SECONDS_FOR_RANK_ZERO = 10.0
-"""torchrun ends all ranks with the first that exits; the silent ones wait until rank 0 has spoken."""
+"""torchrun ends all ranks with the first that exits; the other ranks wait until rank 0 has reported."""
 
 STOPPED_IN_ORDER = "Stopped as asked, and saved. The same command continues."
 
@@ -60,31 +60,32 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 def exit_code(action: Callable[[], Any], *, remedy: str = "") -> int:
-    """Run `action` and return its exit code, None being 0.
+    """Run `action`, report its errors, and return its exit code.
+
+    An error of all ranks is one paragraph on rank 0, one of a single rank is a paragraph of that rank.
 
     Args:
-        action: what to do.
-        remedy: what to say after the word that it was interrupted.
+        action: returns an exit code; None = 0.
+        remedy: added to the message that the run was interrupted.
 
     Returns:
-        0 done, 1 stopped by the world or a defect (traceback with the rank), 2 refused, 130 after Ctrl-C, or what an
-        `Interrupted` says; else what the action returned. What all ranks know is one paragraph on rank 0; what
-        happened to one rank is said by that rank.
+        That of the action; 1 after a runtime failure or a defect (traceback with the rank), 2 for an invalid
+        configuration, 130 after Ctrl-C, or the code of an `Interrupted`.
     """
     try:
         code = int(action() or 0)
         if code == STOPPED:
-            _tell_torchrun(STOPPED_IN_ORDER)
+            _write_error_file(STOPPED_IN_ORDER)
         return code
     except KeyboardInterrupt as interrupt:
         return _interrupted(interrupt, remedy)
     except Exception as error:
         origin = _origin_in_interrupt(error)
-        return _report(_as_of_the_world(error)) if origin is None else _interrupted(origin, remedy)
+        return _report(_worker_death(error)) if origin is None else _interrupted(origin, remedy)
 
 
-def _as_of_the_world(error: Exception) -> Exception:
-    """Return an error that torch raises wherever the program stands when a data worker dies, as what it means."""
+def _worker_death(error: Exception) -> Exception:
+    """Return what torch raises when a data worker dies, with the cause and the remedy; others as they are."""
     if isinstance(error, RuntimeError) and DEAD_WORKER.match(str(error)):
         return RunError(
             f"A data worker process ended unexpectedly ({_one_line(error).rstrip('. ')}); it may have run out of "
@@ -103,7 +104,7 @@ def _origin_in_interrupt(error: BaseException | None) -> KeyboardInterrupt | Non
 def _interrupted(interrupt: KeyboardInterrupt, remedy: str) -> int:
     text = str(interrupt)
     if text and not isinstance(interrupt, Interrupted):
-        remedy = ""  # it says itself what follows
+        remedy = ""  # the text has its own
     if os.environ.get("RANK", "0") == "0":
         _say(f"{text or 'Interrupted.'} {remedy}".rstrip())
     return interrupt.code if isinstance(interrupt, Interrupted) else INTERRUPTED
@@ -115,7 +116,7 @@ def _report(error: Exception) -> int:
     if paragraph is None:
         error.add_note(f"on rank {rank}")
         sys.stderr.write(logged("".join(traceback.format_exception(error))))
-        _tell_torchrun(logged(repr(error)))
+        _write_error_file(logged(repr(error)))
         return 1
     if rank == "0":
         _say(logged(paragraph))
@@ -123,25 +124,22 @@ def _report(error: Exception) -> int:
         _say(f"[rank {rank}] {logged(paragraph)}")
     elif "TORCHELASTIC_RUN_ID" in os.environ:
         if os.environ.get("LOCAL_RANK") == "0":  # on another machine than rank 0, with a torchrun of its own
-            _tell_torchrun(logged(paragraph))
+            _write_error_file(logged(paragraph))
         with handling(lambda *_: os._exit(0)):  # torchrun ends this rank with rank 0, and lists those with other codes
             time.sleep(SECONDS_FOR_RANK_ZERO)
     if isinstance(error, RankLostError):
         return error.code
-    of_the_world = isinstance(error, BrokenPipeError | RuntimeError)
-    return 1 if of_the_world or (isinstance(error, OSError) and error.errno in NO_ROOM) else 2
+    at_runtime = isinstance(error, BrokenPipeError | RuntimeError)
+    return 1 if at_runtime or (isinstance(error, OSError) and error.errno in NO_ROOM) else 2
 
 
 def _say(paragraph: str) -> None:
     sys.stderr.write(f"{paragraph}\n")
-    _tell_torchrun(paragraph)
+    _write_error_file(paragraph)
 
 
-def _tell_torchrun(paragraph: str) -> None:
-    """Note what happened where torchrun looks for it, so that its report on a failed rank ends with that.
-
-    The form is that of torch.distributed.elastic.multiprocessing.errors.
-    """
+def _write_error_file(paragraph: str) -> None:
+    """Write a message for torchrun's report, in the form of torch.distributed.elastic.multiprocessing.errors."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
         message = {"message": paragraph, "extraInfo": {"timestamp": int(time.time())}}
@@ -150,7 +148,7 @@ def _tell_torchrun(paragraph: str) -> None:
 
 
 def explain(error: Exception) -> str | None:
-    """Return one paragraph on an error that the user or the world made; None for a defect."""
+    """Return one paragraph on a wrong configuration or a runtime failure; None for a defect."""
     match error:
         case ConfigError() | RunError():
             return str(error)
@@ -163,7 +161,7 @@ def explain(error: Exception) -> str | None:
         case yaml.YAMLError():
             return f"A configuration file is not valid YAML: {_one_line(error)}"
         case RuntimeError() if LOST_PEER.search(str(error)):
-            return "The connection to another rank was lost: that rank ended first, or hangs; what it said tells why."
+            return "The connection to another rank was lost: that rank ended first, or hangs; its own message says why."
         case OSError() if error.errno in NO_ROOM:
             return f"{unwritten(Path(error.filename or '.'), error)}. Free space there, or give another folder."
         case BrokenPipeError():
@@ -174,12 +172,7 @@ def explain(error: Exception) -> str | None:
 
 
 def with_path(error: InstantiationException, node: str) -> str:
-    """Return what a constructor refused, its argument named by the whole path.
-
-    Args:
-        error: Hydra's, caused by the constructor's.
-        node: key of the component that was to be made; what is nested in it is told by the error.
-    """
+    """Return what a constructor refused, its argument named by the whole path; `node` where the error names none."""
     place = re.search(r"full_key: (\S+)", str(error))
     return by_path(str(error.__cause__), place[1] if place else node)
 
@@ -196,7 +189,7 @@ def _composing(error: HydraException) -> str:
 
 
 def _flags(error: ValueError) -> str | None:
-    """Return a paragraph on what Hydra says by plain errors; None for a defect."""
+    """Return a paragraph on a ValueError that Hydra raises; None for a defect."""
     text = _one_line(error).rstrip(".")
     if text.startswith("Config group override must be"):
         return f"A group is chosen by the name of an option: {text}."

@@ -31,7 +31,7 @@ from cascade_train.config.hydra_compat import BASE, CALLBACKS
 from cascade_train.config.overrides import check_not_expanded, check_not_hydras, with_paths_quoted
 from cascade_train.config.preflight import preflight
 from cascade_train.config.schema import Root
-from cascade_train.config.sweep import check_launcher, sweeps_saved_redacted
+from cascade_train.config.sweep import check_launcher, is_main, sweeps_saved_redacted
 from cascade_train.config.sweeps.naming import place_run
 from cascade_train.config.sweeps.slurm import adopt_slurm_step, one_thread_a_rank, slurm_jobs_followed
 from cascade_train.config.unknown_keys import other_name
@@ -48,7 +48,7 @@ def compose_and_run(argv: Sequence[str], train: Callable[[DictConfig], int]) -> 
         train: what to do with each composed and checked configuration; returns an exit code.
 
     Returns:
-        0 done, 1 ended by the world, 2 refused, 75 stopped and saved, 130 interrupted (docs/stopping.md).
+        0 done, 1 runtime failure, 2 invalid configuration, 75 stopped and saved, 130 interrupted (docs/stopping.md).
     """
     register_schema()
     adopt_slurm_step()
@@ -60,7 +60,7 @@ def compose_and_run(argv: Sequence[str], train: Callable[[DictConfig], int]) -> 
     def checked(cfg: DictConfig) -> int:
         place_run(cfg, HydraConfig.get(), argv)
         ready = preflight(cfg)
-        show_log(logging.INFO if _is_main() else logging.WARNING)
+        show_log(logging.INFO if is_main() else logging.WARNING)
         return train(ready)
 
     def job(cfg: DictConfig) -> int:
@@ -173,7 +173,7 @@ def _arguments(argv: Sequence[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _mode_by_flags(argv: Sequence[str]) -> Iterator[None]:
-    """Spare Hydra a whole composition that tells it `hydra.mode`, where nobody but the flags can have set that.
+    """Save Hydra a whole composition, for `hydra.mode` alone, where only flags can have set that.
 
     None of our files does (tests/unit/config/test_launch.py); overrides and folders of a user's own may.
     """
@@ -209,10 +209,6 @@ def _own_error_handling() -> Iterator[None]:
         del os.environ["HYDRA_FULL_ERROR"]
 
 
-def _is_main() -> bool:
-    return os.environ.get("RANK", "0") == "0"
-
-
 def _say(line: str) -> None:
-    if _is_main():
+    if is_main():
         sys.stderr.write(f"{line}\n")

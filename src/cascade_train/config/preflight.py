@@ -45,21 +45,21 @@ def preflight(cfg: DictConfig, *, ranks: int | None = None) -> DictConfig:
         ConfigError: naming key, value, rule and remedy.
     """
     ranks = int(os.environ.get("WORLD_SIZE", "1")) if ranks is None else ranks
-    check_nothing_missing(cfg)
+    _check_nothing_missing(cfg)
     resolved = cfg.copy()
     OmegaConf.resolve(resolved)
     root = OmegaConf.to_object(resolved)
     assert isinstance(root, Root)
-    check_nothing_added(root)
-    check_numbers(resolved)
-    check_objective_fits(root)
-    check_components(root, derived=interpolated(cfg))
-    check_task_fits_stage(root)
-    check_data_fits(root)
-    check_libraries(resolved)
-    check_resume(root)
-    check_rollback(root)
-    check_parallel(root, ranks)
+    _check_nothing_added(root)
+    _check_numbers(resolved)
+    _check_objective_fits(root)
+    _check_components(root, derived=_interpolated(cfg))
+    _check_task_fits_stage(root)
+    _check_data_fits(root)
+    _check_libraries(resolved)
+    _check_resume(root)
+    _check_rollback(root)
+    _check_parallel(root, ranks)
     resolved.train.micro_batch_size = batch_split(root, ranks).micro_batch_size
     resolved.train.precision = precision(root)
     if root.sample.guidance_scale is None:
@@ -67,20 +67,16 @@ def preflight(cfg: DictConfig, *, ranks: int | None = None) -> DictConfig:
     return resolved
 
 
-def interpolated(cfg: DictConfig, prefix: str = "") -> set[str]:
+def _interpolated(cfg: DictConfig, prefix: str = "") -> set[str]:
     """Return the dotted keys of a configuration whose values follow other keys."""
     names = [str(key) for key in cfg]
     keys = {f"{prefix}{name}" for name in names if OmegaConf.is_interpolation(cfg, name)}
     nodes = {f"{prefix}{name}.": cfg._get_node(name) for name in names if f"{prefix}{name}" not in keys}
-    return keys.union(*(interpolated(node, path) for path, node in nodes.items() if isinstance(node, DictConfig)))
+    return keys.union(*(_interpolated(node, path) for path, node in nodes.items() if isinstance(node, DictConfig)))
 
 
-def check_nothing_missing(cfg: DictConfig) -> None:
-    """Check that no `???` is left.
-
-    Raises:
-        ConfigError: naming the key, and its options or meaning.
-    """
+def _check_nothing_missing(cfg: DictConfig) -> None:
+    """Check that no `???` is left."""
     missing = sorted(OmegaConf.missing_keys(cfg))
     if missing:
         plain: dict[str, Any] = OmegaConf.to_container(cfg, resolve=False)  # type: ignore[assignment]
@@ -88,12 +84,8 @@ def check_nothing_missing(cfg: DictConfig) -> None:
         raise ConfigError(missing_message(missing[0], plain) + rest)
 
 
-def check_nothing_added(root: Root) -> None:
-    """Check that `+key=` added nothing to a typed node, where nobody would read it.
-
-    Raises:
-        ConfigError: naming the key and the nearest known one.
-    """
+def _check_nothing_added(root: Root) -> None:
+    """Check that `+key=` added nothing to a typed node, where nobody would read it."""
     nodes = {"": root, **{f"{key}.": node for key, node in vars(root).items() if dataclasses.is_dataclass(node)}}
     for prefix, node in nodes.items():
         known = [field.name for field in dataclasses.fields(node)]
@@ -102,24 +94,15 @@ def check_nothing_added(root: Root) -> None:
                 raise ConfigError(f"{prefix}{key} is unknown.{did_you_mean(key, known, prefix)}")
 
 
-def check_numbers(cfg: DictConfig) -> None:
-    """Check that no number is infinite or not a number, which passes most comparisons of ranges.
-
-    Raises:
-        ConfigError: naming the key.
-    """
+def _check_numbers(cfg: DictConfig) -> None:
+    """Check that no number is infinite or not a number, which passes most comparisons of ranges."""
     for key, value in _leaves(OmegaConf.to_container(cfg)):
         if isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(f"{key}={value} must be a finite number. Where a thing can be switched off, null does.")
 
 
-def check_data_fits(root: Root) -> None:
-    """Check what model and validation ask of the data.
-
-    Raises:
-        ConfigError: pictures of another size than the model's; held-out files for data that reads none; a list of
-            unreadable samples that this run itself writes.
-    """
+def _check_data_fits(root: Root) -> None:
+    """Check what model and validation ask of the data."""
     own, wanted = root.data.get("image_size"), root.model.get("image_size")
     if own != wanted and isinstance(own, int) and isinstance(wanted, int):
         raise ConfigError(
@@ -138,24 +121,16 @@ def check_data_fits(root: Root) -> None:
         )
 
 
-def check_components(root: Root, *, derived: Collection[str]) -> None:
-    """Check every component node against its constructor.
-
-    Raises:
-        ConfigError: see `check_component`.
-    """
+def _check_components(root: Root, *, derived: Collection[str]) -> None:
+    """Check every component node against its constructor."""
     allowed = None if root.run.allow_any_target else root.run.allowed_packages
     for key in COMPONENTS:
         check_is_component(key, getattr(root, key))
         check_component(key, getattr(root, key), allowed, derived, CONTRACTS)
 
 
-def check_task_fits_stage(root: Root) -> None:
-    """Check that the task trains this kind of stage, by the constants `Task.fits` and `Stage.name`.
-
-    Raises:
-        ConfigError: naming the tasks and the models that do fit.
-    """
+def _check_task_fits_stage(root: Root) -> None:
+    """Check that the task trains this kind of stage, by the constants `Task.fits` and `Stage.name`."""
     stage = _constant(root.model, "name")
     fits = _constant(root.task, "fits")
     if stage is None or fits is None or stage in fits:
@@ -169,14 +144,11 @@ def check_task_fits_stage(root: Root) -> None:
     )
 
 
-def check_objective_fits(root: Root) -> None:
+def _check_objective_fits(root: Root) -> None:
     """Check that the objective scores what the task trains of this kind of stage.
 
     By the constants `Objective.denoises` and, of one that does not, `fits`; `Task.fits` and `reconstructs`;
-    `Stage.name`. A task that does not train the stage at all is left to `check_task_fits_stage`.
-
-    Raises:
-        ConfigError: naming the objectives that fit.
+    `Stage.name`. A task that does not train the stage at all is left to `_check_task_fits_stage`.
     """
     if not all(is_component(node) for node in (root.model, root.task, root.objective)):
         return
@@ -209,12 +181,8 @@ def _list(names: Sequence[str]) -> str:
     return " or ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
 
 
-def check_libraries(cfg: DictConfig) -> None:
-    """Check that the libraries of chosen extras are installed.
-
-    Raises:
-        ConfigError: naming the extra.
-    """
+def _check_libraries(cfg: DictConfig) -> None:
+    """Check that the libraries of chosen extras are installed."""
     for key, libraries in EXTRAS.items():
         choice = str(OmegaConf.select(cfg, key))
         if choice in libraries and importlib.util.find_spec(libraries[choice]) is None:
@@ -224,22 +192,14 @@ def check_libraries(cfg: DictConfig) -> None:
             )
 
 
-def check_resume(root: Root) -> None:
-    """Check that `run.resume` is a word we know or a path that exists.
-
-    Raises:
-        ConfigError: it is neither.
-    """
+def _check_resume(root: Root) -> None:
+    """Check that `run.resume` is a word we know or a path that exists."""
     if root.run.resume not in {"auto", "never"} and not Path(root.run.resume).exists():
         raise ConfigError(f"run.resume={root.run.resume} must be auto, never, or the path of a checkpoint that exists.")
 
 
-def check_rollback(root: Root) -> None:
-    """Check that there will be a checkpoint to go back to.
-
-    Raises:
-        ConfigError: there is only the final one.
-    """
+def _check_rollback(root: Root) -> None:
+    """Check that there will be a checkpoint to go back to."""
     if root.rollback.enabled and root.checkpoint.every_steps is None:
         raise ConfigError(
             "rollback.enabled=true goes back to checkpoints, and with checkpoint.every_steps=null there is only the "
@@ -247,12 +207,8 @@ def check_rollback(root: Root) -> None:
         )
 
 
-def check_parallel(root: Root, ranks: int) -> None:
-    """Check that the ranks can form the mesh.
-
-    Raises:
-        ConfigError: single on several ranks; a shard size without hsdp, or that does not divide the ranks.
-    """
+def _check_parallel(root: Root, ranks: int) -> None:
+    """Check that the ranks can form the mesh."""
     mode, shard = root.parallel.mode, root.parallel.shard_size
     if mode is ParallelMode.single and ranks > 1:
         raise ConfigError(
@@ -279,12 +235,7 @@ class BatchSplit:
 
 
 def split_batch(global_batch_size: int, micro_batch_size: int | None, ranks: int) -> BatchSplit:
-    """Return micro-batch size and accumulation of a global batch.
-
-    Args:
-        global_batch_size: samples of one optimizer step, 1 or more.
-        micro_batch_size: samples that one rank holds at once; None = no accumulation.
-        ranks: number of processes, 1 or more.
+    """Return micro-batch size and accumulation of a global batch; without a micro-batch size there is none.
 
     Raises:
         ConfigError: it does not divide exactly; names the sizes that do.

@@ -47,11 +47,11 @@ def load_saved_config(folder: Path, *, allow_any_target: bool = False, key: str 
         raise ConfigError(f"{key}={folder}: {reason}. Name the folder of a run, or the export/ that it left.")
     saved = load_yaml(path)
     if not allow_any_target:
-        check_plain(OmegaConf.to_container(saved, resolve=False), path)
+        _check_plain(OmegaConf.to_container(saved, resolve=False), path)
     cfg = OmegaConf.merge(OmegaConf.structured(Root), saved)
     assert isinstance(cfg, DictConfig)
     if not allow_any_target:
-        check_trusted(OmegaConf.to_container(cfg), folder)
+        _check_trusted(OmegaConf.to_container(cfg), folder)
     cfg.run.allow_any_target = True  # checked already, and closer
     cfg.train.micro_batch_size = None
     cfg.train.global_batch_size = 1
@@ -74,15 +74,11 @@ def load_yaml(path: Path) -> DictConfig | ListConfig:
         raise ConfigError(f"{path} cannot be read as YAML: {reason}. Give another file, or mend it.") from error
 
 
-def check_plain(node: Any, path: Path, key: str = "") -> None:
-    """Check that a saved configuration refers to nothing outside it, such as variables of the environment.
-
-    Raises:
-        ConfigError: it holds an interpolation, which no run writes.
-    """
+def _check_plain(node: Any, path: Path, key: str = "") -> None:
+    """Check that a saved configuration refers to nothing outside it, such as variables of the environment."""
     children = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
     for name, child in children:
-        check_plain(child, path, f"{key}.{name}" if key else str(name))
+        _check_plain(child, path, f"{key}.{name}" if key else str(name))
     if isinstance(node, str) and "${" in node:
         raise ConfigError(
             f"{path}: {key} holds an interpolation, which a run never writes and which could read this machine's "
@@ -90,15 +86,11 @@ def check_plain(node: Any, path: Path, key: str = "") -> None:
         )
 
 
-def check_trusted(node: Any, folder: Path) -> None:
-    """Check that every `_target_` below a node names a class that is defined where nothing can be misused.
-
-    Raises:
-        ConfigError: it names a function, or something of another place, reached by whatever path.
-    """
+def _check_trusted(node: Any, folder: Path) -> None:
+    """Check that every `_target_` below a node names a class that is defined where nothing can be misused."""
     children = node.values() if isinstance(node, Mapping) else node if isinstance(node, list) else ()
     for child in children:
-        check_trusted(child, folder)
+        _check_trusted(child, folder)
     if is_component(node) and not is_trusted(str(node["_target_"])):
         raise ConfigError(
             f"{folder / CONFIG_NAME} names {node['_target_']}, which is none of this library's components or torch's "
@@ -109,12 +101,8 @@ def check_trusted(node: Any, folder: Path) -> None:
 def export_folder(folder: Path, *, key: str = "from") -> Path:
     """Return the export of a run, or the folder itself where it is an export.
 
-    Args:
-        folder: a run, or its `export/`.
-        key: the argument that named the folder.
-
     Raises:
-        ConfigError: the run has not written its export.
+        ConfigError: the run has not written its export; names `key`, the argument that named the folder.
     """
     if (folder / "export").is_dir():
         return folder / "export"
@@ -131,12 +119,7 @@ TINY_RECIPES = {"b_tiny": "tiny_b", "c_tiny": "tiny_c"}
 
 
 def published_config(model: str, weights: str) -> DictConfig:
-    """Return the checked configuration that a run of this size would have; a tiny one's is that of its recipe.
-
-    Args:
-        model: an option of the group `model`.
-        weights: of its network, see `model.weights`.
-    """
+    """Return the checked configuration that a run of this size would have; a tiny one's is that of its recipe."""
     task = "reconstruction" if model.startswith("b_") else "finetune"
     overrides = [f"model={model}", f"task={task}", "run.name=published", "train.global_batch_size=1"]
     if model in TINY_RECIPES:

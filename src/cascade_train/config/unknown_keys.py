@@ -69,12 +69,7 @@ OTHER_NAMES = {name: ours for ours, names in NAMES.items() for name in names.spl
 
 
 def unknown_key(path: str, cause: BaseException | None) -> str:
-    """Return one paragraph on an unknown key: the nearest one, the option that has it, or our name for it.
-
-    Args:
-        path: as typed.
-        cause: OmegaConf's error, which knows the node.
-    """
+    """Return one paragraph on an unknown key and OmegaConf's error: the nearest key, an option that has it, or ours."""
     parent = getattr(cause, "parent_node", None)
     parts = path.split(".")
     known, prefix = _siblings(parent, parts)

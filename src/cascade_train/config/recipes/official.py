@@ -236,13 +236,7 @@ def check_behaviour(behaviour: str | None) -> None:
 
 
 def original_behaviour(given: Mapping[str, Any], *, task: str, is_stage_b: bool) -> dict[str, Any]:
-    """Return the keys that make this library do as the original, of all rows that a recipe's task touches.
-
-    Args:
-        given: keys and values of the original's file.
-        task: option of the group task.
-        is_stage_b: whether Stage B is trained, else Stage C.
-    """
+    """Return the keys that make this library do as the original, of those that a task reads."""
     several_shapes = "multi_aspect_ratio" in given
     values: dict[str, Any] = {
         "data.replacement": True,
@@ -259,12 +253,7 @@ def original_behaviour(given: Mapping[str, Any], *, task: str, is_stage_b: bool)
 
 
 def describe(behaviour: str, values: Mapping[str, Any]) -> str:
-    """Return one sentence for the report and the file: which behaviour was chosen, and what that means.
-
-    Args:
-        behaviour: that was chosen.
-        values: what the original's sets, chosen or not.
-    """
+    """Return a sentence on the chosen behaviour, and the values that the original's sets."""
     keys = ", ".join(f"{key}={str(value).lower()}" for key, value in values.items())
     if behaviour == "original":
         return (

@@ -32,11 +32,7 @@ NAMED_ANYWAY = {"model", "task", "run.name"}
 
 
 def place_sweep(cfg: DictConfig) -> Path:
-    """Give a sweep a folder named by `run.name`, unless `hydra.sweep.dir` is set, and return it.
-
-    Args:
-        cfg: composed without what is swept; written for the jobs, too.
-    """
+    """Give a sweep, and its jobs, a folder named by `run.name`, unless `hydra.sweep.dir` is set, and return it."""
     if cfg.hydra.sweep.dir == SWEEP_DIR:
         with read_write(cfg.hydra):  # Hydra 1.4 has closed it by now
             cfg.hydra.sweep.dir = f"{SWEEP_DIR}/{folder_name(sweep_name(cfg))}"
@@ -52,13 +48,7 @@ def sweep_name(cfg: DictConfig) -> str:
 
 
 def place_run(cfg: DictConfig, hydra_cfg: HydraConf, argv: Sequence[str]) -> None:
-    """Give a run of a sweep its name and its directory, by what was swept; a run that is none keeps its own.
-
-    Args:
-        cfg: of the run; changed in place.
-        hydra_cfg: Hydra's part of it.
-        argv: the command line of the sweep.
-    """
+    """Give a run of a sweep its name and its directory, by what was swept, in place; other runs keep theirs."""
     if hydra_cfg.mode != RunMode.MULTIRUN:
         return
     part = swept_part(hydra_cfg.overrides.task, argv)
@@ -78,12 +68,7 @@ def folder_of_runs(cfg: DictConfig, sweep_dir: str) -> Path | None:
 
 
 def swept_part(overrides: Sequence[str], argv: Sequence[str]) -> str:
-    """Return a folder's name that tells what differs between the runs of a sweep.
-
-    Args:
-        overrides: of one run.
-        argv: the command line; what it gives a single value is not swept.
-    """
+    """Return a folder's name by those overrides of a run that the command line gives several values."""
     fixed = {key_of(each) for each in argv if ("=" in each or each.startswith(DELETED)) and parses(each)}
     deleted = {key_of(override) for override in overrides if override.startswith(DELETED)}
     values = {key_of(override): override.partition("=")[2].strip("'\"") for override in overrides}

@@ -57,86 +57,29 @@ class SlurmJob:
     state: str = ""
 
 
-class SlurmJobs:
-    """The jobs that this process has submitted."""
-
-    def __init__(self, argv: Sequence[str]) -> None:
-        """Store.
-
-        Args:
-            argv: the command line of the sweep.
-        """
-        self.argv = argv
-        self.jobs: list[SlurmJob] = []
-
-    def add(self, submitted: Sequence[Any], calls: Sequence[Any]) -> None:
-        """Note and show what submitit has submitted.
-
-        Args:
-            submitted: its jobs.
-            calls: what each runs: a launcher of Hydra's with a run's overrides and number.
-        """
-        new = [self._job(job, call) for job, call in zip(submitted, calls, strict=True)]
-        self.jobs += new
-        ids = ",".join(sorted({job.job.partition("_")[0] for job in new}))
-        say(
-            f"Submitted {len(new)} runs as SLURM's job {ids}. Ctrl-C ends the waiting, not the jobs; scancel {ids} "
-            "ends them."
-        )
-        for job in new:
-            where = job.directory or " ".join(map(redact_argument, job.overrides))
-            say(f"  {job.job}  {where}  log: {_relative(job.log)}")
-
-    def _job(self, job: Any, call: Any) -> SlurmJob:
-        overrides, number = [str(override) for override in call.args[0]], call.args[2]
-        cfg = call.function.config
-        folder = folder_of_runs(cfg, cfg.hydra.sweep.dir)
-        directory = None if folder is None else folder / (swept_part(overrides, self.argv) or sweep_name(cfg))
-        return SlurmJob(number, job.job_id, overrides, directory, Path(job.paths.stdout))
-
-    def wait(self) -> None:
-        """Wait until SLURM holds none of the jobs; say how many have ended.
-
-        Raises:
-            KeyboardInterrupt: as it was, with what becomes of the jobs.
-        """
-        states = {job.job: job.state for job in self.jobs if job.state not in ENDED}
-        try:
-            wait_until_ended(states)
-        except KeyboardInterrupt:
-            raise KeyboardInterrupt(
-                f"Interrupted. SLURM goes on with the jobs {', '.join(states)}. The same command later waits for them, "
-                "and shows what all runs came to."
-            ) from None
-        finally:
-            for job in self.jobs:
-                job.state = states.get(job.job, job.state)
-
-
-_followed = SlurmJobs([])
+_jobs: list[SlurmJob] = []
 
 
 def slurm_jobs() -> list[SlurmJob]:
     """Return the jobs that this command has submitted; none where runs are no jobs."""
-    return _followed.jobs
+    return _jobs
 
 
 @contextmanager
 def slurm_jobs_followed(argv: Sequence[str]) -> Iterator[None]:
-    """Let submitit tell what it submits, and wait by SLURM's word rather than for the files that jobs leave.
+    """Show what submitit submits, and wait until SLURM has ended it, instead of for the files that jobs leave.
 
     Raises:
         RunError: a job was not submitted.
     """
-    global _followed
-    _followed = SlurmJobs(argv)
+    _jobs.clear()
     if ON_SLURM not in argv:
         yield
         return
     slurm: Any = importlib.import_module("submitit.slurm.slurm")
     submit, results = slurm.SlurmExecutor._internal_process_submissions, slurm.SlurmJob.results
-    slurm.SlurmExecutor._internal_process_submissions = _submitting(submit)
-    slurm.SlurmJob.results = lambda job: _ended()
+    slurm.SlurmExecutor._internal_process_submissions = _submitting(submit, argv)
+    slurm.SlurmJob.results = lambda job: _wait()
     try:
         yield
     except RuntimeError as error:
@@ -148,31 +91,60 @@ def slurm_jobs_followed(argv: Sequence[str]) -> Iterator[None]:
         slurm.SlurmJob.results = results
 
 
-def _submitting(submit: Callable[..., Any]) -> Callable[..., Any]:
-    def told(executor: Any, calls: Sequence[Any]) -> Any:
+def _submitting(submit: Callable[..., Any], argv: Sequence[str]) -> Callable[..., Any]:
+    """Return submitit's function that submits Hydra's calls, which then notes and shows the jobs."""
+
+    def submitted(executor: Any, calls: Sequence[Any]) -> Any:
         wait_for_earlier(Path(executor.folder).parent)
         jobs = submit(executor, calls)
-        _followed.add(jobs, calls)
+        new = [_slurm_job(job, call, argv) for job, call in zip(jobs, calls, strict=True)]
+        _jobs.extend(new)
+        ids = ",".join(sorted({job.job.partition("_")[0] for job in new}))
+        say(
+            f"Submitted {len(new)} runs as SLURM's job {ids}. Ctrl-C ends the waiting, not the jobs; scancel {ids} "
+            "ends them."
+        )
+        for job in new:
+            where = job.directory or " ".join(map(redact_argument, job.overrides))
+            say(f"  {job.job}  {where}  log: {_relative(job.log)}")
         return jobs
 
-    return told
+    return submitted
 
 
-def _ended() -> list[JobReturn]:
-    """Return what Hydra wants of a job; what the runs came to lies in their results."""
-    _followed.wait()
+def _slurm_job(job: Any, call: Any, argv: Sequence[str]) -> SlurmJob:
+    overrides, number = [str(override) for override in call.args[0]], call.args[2]
+    cfg = call.function.config
+    folder = folder_of_runs(cfg, cfg.hydra.sweep.dir)
+    directory = None if folder is None else folder / (swept_part(overrides, argv) or sweep_name(cfg))
+    return SlurmJob(number, job.job_id, overrides, directory, Path(job.paths.stdout))
+
+
+def _wait() -> list[JobReturn]:
+    """Wait until SLURM holds none of the jobs, and return what Hydra expects; their results lie in files.
+
+    Raises:
+        KeyboardInterrupt: as it was, with what becomes of the jobs.
+    """
+    states = {job.job: job.state for job in _jobs if job.state not in ENDED}
+    try:
+        wait_until_ended(states)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(
+            f"Interrupted. SLURM goes on with the jobs {', '.join(states)}. The same command later waits for them, "
+            "and shows what all runs came to."
+        ) from None
+    finally:
+        for job in _jobs:
+            job.state = states.get(job.job, job.state)
     ended = JobReturn()
     ended.status, ended.return_value = JobStatus.COMPLETED, 0
     return [ended]
 
 
 def wait_for_earlier(folder: Path) -> None:
-    """Wait for the jobs of an earlier call of this sweep: two at once would be refused by the run's lock.
-
-    Args:
-        folder: in which each job has one, named by its number.
-    """
-    own = {job.job for job in _followed.jobs}
+    """Wait for the jobs of an earlier call of this sweep, by their folders: the run's lock would refuse two at once."""
+    own = {job.job for job in _jobs}
     there = {path.name for path in folder.iterdir()} - own if folder.is_dir() else set()
     held = {job: state for job, state in (queue() or {}).items() if job in there and state not in ENDED}
     if held:
