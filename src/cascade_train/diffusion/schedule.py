@@ -101,7 +101,7 @@ def cosine_constants(s: float) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VarianceSchedule(Schedule):
+class _VarianceSchedule(Schedule):
     """A curve of the signal's variance a^2.
 
     Attributes:
@@ -130,7 +130,7 @@ class VarianceSchedule(Schedule):
         return _logsnr_of_variance(var_B * (high - low) + low if self.norm_instead else var_B.clamp(low, high))
 
 
-class CosineSchedule(VarianceSchedule):
+class CosineSchedule(_VarianceSchedule):
     """Cosine in the signal's variance (Nichol & Dhariwal 2021, eq. 17); Stable Cascade trains with it."""
 
     def _variance(self, t_B: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ class CosineSchedule(VarianceSchedule):
         return self((1 - u_B + 0.001).clamp(0.001, 1.0), shift=shift)
 
 
-class SqrtSchedule(VarianceSchedule):
+class SqrtSchedule(_VarianceSchedule):
     """Square root in the signal's variance (Li et al. 2022, "Diffusion-LM", appendix A)."""
 
     def _variance(self, t_B: Tensor) -> Tensor:
@@ -150,7 +150,7 @@ class SqrtSchedule(VarianceSchedule):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BoundedSchedule(Schedule):
+class _BoundedSchedule(Schedule):
     """A curve between two bounds.
 
     Attributes:
@@ -164,7 +164,7 @@ class BoundedSchedule(Schedule):
         super().__post_init__()
 
 
-class CosineLogSNRSchedule(BoundedSchedule):
+class CosineLogSNRSchedule(_BoundedSchedule):
     """Cosine between two bounds of logSNR (Hoogeboom et al. 2023, eq. 1 with bounds; gdf's second cosine)."""
 
     def _curve(self, t_B: Tensor) -> Tensor:
@@ -173,7 +173,7 @@ class CosineLogSNRSchedule(BoundedSchedule):
         return -2 * torch.tan(start + t_B * (end - start)).log()
 
 
-class RectifiedFlowSchedule(BoundedSchedule):
+class RectifiedFlowSchedule(_BoundedSchedule):
     """Straight line from data to noise, b = t and a = 1 - t (Liu et al. 2022, eq. 1)."""
 
     def _curve(self, t_B: Tensor) -> Tensor:
@@ -181,7 +181,7 @@ class RectifiedFlowSchedule(BoundedSchedule):
         return (2 * ((1 - t_B) / t_B).log()).clamp(low, high)
 
 
-class LinearSchedule(BoundedSchedule):
+class LinearSchedule(_BoundedSchedule):
     """A straight line in logSNR."""
 
     def _curve(self, t_B: Tensor) -> Tensor:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib
+import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
