@@ -133,10 +133,11 @@ def test_equal_runs_are_equal_bit_for_bit_whatever_the_workers(tmp_path):
     assert all(torch.equal(weight, others[name]) for name, weight in exported_weights(alone).items())
 
 
-def test_one_rank_has_the_numbers_of_a_sharded_network_to_the_bit(tmp_path, monkeypatch):
-    given = ("task=finetune", "train.micro_batch_size=4", "train.max_grad_norm=0.01", "checkpoint.every_steps=null")
+@pytest.mark.parametrize("more", [(), ("train.precision=bf16", "activation_checkpointing=true", "ema.decay=0.5")])
+def test_one_rank_has_the_numbers_of_a_sharded_network_to_the_bit(tmp_path, monkeypatch, more):
+    given = ("task=finetune", "train.micro_batch_size=4", "train.max_grad_norm=0.01", *more)
     plain = train(tmp_path / "plain", *given)
-    monkeypatch.setattr(parallelize, "computes_as_stored", lambda *_: False)
+    monkeypatch.setattr(parallelize, "is_whole", lambda *_: False)
     wrapped = train(tmp_path / "wrapped", *given)
     assert read_metrics(plain) == read_metrics(wrapped)
     saved = [read_manifest(run / "checkpoints" / "step_4").files["__0_0.distcp"].sha256 for run in (plain, wrapped)]

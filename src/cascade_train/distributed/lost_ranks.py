@@ -10,13 +10,11 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
-from torch.distributed.tensor import DTensor
 
 from cascade_train.distributed.process_group import SET_UP_SECONDS, set_timeout
 from cascade_train.errors import LOST_PEER, ConfigError, Interrupted, RankLostError, RunError
@@ -139,9 +137,3 @@ class Heartbeat:
             return f"rank {rank} (before its first step)"
         step, begun, host = self._store.get(f"step_of_{rank}").decode().split()
         return f"rank {rank} on {host} (in step {step}, begun {time.time() - float(begun):.0f} s ago)"
-
-
-def groups_of(parameters: Iterable[nn.Parameter]) -> list[dist.ProcessGroup]:
-    """Return the groups over which sharded parameters are exchanged."""
-    meshes = {parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)}
-    return [group for mesh in meshes for group in mesh.get_all_groups()]

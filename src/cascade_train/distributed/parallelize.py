@@ -1,6 +1,7 @@
 """The one place where a module is compiled and sharded (FSDP2 on a (replicate, shard) mesh).
 
-single (1, 1), ddp (N, 1), fsdp (1, N) and hsdp (R, S) are points of the same mesh.
+single (1, 1), ddp (N, 1), fsdp (1, N) and hsdp (R, S) are points of one mesh. Where the shard size is 1 a module stays
+plain (whole.py); else it is sharded by FSDP2. This is the only place that knows which.
 """
 
 from __future__ import annotations
@@ -8,14 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from cascade_train.distributed.whole import Whole
 from cascade_train.errors import ConfigError
+
+_WHOLE: WeakKeyDictionary[nn.Module, Whole] = WeakKeyDictionary()
 
 BYTES_PER_TRAINABLE = 18
 """fp32 master, gradient and two Adam moments, and the bf16 copy that computes."""
@@ -31,18 +37,19 @@ def parallelize(
     compile_units: bool,
     offload: OffloadPolicy | None = None,
 ) -> None:
-    """Compile and shard `root` in place, unit by unit, then the rest of it. Collective.
+    """Compile and shard `root` in place, unit by unit, then the rest of it; what each rank holds whole stays plain.
 
-    On one rank a root that computes in the dtype of its weights stays a plain module, with the same numbers to the bit.
-
-    Parameters keep their own dtype as sharded masters, on the meta device as shards without memory (`materialise`).
+    Parameters keep their own dtype as masters, on the meta device as shards without memory (`materialise`).
     Compute runs in `compute_dtype`. The root's policy does not cast its inputs, so that timestep ratios stay fp32; the
     units' policy does. Gradients are reduced in fp32.
     """
     if compile_units:
         for module in (module for unit in units for module in unit):
             module.compile()
-    if mesh.size() == 1 and not isinstance(offload, CPUOffloadPolicy) and computes_as_stored(root, compute_dtype):
+    if is_whole(mesh, offload):
+        group = mesh.get_group(0) if mesh.size() > 1 else None
+        if group is not None or any(parameter.dtype != compute_dtype for parameter in root.parameters()):
+            _WHOLE[root] = Whole(root, units, compute_dtype=compute_dtype, group=group)
         return
     unit_policy, root_policy = (
         MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=cast)
@@ -59,9 +66,9 @@ def parallelize(
     shard(root, mp_policy=root_policy)
 
 
-def computes_as_stored(root: nn.Module, compute_dtype: torch.dtype) -> bool:
-    """Return whether all weights of a module have the dtype that it computes in."""
-    return all(parameter.dtype == compute_dtype for parameter in root.parameters())
+def is_whole(mesh: DeviceMesh, offload: OffloadPolicy | None) -> bool:
+    """Return whether each rank holds all of a module's weights, on the device that computes."""
+    return mesh.size(-1) == 1 and not isinstance(offload, CPUOffloadPolicy)
 
 
 def materialise(root: nn.Module, device: torch.device) -> dict[str, tuple[torch.Tensor, int]]:
@@ -122,7 +129,7 @@ def fits_one_device(roots: Sequence[nn.Module], device: torch.device) -> bool:
 def set_gradient_sync(roots: Iterable[nn.Module], last: bool) -> None:
     """Choose which gradients the next backward communicates.
 
-    Those of weights that are whole on each rank are reduced with the step's `last` micro-batch alone. Those of sharded
+    Those of weights that are whole on each rank are averaged with the step's `last` micro-batch alone. Those of sharded
     weights are scattered with each, so that no rank keeps a whole gradient, and added over the replicas with the last.
     Those of offloaded weights are finished with each, so that they leave the device.
     """
@@ -133,6 +140,23 @@ def set_gradient_sync(roots: Iterable[nn.Module], last: bool) -> None:
             root.set_requires_gradient_sync(scatter)
             root.set_requires_all_reduce(last or offloaded)
             root.set_is_last_backward(scatter)
+        elif root in _WHOLE:
+            _WHOLE[root].last = last
+
+
+def settle_gradients(roots: Iterable[nn.Module]) -> None:
+    """Wait for the gradients of a step's last backward, and put the masters in their place. Collective."""
+    for root in roots:
+        if root in _WHOLE:
+            _WHOLE[root].settle()
+
+
+def groups_of(roots: Iterable[nn.Module]) -> list[dist.ProcessGroup]:
+    """Return the groups over which weights or gradients are exchanged."""
+    roots = list(roots)
+    meshes = {p.device_mesh for root in roots for p in root.parameters() if isinstance(p, DTensor)}
+    groups = [group for mesh in meshes for group in mesh.get_all_groups()]
+    return groups + [group for root in roots if root in _WHOLE and (group := _WHOLE[root].group) is not None]
 
 
 def _layout(root: nn.Module) -> tuple[bool, bool]:
@@ -145,10 +169,13 @@ def _layout(root: nn.Module) -> tuple[bool, bool]:
 
 
 def reshard(roots: Iterable[nn.Module]) -> None:
-    """Free gathered weights, so that the next forward sees what was written into the shards."""
-    for module in (m for root in roots for m in root.modules()):
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    """Free gathered weights and copies, so that the next forward sees what was written into the masters."""
+    for root in roots:
+        if root in _WHOLE:
+            _WHOLE[root].rest()
+        for module in root.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 @contextmanager

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from cascade_train.batch import Batch
-from cascade_train.distributed.lost_ranks import Heartbeat, groups_of
-from cascade_train.distributed.parallelize import set_gradient_sync
+from cascade_train.distributed.lost_ranks import Heartbeat
+from cascade_train.distributed.parallelize import groups_of, set_gradient_sync
 from cascade_train.distributed.process_group import World
 from cascade_train.distributed.rng import seed_micro_batch
 from cascade_train.engine.checkpoint.store import CheckpointStore
@@ -294,7 +294,7 @@ class Trainer:
         """Limit how long the next step waits for the other ranks."""
         if self.heartbeat is None:
             return nullcontext()
-        groups = groups_of(p for phase in self.phases for p in phase.parameters.values())
+        groups = groups_of(root for phase in self.phases for root in phase.roots)
         return self.heartbeat.step(self.step + 1, groups)
 
     def _stop_is_agreed(self) -> bool:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim import Optimizer
 
-from cascade_train.distributed.parallelize import like, local
 from cascade_train.errors import ConfigError
 
 NO_DECAY_SUFFIXES = (".gamma", ".beta", ".lora_magnitude_vector.weight")
@@ -99,13 +96,11 @@ class OptimizerSpec:
         mesh = next((p.device_mesh for p in parameters.values() if isinstance(p, DTensor)), None)
         if mesh is None or self._works_on(mesh):
             return optimizer
-        if mesh.size(-1) > 1:
-            raise ConfigError(
-                f"optimizer.algorithm={name} cannot train these weights: it needs each of them whole, and here they are"
-                f" sharded over {mesh.size(-1)} ranks. Remedy: parallel=ddp, where they fit a device; another "
-                "algorithm, such as torch.optim.AdamW; or this one without fused, where it was given"
-            )
-        return stepping_locally(optimizer)
+        raise ConfigError(
+            f"optimizer.algorithm={name} cannot train these weights: it needs each of them whole, and here they are"
+            f" sharded over {mesh.size(-1)} ranks. Remedy: parallel=ddp, where they fit a device; another "
+            "algorithm, such as torch.optim.AdamW; or this one without fused, where it was given"
+        )
 
     def _works_on(self, mesh: DeviceMesh) -> bool:
         """Return whether a step works with a sharded matrix, tried before the first batch."""
@@ -123,48 +118,6 @@ class OptimizerSpec:
 def _takes_weight_decay(algorithm: Callable[..., Optimizer]) -> bool:
     parameters = inspect.signature(algorithm).parameters
     return "weight_decay" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-
-
-def stepping_locally(optimizer: Optimizer) -> Optimizer:
-    """Let an optimizer that does not support DTensor update the whole tensors behind its weights. In place."""
-    step = optimizer.step
-
-    def local_step(closure: None = None) -> None:
-        with _local_tensors(optimizer):
-            step()
-
-    optimizer.step = local_step  # type: ignore[method-assign, assignment]
-    return optimizer
-
-
-@contextmanager
-def _local_tensors(optimizer: Optimizer) -> Iterator[None]:
-    """Replace an optimizer's weights, gradients and state by this rank's own tensors for the block."""
-    weights = [p for group in optimizer.param_groups for p in group["params"]]
-    twins = [nn.Parameter(local(p.detach())) for p in weights]
-    for weight, twin in zip(weights, twins, strict=True):
-        twin.grad = None if weight.grad is None else local(weight.grad)
-    _rekey(optimizer, weights, twins, lambda _, value: local(value))
-    try:
-        yield
-    finally:
-        _rekey(optimizer, twins, weights, lambda p, value: like(p, value) if value.shape == p.shape else value)
-
-
-def _rekey(
-    optimizer: Optimizer,
-    old: Sequence[nn.Parameter],
-    new: Sequence[nn.Parameter],
-    convert: Callable[[nn.Parameter, Tensor], Tensor],
-) -> None:
-    """Replace an optimizer's parameters, and convert its state."""
-    place = dict(zip(old, new, strict=True))
-    for group in optimizer.param_groups:
-        group["params"] = [place[p] for p in group["params"]]
-    states = [(new_p, optimizer.state[p]) for p, new_p in place.items() if p in optimizer.state]
-    optimizer.state = defaultdict(dict)
-    for p, state in states:
-        optimizer.state[p] = {k: convert(p, v) if isinstance(v, Tensor) else v for k, v in state.items()}
 
 
 def decays(name: str, parameter: nn.Parameter) -> bool:

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from cascade_train.distributed.parallelize import like, local, reshard
+from cascade_train.distributed.parallelize import like, local, reshard, settle_gradients
 from cascade_train.engine.checkpoint.store import CheckpointStore
 from cascade_train.engine.lr_schedule import LrSchedule
 from cascade_train.engine.optimizer import can_withhold, fill_state, settings
@@ -69,6 +69,7 @@ class BoundPhase:
 
     def clip(self) -> Tensor:
         """Scale the gradients to at most `max_grad_norm`; return their true global norm, () fp32. Collective."""
+        settle_gradients(self.roots)
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm

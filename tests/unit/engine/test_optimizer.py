@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from cascade_train.distributed import parallelize as seam
+from cascade_train.distributed.parallelize import local, parallelize
 from cascade_train.distributed.process_group import build_mesh
 from cascade_train.engine.checkpoint.store import CheckpointStore
 from cascade_train.engine.lr_schedule import ConstantSchedule
@@ -90,7 +91,12 @@ ALGORITHMS = [
     if inspect.isclass(getattr(torch.optim, name)) and issubclass(getattr(torch.optim, name), torch.optim.Optimizer)
     if getattr(torch.optim, name) is not torch.optim.Optimizer
 ]
-DENSE = [*(each for each in ALGORITHMS if each not in REFUSED), partial(torch.optim.SGD, fused=True)]
+FUSED_SGD = partial(torch.optim.SGD, fused=True)
+DENSE = [*(each for each in ALGORITHMS if each not in REFUSED), FUSED_SGD]
+NEED_WHOLE = (torch.optim.Adafactor, FUSED_SGD)
+"""Algorithms that cannot work on parts of weights; Rprop too up to torch 2.14."""
+
+SHARDED = [each for each in DENSE if each not in (*NEED_WHOLE, torch.optim.Rprop)]
 
 
 def test_every_optimizer_of_torch_is_known():
@@ -113,7 +119,7 @@ def matrices(mesh):
     """Return a phase's module of matrices alone, which every algorithm takes, whole on this rank."""
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(8, 3, bias=False))
-    fully_shard(network, mesh=mesh)
+    parallelize(network, [], mesh=mesh, compute_dtype=torch.float32, reshard_after_forward=True, compile_units=False)
     return network
 
 
@@ -132,15 +138,21 @@ def train(phase, steps):
         phase.phase.loss(inputs).square().sum().backward()
         phase.clip()
         phase.update(step, 10, torch.tensor(0.0))
-    return [p.detach().full_tensor().clone() for p in phase.parameters.values()]
+    return [local(p.detach()).clone() for p in phase.parameters.values()]
 
 
 @pytest.mark.parametrize("start_step", [1, 3])
-@pytest.mark.parametrize("algorithm", DENSE)
-def test_every_dense_optimizer_of_torch_trains_and_resumes_bitwise(world, tmp_path, algorithm, start_step):
+@pytest.mark.parametrize(
+    ("algorithm", "sharded"), [*((each, False) for each in DENSE), *((each, True) for each in SHARDED)]
+)
+def test_every_dense_optimizer_of_torch_trains_and_resumes_bitwise(
+    world, tmp_path, monkeypatch, algorithm, sharded, start_step
+):
+    if sharded:
+        monkeypatch.setattr(seam, "is_whole", lambda *_: False)
     mesh = build_mesh(world, (1, 1))
     whole = bound(algorithm, mesh, start_step)
-    before = [p.detach().full_tensor().clone() for p in whole.parameters.values()]
+    before = [local(p.detach()).clone() for p in whole.parameters.values()]
     store = CheckpointStore(tmp_path)
     first = train(whole, range(start_step, 3))
     path = store.save(2, whole.state_dict(), {})
@@ -150,7 +162,7 @@ def test_every_dense_optimizer_of_torch_trains_and_resumes_bitwise(world, tmp_pa
     state = resumed.state_dict()
     store.load(path, state)
     resumed.load_state_dict(state)
-    at_two = [p.detach().full_tensor() for p in resumed.parameters.values()]
+    at_two = [local(p.detach()) for p in resumed.parameters.values()]
     assert all(torch.equal(a, b) for a, b in zip(first, at_two, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(last, train(resumed, range(3, 6)), strict=True))
     if start_step == 3:  # a phase that begins later does what it would do from the start
@@ -158,9 +170,7 @@ def test_every_dense_optimizer_of_torch_trains_and_resumes_bitwise(world, tmp_pa
         assert all(torch.equal(a, b) for a, b in zip(last, train(fresh, range(3, 6)), strict=True))
 
 
-@pytest.mark.parametrize(
-    "algorithm", [torch.optim.Adafactor, partial(torch.optim.SGD, fused=True)]
-)  # and Rprop up to torch 2.14
+@pytest.mark.parametrize("algorithm", NEED_WHOLE)
 def test_what_cannot_work_on_parts_of_weights_is_refused_before_the_first_batch(algorithm):
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
