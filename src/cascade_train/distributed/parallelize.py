@@ -170,12 +170,11 @@ def _layout(root: nn.Module) -> tuple[bool, bool]:
 
 def reshard(roots: Iterable[nn.Module]) -> None:
     """Free gathered weights and copies, so that the next forward sees what was written into the masters."""
-    for root in roots:
-        if root in _WHOLE:
-            _WHOLE[root].rest()
-        for module in root.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+    for module in (m for root in roots for m in root.modules()):
+        if isinstance(module, FSDPModule):
+            module.reshard()
+        elif module in _WHOLE:
+            _WHOLE[module].rest()
 
 
 @contextmanager

@@ -40,6 +40,8 @@ class Bucket:
         self._sent = [master for master in self.masters if master.grad is not None]
         if self._sent:
             self._flat = torch.cat([_gradient(master).flatten() for master in self._sent])
+            for master in self._sent:
+                master.grad = None
             self._work = dist.all_reduce(self._flat, group=group, async_op=True)
 
     def receive(self, ranks: int) -> None:

@@ -100,6 +100,7 @@ class BoundPhase:
 
     def state_dict(self, *, optimizer: bool = True) -> dict[str, Any]:
         """Return weights, optimizer state (where asked for) and average, sharded, for a checkpoint. Collective."""
+        reshard(self.roots)
         state: dict[str, Any] = {"weights": get_model_state_dict(self._container, options=_SHARDED)}
         if optimizer:
             state["optimizer"] = get_optimizer_state_dict(self._container, self.optimizer, options=_SHARDED)
@@ -107,6 +108,7 @@ class BoundPhase:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned, except the optimizer's settings: they are the config's. Collective."""
+        reshard(self.roots)
         not_frozen = StateDictOptions(ignore_frozen_params=True, strict=False)
         set_model_state_dict(self._container, state["weights"], options=not_frozen)
         if "optimizer" in state:
@@ -271,5 +273,6 @@ def whole_state(module: nn.Module, *, frozen: bool = False) -> dict[str, Tensor]
 
     Frozen weights are left out unless asked for; on other ranks the result is empty.
     """
+    reshard([module])
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=not frozen)
     return cast("dict[str, Tensor]", get_model_state_dict(module, options=options))
