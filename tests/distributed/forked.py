@@ -104,13 +104,14 @@ def look_at_dtypes(out: Path) -> None:
         clip = phase.clip
 
         def looking() -> Any:
+            norm = clip()
             network = self.task.stage.network
             seen["trained"] = sorted({str(p.dtype) for p in phase.parameters.values()})
             seen["gradients"] = sorted({str(p.grad.dtype) for p in phase.parameters.values()})
             frozen = [p for p in network.parameters() if not p.requires_grad]
             seen["frozen"] = sorted({str(p.dtype) for p in frozen})
             seen["frozen_with_gradients"] = [str(p.dtype) for p in frozen if p.grad is not None]
-            return clip()
+            return norm
 
         phase.clip = looking
         values = train_step(self, micro_batches)
