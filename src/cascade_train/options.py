@@ -1,9 +1,15 @@
-"""Markers for annotations of options: what an option means to resumes, caches and saved configurations.
+"""Options of components: markers of what they mean to resumes, caches and saved configurations, and checks of ranges.
 
-`num_workers: Free[int]` in a constructor. They may be nested, and are read from source by config/static/roles.py.
+`num_workers: Free[int]` in a constructor; markers may be nested, and are read from source by config/static/roles.py. A
+check raises a ConfigError that names key, value and rule; preflight evaluates it without importing the component.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
 from typing import Annotated, TypeVar
+
+from cascade_train.errors import ConfigError
 
 T = TypeVar("T")
 
@@ -15,3 +21,39 @@ Order = Annotated[T, "order"]
 
 File = Annotated[T, "file"]
 """Names a file, a folder or a hub id: saved as an absolute path where it exists, held by a cache by its content."""
+
+
+def check_above(key: str, value: float, low: float) -> None:
+    """Refuse a value that is not greater than `low`."""
+    if not value > low:
+        raise ConfigError(f"{key}={value} must be greater than {low}; give a larger {key}")
+
+
+def check_least(key: str, value: float | None, low: float, why: str) -> None:
+    """Refuse a number below `low`, with a reason or a remedy; None is not a number."""
+    if value is not None and not value >= low:
+        raise ConfigError(f"{key}={value} must be at least {low}: {why}")
+
+
+def check_share(key: str, value: float, why: str) -> None:
+    """Refuse a value outside [0, 1], with a reason or a remedy."""
+    if not 0.0 <= value <= 1.0:
+        raise ConfigError(f"{key}={value} must lie between 0 and 1: {why}")
+
+
+def check_within(key: str, value: float, low: float, high: float) -> None:
+    """Refuse a value outside [low, high]."""
+    if not low <= value <= high:
+        raise ConfigError(f"{key}={value} must lie in [{low}, {high}]; bring it inside")
+
+
+def check_choice(key: str, value: str, choices: Sequence[str]) -> None:
+    """Refuse a value that is not one of `choices`."""
+    if value not in choices:
+        raise ConfigError(f"{key}={value} is unknown; choose one of {', '.join(choices)}")
+
+
+def check_increasing(key: str, pair: Sequence[float]) -> None:
+    """Refuse what is not two numbers [low, high] with low < high."""
+    if len(pair) != 2 or not pair[0] < pair[1]:
+        raise ConfigError(f"{key}={list(pair)} must be two numbers [low, high] with low < high; swap or change them")

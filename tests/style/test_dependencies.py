@@ -79,5 +79,6 @@ def test_an_extra_brings_what_is_used() -> None:
 
 
 def test_every_dependency_is_imported() -> None:
+    launchers = {"accelerate"}  # starts runs, tests/distributed/test_accelerate_launch.py
     distributions = {normal(d) for package in imported() for d in packages_distributions().get(package, [])}
-    assert names(project()["dependencies"]) <= distributions
+    assert names(project()["dependencies"]) <= distributions | launchers

@@ -14,7 +14,7 @@ from tests.style.source import PACKAGE, SourceFile, in_rooms, library
 BELOW = {"config", "engine", "distributed", "tasks", "diffusion", "models", "filters", "data"}
 """Rooms that know nothing of how a run is put together."""
 
-# What each room may import of the library. `batch`, `checks`, `errors`, `files`, `options`, `redaction` and
+# What each room may import of the library. `batch`, `errors`, `files`, `options`, `redaction` and
 # `signals` are open to all.
 INSIDE = {
     "__main__": {"commands", "assembly", "config"},
@@ -30,14 +30,13 @@ INSIDE = {
     "data": {"data"},
     "diffusion": {"diffusion"},
     "batch": set(),
-    "checks": set(),
     "errors": set(),
     "files": {"files"},
     "options": set(),
     "redaction": set(),
     "signals": set(),
 }
-GROUND = {"batch", "checks", "errors", "files", "options", "redaction", "signals"}
+GROUND = {"batch", "errors", "files", "options", "redaction", "signals"}
 
 # What each room may import from elsewhere, beside the standard library.
 OUTSIDE = {
@@ -45,7 +44,6 @@ OUTSIDE = {
     "tasks": {"torch"},
     "distributed": {"torch"},
     "batch": {"torch", "numpy"},
-    "checks": set(),
     "errors": set(),
     "files": {"yaml"},
     "options": set(),

@@ -15,9 +15,9 @@ from typing import Literal
 
 import numpy as np
 
-from cascade_train.checks import check_choice, check_least, check_share
 from cascade_train.data.index.rows import Index
 from cascade_train.data.index.selection import Selection
+from cascade_train.options import check_choice, check_least, check_share
 
 PRESETS: dict[str, tuple[str, ...]] = {
     "original": ("1/1", "1/2", "1/3", "2/3", "3/4", "1/5", "2/5", "3/5", "4/5", "1/6", "5/6", "9/16"),

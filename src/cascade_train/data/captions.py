@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from string import Formatter
 from typing import TYPE_CHECKING, Any, Literal
 
-from cascade_train.checks import check_choice
 from cascade_train.data.sample import RawSample, UnreadableSampleError, value_of
 from cascade_train.data.tags import Tags, drawn, weighted_texts
+from cascade_train.options import check_choice
 
 if TYPE_CHECKING:
     import torch

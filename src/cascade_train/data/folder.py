@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from cascade_train.checks import check_choice
 from cascade_train.data.file_source import FileSource
 from cascade_train.data.index.pictures import EXTENSIONS, first_names, load_facts, load_picture_sizes
 from cascade_train.data.index.row_filter import read_metadata
@@ -21,7 +20,7 @@ from cascade_train.data.index.rows import ROW_FIELDS, Index, repeat_counts, repe
 from cascade_train.data.sample import FileLimits, RawSample, UnreadableSampleError
 from cascade_train.errors import ConfigError
 from cascade_train.files.untrusted import read_yaml
-from cascade_train.options import File, Order
+from cascade_train.options import File, Order, check_choice
 
 FOLDER_FIELDS = [*ROW_FIELDS, ("bytes", "<i8"), ("caption", "u1"), ("values", "u1"), ("mask", "u1")]
 MULTIPLY = "multiply.txt"

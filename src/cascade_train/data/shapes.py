@@ -15,10 +15,10 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from PIL import Image, ImageChops, ImageDraw
 
-from cascade_train.checks import check_least, check_share
 from cascade_train.data.index.rows import ROW_FIELDS, Index
 from cascade_train.data.sample import RawSample
 from cascade_train.data.source import Source
+from cascade_train.options import check_least, check_share
 
 COLOURS = {
     "red": (214, 40, 40),

@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from cascade_train.checks import check_choice, check_least, check_share
 from cascade_train.data.buckets import Buckets, BucketTable
 from cascade_train.data.captions import Captions
 from cascade_train.data.index.rows import Index
@@ -25,7 +24,7 @@ from cascade_train.data.index.selection import (
     size_selection,
 )
 from cascade_train.data.sample import FileLimits, RawSample
-from cascade_train.options import File, Free, Order
+from cascade_train.options import File, Free, Order, check_choice, check_least, check_share
 
 if TYPE_CHECKING:
     from cascade_train.data.loading.feed import Feed, FeedRequest

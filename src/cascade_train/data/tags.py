@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from cascade_train.checks import check_least
 from cascade_train.data.sample import UnreadableSampleError, value_of
+from cascade_train.options import check_least
 from cascade_train.redaction import LONGEST_NAME, shortened
 
 if TYPE_CHECKING:

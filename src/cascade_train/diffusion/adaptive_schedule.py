@@ -13,9 +13,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from cascade_train.checks import check_choice, check_increasing, check_within
 from cascade_train.diffusion.bucket import BucketAverage
 from cascade_train.diffusion.schedule import Schedule
+from cascade_train.options import check_choice, check_increasing, check_within
 
 
 @dataclass(frozen=True, kw_only=True)

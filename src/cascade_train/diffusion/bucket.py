@@ -13,8 +13,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from cascade_train.checks import check_above, check_choice, check_within
 from cascade_train.errors import ConfigError
+from cascade_train.options import check_above, check_choice, check_within
 
 
 class BucketAverage:

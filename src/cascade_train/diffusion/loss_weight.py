@@ -15,9 +15,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from cascade_train.checks import check_above, check_choice, check_increasing
 from cascade_train.diffusion.bucket import Adaptive, BucketAverage, joint_state, load_joint_state
 from cascade_train.errors import ConfigError
+from cascade_train.options import check_above, check_choice, check_increasing
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cascade_train.checks import check_choice, check_within
 from cascade_train.errors import ConfigError
+from cascade_train.options import check_choice, check_within
 
 Grid = tuple[int, int, int]
 """Level, height and width of one layer of pyramid noise."""

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cascade_train.checks import check_above, check_increasing, check_within
 from cascade_train.diffusion.schedule import cosine_constants, stable_diffusion_variances
+from cascade_train.options import check_above, check_increasing, check_within
 
 
 @dataclass(frozen=True, kw_only=True)

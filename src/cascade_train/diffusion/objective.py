@@ -16,7 +16,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from cascade_train.checks import check_above, check_within
 from cascade_train.diffusion.bucket import Adaptive, joint_state, load_joint_state
 from cascade_train.diffusion.loss_weight import LossWeight
 from cascade_train.diffusion.noise import Noise, PlainNoise
@@ -26,6 +25,7 @@ from cascade_train.diffusion.schedule import Schedule
 from cascade_train.diffusion.target import Target
 from cascade_train.diffusion.timestep_bias import TimestepBias
 from cascade_train.errors import RunError
+from cascade_train.options import check_above, check_within
 
 
 @dataclass(frozen=True, kw_only=True)

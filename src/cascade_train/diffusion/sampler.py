@@ -17,11 +17,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from cascade_train.checks import check_above, check_choice, check_within
 from cascade_train.diffusion.noise import PlainNoise
 from cascade_train.diffusion.objective import Objective
 from cascade_train.diffusion.scaling import per_sample
 from cascade_train.diffusion.schedule import Schedule
+from cascade_train.options import check_above, check_choice, check_within
 
 Predict = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
 """Maps noised (B, C, H, W) and timestep_ratio (B,) to (conditional, unconditional or None) predictions."""

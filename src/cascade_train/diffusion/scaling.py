@@ -12,8 +12,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from cascade_train.checks import check_above
 from cascade_train.diffusion.schedule import Schedule
+from cascade_train.options import check_above
 
 
 class Scaling(abc.ABC):

@@ -16,9 +16,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from cascade_train.checks import check_above, check_increasing, check_within
 from cascade_train.diffusion.bucket import Adaptive
 from cascade_train.errors import ConfigError
+from cascade_train.options import check_above, check_increasing, check_within
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from cascade_train.batch import Batch
-from cascade_train.checks import check_choice
 from cascade_train.diffusion.objective import masked_mean
 from cascade_train.models.image_quality import check_installed
 from cascade_train.models.stage import Stage
+from cascade_train.options import check_choice
 from cascade_train.tasks.base import Draws, Guide, Painter, SampleSettings, Task
 
 if TYPE_CHECKING:

@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from cascade_train.checks import (
+from cascade_train.errors import ConfigError
+from cascade_train.options import (
     check_above,
     check_choice,
     check_increasing,
@@ -12,7 +13,6 @@ from cascade_train.checks import (
     check_share,
     check_within,
 )
-from cascade_train.errors import ConfigError
 
 
 def test_a_value_must_be_above_its_bound() -> None:
