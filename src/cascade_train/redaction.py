@@ -63,7 +63,7 @@ class Rule(NamedTuple):
     Attributes:
         words: one of them is in every text that the rule finds something in, in small letters.
         pattern: finds the secret and what tells that it is one.
-        shown: what stands in the place of both.
+        shown: what stands instead of both.
     """
 
     words: tuple[str, ...]
@@ -185,7 +185,7 @@ class RedactingFilter(logging.Filter):
     """Hides secrets in every record of a handler, and shortens what is too long to read."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Put the redacted message in the place of message and arguments."""
+        """Replace message and arguments by the redacted message."""
         record.msg, record.args = logged(record.getMessage()), None
         return True
 

@@ -53,7 +53,7 @@ def build_parts(cfg: DictConfig) -> Parts:
 
 
 def build_component(cfg: DictConfig, node: str, **changed: Any) -> Any:
-    """Construct one component node, `changed` in the place of some of its arguments.
+    """Construct one component node, `changed` instead of some of its arguments.
 
     Raises:
         ConfigError: a class that cannot be imported or does not keep its contract, or that refuses an argument.

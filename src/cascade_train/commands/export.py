@@ -48,7 +48,7 @@ class ExportArgs:
     decoder: str | None = None
     """For format=combined, Stage B with its Stage A: a run, its export, or published weights."""
     codec: str | None = None
-    """For format=combined, Stage A in the place of that under Stage B: a run, its export, or weights."""
+    """For format=combined, Stage A instead of that under Stage B: a run, its export, or weights."""
     step: int | None = None
     """Checkpoint of the run to export; null = the newest whole one."""
     out: str | None = None

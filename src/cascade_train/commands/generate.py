@@ -42,7 +42,7 @@ class GenerateArgs:
     decoder: str | None = None
     """Stage B, with its Stage A, that decodes the latents of Stage C: a run, its export, or published weights."""
     codec: str | None = None
-    """Stage A in the place of the one that Stage B was trained with: a run, its export, or weights."""
+    """Stage A instead of the one that Stage B was trained with: a run, its export, or weights."""
     prompts: list[str] = field(default_factory=list)
     """Prompts; each gives `count` images. [] = no text, `count` images for each picture given below."""
     out: str = "generated"
@@ -75,7 +75,7 @@ class GenerateArgs:
     """A picture, or a list with one for each prompt: for control networks, whose map the images follow; for Stage B,
     what it reconstructs."""
     control: Any = None
-    """For control networks, in the place of image: the map itself as a picture, white for 1."""
+    """For control networks, instead of image: the map itself as a picture, white for 1."""
     strength: float = 1.0
     """Factor of the control residuals; 0 = none."""
     start_image: Any = None
@@ -231,4 +231,4 @@ def make_folder(name: str) -> Path:
     return folder
 
 
-COMMAND = Command(arguments=GenerateArgs, run=generate)
+COMMAND = Command(arguments=GenerateArgs, run=generate, many_ranks=True)

@@ -39,9 +39,9 @@ class ImportArgs:
     ranks: int = 1
     """Processes that it will run on, where the file counts per process."""
     behaviour: str | None = None
-    """Who decides what a file of Stable Cascade leaves open: original, its trainer (null means so too); or ours."""
+    """What applies where a file of Stable Cascade is silent: original, what its trainer does (null too); or ours."""
     model: str = "c_3b"
-    """Model to train in the place of open-diffusion's own."""
+    """Model to train instead of open-diffusion's own."""
     overwrite: bool = False
     """Whether an existing file may be replaced."""
 
@@ -155,4 +155,11 @@ def translate(source: dict[str, Any], args: ImportArgs) -> Recipe:
     return recipe
 
 
-COMMAND = {"import": Command(arguments=ImportArgs, run=import_recipe, usage="import FILE", words=("from",))}
+COMMAND = {
+    "import": Command(
+        arguments=ImportArgs,
+        run=import_recipe,
+        usage="import FILE out=<folder>/experiment/<name>.yaml",
+        words=("from",),
+    )
+}

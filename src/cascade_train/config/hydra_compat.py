@@ -22,7 +22,7 @@ CALLBACKS: dict[str, Any] = {"execution_whitelist": "cascade_train.config.sweep.
 
 
 def construct(node: DictConfig, **changed: Any) -> Any:
-    """Construct a checked component node, `changed` in the place of some of its arguments.
+    """Construct a checked component node, `changed` instead of some of its arguments.
 
     Raises:
         InstantiationException: a constructor refused its arguments.

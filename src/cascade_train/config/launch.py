@@ -26,7 +26,7 @@ from omegaconf import DictConfig
 
 from cascade_train.config.error_messages import exit_code
 from cascade_train.config.groups import conf_dir, groups
-from cascade_train.config.help import help_text
+from cascade_train.config.help import commands, help_text
 from cascade_train.config.hydra_compat import BASE, CALLBACKS
 from cascade_train.config.overrides import check_not_expanded, check_not_hydras, with_paths_quoted
 from cascade_train.config.preflight import preflight
@@ -40,12 +40,13 @@ from cascade_train.redaction import show_log
 from cascade_train.signals import CONTINUED, Signals
 
 
-def compose_and_run(argv: Sequence[str], train: Callable[[DictConfig], int]) -> int:
+def compose_and_run(argv: Sequence[str], train: Callable[[DictConfig], int], *, remedy: str = CONTINUED) -> int:
     """Run one command line and return the exit code.
 
     Args:
         argv: overrides and Hydra's flags, without the program's name.
         train: what to do with each composed and checked configuration; returns an exit code.
+        remedy: what follows the message that it was interrupted.
 
     Returns:
         0 done, 1 runtime failure, 2 invalid configuration, 75 stopped and saved, 130 interrupted (docs/stopping.md).
@@ -67,7 +68,7 @@ def compose_and_run(argv: Sequence[str], train: Callable[[DictConfig], int]) -> 
         if asked_for_help:
             sys.stdout.write(help_text(cfg))
             return 0
-        code = checked(cfg) if raw else exit_code(functools.partial(checked, cfg), remedy=CONTINUED)
+        code = checked(cfg) if raw else exit_code(functools.partial(checked, cfg), remedy=remedy)
         if code and HydraConfig.get().mode != RunMode.MULTIRUN:  # a sweep's codes are read by sweep.SweepResults
             raise SystemExit(code)
         return code
@@ -77,7 +78,7 @@ def compose_and_run(argv: Sequence[str], train: Callable[[DictConfig], int]) -> 
             _compose(argv, job)
             return 0
         with _own_error_handling():
-            return exit_code(functools.partial(_compose, argv, job), remedy=CONTINUED)
+            return exit_code(functools.partial(_compose, argv, job), remedy=remedy)
     except SystemExit as stop:
         return int(stop.code or 0)
 
@@ -161,6 +162,10 @@ def _arguments(argv: Sequence[str]) -> Iterator[None]:
     """
     before = sys.argv
     overrides = _parser().parse_intermixed_args(argv).overrides
+    if command := next((word for word in overrides if word in commands()), None):
+        raise ConfigError(
+            f"{command!r} is a command and comes first: cascade-train {command} …; --help lists its keys."
+        )
     check_not_expanded(overrides)
     check_not_hydras(overrides)
     flags = [argument for argument in argv if argument not in overrides]

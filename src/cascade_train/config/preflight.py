@@ -52,8 +52,8 @@ def preflight(cfg: DictConfig, *, ranks: int | None = None) -> DictConfig:
     assert isinstance(root, Root)
     _check_nothing_added(root)
     _check_numbers(resolved)
-    _check_objective_fits(root)
     _check_components(root, derived=_interpolated(cfg))
+    _check_objective_fits(root)
     _check_task_fits_stage(root)
     _check_data_fits(root)
     _check_libraries(resolved)
@@ -172,9 +172,10 @@ def _check_objective_fits(root: Root) -> None:
 
 def _scores(objective: Mapping[str, Any], stage: str, reconstructs: Sequence[str]) -> bool:
     """Return whether an objective scores what a task with these `reconstructs` trains of a stage."""
+    fits = _constant(objective, "fits")
     if _constant(objective, "denoises"):
-        return stage not in reconstructs
-    return bool(reconstructs) and stage in (_constant(objective, "fits") or ())
+        return stage not in reconstructs and (fits is None or stage in fits)
+    return bool(reconstructs) and stage in (fits or ())
 
 
 def _list(names: Sequence[str]) -> str:

@@ -188,7 +188,7 @@ class SweepResults(Callback):
         """Return what is known of the runs of this call, and of earlier ones whose directories are still there."""
         end = time.monotonic() + SECONDS_FOR_A_SLOW_FOLDER
         while True:
-            found = [json.loads(path.read_text(encoding="utf-8")) for path in (folder / ".results").glob("*.json")]
+            found = [json.loads(path.read_text(encoding="utf-8")) for path in (folder / ".results").glob("[!.]*.json")]
             own = {each["number"] for each in found if each["call"] == self.call}
             lost = [job for job in slurm_jobs() if job.number not in own]
             if not any(job.state in ("", "COMPLETED") for job in lost) or time.monotonic() > end:
@@ -366,7 +366,7 @@ def _ended(result: Result) -> str:
 def write_whole(path: Path, text: str) -> None:
     """Write a file that is never seen half; its folder is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_durably(path, text)
+    write_durably(path, text, racing=True)
 
 
 def is_main() -> bool:

@@ -223,7 +223,7 @@ def read_rows(file: Any, group: int, names: Sequence[str]) -> Iterator[dict[str,
 
 
 def _plain_row(row: Any) -> dict[str, Any]:
-    """Return a batch of one row as values, None in the place of those that Python does not have."""
+    """Return a batch of one row as values, None instead of those that Python does not have."""
     values: dict[str, Any] = {}
     for name in row.schema.names:
         try:

@@ -68,7 +68,7 @@ class VQNetwork(PaellaVQModel):
 
         Args:
             sample: (B, 3, H, W) float in [0, 1]; latents (B, C, h, w) for `only="decode"`.
-            quantised_B: (B,) bool, for which samples codes are decoded in the place of latents, with a straight-through
+            quantised_B: (B,) bool, for which samples codes are decoded instead of latents, with a straight-through
                 gradient; None = for none, as Stage B uses Stage A.
             only: "encode" for the latents alone, "decode" for images of given latents; None = everything.
 

@@ -35,7 +35,7 @@ COND_DROP_PROB = 0.05
 class Reconstruction(WholeNetwork):
     """Trains every weight of Stage B's network to reconstruct images from their semantic latents and captions.
 
-    An objective of pictures puts its own task in the place of this one: `objective=vqgan` trains Stage A,
+    An objective of pictures replaces this task by its own: `objective=vqgan` trains Stage A,
     `objective=preview` Stage C's previewer. The semantic compressor may train along with Stage B, as in Würstchen
     (Pernias et al. 2023), or with a previewer; Stage C is trained on its latents afterwards.
 

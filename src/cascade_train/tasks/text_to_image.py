@@ -183,7 +183,7 @@ class TextToImage(Task):
             raise ConfigError(
                 f"{self.stage.name} reconstructs images and cannot paint from prompts alone: leave sample.prompts=null,"
                 " which shows captioned images of the data; generate takes image=…, or a run of Stage C with"
-                " decoder=… in the place of this one"
+                " decoder=… instead of this one"
             )
         return self.predictor_under(captions, image_BCHW if self.stage.needs_image else None, control)
 

@@ -26,6 +26,7 @@ from cascade_train.config.groups import did_you_mean
 from cascade_train.config.help import commands, table
 from cascade_train.config.overrides import is_existing_path
 from cascade_train.config.static.signatures import attribute_docs
+from cascade_train.config.sweeps.slurm import adopt_slurm_step, one_thread_a_rank
 from cascade_train.errors import ConfigError
 from cascade_train.redaction import show_log
 
@@ -49,6 +50,7 @@ class Command:
         run: does it and returns an exit code; takes the arguments and, where one is composed, a run's configuration.
         usage: of an action: its name and its words as they are typed, those to fill in in capitals.
         words: keys that words without `=` fill, in their order; the first must be given.
+        many_ranks: whether several processes may share the work.
         shows_log: show what the library logs as information; False = warnings alone.
         run_defaults: compose the arguments that are not its own as those of a run, with these options of groups where
             none is chosen; None = all arguments are its own.
@@ -58,6 +60,7 @@ class Command:
     run: Callable[..., int]
     usage: str = ""
     words: tuple[str, ...] = ()
+    many_ranks: bool = False
     shows_log: bool = False
     run_defaults: Mapping[str, str] | None = None
 
@@ -67,6 +70,8 @@ def run_command(argv: Sequence[str]) -> int:
 
     HYDRA_FULL_ERROR in the environment raises errors as they are, as for trainings.
     """
+    adopt_slurm_step()
+    one_thread_a_rank()
     run = partial(_run, *argv)
     return run() if "HYDRA_FULL_ERROR" in os.environ else exit_code(run)
 
@@ -98,10 +103,16 @@ def _actions(declared: Mapping[str, Command]) -> str:
 def _call(command: Command, argv: Sequence[str], *, help_head: str) -> int:
     """Run one command, or action of a command, with the arguments after its name."""
     if not HELP.isdisjoint(argv):
-        other = "" if command.run_defaults is None else "\nAll other arguments are a training's: cascade-train --help\n"
+        other = (
+            ""
+            if command.run_defaults is None
+            else "\nAll other arguments are those of a training: cascade-train --help\n"
+        )
         sys.stdout.write(f"{help_head}{help_text(command.arguments)}{other}")
         return 0
     if command.run_defaults is None:
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not command.many_ranks:
+            raise ConfigError("this command runs in one process: start it without torchrun, or with one task of srun.")
         show_log(logging.INFO if command.shows_log else logging.WARNING)
         return command.run(parse(command.arguments, _with_keys(command, argv, usage=help_head.rstrip())))
     from cascade_train.config.launch import compose_and_run
@@ -110,7 +121,7 @@ def _call(command: Command, argv: Sequence[str], *, help_head: str) -> int:
     own = [argument for argument in argv if argument.partition("=")[0] in names]
     arguments = parse(command.arguments, own)
     rest = [argument for argument in argv if argument not in own]
-    return compose_and_run(with_defaults(command.run_defaults, rest), partial(command.run, arguments))
+    return compose_and_run(with_defaults(command.run_defaults, rest), partial(command.run, arguments), remedy="")
 
 
 def with_defaults(defaults: Mapping[str, str], argv: Sequence[str]) -> list[str]:
@@ -125,12 +136,13 @@ def _with_keys(command: Command, argv: Sequence[str], *, usage: str) -> list[str
     if not command.words:
         return list(argv)
     words = [argument for argument in argv if names_place(argument)]
-    if not words and not any(argument.startswith(f"{command.words[0]}=") for argument in argv):
+    free = [key for key in command.words if not any(argument.startswith(f"{key}=") for argument in argv)]
+    if not words and command.words[0] in free:
         action, first, *_ = command.usage.split()
         raise ConfigError(f"{action} needs a {first.lower()}.\n{usage}")
-    if len(words) > len(command.words):
-        raise ConfigError(f"{words[len(command.words)]!r} is one word too many.\n{usage}")
-    keyed = [f"{key}={word}" for key, word in zip(command.words, words, strict=False)]
+    if len(words) > len(free):
+        raise ConfigError(f"{words[len(free)]!r} is one word too many.\n{usage}")
+    keyed = [f"{key}={word}" for key, word in zip(free, words, strict=False)]
     return [*keyed, *(argument for argument in argv if argument not in words)]
 
 

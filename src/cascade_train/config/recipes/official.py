@@ -226,7 +226,7 @@ ADAPTERS = {"task.init": "original", "task.alpha": 1.0, "task.joint_qkv": True}
 
 
 def check_behaviour(behaviour: str | None) -> None:
-    """Check the argument of the verb.
+    """Check the argument `behaviour`.
 
     Raises:
         ConfigError: no such behaviour.

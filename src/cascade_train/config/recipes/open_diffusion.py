@@ -73,7 +73,7 @@ def is_open_diffusion(source: Mapping[str, Any]) -> bool:
 
 
 def from_open_diffusion(source: Mapping[str, Any], *, ranks: int, model: str) -> Recipe:
-    """Translate one configuration, full training of `model` in the place of its own network.
+    """Translate one configuration, full training of `model` instead of its own network.
 
     Args:
         source: nested keys and values, interpolations resolved; what is left to the user is `???`.

@@ -194,7 +194,7 @@ def copy_to(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def set_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
-    """Put `tensor` in the place of a parameter or buffer; a parameter stays one, and keeps `requires_grad`."""
+    """Put `tensor` in place of a parameter or buffer; a parameter stays one, and keeps `requires_grad`."""
     path, _, leaf = name.rpartition(".")
     owner = module.get_submodule(path)
     if leaf in owner._parameters:
