@@ -304,7 +304,11 @@ class PictureReader(Dataset[Pictures | Failure]):
 
     def open(self, steps: Sequence[Step]) -> Results[Pictures]:
         """Return the pictures of steps, in their order, read ahead of their use."""
-        return Results(self, self.source, references=steps)
+        return Results(self, self.source, references=steps, whereabouts=self._whereabouts)
+
+    @staticmethod
+    def _whereabouts() -> str:
+        return "Pictures are read for the cache; data.num_workers reads more of them at once."
 
 
 def fill(

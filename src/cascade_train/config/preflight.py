@@ -52,8 +52,8 @@ def preflight(cfg: DictConfig, *, ranks: int | None = None) -> DictConfig:
     assert isinstance(root, Root)
     _check_nothing_added(root)
     _check_numbers(resolved)
-    _check_components(root, derived=_interpolated(cfg))
     _check_objective_fits(root)
+    _check_components(root, derived=_interpolated(cfg))
     _check_task_fits_stage(root)
     _check_data_fits(root)
     _check_libraries(resolved)
@@ -156,7 +156,8 @@ def _check_objective_fits(root: Root) -> None:
     trained, reconstructs = (_constant(root.task, key) for key in ("fits", "reconstructs"))
     if None in (stage, denoises, trained, reconstructs) or stage not in trained:
         return
-
+    if not denoises and _constant(root.objective, "fits") is None:
+        return  # what it does not define is named by `_check_components`
     if not _scores(root.objective, stage, reconstructs):
         kinds = {o: {"_target_": t} for o, t in option_targets("objective").items()}
         objectives = [o for o, objective in kinds.items() if _scores(objective, stage, reconstructs)]

@@ -83,6 +83,7 @@ class TableSource(FileSource):
         if not self._paths:
             raise ConfigError("data.path=[] names no file: give a path or a list of paths")
         self._shards: list[tuple[Path, int]] = []
+        self._gives_sizes = False  # whether the tables themselves have those of the pictures
 
     @abc.abstractmethod
     def _tables(self) -> list[Path]:
@@ -120,8 +121,8 @@ class TableSource(FileSource):
         table, is_file = rows.table.copy(), rows.table["bytes"] < 0
         file_bytes, sizes = load_picture_sizes(path, self._root(path), rows.names, self._cache_dir)
         table["bytes"][is_file] = file_bytes
-        for field, size in zip(("width", "height"), sizes.T, strict=True):
-            table[field][is_file] = np.where(table[field][is_file] > 0, table[field][is_file], size)
+        if not self._gives_sizes:
+            table["width"][is_file], table["height"][is_file] = sizes.T
         there = table["bytes"] >= 0
         missing = [name for name, size in zip(rows.names, file_bytes.tolist(), strict=True) if size < 0]
         if rows.unfilled:

@@ -41,7 +41,6 @@ class Mixture(JoinedSource):
     loss_weights: dict[str, float] | None
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if not self.sources:
             raise ValueError("data.sources={} names nothing to mix: +data@data.sources.mine=folder adds a source")
         if isinstance(self.shares, str) and self.shares != "equal":
@@ -56,6 +55,7 @@ class Mixture(JoinedSource):
                 self._check_numbers(key, given)
         if isinstance(self.shares, Mapping) and (missing := set(self.sources) - set(self.shares)):
             raise ValueError(f"data.shares has none for {', '.join(sorted(missing))}: give every source a share")
+        super().__post_init__()
 
     def _check_numbers(self, key: str, given: Mapping[str, float]) -> None:
         for name, number in given.items():

@@ -68,13 +68,14 @@ class Parquet(TableSource):
     height_column: str | None
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if (self.width_column is None) != (self.height_column is None):
             raise ValueError("data.width_column and data.height_column belong together: set both, or none")
+        super().__post_init__()
         self._columns = Columns(
             image=self.image_column, caption=self.caption_column, width=self.width_column, height=self.height_column
         )
         self._groups = RowGroups(self.shuffle_window_shards + 1)
+        self._gives_sizes = self.width_column is not None
 
     def check(self) -> None:
         """See `Source.check`: the files, and the columns of the first."""

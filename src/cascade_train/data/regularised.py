@@ -36,11 +36,11 @@ class Regularised(JoinedSource):
     weight: float
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if not 0.0 < self.share < 1.0:
             raise ValueError(f"data.share={self.share} must lie between 0 and 1: it is the regularisation's part")
         if self.weight <= 0.0:
             raise ValueError(f"data.weight={self.weight} must be above 0: it multiplies the regularisation's loss")
+        super().__post_init__()
 
     def joined(self) -> dict[str, Source]:
         """See `JoinedSource.joined`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,8 @@ from torch.distributed.tensor import DTensor
 from cascade_train.distributed.whole import Whole
 from cascade_train.errors import ConfigError
 
-_WHOLE: WeakKeyDictionary[nn.Module, Whole] = WeakKeyDictionary()
+_WHOLE: WeakKeyDictionary[nn.Module, ref[Whole]] = WeakKeyDictionary()
+"""The module's own hook keeps its Whole: a strong reference here would keep both for ever."""
 
 BYTES_PER_TRAINABLE = 18
 """fp32 master, gradient and two Adam moments, and the bf16 copy that computes."""
@@ -47,9 +48,10 @@ def parallelize(
         for module in (module for unit in units for module in unit):
             module.compile()
     if is_whole(mesh, offload):
+        move(root, _device_of(mesh))
         group = mesh.get_group(0) if mesh.size() > 1 else None
         if group is not None or any(parameter.dtype != compute_dtype for parameter in root.parameters()):
-            _WHOLE[root] = Whole(root, units, compute_dtype=compute_dtype, group=group)
+            _WHOLE[root] = ref(Whole(root, units, compute_dtype=compute_dtype, group=group))
         return
     unit_policy, root_policy = (
         MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=cast)
@@ -71,12 +73,31 @@ def is_whole(mesh: DeviceMesh, offload: OffloadPolicy | None) -> bool:
     return mesh.size(-1) == 1 and not isinstance(offload, CPUOffloadPolicy)
 
 
+def _whole(module: nn.Module) -> Whole | None:
+    """Return what computes for a module whose weights are whole; None for others."""
+    return found() if (found := _WHOLE.get(module)) is not None else None
+
+
+def move(root: nn.Module, device: torch.device) -> None:
+    """Bring what is on another device here, in place, as adapters that were made on the host; not what is on meta."""
+    for tensor in (*root.parameters(), *root.buffers()):
+        if not tensor.is_meta and not isinstance(tensor, DTensor) and tensor.device.type != device.type:
+            tensor.data = tensor.data.to(device)
+
+
+def _device_of(mesh: DeviceMesh) -> torch.device:
+    """Return the device that this rank computes on."""
+    is_cuda = mesh.device_type == "cuda"
+    return torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device(mesh.device_type)
+
+
 def materialise(root: nn.Module, device: torch.device) -> dict[str, tuple[torch.Tensor, int]]:
     """Allocate this rank's rows of the parameters of `root` that are on the meta device; the values are undefined.
 
     Returns:
         By parameter name, the memory (a share, all rows of a whole parameter), and the number of its first row.
     """
+    move(root, device)
     shares = {}
     for prefix, owner in root.named_modules():
         for leaf, parameter in owner.named_parameters(recurse=False):
@@ -140,15 +161,15 @@ def set_gradient_sync(roots: Iterable[nn.Module], last: bool) -> None:
             root.set_requires_gradient_sync(scatter)
             root.set_requires_all_reduce(last or offloaded)
             root.set_is_last_backward(scatter)
-        elif root in _WHOLE:
-            _WHOLE[root].last = last
+        elif (whole := _whole(root)) is not None:
+            whole.last = last
 
 
 def settle_gradients(roots: Iterable[nn.Module]) -> None:
     """Wait for the gradients of a step's last backward, and put the masters in their place. Collective."""
     for root in roots:
-        if root in _WHOLE:
-            _WHOLE[root].settle()
+        if (whole := _whole(root)) is not None:
+            whole.settle()
 
 
 def groups_of(roots: Iterable[nn.Module]) -> list[dist.ProcessGroup]:
@@ -156,7 +177,7 @@ def groups_of(roots: Iterable[nn.Module]) -> list[dist.ProcessGroup]:
     roots = list(roots)
     meshes = {p.device_mesh for root in roots for p in root.parameters() if isinstance(p, DTensor)}
     groups = [group for mesh in meshes for group in mesh.get_all_groups()]
-    return groups + [group for root in roots if root in _WHOLE and (group := _WHOLE[root].group) is not None]
+    return groups + [w.group for root in roots if (w := _whole(root)) is not None and w.group is not None]
 
 
 def _layout(root: nn.Module) -> tuple[bool, bool]:
@@ -173,8 +194,8 @@ def reshard(roots: Iterable[nn.Module]) -> None:
     for module in (m for root in roots for m in root.modules()):
         if isinstance(module, FSDPModule):
             module.reshard()
-        elif module in _WHOLE:
-            _WHOLE[module].rest()
+        elif (whole := _whole(module)) is not None:
+            whole.rest()
 
 
 @contextmanager

@@ -7,6 +7,7 @@ gradients, the all-reduce. Must not live here: when a module is whole, and what 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -156,6 +157,8 @@ class Whole:
         self.begin()
 
     def _taker(self, master: nn.Parameter, bucket: Bucket) -> Any:
+        mine = weakref.ref(self)  # a tensor's hook must not keep the module that the tensor is of
+
         def take(given: Tensor) -> None:
             if given is not master:
                 assert given.grad is not None
@@ -164,9 +167,10 @@ class Whole:
                 else:
                     master.grad += given.grad
                 given.grad = None
-            if self.last and self.group is not None:
+            whole = mine()
+            if whole is not None and whole.last and whole.group is not None:
                 bucket.waiting -= 1
-                self._send_complete(self.group)
+                whole._send_complete(whole.group)
 
         return take
 

@@ -96,6 +96,11 @@ class OptimizerSpec:
         mesh = next((p.device_mesh for p in parameters.values() if isinstance(p, DTensor)), None)
         if mesh is None or self._works_on(mesh):
             return optimizer
+        if mesh.size(-1) == 1:
+            raise ConfigError(
+                f"optimizer.algorithm={name} cannot train offloaded weights. Remedy: parallel.cpu_offload=false, or "
+                "another algorithm, such as torch.optim.AdamW"
+            )
         raise ConfigError(
             f"optimizer.algorithm={name} cannot train these weights: it needs each of them whole, and here they are"
             f" sharded over {mesh.size(-1)} ranks. Remedy: parallel=ddp, where they fit a device; another "

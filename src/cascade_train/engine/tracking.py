@@ -107,6 +107,7 @@ class TensorBoardTracker(Tracker):
     def note(self, text: str) -> None:
         """Add a text."""
         self._writer.add_text("note", text)
+        self._writer.flush()
 
     @tolerated
     def finish(self) -> None:

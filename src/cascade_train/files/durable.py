@@ -29,23 +29,27 @@ def sync(path: Path) -> None:
 
 
 @contextmanager
-def replacing(path: Path, *, racing: bool = False) -> Iterator[Path]:
+def replacing(path: Path, *, racing: bool = False, durable: bool = True) -> Iterator[Path]:
     """Yield a hidden path beside `path`, with its suffix; the file written there replaces `path` in one step.
 
     A crash leaves the old file or the new one. If the block fails, the old file stays and the new one is removed.
-    `racing`: several processes may write the file at once; each then has a hidden path of its own.
+    `racing`: several processes may write the file at once; each then has a hidden path of its own. `durable=False`, for
+    what is checked before it is used or can be made again: nothing is synced.
 
     Raises:
         OSError: the disk is full or failed, or the directory is not writable.
     """
-    beside = path.with_name(f".partial{f'-{uuid.uuid4().hex[:8]}' if racing else ''}.{path.name}")
+    name = f"-{uuid.uuid4().hex[:8]}{path.suffix}" if racing else f".{path.name}"
+    beside = path.with_name(f".partial{name}")
     try:
         yield beside
-        sync(beside)
+        if durable:
+            sync(beside)
         beside.replace(path)
     finally:  # after a signal too
         beside.unlink(missing_ok=True)
-    sync(path.parent)
+    if durable:
+        sync(path.parent)
 
 
 def write_durably(path: Path, text: str, *, racing: bool = False) -> None:
@@ -65,11 +69,11 @@ def append_durably(path: Path, text: str) -> None:
     sync(path)
 
 
-def read_whole_lines(path: Path) -> list[str]:
+def read_whole_lines(path: Path, *, errors: str = "replace") -> list[str]:
     """Return the lines of a file (UTF-8), none if it is missing; a last line torn by a crash is cut off the file."""
     if not path.is_file():
         return []
-    text = path.read_text(encoding="utf-8", errors="replace")
+    text = path.read_text(encoding="utf-8", errors=errors)
     whole = text[: text.rfind("\n") + 1]
     if whole != text:
         write_durably(path, whole)

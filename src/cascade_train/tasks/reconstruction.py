@@ -55,9 +55,9 @@ class Reconstruction(WholeNetwork):
     def __init__(
         self, *, cond_drop_prob: float | None, image_keep_prob: float | None, train_compressor: bool = False
     ) -> None:
-        super().__init__(
-            cond_drop_prob=COND_DROP_PROB if cond_drop_prob is None else cond_drop_prob, image_keep_prob=image_keep_prob
-        )
+        self.cond_drop_prob = COND_DROP_PROB if cond_drop_prob is None else cond_drop_prob
+        self.image_keep_prob = image_keep_prob
+        super().__post_init__()
         self.train_compressor = train_compressor
         self._given = {
             "cond_drop_prob": cond_drop_prob,

@@ -32,7 +32,8 @@ from cascade_train.tasks.reconstruction import Reconstruction
 CANDIDATES = 8
 """Latents that each sample offers to dead codes in a step."""
 
-_MAX_WEIGHT, _MAX_STEP = 1.0e6, 10**12
+_MAX_WEIGHT = 1.0e6
+_MAX_STEP = 1_000_000_000_000
 
 
 @dataclass(kw_only=True, eq=False)

@@ -64,7 +64,7 @@ def test_nothing_is_overwritten(folder: Path, capsys: pytest.CaptureFixture[str]
         (["out=x", "sample=3"], "sample is unknown"),
         (["out=x", "samples=many"], "'samples=many' cannot be read"),
         (["out=x", "samples=0"], "samples=0 must be at least 1"),
-        (["out=x", "image_size=4"], "image_size=4 must be at least 16 px"),
+        (["out=x", "image_size=4"], "image_size=4 must be at least 16: shapes need as many pixels"),
     ],
 )
 def test_wrong_arguments_are_explained(

@@ -1,11 +1,21 @@
 """A module that each rank holds whole: copies compute, masters learn."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
 
 from cascade_train.distributed import whole
-from cascade_train.distributed.parallelize import evaluating, groups_of, parallelize, reshard, settle_gradients
+from cascade_train.distributed.parallelize import (
+    evaluating,
+    groups_of,
+    move,
+    parallelize,
+    reshard,
+    settle_gradients,
+)
 from cascade_train.distributed.process_group import build_mesh
 from cascade_train.distributed.whole import Whole
 
@@ -125,3 +135,21 @@ def test_gradients_are_the_mean_over_the_ranks_whatever_the_buckets(world, monke
     assert sum(sent) == 40
     assert len(sent) == {1: 4, 100: 2, 10**9: 1}[bucket_bytes]
     assert torch.equal(network.first.weight.grad, 2 * once)
+
+
+def test_nothing_of_a_run_outlives_its_module(world):
+    network = made(world)
+    network(torch.ones(2, 4), torch.ones(2)).sum().backward()
+    gone = weakref.ref(network), weakref.ref(network.first.weight)
+    del network
+    gc.collect()
+    assert [each() for each in gone] == [None, None]
+
+
+def test_what_is_on_its_device_or_has_no_memory_is_not_moved():
+    network = Network()
+    network.last.to("meta")
+    before = [each.data_ptr() for each in network.first.parameters()]
+    move(network, torch.device("cpu"))
+    assert [each.data_ptr() for each in network.first.parameters()] == before
+    assert network.last.weight.is_meta

@@ -48,7 +48,7 @@ def write_cache(cached: Path, parts: Mapping[str, np.ndarray], *, required: bool
     """
     try:
         cached.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(cached, racing=True) as partial:
+        with replacing(cached, racing=True, durable=False) as partial:
             np.savez(partial, **parts)  # type: ignore[arg-type] # numpy has a keyword of its own
     except OSError as error:
         if required:

@@ -215,7 +215,7 @@ def write_tar(path: Path, samples: Iterable[Mapping[str, Any]]) -> Path:
     """
     from webdataset import TarWriter  # takes seconds to import
 
-    with replacing(path) as partial, TarWriter(str(partial), mtime=0) as writer:
+    with replacing(path, durable=False) as partial, TarWriter(str(partial), mtime=0) as writer:
         for sample in samples:
             writer.write(dict(sample))
     return path

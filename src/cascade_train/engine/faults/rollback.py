@@ -55,7 +55,9 @@ class RolledBackList:
 
     def _read(self) -> list[list[str]]:
         try:
-            return [[str(key) for key in json.loads(line)["keys"]] for line in read_whole_lines(self._path)]
+            return [
+                [str(key) for key in json.loads(line)["keys"]] for line in read_whole_lines(self._path, errors="strict")
+            ]
         except (ValueError, LookupError, TypeError) as error:
             raise RunError(
                 f"{self._path} is damaged ({error}): it lists the samples that the run leaves out. Remedy: mend the "

@@ -104,7 +104,8 @@ class StoredTensors:
     def _shape(self, stored: Stored) -> Shape:
         holder = self._holders[stored.name]
         shape = tuple(holder.shape if isinstance(holder, Tensor) else holder.get_slice(stored.name).get_shape())
-        return shape if stored.third is None else (shape[0] // 3, *shape[1:])
+        rows, *rest = shape or (1,)
+        return shape if stored.third is None else (rows // 3, *rest)
 
     def read(self, name: str) -> Tensor:
         """Read one tensor; its memory may be the file's."""

@@ -165,3 +165,22 @@ def test_defects_and_refusals_are_raised_where_the_user_asks(monkeypatch: pytest
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     with pytest.raises(ConfigError, match="'exprot' is not a command"):
         launch(["exprot"])
+
+
+@pytest.mark.parametrize("words", [["-m", "train"], ["--cfg", "job", "train"], ["task=lora", "generate"]])
+def test_a_command_comes_first(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch(words) == 2
+    assert f"{words[-1]!r} is a command and comes first: cascade-train {words[-1]} …" in capsys.readouterr().err
+
+
+def test_a_command_that_writes_files_runs_in_one_process(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert launch(["shapes", "out=a"]) == 2
+    assert "this command runs in one process: start it without torchrun" in capsys.readouterr().err
+
+
+def test_a_word_fills_the_first_key_that_is_not_given(capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch(["checkpoints", "promote", "from=r", "step_5", "name=a"]) == 2
+    assert "step is not set" not in capsys.readouterr().err
