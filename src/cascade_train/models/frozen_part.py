@@ -61,9 +61,9 @@ class FrozenPart(abc.ABC):
             load_module(module, self.weights, dtype=torch.float32, renamed=self.renamed, **where)
         self.module = module.eval().requires_grad_(False)
 
+    @abc.abstractmethod
     def _make(self) -> tuple[nn.Module, float]:
         """Return the module, and the gain of seeded values at which activations keep their scale."""
-        raise NotImplementedError
 
 
 class ClipTower:
