@@ -67,7 +67,7 @@ REFUSED = {
     "model=c_tiny task=lora data=webdataset": r"^data\.urls is not set \(\?\?\?\): .* Set it: data\.urls=<value>\.$",
     "model=c_tiny task=lora tracker=wandb": r"^tracker\.project is not set .*Project that the run belongs to",
     "model=c_tiny task=lora ~task": r"^task is not chosen .* \(options: .*finetune, lora, reconstruction\)\.$",
-    "model=c_tiny task=lora train": r"^'train' is not an override\. Write key=value",
+    "model=c_tiny task=lora train": r"^'train' is a command and comes first: cascade-train train",
     "model=c_tiny task=lora --foo": r"^unrecognized arguments: --foo\. Overrides are key=value, without dashes",
     "model=c_tiny task=lora --cfg job --multirun": r"^Only one of --run, --multirun, --cfg",
     "model=c_tiny task=lora --resolve": r"^The --resolve flag can only be used",
