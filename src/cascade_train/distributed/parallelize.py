@@ -48,7 +48,7 @@ def parallelize(
         for module in (module for unit in units for module in unit):
             module.compile()
     if is_whole(mesh, offload):
-        move(root, _device_of(mesh))
+        move([*root.parameters(), *root.buffers()], _device_of(mesh))
         group = mesh.get_group(0) if mesh.size() > 1 else None
         if group is not None or any(parameter.dtype != compute_dtype for parameter in root.parameters()):
             _WHOLE[root] = ref(Whole(root, units, compute_dtype=compute_dtype, group=group))
@@ -78,9 +78,9 @@ def _whole(module: nn.Module) -> Whole | None:
     return found() if (found := _WHOLE.get(module)) is not None else None
 
 
-def move(root: nn.Module, device: torch.device) -> None:
-    """Bring what is on another device here, in place, as adapters that were made on the host; not what is on meta."""
-    for tensor in (*root.parameters(), *root.buffers()):
+def move(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
+    """Bring tensors to a device in place, as adapters that were made on the host; not shards, nor what is on meta."""
+    for tensor in tensors:
         if not tensor.is_meta and not isinstance(tensor, DTensor) and tensor.device.type != device.type:
             tensor.data = tensor.data.to(device)
 
@@ -97,7 +97,7 @@ def materialise(root: nn.Module, device: torch.device) -> dict[str, tuple[torch.
     Returns:
         By parameter name, the memory (a share, all rows of a whole parameter), and the number of its first row.
     """
-    move(root, device)
+    move(root.parameters(), device)  # not buffers: FSDP2 keeps them where it computes, also with offloaded shards
     shares = {}
     for prefix, owner in root.named_modules():
         for leaf, parameter in owner.named_parameters(recurse=False):

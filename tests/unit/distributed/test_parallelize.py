@@ -94,3 +94,15 @@ def test_what_is_sent_before_the_last_micro_batch(world, monkeypatch, split, off
     for last in (False, True):
         set_gradient_sync([network], last)
     assert tuple(sent[2:]) == (*before_the_last, True, True)
+
+
+def test_buffers_stay_where_fsdp_computes_when_offloaded_weights_get_their_memory(world, monkeypatch):
+    network, moved = nn.BatchNorm1d(2), []
+    monkeypatch.setattr(seam, "move", lambda tensors, device: moved.extend(tensors))
+    materialise(network, world.device)
+    assert {id(each) for each in moved} == {id(each) for each in network.parameters()}
+    parallelize(
+        network, [], mesh=build_mesh(world, (1, 1)), compute_dtype=torch.float32, reshard_after_forward=True,
+        compile_units=False,
+    )  # fmt: skip
+    assert {id(each) for each in moved[2:]} == {id(each) for each in (*network.parameters(), *network.buffers())}

@@ -150,6 +150,6 @@ def test_what_is_on_its_device_or_has_no_memory_is_not_moved():
     network = Network()
     network.last.to("meta")
     before = [each.data_ptr() for each in network.first.parameters()]
-    move(network, torch.device("cpu"))
+    move(network.parameters(), torch.device("cpu"))
     assert [each.data_ptr() for each in network.first.parameters()] == before
     assert network.last.weight.is_meta
