@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from omegaconf import OmegaConf
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from bench.parity_case import Outcome, Variant, recorded
@@ -39,8 +39,8 @@ class PooledPixels(SemanticCompressor):
         self.mixing = mixing
         self.latent_channels = len(mixing)  # type: ignore[misc]
 
-    def build(self, *, device: torch.device) -> None:
-        """Do nothing: there is no module."""
+    def _make(self) -> tuple[nn.Module, float]:
+        return nn.Identity(), 1.0
 
     def encode(self, image_BCHW: Tensor) -> Tensor:
         """Return (B, C, H / 32, W / 32)."""

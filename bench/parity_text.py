@@ -75,8 +75,8 @@ class RecordedLatents(SemanticCompressor):
         self.latent_channels = channels  # type: ignore[misc]
         self.inputs = inputs
 
-    def build(self, *, device: torch.device) -> None:
-        """Do nothing: there is no module."""
+    def _make(self) -> tuple[nn.Module, float]:
+        return nn.Identity(), 1.0
 
     def encode(self, image_BCHW: Tensor) -> Tensor:
         """Return the recorded latents, (B, C, H, W)."""
