@@ -52,6 +52,13 @@ def test_answers_without_importing_torch(tmp_path: Path, argv: tuple[str, ...], 
     assert list(tmp_path.iterdir()) == []
 
 
+def test_showing_a_configuration_imports_no_checks(tmp_path: Path):
+    """Beside `bench/start.py`: what Hydra alone would take, and a tenth more."""
+    imported = start(tmp_path, "--cfg", "job", *TINY, flags=("-X", "importtime")).stderr
+    assert "cascade_train.config.schema" in imported
+    assert not [name for name in ("preflight", "components", "assembly", "config.help") if f"{name}\n" in imported]
+
+
 @pytest.mark.parametrize("argv", [("--help",), ("--cfg", "job", *TINY), (*TINY, "train.max_stepz=3")])
 def test_answers_within_three_seconds_of_work(tmp_path: Path, argv: tuple[str, ...]):
     before = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -12,8 +12,6 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from cascade_train.assembly.components import build_component
-from cascade_train.engine.run.lock import check_folder
 from cascade_train.errors import ConfigError
 from cascade_train.signals import while_importing
 
@@ -38,6 +36,9 @@ def check_files(cfg: DictConfig) -> None:
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return
+    from cascade_train.assembly.components import build_component
+    from cascade_train.engine.run.lock import check_folder
+
     check_folder(Path(cfg.run.dir).absolute())
     try:
         sources = [build_component(cfg, "data")]

@@ -25,11 +25,9 @@ from hydra.errors import (
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from cascade_train.config.components import by_path, group_form
 from cascade_train.config.groups import did_you_mean, groups
 from cascade_train.config.overrides import quoted_form, refusal
 from cascade_train.config.schema import COMPONENTS
-from cascade_train.config.unknown_keys import unknown_key
 from cascade_train.errors import (
     INTERRUPTED,
     LOST_PEER,
@@ -173,6 +171,8 @@ def explain(error: Exception) -> str | None:
 
 def with_path(error: InstantiationException, node: str) -> str:
     """Return what a constructor refused, its argument named by the whole path; `node` where the error names none."""
+    from cascade_train.config.components import by_path
+
     place = re.search(r"full_key: (\S+)", str(error))
     return by_path(str(error.__cause__), place[1] if place else node)
 
@@ -220,6 +220,8 @@ def _composition(error: ConfigCompositionException) -> str:
             f"{unknown[1]} is not a group of this configuration.{did_you_mean(unknown[1].partition('@')[0], groups())}"
         )
     if unknown:
+        from cascade_train.config.unknown_keys import unknown_key
+
         return unknown_key(unknown[1], cause)
     merging = re.match(r"Error merging override (.+)", text, re.S)
     if merging and isinstance(cause, OmegaConfBaseException):
@@ -239,6 +241,8 @@ def _value(error: OmegaConfBaseException, override: str | None) -> str:
     if key == "train.precision" and re.search(r"fp16|float16|half", f"{given} {error}"):
         return FP16
     if key in COMPONENTS and override:
+        from cascade_train.config.components import group_form
+
         return f"{override} is not a component. {group_form(key, given)}"
     message = str(error).splitlines()[0].rstrip(".")
     parent = error.parent_node

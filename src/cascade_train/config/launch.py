@@ -26,18 +26,15 @@ from omegaconf import DictConfig
 
 from cascade_train.config.error_messages import exit_code
 from cascade_train.config.groups import conf_dir, groups
-from cascade_train.config.help import commands, help_text
 from cascade_train.config.hydra_compat import BASE, CALLBACKS
 from cascade_train.config.overrides import check_not_expanded, check_not_hydras, with_paths_quoted
-from cascade_train.config.preflight import preflight
 from cascade_train.config.schema import Root
 from cascade_train.config.sweep import check_launcher, is_main, sweeps_saved_redacted
 from cascade_train.config.sweeps.naming import place_run
 from cascade_train.config.sweeps.slurm import adopt_slurm_step, one_thread_a_rank, slurm_jobs_followed
-from cascade_train.config.unknown_keys import other_name
 from cascade_train.errors import ConfigError
 from cascade_train.redaction import show_log
-from cascade_train.signals import CONTINUED, Signals
+from cascade_train.signals import CONTINUED, Signals, while_importing
 
 
 def compose_and_run(argv: Sequence[str], train: Callable[[DictConfig], int], *, remedy: str = CONTINUED) -> int:
@@ -59,6 +56,9 @@ def compose_and_run(argv: Sequence[str], train: Callable[[DictConfig], int], *, 
     asked_for_help = not HELP.isdisjoint(argv)
 
     def checked(cfg: DictConfig) -> int:
+        with while_importing():  # not before, since what only shows a configuration needs none of it
+            from cascade_train.config.preflight import preflight
+
         place_run(cfg, HydraConfig.get(), argv)
         ready = preflight(cfg)
         show_log(logging.INFO if is_main() else logging.WARNING)
@@ -66,6 +66,8 @@ def compose_and_run(argv: Sequence[str], train: Callable[[DictConfig], int], *, 
 
     def job(cfg: DictConfig) -> int:
         if asked_for_help:
+            from cascade_train.config.help import help_text
+
             sys.stdout.write(help_text(cfg))
             return 0
         code = checked(cfg) if raw else exit_code(functools.partial(checked, cfg), remedy=remedy)
@@ -162,10 +164,13 @@ def _arguments(argv: Sequence[str]) -> Iterator[None]:
     """
     before = sys.argv
     overrides = _parser().parse_intermixed_args(argv).overrides
-    if command := next((word for word in overrides if word in commands()), None):
-        raise ConfigError(
-            f"{command!r} is a command and comes first: cascade-train {command} …; --help lists its keys."
-        )
+    if words := [word for word in overrides if word.isidentifier()]:
+        from cascade_train.config.help import commands
+
+        if command := next((word for word in words if word in commands()), None):
+            raise ConfigError(
+                f"{command!r} is a command and comes first: cascade-train {command} …; --help lists its keys."
+            )
     check_not_expanded(overrides)
     check_not_hydras(overrides)
     flags = [argument for argument in argv if argument not in overrides]
@@ -195,6 +200,8 @@ def _mode_by_flags(argv: Sequence[str]) -> Iterator[None]:
 
 def _parser() -> argparse.ArgumentParser:
     def refuse(message: str) -> NoReturn:
+        from cascade_train.config.unknown_keys import other_name
+
         names = re.findall(r"(?<=\s)--?([\w-]+)", message)
         known = "".join(dict.fromkeys(other_name(name) for name in names))
         raise ConfigError(f"{message}. Overrides are key=value, without dashes; --help explains the keys.{known}")

@@ -24,5 +24,5 @@ def set_deterministic(enabled: bool) -> None:
     """
     if enabled:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(enabled)
+    torch.set_deterministic_debug_mode("error" if enabled else "default")
     torch.backends.cudnn.benchmark = not enabled

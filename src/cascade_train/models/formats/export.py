@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from diffusers import StableCascadeUNet
-from diffusers.pipelines.deprecated.wuerstchen.modeling_paella_vq_model import PaellaVQModel
 from diffusers.utils import logging as diffusers_logging
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -28,6 +27,9 @@ from cascade_train.files.durable import replacing
 from cascade_train.models.formats.weights import open_weights, replace_prefix
 from cascade_train.models.formats.weights_tensors import map_keys, original_layout
 from cascade_train.models.latent_codec import ORIGINAL_NAMES
+
+if TYPE_CHECKING:
+    from diffusers.pipelines.deprecated.wuerstchen.modeling_paella_vq_model import PaellaVQModel
 
 NETWORK_FORMATS = ("diffusers", "original")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -116,7 +118,7 @@ def save_vqgan(state: Mapping[str, Tensor], config: Mapping[str, Any], directory
     model = _plain_vqgan(config, state)
     with replaced_directory(directory) as partial, quiet():
         model.save_pretrained(partial)
-        loaded = PaellaVQModel.from_pretrained(partial).eval()
+        loaded = type(model).from_pretrained(partial).eval()
         return Exported(path=directory, max_error=read_back_error(model, loaded, directory, _reconstruction))
 
 
@@ -133,6 +135,8 @@ def save_original_vqgan(state: Mapping[str, Tensor], config: Mapping[str, Any], 
 
 
 def _plain_vqgan(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> PaellaVQModel:
+    from diffusers.pipelines.deprecated.wuerstchen.modeling_paella_vq_model import PaellaVQModel  # only Stage A's
+
     with torch.device("meta"):
         model = PaellaVQModel(**config)
     model.load_state_dict(dict(state), strict=True, assign=True)

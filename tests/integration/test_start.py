@@ -1,0 +1,38 @@
+"""What a training imports: the libraries that its task needs, and none beside. `bench/start.py` measures the seconds."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from bench.soak_ranks import SMALL_NETWORK
+
+NEVER = {
+    *("matplotlib", "moto", "onnxruntime", "pandas", "pyarrow", "scipy", "sklearn", "submitit", "tensorboard"),
+    *("torch._inductor.compile_fx", "torch.utils.tensorboard", "torchmetrics", "wandb", "webdataset"),
+    *("diffusers.models.autoencoders", "diffusers.pipelines.pipeline_utils"),
+}
+"""Modules of half a second and more; diffusers' last two come with its folders, which only some exports are."""
+
+TRAIN = """
+import json, sys
+from cascade_train.__main__ import launch
+for task in sys.argv[1].split(","):
+    code = launch([f"task={task}", f"run.dir={task}", *sys.argv[2:]])
+    print(json.dumps([task, code, sorted(sys.modules)]))
+"""
+
+
+def test_a_training_imports_what_its_task_needs(tmp_path: Path):
+    choice = (*SMALL_NETWORK, "train.max_steps=1", "train.global_batch_size=1", "sample.every_steps=null")
+    command = [sys.executable, "-c", TRAIN, "lora,controlnet,finetune", *choice]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    assert [each[:2] for each in found] == [["lora", 0], ["controlnet", 0], ["finetune", 0]]
+    lora, controlnet, finetune = (set(modules) for _, _, modules in found)
+    assert {"peft", "transformers", "PIL.Image", "torch.distributed.checkpoint"} <= lora
+    assert not NEVER & lora
+    assert "cv2" not in lora, "that of Canny edges"
+    assert not NEVER & controlnet
+    assert "cv2" in controlnet
+    assert NEVER & finetune <= {"diffusers.models.autoencoders", "diffusers.pipelines.pipeline_utils", "onnxruntime"}
