@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup test canary soak demo lint format clean
+.PHONY: help setup test canary soak demo docs lint format clean
 
 # The first Python >= 3.11 found; PYTHON=/path/to/python chooses another.
 ifndef PYTHON
@@ -39,6 +39,9 @@ soak: setup  ## set up and train with kills at random moments, then pass the tes
 demo: setup  ## set up and teach the tiny model in the package a new word by a LoRA, on the CPU, in about a minute
 	@scripts/demo.sh
 
+docs: setup  ## build the site of the documentation into site/, every warning an error; open site/index.html
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
+
 lint: setup  ## check style, formatting and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -49,5 +52,5 @@ format: setup  ## mend what lint can mend by itself
 	$(BIN)/ruff format .
 
 clean:  ## remove caches and build products; .venv and runs/ stay
-	rm -rf build dist .pytest_cache .ruff_cache .mypy_cache
+	rm -rf build dist site .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -1,4 +1,4 @@
-"""Write the tables of docs/config.md and docs/objectives.md: commands, groups, keys, objectives, from their sources.
+"""Write the tables of docs/commands.md, config.md and objectives.md: commands, groups, keys, objectives.
 
     python scripts/write_reference.py
 
@@ -8,6 +8,8 @@ Each generated part of a page lies between `<!-- NAME: generated -->` and `<!-- 
 from __future__ import annotations
 
 import ast
+import dataclasses
+import importlib
 import json
 import re
 from collections.abc import Iterator
@@ -15,6 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from omegaconf import MISSING
+
+from cascade_train.commands.parts.command_line import ALIASES, Command
+from cascade_train.config.help import commands
+from cascade_train.config.static.signatures import attribute_docs
 
 ROOT = Path(__file__).resolve().parents[1]
 CONF, CONFIG = ROOT / "conf", ROOT / "src/cascade_train/config"
@@ -84,7 +91,8 @@ def _row(key: str, value: Any, text: str) -> str:
 
 
 def _cell(text: str) -> str:
-    return " ".join(text.replace("|", "\\|").split()).rstrip(".")
+    plain = re.sub("`[^`]*`|<", lambda found: "&lt;" if found[0] == "<" else found[0], text)
+    return " ".join(plain.replace("|", "\\|").split()).rstrip(".")
 
 
 def objectives() -> Iterator[str]:
@@ -94,17 +102,44 @@ def objectives() -> Iterator[str]:
     yield from (f"| `objective={name}` | {_cell(text)} |" for name, text in options("objective").items())
 
 
-def commands() -> Iterator[str]:
+def command_list() -> Iterator[str]:
     """Yield the table of commands."""
     yield "| Command | Does |"
     yield "|---|---|"
-    for path in sorted((ROOT / "src/cascade_train/commands").glob("[!_]*.py")):
-        text = ast.get_docstring(ast.parse(path.read_text())) or ""
-        yield f"| `cascade-train {path.stem}` | {_cell(text.partition(chr(10))[0])} |"
+    yield from (f"| `cascade-train {name}` | {_cell(text)} |" for name, text in commands().items())
+
+
+def command_options() -> Iterator[str]:
+    """Yield a section for each command: its actions, with their options. `train` has none: Hydra composes its keys."""
+    for name in commands():
+        declared = getattr(importlib.import_module(f"cascade_train.commands.{name}"), "COMMAND", {})
+        actions = {"": declared} if isinstance(declared, Command) else declared
+        yield from ("", f"## {name}") if actions else ()
+        for command in actions.values():
+            meaning = _cell(command.arguments.__doc__ or "")
+            yield from ("", f"`cascade-train {name} {command.usage or 'key=value …'}`", "", f"{meaning}.", "")
+            yield "| Option | Default | Is |"
+            yield "|---|---|---|"
+            yield from _option_rows(command.arguments)
+            if command.run_defaults is not None:
+                yield from ("", "All other arguments are [those of a training](config.md).")
+    yield ""
+
+
+def _option_rows(arguments: type) -> Iterator[str]:
+    typed = {field: alias for alias, field in ALIASES.items()}
+    docs = attribute_docs(arguments)
+    for field in dataclasses.fields(arguments):
+        made = field.default_factory
+        value = field.default if made is dataclasses.MISSING else made()
+        missing = value in (dataclasses.MISSING, MISSING)
+        default = "must be given" if missing else f"`{json.dumps(value, ensure_ascii=False).strip(chr(34))}`"
+        yield f"| `{typed.get(field.name, field.name)}` | {default} | {_cell(docs.get(field.name, ''))} |"
 
 
 PAGES = {
-    "docs/config.md": {"commands": commands, "groups": groups, "keys": keys},
+    "docs/commands.md": {"commands": command_list, "options": command_options},
+    "docs/config.md": {"groups": groups, "keys": keys},
     "docs/objectives.md": {"objectives": objectives},
 }
 

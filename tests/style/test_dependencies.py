@@ -75,7 +75,7 @@ def test_what_is_imported_on_demand_is_an_extra(package: str) -> None:
 
 def test_an_extra_brings_what_is_used() -> None:
     plugins = {"slurm"}  # hydra finds its launcher by itself
-    assert project()["optional-dependencies"].keys() == {*EXTRAS.values(), *plugins, "dev"}
+    assert project()["optional-dependencies"].keys() == {*EXTRAS.values(), *plugins, "docs", "dev"}
 
 
 def test_every_dependency_is_imported() -> None:

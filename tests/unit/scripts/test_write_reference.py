@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from cascade_train.config.help import commands
 from cascade_train.config.schema import Root
 from scripts import write_reference
 from tests.style.source import ROOT
@@ -32,6 +33,14 @@ def test_every_option_has_its_line() -> None:
     files = [path for path in (ROOT / "conf").glob("*/*.yaml") if not path.stem.startswith("_")]
     assert len(files) > 60
     assert listed == {(path.parent.name, path.stem) for path in files}
+
+
+def test_every_command_has_its_options() -> None:
+    lines = list(write_reference.command_options())
+    assert {line.removeprefix("## ") for line in lines if line.startswith("## ")} == commands().keys() - {"train"}
+    assert "| `from` | must be given | The run |" in lines
+    assert any(line.startswith("| `seed` | `0` | Seed of the starting noise;") for line in lines)
+    assert not any("<" in re.sub("`[^`]*`", "", line) for line in lines)
 
 
 def test_every_class_of_an_objective_is_on_its_page() -> None:
