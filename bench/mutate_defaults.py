@@ -128,10 +128,7 @@ def applied(change: Change) -> Iterator[None]:
 
 def judge(change: Change, tests: ModuleType) -> str:
     """Return which of JUDGES notices a change first."""
-    from cascade_train.config.static.static_source import load_module
-
     if change.file == "python":
-        load_module.cache_clear()
         tried: dict[str, Callable[[], None]] = {JUDGES[0]: tests.test_every_default_in_python_is_in_a_list}
     else:
         group, _, option = change.file.partition("/")

@@ -21,7 +21,7 @@ from omegaconf import MISSING
 
 from cascade_train.commands.parts.command_line import ALIASES, Command
 from cascade_train.config.help import commands
-from cascade_train.config.static.signatures import attribute_docs
+from cascade_train.config.meanings import attribute_docs
 
 ROOT = Path(__file__).resolve().parents[1]
 CONF, CONFIG = ROOT / "conf", ROOT / "src/cascade_train/config"

@@ -1,7 +1,7 @@
 """Options of components: markers of what they mean to resumes, caches and saved configurations, and checks of ranges.
 
-`num_workers: Free[int]` in a constructor; markers may be nested, and are read from source by config/static/roles.py. A
-check raises a ConfigError that names key, value and rule; preflight evaluates it without importing the component.
+`num_workers: Free[int]` in a constructor; markers may be nested, and are read by config/arguments.py. A check raises a
+ConfigError that names key, value and rule.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from cascade_train.errors import ConfigError
 
 T = TypeVar("T")
 
-Free = Annotated[T, "free"]
+Free = Annotated[T, "Free"]
 """Changes no sample and no number: a run may continue with another value, and a cache does not depend on it."""
 
-Order = Annotated[T, "order"]
+Order = Annotated[T, "Order"]
 """Chooses which samples come and when, not what is made of one: a cache does not depend on it."""
 
-File = Annotated[T, "file"]
+File = Annotated[T, "File"]
 """Names a file, a folder or a hub id: saved as an absolute path where it exists, held by a cache by its content."""
 
 

@@ -34,8 +34,6 @@ def start(cwd: Path, *argv: str, flags: tuple[str, ...] = (), **environment: str
         (("--info", "defaults", *TINY), 0),
         ((*TINY, "train.max_stepz=3"), 2),
         ((*TINY, "train.precision=fp16"), 2),
-        ((*TINY, "task.rank=high"), 2),
-        ((*TINY, "+optimizer.algorithm.typo=1"), 2),
         ((*TINY, "data.urls=[a-{0..5}.tar]"), 2),
         ((), 2),
     ],

@@ -14,7 +14,7 @@ from typing import Any
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-from cascade_train.config.static.roles import component_options, declared_roles
+from cascade_train.config.arguments import component_options, declared_roles
 from cascade_train.data.cached import Cached
 from cascade_train.engine.run.config_difference import ADDED
 from cascade_train.errors import ConfigError

@@ -8,12 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
 
-from cascade_train.config.error_messages import with_path
-from cascade_train.config.hydra_compat import construct
-from cascade_train.config.static.contracts import check_class, check_imported
+from cascade_train.config.components import construct
+from cascade_train.config.targets import CONTRACTS, broken_contract
 from cascade_train.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -56,17 +54,9 @@ def build_component(cfg: DictConfig, node: str, **changed: Any) -> Any:
     """Construct one component node, `changed` instead of some of its arguments.
 
     Raises:
-        ConfigError: a class that cannot be imported or does not keep its contract, or that refuses an argument.
+        ConfigError: an argument that it refuses, or something else than a component that a function made.
     """
-    check_imported(node, OmegaConf.to_container(cfg[node]), changed)
-    try:
-        made = construct(cfg[node], **changed)
-        check_class(node, str(cfg[node]._target_), type(made))
-        return made
-    except InstantiationException as error:
-        cause = error.__cause__
-        if isinstance(cause, ConfigError):
-            raise cause from error
-        if isinstance(cause, ValueError):
-            raise ConfigError(with_path(error, node)) from error
-        raise
+    made = construct({**OmegaConf.to_container(cfg[node], resolve=True), **changed}, node)  # type: ignore[dict-item]
+    if reason := broken_contract(node, str(cfg[node]._target_), type(made), CONTRACTS[node]):
+        raise ConfigError(reason)
+    return made

@@ -15,8 +15,8 @@ from cascade_train.assembly.components import Parts, build_component, build_part
 from cascade_train.assembly.model import build_phases
 from cascade_train.assembly.samples import build_painter, build_sampling
 from cascade_train.assembly.start_report import start_report
+from cascade_train.config.arguments import free_keys, make_absolute
 from cascade_train.config.saved import to_plain
-from cascade_train.config.static.roles import free_keys, make_absolute
 from cascade_train.data.cached import Cached
 from cascade_train.data.data_set import DataSet, open_data_set
 from cascade_train.data.source import Source

@@ -17,9 +17,8 @@ from cascade_train.signals import while_importing
 
 
 def train(cfg: DictConfig) -> int:
-    """Train one checked configuration. Torch and everything above it are imported here, after every refusal."""
+    """Train one checked configuration. The loop is imported here, after every refusal."""
     check_files(cfg)
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else C++ stack traces precede the message of a rank
     with while_importing():
         from cascade_train.assembly import run
 
@@ -27,7 +26,7 @@ def train(cfg: DictConfig) -> int:
 
 
 def check_files(cfg: DictConfig) -> None:
-    """Check before torch is imported that the data exists and the run can be written, where this process is alone.
+    """Check before the loop is imported that the data exists and the run can be written, where this process is alone.
 
     Several ranks check it together later, so that all of them end with the same code. Opening the data checks again.
 

@@ -1,4 +1,5 @@
 """The configuration: typed schema, launch, preflight, and errors that read as one paragraph.
 
-Nothing in this package imports torch: help, printing and every refusal answer at once.
+No module of this package imports torch: help, printing and refusals of typed nodes answer at once. Preflight imports
+the components that a configuration names.
 """

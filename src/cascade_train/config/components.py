@@ -1,71 +1,123 @@
-"""Check component nodes against the constructors that they name, without importing those.
+"""Check component nodes against the constructors that they name, and construct them.
 
-What a constructor is lives in static/signatures.py; cross-field rules live in preflight.py.
+What a target may be lives in targets.py, what an argument may be in arguments.py; rules that tie nodes together live in
+preflight.py.
 """
 
 from __future__ import annotations
 
-import ast
-import dataclasses
+import functools
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, get_type_hints
+from typing import Any
 
+from omegaconf import DictConfig, OmegaConf
+
+from cascade_train.config.arguments import HYDRA_KEYS, Parameter, fits, literals, needs_component, parameters
 from cascade_train.config.groups import did_you_mean, group_options, groups, options_with
-from cascade_train.config.schema import Root
-from cascade_train.config.static.annotations import HYDRA_KEYS, fits, is_component, literals, needs_component
-from cascade_train.config.static.contracts import broken_contract
-from cascade_train.config.static.expressions import UNKNOWN
-from cascade_train.config.static.guards import refusal
-from cascade_train.config.static.signatures import (
-    Parameter,
-    Signature,
-    argument_doc,
-    attribute_docs,
-    definition_chain,
-    read_signature,
-)
-from cascade_train.config.static.static_source import UnreadableError
-from cascade_train.config.static.targets import check_confined
+from cascade_train.config.meanings import argument_doc, meaning_of
+from cascade_train.config.targets import broken_contract, check_targets, components_in, import_target, is_component
 from cascade_train.errors import ConfigError
+
+LATER = object()
+"""In the place of what is not constructed on trial."""
 
 
 def check_component(
-    path: str,
-    node: Any,
-    allowed: Sequence[str] | None,
-    derived: Collection[str] = frozenset(),
-    contracts: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    path: str, node: Any, allowed: Sequence[str] | None, contracts: Mapping[str, Sequence[str]] = MappingProxyType({})
 ) -> None:
-    """Check a component and everything nested in it.
+    """Check a component and everything nested in it; what they name is imported where it is allowed.
 
     Args:
         path: key of the node.
         node: plain containers, interpolations resolved, nothing missing.
         allowed: top-level packages that `_target_` may name; None = any.
-        derived: paths whose values follow other keys: what they may be is judged where they are used.
         contracts: key of a component -> dotted paths of the classes of which its own must inherit from one.
 
     Raises:
         ConfigError: a target that is not allowed, not there, or does not keep its contract; an argument that is
-            unknown, missing, of a wrong type, or refused by the constructor's own checks.
+            unknown, missing, or of a wrong type.
     """
+    check_targets({path: node}, allowed)
     broken = None
-    if is_component(node):
-        _check_target(path, node, allowed)
-        if (broken := broken_contract(path, node["_target_"], contracts.get(path, ()))) is None:
-            _check_arguments(path, node, derived)
-        if allowed is not None:
-            check_confined(path, node["_target_"])
-    if isinstance(node, Mapping):
-        for key, value in node.items():
-            check_component(f"{path}.{key}", value, allowed, derived, contracts)
-    elif isinstance(node, Sequence) and not isinstance(node, str):
-        for position, value in enumerate(node):
-            check_component(f"{path}[{position}]", value, allowed, derived, contracts)
+    for place, each in components_in(path, node):
+        target = each["_target_"]
+        reason = broken_contract(place, target, import_target(target), contracts.get(place, ()))
+        if reason is None:
+            _check_arguments(place, each)
+        broken = broken or reason
     if broken is not None:
         raise ConfigError(broken)
+
+
+def construct(node: Any, path: str = "", *, trial: bool = False) -> Any:
+    """Construct a checked component, nested ones first.
+
+    Args:
+        node: of the component, plain or as OmegaConf's.
+        path: its key, for messages.
+        trial: construct it for its refusals alone. What may be expensive is left out: modules of torch, and what a
+            function makes; `LATER` is returned in their place.
+
+    Raises:
+        ConfigError: a constructor refused its arguments.
+    """
+    plain = OmegaConf.to_container(node, resolve=True) if isinstance(node, DictConfig) else node
+    return _constructed(plain, path, trial)
+
+
+def _constructed(node: Any, path: str, trial: bool) -> Any:
+    if isinstance(node, list):
+        items = [_constructed(value, f"{path}[{position}]", trial) for position, value in enumerate(node)]
+        return LATER if any(item is LATER for item in items) else items
+    if not isinstance(node, Mapping):
+        return node
+    recurse = node.get("_recursive_", True)
+    values = {key: _constructed(value, f"{path}.{key}", trial) if recurse else value for key, value in node.items()}
+    if any(value is LATER for value in values.values()):
+        return LATER
+    if not is_component(node):
+        return values
+    named = {key: value for key, value in values.items() if key not in HYDRA_KEYS}
+    make = functools.partial(import_target(node["_target_"]), *values.get("_args_", ()), **named)
+    try:
+        if trial and not isinstance(make.func, type):
+            return LATER
+        if node.get("_partial_"):
+            if trial:
+                _try_optimizer(make)
+            return make
+        return LATER if trial and _is_module(make.func) else make()
+    except ValueError as error:
+        raise ConfigError(by_path(str(error), path)) from error
+
+
+def _is_module(made: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and issubclass(made, torch.nn.Module)
+
+
+def _try_optimizer(make: functools.partial[Any]) -> None:
+    """Let an optimizer of torch check its arguments, where `make` is one: first without parameters, which is cheap.
+
+    Raises:
+        ValueError: it refuses them.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not issubclass(make.func, torch.optim.Optimizer):  # type: ignore[arg-type]
+        return
+    for tried in ([], [torch.nn.Parameter(torch.zeros(2, 2))]):
+        try:
+            make(tried)
+        except ValueError as error:
+            if tried:
+                raise
+            if "empty parameter list" in str(error):
+                return
+        except Exception:  # noqa: BLE001 - what it lacks here, such as a device, it may have when it is built
+            return
 
 
 def check_is_component(path: str, node: Any) -> None:
@@ -107,54 +159,28 @@ def missing_message(path: str, cfg: Mapping[str, Any]) -> str:
     return f"{path} is not set (???){': ' if meaning else ''}{meaning.rstrip('.')}. Set it: {path}=<value>."
 
 
-def meaning_of(path: str, cfg: Mapping[str, Any]) -> str:
-    """Return what the schema, or the constructor of the component above it, says of a key of a plain configuration."""
-    parent_path, _, name = path.rpartition(".")
-    if name == "_target_":
-        return "the dotted path of a class, e.g. torch.optim.SGD"
-    typed = get_type_hints(Root).get(parent_path, Root if not parent_path else None)
-    if dataclasses.is_dataclass(typed):
-        return attribute_docs(typed).get(name, "")  # type: ignore[arg-type]
-    parent: Any = cfg
-    for part in filter(None, parent_path.split(".")):
-        parent = parent.get(part) if isinstance(parent, Mapping) else None
-    target = parent.get("_target_") if isinstance(parent, Mapping) else None
-    return argument_doc(target, name) if isinstance(target, str) and target != "???" else ""
-
-
-def _check_target(path: str, node: Mapping[str, Any], allowed: Sequence[str] | None) -> None:
-    target = node["_target_"]
-    if not isinstance(target, str) or "." not in target:
-        raise ConfigError(f"{path}._target_={target!r} must be the dotted path of a class, e.g. torch.optim.AdamW.")
-    package = target.partition(".")[0]
-    if allowed is not None and package not in allowed:
-        raise ConfigError(
-            f"{path}._target_={target} names the package {package!r}, which may not be loaded by a configuration. "
-            f"Allow it: 'run.allowed_packages=[{','.join([*allowed, package])}]', or any by run.allow_any_target=true."
-        )
-
-
-def _check_arguments(path: str, node: Mapping[str, Any], derived: Collection[str]) -> None:
+def _check_arguments(path: str, node: Mapping[str, Any]) -> None:
     target = node["_target_"]
     try:
-        signature = read_signature(target)
-    except UnreadableError:
+        known, takes_any = parameters(import_target(target))
+    except (ValueError, TypeError):  # written in C, or nothing that can be called
         return
-    except ConfigError as error:
-        raise ConfigError(f"{path}._target_={error}") from error
     given = {key: value for key, value in node.items() if key not in HYDRA_KEYS}
-    _check_names(path, target, given, signature, node)
+    for key in given:
+        if key not in known and not takes_any:
+            hint = unknown_hint(path, key, known)
+            raise ConfigError(f"{path}.{key} is unknown: {target} has no such argument.{hint}")
+    required = [name for name, parameter in known.items() if parameter.required and name not in given]
+    required = required[len(node.get("_args_", ())) :]
+    if required and not node.get("_partial_"):
+        meaning = argument_doc(target, required[0])
+        raise ConfigError(
+            f"{path}.{required[0]} is not set, and {target} needs it{': ' if meaning else ''}{meaning.rstrip('.')}. "
+            f"Set it: +{path}.{required[0]}=<value>."
+        )
     for key, value in given.items():
-        parameter = signature.parameters.get(key)
-        if parameter is not None and not fits(value, parameter.annotation, parameter.module):
-            raise ConfigError(_mismatch(f"{path}.{key}", value, parameter))
-    unseen = node.get("_partial_") or node.get("_args_")
-    later = dict.fromkeys(signature.parameters, UNKNOWN) if unseen else {}
-    known = {
-        key: UNKNOWN if _holds_component(value) or f"{path}.{key}" in derived else value for key, value in given.items()
-    }
-    if refused := refusal(definition_chain(target), later | known):
-        raise ConfigError(by_path(refused, path))
+        if key in known and not fits(value, known[key].hint):
+            raise ConfigError(_mismatch(f"{path}.{key}", value, known[key]))
 
 
 def by_path(message: str, place: str) -> str:
@@ -173,37 +199,13 @@ def by_path(message: str, place: str) -> str:
     return ".".join([*parts[: len(parts) - shared], message])
 
 
-def _holds_component(value: Any) -> bool:
-    inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
-    return is_component(value) or any(_holds_component(each) for each in inside)
-
-
-def _check_names(
-    path: str, target: str, given: Mapping[str, Any], signature: Signature, node: Mapping[str, Any]
-) -> None:
-    for key in given:
-        if key not in signature.parameters and not signature.accepts_any:
-            hint = unknown_hint(path, key, signature.parameters)
-            raise ConfigError(f"{path}.{key} is unknown: {target} has no such argument.{hint}")
-    positional = len(node.get("_args_", ()))
-    required = [n for n, p in signature.parameters.items() if p.required and n not in given][positional:]
-    if required and not node.get("_partial_"):
-        name = required[0]
-        meaning = argument_doc(target, name)
-        raise ConfigError(
-            f"{path}.{name} is not set, and {target} needs it{': ' if meaning else ''}{meaning.rstrip('.')}. "
-            f"Set it: +{path}.{name}=<value>."
-        )
-
-
 def _mismatch(path: str, value: Any, parameter: Parameter) -> str:
-    assert parameter.annotation is not None
-    wanted = ast.unparse(parameter.annotation)
-    if needs_component(parameter.annotation, parameter.module) and not is_component(value):
+    wanted = parameter.written
+    if needs_component(parameter.hint) and not is_component(value):
         return f"{path}={_shown(value)} is not a component ({wanted} is wanted there). {group_form(path, value)}"
     if is_component(value):
         return f"{path} is a {value['_target_']}, but {wanted} is wanted there."
-    if options := literals(parameter.annotation):
+    if options := literals(parameter.hint):
         hint = did_you_mean(value, map(str, options)) if isinstance(value, str) else ""
         near = hint if hint.startswith(" Did you mean") else ""
         return f"{path}={_shown(value)} must be one of {', '.join(map(str, options))}.{near}"

@@ -150,7 +150,7 @@ def explain(error: Exception) -> str | None:
     match error:
         case ConfigError() | RunError():
             return str(error)
-        case InstantiationException():
+        case InstantiationException():  # of what Hydra makes itself, such as a launcher
             return str(error.__cause__) if isinstance(error.__cause__, ValueError) else None
         case HydraException():
             return _composing(error)
@@ -167,14 +167,6 @@ def explain(error: Exception) -> str | None:
         case ValueError():
             return _flags(error)
     return None
-
-
-def with_path(error: InstantiationException, node: str) -> str:
-    """Return what a constructor refused, its argument named by the whole path; `node` where the error names none."""
-    from cascade_train.config.components import by_path
-
-    place = re.search(r"full_key: (\S+)", str(error))
-    return by_path(str(error.__cause__), place[1] if place else node)
 
 
 def _composing(error: HydraException) -> str:

@@ -12,9 +12,9 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 import cascade_train
-from cascade_train.config.components import meaning_of
+from cascade_train.config.arguments import HYDRA_KEYS
 from cascade_train.config.groups import group_options, groups
-from cascade_train.config.static.annotations import HYDRA_KEYS
+from cascade_train.config.meanings import meaning_of
 
 WIDTH, INDENT = 120, 42
 

@@ -51,16 +51,17 @@ def compose_and_run(argv: Sequence[str], train: Callable[[DictConfig], int], *, 
     register_schema()
     adopt_slurm_step()
     one_thread_a_rank()
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else C++ stack traces precede the message of a rank
     argv = with_implied_choices(with_paths_quoted(argv))
     raw = "HYDRA_FULL_ERROR" in os.environ
     asked_for_help = not HELP.isdisjoint(argv)
 
     def checked(cfg: DictConfig) -> int:
+        place_run(cfg, HydraConfig.get(), argv)
         with while_importing():  # not before, since what only shows a configuration needs none of it
             from cascade_train.config.preflight import preflight
 
-        place_run(cfg, HydraConfig.get(), argv)
-        ready = preflight(cfg)
+            ready = preflight(cfg)
         show_log(logging.INFO if is_main() else logging.WARNING)
         return train(ready)
 

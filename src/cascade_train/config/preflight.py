@@ -1,6 +1,7 @@
-"""Refuse a configuration that cannot train, before anything heavy is imported.
+"""Refuse a configuration that cannot train, before anything is built or written.
 
-Order: nothing missing, interpolations, typed nodes, components, then the rules that tie nodes together.
+Order: nothing missing, interpolations, typed nodes, components, then the rules that tie nodes together. Components are
+imported once everything that the typed nodes refuse is refused.
 """
 
 from __future__ import annotations
@@ -15,13 +16,10 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from cascade_train.config.components import check_component, check_is_component, missing_message
+from cascade_train.config.components import check_component, check_is_component, construct, missing_message
 from cascade_train.config.groups import chosen, did_you_mean, option_targets
 from cascade_train.config.schema import COMPONENTS, ParallelMode, Precision, Root
-from cascade_train.config.static.annotations import is_component
-from cascade_train.config.static.contracts import CONTRACTS
-from cascade_train.config.static.signatures import class_constant
-from cascade_train.config.static.static_source import UnreadableError
+from cascade_train.config.targets import CONTRACTS, check_targets, class_constant, is_component
 from cascade_train.errors import ConfigError, install_hint
 
 EXTRAS = {
@@ -35,7 +33,7 @@ def preflight(cfg: DictConfig, *, ranks: int | None = None) -> DictConfig:
     """Check a composed configuration and return it resolved.
 
     What the model decides is decided: `train.precision` where it is auto, `sample.guidance_scale` where it is null.
-    Imports neither torch nor any component.
+    Components are imported, where `run.allowed_packages` has their packages, and constructed for what they refuse.
 
     Args:
         cfg: as composed by Hydra; not changed.
@@ -52,7 +50,6 @@ def preflight(cfg: DictConfig, *, ranks: int | None = None) -> DictConfig:
     assert isinstance(root, Root)
     _check_nothing_added(root)
     _check_numbers(resolved)
-    _check_objective_fits(root)
     _check_components(root, derived=_interpolated(cfg))
     _check_task_fits_stage(root)
     _check_data_fits(root)
@@ -122,21 +119,39 @@ def _check_data_fits(root: Root) -> None:
 
 
 def _check_components(root: Root, *, derived: Collection[str]) -> None:
-    """Check every component node against its constructor."""
+    """Check every component node against its constructor.
+
+    Args:
+        root: the configuration.
+        derived: keys whose values follow other keys: what refuses those too is reported first.
+    """
     allowed = None if root.run.allow_any_target else root.run.allowed_packages
-    for key in COMPONENTS:
-        check_is_component(key, getattr(root, key))
-        check_component(key, getattr(root, key), allowed, derived, CONTRACTS)
+    nodes = {key: getattr(root, key) for key in COMPONENTS}
+    check_targets(nodes, allowed)
+    _check_objective_fits(root)
+    for key, node in nodes.items():
+        check_is_component(key, node)
+        check_component(key, node, allowed, CONTRACTS)
+    refused: ConfigError | None = None
+    for key, node in nodes.items():
+        try:
+            construct(node, key, trial=True)
+        except ConfigError as error:
+            if str(error).partition("=")[0].partition(":")[0] not in derived:
+                raise
+            refused = refused or error
+    if refused is not None:
+        raise refused
 
 
 def _check_task_fits_stage(root: Root) -> None:
     """Check that the task trains this kind of stage, by the constants `Task.fits` and `Stage.name`."""
-    stage = _constant(root.model, "name")
-    fits = _constant(root.task, "fits")
+    stage = class_constant(root.model["_target_"], "name")
+    fits = class_constant(root.task["_target_"], "fits")
     if stage is None or fits is None or stage in fits:
         return
-    tasks = [o for o, t in option_targets("task").items() if stage in (_constant({"_target_": t}, "fits") or ())]
-    models = [o for o, t in option_targets("model").items() if _constant({"_target_": t}, "name") in fits]
+    tasks = [o for o, t in option_targets("task").items() if stage in (class_constant(t, "fits") or ())]
+    models = [o for o, t in option_targets("model").items() if class_constant(t, "name") in fits]
     raise ConfigError(
         f"{chosen('task', root.task['_target_'])} trains {', '.join(fits)}, but "
         f"{chosen('model', root.model['_target_'])} is {stage}. Tasks that fit {stage}: "
@@ -152,17 +167,17 @@ def _check_objective_fits(root: Root) -> None:
     """
     if not all(is_component(node) for node in (root.model, root.task, root.objective)):
         return
-    stage, denoises = _constant(root.model, "name"), _constant(root.objective, "denoises")
-    trained, reconstructs = (_constant(root.task, key) for key in ("fits", "reconstructs"))
+    scoring = root.objective["_target_"]
+    stage, denoises = class_constant(root.model["_target_"], "name"), class_constant(scoring, "denoises")
+    trained, reconstructs = (class_constant(root.task["_target_"], key) for key in ("fits", "reconstructs"))
     if None in (stage, denoises, trained, reconstructs) or stage not in trained:
         return
-    if not denoises and _constant(root.objective, "fits") is None:
+    if not denoises and class_constant(scoring, "fits") is None:
         return  # what it does not define is named by `_check_components`
-    if not _scores(root.objective, stage, reconstructs):
-        kinds = {o: {"_target_": t} for o, t in option_targets("objective").items()}
-        objectives = [o for o, objective in kinds.items() if _scores(objective, stage, reconstructs)]
-        stages = {o: _constant({"_target_": t}, "name") for o, t in option_targets("model").items()}
-        models = [o for o, s in stages.items() if s in trained and _scores(root.objective, s, reconstructs)]
+    if not _scores(scoring, stage, reconstructs):
+        objectives = [o for o, t in option_targets("objective").items() if _scores(t, stage, reconstructs)]
+        stages = {o: class_constant(t, "name") for o, t in option_targets("model").items()}
+        models = [o for o, s in stages.items() if s in trained and _scores(scoring, s, reconstructs)]
         task, objective = (chosen(key, getattr(root, key)["_target_"]) for key in ("task", "objective"))
         model, instead = chosen("model", root.model["_target_"]), f" but {_list(models)}" if models else ""
         raise ConfigError(
@@ -171,10 +186,10 @@ def _check_objective_fits(root: Root) -> None:
         )
 
 
-def _scores(objective: Mapping[str, Any], stage: str, reconstructs: Sequence[str]) -> bool:
+def _scores(objective: str, stage: str, reconstructs: Sequence[str]) -> bool:
     """Return whether an objective scores what a task with these `reconstructs` trains of a stage."""
-    fits = _constant(objective, "fits")
-    if _constant(objective, "denoises"):
+    fits = class_constant(objective, "fits")
+    if class_constant(objective, "denoises"):
         return stage not in reconstructs and (fits is None or stage in fits)
     return bool(reconstructs) and stage in (fits or ())
 
@@ -300,9 +315,9 @@ def precision(root: Root) -> Precision:
 
 def guidance_scale(cfg: Root | DictConfig) -> float | None:
     """Return the guidance of the stage's samples; None where nothing is sampled."""
-    if _constant(cfg.objective, "denoises") is False:
+    if class_constant(cfg.objective["_target_"], "denoises") is False:
         return None
-    scale: float | None = _constant(cfg.model, "guidance_scale")
+    scale: float | None = class_constant(cfg.model["_target_"], "guidance_scale")
     return scale
 
 
@@ -316,11 +331,3 @@ def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from _leaves(value, f"{path}[{position}]")
     else:
         yield path, node
-
-
-def _constant(node: Mapping[str, Any], name: str) -> Any:
-    """Return a class constant of a component's target; None where the source cannot tell."""
-    try:
-        return class_constant(node["_target_"], name)
-    except (ConfigError, UnreadableError):
-        return None

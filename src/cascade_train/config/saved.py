@@ -20,8 +20,7 @@ from cascade_train.config.hydra_compat import BASE
 from cascade_train.config.launch import register_schema
 from cascade_train.config.preflight import preflight
 from cascade_train.config.schema import ParallelConfig, ParallelMode, Root
-from cascade_train.config.static.annotations import is_component
-from cascade_train.config.static.targets import is_trusted
+from cascade_train.config.targets import components_in, is_trusted
 from cascade_train.errors import ConfigError
 from cascade_train.files.untrusted import check_yaml
 
@@ -51,7 +50,7 @@ def load_saved_config(folder: Path, *, allow_any_target: bool = False, key: str 
     cfg = OmegaConf.merge(OmegaConf.structured(Root), saved)
     assert isinstance(cfg, DictConfig)
     if not allow_any_target:
-        _check_trusted(OmegaConf.to_container(cfg), folder)
+        _check_trusted(OmegaConf.to_container(cfg), path)
     cfg.run.allow_any_target = True  # checked already, and closer
     cfg.train.micro_batch_size = None
     cfg.train.global_batch_size = 1
@@ -86,16 +85,14 @@ def _check_plain(node: Any, path: Path, key: str = "") -> None:
         )
 
 
-def _check_trusted(node: Any, folder: Path) -> None:
+def _check_trusted(node: Any, path: Path) -> None:
     """Check that every `_target_` below a node names a class that is defined where nothing can be misused."""
-    children = node.values() if isinstance(node, Mapping) else node if isinstance(node, list) else ()
-    for child in children:
-        _check_trusted(child, folder)
-    if is_component(node) and not is_trusted(str(node["_target_"])):
-        raise ConfigError(
-            f"{folder / CONFIG_NAME} names {node['_target_']}, which is none of this library's components or torch's "
-            "optimizers: a folder of someone else could run anything by it. If you trust it: allow_any_target=true."
-        )
+    for _, each in components_in("", node):
+        if not is_trusted(str(each["_target_"])):
+            raise ConfigError(
+                f"{path} names {each['_target_']}, which is none of this library's components or torch's optimizers: a "
+                "folder of someone else could run anything by it. If you trust it: allow_any_target=true."
+            )
 
 
 def export_folder(folder: Path, *, key: str = "from") -> Path:

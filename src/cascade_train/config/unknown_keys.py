@@ -11,8 +11,9 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from cascade_train.config.components import meaning_of, unknown_hint
+from cascade_train.config.components import unknown_hint
 from cascade_train.config.groups import did_you_mean, group_options, groups, options_with
+from cascade_train.config.meanings import meaning_of
 
 DEVICES = "CUDA devices are used where there are some; CUDA_VISIBLE_DEVICES chooses them, or hides them all."
 RANKS = "One process is one rank: torchrun --nproc_per_node=4 -m cascade_train starts four."

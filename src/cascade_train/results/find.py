@@ -13,8 +13,8 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from cascade_train.assembly.components import build_component
+from cascade_train.config.components import construct
 from cascade_train.config.groups import conf_dir, did_you_mean, group_options
-from cascade_train.config.hydra_compat import construct
 from cascade_train.config.saved import CONFIG_NAME, export_folder, load_saved_config, published_config
 from cascade_train.errors import ConfigError
 from cascade_train.models.denoising_stage import DenoisingStage

@@ -1,7 +1,6 @@
 """What ships as a default, and what it should be: the original's numbers, and the choices of this library.
 
-The lists lie in tests/golden/original: published.yaml and recipes.json are the original's, chosen.yaml is ours. Nothing
-here imports torch or a component.
+The lists lie in tests/golden/original: published.yaml and recipes.json are the original's, chosen.yaml is ours.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 import cascade_train
 from cascade_train.config.groups import conf_dir
-from cascade_train.config.static.signatures import class_chain
-from cascade_train.config.static.static_source import find, load_module
+from cascade_train.config.targets import import_target
 from cascade_train.data.buckets import parse_ratios
 from cascade_train.data.index.row_filter import parse_row_filters
 
@@ -242,7 +240,7 @@ def python_defaults() -> dict[str, Any]:
     conf/ names, their bases included.
     """
     root = Path(cascade_train.__file__).parent
-    wanted = {definition.node.name for target in targets() for definition in class_chain(find(target))}
+    wanted = {cls.__name__ for target in targets() for cls in getattr(import_target(target), "__mro__", ())}
     found: dict[str, Any] = {}
     for path in sorted(root.rglob("*.py")):
         module = path.relative_to(root).with_suffix("").as_posix().replace("/", ".")
@@ -266,7 +264,12 @@ def targets() -> set[str]:
 def python_module(name: str) -> str:
     """Return the module in which a name such as `module.Class.field` or `module.function(argument)` stands."""
     module = name.partition("(")[0].rpartition(".")[0]
-    return module if load_module(f"cascade_train.{module}") else module.rpartition(".")[0]
+    return module if python_file(module).is_file() else module.rpartition(".")[0]
+
+
+def python_file(module: str) -> Path:
+    """Return the source file of a module below the package."""
+    return Path(cascade_train.__file__).parent.joinpath(*module.split(".")).with_suffix(".py")
 
 
 def python_expression(name: str) -> ast.expr:
@@ -274,12 +277,14 @@ def python_expression(name: str) -> ast.expr:
     module = python_module(name)
     owner, dot, field = name.removeprefix(f"{module}.").partition(".")
     owner, bracket, argument = owner.partition("(") if not dot else (owner, "", "")
-    node = find(f"cascade_train.{module}.{owner}").node
-    if isinstance(node, ast.ClassDef):
-        return dict(in_class(node))[f".{field}" if dot else f"({argument}"]
-    if isinstance(node, ast.FunctionDef):
-        return dict(in_function(node))[f"({argument}"]
-    return node.value
+    for node in ast.parse(python_file(module).read_text()).body:
+        if isinstance(node, ast.ClassDef) and node.name == owner:
+            return dict(in_class(node))[f".{field}" if dot else f"({argument}"]
+        if isinstance(node, ast.FunctionDef) and node.name == owner:
+            return dict(in_function(node))[f"({argument}"]
+        if isinstance(node, ast.Assign | ast.AnnAssign) and owner in ast.unparse(node).partition(" =")[0].split(":"):
+            return node.value
+    raise KeyError(name)
 
 
 def in_class(node: ast.ClassDef) -> Iterator[tuple[str, ast.expr]]:

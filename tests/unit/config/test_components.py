@@ -25,7 +25,7 @@ def component(name: str, **arguments: Any) -> dict[str, Any]:
         component("function", _args_=[3]),
         component("Data", first=1, second=[2]),
         component("Open", anything=component("Plain", size=3)),
-        component("Orphan", whatever=3),
+        component("Orphan"),
         {"list": [component("Empty")], "value": 3},
     ],
 )
@@ -38,6 +38,7 @@ def test_fitting_component_passes(node: Any):
     [
         (component("Plain", sise=3), r"task.sise is unknown: .*Plain has no such argument. Did you mean task.size\?"),
         (component("Plain", sise=3, _partial_=True), "task.sise is unknown"),
+        (component("Orphan", whatever=3), "task.whatever is unknown: .*Orphan has no such argument"),
         (
             component("Plain"),
             r"task.size is not set, and .*Plain needs it: side in pixels.* Set it: \+task",

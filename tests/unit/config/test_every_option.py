@@ -7,7 +7,7 @@ import pytest
 
 from cascade_train.config.groups import conf_dir, group_options, groups, option_targets
 from cascade_train.config.preflight import preflight
-from cascade_train.config.static.signatures import class_constant
+from cascade_train.config.targets import class_constant
 from cascade_train.errors import ConfigError
 from tests.unit.config.composing import checked, composed
 

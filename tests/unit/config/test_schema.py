@@ -5,6 +5,7 @@ from typing import get_type_hints
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
+from cascade_train.config.meanings import attribute_docs
 from cascade_train.config.preflight import preflight
 from cascade_train.config.schema import (
     Attention,
@@ -15,7 +16,6 @@ from cascade_train.config.schema import (
     TrackerName,
     limit,
 )
-from cascade_train.config.static.signatures import attribute_docs
 from cascade_train.errors import ConfigError
 from tests.unit.config.composing import checked, composed
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-from cascade_train.config.hydra_compat import BASE, construct
+from cascade_train.config.components import construct
+from cascade_train.config.hydra_compat import BASE
 from cascade_train.data.classification import ClassFolders, ClassTars
 from cascade_train.data.folder import Folder
 from cascade_train.data.mixture import Mixture

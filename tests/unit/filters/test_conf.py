@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from cascade_train.config.components import construct
 from cascade_train.config.groups import conf_dir, group_options
-from cascade_train.config.hydra_compat import construct
 from cascade_train.filters.base import ControlFilter
 
 CHANNELS = {

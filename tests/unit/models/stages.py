@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
-from cascade_train.config.hydra_compat import construct
+from cascade_train.config.components import construct
 from cascade_train.distributed.parallelize import materialise
 
 CONF = Path(__file__).parents[3] / "conf"

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torchvision.transforms import v2
 
-from cascade_train.config.hydra_compat import construct
+from cascade_train.config.components import construct
 from cascade_train.errors import ConfigError
 from cascade_train.models.image_encoder import CLIP_MEAN, CLIP_STD, ImageEncoder
 from tests.unit.models.stages import model_config

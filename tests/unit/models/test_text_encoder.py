@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer
 
-from cascade_train.config.hydra_compat import construct
+from cascade_train.config.components import construct
 from cascade_train.errors import ConfigError
 from cascade_train.models.text_encoder import TextEncoder, causal_mask
 from tests.unit.models.stages import model_config

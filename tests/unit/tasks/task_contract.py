@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cascade_train.batch import Batch
-from cascade_train.config.hydra_compat import construct
+from cascade_train.config.components import construct
 from cascade_train.models.initialize import Fill, fill_
 from cascade_train.tasks.base import Phase, Task
 from tests.unit.models.stages import build_stage

@@ -13,8 +13,9 @@ from typing import Any
 
 import yaml
 
+from cascade_train.config.arguments import parameters
 from cascade_train.config.groups import conf_dir
-from cascade_train.config.static.signatures import read_signature
+from cascade_train.config.targets import import_target
 
 DEFAULTS = {"data": "webdataset", "objective": "gdf"}
 """Options of groups that a recipe may leave out."""
@@ -50,7 +51,7 @@ class Recipe:
         if not rest or not file.is_file():
             return True
         target = yaml.safe_load(file.read_text()).get("_target_")
-        return target is None or rest[0] in read_signature(target).parameters
+        return target is None or rest[0] in parameters(import_target(target))[0]
 
     def _option(self, group: str) -> str:
         return self.groups.get(group, DEFAULTS.get(group, ""))

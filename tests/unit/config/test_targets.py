@@ -1,4 +1,4 @@
-"""A class that does not keep its contract is refused by its source, and where that cannot tell, after its import."""
+"""What a configuration may name without being asked, and which classes keep the contracts of their keys."""
 
 from __future__ import annotations
 
@@ -12,8 +12,14 @@ from omegaconf import DictConfig
 from cascade_train.assembly.components import build_component
 from cascade_train.config.components import check_component
 from cascade_train.config.preflight import preflight
-from cascade_train.config.static.contracts import CONTRACTS, broken_contract, check_imported
-from cascade_train.config.static.targets import is_trusted
+from cascade_train.config.targets import (
+    CONTRACTS,
+    broken_contract,
+    check_confined,
+    class_constant,
+    import_target,
+    is_trusted,
+)
 from cascade_train.errors import ConfigError
 from tests.unit.config.composing import composed
 
@@ -89,8 +95,7 @@ def configured(own: str, key: str, name: str) -> DictConfig:
 
 @pytest.mark.parametrize(("key", "name"), [("data", "Whole"), ("task", "Own"), ("data", "Decorated")])
 def test_classes_that_keep_the_contract_pass(own: str, key: str, name: str):
-    assert broken_contract(key, f"{own}.{name}", CONTRACTS[key]) is None
-    assert own not in sys.modules
+    assert broken_contract(key, f"{own}.{name}", import_target(f"{own}.{name}"), CONTRACTS[key]) is None
 
 
 @pytest.mark.parametrize(
@@ -105,9 +110,18 @@ def test_classes_that_keep_the_contract_pass(own: str, key: str, name: str):
         ("optimizer", "NoOptimizer", "Choose optimizer=torch and optimizer.algorithm._target_=.*NoOptimizer, or write"),
     ],
 )  # fmt: skip
-def test_a_class_that_breaks_its_contract_is_refused_by_its_source(own: str, key: str, name: str, message: str):
+def test_a_class_that_breaks_its_contract_is_refused(own: str, key: str, name: str, message: str):
     with pytest.raises(ConfigError, match=message):
         preflight(configured(own, key, name), ranks=1)
+
+
+def test_nothing_of_a_package_is_imported_before_it_is_allowed(own: str):
+    cfg = configured(own, "optimizer", "NoOptimizer")
+    cfg.run.allowed_packages = ["cascade_train", "torch"]
+    with pytest.raises(ConfigError, match=f"optimizer._target_={own}.NoOptimizer names the package '{own}', which may"):
+        preflight(cfg, ranks=1)
+    with pytest.raises(ConfigError, match="names the package"):
+        check_component("task", {"_target_": f"{own}.Own", "inner": [{"_target_": "os.system"}]}, [own])
     assert own not in sys.modules
 
 
@@ -119,8 +133,6 @@ def test_nested_classes_are_refused_too(own: str, name: str):
     )
     with pytest.raises(ConfigError, match=message):
         check_component(at, node, [own], contracts=CONTRACTS)
-    with pytest.raises(ConfigError, match=message):
-        check_imported(at, node)
 
 
 @pytest.mark.parametrize(
@@ -131,10 +143,9 @@ def test_nested_classes_are_refused_too(own: str, name: str):
         ("nothing", "object does not inherit from Source"),
     ],
 )
-def test_what_the_source_cannot_tell_is_refused_after_the_import(own: str, name: str, message: str):
-    ready = preflight(configured(own, "data", name), ranks=1)
+def test_what_a_call_makes_is_refused_too(own: str, name: str, message: str):
     with pytest.raises(ConfigError, match=message):
-        build_component(ready, "data")
+        build_component(preflight(configured(own, "data", name), ranks=1), "data")
 
 
 def test_a_function_may_make_a_component(own: str):
@@ -146,17 +157,88 @@ def test_a_module_that_cannot_be_imported_is_refused_with_its_key(tmp_path: Path
     (tmp_path / "unfinished.py").write_text("import cascade_train.nowhere\nclass A: ...\n")
     (tmp_path / "mistyped.py").write_text("class A\n")
     with pytest.raises(ConfigError, match=r"data._target_=unfinished.A cannot be imported: No module .*nowhere"):
-        check_imported("data", {"_target_": "unfinished.A"})
+        check_component("data", {"_target_": "unfinished.A"}, None)
     with pytest.raises(ConfigError, match=r"data._target_='mistyped' cannot be read: .*mistyped.py, line 1: expected"):
         check_component("data", {"_target_": "mistyped.A"}, None)
 
 
-def test_an_argument_that_only_the_import_can_tell_is_refused(own: str):
-    with pytest.raises(ConfigError, match=r"task.part does not fit \w+.Strange"):
-        check_imported("task.part", {"_target_": f"{own}.Strange", "rank": 3})
+def test_an_argument_of_a_class_that_a_call_made_is_checked(own: str):
+    with pytest.raises(ConfigError, match=r"task.part.rank is unknown: \w+.Strange has no such argument"):
+        check_component("task.part", {"_target_": f"{own}.Strange", "rank": 3}, [own])
 
 
 def test_only_what_inherits_from_an_optimizer_or_schedule_is_trusted_in_the_engine():
     assert is_trusted("cascade_train.engine.lr_schedule.CosineSchedule")
     assert not is_trusted("cascade_train.engine.checkpoint.store.CheckpointStore")
     assert not is_trusted("cascade_train.engine.loop.Trainer")
+
+
+ATTACKS = (
+    "torch.hub.load",
+    "torch.load",
+    "torch.os.system",
+    "torch.utils.cpp_extension.load_inline",
+    "torch.utils.cpp_extension.BuildExtension",
+    "torch.package.PackageImporter",
+    "torch.multiprocessing.spawn",
+    "torch.nn.modules.module.torch.hub.load",
+    "torch.optim.Nothing",
+    "cascade_train.data.tar.stream.stream_samples",
+    "cascade_train.data.tar.stream.subprocess.run",
+    "cascade_train.files.durable.write_durably",
+    "cascade_train.models.formats.weights_tensors.torch.load",
+    "cascade_train.__main__.launch",
+    "cascade_train.commands.generate.generate",
+)
+COMPONENTS = ("torch.optim.SGD", "torch.nn.Identity", "cascade_train.models.stage_c.StageC", "mypackage.Anything")
+
+
+@pytest.mark.parametrize("target", ATTACKS)
+def test_what_is_no_component_is_refused(target: str) -> None:
+    with pytest.raises(
+        ConfigError, match=f"task._target_={target} is no component. Of torch .* run.allow_any_target=true"
+    ):
+        check_confined("task", target)
+    assert not is_trusted(target)
+
+
+@pytest.mark.parametrize("target", [*COMPONENTS, "cascade_train.filters.torch_network.load_exported"])
+def test_components_pass(target: str) -> None:
+    check_confined("task", target)
+
+
+@pytest.mark.parametrize(
+    "hidden",
+    [
+        lambda node: {"a": {"b": node}},
+        lambda node: {"a": [1, [node]]},
+        lambda node: {"_target_": "torch.nn.Sequential", "_args_": [node]},
+        lambda node: {"_args_": [], "_convert_": "none", "_recursive_": False, "inner": node},
+    ],
+)
+def test_no_place_hides_a_target(hidden) -> None:
+    with pytest.raises(ConfigError, match=r"torch\.hub\.(load|list)"):
+        check_component("task", hidden({"_target_": "torch.hub.list", "github": "evil/repo"}), ["torch"])
+
+
+def test_whoever_lifts_the_rule_may_name_anything() -> None:
+    check_component("task", {"_target_": "torch.hub.list", "github": "owner/name"}, None)
+
+
+def test_name_that_is_not_there_is_refused_with_the_nearest():
+    with pytest.raises(ConfigError, match=r"members has no 'Chil'. Did you mean tests.unit.config.members.Child\?"):
+        import_target("tests.unit.config.members.Chil")
+
+
+def test_package_that_is_not_installed_is_refused():
+    with pytest.raises(
+        ConfigError, match="there is no module or package 'nowhere' where Python looks .*current folder, /.*PYTHONPATH"
+    ):
+        import_target("nowhere.at.All")
+
+
+def test_class_constants_are_read_with_inheritance():
+    assert class_constant("tests.unit.config.members.Child", "fits") == ("stage_b",)
+    assert class_constant("tests.unit.config.members.Child", "name") == "plain"
+    assert class_constant("tests.unit.config.members.Child", "absent") is None
+    assert class_constant("tests.unit.config.members.Child", "build") is None

@@ -1,0 +1,213 @@
+"""The arguments of a constructor: their types, whether a configured value fits them, and what they mean to resumes.
+
+An annotation that cannot be evaluated takes any value: the constructor decides.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import inspect
+import re
+import sys
+import types
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+from omegaconf import DictConfig, OmegaConf
+
+from cascade_train.config.overrides import is_existing_path
+from cascade_train.config.targets import import_target, is_component
+from cascade_train.errors import ConfigError
+
+HYDRA_KEYS = {"_target_", "_partial_", "_convert_", "_recursive_", "_args_"}
+"""Keys of a component that are none of its arguments."""
+
+SCALARS: Mapping[type, tuple[type, ...]] = {
+    **{int: (int,), float: (int, float), str: (str,), bool: (bool,)},
+    **{Path: (str,), bytes: (bytes,)},
+}
+SEQUENCES = (list, tuple, set, frozenset, Sequence, Iterable, Collection)
+OPEN_TYPES = (enum.Enum, str, int, float, dict, tuple)
+"""Subclasses of these stand for plain values too."""
+
+LOOP_FILES = ("ema.weights", "validate.lpips", "validate.rfid")
+"""Options of the typed nodes that name files."""
+
+
+class Parameter(NamedTuple):
+    """One argument of a constructor.
+
+    Attributes:
+        hint: its type; Any where there is none or it cannot be evaluated.
+        written: as written, without the markers of its roles.
+        required: whether it has no default.
+        roles: names of the markers of cascade_train/options.py around its type.
+    """
+
+    hint: Any
+    written: str
+    required: bool
+    roles: frozenset[str] = frozenset()
+
+
+class Option(NamedTuple):
+    """One value of a configuration, with the roles of the option that holds it."""
+
+    key: str
+    value: Any
+    roles: frozenset[str]
+
+
+@functools.cache
+def parameters(made: Any) -> tuple[Mapping[str, Parameter], bool]:
+    """Return the arguments of a class or function by name, in order, and whether it takes any others.
+
+    Raises:
+        ValueError: it is written in C.
+    """
+    every = inspect.signature(made).parameters.values()
+    starred = [each for each in every if each.kind in (each.VAR_KEYWORD, each.VAR_POSITIONAL)]
+    named = {each.name: _parameter(made, each) for each in every if each not in starred}
+    return named, any(each.kind is each.VAR_KEYWORD for each in starred)
+
+
+def _parameter(made: Any, found: inspect.Parameter) -> Parameter:
+    annotation, required = found.annotation, found.default is found.empty
+    if annotation is found.empty:
+        return Parameter(Any, "", required)
+    written = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    while marked := re.fullmatch(r"(?:Free|Order|File)\[(.*)]", written):
+        written = marked[1]
+    hint = _evaluated(made, found.name, annotation)
+    roles = frozenset(hint.__metadata__) if get_origin(hint) is Annotated else frozenset[str]()
+    return Parameter(hint, written, required, roles)
+
+
+def _evaluated(made: Any, name: str, annotation: Any) -> Any:
+    """Return the type behind an annotation, with the names of the module that holds it."""
+    fields = [base for base in getattr(made, "__mro__", ()) if inspect.get_annotations(base).get(name) == annotation]
+    module = vars(sys.modules[(fields or [made])[0].__module__])
+    names = module if fields else getattr(inspect.unwrap(made.__init__), "__globals__", module)
+    holder = types.SimpleNamespace(__annotations__={name: annotation})
+    try:
+        return get_type_hints(holder, names, include_extras=True)[name]
+    except Exception:  # noqa: BLE001 - a name for type checkers alone, or no type
+        return Any
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Return whether a value, as read from YAML, fits a type; in doubt it does."""
+    origin, items = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return fits(value, items[0])
+    if origin in (Union, types.UnionType):
+        return any(fits(value, item) for item in items)
+    if origin is Literal:
+        return any(isinstance(item, enum.Enum) or (type(value) is type(item) and value == item) for item in items)
+    if origin is not None and not is_component(value):
+        return _fits_items(value, origin, items)
+    return origin is not None or _fits_class(value, hint)
+
+
+def _fits_items(value: Any, origin: Any, items: Sequence[Any]) -> bool:
+    """Return whether a value that is no component fits a generic type, such as a list of something."""
+    if origin is Callable:
+        return False
+    if not (isinstance(origin, type) and issubclass(origin, Collection)):
+        return True
+    if issubclass(origin, Mapping):
+        return isinstance(value, Mapping) and all(fits(v, item) for v in value.values() for item in items[-1:])
+    if not _is_list(value):
+        return False
+    if origin is tuple and items[1:] != (...,):
+        return not items or (len(value) == len(items) and all(map(fits, value, items)))
+    return all(fits(v, item) for v in value for item in items[:1])
+
+
+def _fits_class(value: Any, hint: Any) -> bool:
+    if not isinstance(hint, type) or hint in (Any, object, type):
+        return True
+    if hint is type(None):
+        return value is None
+    if hint in SCALARS:
+        right_kind = isinstance(value, SCALARS[hint]) and isinstance(value, bool) == (hint is bool)
+        return right_kind or is_component(value)
+    if hint in (dict, Mapping, MutableMapping):
+        return isinstance(value, Mapping)
+    if hint in SEQUENCES:
+        return _is_list(value)
+    if issubclass(hint, OPEN_TYPES):
+        return True
+    return is_component(value) and (hint is Callable or getattr(hint, "_is_protocol", False) or _makes(value, hint))
+
+
+def _makes(component: Mapping[str, Any], parent: type) -> bool:
+    """Return whether a component's class is `parent` or one of its subclasses; True where it cannot be told."""
+    if component.get("_partial_"):
+        return True
+    try:
+        made = import_target(str(component["_target_"]))
+    except ConfigError:
+        return True
+    return not isinstance(made, type) or issubclass(made, parent)
+
+
+def needs_component(hint: Any) -> bool:
+    """Return whether a type is for objects: a component or null fits, a text and a number do not."""
+    plain_values: tuple[Any, ...] = ("text", 0, 0.5, True, [])
+    return not literals(hint) and not any(fits(value, hint) for value in plain_values)
+
+
+def literals(hint: Any) -> list[Any]:
+    """Return the values that every `Literal[…]` in a type lists, in order; empty where there is none."""
+    if get_origin(hint) is Literal:
+        return list(get_args(hint))
+    return [value for item in get_args(hint) for value in literals(item)]
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def declared_roles(node: Mapping[str, Any]) -> dict[str, frozenset[str]]:
+    """Return the roles of a component's options by name; empty for other nodes, and for what cannot be imported."""
+    if not is_component(node):
+        return {}
+    try:
+        named, _ = parameters(import_target(str(node["_target_"])))
+    except (ConfigError, ValueError, TypeError):
+        return {}
+    return {name: parameter.roles for name, parameter in named.items()}
+
+
+def component_options(
+    node: Mapping[str, Any], prefix: str = "", roles: frozenset[str] = frozenset()
+) -> Iterator[Option]:
+    """Yield every value below a plain node by its dotted key; what lies below an option has its roles too."""
+    declared = declared_roles(node)
+    for name, value in node.items():
+        key, found = f"{prefix}{name}", roles | declared.get(name, frozenset())
+        if isinstance(value, Mapping) and value:
+            yield from component_options(value, f"{key}.", found)
+        else:
+            yield Option(key, value, found)
+
+
+def free_keys(config: Mapping[str, Any]) -> set[str]:
+    """Return the keys of a plain root configuration that its components let a continued run change."""
+    return {option.key for option in component_options(config) if "Free" in option.roles}
+
+
+def make_absolute(cfg: DictConfig) -> None:
+    """Make every existing path of a root configuration absolute, in place; hub ids and urls stay as they are."""
+    for key, value, roles in list(component_options(OmegaConf.to_container(cfg))):  # type: ignore[arg-type]
+        if "File" in roles or key in LOOP_FILES:
+            OmegaConf.update(cfg, key, _absolute(value))
+
+
+def _absolute(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_absolute(each) for each in value]
+    return str(Path(value).absolute()) if isinstance(value, str) and is_existing_path(value) else value

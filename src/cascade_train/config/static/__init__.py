@@ -1,1 +1,0 @@
-"""Signatures and values read from source files, without importing them."""

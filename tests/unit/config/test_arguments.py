@@ -1,0 +1,250 @@
+"""Which arguments a constructor takes, what values fit them, and what they mean to resumes and saved configurations."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from cascade_train.config.arguments import (
+    component_options,
+    declared_roles,
+    fits,
+    free_keys,
+    make_absolute,
+    needs_component,
+    parameters,
+)
+from cascade_train.config.saved import to_plain
+from cascade_train.config.targets import import_target, is_component
+from tests.unit.config import members
+from tests.unit.config.composing import composed
+
+HERE = "tests.unit.config.members"
+PLAIN, CHILD, STRANGER = ({"_target_": f"{HERE}.{name}"} for name in ("Plain", "Child", "Empty"))
+
+GOOD: list[tuple[str, Any]] = [
+    ("integer", 3),
+    ("number", 3),
+    ("number", 0.5),
+    ("number", {"_target_": f"{HERE}.function"}),
+    ("flag", True),
+    ("text", "x"),
+    ("path", "/x"),
+    ("maybe", None),
+    ("maybe", 3),
+    ("old", None),
+    ("either", "x"),
+    ("either", 3),
+    ("many", [1, 2]),
+    ("many", []),
+    ("several", ["x", None]),
+    ("pair", [1, 0.5]),
+    ("run", [1, 2, 3]),
+    ("table", {"a": 1}),
+    ("word", "b"),
+    ("word", 1),
+    ("word", None),
+    ("anything", {"x": [None]}),
+    ("alias", [3]),
+    ("quoted", 3),
+    ("mode", "fast"),
+    ("plain", PLAIN),
+    ("plain", CHILD),
+    ("plain", {**STRANGER, "_partial_": True}),
+    ("plain", {"_target_": "elsewhere.Thing"}),
+    ("plain", {"_target_": f"{HERE}.function"}),
+    ("maybe_plain", None),
+    ("plains", [PLAIN, CHILD]),
+    ("speaks", STRANGER),
+    ("call", PLAIN),
+    ("bare", ["x", 1]),
+    ("bare_call", PLAIN),
+    ("unknown", "x"),
+    ("untold", "x"),
+]
+BAD: list[tuple[str, Any]] = [
+    ("integer", 0.5),
+    ("integer", "3"),
+    ("integer", True),
+    ("integer", None),
+    ("number", "0.5"),
+    ("number", True),
+    ("flag", 1),
+    ("flag", "true"),
+    ("text", 3),
+    ("path", 3),
+    ("maybe", "x"),
+    ("old", "x"),
+    ("either", 0.5),
+    ("many", 3),
+    ("many", "12"),
+    ("many", [0.5]),
+    ("several", [1]),
+    ("pair", [1.0]),
+    ("pair", [1.0, "x"]),
+    ("run", ["x"]),
+    ("table", {"a": "x"}),
+    ("table", [1]),
+    ("word", "c"),
+    ("word", True),
+    ("alias", ["x"]),
+    ("quoted", "x"),
+    ("plain", "inpaint"),
+    ("plain", None),
+    ("plain", {"size": 3}),
+    ("plain", STRANGER),
+    ("maybe_plain", "inpaint"),
+    ("plains", [PLAIN, "x"]),
+    ("plains", [STRANGER]),
+    ("speaks", "x"),
+    ("call", "torch.relu"),
+    ("bare", "x"),
+    ("bare_call", 3),
+]
+
+
+def hint(name: str):
+    return parameters(members.annotated)[0][name].hint
+
+
+@pytest.mark.parametrize(("name", "value"), GOOD)
+def test_value_fits_its_annotation(name: str, value: Any):
+    assert fits(value, hint(name))
+
+
+@pytest.mark.parametrize(("name", "value"), BAD)
+def test_value_of_another_type_does_not_fit(name: str, value: Any):
+    assert not fits(value, hint(name))
+
+
+@pytest.mark.parametrize("name", ["plain", "maybe_plain", "speaks", "call"])
+def test_annotations_for_objects_need_a_component(name: str):
+    assert needs_component(hint(name))
+
+
+@pytest.mark.parametrize("name", ["integer", "maybe", "text", "many", "anything", "mode", "untold"])
+def test_annotations_for_values_need_none(name: str):
+    assert not needs_component(hint(name))
+
+
+def test_a_component_is_a_node_with_a_target():
+    assert is_component(PLAIN)
+    assert not is_component({"size": 3})
+    assert not is_component("x")
+
+
+EXPECTED = {
+    "Plain": {"size": True, "name": False},
+    "Child": {"size": True, "name": False},
+    "Data": {"first": True, "second": False, "third": False},
+    "DataChild": {"first": True, "second": False, "third": False, "fourth": True, "fifth": False},
+    "Empty": {},
+    "Made": {"size": True},
+    "function": {"size": True},
+    "Plain.build": {"size": True},
+    "Plain.pure": {"size": True},
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_arguments_and_which_are_required_are_known(name: str):
+    known, takes_any = parameters(import_target(f"{HERE}.{name}"))
+    assert {key: parameter.required for key, parameter in known.items()} == EXPECTED[name]
+    assert not takes_any
+
+
+def test_keyword_dictionaries_accept_any_name():
+    assert parameters(members.Open)[1]
+
+
+def test_a_type_is_evaluated_where_it_is_written():
+    assert parameters(members.DataChild)[0]["second"].hint == list[int]
+
+
+FREE_OF_EVERY_SOURCE = {
+    f"data.{name}"
+    for name in (
+        "num_workers",
+        "worker_start",
+        "max_wait_seconds",
+        "max_unreadable_share",
+        "num_examples_to_see",
+        "on_change",
+    )
+}
+
+
+def test_a_source_says_which_of_its_options_a_continued_run_may_change() -> None:
+    shapes = free_keys(to_plain(composed("model=c_tiny", "task=finetune")))
+    assert shapes == FREE_OF_EVERY_SOURCE
+    tars = free_keys(to_plain(composed("model=c_tiny", "task=finetune", "data=webdataset", "data.urls=a.tar")))
+    stream = {"data.stream.timeout_seconds", "data.stream.max_file_mib"}
+    assert tars == FREE_OF_EVERY_SOURCE | stream | {"data.index_dir", "data.listing"}
+
+
+def test_the_parts_of_a_mixture_say_it_too() -> None:
+    mixed = ("data=mixture", "+data@data.sources.mine=folder", "data.sources.mine.path=pictures")
+    found = free_keys(to_plain(composed("model=c_tiny", "task=finetune", *mixed)))
+    assert {"data.num_workers", "data.sources.mine.max_unreadable_share", "data.sources.mine.index_dir"} <= found
+    assert not {"data.sources.mine.path", "data.crop", "data.shares"} & found
+
+
+def test_roles_nest_and_hold_for_what_lies_below() -> None:
+    node = {
+        "_target_": "cascade_train.data.folder.Folder",
+        "path": "x",
+        "row_filters": {"score": "> 4"},
+        "crop": "center",
+    }
+    roles = {option.key: set(option.roles) for option in component_options(node, "data.")}
+    assert roles == {
+        "data._target_": set(),
+        "data.path": {"Order", "File"},
+        "data.row_filters.score": {"Order"},
+        "data.crop": set(),
+    }
+    assert declared_roles({"_target_": "nowhere.Thing"}) == declared_roles({"path": "x"}) == {}
+
+
+def test_existing_paths_of_every_component_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("edges.pth", "vgg.pth", "a.tar"):
+        (tmp_path / name).touch()
+    (tmp_path / "models").mkdir()
+    cfg = OmegaConf.create(
+        {
+            "model": {
+                "_target_": "cascade_train.models.stage_c.StageC",
+                "weights": "models",
+                "seed": 3,
+                "previewer": {
+                    "_target_": "cascade_train.models.previewer.ConvolutionPreviewer",
+                    "weights": "stabilityai/stable-cascade:previewer.safetensors",
+                },
+                "semantic_compressor": None,
+            },
+            "task": {
+                "filter": {
+                    "_target_": "cascade_train.filters.identity.IdentityFilter",
+                    "detector": "gone.onnx",
+                    "recogniser": "edges.pth",
+                    "name": "edges.pth",
+                }
+            },
+            "objective": {"perceptual": {"_target_": "cascade_train.tasks.vqgan.Perceptual", "weights": "vgg.pth"}},
+            "data": {
+                "_target_": "cascade_train.data.webdataset.WebDataset",
+                "urls": ["a.tar", "s3://bucket/b.tar"],
+            },
+            "ema": {"weights": "models"},
+            "validate": {"lpips": "vgg.pth", "rfid": None},
+        }
+    )
+    make_absolute(cfg)
+    assert cfg.model.weights == cfg.ema.weights == str(tmp_path / "models")
+    assert cfg.model.previewer.weights == "stabilityai/stable-cascade:previewer.safetensors"
+    assert cfg.task.filter.recogniser == str(tmp_path / "edges.pth")
+    assert (cfg.task.filter.detector, cfg.task.filter.name) == ("gone.onnx", "edges.pth")
+    assert cfg.objective.perceptual.weights == cfg.validate.lpips == str(tmp_path / "vgg.pth")
+    assert cfg.data.urls == [str(tmp_path / "a.tar"), "s3://bucket/b.tar"]

@@ -1,0 +1,31 @@
+"""What `--help` and errors say of a key comes from docstrings in source files."""
+
+import subprocess
+import sys
+
+from cascade_train.config.meanings import argument_doc, attribute_docs
+from tests.unit.config import members
+
+HERE = "tests.unit.config.members"
+
+
+def test_documents_of_arguments_come_from_class_or_constructor():
+    assert argument_doc(f"{HERE}.Plain", "size") == "side in pixels; must be even."
+    assert argument_doc(f"{HERE}.Plain", "name") == "of the thing."
+    assert argument_doc(f"{HERE}.Made", "size") == "told by the constructor."
+    assert argument_doc(f"{HERE}.Plain", "absent") == ""
+    assert argument_doc("nowhere.Thing", "size") == ""
+
+
+def test_attribute_docs_include_inherited_fields():
+    assert attribute_docs(members.DataChild) == {"first": "The first.", "fourth": "The fourth, told in two lines."}
+
+
+def test_documents_of_a_component_are_read_without_torch():
+    code = (
+        "import sys; from cascade_train.config.meanings import argument_doc as d;"
+        "print(d('cascade_train.data.webdataset.WebDataset', 'crop')); print('torch' in sys.modules)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert out[0]
+    assert out[1] == "False"
