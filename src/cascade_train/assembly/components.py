@@ -1,4 +1,4 @@
-"""Components from their config nodes: the only file that instantiates.
+"""The components of a run from their config nodes, constructed by config/components.py.
 
 How they are joined lives beside it; nothing below this room sees a config node.
 """

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from omegaconf import DictConfig
 
-from cascade_train.commands.parts.command_line import Command, check_at_least_one
+from cascade_train.commands.parts.command_line import Command
+from cascade_train.config.schema import limit
 from cascade_train.errors import ConfigError
 
 
@@ -36,7 +37,7 @@ class CacheArgs:
     def __post_init__(self) -> None:
         if self.dtype not in (None, "bf16"):
             raise ConfigError(f"dtype={self.dtype} is unknown: bf16, or null to keep every tensor as it is made.")
-        check_at_least_one(self, "unit_samples", "batch_size", "task_count")
+        limit(self, "", "unit_samples", "batch_size", "task_count", least=1)
         if not 0 <= self.task_index < self.task_count:
             raise ConfigError(
                 f"task_index={self.task_index} must be at least 0 and below task_count={self.task_count}, the number"

@@ -8,18 +8,16 @@ From a run's checkpoint, or from any weights or adapters that the library reads.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cascade_train.commands.parts.command_line import Command, listed
+from cascade_train.commands.parts.weights import WeightsArgs, print_error
 from cascade_train.config.groups import did_you_mean
 from cascade_train.config.saved import CONFIG_NAME, load_saved_config
 from cascade_train.errors import ConfigError
-
-if TYPE_CHECKING:
-    from cascade_train.models.formats.export import Exported
 
 COMBINED = "combined"
 """Format of Stage C, B and A in one folder, and its name in `out`."""
@@ -36,7 +34,7 @@ LORA = {
 
 
 @dataclass(kw_only=True)
-class ExportArgs:
+class ExportArgs(WeightsArgs):
     """Write weights or adapters for other programs."""
 
     source: str
@@ -53,18 +51,9 @@ class ExportArgs:
     """Checkpoint of the run to export; null = the newest whole one."""
     out: str | None = None
     """Folder to write into; null = `<run>/export`, or `export` for anything else."""
-    model: str | None = None
-    """Size that weights or adapters belong to, an option of the group model; null = as the run or the tensors show."""
-    module_filters: list[str] | None = field(default_factory=lambda: [".attn"])
-    """Modules that a LoRA of the original was trained on, which its file does not say; null = all."""
-    dtype: str | None = None
-    """bf16 or fp32 for weights in the formats asked for; null = as they are."""
-    allow_any_target: bool = False
-    """Build whatever classes the run's configuration names, as for components of your own; trust it first."""
 
     def __post_init__(self) -> None:
-        if self.dtype not in (None, "bf16", "fp32"):
-            raise ConfigError(f"dtype={self.dtype} must be bf16, fp32 or null.")
+        super().__post_init__()
         for name in self.formats():
             if name not in NETWORK | LORA | {COMBINED: COMBINED}:
                 raise ConfigError(f"format={name} is unknown.{did_you_mean(name, [*NETWORK, *LORA, COMBINED])}")
@@ -116,7 +105,7 @@ def _combine(args: ExportArgs, out: Path) -> None:
     decoder = found(str(args.decoder), key="decoder", part="decoder")
     if args.codec is not None:
         use_codec(decoder, args.codec)
-    _print_error(export_combined(model, decoder, dtype=args.dtype, out=out))
+    print_error(export_combined(model, decoder, dtype=args.dtype, out=out))
 
 
 def _export_checkpoint(args: ExportArgs, run: Path, out: Path) -> None:
@@ -152,11 +141,7 @@ def _convert(args: ExportArgs, source: str, out: Path) -> None:
         part = part_name(network)
         written = [save_network(state, config, out / names[n].format(part=part), format=n) for n in wanted]
     for each in written:
-        _print_error(each)
-
-
-def _print_error(written: Exported) -> None:
-    sys.stdout.write(f"{written.path}: read back with a relative error of {written.max_error:.1e}\n")
+        print_error(each)
 
 
 def _is_there(name: str, source: str, out: Path, dtype: str | None) -> bool:

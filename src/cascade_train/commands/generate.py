@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
-from cascade_train.commands.parts.command_line import Command, check_at_least_one, listed
+from cascade_train.commands.parts.command_line import Command, listed
 from cascade_train.config.preflight import guidance_scale, preflight
+from cascade_train.config.schema import limit
 from cascade_train.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ class GenerateArgs:
             self.prompts = [""] * max(map(len, pictures.values()))
         if not self.prompts:
             raise ConfigError("prompts=[] names nothing to draw, e.g. 'prompts=[\"a small red circle\"]'.")
-        check_at_least_one(self, "count", "batch_size", "decoder_steps", "height", "width")
+        limit(self, "", "count", "batch_size", "decoder_steps", "height", "width", least=1)
         if self.compression is not None and not 1.0 <= self.compression < math.inf:
             raise ConfigError(f"compression={self.compression} must be 1 or more, e.g. 42.67.")
         self._check_pictures(pictures)

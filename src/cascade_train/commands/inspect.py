@@ -17,7 +17,8 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig
 
-from cascade_train.commands.parts.command_line import Command, check_at_least_one
+from cascade_train.commands.parts.command_line import Command
+from cascade_train.config.schema import limit
 from cascade_train.errors import ConfigError, RunError
 
 DEFAULTS = {"model": "c_3b", "task": "finetune"}
@@ -36,7 +37,7 @@ class InspectArgs:
     """Pictures of a batch to show."""
 
     def __post_init__(self) -> None:
-        check_at_least_one(self, "read", "pictures")
+        limit(self, "", "read", "pictures", least=1)
 
 
 def inspect(args: InspectArgs, cfg: DictConfig) -> int:

@@ -5,17 +5,17 @@ cascade-train merge from=runs/base lora=[runs/a] strength=[0.8] out=merged
 
 from __future__ import annotations
 
-import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cascade_train.commands.parts.command_line import Command, listed
+from cascade_train.commands.parts.weights import WeightsArgs, print_error
 from cascade_train.errors import ConfigError
 
 
 @dataclass(kw_only=True)
-class MergeArgs:
+class MergeArgs(WeightsArgs):
     """Merge LoRAs into weights."""
 
     source: str
@@ -26,18 +26,9 @@ class MergeArgs:
     """What to write: a name that ends in .safetensors = the original's single file, else a diffusers network folder."""
     strength: Any = 1.0
     """How much of each: a number for all, or a list in their order; 1 = as trained."""
-    model: str | None = None
-    """Size of the weights, an option of the group model; null = as the run or the tensors show."""
-    module_filters: list[str] | None = field(default_factory=lambda: [".attn"])
-    """Modules that a LoRA of the original was trained on, which its file does not say; null = all."""
-    dtype: str | None = None
-    """bf16 or fp32; null = as the weights are. Sums are fp32."""
-    allow_any_target: bool = False
-    """Build whatever classes the run's configuration names, as for components of your own; trust it first."""
 
     def __post_init__(self) -> None:
-        if self.dtype not in (None, "bf16", "fp32"):
-            raise ConfigError(f"dtype={self.dtype} must be bf16, fp32 or null.")
+        super().__post_init__()
         sources, strengths = listed(self.lora), self.strengths()
         if not sources:
             raise ConfigError("lora=[] names nothing to merge, e.g. lora=[runs/mine].")
@@ -67,7 +58,7 @@ def merge(args: MergeArgs) -> int:
     merge_all(network, state, listed(args.lora), args.strengths(), key="lora", module_filters=args.module_filters)
     out = Path(args.out)
     written = save_network(state, config, out, format="original" if out.suffix == ".safetensors" else "diffusers")
-    sys.stdout.write(f"{written.path}: read back with a relative error of {written.max_error:.1e}\n")
+    print_error(written)
     return 0
 
 

@@ -118,6 +118,8 @@ def _try_optimizer(make: functools.partial[Any]) -> None:
                 return
         except Exception:  # noqa: BLE001 - what it lacks here, such as a device, it may have when it is built
             return
+        else:
+            return
 
 
 def check_is_component(path: str, node: Any) -> None:

@@ -12,78 +12,36 @@ from typing import Any
 
 from cascade_train.errors import ConfigError
 
+Precision = StrEnum("Precision", ["auto", "bf16", "fp32"])
+"""Number format of the compute; trainable weights are fp32 masters in every one of them."""
 
-class Precision(StrEnum):
-    """Number format of the compute; trainable weights are fp32 masters in every one of them."""
+ParallelMode = StrEnum("ParallelMode", ["auto", "single", "ddp", "fsdp", "hsdp"])
+"""How the ranks share the work."""
 
-    auto = "auto"
-    bf16 = "bf16"
-    fp32 = "fp32"
+Compile = StrEnum("Compile", ["off", "regional"])
+"""What torch.compile sees: nothing, or one unit of the network at a time."""
 
+Attention = StrEnum("Attention", ["sdpa", "xformers", "math"])
+"""Attention kernel of the network."""
 
-class ParallelMode(StrEnum):
-    """How the ranks share the work."""
+EmaDevice = StrEnum("EmaDevice", ["cpu"])
+"""Where the average of the weights is kept; null = beside the weights."""
 
-    auto = "auto"
-    single = "single"
-    ddp = "ddp"
-    fsdp = "fsdp"
-    hsdp = "hsdp"
+BestMode = StrEnum("BestMode", ["min", "max"])
+"""Whether small or large values of a metric are good."""
 
+SamplerName = StrEnum("SamplerName", ["ddpm", "ddim", "lcm"])
+"""Reverse process of the sample grids."""
 
-class Compile(StrEnum):
-    """What torch.compile sees: nothing, or one unit of the network at a time."""
+TrackerName = StrEnum("TrackerName", ["none", "tensorboard", "wandb"])
+"""Where metrics and samples are shown, beside `metrics.jsonl`."""
 
-    off = "off"
-    regional = "regional"
-
-
-class Attention(StrEnum):
-    """Attention kernel of the network."""
-
-    sdpa = "sdpa"
-    xformers = "xformers"
-    math = "math"
-
-
-class EmaDevice(StrEnum):
-    """Where the average of the weights is kept; null = beside the weights."""
-
-    cpu = "cpu"
-
-
-class BestMode(StrEnum):
-    """Whether small or large values of a metric are good."""
-
-    min = "min"
-    max = "max"
-
-
-class SamplerName(StrEnum):
-    """Reverse process of the sample grids."""
-
-    ddpm = "ddpm"
-    ddim = "ddim"
-    lcm = "lcm"
-
-
-class TrackerName(StrEnum):
-    """Where metrics and samples are shown, beside `metrics.jsonl`."""
-
-    none = "none"
-    tensorboard = "tensorboard"
-    wandb = "wandb"
-
-
-class TrackerMode(StrEnum):
-    """Whether the tracker talks to its server."""
-
-    online = "online"
-    offline = "offline"
+TrackerMode = StrEnum("TrackerMode", ["online", "offline"])
+"""Whether the tracker talks to its server."""
 
 
 def limit(config: object, node: str, *keys: str, least: float = -math.inf, above: float = -math.inf) -> None:
-    """Check that keys of a node are null, or at least `least` and greater than `above`.
+    """Check that keys of a node, or arguments of a command, are null, or at least `least` and greater than `above`.
 
     Raises:
         ConfigError: one is not.
@@ -92,7 +50,7 @@ def limit(config: object, node: str, *keys: str, least: float = -math.inf, above
         value = getattr(config, key)
         if value is not None and (value < least or value <= above):
             rule = f"{least} or more" if value < least else f"greater than {above:g}"
-            raise ConfigError(f"{node}.{key}={value} must be {rule}.")
+            raise ConfigError(f"{node}{'.' * bool(node)}{key}={value} must be {rule}.")
 
 
 @dataclass(kw_only=True)

@@ -33,7 +33,7 @@ from cascade_train.models.stage import Stage
 from cascade_train.models.stage_b import StageB
 from cascade_train.models.stage_c import StageC
 from cascade_train.results.find import TrainedModel
-from cascade_train.tasks.base import Draws, Guide
+from cascade_train.tasks.base import Draws, Guide, Painter
 from cascade_train.tasks.painting import DiffusionPainter
 
 Size = tuple[int, int]
@@ -186,11 +186,14 @@ def paint(model: TrainedModel, orders: Iterable[Order], *, sizes: Sizes, seed: i
         ConfigError: weights that are not there or do not fit, or an order that the stage cannot paint.
     """
     parts = load_parts(model, world)
-    painter = build_painter(model.cfg, parts, sizes.painted)
+    return _images(build_painter(model.cfg, parts, sizes.painted), parts, orders, seed=seed, stream="generate")
+
+
+def _images(painter: Painter, parts: Parts, orders: Iterable[Order], *, seed: int, stream: str) -> list[Image.Image]:
     images: list[Image.Image] = []
     with evaluating([parts.stage.network]):
         for order in orders:
-            images += to_images(painter.paint(order.captions, None, _draws(seed, order, "generate"), order.guide))
+            images += to_images(painter.paint(order.captions, None, _draws(seed, order, stream), order.guide))
     return images
 
 
@@ -222,12 +225,7 @@ def paint_cascade(
         torch.cuda.empty_cache()
     parts = load_parts(decoder, world)
     check_same_latents(model, first, decoder, Fingerprint.of(parts.stage))
-    painter = build_painter(decoder.cfg, parts, sizes.picture)
-    images: list[Image.Image] = []
-    with evaluating([parts.stage.network]):
-        for order in painted:
-            images += to_images(painter.paint(order.captions, None, _draws(seed, order, "decode"), order.guide))
-    return images
+    return _images(build_painter(decoder.cfg, parts, sizes.picture), parts, painted, seed=seed, stream="decode")
 
 
 def _semantic_latents(

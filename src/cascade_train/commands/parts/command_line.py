@@ -174,18 +174,6 @@ def parse(schema: type[S], argv: Sequence[str]) -> S:
     return filled
 
 
-def check_at_least_one(arguments: Any, *keys: str) -> None:
-    """Check that each of these fields is null or at least 1.
-
-    Raises:
-        ConfigError: one is less.
-    """
-    for key in keys:
-        value = getattr(arguments, key)
-        if value is not None and value < 1:
-            raise ConfigError(f"{key}={value} must be 1 or more.")
-
-
 def listed(given: Any) -> list[str]:
     """Return what an argument names: nothing, one text, or a list of them."""
     return [] if given is None else [str(each) for each in given] if isinstance(given, list) else [str(given)]
