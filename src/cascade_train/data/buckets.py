@@ -66,15 +66,7 @@ class BucketTable:
 
 @dataclass(kw_only=True)
 class Buckets:
-    """How sizes are made of aspect ratios, how pictures find theirs, and which are too small.
-
-    Attributes:
-        multiple_px: both sides of every bucket are multiples of this; the model must allow it.
-        distance: nearest by `log`, the logarithm of the ratio, or `linear`, the original's difference.
-        random_share: of the pictures, chosen anew each epoch, that go to any bucket whatever their shape; the original
-            has 0.05, and loses most of such a picture.
-        max_upscale: pictures that would be enlarged by more are left out, 1 = none is enlarged; None = no limit.
-    """
+    """How sizes are made of aspect ratios, how pictures find theirs, and which are too small."""
 
     multiple_px: int = 32
     distance: Literal["log", "linear"] = "log"
@@ -97,12 +89,8 @@ class Buckets:
             ValueError: an invalid ratio, or one too extreme for the area.
         """
         if aspect_ratios is None:
-            return BucketTable(
-                sizes_K2=np.full((1, 2), image_size),
-                ratio_E=np.ones(1),
-                bucket_E=np.zeros(1, dtype=np.int64),
-                distance="log",
-            )
+            square, first = np.full((1, 2), image_size), np.zeros(1, dtype=np.int64)
+            return BucketTable(sizes_K2=square, ratio_E=np.ones(1), bucket_E=first, distance="log")
         ratio_E = with_reciprocals(parse_ratios(aspect_ratios))
         size_E2 = np.array([bucket_size(ratio, image_size**2, self.multiple_px) for ratio in ratio_E])
         thin = np.flatnonzero(size_E2.min(axis=1) == 0)

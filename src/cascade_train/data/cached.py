@@ -43,10 +43,6 @@ class Cached(Source):
     """What a cache holds, in place of the pictures that it was made of.
 
     Options of preprocessing follow the cache; one that is set to something else is refused.
-
-    Attributes:
-        path: folder that `cascade-train cache` left.
-        crop: which part of a picture the cache was made of.
     """
 
     is_cache: ClassVar[bool] = True
@@ -57,17 +53,7 @@ class Cached(Source):
         super().__post_init__()
         self._folder = Path(self.path)
         self._reader = PayloadReader()
-        self._manifest: Manifest
-        self._index: Index
-        self._samples: np.ndarray
-        self._unit_of_caption: np.ndarray
-        self._captions: np.ndarray
-        self._digests: np.ndarray
-
-    @property
-    def manifest(self) -> Manifest:
-        """What the opened cache holds."""
-        return self._manifest
+        self.manifest: Manifest  # what the opened cache holds
 
     def open(self) -> Index:
         """Read the manifest, the index and the tables of all units.
@@ -75,9 +61,9 @@ class Cached(Source):
         Raises:
             ConfigError: there is no cache, or it is not finished.
         """
-        self._manifest = read_manifest(self._folder)
-        self._index = read_index(self._folder, self._manifest)
-        tables = [self._table(unit) for unit in range(self._manifest.units)]
+        self.manifest = read_manifest(self._folder)
+        self._index = read_index(self._folder, self.manifest)
+        tables = [self._table(unit) for unit in range(self.manifest.units)]
         self._samples = np.concatenate([table.samples for table in tables])
         self._captions = np.concatenate([table.captions for table in tables])
         units = np.repeat(np.arange(len(tables)), [len(table.captions) for table in tables])
@@ -86,10 +72,10 @@ class Cached(Source):
         return self._index
 
     def _table(self, unit: int) -> UnitTable:
-        table = load_table(self._folder, unit, self._manifest)
+        table = load_table(self._folder, unit, self.manifest)
         if table is None:
             raise ConfigError(
-                f"data.path={self.path}: unit {unit} of {self._manifest.units} is missing or damaged. Run"
+                f"data.path={self.path}: unit {unit} of {self.manifest.units} is missing or damaged. Run"
                 " cascade-train cache again with the arguments that made the cache: it keeps what is whole"
                 " and makes the rest."
             )
@@ -98,7 +84,7 @@ class Cached(Source):
     def bucket_table(self, index: Index) -> BucketTable:
         """Return the sizes that the pictures had when the cache was made, which the index holds."""
         del index
-        sizes_K2 = np.array(self._manifest.sizes, dtype=np.int64)
+        sizes_K2 = np.array(self.manifest.sizes, dtype=np.int64)
         ratio_E = sizes_K2[:, 1] / sizes_K2[:, 0]
         return BucketTable(sizes_K2=sizes_K2, ratio_E=ratio_E, bucket_E=np.arange(len(sizes_K2)), distance="log")
 
@@ -116,21 +102,15 @@ class Cached(Source):
         spans = self._samples[row]
         if spans["bytes"].min() == 0:
             raise UnreadableSampleError("its picture was unreadable when the cache was made")
-        path = samples_tar(self._folder, row // self._manifest.unit_samples)
+        path = samples_tar(self._folder, row // self.manifest.unit_samples)
         tensors, meta = (self._reader.read(path, span) for span in spans)
-        known = json.loads(meta)
-        return RawSample(
-            image=None,
-            caption=known["caption"],
-            key=self._index.name(row),
-            weight=known["weight"],
-            values=known["values"],
-            tensors={name: _array(tensor) for name, tensor in safetensors.torch.load(tensors).items()},
-        )
+        arrays = {name: _array(tensor) for name, tensor in safetensors.torch.load(tensors).items()}
+        known = {key: value for key, value in json.loads(meta).items() if key in ("caption", "weight", "values")}
+        return RawSample(image=None, key=self._index.name(row), tensors=arrays, **known)
 
     def captions_of(self, row: int) -> Captions:
         """Return what makes a caption; where the cache holds embeddings of captions, they stay as they are."""
-        return Captions() if self._manifest.captions else self.captions
+        return Captions() if self.manifest.captions else self.captions
 
     def find_captions(self, captions: Sequence[str]) -> dict[str, Tensor]:
         """Return what the cache holds of captions, (B, ...) each by name, on the host.
@@ -140,7 +120,7 @@ class Cached(Source):
             RunError: the cache is damaged.
         """
         found = {caption: safetensors.torch.load(self._read_caption(caption)) for caption in dict.fromkeys(captions)}
-        return {name: torch.stack([found[caption][name] for caption in captions]) for name in self._manifest.captions}
+        return {name: torch.stack([found[caption][name] for caption in captions]) for name in self.manifest.captions}
 
     def _read_caption(self, caption: str) -> bytes:
         digest = caption_digest(caption).encode()

@@ -1,6 +1,6 @@
-"""From what is known of a sample to its caption: which text, which of several, its tags, and a template.
+"""The caption of a sample: which text, which of several, its tags, and a template.
 
-Only texts here. The empty caption of unconditional training is drawn by the task, which needs both.
+The empty caption of unconditional training is drawn by the task, which needs both.
 """
 
 from __future__ import annotations
@@ -31,17 +31,9 @@ _NAME = re.compile(r"[^\W\d][\w-]*([.][^\W\d][\w-]*)*")
 class Captions:
     """Makes a sample's caption, in this order: key, choice, tags, template. The defaults leave it as it is.
 
-    What is drawn is drawn anew each epoch, from the sample's own generator.
-
-    Attributes:
-        key: whose text it is: txt (the text beside the picture), a key of the sample's json or columns, or a mapping
-            of such keys to weights, of which one that the sample has is drawn. A dot leads into a key, `meta.title`;
-            a text on the way is read as json.
-        choose: which of several captions, one per line of a text or per element of a list (where `{caption: a cat,
-            weight: 2}` is drawn twice as often): whole = a text with all its lines, first, random.
-        template: a text in which {caption} or {} stands for the caption and any other {name} for a key of the sample's
-            json or columns; of a list of them one is drawn; null = the caption as it is.
-        tags: what becomes of a list of tags.
+    What is drawn is drawn anew each epoch, from the sample's own generator. Of the keys of a mapping one that the
+    sample has is drawn. Of a list of captions, `{caption: a cat, weight: 2}` is drawn twice as often. In a template
+    {caption} or {} stands for the caption and any other {name} for a key of the sample's json or columns.
     """
 
     key: str | dict[str, float] = TEXT
@@ -67,11 +59,6 @@ class Captions:
         """Whether a sample has the same caption in every epoch: nothing is drawn."""
         one_of_each = len(self._keys) == 1 and len(self._templates) == 1
         return one_of_each and self.choose != "random" and self.tags.is_constant
-
-    @property
-    def changes_nothing(self) -> bool:
-        """Whether every caption stays as the source reads it."""
-        return self == Captions()
 
     @property
     def needs_text(self) -> bool:
@@ -101,7 +88,6 @@ class Captions:
         return caption
 
     def _chosen(self, raw: RawSample, generator: torch.Generator) -> str:
-        """Return the text of one key, one of several where there are more."""
         values = {key: raw.caption if key == TEXT else value_of(raw.values, key) for key in self._keys}
         found = {key: value for key, value in values.items() if value is not None}
         if not found:
@@ -124,11 +110,7 @@ class Captions:
 
 
 def _parsed_template(text: str) -> list[tuple[str, str | None]]:
-    """Return texts and the name after each: plain substitution, no attributes, indices or formats.
-
-    Raises:
-        ValueError: braces that do not match, or something else than a name in them.
-    """
+    """Return texts and the name after each: plain substitution, no attributes, indices or formats."""
     where = f"data.captions.template={text}"
     try:
         parts = list(Formatter().parse(text))

@@ -25,22 +25,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Prompts:
-    """The prompts of each class.
-
-    Attributes:
-        given: from a class's name to a prompt or a list of them; or a list of these, from its number; None = a class
-            is its own prompt, underscores as spaces.
-    """
+    """The prompts of each class."""
 
     given: Mapping[str, Any] | Sequence[Any] | None
+    """A prompt or a list of them, by a class's name or in the order of numbers; None = the name, spaces for `_`."""
 
     @classmethod
     def load(cls, path: str | None) -> Prompts:
-        """Read a json file, or none.
-
-        Raises:
-            ConfigError: it is missing, or of another form.
-        """
+        """Read a json file, or none; a ConfigError where it is missing, or of another form."""
         if path is None:
             return cls(None)
         try:
@@ -74,9 +66,6 @@ class ClassTars(WebDataset):
     """Samples KEY.jpg with KEY.cls, the name or number of a class, in tar files.
 
     The prompts of a sample's class are its value `prompts`, the class its value `class`; its caption is the first.
-
-    Attributes:
-        idx_to_prompt: json file, from a class to its prompt or a list of its prompts; null = the class is the prompt.
     """
 
     idx_to_prompt: File[str | None]
@@ -108,11 +97,7 @@ class ClassTars(WebDataset):
 class ClassFolders(PictureFolder):
     """Pictures in a folder for each class, in it or in folders below it, all of them below one folder.
 
-    The prompts of a picture's class are its value `prompts`, the class its value `class`; its caption is the first.
-
-    Attributes:
-        idx_to_prompt: json file, from a class's folder to its prompt or a list of its prompts, or a list of these in
-            the order of the folders' names; null = the folder's name is the prompt.
+    Values and caption as for `ClassTars`; a list of prompts is in the order of the folders' names.
     """
 
     idx_to_prompt: File[str | None]

@@ -5,10 +5,10 @@ Order lives in `order/plan.py`, batches in `loading/feed.py`.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy as np
 from cascade_train.batch import Batch, SampleTransform
 from cascade_train.data.index.rows import Index, split
 from cascade_train.data.index.selection import selected
-from cascade_train.data.loading.feed import Feed, FeedRequest, Gather, Loader, alone
+from cascade_train.data.loading.feed import Feed, FeedRequest, Loader
 from cascade_train.data.order.epoch import permutation
 from cascade_train.data.source import Source
 from cascade_train.errors import ConfigError
@@ -53,22 +53,18 @@ class Rows:
         return self.source.own_feed(request) or Loader(self.source, request)
 
 
+@dataclass(frozen=True, kw_only=True)
 class HeldOutFeed:
     """The same held-out global batches each time it is started over."""
 
-    def __init__(self, loader: Feed, steps: int) -> None:
-        """`steps` global batches make one measurement."""
-        self.steps, self._loader = steps, loader
+    steps: int  # global batches of one measurement
+    feed: Feed
 
     def from_start(self) -> Iterator[list[Batch]]:
         """Start over and yield this rank's micro-batches of `steps` global batches."""
-        self._loader.seek(0)
+        self.feed.seek(0)
         for _ in range(self.steps):
-            yield next(self._loader)
-
-    def close(self) -> None:
-        """End the worker processes."""
-        self._loader.close()
+            yield next(self.feed)
 
 
 class DataSet:
@@ -76,15 +72,12 @@ class DataSet:
 
     def __init__(self, training: Rows, held_out: Rows | None) -> None:
         self.training, self.held_out = training, held_out
-        self._open: list[Feed | HeldOutFeed] = []
+        self._parts = [part for part in (training, held_out) if part is not None]
+        self._open: list[Feed] = []
 
     def check_sides(self, multiple: int) -> None:
-        """Check that both sides of every training size are multiples of `multiple` pixels, as the model needs.
-
-        Raises:
-            ConfigError: one is not.
-        """
-        for part in filter(None, (self.training, self.held_out)):
+        """Raise a ConfigError where a side of a training size is no multiple of `multiple` px, as the model needs."""
+        for part in self._parts:
             for height, width in part.source.bucket_table(part.index).sizes_K2.tolist():
                 if height % multiple or width % multiple:
                     raise ConfigError(
@@ -92,29 +85,13 @@ class DataSet:
                         f" {width} pixels, but the model needs sides that are multiples of {multiple}: set it to that"
                     )
 
-    def training_feed(
-        self,
-        *,
-        seed: int,
-        global_batch_size: int,
-        micro_batch_size: int,
-        rank: int,
-        ranks: int,
-        gather: Gather = alone,
-    ) -> Feed:
-        """Return the endless feed of training batches for one rank; `gather` collects the states of all ranks."""
-        loader = self.training.load(
-            seed=seed,
-            global_batch_size=global_batch_size,
-            micro_batch_size=micro_batch_size,
-            rank=rank,
-            ranks=ranks,
-            gather=gather,
-        )
-        self._open.append(loader)
-        for line in loader.report():
+    def training_feed(self, **options: Any) -> Feed:
+        """Return the endless feed of training batches for one rank; the options are those of `Rows.load`."""
+        feed = self.training.load(**options)
+        self._open.append(feed)
+        for line in feed.report():
             _log.info("%s", line)
-        return loader
+        return feed
 
     def last_step(self, feed: Feed, *, max_steps: int, max_epochs: int | None, global_batch_size: int) -> int:
         """Return the step at which training ends: by its steps, its epochs or the examples to see."""
@@ -133,46 +110,33 @@ class DataSet:
         Raises:
             ConfigError: no samples are held out.
         """
-        part = self.held_out
-        if part is None:
+        if self.held_out is None:
             raise ConfigError("validate: no samples are held out; set validate.share, e.g. 0.01, or validate.urls")
-        part = part.first(samples, seed=seed)
-        micro_batch_size = max(1, min(micro_batch_size, len(part.rows) // len(part.shapes) // ranks))
-        loader = part.load(
-            seed=seed,
-            global_batch_size=micro_batch_size * ranks,
-            micro_batch_size=micro_batch_size,
-            rank=rank,
-            ranks=ranks,
-            whole_epochs=True,
-        )
-        feed = HeldOutFeed(loader, loader.steps_of_epochs(1))
+        part = self.held_out.first(samples, seed=seed)
+        micro = max(1, min(micro_batch_size, len(part.rows) // len(part.shapes) // ranks))
+        sizes = {"global_batch_size": micro * ranks, "micro_batch_size": micro}
+        feed = part.load(seed=seed, rank=rank, ranks=ranks, whole_epochs=True, **sizes)
         self._open.append(feed)
-        return feed
+        return HeldOutFeed(steps=feed.steps_of_epochs(1), feed=feed)
 
     def shown_batch(self, count: int, *, seed: int) -> Batch:
         """Return up to `count` fixed samples of one shape to show, held-out ones where there are any."""
         part = self.held_out or self.training
         count = min(count, int(part.shapes[0]))
-        loader = part.load(
-            seed=seed, global_batch_size=count, micro_batch_size=count, rank=0, ranks=1, whole_epochs=True
-        )
-        try:
-            return next(loader)[0]
-        finally:
-            loader.close()
+        with contextlib.closing(
+            part.load(seed=seed, global_batch_size=count, micro_batch_size=count, rank=0, ranks=1, whole_epochs=True)
+        ) as feed:
+            return next(feed)[0]
 
     @property
     def identity(self) -> str:
         """What must be equal on all ranks: digests of the indexes, and how many of their rows take part."""
-        parts = [part for part in (self.training, self.held_out) if part is not None]
-        return " ".join(f"{part.index.digest}/{len(part.rows)}" for part in parts)
+        return " ".join(f"{part.index.digest}/{len(part.rows)}" for part in self._parts)
 
     def record(self) -> None:
         """See `Source.record`."""
-        for part in (self.training, self.held_out):
-            if part is not None:
-                part.source.record()
+        for part in self._parts:
+            part.source.record()
 
     def close(self) -> None:
         """End every feed's worker processes."""
@@ -183,32 +147,25 @@ class DataSet:
 def open_data_set(
     source: Source, *, share: float | None, held_out: Source | None, transform: SampleTransform | None = None
 ) -> DataSet:
-    """Open `source` and hold samples out of it, or take them from a source of their own.
+    """Open `source` and take held-out samples from another, or a share of it by a hash of the keys; None = none.
 
-    Args:
-        source: constructed, not opened.
-        share: share of the samples held out by a hash of their keys; None = none.
-        held_out: another source for held-out samples; None = `share` decides.
-        transform: see `Rows`.
-
-    Raises:
-        ConfigError: the data is missing or not of its source's form.
-        RunError: too much of the data is damaged.
+    Raises as `Source.open`, and where nothing is left to train on or held out.
     """
-    index = source.open()
-    kept = selected(index, source.selectors())
-    of_source = partial(Rows, source=source, index=index, transform=transform)
+    whole = _opened(source, transform)
     if held_out is not None:
-        other = held_out.open()
-        rows = np.flatnonzero(selected(other, held_out.selectors()))
-        separate = Rows(source=held_out, index=other, rows=rows, transform=transform)
-        return DataSet(of_source(rows=np.flatnonzero(kept)), separate)
+        return DataSet(whole, _opened(held_out, transform))
     if share is None:
-        return DataSet(of_source(rows=np.flatnonzero(kept)), None)
-    training, held = (side[kept[side]] for side in split(index, share))
+        return DataSet(whole, None)
+    training, held = (np.intersect1d(side, whole.rows) for side in split(whole.index, share))
     if len(training) == 0 or len(held) == 0:
         raise ConfigError(
-            f"validate.share={share}: of {int(kept.sum())} samples that take part {len(training)} are left to train on"
+            f"validate.share={share}: of {len(whole.rows)} samples that take part {len(training)} are left to train on"
             f" and {len(held)} held out; both must be at least 1: change the share, or add data"
         )
-    return DataSet(of_source(rows=training), of_source(rows=held))
+    return DataSet(replace(whole, rows=training), replace(whole, rows=held))
+
+
+def _opened(source: Source, transform: SampleTransform | None) -> Rows:
+    index = source.open()
+    rows = np.flatnonzero(selected(index, source.selectors()))
+    return Rows(source=source, index=index, rows=rows, transform=transform)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(kw_only=True)
 class FileSource(Source):
-    """Pictures in files. What the options mean is documented by each source."""
+    """Pictures in files."""
 
     path: Order[File[list[str] | str]]
     index_dir: Free[str | None]
@@ -56,13 +56,9 @@ class FileSource(Source):
 
 @dataclass(frozen=True, kw_only=True)
 class TableRows:
-    """The rows of one table that have a picture and a caption.
+    """The rows of one table that have a picture and a caption."""
 
-    Attributes:
-        table: (N,) structured array; `shard` counts within the table, `bytes` is -1 where the picture is a file.
-    """
-
-    table: np.ndarray
+    table: np.ndarray  # (N,) structured; `shard` counts within the table, `bytes` is -1 where the picture is a file
     keys: np.ndarray  # (N,) bytes
     names: list[str]  # paths of the pictures that are files
     unfilled: int  # how many rows have no picture or no caption
@@ -82,7 +78,6 @@ class TableSource(FileSource):
         self._paths = [Path(path).expanduser() for path in ([self.path] if isinstance(self.path, str) else self.path)]
         if not self._paths:
             raise ConfigError("data.path=[] names no file: give a path or a list of paths")
-        self._shards: list[tuple[Path, int]] = []
         self._gives_sizes = False  # whether the tables themselves have those of the pictures
 
     @abc.abstractmethod
@@ -100,7 +95,7 @@ class TableSource(FileSource):
     def _indexed(self) -> Index:
         paths = self._tables()
         parts = [self._usable(path, self._scan(path)) for path in paths]
-        self._shards = []
+        self._shards: list[tuple[Path, int]] = []
         for path, part in zip(paths, parts, strict=True):
             first = len(self._shards)
             self._shards += [(path, number) for number in range(int(part.table["shard"].max(initial=-1)) + 1)]
@@ -130,20 +125,10 @@ class TableSource(FileSource):
         if missing:
             text = first_names(missing)
             _log.warning("%s: left out %d rows whose pictures are not there: %s", path, len(missing), text)
-        return TableRows(
-            table=table[there],
-            keys=rows.keys[there],
-            names=missing,
-            unfilled=rows.unfilled,
-            verdicts=rows.verdicts[there],
-        )
+        return replace(rows, table=table[there], keys=rows.keys[there], verdicts=rows.verdicts[there])
 
     def _check_columns(self, path: Path, found: Iterable[str]) -> None:
-        """Check that a table has the columns that the options name.
-
-        Raises:
-            ConfigError: it lacks one.
-        """
+        """Raise a ConfigError where a table lacks a column that an option names."""
         has = list(found)
         for key in ("image_column", "caption_column", "mask_column", "width_column", "height_column"):
             column = getattr(self, key, None)
@@ -156,11 +141,7 @@ class TableSource(FileSource):
         return path.parent if self.root is None else Path(self.root).expanduser()
 
     def _caption(self, values: Mapping[str, Any]) -> str:
-        """Return the caption of a row, several as its lines.
-
-        Raises:
-            UnreadableSampleError: it is neither text nor a list of texts.
-        """
+        """Return the caption of a row, several as its lines."""
         if self.caption_column is None:
             return ""
         value = values[self.caption_column]

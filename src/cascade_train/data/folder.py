@@ -45,13 +45,7 @@ class PictureFile:
 
 @dataclass(kw_only=True)
 class PictureFolder(FileSource):
-    """Pictures (jpg, jpeg, jfif, png, webp, bmp) in a folder and all below it, but not in hidden ones.
-
-    Attributes:
-        path: the folder.
-        index_dir: folder for the cached index; None = beside the data, else the user's cache folder.
-        row_filters: conditions on each sample's json or yaml: a list of [key, condition], or a mapping; None = all.
-    """
+    """Pictures (jpg, jpeg, jfif, png, webp, bmp) in a folder and all below it, but not in hidden ones."""
 
     path: Order[File[str]]
 
@@ -61,19 +55,11 @@ class PictureFolder(FileSource):
 
     @abc.abstractmethod
     def usable(self, found: list[PictureFile]) -> list[PictureFile]:
-        """Return the pictures that have a caption, and log which have none; `found` holds at least one.
-
-        Raises:
-            ConfigError: none has.
-        """
+        """Return the pictures that have a caption, and log which have none; a ConfigError where none has."""
 
     @abc.abstractmethod
     def caption(self, name: str, entry: np.void) -> str:
-        """Return the caption of a picture by its name and its row of the index.
-
-        Raises:
-            UnreadableSampleError: it is not text.
-        """
+        """Return the caption of a picture by its name and its row of the index."""
 
     def check(self) -> None:
         """See `Source.check`: the folder, and a picture in it."""
@@ -119,13 +105,13 @@ class PictureFolder(FileSource):
         def judge(path: Path) -> list[int]:
             return self._filters.judge(read_values(path, self.limits))
 
-        verdicts = np.zeros((len(found), 1 + len(self._filters)), dtype=np.int32)
-        rows = [row for row, file in enumerate(found) if file.values]
-        names = [beside(found[row].name, VALUE_FILES[found[row].values]) for row in rows]
-        kind, columns = f"verdicts-{self._filters.identity}-{self.max_text_kib}", verdicts.shape[1]
-        _, verdicts[rows] = load_facts(
+        columns, kind = 1 + len(self._filters), f"verdicts-{self._filters.identity}-{self.max_text_kib}"
+        names = [beside(file.name, VALUE_FILES[file.values]) for file in found if file.values]
+        _, judged = load_facts(
             self._root, self._root, names, judge, columns=columns, kind=kind, cache_dir=self._cache_dir
         )
+        verdicts = np.zeros((len(found), columns), dtype=np.int32)
+        verdicts[[bool(file.values) for file in found]] = judged
         return verdicts
 
     def read(self, row: int) -> RawSample:
@@ -140,11 +126,7 @@ class PictureFolder(FileSource):
         )
 
     def values_of(self, row: int) -> Mapping[str, Any]:
-        """Return the values of the json or yaml beside a picture, none where there is no such file.
-
-        Raises:
-            UnreadableSampleError: it is damaged.
-        """
+        """Return the values of the json or yaml beside a picture, none where there is no such file."""
         name, extension = self._index.keys[row].decode(), VALUE_FILES[self._index.table["values"][row]]
         values = read_values(self._root / beside(name, extension), self.limits) if extension else {}
         if values is None:
@@ -161,10 +143,6 @@ class Folder(PictureFolder):
     Of `a cat_(2).jpg`, the caption is the file name up to the first underscore. `name.json` or `name.yaml` may hold
     more, `name.mask.png` where the loss counts. A file `multiply.txt` with a number sets how often the pictures of its
     own folder come in an epoch; fractions take a part of them once more, the same ones in every epoch.
-
-    Attributes:
-        caption_from: file = a file beside the picture, without one it is left out; name = the picture's name;
-            file_or_name = its name where there is no file.
     """
 
     caption_from: Literal["file_or_name", "file", "name"]
@@ -242,7 +220,7 @@ def find_pictures(root: Path) -> Iterator[PictureFile]:
 
 
 def caption_of_name(name: str) -> str:
-    """Return a file name up to its first underscore, without the extension, as a caption."""
+    """Return a file name up to its first underscore, without the extension."""
     return Path(name).stem.partition("_")[0].strip()
 
 
@@ -272,13 +250,9 @@ def _in_one_folder(folder: Path, prefix: str, names: list[str]) -> Iterator[Pict
     for name in names:
         stem, _, extension = name.rpartition(".")
         if stem and extension.lower() in EXTENSIONS and not name.endswith(MASK):
-            yield PictureFile(
-                name=prefix + name,
-                factor=factor,
-                caption=_first(stem, CAPTION_FILES, there),
-                values=_first(stem, VALUE_FILES, there),
-                mask=f"{stem}{MASK}" in there,
-            )
+            caption, values = (_first(stem, extensions, there) for extensions in (CAPTION_FILES, VALUE_FILES))
+            mask = f"{stem}{MASK}" in there
+            yield PictureFile(name=prefix + name, factor=factor, caption=caption, values=values, mask=mask)
 
 
 def _first(stem: str, extensions: tuple[str, ...], there: set[str]) -> int:

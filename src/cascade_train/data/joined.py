@@ -40,18 +40,14 @@ class JoinedSource(Source):
     `open` calls `_join`; a row is then read, captioned and prefetched by its own source.
     """
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_parts()
-        self._parts: Sequence[Part] = ()
-
     @abc.abstractmethod
     def joined(self) -> Mapping[str, Source]:
         """Return the sources by their keys below `data`."""
 
-    def _check_parts(self) -> None:
-        """Check that what belongs to the joined sources is not set for the whole, and the other way round."""
-        if not self.captions.changes_nothing:
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._parts: Sequence[Part] = ()
+        if self.captions != Captions():
             keys = ", ".join(f"data.{key}.captions" for key in self.joined())
             raise ValueError(f"data.captions belongs to each of the joined sources here: set {keys}")
         for key, part in self.joined().items():
@@ -93,11 +89,9 @@ class JoinedSource(Source):
         keys = np.empty(len(self._row), dtype=object)
         for number, part in enumerate(parts):
             here = self._part == number
-            rows = self._row[here]
             for field in ("width", "height"):
-                table[field][here] = part.index.table[field][rows]
-            names = {row: f"{part.prefix}{part.index.name(row)}".encode() for row in np.unique(rows).tolist()}
-            keys[here] = [names[row] for row in rows.tolist()]
+                table[field][here] = part.index.table[field][self._row[here]]
+            keys[here] = [f"{part.prefix}{part.index.name(row)}".encode() for row in self._row[here].tolist()]
         filters = " ".join(part.index.filters for part in parts if part.index.filters)
         return Index(shards=(name,) * blocks, table=table, keys=np.array(keys.tolist()), filters=filters)
 

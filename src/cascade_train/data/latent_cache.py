@@ -2,7 +2,7 @@
 
 The manifest and the index that the rows follow describe a cache. A unit is written whole and read by offset: two tars
 of the webdataset layout, samples and captions, and a table of where everything in them lies, written last: a unit that
-has one is done. What the tensors mean is known to the stage alone; assembly/cache_making.py makes them.
+has one is done. The stage decides what the tensors mean; assembly/cache_making.py makes them.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import safetensors.torch
 from torch import Tensor
 
 from cascade_train.data.index.rows import Index
+from cascade_train.data.storage.store import LocalFiles
 from cascade_train.data.tar.members import write_tar
 from cascade_train.errors import ConfigError, RunError
 from cascade_train.files.durable import replacing, write_durably
@@ -40,16 +41,12 @@ _PAYLOAD, _META = "safetensors", "json"
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a cache holds and what it was made from; every process that fills a cache writes the same one.
-
-    Attributes:
-        index: digest of the index, whose sizes are those that the pictures are trained at, 0 where a row takes no part.
-    """
+    """What a cache holds and what it was made from; every process that fills a cache writes the same one."""
 
     format: int = FORMAT
     rows: int  # of the source's index
     unit_samples: int  # rows of one unit
-    index: str
+    index: str  # digest of the index, whose sizes are those that the pictures are trained at, 0 = a row takes no part
     filters: str  # identity of the filters that chose the source's rows; empty = none
     sizes: list[list[int]]  # height and width in pixels of each shape that the source trains at, in its order
     tensors: Mapping[str, str]  # of a sample, by name: dtype, and shape for the square of the run's image size
@@ -88,10 +85,9 @@ def write_manifest(folder: Path, manifest: Manifest, index: Index) -> None:
                     f"out={folder} holds another cache: {difference}. Choose another folder, or remove it."
                 )
             return
-        text = json.dumps(dataclasses.asdict(manifest), indent=1, sort_keys=True)
-        shards = np.array(index.shards)
         with replacing(folder / INDEX, racing=True) as partial:
-            np.savez(partial, table=index.table, keys=index.keys, shards=shards)
+            np.savez(partial, table=index.table, keys=index.keys, shards=np.array(index.shards))
+        text = json.dumps(dataclasses.asdict(manifest), indent=1, sort_keys=True)
         write_durably(folder / MANIFEST, text, racing=True)
     except OSError as error:
         raise ConfigError(f"out={folder} cannot be written ({error}). Choose another folder.") from error
@@ -110,11 +106,7 @@ def first_difference(manifest: Manifest, other: Manifest) -> str | None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return the manifest of a cache.
-
-    Raises:
-        ConfigError: there is none, or it is damaged or of another version of the library.
-    """
+    """Return the manifest; a ConfigError where there is none, or it is damaged or of another version of the library."""
     path = folder / MANIFEST
     if not path.is_file():
         raise ConfigError(
@@ -131,19 +123,11 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def read_index(folder: Path, manifest: Manifest) -> Index:
-    """Return the index that a cache follows.
-
-    Raises:
-        ConfigError: it is damaged.
-    """
+    """Return the index that a cache follows; a ConfigError where it is damaged."""
     try:
         with (folder / INDEX).open("rb") as file, np.load(file, allow_pickle=False) as parts:
-            index = Index(
-                shards=tuple(parts["shards"].tolist()),
-                table=parts["table"],
-                keys=parts["keys"],
-                filters=manifest.filters,
-            )
+            shards = tuple(parts["shards"].tolist())
+            index = Index(shards=shards, table=parts["table"], keys=parts["keys"], filters=manifest.filters)
     except Exception as error:  # numpy and zipfile answer damage in many ways
         raise ConfigError(f"{folder / INDEX} is damaged ({error}). Remove the cache and make it again.") from error
     if index.digest != manifest.index:
@@ -203,14 +187,14 @@ def write_unit(
     Samples are given by row, some of which may be missing; captions as tensors by caption.
     """
     work = Path(tempfile.mkdtemp(dir=folder, prefix=f".unit-{unit:06d}-"))
-    rows, named = manifest.rows_of(unit), {caption_digest(caption): caption for caption in captions}
+    named = {caption_digest(caption): caption for caption in captions}
     try:
         tars = [
             write_tar(samples_tar(work, unit), _sample_parts(samples)),
             write_tar(captions_tar(work, unit), _caption_parts(named, captions)),
         ]
         of_samples, of_captions = (_spans(tar) for tar in tars)
-        names = [(f"{_row_key(row)}.{_PAYLOAD}", f"{_row_key(row)}.{_META}") for row in rows]
+        names = [(f"{row:09d}.{_PAYLOAD}", f"{row:09d}.{_META}") for row in manifest.rows_of(unit)]
         np.savez(
             table_file(work, unit),
             samples=np.array([[of_samples.get(name, (0, 0, 0)) for name in pair] for pair in names], dtype=SPAN),
@@ -262,13 +246,8 @@ def is_whole(folder: Path, unit: int, manifest: Manifest) -> bool:
 class PayloadReader:
     """Reads spans of files and compares their checksums. Copies in other processes, by fork or pickle, may read on."""
 
-    MOST_OPEN_FILES = 64
-
     def __init__(self) -> None:
-        self._descriptors: dict[Path, int] = {}
-
-    def __getstate__(self) -> dict[str, object]:
-        return {"_descriptors": {}}
+        self._files = LocalFiles()
 
     def read(self, path: Path, span: np.void) -> bytes:
         """Return the bytes of a span.
@@ -277,7 +256,7 @@ class PayloadReader:
             RunError: their checksum is wrong.
             OSError: the file cannot be read.
         """
-        content = os.pread(self._descriptor(path), int(span["bytes"]), int(span["start"]))
+        content = os.pread(self._files.descriptor(str(path)), int(span["bytes"]), int(span["start"]))
         if zlib.crc32(content) != span["crc32"]:
             raise RunError(
                 f"{path} is damaged at byte {span['start']}: run cascade-train cache again with the same"
@@ -285,22 +264,11 @@ class PayloadReader:
             )
         return content
 
-    def _descriptor(self, path: Path) -> int:
-        if path not in self._descriptors:
-            if len(self._descriptors) >= self.MOST_OPEN_FILES:
-                os.close(self._descriptors.pop(next(iter(self._descriptors))))
-            self._descriptors[path] = os.open(path, os.O_RDONLY)
-        return self._descriptors[path]
-
-
-def _row_key(row: int) -> str:
-    return f"{row:09d}"
-
 
 def _sample_parts(samples: Mapping[int, CachedSample]) -> Iterable[Mapping[str, Any]]:
     for row, sample in sorted(samples.items()):
         meta = json.dumps(sample.meta, sort_keys=True, default=_plain).encode()
-        yield {"__key__": _row_key(row), _PAYLOAD: _payload(sample.tensors), _META: meta}
+        yield {"__key__": f"{row:09d}", _PAYLOAD: _payload(sample.tensors), _META: meta}
 
 
 def _plain(value: Any) -> Any:

@@ -24,15 +24,8 @@ class Mixture(JoinedSource):
     """Sources by name. Crop, buckets and workers are the mixture's; captions and filters are each source's own.
 
     A sample that comes more than once in an epoch is another sample each time, with draws of its own. Where a number
-    is not whole, the samples that come once more are the same in every epoch.
-
-    Attributes:
-        sources: what is mixed, by names of your own.
-        repeats: how often the samples of a source come in an epoch, by its name; fractions take a part of them once
-            more, below 1 only a part; null or left out = once.
-        shares: of each source among all samples of an epoch, by its name, or equal. The source that there is least
-            of for its share, once per sample; the others are repeated until it is met. null = by size.
-        loss_weights: of each source, by its name; null or left out = 1.
+    is not whole, the samples that come once more are the same in every epoch. With `shares`, every sample comes at
+    least once, and sources are repeated until their shares are met.
     """
 
     sources: dict[str, Source]
@@ -51,42 +44,27 @@ class Mixture(JoinedSource):
             raise ValueError("data.repeats and data.shares both say how often samples come: set one of them to null")
         for key in ("repeats", "shares", "loss_weights"):
             given = getattr(self, key)
-            if isinstance(given, Mapping):
-                self._check_numbers(key, given)
+            for name, number in given.items() if isinstance(given, Mapping) else ():
+                if name not in self.sources:
+                    raise ValueError(f"data.{key}.{name} names no source; there are {', '.join(self.sources)}")
+                if number <= 0:
+                    raise ValueError(f"data.{key}.{name}={number} must be above 0; leave the source out instead")
         if isinstance(self.shares, Mapping) and (missing := set(self.sources) - set(self.shares)):
             raise ValueError(f"data.shares has none for {', '.join(sorted(missing))}: give every source a share")
         super().__post_init__()
-
-    def _check_numbers(self, key: str, given: Mapping[str, float]) -> None:
-        for name, number in given.items():
-            if name not in self.sources:
-                raise ValueError(f"data.{key}.{name} names no source; there are {', '.join(self.sources)}")
-            if number <= 0:
-                raise ValueError(f"data.{key}.{name}={number} must be above 0; leave the source out instead")
 
     def joined(self) -> dict[str, Source]:
         """See `JoinedSource.joined`."""
         return {f"sources.{name}": source for name, source in self.sources.items()}
 
     def open(self) -> Index:
-        """Open every source and lay their samples out, as often as they come.
-
-        Raises:
-            ConfigError: a source has no samples, or none to read at a place; see also the sources' own.
-            RunError: see the sources' own.
-        """
+        """Open every source and lay their samples out, as often as they come. Raises as theirs."""
         opened = {name: Part.opened(source) for name, source in self.sources.items()}
         factors = self._factors({name: len(part.rows) for name, part in opened.items()})
-        weights = self.loss_weights or {}
-        parts = [
-            replace(
-                part,
-                rows=_repeated(name, part, factors[name]),
-                prefix=f"{name}/",
-                weight=weights.get(name, 1.0),
-            )
-            for name, part in opened.items()
-        ]
+        parts = []
+        for name, part in opened.items():
+            weight = (self.loss_weights or {}).get(name, 1.0)
+            parts.append(replace(part, rows=_repeated(name, part, factors[name]), prefix=f"{name}/", weight=weight))
         total = sum(len(part.rows) for part in parts)
         for name, part in zip(opened, parts, strict=True):
             _log.info(

@@ -6,19 +6,18 @@ imported where a file is opened.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from cascade_train.data.decoding.decode import upright_size
 from cascade_train.data.file_source import TableRows, TableSource
-from cascade_train.data.index.cache import default_cache_dir, read_cache, write_cache
+from cascade_train.data.index.cache import cache_file, default_cache_dir, read_cache, write_cache
 from cascade_train.data.index.rows import ROW_FIELDS
 from cascade_train.data.sample import RawSample, UnreadableSampleError
 from cascade_train.errors import ConfigError, install_hint
@@ -34,8 +33,7 @@ _BATCH = 64  # rows that become Python values at once
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Columns:
+class Columns(NamedTuple):
     """The columns that are read, by what they hold; their text names cached indexes."""
 
     image: str
@@ -43,26 +41,10 @@ class Columns:
     width: str | None
     height: str | None
 
-    def names(self) -> list[str]:
-        """Return those that are configured."""
-        return [name for name in (self.image, self.caption, self.width, self.height) if name is not None]
-
 
 @dataclass(kw_only=True)
 class Parquet(TableSource):
-    """Rows of parquet files. A row group is read whole, and what the window mixes stays in memory, in every worker.
-
-    Attributes:
-        path: of a file, a folder with files and folders of them, or a list of both.
-        image_column: with encoded pictures, or paths, or both as {bytes, path}.
-        caption_column: with the caption; null = captions are made by `captions` alone.
-        width_column: with the width in pixels of the upright picture, so that no header is read to find it; null =
-            headers are read once.
-        height_column: with the height.
-        root: folder that paths are relative to; null = the file's own.
-        index_dir: folder for the cached index; None = beside the file, else the user's cache folder.
-        row_filters: conditions on the columns: a list of [key, condition], or a mapping; None = all rows.
-    """
+    """Rows of parquet files. A row group is read whole, and what the window mixes stays in memory, in every worker."""
 
     width_column: str | None
     height_column: str | None
@@ -71,9 +53,7 @@ class Parquet(TableSource):
         if (self.width_column is None) != (self.height_column is None):
             raise ValueError("data.width_column and data.height_column belong together: set both, or none")
         super().__post_init__()
-        self._columns = Columns(
-            image=self.image_column, caption=self.caption_column, width=self.width_column, height=self.height_column
-        )
+        self._columns = Columns(self.image_column, self.caption_column, self.width_column, self.height_column)
         self._groups = RowGroups(self.shuffle_window_shards + 1)
         self._gives_sizes = self.width_column is not None
 
@@ -116,14 +96,10 @@ class Parquet(TableSource):
         return f"{path.name}#{number}"
 
     def _scan(self, path: Path) -> TableRows:
-        table, keys, unfilled = load_file(path, self._columns, self._cache_dir)
-        return TableRows(
-            table=table,
-            keys=keys,
-            names=[key.decode() for key in keys[table["bytes"] < 0].tolist()],
-            unfilled=unfilled,
-            verdicts=self._verdicts(path, table),
-        )
+        found = load_file(path, self._columns, self._cache_dir)
+        table, keys, unfilled = found["table"], found["keys"], int(found["unfilled"])
+        names = [key.decode() for key in keys[table["bytes"] < 0].tolist()]
+        return TableRows(table=table, keys=keys, names=names, unfilled=unfilled, verdicts=self._verdicts(path, table))
 
     def _verdicts(self, path: Path, table: np.ndarray) -> np.ndarray:
         verdicts = np.zeros((len(table), 1 + len(self._filters)), dtype=np.int64)
@@ -143,7 +119,7 @@ class Parquet(TableSource):
         """Read one row, its row group from memory where it is there."""
         entry = self._index.table[row]
         path, group = self._shards[entry["shard"]]
-        names = None if self.captions.needs_values else self._columns.names()
+        names = None if self.captions.needs_values else list(filter(None, self._columns))
         values = self._groups.row(path, group, int(entry["row"]), names)
         image, name = picture_of(values[self.image_column])
         if image is None:
@@ -158,12 +134,7 @@ class Parquet(TableSource):
 
 
 def open_parquet(path: Path) -> Any:
-    """Open a file with pyarrow.
-
-    Raises:
-        ConfigError: pyarrow is not installed, or the file is not a parquet file.
-        OSError: the file cannot be read.
-    """
+    """Open a file with pyarrow; a ConfigError where that is not installed, or the file is no parquet file."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -177,46 +148,44 @@ def open_parquet(path: Path) -> Any:
         raise ConfigError(f"data.path: {path} is no parquet file that can be read: {error}") from error
 
 
-def load_file(path: Path, columns: Columns, cache_dir: Path | None) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return table and keys of a file's rows, and how many have no picture or no caption, cached while it is unchanged.
+def load_file(path: Path, columns: Columns, cache_dir: Path | None) -> Mapping[str, np.ndarray]:
+    """Return what `scan_file` finds, cached while the file is unchanged."""
+    stat = path.stat()
+    text = f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}|{columns}|{_FORMAT}"
+    cached = cache_file(default_cache_dir(path) if cache_dir is None else cache_dir, path.stem, text)
+    kept = read_cache(cached)
+    if kept is None or not kept.keys() >= {"table", "keys", "unfilled"}:
+        kept = scan_file(path, columns)
+        write_cache(cached, kept, required=cache_dir is not None)
+    return kept
+
+
+def scan_file(path: Path, columns: Columns) -> dict[str, np.ndarray]:
+    """Read the columns of every row, and the headers of the pictures that lie in them.
 
     Returns:
-        (N,) structured array with the fields of `PARQUET_FIELDS`, -1 bytes where the picture is a file; (N,) bytes, the
-        picture's path where it has one; the number of rows that are left out.
+        `table`, (N,) with the fields of `PARQUET_FIELDS`, -1 bytes where the picture is a file; `keys`, (N,) bytes, the
+        picture's path where it has one; `unfilled`, the number of rows without a picture or a caption, left out.
 
     Raises:
         ConfigError: it is not a parquet file, or a picture is of another type.
-        OSError: it cannot be read.
     """
-    stat = path.stat()
-    text = f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}|{columns}|{_FORMAT}"
-    folder = default_cache_dir(path) if cache_dir is None else cache_dir
-    cached = folder / f"{path.stem}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.npz"
-    kept = read_cache(cached)
-    if kept is not None and kept.keys() >= {"table", "keys", "unfilled"}:
-        return kept["table"], kept["keys"], int(kept["unfilled"])
-    table, keys, unfilled = scan_file(path, columns)
-    write_cache(cached, {"table": table, "keys": keys, "unfilled": np.array(unfilled)}, required=cache_dir is not None)
-    return table, keys, unfilled
-
-
-def scan_file(path: Path, columns: Columns) -> tuple[np.ndarray, np.ndarray, int]:
-    """Read the columns of every row, and the headers of the pictures that lie in them. See `load_file`."""
-    rows, keys, number = [], [], 0
+    rows, keys, number, names = [], [], 0, list(filter(None, columns))
     with open_parquet(path) as file:
         for group in range(file.num_row_groups):
-            for place, values in enumerate(read_rows(file, group, columns.names())):
+            for place, values in enumerate(read_rows(file, group, names)):
                 number += 1
                 image, name = picture_of(values[columns.image])
                 if (image or name) and (columns.caption is None or values[columns.caption]):
                     rows.append((group, *_upright_size(image, values, columns), place, len(image) if image else -1))
                     keys.append((name or f"{path.name}/{number - 1:08d}").encode(errors="replace"))
-    return np.array(rows, dtype=PARQUET_FIELDS), np.array(keys, dtype=bytes), number - len(rows)
+    table = np.array(rows, dtype=PARQUET_FIELDS)
+    return {"table": table, "keys": np.array(keys, dtype=bytes), "unfilled": np.array(number - len(rows))}
 
 
-def read_rows(file: Any, group: int, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+def read_rows(file: Any, group: int, names: list[str]) -> Iterator[dict[str, Any]]:
     """Yield the rows of a row group, with these columns."""
-    for batch in file.read_row_group(group, columns=list(names), use_threads=False).to_batches(_BATCH):
+    for batch in file.read_row_group(group, columns=names, use_threads=False).to_batches(_BATCH):
         try:
             yield from batch.to_pylist()
         except (ValueError, OverflowError):  # a text that is not UTF-8, a date beyond all calendars
@@ -239,11 +208,7 @@ def _present(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def picture_of(value: Any) -> tuple[bytes | None, str]:
-    """Return an encoded picture, or None, and its path, empty where it has none.
-
-    Raises:
-        ConfigError: the value is neither.
-    """
+    """Return an encoded picture, or None, and its path, empty where it has none."""
     if isinstance(value, Mapping):
         return value.get("bytes"), value.get("path") or ""
     if isinstance(value, str):
@@ -275,7 +240,7 @@ class RowGroups:
     def __getstate__(self) -> dict[str, Any]:
         return {"_capacity": self._capacity, "_kept": OrderedDict()}
 
-    def row(self, path: Path, group: int, row: int, names: Sequence[str] | None) -> dict[str, Any]:
+    def row(self, path: Path, group: int, row: int, names: list[str] | None) -> dict[str, Any]:
         """Return one row of a row group by column; `names` are the columns, the same in every call, None = all.
 
         Raises:
@@ -290,11 +255,11 @@ class RowGroups:
         return _plain_row(self._kept[path, group].slice(row, 1))
 
 
-def _read_group(path: Path, group: int, names: Sequence[str] | None) -> Any:
+def _read_group(path: Path, group: int, names: list[str] | None) -> Any:
     import pyarrow
 
     try:
         with open_parquet(path) as file:
-            return file.read_row_group(group, columns=None if names is None else list(names), use_threads=False)
+            return file.read_row_group(group, columns=names, use_threads=False)
     except (pyarrow.ArrowException, ConfigError) as error:
         raise UnreadableSampleError(f"row group {group} of {path} is damaged: {error}") from error

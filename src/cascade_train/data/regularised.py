@@ -22,12 +22,6 @@ class Regularised(JoinedSource):
     One epoch holds the smaller side as often as it takes to come closest to the share; each time a picture comes it
     is another sample, with draws of its own. All shards of both are mixed with each other, so that every batch holds
     about the share, however the two are cut into shards.
-
-    Attributes:
-        source: what is to be learned.
-        regularisation: what is not to be forgotten.
-        share: of the regularisation samples among all, between 0 and 1.
-        weight: of a regularisation sample's loss, above 0; the others have 1.
     """
 
     source: Source

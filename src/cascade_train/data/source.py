@@ -32,42 +32,12 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class Source(abc.ABC):
-    """Where samples come from. The constructor checks ranges and touches no file.
+    """Where samples come from. The constructor checks ranges and touches no file; conf/data documents the options.
 
     A resume and a cache hold to every option, except where its annotation declares it to be `Free` or `Order`.
-
-    Attributes:
-        is_cache: whether it holds what a cache was filled with, and no pictures.
-        image_size: side of the square training picture in pixels; other shapes have about its area.
-        crop: which part of a picture that has another shape than its batch: the middle, one drawn anew each epoch, or
-            the most salient one.
-        shuffle_window_shards: shards whose samples are mixed with each other; larger mixes better, smaller
-            keeps reads close together.
-        num_workers: processes that read and decode; 0 reads in the training process.
-        worker_start: how a worker process starts.
-        captions: makes each sample's caption from what `read` returns.
-        size_filters: conditions on the size of each picture, in the forms of `row_filters`, on width, height,
-            short_side, long_side, aspect_ratio and megapixels; None = pictures of all sizes.
-        quarantine: a run, or a list that it left, whose unreadable samples are left out; None = all are tried.
-        flip_prob: probability of a horizontal flip, drawn anew each epoch.
-        max_pixels: pixels of the largest picture that is decoded; larger ones count as unreadable. None = any.
-        max_file_mib: size of the largest picture or mask file; larger ones count as unreadable. None = any.
-        max_text_kib: size of the largest caption, json or yaml; larger ones count as unreadable. None = any.
-        max_unreadable_share: share of unreadable samples above which a run stops.
-        max_wait_seconds: how long to wait for one batch of the workers before the run stops; None = for ever.
-        aspect_ratios: shapes of the training pictures, width to height: fractions or decimals, whose reciprocals are
-            added, or a preset, original or wide; None = squares.
-        buckets: how sizes follow from the ratios, and which pictures are too small.
-        leftover: what becomes of samples that fill no global batch of their shape when an epoch ends: `carry` = they
-            wait for the next epoch's, `drop` = they are left out, `flush` = they fill a batch together with repeats
-            that do not count.
-        replacement: draw shards with replacement, so that an epoch misses some and repeats others.
-        num_examples_to_see: samples after which the run ends; None = no limit.
-        on_change: what a resume does where the data, its order or the batch size changed: `refuse`, or `restart`, which
-            begins another epoch, or with another batch size continues the same one.
     """
 
-    is_cache: ClassVar[bool] = False
+    is_cache: ClassVar[bool] = False  # whether it holds what a cache was filled with, and no pictures
     image_size: int
     crop: Literal["center", "random", "saliency"]
     shuffle_window_shards: Order[int]
@@ -151,11 +121,7 @@ class Source(abc.ABC):
         return self._bucket_table
 
     def quarantine_selectors(self) -> list[RowSelector]:
-        """Return what leaves out the samples that `quarantine` lists.
-
-        Raises:
-            ConfigError: there is no such list.
-        """
+        """Return what leaves out the samples that `quarantine` lists; a ConfigError where there is no such list."""
         if self.quarantine is None:
             return []
         return [partial(quarantine_selection, read_quarantine(Path(self.quarantine).expanduser()))]

@@ -5,11 +5,10 @@ The rows of a table are read in order once, and later one by one at their places
 
 from __future__ import annotations
 
-import abc
+import contextlib
 import csv
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -29,15 +28,7 @@ TABLE_FIELDS = [*ROW_FIELDS, ("bytes", "<i8"), ("row_start", "<i8"), ("row_bytes
 class Table(TableSource):
     """Rows of tables, each with the path of a picture and its caption. A picture may come in several rows.
 
-    Attributes:
-        path: of a table, or a list of them: .csv or .tsv with the columns' names in the first row, .jsonl with a
-            mapping in each line.
-        image_column: with the picture's path.
-        caption_column: with the caption, in jsonl also a list of them; null = captions are made by `captions` alone.
-        mask_column: with the path of a mask, white where the loss counts; null = none.
-        root: folder that the paths are relative to; null = the table's own.
-        index_dir: folder for the cached index; None = beside the table, else the user's cache folder.
-        row_filters: conditions on the columns: a list of [key, condition], or a mapping; None = all rows.
+    The columns' names are in the first row; a .jsonl has a mapping in each line, and may list several captions.
     """
 
     mask_column: str | None
@@ -47,14 +38,14 @@ class Table(TableSource):
         wanted = {column for column in (self.image_column, self.caption_column, self.mask_column) if column is not None}
         for path in self._paths:
             columns: dict[str, None] = {}
-            for _, _, values in table_file(path).rows():
+            for _, _, values in TableFile(path).rows():
                 columns.update(dict.fromkeys(values))
                 if wanted <= columns.keys():
                     break
             self._check_columns(path, columns)
 
     def _tables(self) -> list[Path]:
-        self._files = {path: table_file(path) for path in self._paths}
+        self._files = {path: TableFile(path) for path in self._paths}
         return self._paths
 
     def _scan(self, path: Path) -> TableRows:
@@ -69,19 +60,16 @@ class Table(TableSource):
                 continue
             places.append((0, 0, 0, -1, start, size))
             names.append(str(values[self.image_column]))
-            verdicts.append(self._filters.judge(_with_numbers(values)) if len(self._filters) else [])
+            if len(self._filters):
+                verdicts.append(self._filters.judge({key: _number(value) for key, value in values.items()}))
         self._check_columns(path, columns)
         if not names:
             raise ConfigError(
                 f"data.path={path} holds no row with a picture and a caption; {unfilled} lack one of them"
             )
-        return TableRows(
-            table=np.array(places, dtype=TABLE_FIELDS),
-            keys=np.array([name.encode(errors="replace") for name in names]),
-            names=names,
-            unfilled=unfilled,
-            verdicts=np.array(verdicts),
-        )
+        table, keys = np.array(places, dtype=TABLE_FIELDS), np.array([name.encode(errors="replace") for name in names])
+        judged = np.array(verdicts) if verdicts else np.zeros((len(names), 0))
+        return TableRows(table=table, keys=keys, names=names, unfilled=unfilled, verdicts=judged)
 
     def _usable(self, path: Path, rows: TableRows) -> TableRows:
         usable = super()._usable(path, rows)
@@ -108,13 +96,22 @@ class Table(TableSource):
         )
 
 
-class TableFile(abc.ABC):
-    """A table in a file in UTF-8."""
+DELIMITERS = {".csv": ",", ".tsv": "\t", ".jsonl": None, ".ndjson": None}
+"""What separates the cells of a row, by a file's extension; None = each line is a json mapping."""
+
+
+class TableFile:
+    """A table in a file in UTF-8; its cells may be quoted and span lines."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        """Raise a ConfigError where the extension is unknown, or there is no such file."""
+        if path.suffix.lower() not in DELIMITERS:
+            known = ", ".join(DELIMITERS)
+            raise ConfigError(f"data.path={path} is no table that can be read: give a file ending in {known}")
+        if not path.is_file():
+            raise ConfigError(f"data.path={path} is not there; paths are relative to the current folder, {Path.cwd()}")
+        self.path, self._delimiter = path, DELIMITERS[path.suffix.lower()]
 
-    @abc.abstractmethod
     def rows(self) -> Iterator[tuple[int, int, Mapping[str, Any]]]:
         """Read start and size in bytes of each row, and its values by column; empty lines do not count.
 
@@ -122,14 +119,34 @@ class TableFile(abc.ABC):
             ConfigError: the file does not have the form of a table.
             OSError: it cannot be read.
         """
+        with self.path.open("rb") as file:
+            lines, start = _Lines(file, self.path), 0
+            for values in self._json_rows(lines) if self._delimiter is None else self._cell_rows(lines):
+                if values is not None:
+                    yield start, lines.end - start, values
+                start = lines.end
 
-    @abc.abstractmethod
-    def values(self, text: str) -> Mapping[str, Any]:
-        """Return the values of a row by its text. Only after `rows` was begun.
+    def _json_rows(self, lines: _Lines) -> Iterator[Mapping[str, Any] | None]:
+        for number, line in enumerate(lines, start=1):
+            try:
+                yield self._values(line) if line.strip() else None
+            except ValueError as error:
+                raise ConfigError(
+                    f"data.path: {self.path}, line {number} is no json mapping, as {{...}}: {error}"
+                ) from error
 
-        Raises:
-            ValueError: the text is not a row.
-        """
+    def _cell_rows(self, lines: _Lines) -> Iterator[Mapping[str, Any] | None]:
+        reader = csv.reader(lines, delimiter=str(self._delimiter), strict=True)
+        try:
+            self._columns = next(reader, [])
+            yield None
+            for cells in reader:
+                yield dict(zip(self._columns, cells, strict=False)) if cells else None
+        except csv.Error as error:
+            raise ConfigError(
+                f"data.path: {self.path}, line {reader.line_num}: {error}; cells with quotes or line ends must be"
+                " quoted"
+            ) from error
 
     def read(self, start: int, size: int) -> Mapping[str, Any]:
         """Read the row at a place that `rows` returned.
@@ -142,92 +159,19 @@ class TableFile(abc.ABC):
             file.seek(start)
             content = file.read(size)
         try:
-            return self.values(content.decode())
-        except ValueError as error:
+            return self._values(content.decode())
+        except (ValueError, csv.Error, StopIteration) as error:
             raise UnreadableSampleError(f"{self.path} has no row at byte {start}; it changed during the run") from error
 
-
-class DelimitedFile(TableFile):
-    """A file with the columns' names in its first row, and cells that may be quoted and span lines."""
-
-    def __init__(self, path: Path, *, delimiter: str = ",") -> None:
-        super().__init__(path)
-        self.delimiter = delimiter
-
-    def rows(self) -> Iterator[tuple[int, int, Mapping[str, Any]]]:
-        """See `TableFile`."""
-        with self.path.open("rb") as file:
-            lines = _Lines(file, self.path)
-            reader = csv.reader(lines, delimiter=self.delimiter, strict=True)
-            try:
-                self.columns = next(reader, [])
-                start = lines.end
-                for cells in reader:
-                    if cells:
-                        yield start, lines.end - start, self._by_column(cells)
-                    start = lines.end
-            except csv.Error as error:
-                raise ConfigError(
-                    f"data.path: {self.path}, line {reader.line_num}: {error}; cells with quotes or line ends must be"
-                    " quoted"
-                ) from error
-
-    def values(self, text: str) -> Mapping[str, Any]:
-        """See `TableFile`."""
-        try:
-            return self._by_column(next(csv.reader(text.splitlines(keepends=True), delimiter=self.delimiter)))
-        except (csv.Error, StopIteration) as error:
-            raise ValueError(str(error)) from error
-
-    def _by_column(self, cells: list[str]) -> dict[str, str]:
-        return dict(zip(self.columns, cells, strict=False))
-
-
-class JsonLines(TableFile):
-    """A file with a json mapping in every line."""
-
-    def rows(self) -> Iterator[tuple[int, int, Mapping[str, Any]]]:
-        """See `TableFile`."""
-        with self.path.open("rb") as file:
-            lines = _Lines(file, self.path)
-            start = 0
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    try:
-                        yield start, lines.end - start, self.values(line)
-                    except ValueError as error:
-                        raise ConfigError(
-                            f"data.path: {self.path}, line {number} is no json mapping, as {{...}}: {error}"
-                        ) from error
-                start = lines.end
-
-    def values(self, text: str) -> Mapping[str, Any]:
-        """See `TableFile`."""
+    def _values(self, text: str) -> Mapping[str, Any]:
+        """Return the values of a row by its text; of cells only once their columns' names were read."""
+        if self._delimiter is not None:
+            cells = next(csv.reader(text.splitlines(keepends=True), delimiter=self._delimiter))
+            return dict(zip(self._columns, cells, strict=False))
         values = read_json(text.removeprefix("\ufeff"))
         if not isinstance(values, dict):
             raise ValueError(f"it is a {type(values).__name__}")
         return values
-
-
-FORMATS: Mapping[str, Callable[[Path], TableFile]] = {
-    ".csv": DelimitedFile,
-    ".tsv": partial(DelimitedFile, delimiter="\t"),
-    ".jsonl": JsonLines,
-    ".ndjson": JsonLines,
-}
-
-
-def table_file(path: Path) -> TableFile:
-    """Return the reader of a table, by its extension.
-
-    Raises:
-        ConfigError: the extension is unknown, or there is no such file.
-    """
-    if path.suffix.lower() not in FORMATS:
-        raise ConfigError(f"data.path={path} is no table that can be read: give a file ending in {', '.join(FORMATS)}")
-    if not path.is_file():
-        raise ConfigError(f"data.path={path} is not there; paths are relative to the current folder, {Path.cwd()}")
-    return FORMATS[path.suffix.lower()](path)
 
 
 class _Lines(Iterator[str]):
@@ -248,15 +192,9 @@ class _Lines(Iterator[str]):
         return text
 
 
-def _with_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values with texts that are numbers as such, as filters compare them."""
-    return {key: _number(value) if isinstance(value, str) else value for key, value in values.items()}
-
-
-def _number(text: str) -> Any:
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
+def _number(value: Any) -> Any:
+    """Return a text that is a number as such, as filters compare it, and anything else as it is."""
+    for kind in (int, float) if isinstance(value, str) else ():
+        with contextlib.suppress(ValueError):
+            return kind(value)
+    return value

@@ -23,15 +23,8 @@ _ACTING = ("keep_first", "shuffle", "drop_prob", "max_tags", "max_characters")
 class Tags:
     """What becomes of a caption's tags. The defaults leave a caption as it is.
 
-    Attributes:
-        separator: what separates the tags of a caption, such as a comma; null = the caption is one text.
-        key: of the sample's json or columns, a list of tags that follow the caption: texts, or `{tag: smiling, weight:
-            0.8}`, or a mapping of tags to weights; null = none.
-        keep_first: tags at the beginning that are never moved or dropped.
-        shuffle: draw a new order each epoch; a tag of twice the weight comes first twice as often.
-        drop_prob: probability of leaving out each other tag, drawn anew each epoch.
-        max_tags: most tags of a caption, the kept ones included; null = all.
-        max_characters: of the caption; tags that would make it longer are left out, from the end; null = no limit.
+    `key` names a list of texts or of `{tag: smiling, weight: 0.8}`, or a mapping of tags to weights: in a shuffle, a
+    tag of twice the weight comes first twice as often.
     """
 
     separator: str | None = None
@@ -43,18 +36,6 @@ class Tags:
     max_characters: int | None = None
 
     def __post_init__(self) -> None:
-        self._check_ranges()
-        if self.separator is None and self.key is None:
-            acting = [name for name in _ACTING if getattr(self, name) != getattr(Tags, name)]
-            if acting:
-                raise ValueError(
-                    f"data.captions.tags.{acting[0]}={getattr(self, acting[0])} finds no tags: set"
-                    " data.captions.tags.separator, or data.captions.tags.key to the key that lists them"
-                )
-        self._separator = "," if self.separator is None else self.separator
-        self._joint = f"{self._separator.strip()} "
-
-    def _check_ranges(self) -> None:
         where = "data.captions.tags."
         if self.separator == "" or self.key == "":
             raise ValueError(f"{where}separator and key are texts; null, not an empty text, means none")
@@ -73,6 +54,15 @@ class Tags:
                 f"{where}keep_first={self.keep_first} has nothing to keep tags from: set {where}shuffle=true or"
                 f" {where}drop_prob, or leave it 0"
             )
+        if self.separator is None and self.key is None:
+            acting = [name for name in _ACTING if getattr(self, name) != getattr(Tags, name)]
+            if acting:
+                raise ValueError(
+                    f"{where}{acting[0]}={getattr(self, acting[0])} finds no tags: set {where}separator, or {where}key"
+                    " to the key that lists them"
+                )
+        self._separator = "," if self.separator is None else self.separator
+        self._joint = f"{self._separator.strip()} "
 
     @property
     def is_constant(self) -> bool:
@@ -88,24 +78,21 @@ class Tags:
         if self.separator is None and self.key is None:
             return caption
         head, tags = ([caption], []) if self.separator is None else ([], self._split(caption))
-        tags += self._listed(values)
+        listed = None if self.key is None else value_of(values, self.key)
+        if listed is not None:
+            tags += self._split(listed) if isinstance(listed, str) else weighted_texts(listed, str(self.key))
         kept, rest = tags[: self.keep_first], tags[self.keep_first :]
         if self.drop_prob > 0.0:
             rest = [tag for tag, u in zip(rest, _uniform(len(rest), generator), strict=True) if u >= self.drop_prob]
-        if self.shuffle:
-            rest = _shuffled(rest, generator)
+        if self.shuffle:  # each next one is drawn by weight from the rest
+            races = _races([weight for _, weight in rest], generator)
+            rest = [rest[i] for i in sorted(range(len(rest)), key=races.__getitem__, reverse=True)]
         words = [word for word in [*head, *(tag for tag, _ in kept)] if word]
         room = None if self.max_tags is None else self.max_tags - len(kept)
         return self._joined(words, [tag for tag, _ in rest[:room]])
 
     def _split(self, text: str) -> list[Weighted]:
         return [(tag, 1.0) for part in text.split(self._separator) if (tag := part.strip())]
-
-    def _listed(self, values: Mapping[str, Any]) -> list[Weighted]:
-        value = None if self.key is None else value_of(values, self.key)
-        if value is None or self.key is None:
-            return []
-        return self._split(value) if isinstance(value, str) else weighted_texts(value, self.key)
 
     def _joined(self, words: list[str], tags: list[str]) -> str:
         room = math.inf if self.max_characters is None else self.max_characters + len(self._joint)
@@ -119,11 +106,7 @@ class Tags:
 
 
 def weighted_texts(value: Any, key: str) -> list[Weighted]:
-    """Return the texts of a list with their weights, 1 where none is given.
-
-    Args:
-        value: texts, or mappings of one text and a `weight`; or one mapping of texts to weights.
-        key: of the value, for the message.
+    """Return texts with their weights, 1 where none is given, of a list of both or a mapping. See `Tags`.
 
     Raises:
         UnreadableSampleError: the value has another form, or a weight is not above 0.
@@ -149,22 +132,14 @@ def drawn(weights: Sequence[float], generator: torch.Generator) -> int:
     return max(range(len(weights)), key=_races(weights, generator).__getitem__)
 
 
-def _shuffled(tags: list[Weighted], generator: torch.Generator) -> list[Weighted]:
-    """Return the tags in an order in which each next one is drawn by weight from the rest."""
-    races = _races([weight for _, weight in tags], generator)
-    return [tags[i] for i in sorted(range(len(tags)), key=races.__getitem__, reverse=True)]
-
-
 def _races(weights: Sequence[float], generator: torch.Generator) -> list[float]:
     """Return a score per weight; each is the largest with probability in proportion (Efraimidis and Spirakis 2006)."""
-    import torch  # seconds to import; a configuration is checked before
-
-    u = torch.rand(len(weights), generator=generator, dtype=torch.float64)
-    return (torch.log1p(-u) / torch.tensor(list(weights), dtype=torch.float64)).tolist()
+    draws = _uniform(len(weights), generator)
+    return [math.log1p(-u) / weight for u, weight in zip(draws, weights, strict=True)]
 
 
 def _uniform(count: int, generator: torch.Generator) -> list[float]:
-    import torch
+    import torch  # seconds to import; a configuration is checked before
 
     return torch.rand(count, generator=generator, dtype=torch.float64).tolist()
 

@@ -2,9 +2,7 @@
 
 A filter has two halves. The first runs in the data workers, on one picture with its own generator, and returns small
 arrays. The second runs on the device, on the whole batch, and makes the map from them and from the pictures. A filter
-itself holds only its arguments: it is cheap to make and can be sent to a worker.
-
-Must not live here: any one filter; what a ControlNet does with the map (models/).
+itself holds only its arguments, which conf/filter documents; any one filter has a file of its own.
 
 Shape legend: B batch, C channels of the map, H W image size, h w size of the map (any).
 """
@@ -23,6 +21,7 @@ from torch.nn import functional as F
 
 from cascade_train.batch import SampleTransform
 from cascade_train.errors import ConfigError
+from cascade_train.options import check_least
 
 CONTROL = "control"
 """Name of a finished map among a batch's tensors, as a cache holds it; workers' arrays are named `control_…`."""
@@ -54,19 +53,13 @@ class ControlFilter(abc.ABC):
         """Return the half that runs in the workers; it can be pickled. By default it makes nothing.
 
         Every array it returns is named `control_…`. Called once in each training process, before any worker starts.
-
-        Raises:
-            ConfigError: a file that it needs is missing, or holds something else; with its licence and usual place.
+        Raises as `build`.
         """
         return make_nothing
 
     @abc.abstractmethod
     def build(self, *, device: torch.device, encode: Encode) -> ControlMap:
-        """Make the half that runs on the device.
-
-        Args:
-            device: where its modules go.
-            encode: the encoder of the stage that is controlled, for filters whose map is a latent.
+        """Make the half that runs on the device; `encode` is for filters whose map is a latent.
 
         Raises:
             ConfigError: a file that it needs is missing, or holds something else; with its licence and usual place.
@@ -130,11 +123,7 @@ def restored(image_BCHW: Tensor, made: Mapping[str, Tensor]) -> Tensor:
 def transform_images(
     transform: SampleTransform, image_BCHW: Tensor, generators: Sequence[torch.Generator]
 ) -> dict[str, Tensor]:
-    """Apply a filter's `sample_transform` in this process to pictures (B, 3, H, W) uint8, with a generator for each.
-
-    Returns:
-        Tensors (B, …) on the host, by name.
-    """
+    """Apply a `sample_transform` here to pictures (B, 3, H, W) uint8; returns tensors (B, …) on the host by name."""
     pairs = zip(image_BCHW.numpy(), generators, strict=True)
     made = [transform(image, generator) for image, generator in pairs]
     return {name: torch.from_numpy(np.stack([each[name] for each in made])) for name in made[0]}
@@ -145,6 +134,17 @@ def resized(map_BCHW: Tensor, size: Sequence[int]) -> Tensor:
     if map_BCHW.shape[-2:] == torch.Size(size):
         return map_BCHW
     return F.interpolate(map_BCHW, size=tuple(size), mode="bilinear", align_corners=False)
+
+
+def check_copy(resize: int | None, smallest: int = 1) -> None:
+    """Check the side of the square copy in which a filter looks."""
+    check_least("task.filter.resize", resize, smallest, "the side in pixels of a copy, or null for the picture itself")
+
+
+def check_threshold(pair: Sequence[float]) -> None:
+    """Check the range from which each sample draws a threshold."""
+    if len(pair) != 2 or not 0.0 <= pair[0] <= pair[1] <= 1.0:
+        raise ConfigError(f"task.filter.threshold={pair} must be two numbers with 0 <= low <= high <= 1, as [0.1, 0.4]")
 
 
 def pick(options: Sequence[int], generator: torch.Generator) -> int:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cascade_train.filters.base import ControlMap, Encode, ImageFilter, resized, restored
+from cascade_train.filters.base import ControlMap, Encode, ImageFilter, check_copy, resized, restored
 from cascade_train.filters.parts.requirements import opencv, require
 
 
@@ -17,11 +17,6 @@ class CannyFilter(ImageFilter):
     """One channel, 1 on edges: found in a small copy, and brought back to the picture's size.
 
     Stable Cascade, modules/controlnet.py, `CannyFilter`. The small copy is square whatever the picture's sides are.
-
-    Args:
-        resize: side in pixels of the copy in which edges are searched; null = the picture itself.
-        low: gradient above which a pixel continues an edge, of 8-bit colours.
-        high: gradient above which a pixel begins one.
 
     Raises:
         ConfigError: OpenCV is not installed.
@@ -35,10 +30,7 @@ class CannyFilter(ImageFilter):
 
     def __post_init__(self) -> None:
         require("cv2")
-        if self.resize is not None and self.resize < 1:
-            raise ValueError(
-                f"resize={self.resize}: edges are searched in a copy of this side, give 1 px or more, or null"
-            )
+        check_copy(self.resize)
         if not 0 <= self.low <= self.high:
             raise ValueError(f"low={self.low}, high={self.high}: edges need 0 <= low <= high; raise high, or lower low")
 

@@ -15,7 +15,7 @@ from cascade_train.batch import SampleTransform
 from cascade_train.errors import ConfigError
 from cascade_train.filters.base import ControlFilter, ControlMap, Encode, between
 from cascade_train.filters.parts.requirements import WeightsFile, find_file, open_session, opencv, require
-from cascade_train.options import File
+from cascade_train.options import File, check_least, check_share
 
 if TYPE_CHECKING:
     from onnxruntime import InferenceSession
@@ -61,15 +61,8 @@ LANDMARKS = np.array(
 class IdentityFilter(ControlFilter):
     """512 channels for each 32 x 32 pixels: the vector of the face that is there, zeros elsewhere.
 
-    Stable Cascade, modules/controlnet.py, `IdentityFilter`. Faces are found and recognised in the data workers, on one
-    thread each.
-
-    Args:
-        detector: an SCRFD network, a local `.onnx` file or `owner/name:file` on the hub.
-        recogniser: an ArcFace network of 512 numbers, a local `.onnx` file or `owner/name:file` on the hub.
-        max_faces: in a picture; of more, large ones near the middle are chosen.
-        p_drop: share of faces that are left out, in [0, 1].
-        p_full: share of pictures with one face whose vector fills the whole map, in [0, 1].
+    Stable Cascade, modules/controlnet.py, `IdentityFilter`. Faces are found by an SCRFD network and recognised by an
+    ArcFace network of 512 numbers, both in the data workers, on one thread each.
 
     Raises:
         ConfigError: onnxruntime or OpenCV is not installed.
@@ -86,25 +79,29 @@ class IdentityFilter(ControlFilter):
     def __post_init__(self) -> None:
         require("onnxruntime")
         require("cv2")
-        if self.max_faces < 1:
-            raise ValueError(f"max_faces={self.max_faces}: a map without faces says nothing, give 1 or more")
-        for key, share in (("p_drop", self.p_drop), ("p_full", self.p_full)):
-            if not 0.0 <= share <= 1.0:
-                raise ValueError(f"{key}={share}: is a share of faces, give a number between 0 and 1")
+        check_least("task.filter.max_faces", self.max_faces, 1, "a map without faces says nothing")
+        check_share("task.filter.p_drop", self.p_drop, "it is a share of faces")
+        check_share("task.filter.p_full", self.p_full, "it is a share of pictures")
         self.deterministic = self.p_drop in (0.0, 1.0) and self.p_full in (0.0, 1.0)
 
     def sample_transform(self) -> SampleTransform:
         """Return what finds faces, once both networks were read."""
+        self._sessions()
+        return self._find
+
+    def _sessions(self) -> list[InferenceSession]:
+        """Return detector and recogniser, which are opened once in each process."""
+        sessions = []
         for source, known, wanted in ((self.detector, DETECTOR, OUTPUTS), (self.recogniser, RECOGNISER, 1)):
-            found = len(open_session(find_file(source, known), known).get_outputs())
+            sessions.append(open_session(find_file(source, known), known))
+            found = len(sessions[-1].get_outputs())
             if found != wanted:
                 raise ConfigError(f"{known.key}={source}: is a network of {found} outputs, not of {wanted}. {known}")
-        return self._find
+        return sessions
 
     def _find(self, image: np.ndarray, generator: torch.Generator) -> Mapping[str, np.ndarray]:
         pixels = np.ascontiguousarray(image.transpose(1, 2, 0))
-        detector = open_session(find_file(self.detector, DETECTOR), DETECTOR)
-        recogniser = open_session(find_file(self.recogniser, RECOGNISER), RECOGNISER)
+        detector, recogniser = self._sessions()
         found = detect(detector, pixels, max_faces=self.max_faces)
         faces = np.zeros((self.max_faces, WIDTH), dtype=np.float32)
         for place, landmarks in enumerate(found.landmarks):

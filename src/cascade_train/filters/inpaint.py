@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cascade_train.batch import SampleTransform
-from cascade_train.filters.base import ControlFilter, ControlMap, Encode, between
+from cascade_train.filters.base import ControlFilter, ControlMap, Encode, between, check_threshold
 from cascade_train.filters.parts.requirements import WeightsFile, find_file, load_weights, opencv, require
-from cascade_train.options import File
+from cascade_train.options import File, check_share
 
 SALIENCY = WeightsFile(
     key="task.filter.weights",
@@ -50,11 +50,6 @@ class InpaintFilter(ControlFilter):
     Without weights the hole is a random box, or strokes of a brush. With weights it is what a network finds salient,
     as in Stable Cascade, modules/controlnet.py, `InpaintFilter`; there all pictures of a batch share their draws.
 
-    Args:
-        weights: of the saliency network, a local file or `owner/name:file` on the hub; null = random holes.
-        threshold: saliency above which a pixel belongs to the hole, drawn between these two; with weights alone.
-        p_outpaint: share of samples whose hole is everything else, in [0, 1].
-
     Raises:
         ConfigError: OpenCV, which draws random holes, is not installed.
     """
@@ -66,12 +61,8 @@ class InpaintFilter(ControlFilter):
     p_outpaint: float
 
     def __post_init__(self) -> None:
-        if len(self.threshold) != 2 or not 0.0 <= self.threshold[0] <= self.threshold[1] <= 1.0:
-            raise ValueError(
-                f"threshold={self.threshold}: is drawn between two shares, give [low, high] with low <= high"
-            )
-        if not 0.0 <= self.p_outpaint <= 1.0:
-            raise ValueError(f"p_outpaint={self.p_outpaint}: is a share of the samples, give a number between 0 and 1")
+        check_threshold(self.threshold)
+        check_share("task.filter.p_outpaint", self.p_outpaint, "it is a share of the samples")
         if self.weights is None:
             require("cv2")
         fixed = self.threshold[0] == self.threshold[1] and self.p_outpaint in (0.0, 1.0)
@@ -85,18 +76,14 @@ class InpaintFilter(ControlFilter):
         return self._draw_threshold
 
     def _draw_mask(self, image: np.ndarray, generator: torch.Generator) -> Mapping[str, np.ndarray]:
-        _, height, width = image.shape
-        mask = random_mask(height, width, generator)
-        outpaint = between(0, 1, generator) < self.p_outpaint
-        return {"control_mask": mask ^ np.uint8(outpaint)}
+        mask = random_mask(*image.shape[1:], generator)
+        return {"control_mask": mask ^ np.uint8(between(0, 1, generator) < self.p_outpaint)}
 
     def _draw_threshold(self, image: np.ndarray, generator: torch.Generator) -> Mapping[str, np.ndarray]:
         low, high = self.threshold
-        threshold = between(low, high, generator)
-        outpaint = between(0, 1, generator) < self.p_outpaint
         return {
-            "control_threshold": np.full((1, 1, 1), threshold, dtype=np.float32),
-            "control_outpaint": np.full((1, 1, 1), outpaint),
+            "control_threshold": np.full((1, 1, 1), between(low, high, generator), dtype=np.float32),
+            "control_outpaint": np.full((1, 1, 1), between(0, 1, generator) < self.p_outpaint),
         }
 
     def build(self, *, device: torch.device, encode: Encode) -> ControlMap:
@@ -137,26 +124,19 @@ def blurred(map_B1HW: Tensor, kernel: int) -> Tensor:
 
     Its sigma is 0.15 kernel + 0.35, as in torchvision and OpenCV.
     """
-    down_B1WH = _blurred_rows(map_B1HW, kernel).transpose(2, 3)
-    return _blurred_rows(down_B1WH, kernel).transpose(2, 3)
-
-
-def _blurred_rows(map_B1HW: Tensor, kernel: int) -> Tensor:
-    reach = min(kernel // 2, map_B1HW.shape[-1] - 1)
-    position = torch.arange(-reach, reach + 1, dtype=torch.float32, device=map_B1HW.device)
-    weight = torch.exp(-0.5 * (position / (0.15 * kernel + 0.35)) ** 2)
-    padded = F.pad(map_B1HW, (reach, reach, 0, 0), mode="reflect")
-    return F.conv2d(padded, (weight / weight.sum()).view(1, 1, 1, -1))
+    for _ in ("rows", "columns"):
+        reach = min(kernel // 2, map_B1HW.shape[-1] - 1)
+        position = torch.arange(-reach, reach + 1, dtype=torch.float32, device=map_B1HW.device)
+        weight = torch.exp(-0.5 * (position / (0.15 * kernel + 0.35)) ** 2)
+        padded = F.pad(map_B1HW, (reach, reach, 0, 0), mode="reflect")
+        map_B1HW = F.conv2d(padded, (weight / weight.sum()).view(1, 1, 1, -1)).transpose(2, 3)
+    return map_B1HW
 
 
 def random_mask(height: int, width: int, generator: torch.Generator) -> np.ndarray:
     """Draw a box or brush strokes (Yu et al. 2019), (1, height, width) uint8, 1 inside; at least one pixel."""
-    if between(0, 1, generator) < P_BOX:
-        return _box(height, width, generator)
-    return _strokes(height, width, generator)
-
-
-def _box(height: int, width: int, generator: torch.Generator) -> np.ndarray:
+    if between(0, 1, generator) >= P_BOX:
+        return _strokes(height, width, generator)
     mask = np.zeros((1, height, width), dtype=np.uint8)
     tall, wide = (max(1, round(side * between(*BOX_SIDE, generator))) for side in (height, width))
     top = int(between(0, height - tall + 1, generator))
@@ -195,11 +175,7 @@ def _bent_line(height: int, width: int, size: float, generator: torch.Generator)
 
 def normalised(pad: int, channels: int, out: int, kernel: int, stride: int = 1) -> list[nn.Module]:
     """Return a mirrored border, a convolution and an instance norm: the first three places of each group."""
-    return [
-        nn.ReflectionPad2d(pad),
-        nn.Conv2d(channels, out, kernel, stride),
-        nn.InstanceNorm2d(out, affine=True),
-    ]
+    return [nn.ReflectionPad2d(pad), nn.Conv2d(channels, out, kernel, stride), nn.InstanceNorm2d(out, affine=True)]
 
 
 class SaliencyBlock(nn.Module):

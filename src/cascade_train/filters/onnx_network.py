@@ -26,12 +26,9 @@ NETWORK = WeightsFile(
 
 @dataclass(kw_only=True, eq=False)
 class OnnxFilter(NetworkMap):
-    """The map of a network stored as ONNX. Each data worker runs it on one thread of its own.
+    """The map of a network stored as ONNX that takes one input, (1, 3, height, width) fp32.
 
-    Args:
-        weights: the network, a local `.onnx` file or `owner/name:file` on the hub. It takes one input,
-            (1, 3, height, width) fp32.
-        output: name of the network's output that is the map; null = the first.
+    Each data worker runs it on one thread of its own.
 
     Raises:
         ConfigError: onnxruntime is not installed.
@@ -63,15 +60,11 @@ class OnnxFilter(NetworkMap):
         return self._make
 
     def _make(self, image: np.ndarray, generator: torch.Generator) -> Mapping[str, np.ndarray]:
-        return {"control_map": self.apply(image)}
-
-    def apply(self, image: np.ndarray) -> np.ndarray:
-        """Return the map of a picture (3, H, W) uint8, (C, h, w) float32, at the size of the network's output."""
         session = open_session(find_file(self.weights, NETWORK), NETWORK)
         seen = self.network_input(torch.from_numpy(image)[None].float() / 255)
         wanted = [self.output or session.get_outputs()[0].name]
         [found] = session.run(wanted, {session.get_inputs()[0].name: seen.numpy()})
-        return self.network_map(torch.from_numpy(found))[0].numpy()
+        return {"control_map": self.network_map(torch.from_numpy(found))[0].numpy()}
 
     def build(self, *, device: torch.device, encode: Encode) -> ControlMap:
         """Return the map at the size of the pictures."""

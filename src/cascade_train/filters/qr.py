@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cascade_train.filters.base import ControlMap, Encode, ImageFilter, between, pick, resized, restored
+from cascade_train.filters.base import ControlMap, Encode, ImageFilter, between, check_copy, pick, resized, restored
 from cascade_train.filters.parts.morphology import check_kernels, disc
 from cascade_train.filters.parts.requirements import opencv, require
 
@@ -24,12 +24,6 @@ class BrightnessFilter(ImageFilter):
 
     Stable Cascade, modules/controlnet.py, `QRFilter`; there the first picture of a batch sets the levels of all.
 
-    Args:
-        resize: side in pixels of the square copy that is looked at; null = the picture itself.
-        blobify: melt detail into blobs, by a blur, a dilation and an erosion with a disc.
-        dilation_kernels: diameters in pixels of which each sample draws one; 0 = none.
-        blur_kernels: widths in pixels of which each sample draws one, odd; 0 = none.
-
     Raises:
         ConfigError: OpenCV is not installed.
     """
@@ -43,10 +37,7 @@ class BrightnessFilter(ImageFilter):
 
     def __post_init__(self) -> None:
         require("cv2")
-        if self.resize is not None and self.resize < 1:
-            raise ValueError(
-                f"resize={self.resize}: brightness is seen in a copy of this side, give 1 px or more, or null"
-            )
+        check_copy(self.resize)
         check_kernels("dilation_kernels", self.dilation_kernels)
         check_kernels("blur_kernels", self.blur_kernels)
         self.deterministic = not self.blobify

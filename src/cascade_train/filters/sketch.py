@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from cascade_train.batch import SampleTransform
 from cascade_train.errors import ConfigError
-from cascade_train.filters.base import ControlFilter, ControlMap, Encode, between, resized
+from cascade_train.filters.base import ControlFilter, ControlMap, Encode, between, check_copy, check_threshold, resized
 from cascade_train.filters.parts.morphology import check_kernels, dilated
 from cascade_train.filters.parts.requirements import WeightsFile, find_file, load_weights
 from cascade_train.options import File
@@ -50,13 +50,6 @@ class SketchFilter(ControlFilter):
     """One channel: edges by PiDiNet, thickened and made black and white at random.
 
     Stable Cascade, modules/controlnet.py, `PidiFilter`; there all pictures of a batch share their draws.
-
-    Args:
-        weights: of the network, a local file or `owner/name:file` on the hub.
-        resize: side in pixels of the square copy in which edges are searched; null = the picture itself.
-        dilation_kernels: diameters in pixels, by one of which each sample's lines are thickened; 0 = not at all.
-        binarize: 1 where an edge is above a threshold, else 0; false = the network's own values.
-        threshold: drawn between these two for each sample.
     """
 
     channels = 1
@@ -68,13 +61,9 @@ class SketchFilter(ControlFilter):
     threshold: list[float]
 
     def __post_init__(self) -> None:
-        if self.resize is not None and self.resize < SMALLEST_SIDE:
-            raise ValueError(f"resize={self.resize}: edges are sketched in a copy of at least {SMALLEST_SIDE} px")
+        check_copy(self.resize, SMALLEST_SIDE)
         check_kernels("dilation_kernels", self.dilation_kernels)
-        if len(self.threshold) != 2 or not 0.0 <= self.threshold[0] <= self.threshold[1] <= 1.0:
-            raise ValueError(
-                f"threshold={self.threshold}: is drawn for each sketch, give [low, high] with 0 <= low <= high"
-            )
+        check_threshold(self.threshold)
         fixed = not self.binarize or self.threshold[0] == self.threshold[1]
         self.deterministic = fixed and len(set(self.dilation_kernels)) == 1
 
@@ -114,11 +103,6 @@ class SketchFilter(ControlFilter):
         return sketched
 
 
-def plain(weight: Tensor) -> Tensor:
-    """Return the kernel (O, I, 3, 3) itself."""
-    return weight
-
-
 def central(weight: Tensor) -> Tensor:
     """Return the kernel (O, I, 3, 3) that weighs each pixel's difference from the middle one (eq. 3)."""
     middle = torch.zeros_like(weight)
@@ -140,7 +124,7 @@ def radial(weight: Tensor) -> Tensor:
 
 
 class DifferenceConv(nn.Module):
-    """A convolution of differences of pixels, without bias, that keeps the size."""
+    """A convolution of differences of pixels, without bias, that keeps the size; its kernel is made from the weight."""
 
     def __init__(self, channels: int, out: int, kernel: Callable[[Tensor], Tensor], groups: int = 1) -> None:
         super().__init__()
@@ -214,8 +198,8 @@ class EdgeNetwork(nn.Module):
         self.init_block = DifferenceConv(3, WIDTH, central)
         channels = WIDTH
         for stage, width in enumerate(widths, start=1):
-            kernels = [angular, radial, plain] if stage == 1 else [central, angular, radial, plain]
-            for place, kernel in enumerate(kernels, start=1):
+            kernels = [central, angular, radial, torch.clone]  # the last is a plain convolution
+            for place, kernel in enumerate(kernels[1:] if stage == 1 else kernels, start=1):
                 block = EdgeBlock(channels, width, kernel, halves=stage > 1 and place == 1)
                 self.add_module(f"block{stage}_{place}", block)
                 channels = width

@@ -21,9 +21,6 @@ class SuperResolutionFilter(ControlFilter):
 
     Stable Cascade, modules/controlnet.py, `SRFilter`; there the result is smaller than a picture whose sides are no
     multiples of 1 / scale_factor.
-
-    Args:
-        scale_factor: sides of the smaller copy, as a share of the picture's, in (0, 1].
     """
 
     channels = 3
@@ -56,8 +53,7 @@ class LatentSuperResolutionFilter(SuperResolutionFilter):
 
         @torch.no_grad()
         def latents(image_BCHW: Tensor, made: Mapping[str, Tensor]) -> Tensor:
-            small_BCHW = shrunk(image_BCHW, self.scale_factor)
-            latent_BCHW = self._encoded(encode, small_BCHW)
+            latent_BCHW = self._encoded(encode, shrunk(image_BCHW, self.scale_factor))
             size = [round(side / self.scale_factor) for side in latent_BCHW.shape[-2:]]
             return F.interpolate(latent_BCHW, size=size, mode="nearest")
 

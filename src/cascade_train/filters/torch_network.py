@@ -1,6 +1,6 @@
 """Maps by any network of torch: depth, poses, edges, segments. Runs on the device, on whole batches.
 
-Lives here too: input and output of such networks, also of those stored as ONNX (onnx_network.py).
+Input and output are the same for networks stored as ONNX (onnx_network.py).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cascade_train.errors import ConfigError
-from cascade_train.filters.base import ControlFilter, ControlMap, Encode, resized
+from cascade_train.filters.base import ControlFilter, ControlMap, Encode, check_copy, resized
 from cascade_train.filters.parts.requirements import WeightsFile, find_file, load_weights
-from cascade_train.options import File
+from cascade_train.options import File, check_least
 
 NETWORK = WeightsFile(
     key="task.filter.weights",
@@ -30,31 +30,18 @@ NETWORK = WeightsFile(
 
 @dataclass(kw_only=True, eq=False)
 class NetworkMap(ControlFilter):
-    """The output of a network that sees a copy of the picture, at the picture's size.
-
-    Args:
-        channels: of the map; where the network has more, the first.
-        resize: side in pixels of the square copy that the network sees; null = the picture itself.
-        mean: of red, green and blue in [0, 1], subtracted before the network.
-        std: by which they are divided then.
-        output: which of the network's outputs is the map.
-        scaling: picture = each map is scaled to [0, 1] by its own range; none = the network's numbers.
-    """
+    """The output of a network that sees a copy of the picture, at the picture's size."""
 
     channels: int
     resize: int | None
-    mean: list[float]
-    std: list[float]
+    mean: list[float]  # of red, green and blue in [0, 1], subtracted before the network
+    std: list[float]  # by which they are divided then
     output: str | None
     scaling: Literal["picture", "none"]
 
     def __post_init__(self) -> None:
-        if self.channels < 1:
-            raise ValueError(
-                f"channels={self.channels}: a map needs at least one, give the number that the network makes"
-            )
-        if self.resize is not None and self.resize < 1:
-            raise ValueError(f"resize={self.resize}: is the side of what the network sees, give 1 px or more, or null")
+        check_least("task.filter.channels", self.channels, 1, "the number of channels that the network makes")
+        check_copy(self.resize)
         if len(self.mean) != 3 or len(self.std) != 3 or min(self.std) <= 0:
             raise ValueError(
                 f"mean={self.mean}, std={self.std}: give three numbers each, for red, green and blue, std above 0"
@@ -89,17 +76,7 @@ class NetworkMap(ControlFilter):
 
 @dataclass(kw_only=True, eq=False)
 class NetworkFilter(NetworkMap):
-    """The map of any network of torch.
-
-    Args:
-        network: makes the network: `_target_` names a class or function, `_partial_: true` keeps it for later;
-            e.g. `cascade_train.filters.torch_network.load_exported` with `path: depth.pt2`, or a class of yours.
-        weights: of the network, a local file or `owner/name:file` on the hub; null = it has its own.
-        output: key or attribute of the map in the network's result; null = the result is the map.
-
-    Raises:
-        ValueError: a number out of range, or a network that is made already.
-    """
+    """The map of any network of torch, such as a class of yours, or `load_exported` of this file with a `path`."""
 
     network: Callable[[], nn.Module]
     weights: File[str | None]

@@ -44,7 +44,6 @@ def only(captions: Captions, sample: RawSample) -> str:
 
 def test_the_defaults_leave_captions_as_they_are() -> None:
     captions = Captions()
-    assert captions.changes_nothing
     assert captions.is_constant
     assert not captions.needs_values
     for text in ("a cat", "", "one\ntwo", "a, b, c", "{caption}", "猫 🐈"):

@@ -197,12 +197,12 @@ def test_a_changed_byte_is_told_with_its_place_and_the_remedy(tmp_path):
 
 
 def test_files_stay_open_only_so_many_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(PayloadReader, "MOST_OPEN_FILES", 2)
+    monkeypatch.setattr("cascade_train.data.storage.store._MAX_OPEN_FILES", 2)
     reader, span = PayloadReader(), np.array((0, 1, zlib.crc32(b"a")), dtype=SPAN)[()]
     for name in "abcab":
         (tmp_path / name).write_bytes(b"a")
         assert reader.read(tmp_path / name, span) == b"a"
-    assert len(reader._descriptors) == 2
+    assert len(reader._files._descriptors()) == 2
 
 
 def test_nothing_is_left_of_a_unit_that_could_not_be_written(tmp_path):

@@ -185,9 +185,9 @@ def test_networks_that_were_swapped_are_refused(networks: dict[str, str]) -> Non
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_faces": 0}, "max_faces=0: a map without faces says nothing"),
-        ({"p_drop": 1.5}, "p_drop=1.5: is a share of faces, give a number"),
-        ({"p_full": -0.5}, "p_full=-0.5: is a share of faces, give a number"),
+        ({"max_faces": 0}, "max_faces=0 must be at least 1: a map without faces says nothing"),
+        ({"p_drop": 1.5}, "p_drop=1.5 must lie between 0 and 1: it is a share of faces"),
+        ({"p_full": -0.5}, "p_full=-0.5 must lie between 0 and 1: it is a share of pictures"),
     ],
 )
 def test_options_out_of_range_are_refused(options: dict[str, object], message: str) -> None:

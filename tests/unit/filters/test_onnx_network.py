@@ -58,7 +58,8 @@ def test_pictures_are_normalised_before_and_maps_scaled_after(two_maps: str) -> 
     plain = both_halves(network(two_maps), image_BCHW, 0)
     shifted = both_halves(network(two_maps, mean=[0.5] * 3, std=[0.25] * 3), image_BCHW, 0)
     torch.testing.assert_close(shifted, (plain - 0.5) / 0.25, rtol=1e-4, atol=1e-5)
-    made = network(two_maps, scaling="picture").apply(image_BCHW[0].numpy())
+    transform = network(two_maps, scaling="picture").sample_transform()
+    made = transform(image_BCHW[0].numpy(), torch.Generator())["control_map"]
     assert (made.min(), made.max()) == (0.0, 1.0)
 
 
@@ -117,8 +118,8 @@ def test_a_process_opens_a_network_once(two_maps: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"channels": 0}, "channels=0: a map needs at least one"),
-        ({"resize": 0}, "resize=0: is the side of what the network sees"),
+        ({"channels": 0}, "channels=0 must be at least 1: the number of channels that the network makes"),
+        ({"resize": 0}, "resize=0 must be at least 1: the side in pixels of a copy"),
         ({"std": [1.0, 1.0, 0.0]}, "give three numbers each, for red, green and blue"),
         ({"mean": [0.5]}, "give three numbers each, for red, green and blue"),
     ],

@@ -60,5 +60,5 @@ def test_widths_that_have_no_middle_are_refused(kernels: list[int]) -> None:
 
 
 def test_a_copy_without_pixels_is_refused() -> None:
-    with pytest.raises(ValueError, match="resize=0: brightness is seen in a copy"):
+    with pytest.raises(ValueError, match=r"task.filter.resize=0 must be at least 1: the side in pixels of a copy, or"):
         brightness(resize=0)

@@ -146,8 +146,8 @@ def test_a_network_that_is_not_there_is_described() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"resize": 4}, "resize=4: edges are sketched in a copy of at least 8 px"),
-        ({"threshold": [0.7, 0.05]}, "is drawn for each sketch, give"),
+        ({"resize": 4}, "resize=4 must be at least 8: the side in pixels of a copy"),
+        ({"threshold": [0.7, 0.05]}, "must be two numbers with 0 <= low <= high <= 1"),
         ({"dilation_kernels": [2]}, "each sample draws one of these widths"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 from collections.abc import Mapping
@@ -28,6 +29,11 @@ def user_cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cascade_train" / "index"
 
 
+def cache_file(folder: Path, name: str, identity: str) -> Path:
+    """Return the file of what is cached under a text that changes with its content."""
+    return folder / f"{name}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.npz"
+
+
 def read_cache(cached: Path) -> dict[str, np.ndarray] | None:
     """Return the arrays of a file; None if there is none, or it is damaged or may not be read."""
     try:
@@ -41,11 +47,7 @@ def read_cache(cached: Path) -> dict[str, np.ndarray] | None:
 
 
 def write_cache(cached: Path, parts: Mapping[str, np.ndarray], *, required: bool) -> None:
-    """Write arrays; processes may race.
-
-    Raises:
-        ConfigError: they are required and cannot be written.
-    """
+    """Write arrays; processes may race. A ConfigError where they are required and cannot be written."""
     try:
         cached.parent.mkdir(parents=True, exist_ok=True)
         with replacing(cached, racing=True, durable=False) as partial:

@@ -1,12 +1,9 @@
-"""What is known of single files, read by several threads and cached until a file changes; above all pictures' sizes.
-
-Which files there are is the business of the sources.
-"""
+"""Facts about single files, above all sizes of pictures, read by several threads and cached until a file changes."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
-import hashlib
 import itertools
 import logging
 import stat
@@ -18,7 +15,7 @@ from typing import TypeVar
 import numpy as np
 
 from cascade_train.data.decoding.decode import upright_size
-from cascade_train.data.index.cache import default_cache_dir, read_cache, write_cache
+from cascade_train.data.index.cache import cache_file, default_cache_dir, read_cache, write_cache
 from cascade_train.data.index.rows import Index
 from cascade_train.data.sample import UnreadableSampleError, most_unreadable, too_many_text
 from cascade_train.errors import RunError
@@ -40,12 +37,19 @@ T = TypeVar("T")
 def picture_size(path: Path) -> tuple[int, int]:
     """Return (width, height) of an upright picture, (0, 0) if its header cannot be read."""
     with path.open("rb") as file:
-        head = file.read(_HEADER_BYTES)
-        for more in (False, True):  # large metadata may come before the size; webp needs the whole file
-            try:
-                return upright_size(head + file.read(_LONGEST_HEADER_BYTES) if more else head)
-            except UnreadableSampleError:
-                continue
+        return header_size(file.read)
+
+
+def header_size(read: Callable[[int], bytes]) -> tuple[int, int]:
+    """Return (width, height) of the upright picture whose next bytes `read` returns, (0, 0) without a header.
+
+    Large metadata may come before the size, and webp needs the whole file.
+    """
+    content = b""
+    for limit in (_HEADER_BYTES, _LONGEST_HEADER_BYTES):
+        content += read(limit - len(content))
+        with contextlib.suppress(UnreadableSampleError):
+            return upright_size(content)
     return 0, 0
 
 
@@ -69,12 +73,12 @@ def load_facts(
     """Return facts of files, from the cache for each one that has the same size and modification time.
 
     Args:
-        owner: the folder or table that names the files and has a cache of its own.
-        root: folder that the names are relative to.
-        names: of the files, any of which may be missing or come several times.
-        read: returns the facts of one file; called by several threads.
+        owner: the folder or table that names the files and has a cache of its own for each kind of facts.
+        root: folder that the names are relative to; files may be missing, or come several times.
+        names: of the files.
+        read: returns the facts of one file, as many as there are columns; called by several threads.
         columns: how many facts a file has.
-        kind: what is read, and by which settings; each kind has a cache file of its own.
+        kind: what is read, and by which settings.
         cache_dir: where the cache lies; None = beside `owner` if that can be written, else the user's cache folder.
 
     Returns:
@@ -88,7 +92,7 @@ def load_facts(
     row_of = {name: row for row, name in enumerate(dict.fromkeys(names))}
     text = f"{owner.resolve()}|{root.resolve()}|{kind}|{_FORMAT}"
     folder = default_cache_dir(owner) if cache_dir is None else cache_dir
-    cached = folder / f"{owner.resolve().name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.npz"
+    cached = cache_file(folder, owner.resolve().name, text)
     paths = [root / name for name in row_of]
     marks = np.array(list(_in_threads(_mark, paths)), dtype=np.int64).reshape(-1, 2)
     keys = [name.encode(errors="replace") for name in row_of]
@@ -104,11 +108,7 @@ def load_facts(
 
 
 def refuse_unreadable(index: Index, where: str, share: float) -> None:
-    """Check that nearly all pictures have a header with their size.
-
-    Raises:
-        RunError: more than a share of the samples, and more than a few, have none; `where` is the key that names them.
-    """
+    """Raise a RunError where too many pictures have no header with their size; `where` is the key that names them."""
     names = sorted({index.name(row) for row in np.flatnonzero(index.table["width"] == 0).tolist()})
     if len(names) > most_unreadable(len(index), share):
         listed = f"{first_names(names, 10)} (no header that tells the size)"

@@ -35,13 +35,7 @@ def alone(value: Any) -> list[Any]:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class FeedRequest:
-    """Which samples one rank's feed is over, and how they are batched.
-
-    Attributes:
-        whole_epochs: every sample comes once an epoch in its own shape, whatever the source's leftover, replacement
-            and random_share; what fills up a batch has weight 0. For measuring and for showing.
-        gather: collects a value of every rank, in rank order, for feeds whose ranks know different things.
-    """
+    """Which samples one rank's feed is over, and how they are batched."""
 
     index: Index  # what `Source.open` returned
     rows: np.ndarray  # those of the index that take part, sorted
@@ -52,7 +46,9 @@ class FeedRequest:
     ranks: int
     transform: SampleTransform | None = None  # what the workers make of each picture for the task
     whole_epochs: bool = False
-    gather: Gather = alone
+    """Every sample comes once an epoch in its own shape, whatever the source's leftover, replacement and random_share;
+    what fills up a batch has weight 0. For validation and for showing."""
+    gather: Gather = alone  # collects a value of every rank, in rank order, for feeds whose ranks have different states
 
 
 class Feed(abc.ABC):
@@ -73,7 +69,14 @@ class Feed(abc.ABC):
         Raises:
             ConfigError: the global batch does not divide over ranks and micro-batches.
         """
-        _check_batch_sizes(request)
+        whole, together = request.global_batch_size, request.ranks * request.micro_batch_size
+        if whole < 1 or together < 1 or whole % together != 0:
+            below = whole // max(1, together) * together
+            fits = [str(size) for size in (below, below + together) if size > 0]
+            raise ConfigError(
+                f"train.global_batch_size={whole} is not a multiple of {request.ranks} ranks x train.micro_batch_size="
+                f"{request.micro_batch_size}: {' or '.join(fits)} would fit"
+            )
         self._results: Results[Any]
         self._source, self._request = source, request
         self.position = 0
@@ -84,7 +87,7 @@ class Feed(abc.ABC):
 
     @abc.abstractmethod
     def report(self) -> list[str]:
-        """Return what people should know of the samples before training starts, a line each."""
+        """Return what is worth knowing of the samples before training starts, a line each."""
 
     @abc.abstractmethod
     def steps_of_epochs(self, epochs: int) -> int:
@@ -152,7 +155,7 @@ class Loader(Feed):
         )
 
     def report(self) -> list[str]:
-        """Return the histogram of shapes, which of them fill slowly, and how many samples are enlarged."""
+        """See `Feed.report`."""
         return self._order.report()
 
     def steps_of_epochs(self, epochs: int) -> int:
@@ -239,14 +242,3 @@ class SkippedCount:
                 f"{too_many_text(len(self.each), samples, self._max_share, listed)} Another run leaves them out by"
                 " data.quarantine=<this run.dir>."
             )
-
-
-def _check_batch_sizes(request: FeedRequest) -> None:
-    whole, micro, ranks = request.global_batch_size, request.micro_batch_size, request.ranks
-    if whole < 1 or micro < 1 or whole % (ranks * micro) != 0:
-        below = whole // (ranks * micro) * ranks * micro
-        fits = [str(size) for size in (below, below + ranks * micro) if size > 0]
-        raise ConfigError(
-            f"train.global_batch_size={whole} is not a multiple of {ranks} ranks x train.micro_batch_size={micro}:"
-            f" {' or '.join(fits)} would fit"
-        )

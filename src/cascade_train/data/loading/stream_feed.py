@@ -23,7 +23,7 @@ from cascade_train.data.loading.worker import Failure, MicroBatches, Results
 from cascade_train.data.order.plan import Step
 from cascade_train.data.sample import RawSample
 from cascade_train.data.source import Source
-from cascade_train.data.stream import Cursor, Stream, StreamSample, Take
+from cascade_train.data.stream import Cursor, Stream, Take
 from cascade_train.data.tar.members import raw_sample
 from cascade_train.errors import ConfigError
 
@@ -147,9 +147,6 @@ def parts_of_rank(request: FeedRequest, streams: int) -> list[Part]:
     """Return which streams fill this rank's slots of a global batch, and where micro-batches cut them.
 
     Stream s fills slots [s c, (s + 1) c) of each global batch, c samples per stream; rank r takes its r-th share.
-
-    Raises:
-        ConfigError: the streams do not divide the global batch.
     """
     if request.global_batch_size % streams != 0:
         raise ConfigError(
@@ -180,17 +177,14 @@ def helpful_workers(wanted: int, streams: int) -> int:
 class InMemoryBatches(MicroBatches):
     """Micro-batches of samples of streams, which are in memory and not in the index."""
 
-    def hold(self, samples: Sequence[StreamSample]) -> None:
-        """Take the samples of which the next micro-batches are made, and those that may stand in for them."""
+    def pieces(self, take: Take, cuts: Sequence[int]) -> Iterator[Batch | Failure]:
+        """Yield the samples between two cuts each; others of their blocks may stand in for them."""
         size = self._source.image_size
-        self._held = {each.number: each for each in samples}
+        self._held = {each.number: each for each in take.blocks}
         self._stand_ins = {(size, size): np.array(sorted(self._held), dtype=np.int64)}
-
-    def of(self, samples: Sequence[StreamSample]) -> Batch | Failure:
-        """Return the micro-batch of some of them."""
-        size = self._source.image_size
-        rows, epochs = (np.array([getattr(each, name) for each in samples]) for name in ("number", "epoch"))
-        return self[Step(rows=rows, epochs=epochs, height=size, width=size)]
+        numbers, epochs = (np.array([getattr(each, name) for each in take.samples]) for name in ("number", "epoch"))
+        for begin, end in itertools.pairwise(cuts):
+            yield self[Step(rows=numbers[begin:end], epochs=epochs[begin:end], height=size, width=size)]
 
     def read(self, row: int) -> RawSample:
         """See `MicroBatches.read`; rows are the samples' numbers."""
@@ -226,13 +220,11 @@ class _Items(IterableDataset[Item | Failure]):
             take = next(takes)
         except Exception as error:
             return Failure.of(f"stream {part.stream}", error)
-        self.batches.hold(take.blocks)
         pieces = []
-        for begin, end in itertools.pairwise(part.cuts):
-            batch = self.batches.of(take.samples[begin:end])
-            if isinstance(batch, Failure):
-                return batch
-            pieces.append(batch)
+        for piece in self.batches.pieces(take, part.cuts):
+            if isinstance(piece, Failure):
+                return piece
+            pieces.append(piece)
         return Item(stream=part.stream, cursor=take.cursor, pieces=pieces)
 
 

@@ -70,8 +70,7 @@ class MicroBatches(Dataset[Batch | Failure]):
     """Batches by their references.
 
     Args:
-        source: the opened source.
-        index: what `source.open` returned.
+        source: the opened source, and `index`, what its `open` returned.
         stand_ins: the sorted rows of each shape, (height, width), among which an unreadable one finds its stand-in.
         seed: the run's seed.
         transform: what is made of each picture for the task; None = nothing.
@@ -100,19 +99,20 @@ class MicroBatches(Dataset[Batch | Failure]):
                 samples.append(self._sample(row, epoch, step))
             except Exception as error:  # raised again in the main process
                 return Failure.of(f"sample {self.name(row)}", error)
+        weight_B = torch.tensor([sample.raw.weight for sample in samples], dtype=torch.float32)
         return Batch(
             captions=tuple(sample.raw.caption for sample in samples),
             keys=tuple(sample.raw.key for sample in samples),
             epoch_B=torch.from_numpy(step.epochs.copy()),
             index_B=torch.tensor([sample.row for sample in samples], dtype=torch.int64),
             seed=self._seed,
-            weight_B=_weights([sample.raw.weight for sample in samples], step),
+            weight_B=weight_B if step.weights is None else weight_B * torch.from_numpy(step.weights),
             skipped=tuple(each for sample in samples for each in sample.skipped),
             **_stacked(samples),
         )
 
     def read(self, row: int) -> RawSample:
-        """Read one sample. See `Source.read`."""
+        """See `Source.read`."""
         return self._source.read(row)
 
     def name(self, row: int) -> str:
@@ -197,11 +197,6 @@ def _tensor(arrays: list[np.ndarray]) -> torch.Tensor:
     return torch.from_numpy(np.stack(arrays))
 
 
-def _weights(weights: list[float], step: Step) -> torch.Tensor:
-    weight_B = torch.tensor(weights, dtype=torch.float32)
-    return weight_B if step.weights is None else weight_B * torch.from_numpy(step.weights)
-
-
 class Results(Generic[T]):
     """What worker processes make of references, in order. They start when the first result is asked for.
 
@@ -224,7 +219,7 @@ class Results(Generic[T]):
             source: whose options on workers are used.
             references: what the dataset is asked for; None = it is iterated, by workers that start anew each time.
             workers: processes; None = the source's number.
-            whereabouts: returns where samples went, for whoever waits.
+            whereabouts: returns where samples went, for a message about a long wait.
         """
         workers = source.num_workers if workers is None else workers
         if workers > 0:

@@ -1,6 +1,6 @@
 """The contract of a byte store, from which objects are read by range, and local files as one.
 
-What the bytes mean, and which object a sample lies in, is known to the source alone.
+Sources decide what the bytes mean, and which object a sample lies in.
 """
 
 from __future__ import annotations
@@ -105,10 +105,10 @@ class LocalFiles(Store):
 
     def read(self, item: StoredObject, start: int, size: int) -> bytes:
         """Read at a place, whatever else is being read from the file."""
-        content = os.pread(self._descriptor(item.url), size, start)
+        content = os.pread(self.descriptor(item.url), size, start)
         while len(content) < size:  # the system reads at most 2 GiB at once
             end = start + len(content)
-            more = os.pread(self._descriptor(item.url), size - len(content), end)
+            more = os.pread(self.descriptor(item.url), size - len(content), end)
             if not more:
                 raise OSError(f"{item.url} ended at {end} of {start + size} bytes: it changed during the run")
             content += more
@@ -118,7 +118,8 @@ class LocalFiles(Store):
         """Open the file."""
         return Path(item.url).open("rb")
 
-    def _descriptor(self, path: str) -> int:
+    def descriptor(self, path: str) -> int:
+        """Return this process's descriptor of a file, opened for reading."""
         opened = self._descriptors()
         if path not in opened:
             if len(opened) >= _MAX_OPEN_FILES:
@@ -132,18 +133,19 @@ class ReadAhead(Generic[T]):
 
     def __init__(self, threads: int) -> None:
         """Store; each process makes threads of its own."""
-        self._own = PerProcess(partial(_pool_and_reads, threads))
+        self._pool = PerProcess(partial(ThreadPoolExecutor, threads))
+        self._begun = PerProcess[dict[int, Future[T]]](dict)
 
     def begin(self, rows: Iterable[int], read: Callable[[int], T]) -> None:
         """Begin to read these rows; those begun before and not taken are dropped."""
-        pool, begun = self._own()
+        pool, begun = self._pool(), self._begun()
         while begun:
             begun.popitem()[1].cancel()
         begun.update({row: pool.submit(read, row) for row in rows})
 
     def take(self, row: int, read: Callable[[int], T]) -> T:
         """Return what reading a row gives, or raise what it raises; wait where it was begun."""
-        begun: Future[T] | None = self._own()[1].pop(row, None)
+        begun = self._begun().pop(row, None)
         return read(row) if begun is None else begun.result()
 
 
@@ -152,14 +154,10 @@ class PassingError(Exception):
 
 
 def try_again(attempt: Callable[[], T], *, what: str) -> T:
-    """Return what `attempt` returns, after several attempts where it raises `PassingError`.
+    """Return what `attempt` returns, after several attempts where it raises `PassingError`; a RunError if all fail.
 
     Waits between attempts are drawn between nothing and a bound that doubles, so that many readers spread out.
-
     `what` names the attempt in messages: "reading s3://bucket/a.tar".
-
-    Raises:
-        RunError: every attempt failed.
     """
     for number in range(ATTEMPTS):
         try:
@@ -197,7 +195,3 @@ class _ObjectFile(io.RawIOBase):
         buffer[:size] = self._store.read(self._item, self._position, size)
         self._position += size
         return size
-
-
-def _pool_and_reads(threads: int) -> tuple[ThreadPoolExecutor, dict[int, Future]]:
-    return ThreadPoolExecutor(threads), {}

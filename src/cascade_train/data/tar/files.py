@@ -93,18 +93,22 @@ class Listings:
         self._found: dict[str, list[StoredObject]] = {}
 
     def below(self, prefix: str, store: S3) -> list[StoredObject]:
-        """Return the tars below a prefix as they were when the run began, as they are now where that is unknown.
-
-        Raises:
-            ConfigError: there is none, or one that the run began with is gone or changed.
-        """
+        """Return the tars below a prefix as they were when the run began, as they are now where that is unknown."""
         listed = [item for item in store.list_prefix(prefix) if item.url.lower().endswith(_ENDS)]
         if not listed:
             raise ConfigError(f"data.urls={prefix} holds no tar; check bucket and prefix, and that names end in .tar")
         _warn_of_outside(prefix, listed)
-        known = self._read().get(prefix, listed)
+        known, now = self._read().get(prefix, listed), set(listed)
         self._found[prefix] = known
-        self._compare(prefix, known, listed)
+        lost = [item.name for item in known if item not in now]
+        if lost:
+            raise ConfigError(
+                f"data.urls={prefix}: {len(lost)} of the {len(known)} tars that the run began with are gone or changed"
+                f" ({', '.join(lost[:5])}); put them back, or remove {self._path} to take the prefix as it is now"
+            )
+        if len(now) > len(known):
+            text = "%s holds %d more tars than when the run began; they are not used. A new run uses them."
+            _log.warning(text, prefix, len(now) - len(known))
         return known
 
     def write(self) -> None:
@@ -126,41 +130,17 @@ class Listings:
                 f"data.listing={self._path} is damaged ({error}); remove it, and the prefixes are listed again"
             ) from error
 
-    def _compare(self, prefix: str, known: list[StoredObject], listed: list[StoredObject]) -> None:
-        now = set(listed)
-        lost = [item.name for item in known if item not in now]
-        if lost:
-            raise ConfigError(
-                f"data.urls={prefix}: {len(lost)} of the {len(known)} tars that the run began with are gone or changed"
-                f" ({', '.join(lost[:5])}); put them back, or remove {self._path} to take the prefix as it is now"
-            )
-        if len(now) > len(known):
-            _log.warning(
-                "%s holds %d more tars than when the run began; they are not used. A new run uses them.",
-                prefix,
-                len(now) - len(known),
-            )
-
 
 def _warn_of_outside(prefix: str, listed: list[StoredObject]) -> None:
     """Warn where a prefix without a slash at the end takes more than the folder of that name."""
     outside = [item for item in listed if not item.url.startswith(f"{prefix.rstrip('/')}/")]
     if 0 < len(outside) < len(listed):
-        _log.warning(
-            "data.urls=%s also takes %d tars outside of the folder, such as %s: write %s/ for the folder alone",
-            prefix,
-            len(outside),
-            outside[0].url,
-            prefix,
-        )
+        text = "data.urls=%s also takes %d tars outside of the folder, such as %s: write %s/ for the folder alone"
+        _log.warning(text, prefix, len(outside), outside[0].url, prefix)
 
 
 def expand_urls(urls: str | list[str]) -> list[str]:
-    """Expand brace patterns, `file:` and `~` in one entry or a list of them: one url per tar or prefix, in order.
-
-    Raises:
-        ConfigError: a pattern is malformed, or a scheme is not known.
-    """
+    """Expand brace patterns, `file:` and `~` in one entry or a list of them: one url per tar or prefix, in order."""
     patterns = [urls] if isinstance(urls, str) else urls
     return [_normal(url) for pattern in patterns for url in _braces(pattern)]
 

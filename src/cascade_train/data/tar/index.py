@@ -7,7 +7,6 @@ judge.
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import logging
 from collections.abc import Iterator
@@ -17,11 +16,10 @@ from pathlib import Path
 
 import numpy as np
 
-from cascade_train.data.decoding.decode import upright_size
-from cascade_train.data.index.cache import default_cache_dir, read_cache, user_cache_dir, write_cache
+from cascade_train.data.index.cache import cache_file, default_cache_dir, read_cache, user_cache_dir, write_cache
+from cascade_train.data.index.pictures import header_size
 from cascade_train.data.index.row_filter import RowFilters
 from cascade_train.data.index.rows import ROW_FIELDS
-from cascade_train.data.sample import UnreadableSampleError
 from cascade_train.data.tar.files import Tar
 from cascade_train.data.tar.members import IMAGE_EXTENSIONS, PARTS, Dropped, Forward, Member, samples
 from cascade_train.errors import ConfigError
@@ -29,8 +27,6 @@ from cascade_train.errors import ConfigError
 TAR_FIELDS = ROW_FIELDS + [(f"{part}_{what}", "<i8") for part in ("image", *PARTS) for what in ("start", "bytes")]
 _FORMAT = 2
 _ABSENT = (0, 0, 0, 0)
-_HEADER_BYTES = 64 * 1024
-_LONGEST_HEADER_BYTES = 128 * 1024**2  # a member may claim any size
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 _log = logging.getLogger(__name__)
 
@@ -47,10 +43,8 @@ class ShardIndex:
 def load_shard(tar: Tar, cache_dir: Path | None) -> ShardIndex:
     """Return the index of a tar that has places, from the cache if it is there, else from the headers.
 
-    Args:
-        tar: to be indexed.
-        cache_dir: where the cache lies; None = `.cascade_train_index` beside the tar if that can be written, else
-            the user's cache folder, as for tars that are no local files.
+    The cache lies in `cache_dir`; None = `.cascade_train_index` beside the tar if that can be written, else the user's
+    cache folder, as for tars that are no local files.
 
     Raises:
         ConfigError: see `scan_shard`; the index cannot be kept where the user wants it.
@@ -94,17 +88,9 @@ def scan_shard(tar: Tar) -> ShardIndex:
 def load_verdicts(
     tar: Tar, shard: ShardIndex, filters: RowFilters, cache_dir: Path | None, *, largest: int | None = None
 ) -> np.ndarray:
-    """Return the verdict of each filter on each sample, from the cache if it is there, else from the tar.
+    """Return the verdicts of `RowFilters` on each sample, (N, 1 + filters) uint8, from the cache or the tar.
 
-    A json of more than `largest` bytes counts as none. `cache_dir` is as in `load_shard`.
-
-    Returns:
-        (N, 1 + filters) uint8, see `RowFilters.verdicts`.
-
-    Raises:
-        ConfigError: the verdicts cannot be kept where the user wants them.
-        OSError: the tar cannot be read.
-        RunError: its store fails.
+    A json of more than `largest` bytes counts as none. Raises as `load_shard`.
     """
     index = _cache_file(tar, cache_dir)
     is_limited = largest is not None and bool((shard.table["json_bytes"] > largest).any())
@@ -136,7 +122,7 @@ def _cache_file(tar: Tar, cache_dir: Path | None) -> Path:
     place = tar.item.url if tar.is_remote else Path(tar.item.url).resolve()
     extensions = (*IMAGE_EXTENSIONS, *tar.parts.values())
     text = f"{place}|{tar.item.size}|{tar.item.version}|{extensions}|{_FORMAT}"
-    return cache_dir / f"{Path(tar.name).stem}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.npz"
+    return cache_file(cache_dir, Path(tar.name).stem, text)
 
 
 def _cached_shard(cached: Path) -> ShardIndex | None:
@@ -179,18 +165,5 @@ def _refuse_compressed(tar: Tar, head: bytes) -> None:
 
 def _size_and_place(member: Member) -> tuple[int, int, int, int]:
     """Return width and height of a picture, else zeros, and where the member lies: start and size in bytes."""
-    width, height = _picture_size(member) if member.extension in IMAGE_EXTENSIONS else (0, 0)
+    width, height = header_size(member.read) if member.extension in IMAGE_EXTENSIONS else (0, 0)
     return width, height, member.start, member.size
-
-
-def _picture_size(member: Member) -> tuple[int, int]:
-    """Return (width, height), or (0, 0) if the header cannot be read.
-
-    Large metadata may come before the size, and webp wants the whole file.
-    """
-    content = b""
-    for limit in (_HEADER_BYTES, min(member.size, _LONGEST_HEADER_BYTES)):
-        content += member.read(limit - len(content))
-        with suppress(UnreadableSampleError):
-            return upright_size(content)
-    return 0, 0

@@ -1,6 +1,6 @@
 """Tars of the webdataset layout: samples read forward from any file, what their files mean, and how they are written.
 
-Nothing is ever unpacked: names are keys, not paths. Where a tar lies and what is kept of a sample is decided elsewhere.
+Nothing is unpacked: names are keys, not paths.
 """
 
 from __future__ import annotations
@@ -25,17 +25,6 @@ _LONGEST_HEADER = 1024**2  # of names and pax records, which tarfile reads as a 
 _LONGEST_PADDING = 1024**2  # tar fills up to a multiple of its record, mostly 10 KiB
 _SKIP_BYTES = 1024**2
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Member:
-    """A regular file of a tar."""
-
-    key: str
-    extension: str  # lower case: "jpg"
-    start: int  # its first byte in the tar
-    size: int  # bytes
-    read: Callable[[int], bytes]  # returns up to as many of its next bytes, until the next member is asked for
 
 
 class Forward:
@@ -74,6 +63,22 @@ class Forward:
         return b"".join(parts)
 
 
+@dataclass(frozen=True)
+class Member:
+    """A regular file of a tar."""
+
+    key: str
+    extension: str  # lower case: "jpg"
+    start: int  # its first byte in the tar
+    size: int  # bytes
+    file: Forward
+
+    def read(self, size: int) -> bytes:
+        """Return up to as many of its next bytes, until the next member is asked for."""
+        self.file.seek(max(self.start, self.file.position))
+        return self.file.payload(min(size, self.start + self.size - self.file.position))
+
+
 @dataclass(kw_only=True)
 class Dropped:
     """What a shard holds besides usable samples."""
@@ -103,11 +108,7 @@ def samples(
 ) -> Iterator[tuple[str, dict[str, T]]]:
     """Yield key and parts ("image", "caption", "json", "mask") of each sample that has a picture and a caption.
 
-    Args:
-        name: of the tar, for messages.
-        file: the tar, at its beginning.
-        take: makes the part of a file; called with each file once, while its bytes can be read.
-        dropped: counts what is no usable sample.
+    `take` makes the part of a file; it is called with each file once, while its bytes can be read.
 
     Raises:
         ConfigError: the tar is damaged or cut short, or a key's files are not neighbours.
@@ -162,21 +163,10 @@ def _members(name: str, file: Forward) -> Iterator[Member]:
                 tar.members = []  # tarfile keeps every header otherwise
                 named = key_and_extension(entry.name)
                 if named is not None and entry.isreg() and not entry.issparse():
-                    yield _member(entry, named, file)
+                    yield Member(named[0], named[1].lower(), entry.offset_data, entry.size, file)
             _refuse_unended(name, file, tar.offset)
     except tarfile.TarError as error:
         raise ConfigError(f"data.urls: {name} is not a readable tar file ({error}); write or copy it again") from error
-
-
-def _member(entry: tarfile.TarInfo, named: tuple[str, str], file: Forward) -> Member:
-    key, extension = named
-    end = entry.offset_data + entry.size
-
-    def read(size: int) -> bytes:
-        file.seek(max(entry.offset_data, file.position))
-        return file.payload(min(size, end - file.position))
-
-    return Member(key=key, extension=extension.lower(), start=entry.offset_data, size=entry.size, read=read)
 
 
 def _refuse_unended(name: str, file: Forward, end: int) -> None:
@@ -192,8 +182,6 @@ def _refuse_unended(name: str, file: Forward, end: int) -> None:
 
 def raw_sample(parts: Mapping[str, bytes], key: str, *, needs_values: bool) -> RawSample:
     """Return the sample that these files make: "image", "caption" and, where they are there, "json" and "mask".
-
-    The json is only read where captions need its values; the key names the sample in messages.
 
     Raises:
         UnreadableSampleError: the caption is no text, or a json that is there and needed cannot be read.

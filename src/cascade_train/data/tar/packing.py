@@ -43,14 +43,8 @@ def pack(source: PictureFolder, out: Path, *, name: str, samples_per_shard: int,
     """Write the pictures of a folder as tars `NAME-000000.tar`, ..., and read them back.
 
     A key is the picture's path without its extension, dots as underscores; `-2` follows where that is taken. Its
-    json holds the path, and what a json or yaml beside the picture says. Repeats (`multiply.txt`) are left to training.
-
-    Args:
-        source: not opened; pictures that cannot be read are left out.
-        out: folder to write into; made if it is missing.
-        name: how the tars' names begin.
-        samples_per_shard: samples of one tar.
-        seed: of the samples' order; None = by name.
+    json holds the path, and what a json or yaml beside the picture says. Repeats (`multiply.txt`) are left to training,
+    pictures that cannot be read are left out. A seed of None orders samples by name.
 
     Raises:
         ConfigError: tars of the name are there, or no picture can be read.
@@ -68,21 +62,14 @@ def pack(source: PictureFolder, out: Path, *, name: str, samples_per_shard: int,
         if not tars:
             raise ConfigError(f"folder={source.path}: no picture can be read: {writer.left_out[0][1]}")
         check_tars(tars, writer.digests)
-        return Packed(
-            tars=tuple(tar.rename(out / tar.name) for tar in tars),
-            samples=len(writer.digests),
-            left_out=tuple(writer.left_out),
-        )
+        moved = tuple(tar.rename(out / tar.name) for tar in tars)
+        return Packed(tars=moved, samples=len(writer.digests), left_out=tuple(writer.left_out))
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def check_tars(tars: list[Path], digests: Mapping[str, bytes]) -> None:
-    """Read tars as training does, and compare the digests of their samples, by key.
-
-    Raises:
-        RunError: a sample is missing, too many, or different.
-    """
+    """Read tars as training does, and compare the digests of their samples, by key; a RunError where they differ."""
     source = WebDataset(
         image_size=1,
         crop="center",

@@ -36,11 +36,7 @@ def stream_samples(
 ) -> Iterator[tuple[str, dict[str, bytes]]]:
     """Yield key and parts of each sample. See `members.samples`.
 
-    Args:
-        tar: any, also a pipe or a compressed one.
-        max_file_bytes: of the largest file of a sample: a few compressed bytes may claim to be more than memory holds.
-        timeout_seconds: how long a pipe may give no output; None = no limit.
-        dropped: counts what is no usable sample.
+    A file above `max_file_bytes` is an error, since a few compressed bytes may claim to be more than memory holds.
 
     Raises:
         ConfigError: the tar is damaged or cut short, or a key's files are not neighbours.

@@ -43,21 +43,13 @@ def opencv() -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightsFile:
-    """A file that a user has to bring.
+    """A file that a user has to bring."""
 
-    Attributes:
-        key: the configuration key that names it.
-        what: description.
-        usual_name: file name under which it is published.
-        licence: under which it is published.
-        found: where it is published.
-    """
-
-    key: str
-    what: str
-    usual_name: str
+    key: str  # the configuration key that names it
+    what: str  # description
+    usual_name: str  # file name under which it is published
     licence: str
-    found: str
+    found: str  # where it is published
 
     def __str__(self) -> str:
         return f"It is {self.what}, usually {self.usual_name} (licence: {self.licence}), found at {self.found}."
