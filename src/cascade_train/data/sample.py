@@ -33,22 +33,15 @@ class UnreadableSampleError(RunError):
 
 @dataclass(frozen=True, kw_only=True)
 class RawSample:
-    """What a source returns for one row of its index.
+    """What a source returns for one row of its index."""
 
-    Attributes:
-        image: an encoded picture (jpg, png, webp), or (H, W, 3) uint8 RGB; None where `tensors` replace it.
-        mask: where the loss counts: an encoded picture of the image's size, or (H, W) uint8; None = everywhere.
-        values: what else is known of the sample (its json, its columns), for captions and their templates.
-        tensors: arrays that go into the batch as they are, by name (what a cache holds).
-    """
-
-    image: bytes | np.ndarray | None
+    image: bytes | np.ndarray | None  # an encoded picture, or (H, W, 3) uint8 RGB; None where `tensors` replace it
     caption: str  # the text, without dropout
     key: str  # where the sample came from, for messages
     weight: float = 1.0  # of its loss
-    mask: bytes | np.ndarray | None = None
-    values: Mapping[str, Any] = field(default_factory=dict)
-    tensors: Mapping[str, np.ndarray] = field(default_factory=dict)
+    mask: bytes | np.ndarray | None = None  # where the loss counts: as `image`, or (H, W) uint8; None = everywhere
+    values: Mapping[str, Any] = field(default_factory=dict)  # its json or columns, for captions and their templates
+    tensors: Mapping[str, np.ndarray] = field(default_factory=dict)  # for the batch as they are (what a cache holds)
 
 
 def value_of(values: Mapping[str, Any], key: str) -> Any:
@@ -85,11 +78,7 @@ class FileLimits:
         return None if self.max_text_kib is None else self.max_text_kib * 1024
 
     def check(self, part: str, size: int) -> None:
-        """Check the size in bytes of a file: "image" or "mask"; any other part is a text, "caption" or "json".
-
-        Raises:
-            UnreadableSampleError: it is larger than allowed.
-        """
+        """Check the size in bytes of a file: "image" or "mask"; any other part is a text, "caption" or "json"."""
         key = "max_file_mib" if part in PICTURES else "max_text_kib"
         limit = getattr(self, key)
         if limit is not None and size > limit * (1024**2 if part in PICTURES else 1024):

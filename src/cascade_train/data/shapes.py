@@ -84,14 +84,8 @@ class Scene:
 class Shapes(Source):
     """Procedural captioned pictures, drawn when they are read.
 
-    Attributes:
-        samples: how many.
-        seed: which ones; another seed draws other pictures.
-        only: words for colours, shapes, sizes and positions that objects are limited to, e.g. `star`; null = all.
-            `sides`, which no picture has otherwise, puts the object on the left and on the right.
-        names: what captions call a colour, shape, size or position instead, e.g. `star: "[star]"`; null = its word.
-        background_weight: loss weight away from the object and its edge, in [0, 1]: objects cover a twentieth of a
-            picture, so that a young model overlooks them. 1 = as much as the object.
+    The word `sides` of `only`, which no picture has otherwise, puts the object on the left and on the right. A
+    `background_weight` below 1 helps a young model, since objects cover a twentieth of a picture.
     """
 
     samples: int
@@ -142,11 +136,8 @@ class Shapes(Source):
         """Return what is shown, its caption, and the picture, image_size square in RGB."""
         draws = _uniform(self.seed, row)
         scene = _scene(draws, self.only or ())
-        return (
-            scene,
-            _caption(scene.renamed(self.names or {}), draws[5:10]),
-            _picture(scene, draws[10:], self.image_size),
-        )
+        caption = _caption(scene.renamed(self.names or {}), draws[5:10])
+        return scene, caption, _picture(scene, draws[10:], self.image_size)
 
 
 def _uniform(seed: int, row: int) -> list[float]:
@@ -165,13 +156,8 @@ def _scene(draws: list[float], only: Collection[str]) -> Scene:
     everything = (*usual[:3], (*POSITIONS, *PLACES))
     options = [[w for w in words if w in only] or most for words, most in zip(everything, usual, strict=True)]
     colour, shape, size, position = (_choose(each, draw) for each, draw in zip(options, draws, strict=False))
-    return Scene(
-        colour=colour,
-        shape=shape,
-        size=size,
-        position=position,
-        background=_choose([name for name in COLOURS if name != colour], draws[4]),
-    )
+    background = _choose([name for name in COLOURS if name != colour], draws[4])
+    return Scene(colour=colour, shape=shape, size=size, position=position, background=background)
 
 
 def _caption(scene: Scene, draws: list[float]) -> str:
@@ -230,14 +216,9 @@ def _tinted(colour: str, draw: float) -> tuple[int, int, int]:
 
 
 def outline_mask(shape: str, side: int, centre: tuple[float, float], radius: float, degrees: float) -> Image.Image:
-    """Return a mask of `side` pixels, 255 inside the shape and 0 around it, with hard edges.
+    """Return a mask of `side` pixels, 255 inside a shape of `SHAPES` and 0 around it, with hard edges.
 
-    Args:
-        shape: one of `SHAPES`.
-        side: in pixels, as are centre (x from the left, y from the top) and radius.
-        centre: of the shape.
-        radius: of the shape.
-        degrees: clockwise rotation.
+    The centre is x from the left and y from the top in pixels, the rotation clockwise.
     """
     mask = Image.new("L", (side, side))
     canvas, (x, y), turn = ImageDraw.Draw(mask), centre, math.radians(degrees)
@@ -252,12 +233,8 @@ def outline_mask(shape: str, side: int, centre: tuple[float, float], radius: flo
     return mask
 
 
-def _cross() -> list[tuple[float, float]]:
-    """Return a plus sign: three corners per quarter turn."""
-    arm, inner = math.degrees(math.atan2(0.3, 1.0)), math.hypot(0.3, 0.3)
-    quarter = [(math.hypot(1.0, 0.3), -arm), (math.hypot(1.0, 0.3), arm), (inner, 45.0)]
-    return [(r, degrees + 90 * turn) for turn in range(4) for r, degrees in quarter]
-
+_ARM = math.degrees(math.atan2(0.3, 1.0))
+_QUARTER = [(math.hypot(1.0, 0.3), -_ARM), (math.hypot(1.0, 0.3), _ARM), (math.hypot(0.3, 0.3), 45.0)]  # of a cross
 
 # Corners as (radius, degrees clockwise from the top).
 _POLYGONS: dict[str, list[tuple[float, float]]] = {
@@ -265,5 +242,5 @@ _POLYGONS: dict[str, list[tuple[float, float]]] = {
     "diamond": [(1.2 if i % 2 == 0 else 0.75, 90 * i) for i in range(4)],
     "triangle": [(1.15, 120 * i) for i in range(3)],
     "star": [(1.2 if i % 2 == 0 else 0.5, 36 * i) for i in range(10)],
-    "cross": _cross(),
+    "cross": [(r, degrees + 90 * turn) for turn in range(4) for r, degrees in _QUARTER],
 }

@@ -17,7 +17,7 @@ from cascade_train.data.tar.files import Tar
 from cascade_train.data.tar.members import Dropped
 from cascade_train.data.tar.stream import stream_samples
 from cascade_train.errors import RunError
-from cascade_train.options import Free
+from cascade_train.options import Free, check_least
 from cascade_train.redaction import printable
 
 MEBIBYTE = 1024**2
@@ -27,15 +27,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class StreamSpec:
-    """How streams are read.
-
-    Attributes:
-        buffer_samples: size of a block, within which samples are mixed.
-        buffer_mib: size of a block; one that holds more is cut before `buffer_samples`. A worker holds one or two
-            blocks of each of its streams.
-        max_file_mib: size of a picture, caption, json or mask; a larger one stops the run.
-        timeout_seconds: how long a command may give no output; None = no limit.
-    """
+    """How streams are read: in blocks of so many samples or mebibytes, whichever comes first."""
 
     buffer_samples: int = 256
     buffer_mib: int = 64
@@ -44,8 +36,7 @@ class StreamSpec:
 
     def __post_init__(self) -> None:
         for name in ("buffer_samples", "buffer_mib", "max_file_mib"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"data.stream.{name}={getattr(self, name)} must be at least 1")
+            check_least(f"data.stream.{name}", getattr(self, name), 1, "it is a size")
         if self.timeout_seconds is not None and self.timeout_seconds <= 0:
             raise ValueError(f"data.stream.timeout_seconds={self.timeout_seconds} must be above 0; null = no limit")
 

@@ -9,7 +9,7 @@ import base64
 import hashlib
 import io
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from PIL import Image
 
 from cascade_train.batch import Batch, sample_seed
 from cascade_train.data.data_set import Rows
-from cascade_train.data.decoding.decode import decode, is_rotated
+from cascade_train.data.decoding.decode import decode
 from cascade_train.data.sample import RawSample, UnreadableSampleError
 
 NAMES_IN_TEXT = 5
@@ -71,10 +71,6 @@ class Finding:
         """Return the first names."""
         return [*self.names[:count], *(["..."] if len(self.names) > count else [])]
 
-    def line(self) -> str:
-        """Return it as text, with the first names."""
-        return f"{self.text}{': ' if self.names else ''}{'; '.join(self.first(NAMES_IN_TEXT))}"
-
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Report:
@@ -117,8 +113,11 @@ class Report:
         return [Finding(text=f"{count} {text}", names=names) for count, text, names in findings if count]
 
     def lines(self) -> list[str]:
-        """Return the report as text."""
-        findings = [f"! {finding.line()}" for finding in self.findings()]
+        """Return the report as text, with the first names of each finding."""
+        findings = [
+            f"! {each.text}{': ' if each.names else ''}{'; '.join(each.first(NAMES_IN_TEXT))}"
+            for each in self.findings()
+        ]
         return [self.title, *self.log, *self.counts(), *(findings or ["nothing found that is worth a look"])]
 
     def page(self) -> str:
@@ -127,11 +126,9 @@ class Report:
         width_N, height_N = found.width_N[known], found.height_N[known]
         limits = [*range(10, self.max_tokens, 10), self.max_tokens]
         common = Counter(found.captions.values()).most_common(10)
+        sizes = [(f"{each.height} x {each.width}", each.samples) for each in found.buckets]
         charts = [
-            (
-                "Training sizes (height x width)",
-                [(f"{each.height} x {each.width}", each.samples) for each in found.buckets],
-            ),
+            ("Training sizes (height x width)", sizes),
             ("Shorter side, pixels", _histogram(np.minimum(width_N, height_N), SIDES_PX)),
             ("Megapixels", _histogram(width_N * height_N / 1e6, MEGAPIXELS)),
             ("Width / height", _histogram(width_N / height_N, RATIOS)),
@@ -146,15 +143,6 @@ class Report:
         return template.render(report=self, charts=charts, pictures=pictures, names_shown=NAMES_ON_PAGE)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Reading:
-    name: str
-    digest: bytes = b""
-    caption: str = ""
-    is_rotated: bool = False
-    fault: str = ""
-
-
 def survey(part: Rows, *, read: int | None, seed: int) -> Survey:
     """Look at samples that are not a stream.
 
@@ -165,25 +153,33 @@ def survey(part: Rows, *, read: int | None, seed: int) -> Survey:
     """
     rows = _different(part)
     chosen = rows if read is None else rows[np.unique(np.linspace(0, len(rows) - 1, read).round().astype(np.int64))]
-    readings = list(_readings(part, chosen, seed))
-    width_N, height_N = (part.index.table[name][rows].astype(np.int64) for name in ("width", "height"))
+    unreadable, rotated, captions = list[tuple[str, str]](), list[str](), dict[str, str]()
+    same = defaultdict[bytes, list[str]](list)
+    height, width = part.source.bucket_table(part.index).sizes_K2[0].tolist()
+    for row in chosen.tolist():
+        name = part.index.name(row)
+        try:
+            raw = part.source.read(row)
+            same[_digest(raw)].append(name)
+            if raw.image is not None and decode(raw.image, (height, width), max_pixels=part.source.max_pixels).rotated:
+                rotated.append(name)
+            generator = torch.Generator().manual_seed(sample_seed(seed, 0, row, "caption"))
+            captions[name] = part.source.captions_of(row)(raw, generator)
+        except (UnreadableSampleError, OSError) as error:
+            unreadable.append((name, str(error)))
     buckets, cropped = _buckets(part)
-    names = defaultdict(list)
-    for each in readings:
-        if each.digest:
-            names[each.digest].append(each.name)
     return Survey(
         samples=len(part.rows),
         pictures=len(rows),
-        width_N=width_N,
-        height_N=height_N,
+        width_N=part.index.table["width"][rows].astype(np.int64),
+        height_N=part.index.table["height"][rows].astype(np.int64),
         buckets=buckets,
         cropped=cropped,
-        read=len(readings),
-        unreadable=tuple((each.name, each.fault) for each in readings if each.fault),
-        rotated=tuple(each.name for each in readings if each.is_rotated),
-        twice=tuple(tuple(same) for same in names.values() if len(same) > 1),
-        captions={each.name: each.caption for each in readings if not each.fault},
+        read=len(chosen),
+        unreadable=tuple(unreadable),
+        rotated=tuple(rotated),
+        twice=tuple(tuple(names) for names in same.values() if len(names) > 1),
+        captions=captions,
     )
 
 
@@ -218,23 +214,6 @@ def _buckets(part: Rows) -> tuple[tuple[BucketCount, ...], float]:
     kept = np.minimum(wider, 1 / wider)
     cropped = float(1 - kept.mean()) if known.any() else 0.0
     return tuple(sorted(counts, key=lambda each: -each.samples)), cropped
-
-
-def _readings(part: Rows, rows: np.ndarray, seed: int) -> Iterator[_Reading]:
-    height, width = part.source.bucket_table(part.index).sizes_K2[0].tolist()
-    for row in rows.tolist():
-        found: dict[str, Any] = {}
-        try:
-            raw = part.source.read(row)
-            found["digest"] = _digest(raw)
-            if raw.image is not None:
-                decode(raw.image, (height, width), max_pixels=part.source.max_pixels)
-                found["is_rotated"] = is_rotated(raw.image)
-            generator = torch.Generator().manual_seed(sample_seed(seed, 0, row, "caption"))
-            found["caption"] = part.source.captions_of(row)(raw, generator)
-        except (UnreadableSampleError, OSError) as error:
-            found["fault"] = str(error)
-        yield _Reading(name=part.index.name(row), **found)
 
 
 def _digest(raw: RawSample) -> bytes:

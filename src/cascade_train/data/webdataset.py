@@ -28,7 +28,7 @@ from cascade_train.data.tar.files import Listings, Tar, check_urls, find_tars
 from cascade_train.data.tar.index import ShardIndex, load_shard, load_verdicts
 from cascade_train.data.tar.members import PARTS, raw_sample
 from cascade_train.errors import ConfigError, RunError
-from cascade_train.options import File, Free, Order
+from cascade_train.options import File, Free, Order, check_least
 
 if TYPE_CHECKING:
     from cascade_train.data.loading.feed import Feed, FeedRequest
@@ -40,18 +40,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(kw_only=True)
 class WebDataset(Source):
-    """Samples KEY.jpg (or jpeg, png, webp) with KEY.txt in tar files; KEY.json and KEY.mask.png where they are there.
-
-    Attributes:
-        urls: a local path, a `file:` path, `s3://bucket/key.tar`, an S3 prefix, a brace pattern such as
-            `shards/{000..005}.tar`, `pipe:command`, or a list of them.
-        index_dir: folder for the cached index; None = beside the tars, else the user's cache folder.
-        row_filters: conditions on each sample's json: a list of [key, condition], or a mapping; None = all samples.
-        listing: file that keeps what S3 prefixes held when the run began; None = list them at every start.
-        streams: logical streams of tars that cannot all be indexed (pipes, compressed ones), a divisor of the global
-            batch; None = as many as fit.
-        stream: how they are read.
-    """
+    """Samples KEY.jpg (or jpeg, png, webp) with KEY.txt in tar files, and with KEY.json and KEY.mask.png if there."""
 
     urls: Order[File[list[str] | str]]
     index_dir: Free[str | None]
@@ -67,8 +56,7 @@ class WebDataset(Source):
         entries = [self.urls] if isinstance(self.urls, str) else list(self.urls)
         if not entries or not all(isinstance(entry, str) and entry for entry in entries):
             raise ValueError(f"data.urls={self.urls} must be a path or a list of paths, as in data.urls=[a.tar,b.tar]")
-        if self.streams is not None and self.streams < 1:
-            raise ValueError(f"data.streams={self.streams} must be at least 1; null chooses a number")
+        check_least("data.streams", self.streams, 1, "null chooses a number")
         self._filters = parse_row_filters(self.row_filters)
         self._tars: list[Tar] = []
         self._listings = Listings(None if self.listing is None else Path(self.listing))

@@ -76,7 +76,8 @@ class InpaintFilter(ControlFilter):
         return self._draw_threshold
 
     def _draw_mask(self, image: np.ndarray, generator: torch.Generator) -> Mapping[str, np.ndarray]:
-        mask = random_mask(*image.shape[1:], generator)
+        _, height, width = image.shape
+        mask = random_mask(height, width, generator)
         return {"control_mask": mask ^ np.uint8(between(0, 1, generator) < self.p_outpaint)}
 
     def _draw_threshold(self, image: np.ndarray, generator: torch.Generator) -> Mapping[str, np.ndarray]:

@@ -123,6 +123,10 @@ def radial(weight: Tensor) -> Tensor:
     return kernel.unflatten(2, (5, 5))
 
 
+KERNELS: tuple[Callable[[Tensor], Tensor], ...] = (central, angular, radial, torch.clone)
+"""Of a stage's convolutions, the last a plain one; the first stage begins with the second."""
+
+
 class DifferenceConv(nn.Module):
     """A convolution of differences of pixels, without bias, that keeps the size; its kernel is made from the weight."""
 
@@ -198,8 +202,7 @@ class EdgeNetwork(nn.Module):
         self.init_block = DifferenceConv(3, WIDTH, central)
         channels = WIDTH
         for stage, width in enumerate(widths, start=1):
-            kernels = [central, angular, radial, torch.clone]  # the last is a plain convolution
-            for place, kernel in enumerate(kernels[1:] if stage == 1 else kernels, start=1):
+            for place, kernel in enumerate(KERNELS[1:] if stage == 1 else KERNELS, start=1):
                 block = EdgeBlock(channels, width, kernel, halves=stage > 1 and place == 1)
                 self.add_module(f"block{stage}_{place}", block)
                 channels = width

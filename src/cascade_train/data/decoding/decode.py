@@ -1,11 +1,11 @@
 """Encoded picture -> upright uint8 RGB pixels, and the size of a picture from its header.
 
-Which part of the pixels is used, and at which size, is decided in framing.py; floats first appear on the training
-device.
+Which part of the pixels is used, and at which size, is decided in framing.py.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import logging
@@ -36,21 +36,15 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Decoded:
-    """A picture's pixels.
+    """A picture's pixels, perhaps a view, and possibly decoded at a fraction of the picture's size."""
 
-    Attributes:
-        pixels: (h, w, 3) uint8 RGB, upright, perhaps a view; possibly decoded at a fraction of the picture's size.
-    """
-
-    pixels: np.ndarray
+    pixels: np.ndarray  # (h, w, 3) uint8 RGB, upright
     size: tuple[int, int]  # height and width of the picture in pixels, upright
+    rotated: bool = False  # whether the EXIF orientation turned or mirrored it
 
 
 def upright_size(encoded: bytes) -> tuple[int, int]:
-    """Read (width, height) in pixels from the header, swapped where the EXIF orientation says so. Thread-safe.
-
-    Args:
-        encoded: the file, or enough of its beginning to hold the header.
+    """Read (width, height) in pixels from a file's beginning, swapped where EXIF says so. Thread-safe.
 
     Raises:
         UnreadableSampleError: there is no readable header.
@@ -79,17 +73,13 @@ def decode(picture: bytes | np.ndarray, target: tuple[int, int], *, max_pixels: 
         orientation = _orientation(stored)
         width, height = stored.size
         size = (height, width) if orientation < 5 else (width, height)
-        fraction = _fraction(stored, min(side / wanted for side, wanted in zip(size, target, strict=True)))
+        room = min(side / wanted for side, wanted in zip(size, target, strict=True))
+        fits = [fraction for fraction in _FRACTIONS if room / fraction >= SCALED_ROOM]
+        fraction = fits[0] if fits and stored.format in ("JPEG", "MPO") else 1
         if fraction > 1:
             stored.draft(None, (width // fraction, height // fraction))
         pixels = _pixels(stored, picture, whole=fraction == 1)
-        return Decoded(pixels=_upright(pixels, orientation), size=size)
-
-
-def is_rotated(picture: bytes | np.ndarray) -> bool:
-    """Return whether the EXIF orientation of a picture that `decode` takes turns or mirrors it."""
-    with _damage_reported(max_pixels=None):
-        return isinstance(picture, bytes) and _orientation(_opened(picture)) != 1
+        return Decoded(pixels=_upright(pixels, orientation), size=size, rotated=orientation != 1)
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
@@ -140,21 +130,12 @@ def _known_formats() -> tuple[str, ...]:
     return tuple(name for name in FORMATS if name in Image.OPEN)  # AVIF is new in Pillow 11.3
 
 
-def _fraction(stored: Image.Image, room: float) -> int:
-    """Return 8 or 4 where a JPEG may be decoded at that fraction, else 1; `room` is its size over the target's."""
-    if stored.format not in ("JPEG", "MPO"):
-        return 1
-    return next((fraction for fraction in _FRACTIONS if room / fraction >= SCALED_ROOM), 1)
-
-
 def _pixels(stored: Image.Image, encoded: bytes, *, whole: bool) -> np.ndarray:
     """Decode to (H, W, 3) uint8 RGB as stored, by the fast decoder where it gives what PIL would."""
     fast = fast_jpeg_decoder()
     if fast is not None and whole and stored.format in ("JPEG", "MPO") and stored.mode in ("RGB", "L"):
-        try:
+        with contextlib.suppress(RuntimeError):  # PIL decides whether the file is damaged or only unusual
             return fast(encoded)
-        except RuntimeError:  # PIL decides whether the file is damaged or only unusual
-            pass
     return np.asarray(to_rgb(stored))
 
 

@@ -61,14 +61,7 @@ class Framing:
     def __call__(
         self, image: bytes | np.ndarray, mask: bytes | np.ndarray | None, height: int, width: int, draw: Draw
     ) -> Framed:
-        """Decode a picture, take the largest part of the target's shape, and resize it.
-
-        Args:
-            image: an encoded file, or (H, W, 3) uint8 RGB.
-            mask: an encoded file of the image's size, or (H, W) uint8; None = no mask.
-            height: of the result in pixels.
-            width: of the result in pixels.
-            draw: gives the sample's generators.
+        """Decode a sample's picture and mask, take the largest part of the target's shape in pixels, and resize it.
 
         Raises:
             UnreadableSampleError: see `decode.decode`; or the mask has another size than the picture.
@@ -111,12 +104,9 @@ class Framing:
 
 
 def largest_box(size: tuple[int, int], target: tuple[int, int], offset: tuple[float, float]) -> Box:
-    """Return the largest part of the target's shape, rounded to whole pixels.
+    """Return the largest part of the target's shape, rounded to whole pixels; sizes are height and width.
 
-    Args:
-        size: height and width of the picture.
-        target: height and width whose ratio the part has.
-        offset: where it lies, across and down, in [0, 1] of the room that is left; (0.5, 0.5) is the middle.
+    `offset` is where it lies, across and down, in [0, 1] of the room that is left; (0.5, 0.5) is the middle.
     """
     scale = min(size[0] / target[0], size[1] / target[1])
     height, width = (min(side, max(1, round(wanted * scale))) for side, wanted in zip(size, target, strict=True))
@@ -145,11 +135,9 @@ def cut(pixels: np.ndarray, box: Box, height: int, width: int, *, flip: bool) ->
 
 
 def salient_offset(pixels: np.ndarray, height: int, width: int) -> tuple[float, float]:
-    """Return where a window of (height, width) pixels holds most of what stands out in (H, W, 3) uint8 RGB.
+    """Return the `offset` at which a window of (height, width) pixels is most salient in (H, W, 3) uint8 RGB.
 
-    Returns:
-        Place of the window across and down, each in [0, 1] of the room that the picture leaves it; of places that are
-        about as good, the one nearest to the middle.
+    Of places that are about as good, it is the one nearest to the middle.
     """
     stride = max(1, min(pixels.shape[:2]) // (4 * _SALIENCY_PX))  # every n-th pixel is enough to begin with
     thumbnail = _gray(pixels[::stride, ::stride]).resize((_SALIENCY_PX, _SALIENCY_PX), Image.Resampling.BILINEAR)

@@ -4,8 +4,7 @@ A text is parsed to a syntax tree, every node of which must be one of those list
 with the values. Nothing is compiled and no name is looked up outside the arguments of the condition, so that a
 configuration from elsewhere can do no harm. Which samples are judged is decided in row_filter.py.
 
-Why not a library: those that evaluate expressions allow attributes or calls and are as safe as their block lists; what
-conditions need is smaller than the code that would forbid the rest.
+Libraries that evaluate expressions allow attributes or calls and are as safe as their block lists.
 """
 
 from __future__ import annotations
@@ -53,10 +52,7 @@ _REFUSED: Mapping[type[ast.AST], str] = {
     ast.Attribute: "attributes are not allowed",
     ast.Subscript: "square brackets behind a value are not allowed",
     ast.Lambda: "a lambda may only stand at the beginning",
-    ast.ListComp: "comprehensions are not allowed",
-    ast.SetComp: "comprehensions are not allowed",
-    ast.DictComp: "comprehensions are not allowed",
-    ast.GeneratorExp: "comprehensions are not allowed",
+    **dict.fromkeys((ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp), "comprehensions are not allowed"),
     ast.NamedExpr: "assignments are not allowed",
     ast.JoinedStr: "formatted texts are not allowed",
 }
@@ -86,13 +82,10 @@ class Expression:
 
 
 def parse_expression(text: str, keys: Sequence[str], *, where: str) -> Expression:
-    """Parse a condition on the values of `keys`.
+    """Parse a condition on the values of `keys`; `where` is the key of the configuration.
 
-    Args:
-        text: a lambda with one argument per key, `lambda s: s > 4.5`; for one key a comparison without its left side,
-            `<=0.5`; or an expression in the names of the keys, `width * height >= 600 ** 2`.
-        keys: names in a sample's metadata.
-        where: key of the configuration, for the message.
+    The text is a lambda with one argument per key, `lambda s: s > 4.5`; for one key a comparison without its left side,
+    `<=0.5`; or an expression in the names of the keys, `width * height >= 600 ** 2`.
 
     Raises:
         ValueError: the text is anything else; names the place of the fault.
@@ -171,8 +164,12 @@ def _fault(node: ast.expr, names: set[str]) -> str | None:
         case ast.Name():
             known = " and ".join(sorted(names - {"_"})) or "none"
             return None if node.id in names else f"the name {node.id} is unknown; known here: {known}"
+        case ast.Constant(value=None | bool() | str()):
+            return None
+        case ast.Constant(value=int() | float() as number):
+            return None if abs(number) < LARGEST else "the number is too large"
         case ast.Constant():
-            return _constant_fault(node.value)
+            return f"a constant of type {type(node.value).__name__} is not allowed"
         case ast.BinOp(op=ast.Pow(), right=exponent):
             small = isinstance(exponent, ast.Constant) and exponent.value in range(MAX_EXPONENT + 1)
             return None if small else f"an exponent must be a whole number from 0 to {MAX_EXPONENT}"
@@ -187,14 +184,6 @@ def _fault(node: ast.expr, names: set[str]) -> str | None:
         case ast.BoolOp() | ast.List() | ast.Tuple():
             return None
     return _REFUSED.get(type(node), f"{type(node).__name__} is not allowed")
-
-
-def _constant_fault(value: object) -> str | None:
-    if value is None or isinstance(value, bool | str):
-        return None
-    if not isinstance(value, int | float):
-        return f"a constant of type {type(value).__name__} is not allowed"
-    return None if abs(value) < LARGEST else "the number is too large"
 
 
 def _is_word(node: ast.expr) -> bool:

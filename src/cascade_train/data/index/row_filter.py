@@ -1,6 +1,6 @@
 """Which samples take part, by conditions on their metadata (the json beside picture and caption, or columns).
 
-Conditions are parsed in row_expression.py; where metadata is read and verdicts are kept is the source's business.
+Conditions are parsed in row_expression.py; sources read metadata and keep verdicts.
 """
 
 from __future__ import annotations
@@ -66,11 +66,7 @@ class RowFilters:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def judge(self, values: Mapping[str, Any] | None) -> list[int]:
-        """Judge one sample by its values, None where it has none that can be read.
-
-        Returns:
-            PASSED or ABSENT for the values themselves, then a verdict of each filter.
-        """
+        """Return PASSED or ABSENT for a sample's values, None if they cannot be read, then each filter's verdict."""
         if values is None:
             return [ABSENT] * (1 + len(self))
         return [PASSED, *(each.verdict(values) for each in self.filters)]
@@ -104,12 +100,10 @@ def passing(verdicts: np.ndarray) -> np.ndarray:
 
 
 def parse_row_filters(given: object, *, key: str = KEY) -> RowFilters:
-    """Parse the value of `data.row_filters`, or of another key in its form.
+    """Parse the value of `data.row_filters`, or of another `key` in its form.
 
-    Args:
-        given: a list of [key, condition], with a list of keys for conditions on several; or a mapping of keys to
-            conditions; None = no filters.
-        key: of the configuration, for messages.
+    It is a list of [key, condition], with a list of keys for conditions on several; or a mapping of keys to conditions;
+    None = no filters.
 
     Raises:
         ValueError: the value has another form, or a condition is refused.

@@ -21,15 +21,12 @@ ROW_FIELDS = [("shard", "<i4"), ("width", "<i4"), ("height", "<i4")]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Index:
-    """A table of samples.
-
-    Attributes:
-        table: (N,) structured array with at least the fields of `ROW_FIELDS`, sorted by shard; width and height in
-            pixels of the upright picture, 0 where the header cannot be read. A source adds its own.
-    """
+    """A table of samples."""
 
     shards: tuple[str, ...]  # names of the shards, in the order of the data
     table: np.ndarray
+    """(N,) structured array with at least the fields of `ROW_FIELDS`, sorted by shard; width and height in pixels of
+    the upright picture, 0 where the header cannot be read. A source adds its own."""
     keys: np.ndarray  # (N,) bytes, each sample's key within its shard
     filters: str = ""  # identity of the row filters that chose these samples; empty = none
     rows_are_samples: bool = True  # False where each row stands for a tar that can only be streamed
@@ -56,10 +53,6 @@ def split(index: Index, share: float) -> tuple[np.ndarray, np.ndarray]:
 
     A key falls on the same side whatever else the data holds, so that adding shards moves no sample.
 
-    Args:
-        index: the samples.
-        share: share of keys held out, 0 <= share < 1.
-
     Raises:
         ConfigError: the share is out of range, or leaves one of the two sides empty.
     """
@@ -76,13 +69,10 @@ def split(index: Index, share: float) -> tuple[np.ndarray, np.ndarray]:
 
 
 def repeat_counts(keys: Sequence[bytes], factor: float) -> np.ndarray:
-    """Return how often each of N samples comes in an epoch: int(factor) times, a share of them once more.
+    """Return how often each of N samples comes in an epoch, (N,) int64 with the sum round(factor * N), factor >= 0.
 
-    Once more, and the same ones in every epoch, come those whose keys have the smallest hashes, so that samples
-    which are added later move few of the others. 0.4 thus takes the same 40 % every time.
-
-    Returns:
-        (N,) int64, with the sum round(factor * N); the factor is at least 0.
+    Once more than int(factor), and the same ones in every epoch, come those whose keys have the smallest hashes, so
+    that samples which are added later move few of the others. 0.4 thus takes the same 40 % every time.
     """
     counts = np.full(len(keys), math.floor(factor), dtype=np.int64)
     more = round(factor * len(keys)) - int(counts.sum())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,11 +47,7 @@ RowSelector = Callable[[Index], Selection]
 
 
 def selected(index: Index, selectors: Iterable[RowSelector]) -> np.ndarray:
-    """Return (N,) bool, which rows every selector keeps; log how many each leaves out.
-
-    Raises:
-        ConfigError: no row is left.
-    """
+    """Return (N,) bool, which rows every selector keeps, at least one; log how many each leaves out."""
     kept = np.ones(len(index), dtype=bool)
     reports = []
     for selection in (selector(index) for selector in selectors):
@@ -66,11 +62,7 @@ def selected(index: Index, selectors: Iterable[RowSelector]) -> np.ndarray:
 
 
 def parse_size_filters(given: object) -> tuple[RowFilter, ...]:
-    """Parse the value of `data.size_filters`, in the forms of `data.row_filters`.
-
-    Raises:
-        ValueError: another form, a condition that is refused, or a key that is no measure of a picture.
-    """
+    """Parse the value of `data.size_filters`, in the forms of `data.row_filters`, on `MEASURES`."""
     filters = parse_row_filters(given, key=SIZE_FILTERS).filters
     for unknown in (key for each in filters for key in each.keys if key not in MEASURES):
         raise ValueError(
@@ -92,14 +84,8 @@ def size_selection(filters: tuple[RowFilter, ...], index: Index) -> Selection:
     kept = np.ones(len(index), dtype=bool)
     for each in filters:
         passed = np.array([each.verdict(measures) == PASSED for measures in measured])[bucket_N]
-        _log.info(
-            "%s %s: %d of %d samples pass (%.1f%%)",
-            SIZE_FILTERS,
-            each.name,
-            passed.sum(),
-            len(index),
-            100 * passed.mean(),
-        )
+        found = f"{passed.sum()} of {len(index)} samples pass ({passed.mean():.1%})"
+        _log.info("%s %s: %s", SIZE_FILTERS, each.name, found)
         kept &= passed
     unknown = int((sizes_N2.min(axis=1) <= 0).sum())
     reason = f"do not meet {SIZE_FILTERS}" + (f" ({unknown} of them have no known size)" if unknown else "")
@@ -107,10 +93,7 @@ def size_selection(filters: tuple[RowFilter, ...], index: Index) -> Selection:
 
 
 def read_quarantine(path: Path) -> set[str]:
-    """Return the names of samples in a list.
-
-    Args:
-        path: a run directory, its `quarantine` folder, or one file of lines `{"sample": "train.tar:0001", ...}`.
+    """Return the names of samples in a file of lines `{"sample": "train.tar:0001", ...}`, or in those of a run.
 
     Raises:
         ConfigError: there is no such list, or a line of it names no sample.
@@ -125,12 +108,11 @@ def read_quarantine(path: Path) -> set[str]:
     return {name for file in files for name in _quarantined(file)}
 
 
-def _quarantined(file: Path) -> list[str]:
-    names = []
+def _quarantined(file: Path) -> Iterator[str]:
     lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
     for number, line in enumerate(lines, start=1):
         try:
-            names.append(str(json.loads(line)["sample"]))
+            yield str(json.loads(line)["sample"])
         except (ValueError, LookupError, TypeError) as error:
             if number == len(lines):  # nothing after the last end of line, or a run was killed while it wrote
                 break
@@ -138,17 +120,12 @@ def _quarantined(file: Path) -> list[str]:
                 f'{QUARANTINE}: line {number} of {file} names no sample, as {{"sample": "train.tar:0001"}} does: mend'
                 " it, or remove the line"
             ) from error
-    return names
 
 
 def quarantine_selection(names: Collection[str], index: Index) -> Selection:
     """Return which samples are not among the names (as `Index.name` has them), and log how many are not in the data."""
-    keys = {
-        name[start + 1 :].encode(errors="surrogateescape")
-        for name in names
-        for start, mark in enumerate(name)
-        if mark == ":"
-    }
+    colons = ((name, start) for name in names for start, mark in enumerate(name) if mark == ":")
+    keys = {name[start + 1 :].encode(errors="surrogateescape") for name, start in colons}
     candidates = np.flatnonzero(np.isin(index.keys, list(keys))) if keys else np.zeros(0, dtype=np.int64)
     found = {row: index.name(row) for row in candidates.tolist() if index.name(row) in names}
     kept = np.ones(len(index), dtype=bool)

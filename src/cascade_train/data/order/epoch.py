@@ -37,13 +37,7 @@ class _Groups:
 
 
 class Layout:
-    """The samples of one epoch by window and bucket.
-
-    Attributes:
-        epoch: its number.
-        end_WK: (W, K) int64, samples of each bucket up to the end of each window.
-        total_K: (K,) int64, samples of each bucket.
-    """
+    """The samples of one epoch by window and bucket: `end_WK` int64 up to the end of each window, `total_K` in all."""
 
     def __init__(self, groups: _Groups, *, seed: int, epoch: int, window_shards: int, replacement: bool) -> None:
         self.epoch = epoch
@@ -105,14 +99,7 @@ class Layout:
 
 @dataclass(eq=False, kw_only=True)
 class Layouts:
-    """Every epoch's layout.
-
-    Attributes:
-        sizes_K2: (K, 2) int64, height and width of each bucket in pixels.
-        varies: whether epochs differ in how many samples a bucket has.
-        nearest_N: (N,) int64, the bucket of each sample's own shape.
-        enlarged_N: (N,) scale of each sample there; 0 = unknown.
-    """
+    """Every epoch's layout."""
 
     table: BucketTable
     shards: np.ndarray  # (N,) shard of each row of `rows`, not decreasing
@@ -127,9 +114,9 @@ class Layouts:
     def __post_init__(self) -> None:
         self.sizes_K2 = self.table.sizes_K2
         self._moves = self.random_share > 0.0 and len(self.sizes_K2) > 1
-        self.varies = self._moves or self.replacement
-        self.nearest_N = self.table.nearest(self.width_N, self.height_N)
-        self.enlarged_N = self.table.enlargement(self.nearest_N, self.width_N, self.height_N)
+        self.varies = self._moves or self.replacement  # whether epochs differ in how many samples a bucket has
+        self.nearest_N = self.table.nearest(self.width_N, self.height_N)  # the bucket of each sample's own shape
+        self.enlarged_N = self.table.enlargement(self.nearest_N, self.width_N, self.height_N)  # 0 = unknown
         self._shard_N = np.cumsum(np.diff(self.shards, prepend=self.shards[0]) != 0)
         self._groups = functools.lru_cache(maxsize=3)(self._group)
         self.epoch = functools.lru_cache(maxsize=3)(self._lay_out)
@@ -141,13 +128,10 @@ class Layouts:
         )
 
     def _group(self, epoch: int) -> _Groups:
-        shape = (len(self.sizes_K2), int(self._shard_N[-1]) + 1)
-        return _Groups(self.rows, self._shard_N, self._bucket_of_each(epoch), shape)
-
-    def _bucket_of_each(self, epoch: int) -> np.ndarray:
-        if not self._moves:
-            return self.nearest_N
-        count, bucket_E = int(self.rows[-1]) + 1, self.table.bucket_E
-        draw_N = random_words(count, self.seed, epoch, "bucket/whether")[self.rows] / 2.0**64
-        entry_N = random_words(count, self.seed, epoch, "bucket/which")[self.rows] % np.uint64(len(bucket_E))
-        return np.where(draw_N < self.random_share, bucket_E[entry_N.astype(np.int64)], self.nearest_N)
+        bucket_N, bucket_E = self.nearest_N, self.table.bucket_E
+        if self._moves:
+            count = int(self.rows[-1]) + 1
+            draw_N = random_words(count, self.seed, epoch, "bucket/whether")[self.rows] / 2.0**64
+            entry_N = random_words(count, self.seed, epoch, "bucket/which")[self.rows] % np.uint64(len(bucket_E))
+            bucket_N = np.where(draw_N < self.random_share, bucket_E[entry_N.astype(np.int64)], bucket_N)
+        return _Groups(self.rows, self._shard_N, bucket_N, (len(self.sizes_K2), int(self._shard_N[-1]) + 1))

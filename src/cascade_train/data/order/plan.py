@@ -37,25 +37,19 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Where a plan begins, for runs whose data or batch size changed.
-
-    Attributes:
-        taken: samples of `epoch` handed out before, per bucket; negative = number of earlier epochs' samples that
-            wait. Empty = none.
-    """
+    """Where a plan begins, for runs whose data or batch size changed."""
 
     position: int = 0  # global batches handed out before
     epoch: int = 0  # the first epoch whose samples come
-    taken: tuple[int, ...] = ()
+    taken: tuple[int, ...] = ()  # its samples handed out before, per bucket; negative = earlier samples wait
 
 
 @dataclass(frozen=True, eq=False)
 class _Epoch:
     """One epoch cut into steps.
 
-    Attributes:
-        open_K: where each bucket's first step begins, counted from the bucket's first sample in the epoch: negative
-            where samples of earlier epochs wait, positive where the plan begins within the epoch.
+    A bucket's first step begins at `open_K`, counted from the bucket's first sample in the epoch: negative where
+    samples of earlier epochs wait, positive where the plan begins within the epoch.
     """
 
     layout: Layout  # its samples
@@ -74,13 +68,11 @@ class _Epoch:
 class Plan:
     """Global batches by position, the same on every rank.
 
+    `leftover` decides on samples that fill no global batch of their bucket before the epoch ends: `carry` = they open
+    the bucket's next batch, `drop` = they are left out, `flush` = they are a step, filled up by samples of weight 0.
+
     Raises:
         ConfigError: no bucket holds a global batch, and leftovers are dropped.
-
-    Attributes:
-        leftover: what becomes of samples that fill no global batch of their bucket before the epoch ends: `carry` =
-            they open the bucket's next batch, `drop` = they are left out, `flush` = they are a step, filled up by
-            samples of weight 0.
     """
 
     layouts: Layouts  # the epochs' samples
@@ -102,16 +94,12 @@ class Plan:
 
     def step(self, position: int) -> Step:
         """Return the global batch at `position`, counted from the run's first."""
-        number = self.epoch_of(position)
-        epoch, place = self._epoch(number), position - self.first_step(number)
-        flushed = place - int(epoch.done_W[-1])
-        if flushed >= 0:
-            bucket = int(np.flatnonzero(epoch.rest_K)[flushed])
+        number, epoch, window, place = self._find(position)
+        if window == len(epoch.done_W):
+            bucket = int(np.flatnonzero(epoch.rest_K)[place])
             end, count = int(epoch.layout.total_K[bucket]), int(epoch.rest_K[bucket])
             return self._gather(bucket, number, end - count, end)
-        window = int(np.searchsorted(epoch.done_W, place, side="right"))
         buckets, ends = self._window(number, window)
-        place -= int(epoch.done_W[window - 1]) if window else 0
         return self._gather(int(buckets[place]), number, int(ends[place]) - self.global_batch_size, int(ends[place]))
 
     def first_step(self, epoch: int) -> int:
@@ -152,10 +140,7 @@ class Plan:
 
     def start_at(self, position: int) -> Start:
         """Return where a plan with another batch size begins, so that no sample comes twice and none is lost."""
-        number = self.epoch_of(position)
-        epoch, place = self._epoch(number), position - self.first_step(number)
-        window = int(np.searchsorted(epoch.done_W, place, side="right"))
-        place -= int(epoch.done_W[window - 1]) if window else 0
+        number, epoch, window, place = self._find(position)
         taken_K = epoch.open_K + epoch.steps_before(window, self.global_batch_size) * self.global_batch_size
         if window < len(epoch.done_W):
             buckets, _ = self._window(number, window)
@@ -164,6 +149,13 @@ class Plan:
             flushed = np.flatnonzero(epoch.rest_K)[:place]
             taken_K[flushed] = epoch.layout.total_K[flushed]
         return Start(position=position, epoch=number, taken=tuple(taken_K.tolist()))
+
+    def _find(self, position: int) -> tuple[int, _Epoch, int, int]:
+        """Return epoch and window that complete a step, and its place among theirs; flushed steps follow all windows."""
+        number = self.epoch_of(position)
+        epoch, place = self._epoch(number), position - self.first_step(number)
+        window = int(np.searchsorted(epoch.done_W, place, side="right"))
+        return number, epoch, window, place - (int(epoch.done_W[window - 1]) if window else 0)
 
     def _drawn_before(self, epoch: int) -> np.ndarray:
         """Return how many samples of each bucket come from the plan's first epoch up to this one, (K,)."""
@@ -210,14 +202,8 @@ class Plan:
             start, end, epoch = max(0, start - total), end - total, epoch + 1
         rows, epochs = (np.concatenate(parts) for parts in zip(*pieces, strict=True))
         height, width = self.layouts.sizes_K2[bucket].tolist()
-        return _filled(Step(rows=rows, epochs=epochs, height=height, width=width), self.global_batch_size)
-
-
-def _filled(step: Step, size: int) -> Step:
-    """Return the step filled up to `size` samples by repeats of weight 0."""
-    count = len(step.rows)
-    if count == size:
-        return step
-    again = np.arange(size) % count
-    weights = (np.arange(size) < count).astype(np.float32)
-    return replace(step, rows=step.rows[again], epochs=step.epochs[again], weights=weights)
+        step, places = Step(rows=rows, epochs=epochs, height=height, width=width), np.arange(self.global_batch_size)
+        if len(rows) == len(places):
+            return step
+        again, weights = places % len(rows), (places < len(rows)).astype(np.float32)  # repeats of weight 0
+        return replace(step, rows=rows[again], epochs=epochs[again], weights=weights)

@@ -36,15 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 class Order:
-    """Global batches by position, and the state of a position.
-
-    Args:
-        source: the opened source.
-        request: which samples, at least one, and how they are batched.
-
-    Raises:
-        ConfigError: leftovers are dropped, and every sample would be one.
-    """
+    """Global batches by position, and the state of a position, of the samples of a request, at least one."""
 
     def __init__(self, source: Source, request: FeedRequest) -> None:
         index, rows, seed = request.index, request.rows, request.seed
@@ -115,7 +107,8 @@ class Order:
             ConfigError: it counts batches of another order or size, and `data.on_change` is refuse.
         """
         position, size = state["position"], state["global_batch_size"]
-        start = _start(state)
+        saved = state.get("start", {"position": 0, "epoch": 0, "taken": []})  # older states begin at the beginning
+        start = Start(position=saved["position"], epoch=saved["epoch"], taken=tuple(saved["taken"]))
         changed = self._changes(state)
         if changed and self._on_change == "refuse":
             raise ConfigError(
@@ -169,9 +162,3 @@ class Order:
 
     def _planned(self, global_batch_size: int, start: Start) -> Plan:
         return Plan(layouts=self._layouts, global_batch_size=global_batch_size, leftover=self._leftover, start=start)
-
-
-def _start(state: Mapping[str, Any]) -> Start:
-    """Return where a state's plan begins; that of an older state, which has no `start`, at the beginning."""
-    saved = state.get("start", {"position": 0, "epoch": 0, "taken": []})
-    return Start(position=saved["position"], epoch=saved["epoch"], taken=tuple(saved["taken"]))

@@ -112,12 +112,7 @@ def _check_range(answer: dict[str, Any], item: StoredObject, wanted: str) -> Non
 
 
 def _asked(ask: Callable[[], T], verb: str, url: str) -> T:
-    """Return an answer; ask again after failures that may pass. No credentials are in any message.
-
-    Raises:
-        ConfigError: the object is not there or may not be read.
-        RunError: the server refuses for another reason, or every attempt failed.
-    """
+    """Return an answer; ask again after failures that may pass. Raises as `Store`; no message holds credentials."""
     from botocore.exceptions import ClientError, HTTPClientError, IncompleteReadError
     from botocore.exceptions import ConnectionError as NoConnectionError
 
