@@ -83,10 +83,7 @@ class Buckets:
         """Return the sizes of about image_size² pixels; aspect_ratios None = the square alone.
 
         With the distance `log`, pictures are compared with the rounded sizes, so that the least is cropped; with
-        `linear`, with the ratios as they are configured.
-
-        Raises:
-            ValueError: an invalid ratio, or one too extreme for the area.
+        `linear`, with the ratios as they are configured. A ratio too extreme for the area is a ValueError.
         """
         if aspect_ratios is None:
             square, first = np.full((1, 2), image_size), np.zeros(1, dtype=np.int64)
@@ -115,11 +112,7 @@ class Buckets:
 
 
 def parse_ratios(aspect_ratios: list[str | float] | str) -> list[float]:
-    """Return a preset's aspect ratios, or those of a list of fractions and decimals, as numbers.
-
-    Raises:
-        ValueError: an unknown preset, an empty list, or an entry that is not a positive number.
-    """
+    """Return a preset's aspect ratios, or those of a list of fractions and decimals, as numbers; else a ValueError."""
     if isinstance(aspect_ratios, str):
         if aspect_ratios not in PRESETS:
             raise ValueError(

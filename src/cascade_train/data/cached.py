@@ -56,11 +56,7 @@ class Cached(Source):
         self.manifest: Manifest  # what the opened cache holds
 
     def open(self) -> Index:
-        """Read the manifest, the index and the tables of all units.
-
-        Raises:
-            ConfigError: there is no cache, or it is not finished.
-        """
+        """See `Source.open`: read the manifest, the index and the tables of all units."""
         self.manifest = read_manifest(self._folder)
         self._index = read_index(self._folder, self.manifest)
         tables = [self._table(unit) for unit in range(self.manifest.units)]
@@ -93,12 +89,7 @@ class Cached(Source):
         return [_took_part, *self.quarantine_selectors()]
 
     def read(self, row: int) -> RawSample:
-        """Read the tensors and the caption of one row.
-
-        Raises:
-            UnreadableSampleError: its picture was unreadable when the cache was made.
-            RunError: the cache is damaged.
-        """
+        """See `Source.read`: the tensors and the caption of one row. A RunError where the cache is damaged."""
         spans = self._samples[row]
         if spans["bytes"].min() == 0:
             raise UnreadableSampleError("its picture was unreadable when the cache was made")
@@ -113,12 +104,7 @@ class Cached(Source):
         return Captions() if self.manifest.captions else self.captions
 
     def find_captions(self, captions: Sequence[str]) -> dict[str, Tensor]:
-        """Return what the cache holds of captions, (B, ...) each by name, on the host.
-
-        Raises:
-            ConfigError: a caption is not there.
-            RunError: the cache is damaged.
-        """
+        """Return what the cache holds of captions, (B, ...) each by name; a ConfigError where one is missing."""
         found = {caption: safetensors.torch.load(self._read_caption(caption)) for caption in dict.fromkeys(captions)}
         return {name: torch.stack([found[caption][name] for caption in captions]) for name in self.manifest.captions}
 

@@ -72,12 +72,7 @@ class Captions:
         return bool(self._keys.keys() - {TEXT} or named - {CAPTION}) or self.tags.key is not None
 
     def __call__(self, raw: RawSample, generator: torch.Generator) -> str:
-        """Return the caption of a sample.
-
-        Raises:
-            UnreadableSampleError: the sample lacks a key, has something else than text there, or a list of captions
-                where `choose` does not say which.
-        """
+        """Return the caption of a sample; an UnreadableSampleError where it lacks a key, or no text is there."""
         caption = self.tags.apply(self._chosen(raw, generator), raw.values, generator)
         template = self._templates[drawn([1.0] * len(self._templates), generator)]
         caption = "".join(literal + _filled(name, caption, raw.values) for literal, name in template)

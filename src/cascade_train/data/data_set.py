@@ -105,10 +105,7 @@ class DataSet:
     def held_out_feed(self, *, seed: int, samples: int, micro_batch_size: int, rank: int, ranks: int) -> HeldOutFeed:
         """Return the feed of `samples` held-out samples in a fixed order, as many on every rank.
 
-        Samples of weight 0 fill the last batch of each shape.
-
-        Raises:
-            ConfigError: no samples are held out.
+        Samples of weight 0 fill the last batch of each shape. A ConfigError where no samples are held out.
         """
         if self.held_out is None:
             raise ConfigError("validate: no samples are held out; set validate.share, e.g. 0.01, or validate.urls")

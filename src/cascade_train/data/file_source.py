@@ -36,12 +36,7 @@ class FileSource(Source):
         self._cache_dir = None if self.index_dir is None else Path(self.index_dir)
 
     def open(self) -> Index:
-        """Index all files; what did not change comes from the cache.
-
-        Raises:
-            ConfigError: data is missing, not of its form, or has no usable sample; no sample meets `row_filters`.
-            RunError: a file cannot be read, or too many pictures have no readable header.
-        """
+        """See `Source.open`: index all files; what did not change comes from the cache."""
         try:
             self._index = self._indexed()
         except OSError as error:

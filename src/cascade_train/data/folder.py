@@ -194,11 +194,8 @@ class Folder(PictureFolder):
 def find_pictures(root: Path) -> Iterator[PictureFile]:
     """Yield the pictures below a folder, folders and names in the order of their code points.
 
-    Links to folders are followed; a folder that is reached again, as by a loop of links, counts once.
-
-    Raises:
-        ConfigError: there is no such folder, or a `multiply.txt` is not a number.
-        OSError: a folder cannot be read.
+    Links to folders are followed; a folder that is reached again, as by a loop of links, counts once. A missing folder,
+    or a `multiply.txt` that is not a number, is a ConfigError.
     """
     if not root.is_dir():
         raise ConfigError(f"data.path={root} is not a folder; paths are relative to the current folder, {Path.cwd()}")

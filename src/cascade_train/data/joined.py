@@ -72,9 +72,6 @@ class JoinedSource(Source):
 
         The blocks are the shards of the joined index, so that a plan that mixes some of them meets every source, and
         keeps together what lies close together in a source.
-
-        Raises:
-            ConfigError: a source is streamed.
         """
         if not all(part.index.rows_are_samples for part in parts):
             raise ConfigError("data: streams cannot be mixed with other samples: give tars that can be indexed")

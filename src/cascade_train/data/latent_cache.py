@@ -71,11 +71,7 @@ class Manifest:
 
 
 def write_manifest(folder: Path, manifest: Manifest, index: Index) -> None:
-    """Write what describes a cache, unless the same is there already.
-
-    Raises:
-        ConfigError: the folder holds a cache of something else, or cannot be written.
-    """
+    """Write what describes a cache, unless the same is there already; a ConfigError if another one is there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if (folder / MANIFEST).is_file():
@@ -250,12 +246,7 @@ class PayloadReader:
         self._files = LocalFiles()
 
     def read(self, path: Path, span: np.void) -> bytes:
-        """Return the bytes of a span.
-
-        Raises:
-            RunError: their checksum is wrong.
-            OSError: the file cannot be read.
-        """
+        """Return the bytes of a span; a RunError where their checksum is wrong."""
         content = os.pread(self._files.descriptor(str(path)), int(span["bytes"]), int(span["start"]))
         if zlib.crc32(content) != span["crc32"]:
             raise RunError(

@@ -241,12 +241,7 @@ class RowGroups:
         return {"_capacity": self._capacity, "_kept": OrderedDict()}
 
     def row(self, path: Path, group: int, row: int, names: list[str] | None) -> dict[str, Any]:
-        """Return one row of a row group by column; `names` are the columns, the same in every call, None = all.
-
-        Raises:
-            UnreadableSampleError: the row group is damaged.
-            OSError: the file cannot be read.
-        """
+        """Return one row by column, of the columns `names`, None = all; an UnreadableSampleError if it is damaged."""
         if (path, group) not in self._kept:
             while len(self._kept) >= self._capacity:
                 self._kept.popitem(last=False)

@@ -87,10 +87,8 @@ class FileLimits:
     def read(self, path: Path, part: str) -> bytes:
         """Read a whole file.
 
-        Raises:
-            UnreadableSampleError: it is larger than allowed, has a name that is impossible, or is no plain file (a
-                device may have no end).
-            OSError: it cannot be read.
+        An UnreadableSampleError where it is larger than allowed, has a name that is impossible, or is no plain file (a
+        device may have no end).
         """
         try:
             found = path.stat()

@@ -144,12 +144,9 @@ class Report:
 
 
 def survey(part: Rows, *, read: int | None, seed: int) -> Survey:
-    """Look at samples that are not a stream.
+    """Look at samples that are not a stream; `read` pictures are read and decoded, evenly spread, None = all.
 
-    Args:
-        part: opened.
-        read: how many pictures to read and decode, evenly spread; None = all.
-        seed: of the first epoch's captions.
+    The seed is that of the first epoch's captions.
     """
     rows = _different(part)
     chosen = rows if read is None else rows[np.unique(np.linspace(0, len(rows) - 1, read).round().astype(np.int64))]

@@ -115,9 +115,7 @@ class TableFile:
     def rows(self) -> Iterator[tuple[int, int, Mapping[str, Any]]]:
         """Read start and size in bytes of each row, and its values by column; empty lines do not count.
 
-        Raises:
-            ConfigError: the file does not have the form of a table.
-            OSError: it cannot be read.
+        A ConfigError where the file does not have the form of a table.
         """
         with self.path.open("rb") as file:
             lines, start = _Lines(file, self.path), 0
@@ -149,12 +147,7 @@ class TableFile:
             ) from error
 
     def read(self, start: int, size: int) -> Mapping[str, Any]:
-        """Read the row at a place that `rows` returned.
-
-        Raises:
-            UnreadableSampleError: the file changed, so that there is no row at this place.
-            OSError: the file cannot be read.
-        """
+        """Read the row at a place that `rows` returned; an UnreadableSampleError where the file changed."""
         with self.path.open("rb") as file:
             file.seek(start)
             content = file.read(size)

@@ -72,8 +72,7 @@ class Tags:
     def apply(self, caption: str, values: Mapping[str, Any], generator: torch.Generator) -> str:
         """Return the caption with its tags shuffled, dropped and truncated; the generator is the sample's own.
 
-        Raises:
-            UnreadableSampleError: the value under the key is not a list of tags.
+        An UnreadableSampleError where the value under the key is not a list of tags.
         """
         if self.separator is None and self.key is None:
             return caption
@@ -106,11 +105,7 @@ class Tags:
 
 
 def weighted_texts(value: Any, key: str) -> list[Weighted]:
-    """Return texts with their weights, 1 where none is given, of a list of both or a mapping. See `Tags`.
-
-    Raises:
-        UnreadableSampleError: the value has another form, or a weight is not above 0.
-    """
+    """Return texts with their weights, 1 where none is given, of a list of both or a mapping; see `Tags`."""
     if isinstance(value, Mapping):
         entries = list(value.items())
     elif isinstance(value, Sequence) and not isinstance(value, str | bytes):

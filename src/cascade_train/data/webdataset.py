@@ -68,12 +68,7 @@ class WebDataset(Source):
         check_urls(self.urls)
 
     def open(self) -> Index:
-        """Index every tar, or take its index from the cache.
-
-        Raises:
-            ConfigError: a tar is missing, unsorted or without a usable sample; or no sample meets `row_filters`.
-            RunError: a tar cannot be read, or too many pictures have no readable header.
-        """
+        """See `Source.open`: index every tar, or take its index from the cache."""
         cache_dir = None if self.index_dir is None else Path(self.index_dir)
         try:
             self._tars = [replace(tar, caption=self.caption) for tar in find_tars(self.urls, self._listings)]
@@ -121,11 +116,7 @@ class WebDataset(Source):
         return Index(shards=names, table=table, keys=keys, filters=self._filters.identity, rows_are_samples=False)
 
     def own_feed(self, request: FeedRequest) -> Feed | None:
-        """Return a feed of streams where not every tar can be indexed.
-
-        Raises:
-            ConfigError: `streams` does not fit the number of tars or the global batch.
-        """
+        """Return a feed of streams where not every tar can be indexed; a ConfigError where `streams` does not fit."""
         if request.index.rows_are_samples:
             return None
         from cascade_train.data.loading.stream_feed import StreamFeed, choose_streams  # torch, after `check`

@@ -14,12 +14,9 @@ from cascade_train.filters.parts.requirements import opencv, require
 
 @dataclass(kw_only=True, eq=False)
 class CannyFilter(ImageFilter):
-    """One channel, 1 on edges: found in a small copy, and brought back to the picture's size.
+    """One channel, 1 on edges: found in a small copy, and brought back to the picture's size. Needs OpenCV.
 
     Stable Cascade, modules/controlnet.py, `CannyFilter`. The small copy is square whatever the picture's sides are.
-
-    Raises:
-        ConfigError: OpenCV is not installed.
     """
 
     channels = 1

@@ -62,10 +62,7 @@ class IdentityFilter(ControlFilter):
     """512 channels for each 32 x 32 pixels: the vector of the face that is there, zeros elsewhere.
 
     Stable Cascade, modules/controlnet.py, `IdentityFilter`. Faces are found by an SCRFD network and recognised by an
-    ArcFace network of 512 numbers, both in the data workers, on one thread each.
-
-    Raises:
-        ConfigError: onnxruntime or OpenCV is not installed.
+    ArcFace network of 512 numbers, both in the data workers, on one thread each. Needs onnxruntime and OpenCV.
     """
 
     channels = WIDTH

@@ -47,11 +47,9 @@ STROKE_WIDTH = (0.03, 0.15)
 class InpaintFilter(ControlFilter):
     """Four channels: the picture with 1 in the hole, and the hole itself, 1 inside.
 
-    Without weights the hole is a random box, or strokes of a brush. With weights it is what a network finds salient,
-    as in Stable Cascade, modules/controlnet.py, `InpaintFilter`; there all pictures of a batch share their draws.
-
-    Raises:
-        ConfigError: OpenCV, which draws random holes, is not installed.
+    Without weights the hole is a random box, or strokes of a brush, drawn by OpenCV. With weights it is what a network
+    finds salient, as in Stable Cascade, modules/controlnet.py, `InpaintFilter`; there all pictures of a batch share
+    their draws.
     """
 
     channels = 4

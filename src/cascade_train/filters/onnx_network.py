@@ -26,12 +26,9 @@ NETWORK = WeightsFile(
 
 @dataclass(kw_only=True, eq=False)
 class OnnxFilter(NetworkMap):
-    """The map of a network stored as ONNX that takes one input, (1, 3, height, width) fp32.
+    """The map of a network stored as ONNX that takes one input, (1, 3, height, width) fp32. Needs onnxruntime.
 
     Each data worker runs it on one thread of its own.
-
-    Raises:
-        ConfigError: onnxruntime is not installed.
     """
 
     weights: File[str]

@@ -20,12 +20,9 @@ BLUR_SIGMA = (0.1, 2.0)
 
 @dataclass(kw_only=True, eq=False)
 class BrightnessFilter(ImageFilter):
-    """One channel: 1 where a picture is bright, 0 where it is dark, 0.5 between, in blobs of random size.
+    """One channel: 1 where a picture is bright, 0 where it is dark, 0.5 between, in blobs of random size. Needs OpenCV.
 
     Stable Cascade, modules/controlnet.py, `QRFilter`; there the first picture of a batch sets the levels of all.
-
-    Raises:
-        ConfigError: OpenCV is not installed.
     """
 
     channels = 1

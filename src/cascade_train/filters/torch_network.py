@@ -55,11 +55,7 @@ class NetworkMap(ControlFilter):
         return (image_BCHW - mean) / std
 
     def network_map(self, output: Tensor) -> Tensor:
-        """Return maps (B, channels, h, w) fp32 of a network's output, (B, C, h, w) or (B, h, w).
-
-        Raises:
-            ConfigError: an output of another form, or with fewer channels.
-        """
+        """Return maps (B, channels, h, w) fp32 of a network's output, (B, C, h, w) or (B, h, w); else a ConfigError."""
         map_BCHW = output.float()[:, None] if output.dim() == 3 else output.float()
         if map_BCHW.dim() != 4 or map_BCHW.shape[1] < self.channels:
             raise ConfigError(
@@ -123,8 +119,7 @@ class NetworkFilter(NetworkMap):
 def load_exported(*, path: str) -> nn.Module:
     """Read a network that `torch.export.save` wrote to a local `.pt2` file, or `owner/name:file` on the hub.
 
-    Raises:
-        ConfigError: the file is not there, or is no such network.
+    A ConfigError where it is not there, or is no such network.
     """
     known = replace(NETWORK, key="task.filter.network.path", usual_name="model.pt2")
     file = find_file(path, known)

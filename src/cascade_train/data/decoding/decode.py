@@ -46,8 +46,7 @@ class Decoded:
 def upright_size(encoded: bytes) -> tuple[int, int]:
     """Read (width, height) in pixels from a file's beginning, swapped where EXIF says so. Thread-safe.
 
-    Raises:
-        UnreadableSampleError: there is no readable header.
+    An UnreadableSampleError where there is no readable header.
     """
     with _damage_reported(max_pixels=None):
         image = _opened(encoded)

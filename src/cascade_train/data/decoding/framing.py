@@ -61,10 +61,9 @@ class Framing:
     def __call__(
         self, image: bytes | np.ndarray, mask: bytes | np.ndarray | None, height: int, width: int, draw: Draw
     ) -> Framed:
-        """Decode a sample's picture and mask, take the largest part of the target's shape in pixels, and resize it.
+        """Decode a picture and its mask, take the largest part of the target's shape in pixels, and resize it.
 
-        Raises:
-            UnreadableSampleError: see `decode.decode`; or the mask has another size than the picture.
+        Raises as `decode`, and where the mask has another size than the picture.
         """
         decoded = decode(image, (height, width), max_pixels=self.max_pixels)
         box = self._box(decoded.pixels, decoded.size, (height, width), draw)

@@ -82,13 +82,10 @@ class Expression:
 
 
 def parse_expression(text: str, keys: Sequence[str], *, where: str) -> Expression:
-    """Parse a condition on the values of `keys`; `where` is the key of the configuration.
+    """Parse a condition on the values of `keys`; a ValueError names `where`, the configuration's key, and the place.
 
     The text is a lambda with one argument per key, `lambda s: s > 4.5`; for one key a comparison without its left side,
     `<=0.5`; or an expression in the names of the keys, `width * height >= 600 ** 2`.
-
-    Raises:
-        ValueError: the text is anything else; names the place of the fault.
     """
     if len(text) > MAX_CHARACTERS:
         raise ValueError(

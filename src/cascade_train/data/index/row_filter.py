@@ -76,11 +76,7 @@ class RowFilters:
         return self.judge(read_metadata(metadata))
 
     def kept(self, verdicts: np.ndarray) -> np.ndarray:
-        """Return which of (N, 1 + filters) verdicts meet every filter, (N,) bool, and log how many meet each.
-
-        Raises:
-            ConfigError: no sample meets all.
-        """
+        """Return which of (N, 1 + filters) verdicts meet every filter, (N,) bool; log how many, a ConfigError if none."""
         kept = passing(verdicts)
         total, unread = len(verdicts), int((verdicts[:, 0] != PASSED).sum())
         report = [f"{KEY} keep {kept.sum()} of {total} samples ({kept.mean():.1%}); {unread} have no readable json"]
@@ -100,13 +96,10 @@ def passing(verdicts: np.ndarray) -> np.ndarray:
 
 
 def parse_row_filters(given: object, *, key: str = KEY) -> RowFilters:
-    """Parse the value of `data.row_filters`, or of another `key` in its form.
+    """Parse the value of `data.row_filters`, or of another `key` in its form; else a ValueError.
 
     It is a list of [key, condition], with a list of keys for conditions on several; or a mapping of keys to conditions;
     None = no filters.
-
-    Raises:
-        ValueError: the value has another form, or a condition is refused.
     """
     if given is None:
         return RowFilters()

@@ -95,8 +95,7 @@ def size_selection(filters: tuple[RowFilter, ...], index: Index) -> Selection:
 def read_quarantine(path: Path) -> set[str]:
     """Return the names of samples in a file of lines `{"sample": "train.tar:0001", ...}`, or in those of a run.
 
-    Raises:
-        ConfigError: there is no such list, or a line of it names no sample.
+    A ConfigError where there is no such list, or a line names no sample.
     """
     folder = path / QUARANTINE_FOLDER
     files = [path] if path.is_file() else sorted(folder.glob("*.jsonl")) or sorted(path.glob("*.jsonl"))

@@ -66,8 +66,7 @@ class Feed(abc.ABC):
     def __init__(self, source: Source, request: FeedRequest, *, samples: int | None) -> None:
         """Store; a subclass then sets `_results`. `samples` is how many take part, None = unknown.
 
-        Raises:
-            ConfigError: the global batch does not divide over ranks and micro-batches.
+        A ConfigError where the global batch does not divide over ranks and micro-batches.
         """
         whole, together = request.global_batch_size, request.ranks * request.micro_batch_size
         if whole < 1 or together < 1 or whole % together != 0:
@@ -220,12 +219,9 @@ class SkippedCount:
         self._samples, self._max_share, self._seen = samples, max_share, 0
 
     def add(self, batch: Batch) -> None:
-        """Count what a batch skipped.
+        """Count what a batch skipped; a RunError where it is more than the share allowed.
 
-        Before every sample may have been seen once, a few more than the share are allowed.
-
-        Raises:
-            RunError: they are more than the share allowed.
+        Before every sample may have been seen once, a few more are allowed.
         """
         self._seen += len(batch)
         for each in batch.skipped:

@@ -69,12 +69,8 @@ class _Sample:
 class MicroBatches(Dataset[Batch | Failure]):
     """Batches by their references.
 
-    Args:
-        source: the opened source, and `index`, what its `open` returned.
-        stand_ins: the sorted rows of each shape, (height, width), among which an unreadable one finds its stand-in.
-        seed: the run's seed.
-        transform: what is made of each picture for the task; None = nothing.
-        excluded: keys of samples that are replaced, without a report, although they can be read.
+    An unreadable sample finds its stand-in among `stand_ins`, the sorted rows of each shape, (height, width). Samples
+    whose keys are in `excluded` are replaced without a report, although they can be read.
     """
 
     def __init__(
@@ -242,11 +238,7 @@ class Results(Generic[T]):
         )
 
     def next(self) -> T:
-        """Return the next result.
-
-        Raises:
-            RunError: a worker could not make it, ended, or took longer than the timeout.
-        """
+        """Return the next result; a RunError where a worker could not make it, ended, or took too long."""
         result = self._receive()
         if isinstance(result, Failure):
             error = RunError(result.text)

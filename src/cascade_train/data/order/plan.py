@@ -69,10 +69,8 @@ class Plan:
     """Global batches by position, the same on every rank.
 
     `leftover` decides on samples that fill no global batch of their bucket before the epoch ends: `carry` = they open
-    the bucket's next batch, `drop` = they are left out, `flush` = they are a step, filled up by samples of weight 0.
-
-    Raises:
-        ConfigError: no bucket holds a global batch, and leftovers are dropped.
+    the bucket's next batch, `drop` = they are left out, `flush` = they are a step, filled up by samples of weight 0. A
+    ConfigError where all would be dropped.
     """
 
     layouts: Layouts  # the epochs' samples
@@ -151,7 +149,7 @@ class Plan:
         return Start(position=position, epoch=number, taken=tuple(taken_K.tolist()))
 
     def _find(self, position: int) -> tuple[int, _Epoch, int, int]:
-        """Return epoch and window that complete a step, and its place among theirs; flushed steps follow all windows."""
+        """Return epoch and window that complete a step, and its place among theirs; flushed steps follow them all."""
         number = self.epoch_of(position)
         epoch, place = self._epoch(number), position - self.first_step(number)
         window = int(np.searchsorted(epoch.done_W, place, side="right"))

@@ -101,11 +101,7 @@ class Order:
         }
 
     def restore(self, state: Mapping[str, Any]) -> int:
-        """Continue the plan that `state` belongs to, and return its position.
-
-        Raises:
-            ConfigError: it counts batches of another order or size, and `data.on_change` is refuse.
-        """
+        """Continue the plan that `state` belongs to, and return its position. Raises as `Feed.load_state_dict`."""
         position, size = state["position"], state["global_batch_size"]
         saved = state.get("start", {"position": 0, "epoch": 0, "taken": []})  # older states begin at the beginning
         start = Start(position=saved["position"], epoch=saved["epoch"], taken=tuple(saved["taken"]))

@@ -156,12 +156,7 @@ def check_urls(urls: str | list[str]) -> list[str]:
 
 
 def find_tars(urls: str | list[str], listings: Listings) -> list[Tar]:
-    """Return the tars that `data.urls` names, in its order.
-
-    Raises:
-        ConfigError: one is missing, may not be read, or is compressed in a way that is not read.
-        RunError: a store cannot be reached.
-    """
+    """Return the tars that `data.urls` names, in its order. Raises as `Store.stat`, and for unknown compressions."""
     entries, local, s3 = check_urls(urls), LocalFiles(), S3()
     remote = [entry for entry in entries if entry.startswith(SCHEME) and not _is_prefix(entry)]
     if remote:

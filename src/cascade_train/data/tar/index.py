@@ -43,12 +43,8 @@ class ShardIndex:
 def load_shard(tar: Tar, cache_dir: Path | None) -> ShardIndex:
     """Return the index of a tar that has places, from the cache if it is there, else from the headers.
 
-    The cache lies in `cache_dir`; None = `.cascade_train_index` beside the tar if that can be written, else the user's
-    cache folder, as for tars that are no local files.
-
-    Raises:
-        ConfigError: see `scan_shard`; the index cannot be kept where the user wants it.
-        RunError: its store fails.
+    The cache lies in `cache_dir`, which must be writable; None = `.cascade_train_index` beside the tar if that can be
+    written, else the user's cache folder, as for tars that are no local files. Raises as `scan_shard`.
     """
     cached = _cache_file(tar, cache_dir)
     shard = _cached_shard(cached)

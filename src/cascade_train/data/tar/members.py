@@ -183,8 +183,7 @@ def _refuse_unended(name: str, file: Forward, end: int) -> None:
 def raw_sample(parts: Mapping[str, bytes], key: str, *, needs_values: bool) -> RawSample:
     """Return the sample that these files make: "image", "caption" and, where they are there, "json" and "mask".
 
-    Raises:
-        UnreadableSampleError: the caption is no text, or a json that is there and needed cannot be read.
+    An UnreadableSampleError where the caption is no text, or a json that is needed cannot be read.
     """
     values = read_metadata(parts["json"]) if needs_values and "json" in parts else {}
     if values is None:

@@ -56,11 +56,7 @@ class WeightsFile:
 
 
 def find_file(source: str, known: WeightsFile) -> Path:
-    """Return the path of a local file, or of `owner/name:file` on the hub, downloaded if needed.
-
-    Raises:
-        ConfigError: it is neither; with the file's description.
-    """
+    """Return the path of a local file, or of `owner/name:file` on the hub, downloaded if needed; else a ConfigError."""
     path = Path(source).expanduser()
     if path.is_file():
         return path
@@ -81,11 +77,7 @@ def find_file(source: str, known: WeightsFile) -> Path:
 
 
 def load_weights(module: nn.Module, source: str, known: WeightsFile, *, device: torch.device) -> None:
-    """Load a module in place, in fp32, from a safetensors file or a pickle of tensors, and move it to `device`.
-
-    Raises:
-        ConfigError: the file is not there, or holds other weights than the module's.
-    """
+    """Load a module in place, in fp32, from safetensors or a pickle of tensors; a ConfigError where they do not fit."""
     path = find_file(source, known)
     state = read_tensors(path, known)
     state = {name.removeprefix("module."): value for name, value in state.items()}
@@ -117,11 +109,7 @@ def read_tensors(path: Path, known: WeightsFile) -> dict[str, Tensor]:
 
 @cache
 def open_session(path: Path, known: WeightsFile) -> InferenceSession:
-    """Open a network once in each process, on one thread.
-
-    Raises:
-        ConfigError: the file is no network that onnxruntime can run.
-    """
+    """Open a network once in each process, on one thread; a ConfigError where onnxruntime cannot run the file."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
