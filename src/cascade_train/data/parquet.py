@@ -161,14 +161,11 @@ def load_file(path: Path, columns: Columns, cache_dir: Path | None) -> Mapping[s
 
 
 def scan_file(path: Path, columns: Columns) -> dict[str, np.ndarray]:
-    """Read the columns of every row, and the headers of the pictures that lie in them.
+    """Read the columns of every row, and the headers of the pictures that lie in them; else a ConfigError.
 
     Returns:
         `table`, (N,) with the fields of `PARQUET_FIELDS`, -1 bytes where the picture is a file; `keys`, (N,) bytes, the
         picture's path where it has one; `unfilled`, the number of rows without a picture or a caption, left out.
-
-    Raises:
-        ConfigError: it is not a parquet file, or a picture is of another type.
     """
     rows, keys, number, names = [], [], 0, list(filter(None, columns))
     with open_parquet(path) as file:

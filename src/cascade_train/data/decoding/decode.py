@@ -55,15 +55,10 @@ def upright_size(encoded: bytes) -> tuple[int, int]:
 
 
 def decode(picture: bytes | np.ndarray, target: tuple[int, int], *, max_pixels: int | None) -> Decoded:
-    """Decode and turn upright; a large JPEG at a fraction of its size that leaves room for the target.
+    """Decode and turn upright; a large JPEG at a fraction of its size that leaves room for the target (height, width).
 
-    Args:
-        picture: an encoded file, or (H, W, 3) uint8 RGB.
-        target: height and width in pixels that the picture is going to cover.
-        max_pixels: limit on the pixels of a file; None = no limit.
-
-    Raises:
-        UnreadableSampleError: the file is damaged, not a picture of a known format, or has more than `max_pixels`.
+    A picture is an encoded file, or (H, W, 3) uint8 RGB. A file that is damaged, of an unknown format, or of more than
+    `max_pixels` is an UnreadableSampleError.
     """
     if isinstance(picture, np.ndarray):
         return Decoded(pixels=picture, size=picture.shape[:2])

@@ -114,13 +114,10 @@ def largest_box(size: tuple[int, int], target: tuple[int, int], offset: tuple[fl
 
 
 def cut(pixels: np.ndarray, box: Box, height: int, width: int, *, flip: bool) -> np.ndarray:
-    """Crop (H, W, C) uint8 pixels, mirror them left to right if `flip`, and resize with antialiasing.
+    """Crop (H, W, C) uint8 pixels, mirror them left to right if `flip`, and resize them with antialiasing.
 
-    Channels stay innermost, where torch's uint8 kernel is several times faster; it rounds after each of its two
-    passes, which keeps 57 dB to the same in float.
-
-    Returns:
-        (C, height, width) uint8, a view with the channels innermost; the same pixels where the part has that size.
+    Channels stay innermost, also in the view (C, height, width) that is returned: torch's uint8 kernel is then several
+    times faster. It rounds after each of its two passes, which keeps 57 dB to the same in float.
     """
     part = pixels[box.top : box.top + box.height, box.left : box.left + box.width]
     part = part[:, ::-1] if flip else part

@@ -72,22 +72,13 @@ def load_facts(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return facts of files, from the cache for each one that has the same size and modification time.
 
-    Args:
-        owner: the folder or table that names the files and has a cache of its own for each kind of facts.
-        root: folder that the names are relative to; files may be missing, or come several times.
-        names: of the files.
-        read: returns the facts of one file, as many as there are columns; called by several threads.
-        columns: how many facts a file has.
-        kind: what is read, and by which settings.
-        cache_dir: where the cache lies; None = beside `owner` if that can be written, else the user's cache folder.
+    The folder or table `owner` has a cache for each `kind` of facts, in `cache_dir`; None = beside it if that can be
+    written, else in the user's cache folder. Files, named below `root`, may be missing or come several times; threads
+    `read` as many facts of each as there are `columns`.
 
     Returns:
         (N,) int64 bytes of each file, -1 = there is no such file, or it is a folder; and (N, columns) int32 facts, 0
         where there is no such file.
-
-    Raises:
-        ConfigError: `cache_dir` cannot be written.
-        OSError: a file exists and cannot be read.
     """
     row_of = {name: row for row, name in enumerate(dict.fromkeys(names))}
     text = f"{owner.resolve()}|{root.resolve()}|{kind}|{_FORMAT}"

@@ -54,13 +54,8 @@ class FeedRequest:
 class Feed(abc.ABC):
     """An endless iterator over optimizer steps, each a list of this rank's micro-batches of one shape.
 
-    Rank and worker only decide who reads what. The state is equal on all ranks, so that any number of ranks and
-    workers may continue it.
-
-    Attributes:
-        position: global batches handed out, never those prefetched.
-        micro_batches: micro-batches of one step on one rank.
-        skipped: the unreadable samples that this rank met, each once.
+    Rank and worker only decide who reads what. The state is equal on all ranks, so that any number of ranks and workers
+    may continue it.
     """
 
     def __init__(self, source: Source, request: FeedRequest, *, samples: int | None) -> None:
@@ -78,10 +73,10 @@ class Feed(abc.ABC):
             )
         self._results: Results[Any]
         self._source, self._request = source, request
-        self.position = 0
-        self.micro_batches = request.global_batch_size // request.ranks // request.micro_batch_size
+        self.position = 0  # global batches handed out, never those prefetched
+        self.micro_batches = request.global_batch_size // request.ranks // request.micro_batch_size  # of one step
         self._skipped = SkippedCount(samples, source.max_unreadable_share)
-        self.skipped = self._skipped.each
+        self.skipped = self._skipped.each  # the unreadable samples that this rank met, each once
         self._excluded = set[str]()
 
     @abc.abstractmethod
@@ -98,11 +93,7 @@ class Feed(abc.ABC):
 
     @abc.abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where the state was taken.
-
-        Raises:
-            ConfigError: the state belongs to other data or another order, and `data.on_change` is refuse.
-        """
+        """Continue where the state was taken; a ConfigError where it does not fit, and `data.on_change` is refuse."""
 
     @abc.abstractmethod
     def _whereabouts(self) -> str:

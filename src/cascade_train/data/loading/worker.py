@@ -210,12 +210,8 @@ class Results(Generic[T]):
     ) -> None:
         """Store; no worker starts yet.
 
-        Args:
-            dataset: makes the results.
-            source: whose options on workers are used.
-            references: what the dataset is asked for; None = it is iterated, by workers that start anew each time.
-            workers: processes; None = the source's number.
-            whereabouts: returns where samples went, for a message about a long wait.
+        The dataset is asked for `references`; None = it is iterated, by workers that start anew each time. Without
+        `workers` it has the source's number. `whereabouts` returns where samples went, for a message about a wait.
         """
         workers = source.num_workers if workers is None else workers
         if workers > 0:

@@ -44,11 +44,8 @@ def pack(source: PictureFolder, out: Path, *, name: str, samples_per_shard: int,
 
     A key is the picture's path without its extension, dots as underscores; `-2` follows where that is taken. Its
     json holds the path, and what a json or yaml beside the picture says. Repeats (`multiply.txt`) are left to training,
-    pictures that cannot be read are left out. A seed of None orders samples by name.
-
-    Raises:
-        ConfigError: tars of the name are there, or no picture can be read.
-        RunError: what was written reads back differently.
+    pictures that cannot be read are left out. A seed of None orders samples by name. A ConfigError where tars of the
+    name are there, a RunError where what was written reads back differently.
     """
     out.mkdir(parents=True, exist_ok=True)
     if any(out.glob(f"{name}-*.tar")):

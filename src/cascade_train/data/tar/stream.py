@@ -34,13 +34,10 @@ _SHOWN_CHARACTERS = 500
 def stream_samples(
     tar: Tar, *, max_file_bytes: int, timeout_seconds: float | None, dropped: Dropped
 ) -> Iterator[tuple[str, dict[str, bytes]]]:
-    """Yield key and parts of each sample. See `members.samples`.
+    """Yield key and parts of each sample. Raises as `members.samples`.
 
-    A file above `max_file_bytes` is an error, since a few compressed bytes may claim to be more than memory holds.
-
-    Raises:
-        ConfigError: the tar is damaged or cut short, or a key's files are not neighbours.
-        RunError: a command fails, a store cannot be read, a compressed tar is damaged, or a file is too large.
+    A RunError where a command fails, a store cannot be read, a compressed tar is damaged, or a file has more than
+    `max_file_bytes`, since a few compressed bytes may claim to be more than memory holds.
     """
     wanted = {*IMAGE_EXTENSIONS, *tar.parts.values()}
 
