@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from cascade_train.filters.base import ControlMap, Encode, ImageFilter, between, check_copy, pick, resized, restored
 from cascade_train.filters.parts.morphology import check_kernels, disc
@@ -40,14 +41,17 @@ class BrightnessFilter(ImageFilter):
 
     def apply(self, image: np.ndarray, generator: torch.Generator) -> np.ndarray:
         """Return 0, 0.5 or 1 at each pixel of the copy, (1, h, w) float32."""
-        image_CHW = torch.from_numpy(image).float() / 255
-        if self.resize is not None:
-            image_CHW = resized(image_CHW[None], (self.resize, self.resize))[0]
-        value = image_CHW.amax(dim=0).numpy()  # of HSV
+        value = self.value(torch.from_numpy(image).float() / 255)
         if self.blobify:
             kernel, blur = pick(self.dilation_kernels, generator), pick(self.blur_kernels, generator)
             value = blobs(value, kernel, blur, between(*BLUR_SIGMA, generator))
         return levels(value, value)[None]
+
+    def value(self, image_CHW: Tensor) -> np.ndarray:
+        """Return the value of HSV, (h, w) float32, of the copy of a picture (3, H, W) float in [0, 1]."""
+        if self.resize is not None:
+            image_CHW = resized(image_CHW[None], (self.resize, self.resize))[0]
+        return image_CHW.amax(dim=0).numpy()
 
     def build(self, *, device: torch.device, encode: Encode) -> ControlMap:
         """Return the levels at the size of the pictures, (B, 1, H, W)."""

@@ -76,7 +76,7 @@ class RowFilters:
         return self.judge(read_metadata(metadata))
 
     def kept(self, verdicts: np.ndarray) -> np.ndarray:
-        """Return which of (N, 1 + filters) verdicts meet every filter, (N,) bool; log how many. A ConfigError if none."""
+        """Return which of (N, 1 + filters) verdicts meet every filter, (N,) bool; log how many, at least one."""
         kept = passing(verdicts)
         total, unread = len(verdicts), int((verdicts[:, 0] != PASSED).sum())
         report = [f"{KEY} keep {kept.sum()} of {total} samples ({kept.mean():.1%}); {unread} have no readable json"]

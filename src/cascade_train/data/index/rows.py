@@ -51,7 +51,7 @@ class Index:
 def split(index: Index, share: float) -> tuple[np.ndarray, np.ndarray]:
     """Divide the rows into training and held-out rows, two sorted int64 arrays, by a hash of the key.
 
-    A key falls on the same side whatever else the data holds, so that adding shards moves no sample. It is a ConfigError
+    A key falls on the same side whatever else the data holds, so that adding shards moves no sample. A ConfigError
     where a side is empty, or the share is not in [0, 1).
     """
     if not 0 <= share < 1:
