@@ -86,7 +86,8 @@ class Cached(Source):
 
     def selectors(self) -> list[RowSelector]:
         """Return what leaves out rows that took no part when the cache was made, and the quarantine's."""
-        return [_took_part, *self.quarantine_selectors()]
+        reason = "took no part when the cache was made"
+        return [lambda index: Selection(kept=index.table["width"] > 0, reason=reason), *self.quarantine_selectors()]
 
     def read(self, row: int) -> RawSample:
         """See `Source.read`: the tensors and the caption of one row. A RunError where the cache is damaged."""
@@ -117,10 +118,6 @@ class Cached(Source):
                 " sample.prompts, or with captions=false, which leaves captions to the text encoder"
             )
         return self._reader.read(captions_tar(self._folder, int(self._unit_of_caption[place])), self._captions[place])
-
-
-def _took_part(index: Index) -> Selection:
-    return Selection(kept=index.table["width"] > 0, reason="took no part when the cache was made")
 
 
 def _array(tensor: Tensor) -> np.ndarray:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -64,6 +64,7 @@ class TableRows:
 class TableSource(FileSource):
     """Rows of tables, each with a picture or its path and a caption."""
 
+    shard_name: ClassVar[str] = "{0}"  # of a file's name and the number of one of its shards
     image_column: str
     caption_column: str | None
     root: Order[File[str | None]]
@@ -83,10 +84,6 @@ class TableSource(FileSource):
     def _scan(self, path: Path) -> TableRows:
         """Read the rows of one table."""
 
-    def _shard_name(self, path: Path, number: int) -> str:
-        del number
-        return path.name
-
     def _indexed(self) -> Index:
         paths = self._tables()
         parts = [self._usable(path, self._scan(path)) for path in paths]
@@ -103,7 +100,7 @@ class TableSource(FileSource):
         if len(self._filters):
             kept = self._filters.kept(verdicts)
             table, keys = table[kept], keys[kept]
-        names = tuple(self._shard_name(*shard) for shard in self._shards)
+        names = tuple(self.shard_name.format(path.name, number) for path, number in self._shards)
         return Index(shards=names, table=table, keys=keys, filters=self._filters.identity)
 
     def _usable(self, path: Path, rows: TableRows) -> TableRows:

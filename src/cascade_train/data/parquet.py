@@ -46,6 +46,7 @@ class Columns(NamedTuple):
 class Parquet(TableSource):
     """Rows of parquet files. A row group is read whole, and what the window mixes stays in memory, in every worker."""
 
+    shard_name = "{0}#{1}"
     width_column: str | None
     height_column: str | None
 
@@ -91,9 +92,6 @@ class Parquet(TableSource):
             len(sizes), max(sizes, default=0) / 2**20, kept / 2**30, self.shuffle_window_shards,
         )  # fmt: skip
         return paths
-
-    def _shard_name(self, path: Path, number: int) -> str:
-        return f"{path.name}#{number}"
 
     def _scan(self, path: Path) -> TableRows:
         found = load_file(path, self._columns, self._cache_dir)

@@ -59,11 +59,6 @@ class StreamSample:
     key: str  # its name in messages
     parts: Mapping[str, bytes]  # see `stream_samples`
 
-    @property
-    def size(self) -> int:
-        """Bytes of all parts."""
-        return sum(map(len, self.parts.values()))
-
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Take:
@@ -110,7 +105,7 @@ class Stream:
             block, size = list[StreamSample](), 0
             for sample, behind in self._samples(cursor):
                 block.append(sample)
-                size += sample.size
+                size += sum(map(len, sample.parts.values()))
                 if len(block) == self.spec.buffer_samples or size >= self.spec.buffer_mib * MEBIBYTE:
                     yield cursor, self._mixed(block, cursor)
                     cursor, block, size, empty = behind, [], 0, False

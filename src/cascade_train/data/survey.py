@@ -22,7 +22,7 @@ from PIL import Image
 from cascade_train.batch import Batch, sample_seed
 from cascade_train.data.data_set import Rows
 from cascade_train.data.decoding.decode import decode
-from cascade_train.data.sample import RawSample, UnreadableSampleError
+from cascade_train.data.sample import UnreadableSampleError
 
 NAMES_IN_TEXT = 5
 NAMES_ON_PAGE = 200
@@ -157,7 +157,8 @@ def survey(part: Rows, *, read: int | None, seed: int) -> Survey:
         name = part.index.name(row)
         try:
             raw = part.source.read(row)
-            same[_digest(raw)].append(name)
+            content = raw.image.tobytes() if isinstance(raw.image, np.ndarray) else raw.image or b""
+            same[hashlib.blake2b(content, digest_size=16).digest()].append(name)
             if raw.image is not None and decode(raw.image, (height, width), max_pixels=part.source.max_pixels).rotated:
                 rotated.append(name)
             generator = torch.Generator().manual_seed(sample_seed(seed, 0, row, "caption"))
@@ -211,11 +212,6 @@ def _buckets(part: Rows) -> tuple[tuple[BucketCount, ...], float]:
     kept = np.minimum(wider, 1 / wider)
     cropped = float(1 - kept.mean()) if known.any() else 0.0
     return tuple(sorted(counts, key=lambda each: -each.samples)), cropped
-
-
-def _digest(raw: RawSample) -> bytes:
-    content = raw.image.tobytes() if isinstance(raw.image, np.ndarray) else raw.image or b""
-    return hashlib.blake2b(content, digest_size=16).digest()
 
 
 def _histogram(values: np.ndarray, limits: Sequence[float]) -> list[tuple[str, int]]:

@@ -153,10 +153,9 @@ class EdgeBlock(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         """Map (B, C, h, w) to (B, out, h, w), or to half its sides."""
-        if self.shortcut is None:
-            return features + self.conv2(F.relu(self.conv1(features)))
-        features = F.max_pool2d(features, 2)
-        return self.shortcut(features) + self.conv2(F.relu(self.conv1(features)))
+        features = features if self.shortcut is None else F.max_pool2d(features, 2)
+        kept = features if self.shortcut is None else self.shortcut(features)
+        return kept + self.conv2(F.relu(self.conv1(features)))
 
 
 class DilatedContext(nn.Module):
