@@ -223,7 +223,7 @@ def test_settings_out_of_range_are_refused(name: str, value: int, message: str) 
 
 
 def test_a_number_of_streams_out_of_range_is_refused() -> None:
-    with pytest.raises(ValueError, match="data.streams=0 must be at least 1; null chooses a number"):
+    with pytest.raises(ValueError, match="data.streams=0 must be at least 1: null chooses a number"):
         tars.webdataset(["pipe:true"], streams=0)
 
 
