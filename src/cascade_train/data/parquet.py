@@ -20,6 +20,7 @@ from cascade_train.data.file_source import TableRows, TableSource
 from cascade_train.data.index.cache import cache_file, default_cache_dir, read_cache, write_cache
 from cascade_train.data.index.rows import ROW_FIELDS
 from cascade_train.data.sample import RawSample, UnreadableSampleError
+from cascade_train.data.storage.store import PerProcess
 from cascade_train.errors import ConfigError, install_hint
 
 PARQUET_FIELDS = [*ROW_FIELDS, ("row", "<i4"), ("bytes", "<i8")]
@@ -230,19 +231,17 @@ class RowGroups:
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._kept: OrderedDict[tuple[Path, int], Any] = OrderedDict()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_capacity": self._capacity, "_kept": OrderedDict()}
+        self._kept = PerProcess[OrderedDict[tuple[Path, int], Any]](OrderedDict)
 
     def row(self, path: Path, group: int, row: int, names: list[str] | None) -> dict[str, Any]:
         """Return one row by column, of the columns `names`, None = all; an UnreadableSampleError if it is damaged."""
-        if (path, group) not in self._kept:
-            while len(self._kept) >= self._capacity:
-                self._kept.popitem(last=False)
-            self._kept[path, group] = _read_group(path, group, names)
-        self._kept.move_to_end((path, group))
-        return _plain_row(self._kept[path, group].slice(row, 1))
+        kept = self._kept()
+        if (path, group) not in kept:
+            while len(kept) >= self._capacity:
+                kept.popitem(last=False)
+            kept[path, group] = _read_group(path, group, names)
+        kept.move_to_end((path, group))
+        return _plain_row(kept[path, group].slice(row, 1))
 
 
 def _read_group(path: Path, group: int, names: list[str] | None) -> Any:

@@ -118,13 +118,22 @@ class TableFile:
         A ConfigError where the file does not have the form of a table.
         """
         with self.path.open("rb") as file:
-            lines, start = _Lines(file, self.path), 0
+            lines, start = self._lines(file), 0
             for values in self._json_rows(lines) if self._delimiter is None else self._cell_rows(lines):
                 if values is not None:
-                    yield start, lines.end - start, values
-                start = lines.end
+                    yield start, file.tell() - start, values
+                start = file.tell()
 
-    def _json_rows(self, lines: _Lines) -> Iterator[Mapping[str, Any] | None]:
+    def _lines(self, file: BinaryIO) -> Iterator[str]:
+        start = 0
+        while line := file.readline():
+            try:
+                yield line.decode("utf-8-sig" if start == 0 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise ConfigError(f"data.path: {self.path} is not UTF-8 after byte {start} ({error.reason})") from error
+            start += len(line)
+
+    def _json_rows(self, lines: Iterator[str]) -> Iterator[Mapping[str, Any] | None]:
         for number, line in enumerate(lines, start=1):
             try:
                 yield self._values(line) if line.strip() else None
@@ -133,7 +142,7 @@ class TableFile:
                     f"data.path: {self.path}, line {number} is no json mapping, as {{...}}: {error}"
                 ) from error
 
-    def _cell_rows(self, lines: _Lines) -> Iterator[Mapping[str, Any] | None]:
+    def _cell_rows(self, lines: Iterator[str]) -> Iterator[Mapping[str, Any] | None]:
         reader = csv.reader(lines, delimiter=str(self._delimiter), strict=True)
         try:
             self._columns = next(reader, [])
@@ -165,24 +174,6 @@ class TableFile:
         if not isinstance(values, dict):
             raise ValueError(f"it is a {type(values).__name__}")
         return values
-
-
-class _Lines(Iterator[str]):
-    """The lines of a file as text, and where the last one ended in bytes."""
-
-    def __init__(self, file: BinaryIO, path: Path) -> None:
-        self._file, self._path, self.end = file, path, 0
-
-    def __next__(self) -> str:
-        line = self._file.readline()
-        if not line:
-            raise StopIteration
-        try:
-            text = line.decode("utf-8-sig" if self.end == 0 else "utf-8")
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"data.path: {self._path} is not UTF-8 after byte {self.end} ({error.reason})") from error
-        self.end += len(line)
-        return text
 
 
 def _number(value: Any) -> Any:
