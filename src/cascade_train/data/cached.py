@@ -24,7 +24,6 @@ from cascade_train.data.index.selection import RowSelector, Selection
 from cascade_train.data.latent_cache import (
     Manifest,
     PayloadReader,
-    UnitTable,
     caption_digest,
     captions_tar,
     load_table,
@@ -59,7 +58,16 @@ class Cached(Source):
         """See `Source.open`: read the manifest, the index and the tables of all units."""
         self.manifest = read_manifest(self._folder)
         self._index = read_index(self._folder, self.manifest)
-        tables = [self._table(unit) for unit in range(self.manifest.units)]
+        tables = []
+        for unit in range(self.manifest.units):
+            table = load_table(self._folder, unit, self.manifest)
+            if table is None:
+                raise ConfigError(
+                    f"data.path={self.path}: unit {unit} of {self.manifest.units} is missing or damaged. Run"
+                    " cascade-train cache again with the arguments that made the cache: it keeps what is whole"
+                    " and makes the rest."
+                )
+            tables.append(table)
         self._samples = np.concatenate([table.samples for table in tables])
         self._captions = np.concatenate([table.captions for table in tables])
         units = np.repeat(np.arange(len(tables)), [len(table.captions) for table in tables])
@@ -67,19 +75,8 @@ class Cached(Source):
         self._captions, self._unit_of_caption = self._captions[first], units[first]
         return self._index
 
-    def _table(self, unit: int) -> UnitTable:
-        table = load_table(self._folder, unit, self.manifest)
-        if table is None:
-            raise ConfigError(
-                f"data.path={self.path}: unit {unit} of {self.manifest.units} is missing or damaged. Run"
-                " cascade-train cache again with the arguments that made the cache: it keeps what is whole"
-                " and makes the rest."
-            )
-        return table
-
     def bucket_table(self, index: Index) -> BucketTable:
         """Return the sizes that the pictures had when the cache was made, which the index holds."""
-        del index
         sizes_K2 = np.array(self.manifest.sizes, dtype=np.int64)
         ratio_E = sizes_K2[:, 1] / sizes_K2[:, 0]
         return BucketTable(sizes_K2=sizes_K2, ratio_E=ratio_E, bucket_E=np.arange(len(sizes_K2)), distance="log")

@@ -64,10 +64,7 @@ def value_of(values: Mapping[str, Any], key: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class FileLimits:
-    """Sizes above which a file of a sample counts as unreadable: data from elsewhere may have any size.
-
-    How large a decoded picture may be is decided in decoding/decode.py.
-    """
+    """Sizes above which a file of a sample counts as unreadable: data from elsewhere may have any size."""
 
     max_file_mib: int | None  # of a picture or a mask, in MiB; None = any
     max_text_kib: int | None  # of a caption, a json or a yaml, in KiB; None = any

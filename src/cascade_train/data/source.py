@@ -84,11 +84,7 @@ class Source(abc.ABC):
         return self.captions
 
     def check(self) -> None:
-        """Find out at little cost whether the data is there, before anything is loaded; `open` checks the rest.
-
-        Raises:
-            ConfigError: a file, a folder or a column is missing.
-        """
+        """Raise a ConfigError where a file, a folder or a column is missing; cheap, before anything is loaded."""
 
     @abc.abstractmethod
     def open(self) -> Index:
@@ -110,14 +106,12 @@ class Source(abc.ABC):
 
     def prefetch(self, rows: Sequence[int]) -> None:
         """Begin to read rows that `read` will soon get, where that pays. Runs in a worker process."""
-        del rows
 
     def record(self) -> None:
         """Write down what a resumed run needs; called by one rank once the run directory is claimed."""
 
     def bucket_table(self, index: Index) -> BucketTable:
         """Return the sizes that the samples are trained at."""
-        del index
         return self._bucket_table
 
     def quarantine_selectors(self) -> list[RowSelector]:
@@ -134,5 +128,4 @@ class Source(abc.ABC):
 
     def own_feed(self, request: FeedRequest) -> Feed | None:
         """Return a feed of the source's own, where it cannot be indexed; None = `feed.Loader` over the index."""
-        del request
         return None
