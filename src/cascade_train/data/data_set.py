@@ -17,7 +17,7 @@ from cascade_train.batch import Batch, SampleTransform
 from cascade_train.data.index.rows import Index, split
 from cascade_train.data.index.selection import selected
 from cascade_train.data.loading.feed import Feed, FeedRequest, Loader
-from cascade_train.data.order.epoch import permutation
+from cascade_train.data.order.plan import permutation
 from cascade_train.data.source import Source
 from cascade_train.errors import ConfigError
 

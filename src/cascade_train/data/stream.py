@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from cascade_train.data.index.row_filter import PASSED, RowFilters
-from cascade_train.data.order.epoch import permutation
+from cascade_train.data.order.plan import permutation
 from cascade_train.data.tar.files import Tar
 from cascade_train.data.tar.members import Dropped
 from cascade_train.data.tar.stream import stream_samples

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cascade_train.data.order.epoch import Layouts
-from cascade_train.data.order.plan import ORDER_VERSION, Plan, Start, Step
+from cascade_train.data.order.plan import ORDER_VERSION, Layouts, Plan, Start, Step
 from cascade_train.data.source import Source
 from cascade_train.errors import ConfigError
 

@@ -20,7 +20,7 @@ from PIL import Image
 
 from cascade_train.data.decoding.decode import decode, to_rgb
 from cascade_train.data.folder import PictureFolder
-from cascade_train.data.order.epoch import permutation
+from cascade_train.data.order.plan import permutation
 from cascade_train.data.sample import RawSample, UnreadableSampleError
 from cascade_train.data.tar.members import IMAGE_EXTENSIONS, write_tar
 from cascade_train.data.webdataset import WebDataset

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from cascade_train.data.buckets import Buckets
-from cascade_train.data.order.epoch import Layouts, permutation, random_words
-from cascade_train.data.order.plan import Plan, Start, Step
+from cascade_train.data.order.plan import Layouts, Plan, Start, Step, permutation, random_words
 from cascade_train.errors import ConfigError
 
 SHARDS = np.repeat(np.arange(10), [5, 1, 7, 3, 9, 2, 8, 4, 6, 5])
