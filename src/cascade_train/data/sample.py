@@ -69,11 +69,6 @@ class FileLimits:
     max_file_mib: int | None  # of a picture or a mask, in MiB; None = any
     max_text_kib: int | None  # of a caption, a json or a yaml, in KiB; None = any
 
-    @property
-    def text_bytes(self) -> int | None:
-        """The largest caption, json or yaml, in bytes."""
-        return None if self.max_text_kib is None else self.max_text_kib * 1024
-
     def check(self, part: str, size: int) -> None:
         """Check the size in bytes of a file: "image" or "mask"; any other part is a text, "caption" or "json"."""
         key = "max_file_mib" if part in PICTURES else "max_text_kib"

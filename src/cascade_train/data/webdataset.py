@@ -147,7 +147,7 @@ class WebDataset(Source):
         if not len(self._filters):
             return slice(None)
         parts = zip(self._tars, shards, strict=True)
-        largest = self.limits.text_bytes
+        largest = None if self.max_text_kib is None else self.max_text_kib * 1024
         verdicts = [load_verdicts(tar, shard, self._filters, cache_dir, largest=largest) for tar, shard in parts]
         return self._filters.kept(np.concatenate(verdicts))
 
