@@ -1,4 +1,7 @@
-"""What a key means, as the docstrings in source files say it: nothing is imported, so that `--help` answers at once."""
+"""What a key means, by docstrings in source files or comments in `conf/`.
+
+No component is imported, so that `--help` answers at once.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from cascade_train.config.groups import conf_dir
 from cascade_train.config.schema import Root
 
 
@@ -30,14 +34,43 @@ def meaning_of(path: str, cfg: Mapping[str, Any]) -> str:
 
 
 def argument_doc(target: str, name: str) -> str:
-    """Return what the docstrings of a class and its bases, or of a function, say of one argument; empty for nothing."""
+    """Return one argument's text in the docstrings of a class and its bases, or of a function, else in `conf/`."""
     entry = re.compile(rf"^ +{name}: (.+?)(?=\n *\w+: |\n\n|\n *$|\Z)", re.MULTILINE | re.DOTALL)
     for definition in _definitions(target):
         for node in [definition, *definition.body]:
             text = ast.get_docstring(node) if isinstance(node, ast.ClassDef | ast.FunctionDef) else None
             if found := entry.search(text or ""):
                 return " ".join(found[1].split())
-    return ""
+    return key_comments().get((target, name), "")
+
+
+@functools.cache
+def key_comments() -> dict[tuple[str, str], str]:
+    """Return the comments of `conf/` on components' keys, by `_target_` and key; a `_base.yaml` serves its group."""
+    found: dict[tuple[str, str], str] = {}
+    for path in sorted(conf_dir().rglob("*.yaml")):
+        comments, targets = _comments_and_targets(path)
+        if "- _base\n" in path.read_text():
+            comments = {**_comments_and_targets(path.with_name("_base.yaml"))[0], **comments}
+        for (node, key), text in comments.items():
+            if node in targets:
+                found.setdefault((targets[node], key), text)
+    return found
+
+
+def _comments_and_targets(path: Path) -> tuple[dict[tuple[str, str], str], dict[str, str]]:
+    """Return the comment behind each key of a file, by its node's path, and the `_target_` of each node."""
+    comments, targets, above = dict[tuple[str, str], str](), dict[str, str](), list[tuple[int, str]]()
+    for line in path.read_text().splitlines():
+        if found := re.match(r"( *)(\w+):(?: (\S+))?(?:.*? # (.*))?", line):
+            above = [(indent, key) for indent, key in above if indent < len(found[1])]
+            node = ".".join(key for _, key in above)
+            above.append((len(found[1]), found[2]))
+            if found[2] == "_target_":
+                targets[node] = found[3]
+            elif found[4]:
+                comments[node, found[2]] = found[4]
+    return comments, targets
 
 
 def attribute_docs(cls: type) -> dict[str, str]:

@@ -33,15 +33,22 @@ class UnreadableSampleError(RunError):
 
 @dataclass(frozen=True, kw_only=True)
 class RawSample:
-    """What a source returns for one row of its index."""
+    """What a source returns for one row of its index.
 
-    image: bytes | np.ndarray | None  # an encoded picture, or (H, W, 3) uint8 RGB; None where `tensors` replace it
+    Attributes:
+        image: an encoded picture (jpg, png, webp), or (H, W, 3) uint8 RGB; None where `tensors` replace it.
+        mask: where the loss counts: an encoded picture of the image's size, or (H, W) uint8; None = everywhere.
+        values: what else is known of the sample (its json, its columns), for captions and their templates.
+        tensors: arrays that go into the batch as they are, by name (what a cache holds).
+    """
+
+    image: bytes | np.ndarray | None
     caption: str  # the text, without dropout
     key: str  # where the sample came from, for messages
     weight: float = 1.0  # of its loss
-    mask: bytes | np.ndarray | None = None  # where the loss counts: as `image`, or (H, W) uint8; None = everywhere
-    values: Mapping[str, Any] = field(default_factory=dict)  # its json or columns, for captions and their templates
-    tensors: Mapping[str, np.ndarray] = field(default_factory=dict)  # for the batch as they are (what a cache holds)
+    mask: bytes | np.ndarray | None = None
+    values: Mapping[str, Any] = field(default_factory=dict)
+    tensors: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 def value_of(values: Mapping[str, Any], key: str) -> Any:

@@ -40,10 +40,14 @@ class ControlFilter(abc.ABC):
     """What a ControlNet is conditioned on. Constructors take keywords, are cheap, and check them (ValueError).
 
     Every argument is kept as an attribute of the same name, for `node`.
+
+    Attributes:
+        channels: of the map.
+        deterministic: equal pictures always have equal maps, so that maps may be kept beside latents.
     """
 
-    channels: int  # of the map
-    deterministic: bool = True  # equal pictures always have equal maps, so that maps may be kept beside latents
+    channels: int
+    deterministic: bool = True
 
     def sample_transform(self) -> SampleTransform:
         """Return the half that runs in the workers; it can be pickled. By default it makes nothing.

@@ -1,9 +1,14 @@
-"""What `--help` and errors say of a key comes from docstrings in source files."""
+"""What `--help` and errors say of a key comes from docstrings in source files, or from the comments of `conf/`."""
 
+import inspect
 import subprocess
 import sys
 
-from cascade_train.config.meanings import argument_doc, attribute_docs
+import pytest
+from hydra.utils import get_class
+
+from cascade_train.config.groups import option_targets
+from cascade_train.config.meanings import argument_doc, attribute_docs, key_comments
 from tests.unit.config import members
 
 HERE = "tests.unit.config.members"
@@ -29,3 +34,17 @@ def test_documents_of_a_component_are_read_without_torch():
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
     assert out[0]
     assert out[1] == "False"
+
+
+NODES = {"Regularised.source", "Regularised.regularisation", "NetworkFilter.network"}
+INHERITED = {"ClassTars.listing", "ClassTars.streams", "ClassTars.stream"}
+"""Options that are nodes of their own, and those that no file of the group names."""
+
+
+@pytest.mark.parametrize("group", ["data", "filter"])
+def test_every_option_of_sources_and_filters_is_explained_in_conf(group: str) -> None:
+    targets = set(option_targets(group).values()) - {"???"}
+    assert len(targets) >= 9
+    keys = {(target, name) for target in targets for name in inspect.signature(get_class(target)).parameters}
+    unexplained = {f"{target.rpartition('.')[2]}.{name}" for target, name in keys - key_comments().keys()}
+    assert unexplained <= NODES | INHERITED
