@@ -1,7 +1,4 @@
-"""One run's data: an opened source, split into training and held-out samples, and the feeds over them.
-
-Order lives in `order/plan.py`, batches in `loading/feed.py`.
-"""
+"""One run's data: an opened source, split into training and held-out samples, and the feeds over them."""
 
 from __future__ import annotations
 

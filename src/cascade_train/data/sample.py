@@ -1,7 +1,4 @@
-"""One sample on its way from a source to a batch, how large its files may be, and how many unreadable ones stop a run.
-
-No decoding here.
-"""
+"""One sample on its way from a source to a batch, limits of its files, and how many unreadable ones stop a run."""
 
 from __future__ import annotations
 

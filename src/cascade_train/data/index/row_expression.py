@@ -2,9 +2,8 @@
 
 A text is parsed to a syntax tree, every node of which must be one of those listed here, and the tree is then walked
 with the values. Nothing is compiled and no name is looked up outside the arguments of the condition, so that a
-configuration from elsewhere can do no harm. Which samples are judged is decided in row_filter.py.
-
-Libraries that evaluate expressions allow attributes or calls and are as safe as their block lists.
+configuration from elsewhere can do no harm. Libraries that evaluate expressions allow attributes or calls and are as
+safe as their block lists.
 """
 
 from __future__ import annotations

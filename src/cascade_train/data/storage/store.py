@@ -132,7 +132,6 @@ class ReadAhead(Generic[T]):
     """Reads begun before they are asked for, several at a time, for stores that answer late."""
 
     def __init__(self, threads: int) -> None:
-        """Store; each process makes threads of its own."""
         self._pool = PerProcess(partial(ThreadPoolExecutor, threads))
         self._begun = PerProcess[dict[int, Future[T]]](dict)
 

@@ -88,7 +88,6 @@ class Listings:
     """What prefixes held when the run began, kept in a file; without a path they are listed at every start."""
 
     def __init__(self, path: Path | None) -> None:
-        """Store; nothing is read yet."""
         self._path = path
         self._found: dict[str, list[StoredObject]] = {}
 
