@@ -24,13 +24,7 @@ from cascade_train.tasks.base import Task
 
 
 def encoder_identity(cfg: Mapping[str, Any], stage: Stage, names: Iterable[str]) -> dict[str, Any]:
-    """Return everything in a model's configuration that changes the products of these names, by key.
-
-    Args:
-        cfg: the root configuration as plain values.
-        stage: constructed.
-        names: of products.
-    """
+    """Return everything in a plain root configuration that changes the products of these names, by key."""
     makers = {**stage.image_products, **stage.caption_products}
     seeded = bool(cfg["model"].get("random_encoders"))
     found: dict[str, Any] = {"train.precision": cfg["train"]["precision"], "model.random_encoders": seeded}
@@ -116,13 +110,7 @@ def _shown(value: Any) -> str:
 
 
 def take_cache(cfg: Mapping[str, Any], stage: Stage, task: Task, source: Cached) -> None:
-    """Let an unbuilt stage read from the cache, and leave out the encoders whose outputs it holds.
-
-    Args:
-        cfg: the root configuration as plain values.
-        stage: constructed, not built.
-        task: constructed.
-        source: opened.
+    """Let an unbuilt stage read from an opened cache, and leave out the encoders whose outputs it holds.
 
     Raises:
         ConfigError: the cache lacks what the stage or the task needs, was made by other encoders, or holds what the

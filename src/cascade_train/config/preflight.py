@@ -121,9 +121,7 @@ def _check_data_fits(root: Root) -> None:
 def _check_components(root: Root, *, derived: Collection[str]) -> None:
     """Check every component node against its constructor.
 
-    Args:
-        root: the configuration.
-        derived: keys whose values follow other keys: what refuses those too is reported first.
+    A value of a key in `derived` follows another key: what else is refused is reported before it.
     """
     allowed = None if root.run.allow_any_target else root.run.allowed_packages
     nodes = {key: getattr(root, key) for key in COMPONENTS}

@@ -32,10 +32,7 @@ ALONE = ParallelConfig(mode=ParallelMode.single, shard_size=None, reshard_after_
 def load_saved_config(folder: Path, *, allow_any_target: bool = False, key: str = "from") -> DictConfig:
     """Return the checked configuration of a run or of its export.
 
-    Args:
-        folder: a run, or its `export/`.
-        allow_any_target: build classes of any package that the folder's configuration names.
-        key: the argument that named the folder.
+    `allow_any_target` allows classes of any package; `key` is the argument that named the folder.
 
     Raises:
         ConfigError: no such folder, no configuration in it, or one that does not pass preflight.

@@ -56,13 +56,9 @@ def export_checkpoint(cfg: DictConfig, checkpoints: Path, *, step: int | None, o
 
 
 def export_combined(model: TrainedModel, decoder: TrainedModel, *, dtype: str | None, out: Path) -> Exported:
-    """Write Stage C and Stage B, with its Stage A, as one folder for diffusers' combined pipeline.
+    """Write Stage C, as `model`, and Stage B with its Stage A as one folder for diffusers' combined pipeline.
 
-    Args:
-        model: Stage C.
-        decoder: Stage B.
-        dtype: of the networks, a key of `DTYPES`; None = as they are stored.
-        out: the folder.
+    `dtype` is a key of `DTYPES`, or None to keep that of the stored weights.
 
     Raises:
         ConfigError: adapters, stages that were not made for each other, or a Stage A that no pipeline has.

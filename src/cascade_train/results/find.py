@@ -101,11 +101,8 @@ def use_codec(model: TrainedModel, codec: str) -> None:
 def stored_network(source: str, *, model: str | None, key: str, allow_any_target: bool = False) -> nn.Module:
     """Return the network that `source` belongs to, on the meta device.
 
-    Args:
-        source: weights or adapters: a run, its export or a folder in it, another folder, a file, or a hub id.
-        model: an option of the group `model`; None = the run's, else the published size that the tensors tell.
-        key: the argument that named the source.
-        allow_any_target: build classes of any package that a run's configuration names.
+    `source` is a run, its export or a folder in it, another folder, a file, or a hub id. Without `model`, an option of
+    that group, the network is the run's, else of the published size that the tensors have.
 
     Raises:
         ConfigError: nothing there, or tensors of no published size and no `model`.

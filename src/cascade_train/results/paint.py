@@ -175,13 +175,6 @@ def load_parts(model: TrainedModel, world: World) -> Parts:
 def paint(model: TrainedModel, orders: Iterable[Order], *, sizes: Sizes, seed: int, world: World) -> list[Image.Image]:
     """Paint with one stage alone: previews of Stage C, reconstructions of Stage B. Collective.
 
-    Args:
-        model: the stage.
-        orders: what to paint.
-        sizes: of it.
-        seed: of the starting noise.
-        world: this process.
-
     Raises:
         ConfigError: weights that are not there or do not fit, or an order that the stage cannot paint.
     """
@@ -207,14 +200,6 @@ def paint_cascade(
     world: World,
 ) -> list[Image.Image]:
     """Paint with Stage C, B and A; Stage C has left the memory when Stage B enters it. Collective.
-
-    Args:
-        model: Stage C.
-        decoder: Stage B, with its Stage A.
-        orders: what to paint.
-        sizes: of it.
-        seed: of the starting noise.
-        world: this process.
 
     Raises:
         ConfigError: weights that are not there or do not fit, or stages that were not made for each other.
