@@ -12,6 +12,7 @@ from pathlib import Path
 
 from cascade_train.commands.parts.command_line import Command
 from cascade_train.errors import ConfigError, RunError
+from cascade_train.options import check_least
 
 SHOWN = 20
 
@@ -34,10 +35,7 @@ class PackArgs:
     """file_or_name, file or name: a text file beside each picture, or its name up to the first underscore."""
 
     def __post_init__(self) -> None:
-        if self.samples_per_shard < 1:
-            raise ConfigError(
-                f"samples_per_shard={self.samples_per_shard} must be at least 1: it is how many pictures a tar holds."
-            )
+        check_least("samples_per_shard", self.samples_per_shard, 1, "it is how many pictures a tar holds.")
         if self.name is not None and (not self.name or set(self.name) & set("/.*?[{")):
             raise ConfigError(f"name={self.name} must be a file name without dots, slashes and wildcards.")
 

@@ -20,6 +20,7 @@ from cascade_train.config.recipes.open_diffusion import from_open_diffusion, is_
 from cascade_train.config.recipes.recipe import Recipe
 from cascade_train.config.saved import load_yaml
 from cascade_train.errors import ConfigError
+from cascade_train.options import check_least
 from cascade_train.redaction import printable
 
 MAX_BYTES = 1_000_000
@@ -46,8 +47,7 @@ class ImportArgs:
     """Whether an existing file may be replaced."""
 
     def __post_init__(self) -> None:
-        if self.ranks < 1:
-            raise ConfigError(f"ranks={self.ranks} must be at least 1: it counts processes.")
+        check_least("ranks", self.ranks, 1, "it counts processes.")
         check_behaviour(self.behaviour)
 
 

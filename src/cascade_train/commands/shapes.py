@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from cascade_train.commands.parts.command_line import Command
 from cascade_train.errors import ConfigError, RunError
+from cascade_train.options import check_least
 
 if TYPE_CHECKING:
     from cascade_train.data.shapes import Shapes
@@ -45,10 +46,7 @@ def write_shapes(args: ShapesArgs) -> list[Path]:
     from cascade_train.data.shapes import Shapes  # heavy: torch
     from cascade_train.data.tar.members import write_tar
 
-    if args.samples_per_shard < 1:
-        raise ConfigError(
-            f"samples_per_shard={args.samples_per_shard} must be at least 1: a tar holds that many pictures"
-        )
+    check_least("samples_per_shard", args.samples_per_shard, 1, "a tar holds that many pictures")
     try:
         source = Shapes(
             image_size=args.image_size,

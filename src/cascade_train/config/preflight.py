@@ -10,6 +10,7 @@ import dataclasses
 import importlib.util
 import math
 import os
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -119,27 +120,34 @@ def _check_data_fits(root: Root) -> None:
 
 
 def _check_components(root: Root, *, derived: Collection[str]) -> None:
-    """Check every component node against its constructor.
+    """Check every component node against its constructor: that of the data first, which needs no torch.
 
     A value of a key in `derived` follows another key: what else is refused is reported before it.
     """
     allowed = None if root.run.allow_any_target else root.run.allowed_packages
-    nodes = {key: getattr(root, key) for key in COMPONENTS}
-    check_targets(nodes, allowed)
+    others = {key: getattr(root, key) for key in COMPONENTS if key != "data"}
+    refused = _refused({"data": root.data}, allowed, derived)
+    check_targets(others, allowed)
     _check_objective_fits(root)
+    refused = _refused(others, allowed, derived) or refused
+    if refused is not None:
+        raise refused
+
+
+def _refused(nodes: Mapping[str, Any], allowed: Sequence[str] | None, derived: Collection[str]) -> ConfigError | None:
+    """Check components; return the first refusal of a value in `derived`, and raise all others."""
+    refused: ConfigError | None = None
     for key, node in nodes.items():
         check_is_component(key, node)
         check_component(key, node, allowed, CONTRACTS)
-    refused: ConfigError | None = None
     for key, node in nodes.items():
         try:
             construct(node, key, trial=True)
         except ConfigError as error:
-            if str(error).partition("=")[0].partition(":")[0] not in derived:
+            if re.split("[=:]", str(error))[0] not in derived:
                 raise
             refused = refused or error
-    if refused is not None:
-        raise refused
+    return refused
 
 
 def _check_task_fits_stage(root: Root) -> None:

@@ -12,9 +12,10 @@ WITHOUT_TORCH = {
     "train.max_steps=0": r"train\.max_steps=0 must be 1 or more",
     "train.max_stepz=3": r"train\.max_stepz is unknown\. Did you mean train\.max_steps\?",
     "model=c_huge": r"model=c_huge is not an option of model",
+    "data.urls=[a.tar] data.flip_prob=2": r"data\.flip_prob=2 must lie between",
     "optimizer._target_=os.system": r"optimizer\._target_=os\.system names the package 'os', which may not be loaded",
 }
-"""What Hydra, the typed nodes and the list of allowed packages refuse imports nothing of a component."""
+"""What Hydra, the typed nodes, the data and the list of allowed packages refuse."""
 
 REFUSED = {
     "data.path=nowhere": r"data\.path=nowhere is not a folder; paths are relative",
@@ -24,7 +25,6 @@ REFUSED = {
     "data.path=rows.jsonl": r"data\.caption_column=caption is no column of rows\.jsonl, which has image, text",
     "data.path=rows.parquet": r"data\.image_column=image is no column of rows\.parquet, which has file, text",
     "data.urls=[a.tar,b.tar]": r"data\.urls=a\.tar,b\.tar: 2 of 2 tar files not found",
-    "data.urls=[a.tar] data.flip_prob=2": r"data\.flip_prob=2 must lie between",
     "data=regularised data@data.source=folder data.source.path=no data@data.regularisation=shapes": r"data\.path=no is",
     "data=mixture +data@data.sources.a=csv data.sources.a.path=no.csv": r"data\.path=no\.csv is not there",
     "validate.every_steps=1 validate.urls=[b.tar] data.urls=[empty/c.tar]": r"data\.urls=b\.tar: 1 of 1",
