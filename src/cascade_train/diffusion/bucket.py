@@ -1,12 +1,11 @@
 """What adapts to the losses of training, and its state: a running average of the loss per bucket of logSNR.
 
-Must not live here: what the averages are for (a loss weight, a distribution of noise levels).
-
 Shape legend: B micro-batch, G samples of the global batch, N buckets.
 """
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Mapping
 from typing import Literal
 
@@ -57,11 +56,7 @@ class BucketAverage:
         return {"bucket_loss": self._loss_N.detach().clone()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what `state_dict` returned.
-
-        Raises:
-            ConfigError: the state has another number of buckets.
-        """
+        """Restore what `state_dict` returned; a ConfigError if it has another number of buckets."""
         loss_N = state["bucket_loss"]
         if loss_N.shape != self._loss_N.shape:
             raise ConfigError(
@@ -101,15 +96,33 @@ class Adaptive:
             self.average.load_state_dict(state)
 
 
-def joint_state(parts: Mapping[str, Adaptive]) -> dict[str, Tensor]:
-    """Return the state of all parts, each with its name and a dot in front."""
-    return {f"{name}.{key}": value for name, part in parts.items() for key, value in part.state_dict().items()}
+class AdaptiveParts(Adaptive, abc.ABC):
+    """Base of what consists of parts that may adapt: all learn, and are saved by name."""
 
+    @abc.abstractmethod
+    def _parts(self) -> Mapping[str, Adaptive]:
+        """Return the parts by name."""
 
-def load_joint_state(parts: Mapping[str, Adaptive], state: Mapping[str, Tensor]) -> None:
-    """Restore what `joint_state` returned."""
-    for name, part in parts.items():
-        part.load_state_dict({k.removeprefix(f"{name}."): v for k, v in state.items() if k.startswith(f"{name}.")})
+    def after_step(self, logsnr_G: Tensor, loss_raw_G: Tensor) -> None:
+        """Let every part learn from a global batch."""
+        for part in self._parts().values():
+            part.after_step(logsnr_G.detach(), loss_raw_G.detach())
+
+    def after_micro_batch(self, logsnr_B: Tensor, loss_raw_B: Tensor) -> None:
+        """Let every part learn from a micro-batch. Does not sync."""
+        for part in self._parts().values():
+            part.after_micro_batch(logsnr_B.detach(), loss_raw_B.detach())
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the state of all parts, each with its name and a dot in front."""
+        return {
+            f"{name}.{key}": value for name, part in self._parts().items() for key, value in part.state_dict().items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restore what `state_dict` returned."""
+        for name, part in self._parts().items():
+            part.load_state_dict({k.removeprefix(f"{name}."): v for k, v in state.items() if k.startswith(f"{name}.")})
 
 
 def _mean(hit_GN: Tensor, loss_G: Tensor) -> Tensor:

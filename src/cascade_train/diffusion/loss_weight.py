@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -15,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from cascade_train.diffusion.bucket import Adaptive, BucketAverage, joint_state, load_joint_state
+from cascade_train.diffusion.bucket import Adaptive, AdaptiveParts, BucketAverage
 from cascade_train.errors import ConfigError
 from cascade_train.options import check_above, check_choice, check_increasing
 
@@ -199,7 +198,7 @@ class SigmoidLossWeight(LossWeight):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ComposedLossWeight(LossWeight):
+class ComposedLossWeight(AdaptiveParts, LossWeight):
     """A product of weights over a product of weights.
 
     Attributes:
@@ -222,24 +221,6 @@ class ComposedLossWeight(LossWeight):
         for divisor in self.div:
             weight_B = weight_B / divisor(logsnr_B)
         return weight_B
-
-    def after_step(self, logsnr_G: Tensor, loss_raw_G: Tensor) -> None:
-        """Let every part learn from a global batch."""
-        for part in self._parts().values():
-            part.after_step(logsnr_G, loss_raw_G)
-
-    def after_micro_batch(self, logsnr_B: Tensor, loss_raw_B: Tensor) -> None:
-        """Let every part learn from a micro-batch."""
-        for part in self._parts().values():
-            part.after_micro_batch(logsnr_B, loss_raw_B)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the state of every part, by `mul.<i>.` and `div.<i>.`."""
-        return joint_state(self._parts())
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what `state_dict` returned."""
-        load_joint_state(self._parts(), state)
 
     def _parts(self) -> dict[str, LossWeight]:
         sides = {"mul": self.mul, "div": self.div}
@@ -294,11 +275,11 @@ class AdaptiveLossWeight(LossWeight):
         return torch.searchsorted(edge_N, logsnr_B.detach().float().contiguous())
 
     def after_step(self, logsnr_G: Tensor, loss_raw_G: Tensor) -> None:
-        """See `Adaptive`; nothing by update=micro_batch."""
+        """Learn from a global batch; nothing by update=micro_batch."""
         if self.update == "step":
             super().after_step(logsnr_G, loss_raw_G)
 
     def after_micro_batch(self, logsnr_B: Tensor, loss_raw_B: Tensor) -> None:
-        """See `Adaptive`; nothing by update=step."""
+        """Learn from a micro-batch; nothing by update=step."""
         if self.update == "micro_batch":
             self.average.update(self.bucket(logsnr_B), loss_raw_B)

@@ -1,7 +1,4 @@
-"""The diffusion objective: five small objects over logSNR, put together.
-
-Lives here: adding noise, the per-sample loss, the one-step prediction. The caller draws the random numbers, one sample
-at a time (see `Batch.uniform` and `Batch.normal`).
+"""The diffusion objective: five small objects over logSNR, put together; the caller draws the random numbers.
 
 Shape legend: B batch, G samples of the global batch, C channels, H W latent size.
 """
@@ -16,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from cascade_train.diffusion.bucket import Adaptive, joint_state, load_joint_state
+from cascade_train.diffusion.bucket import Adaptive, AdaptiveParts
 from cascade_train.diffusion.loss_weight import LossWeight
 from cascade_train.diffusion.noise import Noise, PlainNoise
 from cascade_train.diffusion.noise_condition import NoiseCondition
@@ -50,7 +47,7 @@ class Diffused:
 
 
 @dataclass(kw_only=True, eq=False)
-class Objective:
+class Objective(AdaptiveParts):
     """How latents are noised and a prediction is scored (Stable Cascade, gdf).
 
     Args:
@@ -94,16 +91,10 @@ class Objective:
         return (PlainNoise() if self.noise is None else self.noise).draw(generators, shape)
 
     def diffuse(self, x0_BCHW: Tensor, noise_BCHW: Tensor, u_B: Tensor, offset_BC11: Tensor | None = None) -> Diffused:
-        """Add training noise.
+        """Add noise to clean latents, at the levels chosen by `u_B`, (B,) uniform in [0, 1).
 
-        Args:
-            x0_BCHW: (B, C, H, W) clean latents.
-            noise_BCHW: (B, C, H, W) standard normal.
-            u_B: (B,) uniform in [0, 1); chooses the noise level.
-            offset_BC11: (B, C, 1, 1) standard normal; needed where `offset_noise` is not 0.
-
-        Raises:
-            RunError: `offset_noise` is not 0 and its normals are missing.
+        Latents and noise, standard normal, are (B, C, H, W); `offset_BC11` (B, C, 1, 1), standard normal, is needed
+        (RunError) where `offset_noise` is not 0.
         """
         if self.offset_noise and offset_BC11 is None:
             raise RunError(f"offset_noise={self.offset_noise} needs normals of shape (B, C, 1, 1); pass them")
@@ -151,32 +142,14 @@ class Objective:
         loss_raw_B = error_BCHW.mean(dim=(1, 2, 3)) if mask_B1HW is None else masked_mean(error_BCHW, mask_B1HW)
         return loss_raw_B * diffused.loss_weight_B, loss_raw_B
 
-    def after_step(self, logsnr_G: Tensor, loss_raw_G: Tensor) -> None:
-        """Let what adapts learn from the noise levels and unweighted losses (G,) of a global batch, in its order."""
-        for part in self._parts().values():
-            part.after_step(logsnr_G.detach(), loss_raw_G.detach())
-
-    def after_micro_batch(self, logsnr_B: Tensor, loss_raw_B: Tensor) -> None:
-        """Let what adapts learn from one micro-batch of training, (B,) each. Does not sync."""
-        for part in self._parts().values():
-            part.after_micro_batch(logsnr_B.detach(), loss_raw_B.detach())
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the state of what adapts, by `schedule.` and `loss_weight.`; mostly empty."""
-        return joint_state(self._parts())
-
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what `state_dict` returned.
-
-        Raises:
-            RunError: the state belongs to another objective.
-        """
+        """Restore what `state_dict` returned; a RunError if the state belongs to another objective."""
         if state.keys() != self.state_dict().keys():
             raise RunError(
                 f"the saved objective has state {sorted(state)}, this one {sorted(self.state_dict())}; "
                 "resume with the objective that the run was started with"
             )
-        load_joint_state(self._parts(), state)
+        super().load_state_dict(state)
 
     def _parts(self) -> dict[str, Adaptive]:
         return {"schedule": self.schedule, "loss_weight": self.loss_weight}

@@ -1,8 +1,5 @@
 """Samplers: from noise to latents by a network's predictions, with classifier-free guidance.
 
-Lives here: the update rules, guidance and its rescale, the loop over noise levels. The caller's `predict` runs the
-network on conditions.
-
 Shape legend: B batch, S noise levels, C channels, H W latent size.
 """
 
@@ -98,12 +95,8 @@ UPDATES: Mapping[str, Update] = MappingProxyType({"ddpm": ddpm_step, "ddim": ddi
 def guide(cond: Tensor, uncond: Tensor, *, scale: float | Tensor, rescale: float, rescale_over: Rescale) -> Tensor:
     """Mix predictions (B, C, H, W) fp32 (Ho & Salimans 2022, eq. 6), and rescale them (Lin et al. 2023, eq. 15-16).
 
-    Args:
-        cond: prediction under the condition.
-        uncond: prediction without it.
-        scale: guidance scale; 1 = the conditional prediction.
-        rescale: share of the rescaled prediction, in [0, 1]; 0 = none.
-        rescale_over: take standard deviations per "sample", or over the "batch" as the original does.
+    `scale` 1 = the conditional prediction; `rescale` is the share of the rescaled prediction, in [0, 1]; its standard
+    deviations are per "sample", or over the "batch" as in the original.
     """
     mixed = uncond + scale * (cond - uncond)
     if rescale == 0:

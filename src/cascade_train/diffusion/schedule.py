@@ -1,7 +1,6 @@
 """Noise schedules: from time t in [0, 1] (0 = data, 1 = noise) to logSNR = ln(a^2 / b^2).
 
-Lives here: the fixed curves, their limits and shift, and how a uniform number becomes a training noise level. Must not
-live here: signal and noise scales (scaling.py), and the network's input (noise_condition.py).
+Must not live here: signal and noise scales (scaling.py), and the network's input (noise_condition.py).
 
 Shape legend: B batch, N knots.
 """
@@ -64,14 +63,9 @@ class Schedule(Adaptive, abc.ABC):
         return low, high
 
     def __call__(self, t_B: Tensor, *, shift: float = 1.0) -> Tensor:
-        """Return logSNR at times t.
+        """Return logSNR, (B,) fp32, at (B,) times, clamped to [0, 1]; integers are indices of discrete steps.
 
-        Args:
-            t_B: (B,) times, clamped to [0, 1]; integers are indices of discrete steps.
-            shift: the call's shift, multiplied with the schedule's; the limits stay where they are.
-
-        Returns:
-            (B,) fp32.
+        The call's shift is multiplied with the schedule's; the limits stay where they are.
         """
         return self._limited(self._curve(self._time(t_B)) - 2 * math.log(shift * self.shift))
 
