@@ -64,7 +64,6 @@ class LossCurve:
             log.warning("%s could not be drawn (%s); the numbers are in %s.", path, error, self._metrics)
 
     def _read(self) -> None:
-        """Read the lines since the last drawing."""
         with self._metrics.open("rb") as lines:
             lines.seek(self._read_bytes)
             for line in lines:

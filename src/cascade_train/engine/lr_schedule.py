@@ -14,8 +14,7 @@ class LrSchedule(abc.ABC):
         """Return the factor in [0, 1] for optimizer step `step`, counted from 1."""
 
 
-def warmup_factor(step: int, warmup_steps: int) -> float:
-    """Return min(step / warmup_steps, 1); the first step is never zero (the original's is)."""
+def _warmup_factor(step: int, warmup_steps: int) -> float:
     return 1.0 if warmup_steps == 0 else min(step / warmup_steps, 1.0)
 
 
@@ -33,7 +32,7 @@ class ConstantSchedule(LrSchedule):
 
     def factor(self, step: int, max_steps: int) -> float:
         """Return the warmup factor; `max_steps` does not matter."""
-        return warmup_factor(step - int(self.from_zero), self.warmup_steps)
+        return _warmup_factor(step - int(self.from_zero), self.warmup_steps)
 
 
 class CosineSchedule(LrSchedule):
@@ -48,7 +47,7 @@ class CosineSchedule(LrSchedule):
     def factor(self, step: int, max_steps: int) -> float:
         """Return the factor at `step` of a run of `max_steps`."""
         if step <= self.warmup_steps or max_steps <= self.warmup_steps:
-            return warmup_factor(step, self.warmup_steps)
+            return _warmup_factor(step, self.warmup_steps)
         progress = min((step - self.warmup_steps) / (max_steps - self.warmup_steps), 1.0)
         return self.min_factor + (1.0 - self.min_factor) * 0.5 * (1.0 + math.cos(math.pi * progress))
 

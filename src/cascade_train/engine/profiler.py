@@ -48,11 +48,7 @@ class Profiler:
             self.close()
 
     def close(self) -> None:
-        """End an open window and write its trace.
-
-        Raises:
-            RunError: the trace could not be written.
-        """
+        """End an open window and write its trace; a RunError where that fails."""
         if self._running is None:
             return
         running, self._running = self._running, None

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from PIL import Image, ImageDraw, ImageFont, ImageOps
+from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from cascade_train.batch import sample_seed
@@ -31,12 +31,10 @@ LABEL_PX = 220
 
 @dataclass(frozen=True, kw_only=True)
 class SampleSpec:
-    """What every grid shows.
+    """What every grid shows: a row for each caption.
 
-    Attributes:
-        captions: one row each.
-        image_BCHW: (B, 3, H, W) float in [0, 1], the captions' own images, on the host; None for free prompts.
-        seed: of the initial noise, mixed with the row's number.
+    `image_BCHW` (B, 3, H, W) float in [0, 1] are the captions' own images, on the host; None for free prompts. `seed`
+    is that of the initial noise, mixed with the row's number.
     """
 
     captions: tuple[str, ...]
@@ -119,10 +117,16 @@ def compose_grid(captions: Sequence[str], columns: dict[str, list[Image.Image]])
         left = LABEL_PX + CELL_PX * column
         draw.text((left + 4, 4), title.replace("_", " "), fill="black", font=font)
         for row, image in enumerate(images):
-            grid.paste(ImageOps.contain(image, (CELL_PX - 4, CELL_PX - 4)), (left, title_px + CELL_PX * row))
+            grid.paste(_fitted(image), (left, title_px + CELL_PX * row))
     for row, caption in enumerate(captions):
         draw.multiline_text((6, title_px + CELL_PX * row + 6), _wrapped(caption, font), fill="black", font=font)
     return grid
+
+
+def _fitted(image: Image.Image) -> Image.Image:
+    """Return an image at the size of a cell, at least one pixel high and wide whatever its aspect ratio."""
+    scale = (CELL_PX - 4) / max(image.size)
+    return image.resize((max(1, round(image.width * scale)), max(1, round(image.height * scale))))
 
 
 def _wrapped(caption: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> str:

@@ -5,12 +5,11 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 import numpy as np
 import torch.distributed as dist
@@ -23,31 +22,11 @@ from cascade_train.redaction import redact, redact_argument, redacted
 
 log = logging.getLogger(__name__)
 
-P = ParamSpec("P")
-T = TypeVar("T", bound="Tracker")
-
-
-def tolerated(method: Callable[Concatenate[T, P], None]) -> Callable[Concatenate[T, P], None]:
-    """Let a tracker's method fail without ending the run: the failure is logged once, and nothing more is sent."""
-
-    @functools.wraps(method)
-    def tried(self: T, *args: P.args, **kwargs: P.kwargs) -> None:
-        if self.failed:
-            return
-        try:
-            method(self, *args, **kwargs)
-        except Exception as error:  # trackers raise many kinds
-            self.failed = True
-            log.warning(
-                "The tracker failed (%s). The run goes on without it; metrics.jsonl has every step.",
-                redact(f"{type(error).__name__}: {error}"),
-            )
-
-    return tried
-
 
 class Tracker:
     """Shows numbers and images of one run; this one, for `tracker=none` and for all ranks but 0, shows nothing.
+
+    A failure never ends the run: the first is logged, and nothing more is sent.
 
     Attributes:
         run_id: continues the same tracked run after a resume, equal on all ranks; None where there is none.
@@ -61,18 +40,45 @@ class Tracker:
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
         """Show the numbers of one optimizer step; None is left out."""
+        self._try(self._log, {name: value for name, value in values.items() if value is not None}, step)
 
     def log_image(self, name: str, path: Path, step: int) -> None:
         """Show an image file under a name that is the same at every step."""
+        self._try(self._log_image, name, path, step)
 
     def note(self, text: str) -> None:
         """Attach a sentence to the run."""
+        self._try(self._note, text)
 
     def alert(self, title: str, text: str, *, failed: bool = False) -> None:
         """Notify the owner of the run, where the tracker can; `failed`: somebody has to act."""
+        self._try(self._alert, title, text, "ERROR" if failed else "INFO")
 
     def finish(self) -> None:
         """Send what is left and close; later calls do nothing."""
+        self._try(self._finish)
+
+    def _try(self, send: Callable[..., None], *args: Any) -> None:
+        if self.failed:
+            return
+        try:
+            send(*args)
+        except Exception as error:  # trackers raise many kinds
+            self.failed = True
+            log.warning(
+                "The tracker failed (%s). The run goes on without it; metrics.jsonl has every step.",
+                redact(f"{type(error).__name__}: {error}"),
+            )
+
+    def _log(self, values: dict[str, Any], step: int) -> None: ...
+
+    def _log_image(self, name: str, path: Path, step: int) -> None: ...
+
+    def _note(self, text: str) -> None: ...
+
+    def _alert(self, title: str, text: str, level: str) -> None: ...
+
+    def _finish(self) -> None: ...
 
 
 class TensorBoardTracker(Tracker):
@@ -90,28 +96,20 @@ class TensorBoardTracker(Tracker):
         self._writer: Any = SummaryWriter(directory / "tensorboard")
         self._writer.add_text("config", f"```yaml\n{yaml.safe_dump(dict(config), sort_keys=False)}```", 0)
 
-    @tolerated
-    def log(self, values: Mapping[str, Any], step: int) -> None:
-        """Add one scalar per number."""
+    def _log(self, values: dict[str, Any], step: int) -> None:
         for name, value in values.items():
-            if value is not None and name != "step":
+            if name != "step":
                 self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
-    @tolerated
-    def log_image(self, name: str, path: Path, step: int) -> None:
-        """Add the image."""
+    def _log_image(self, name: str, path: Path, step: int) -> None:
         self._writer.add_image(name, _read_image(path), step, dataformats="HWC")
 
-    @tolerated
-    def note(self, text: str) -> None:
-        """Add a text."""
+    def _note(self, text: str) -> None:
         self._writer.add_text("note", text)
         self._writer.flush()
 
-    @tolerated
-    def finish(self) -> None:
-        """Close the event file."""
+    def _finish(self) -> None:
         self._writer.close()
 
 
@@ -149,29 +147,19 @@ class WandbTracker(Tracker):
         self._image = wandb.Image
         self._open = True
 
-    @tolerated
-    def log(self, values: Mapping[str, Any], step: int) -> None:
-        """Send the numbers of one step."""
-        self._run.log({**{k: v for k, v in values.items() if v is not None}, "step": step})
+    def _log(self, values: dict[str, Any], step: int) -> None:
+        self._run.log({**values, "step": step})
 
-    @tolerated
-    def log_image(self, name: str, path: Path, step: int) -> None:
-        """Send the image."""
+    def _log_image(self, name: str, path: Path, step: int) -> None:
         self._run.log({name: [self._image(_read_image(path))], "step": step})
 
-    @tolerated
-    def note(self, text: str) -> None:
-        """Add a line to the run's notes."""
+    def _note(self, text: str) -> None:
         self._run.notes = f"{self._run.notes}\n{text}" if self._run.notes else text
 
-    @tolerated
-    def alert(self, title: str, text: str, *, failed: bool = False) -> None:
-        """Send an alert; who gets it, and how, is a setting of the user's account."""
-        self._run.alert(title=title, text=redact(text), level="ERROR" if failed else "INFO")
+    def _alert(self, title: str, text: str, level: str) -> None:
+        self._run.alert(title=title, text=redact(text), level=level)  # who gets it is a setting of the user's account
 
-    @tolerated
-    def finish(self) -> None:
-        """Send what is left and close the run."""
+    def _finish(self) -> None:
         if self._open:
             self._open = False
             self._run.finish()
@@ -190,18 +178,9 @@ def build_tracker(
 ) -> Tracker:
     """Start the tracker on rank 0, and a null one with the same `run_id` on the others. Collective.
 
-    Args:
-        name: "none", "tensorboard" or "wandb".
-        project: wandb's project; None = wandb's default.
-        entity: wandb's user or team; None = wandb's default.
-        mode: wandb's "online" or "offline".
-        run_name: shown as the run's name.
-        directory: of the run.
-        run_id: a tracked run to continue; None = a new one.
-        config: the resolved config, shown with the run, secrets hidden.
-
-    Raises:
-        ConfigError: an unknown name, a missing library, or wandb could not start; on all ranks.
+    `name` is "none", "tensorboard" or "wandb"; `project` and `entity` (None = wandb's default) and `mode` ("online" or
+    "offline") are wandb's. `run_id` continues a tracked run; None = a new one. `config` is shown with the run, secrets
+    hidden. A ConfigError, on all ranks, where it cannot start.
     """
     started: list[Tracker] = []
     config = redacted(config)

@@ -25,9 +25,7 @@ Distance = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 class SetDistance:
     """The distance between two sets of pictures, from the moments of their features in fp64, summed batch by batch.
 
-    Attributes:
-        features: of pictures (B, 3, H, W) float in [0, 1], (B, D).
-        distance: of the moments.
+    `features` maps pictures (B, 3, H, W) float in [0, 1] to (B, D).
     """
 
     features: Callable[[Tensor], Tensor]
@@ -87,10 +85,6 @@ class Reconstructions:
             self.rfid.add(painted_BCHW, image_BCHW, counted(batch, device))
         return self.compare(painted_BCHW, image_BCHW)
 
-    def measures_of_all(self) -> dict[str, Tensor]:
-        """Return what is measured of all pictures since the last time, by name. Collective."""
-        return {} if self.rfid is None else {"rfid": self.rfid.take()}
-
 
 def counted(batch: Batch, device: torch.device) -> Tensor:
     """Return which samples count, (B,) fp32 of 0 and 1: those of weight 0 only fill a batch."""
@@ -131,11 +125,10 @@ class Validation:
             again = self.reconstructions
             if again is not None:
                 means |= self._means(again.held_out, lambda batch: again.measures(batch, self.device))
-                means |= again.measures_of_all()
+                means |= {} if again.rfid is None else {"rfid": again.rfid.take()}
             return {f"{name}/{measure}": mean for measure, mean in means.items()}
 
     def _means(self, held_out: HeldOut, measure_of: Callable[[Batch], Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Return the mean of each measure over the samples that count."""
         sums: dict[str, Tensor] = {}
         for _, micro_batches in zip(range(held_out.steps), held_out.open(), strict=False):
             for batch in micro_batches:

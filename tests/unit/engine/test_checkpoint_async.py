@@ -121,7 +121,7 @@ def test_a_failure_is_known_at_once_and_raised_when_waited_for(store, monkeypatc
     store.save(2, state(2), {})
     assert not store.failed
     gate.set()
-    store._in_flight._is_done.wait()
+    store._in_flight.exception(60)
     assert store.failed
     with pytest.raises(RunError, match="a checkpoint could not be written to .*No space left on device"):
         store.wait()

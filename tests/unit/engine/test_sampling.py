@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from cascade_train.distributed.process_group import World
-from cascade_train.engine.sampling import SampleGrid, SampleSpec
+from cascade_train.engine.sampling import CELL_PX, LABEL_PX, SampleGrid, SampleSpec, compose_grid
 
 CAPTIONS = ("a cat", "w" * 10**6)
 
@@ -51,3 +51,12 @@ def test_a_run_folder_that_was_removed_is_not_made_again(grid: SampleGrid, caplo
     assert grid.draw(3) == []
     assert "The run goes on without this grid." in caplog.text
     assert not grid.directory.parent.exists()
+
+
+@pytest.mark.parametrize("size", [(400, 1), (1, 400), (8, 8), (400, 300)])
+def test_a_cell_shows_images_of_any_aspect_ratio(size: tuple[int, int]) -> None:
+    grid = compose_grid(["a line"], {"sample": [Image.new("RGB", size, "black")]})
+    cell = grid.crop((LABEL_PX, 24, LABEL_PX + CELL_PX, 24 + CELL_PX)).convert("L").point(lambda value: 255 - value)
+    left, top, right, bottom = cell.getbbox()
+    longest = max(size)
+    assert (right - left, bottom - top) == tuple(max(1, round(side * (CELL_PX - 4) / longest)) for side in size)

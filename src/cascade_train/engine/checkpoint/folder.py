@@ -55,11 +55,7 @@ class CheckpointFolder:
         return {s: read_manifest(path) for s, path in paths.items() if find_fault(path, hashes=False) is None}
 
     def prepare(self, hidden: Path) -> None:
-        """Clear what crashes left behind, and make an empty hidden directory.
-
-        Raises:
-            OSError: the folder is not writable.
-        """
+        """Clear what crashes left behind, and make an empty hidden directory."""
         self.directory.mkdir(parents=True, exist_ok=True)
         self.restore_replaced()
         for leftover in self._leftovers():
@@ -69,8 +65,7 @@ class CheckpointFolder:
     def publish(self, hidden: Path, step: int) -> Path:
         """Move a whole hidden checkpoint to its place, and delete the one that lay there.
 
-        Raises:
-            OSError: the disk failed; the older one is back at the latest when the folder is next read.
+        After an OSError the older one is back at the latest when the folder is next read.
         """
         final, replaced = self.path(step), self.hidden(step, "replaced")
         if final.exists():
@@ -163,10 +158,7 @@ def best_value(manifest: Manifest, metric: str | None) -> float | None:
 
 
 def last_logged(path: Path, metric: str, *, step: int) -> dict[str, Any] | None:
-    """Return a metric of `metrics.jsonl` as last logged up to a step, as {metric, value, step}; None where it is not.
-
-    The file is searched from its end.
-    """
+    """Return a metric of `metrics.jsonl` as last logged up to a step, {metric, value, step}; None where it is not."""
     if not path.is_file() or path.stat().st_size == 0:
         return None
     needle = f"{json.dumps(metric)}: ".encode()

@@ -39,15 +39,12 @@ from cascade_train.files.durable import sync
 TABLE_NAME = ".metadata"
 """The table of contents, as torch calls it."""
 
-_METADATA = "torch.distributed.checkpoint.metadata"
+_METADATA = (
+    *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "TensorStorageMetadata"),
+    *("BytesStorageMetadata", "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING"),
+)
 _ALLOWED = {
-    *(
-        (_METADATA, name)
-        for name in (
-            *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "TensorStorageMetadata"),
-            *("BytesStorageMetadata", "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING"),
-        )
-    ),
+    *(("torch.distributed.checkpoint.metadata", name) for name in _METADATA),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
@@ -68,12 +65,7 @@ class _TableUnpickler(pickle.Unpickler):
 
 
 def read_table(path: Path, manifest: Manifest) -> Metadata:
-    """Return a checkpoint's table of contents.
-
-    Raises:
-        RunError: it is missing, unreadable, holds what no table of contents holds, or names files that the manifest
-            does not.
-    """
+    """Return a checkpoint's table of contents; a RunError if it is missing, or holds or names what none does."""
     table: Metadata
     try:
         with (path / TABLE_NAME).open("rb") as file:
@@ -99,8 +91,6 @@ def optimizer_keys(table: Metadata) -> frozenset[str]:
 
 
 class _TableReader(FileSystemReader):
-    """Reads a checkpoint by a given table of contents."""
-
     def __init__(self, path: Path, table: Metadata) -> None:
         super().__init__(path)
         self._table = table
@@ -118,7 +108,6 @@ class _ExactLoadPlanner(DefaultLoadPlanner):
         self._ignored = ignored
 
     def create_local_plan(self) -> LoadPlan:
-        """Compare, then plan as usual."""
         assert self.metadata is not None
         contents = self.metadata.state_dict_metadata
         saved = {key: _describe(entry) for key, entry in contents.items() if key not in self._ignored}
@@ -134,7 +123,6 @@ class _ExactLoadPlanner(DefaultLoadPlanner):
         return super().create_local_plan()
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Put a plain value in its place."""
         key = read_item.dest_index.fqn
         try:
             loaded = torch.load(value, weights_only=True)
@@ -175,9 +163,7 @@ def _describe(entry: object) -> str:
 def drop_optimizer(folder: CheckpointFolder, step: int) -> int:
     """Replace a complete checkpoint by a copy without the optimizers' state; return the bytes freed.
 
-    Raises:
-        OSError: the disk is full or failed; the checkpoint is as it was.
-        RunError: the checkpoint is damaged, which a copy would hide.
+    A RunError where it is damaged, which a copy would hide; an OSError leaves it as it was.
     """
     path, hidden = folder.path(step), folder.hidden(step, "slimming")
     fault = find_fault(path)

@@ -84,11 +84,7 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Read `<directory>/manifest.json`.
-
-    Raises:
-        RunError: it is missing, damaged, or of another format version.
-    """
+    """Read `<directory>/manifest.json`; a RunError if it is missing, damaged, or of another format version."""
     path = directory / MANIFEST_NAME
     try:
         body = read_json(path.read_bytes())
@@ -131,10 +127,7 @@ def _check_types(body: dict[str, Any], files: dict[str, FileRecord]) -> None:
 
 
 def find_fault(directory: Path, *, hashes: bool = True) -> str | None:
-    """Return what is wrong with a checkpoint, naming the file, or None when it verifies.
-
-    With `hashes` every byte is read and hashed; without, only names and sizes are compared.
-    """
+    """Return what is wrong with a checkpoint; None = it verifies. Without `hashes` only names and sizes count."""
     try:
         manifest = read_manifest(directory)
     except RunError as error:

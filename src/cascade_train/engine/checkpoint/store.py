@@ -72,18 +72,10 @@ class CheckpointStore:
     def save(self, step: int, tensors: dict[str, Any], facts: dict[str, Any]) -> Path:
         """Save the checkpoint of `step`, then apply retention; return its directory. Collective.
 
-        Where the store is asynchronous, this returns once everything is copied to the host, and `wait` raises what
-        fails later; an earlier save is waited for first. A checkpoint of the same step is replaced once the new one
-        is complete.
-
-        Args:
-            step: the optimizer step.
-            tensors: nested dict of tensors (sharded or plain) and plain values, with the same keys on all ranks.
-            facts: JSON values, equal on all ranks; readable without loading tensors.
-
-        Raises:
-            RunError: the disk is full or failed, or the ranks do not share it; on all ranks, nothing is left.
-            AssertionError: `facts` differ between ranks.
+        An asynchronous store returns once everything is copied to the host, and `wait` raises what fails later; an
+        earlier save is waited for first. A checkpoint of the same step is replaced once the new one is complete.
+        `tensors` is a nested dict of tensors (sharded or plain) and plain values, of the same keys on all ranks;
+        `facts` are JSON values, equal on all ranks, readable without tensors. A RunError, on all ranks, leaves nothing.
         """
         self.wait()
         snapshot = Snapshot(tensors)
@@ -109,15 +101,10 @@ class CheckpointStore:
         return max(self._slowest_seconds, 0.0 if self._in_flight is None else self._in_flight.seconds)
 
     def wait(self) -> None:
-        """Finish the unfinished save, if there is one: published, and retention applied. Collective then.
-
-        Raises:
-            RunError: it failed; on all ranks, nothing of it is left.
-            AssertionError: `facts` differed between ranks.
-        """
+        """Finish the unfinished save, if there is one, and raise on all ranks what it raised. Collective then."""
         flight, self._in_flight = self._in_flight, None
         if flight is not None:
-            from_every_rank(flight.finish)
+            from_every_rank(flight.result)
             self._slowest_seconds = max(self._slowest_seconds, flight.seconds)
 
     def close(self) -> None:
@@ -125,7 +112,7 @@ class CheckpointStore:
         flight, self._in_flight = self._in_flight, None
         try:
             if flight is not None:
-                flight.finish()
+                flight.result()
         except Exception as error:
             log.warning("the checkpoint that was being written is lost: %s", error)
         self._background.end()
@@ -135,10 +122,10 @@ class CheckpointStore:
         self._in_flight, self._background = None, Background(name="checkpoints")
 
     def newest(self, *, has_optimizer: bool = True) -> Path | None:
-        """Return the checkpoint of the highest step that verifies, or None. Reads every byte of it.
+        """Return the checkpoint of the highest step that verifies, byte by byte; None = none does. For one rank.
 
-        Damaged ones are skipped with a warning that names the file and what is wrong; with `has_optimizer` also those
-        without optimizer state, from which no run can continue. Not collective: for one rank.
+        Others are skipped with a warning; with `has_optimizer` also those without optimizer state, from which no run
+        can continue.
         """
         self._folder.restore_replaced()
         for path in reversed(self._folder.visible().values()):
@@ -156,19 +143,11 @@ class CheckpointStore:
         return list(self._folder.visible())
 
     def load(self, path: Path, tensors: dict[str, Any], *, optimizer: bool = True) -> dict[str, Any]:
-        """Fill `tensors` in place from a checkpoint and return its facts. Collective.
+        """Fill `tensors` in place from a checkpoint that verifies, and return its facts. Collective.
 
-        The number of ranks may differ from that of the save. Nothing in a checkpoint is run as code.
-
-        Args:
-            path: verified by `newest` or `find_fault`.
-            tensors: as in `save`; plain values are replaced.
-            optimizer: whether `tensors` has the optimizers' state; otherwise the checkpoint's is ignored.
-
-        Raises:
-            ConfigError: keys, shapes or dtypes differ: a checkpoint of another model, or one whose optimizer state
-                was dropped.
-            RunError: a file is missing, unreadable, or could run code.
+        The number of ranks may differ from that of the save; nothing in a checkpoint is run as code. Without
+        `optimizer`, the optimizers' state is neither in `tensors` nor read. A ConfigError for a checkpoint of another
+        model, or without optimizer state; a RunError for a file that is missing, unreadable, or could run code.
         """
         manifest = from_rank_zero(lambda: read_manifest(path))
         if optimizer and not manifest.has_optimizer:

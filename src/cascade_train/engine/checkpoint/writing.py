@@ -12,6 +12,8 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -41,10 +43,8 @@ _COPY_AHEAD = 10_000_000
 class Snapshot(DefaultSavePlanner):
     """What this rank writes of a state: its own shards, and an even part of those that several ranks hold alike.
 
-    Until `stage` is called it reads the state's own tensors; afterwards copies, so that training may go on.
-
-    Args:
-        state: nested dict of tensors (sharded or plain) and plain values, with the same keys on all ranks.
+    Until `stage` is called it reads the state's own tensors; afterwards copies, so that training may go on. The state
+    is a nested dict of tensors (sharded or plain) and plain values, with the same keys on all ranks.
     """
 
     def __init__(self, state: Mapping[str, Any]) -> None:
@@ -82,14 +82,16 @@ class Snapshot(DefaultSavePlanner):
         return local(value.detach()) if isinstance(value, Tensor) else value
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
-        """Turn a plain value into bytes that load without running code.
-
-        Raises:
-            RunError: it is more than numbers, strings, None and tensors in lists and dicts.
-        """
+        """Turn a plain value into bytes; a RunError for what would run code when it loads."""
         written = super().transform_object(write_item, object)
         if write_item.type == WriteItemType.BYTE_IO:
-            _check_loads(write_item.index.fqn, written)
+            try:
+                torch.load(io.BytesIO(written.getbuffer()), weights_only=True)
+            except Exception as error:
+                raise RunError(
+                    f"{write_item.index.fqn} cannot be saved: only numbers, strings, None and tensors, in lists and "
+                    f"dicts, load again without running code ({str(error).splitlines()[0]})"
+                ) from error
         return written
 
 
@@ -121,10 +123,7 @@ class HostMemory:
 
 
 def own_share(flat: Mapping[str, Any]) -> list[str]:
-    """Return the keys that this rank writes; every rank computes the same division.
-
-    A shard that several ranks hold alike (replicas of a mesh, plain values) is written by one, balanced by bytes.
-    """
+    """Return the keys that this rank writes: of equal shards (replicas, plain values) one each, balanced by bytes."""
     loads: dict[int, list[int]] = {}
     mine = []
     for key in sorted(flat, key=lambda key: (-_whole_bytes(flat[key]), key)):
@@ -156,22 +155,8 @@ def _whole_bytes(value: object) -> int:
     return math.prod(value.shape) * value.element_size() if isinstance(value, Tensor) else 0
 
 
-def _check_loads(key: str, written: io.BytesIO) -> None:
-    try:
-        torch.load(io.BytesIO(written.getbuffer()), weights_only=True)
-    except Exception as error:
-        raise RunError(
-            f"{key} cannot be saved: only numbers, strings, None and tensors, in lists and dicts, load again without "
-            f"running code ({str(error).splitlines()[0]})"
-        ) from error
-
-
 def write_files(directory: Path, snapshot: Snapshot, group: ProcessGroup | None) -> None:
-    """Write a snapshot's files into an empty directory that all ranks share, synced to the disk. Collective.
-
-    Raises:
-        RunError: the disk is full or failed; on all ranks.
-    """
+    """Write a snapshot's files into an empty directory that all ranks share, synced; RunError on all. Collective."""
     ahead = 0 if snapshot.staged else _COPY_AHEAD
     writer = FileSystemWriter(directory, sync_files=True, per_thread_copy_ahead=ahead)
     try:
@@ -192,11 +177,7 @@ def first_failure(error: CheckpointException) -> BaseException:
 
 
 def check_space(directory: Path, bytes_by_rank: Iterable[int]) -> None:
-    """Check that what each rank is about to write fits on the file system of an existing directory.
-
-    Raises:
-        RunError: it does not.
-    """
+    """Refuse (RunError) to write what does not fit on the file system of an existing directory."""
     needed = sum(bytes_by_rank)
     needed += needed // 100 + 2**20  # the table of contents and the file system's own
     free = shutil.disk_usage(directory).free
@@ -208,63 +189,55 @@ def check_space(directory: Path, bytes_by_rank: Iterable[int]) -> None:
         )
 
 
-class Piece:
-    """A piece of work for the thread, and its outcome."""
+class Piece(Future[None]):
+    """A piece of work for the thread, and its outcome: `result` waits for it, and raises what it raised."""
 
-    def __init__(self, work: Callable[[], object]) -> None:
-        self._work = work
-        self._error: BaseException | None = None
-        self._is_done = threading.Event()
+    def __init__(self) -> None:
+        super().__init__()
         self._begun, self._ended = time.monotonic(), math.inf
 
     @property
     def failed(self) -> bool:
         """Whether the work has ended in an error; never waits."""
-        return self._error is not None
+        return self.done() and self.exception() is not None
 
     @property
     def seconds(self) -> float:
         """How long the work took, or has taken so far."""
         return min(time.monotonic(), self._ended) - self._begun
 
-    def finish(self) -> None:
-        """Wait for the work to end, and raise what it raised."""
-        self._is_done.wait()
-        if self._error is not None:
-            raise self._error
-
-    def do(self) -> None:
+    def do(self, work: Callable[[], None]) -> None:
         """Do the work and keep what it raises."""
         try:
-            self._work()
+            work()
         except BaseException as error:
-            self._error = error
-        finally:
             self._ended = time.monotonic()
-            self._is_done.set()
+            self.set_exception(error)
+        else:
+            self._ended = time.monotonic()
+            self.set_result(None)
 
 
 class Background:
-    """A thread beside the loop that does one piece of work after the other; it starts with the first.
+    """A daemon thread that does one piece of work after the other; it starts with the first.
 
-    One for all pieces, since the allocator keeps memory for each thread that there was. A daemon, so that a process
-    can end at once. Data workers may be forked meanwhile: a child has copies of the thread's open files, but neither
-    runs the thread nor unwinds its stack, so nothing that was buffered is written twice.
+    One for all pieces, since the allocator keeps memory for each thread that there was. Data workers may be forked
+    meanwhile: a child neither runs the thread nor unwinds its stack, so nothing that was buffered is written twice.
     """
 
     def __init__(self, *, name: str) -> None:
         self._name = name
-        self._pieces: SimpleQueue[Piece | None] = SimpleQueue()
+        self._pieces: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def begin(self, work: Callable[[], object]) -> Piece:
+    def begin(self, work: Callable[[], None]) -> Piece:
         """Queue a piece of work; the thread computes on the device that is current when it starts."""
         if self._thread is None:
             device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
             self._thread = threading.Thread(target=self._run, args=(device,), name=self._name, daemon=True)
             self._thread.start()
-        piece = Piece(work)
-        self._pieces.put(piece)
+        piece = Piece()
+        self._pieces.put(partial(piece.do, work))
         return piece
 
     def end(self) -> None:
@@ -277,5 +250,5 @@ class Background:
     def _run(self, device: int | None) -> None:
         if device is not None:
             torch.cuda.set_device(device)  # each thread begins on the first device
-        while (piece := self._pieces.get()) is not None:
-            piece.do()
+        while (do := self._pieces.get()) is not None:
+            do()

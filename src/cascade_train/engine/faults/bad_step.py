@@ -24,12 +24,8 @@ _NAMED = 8
 class Trace:
     """One phase's losses of one step, kept on the device until the host reads them.
 
-    Attributes:
-        step: optimizer step, from 1.
-        phase: its name.
-        keys: of this rank's samples.
-        loss_G: (G,) fp32, of the global batch in its order, equal on all ranks.
-        grad_norm: () fp32, global, before clipping.
+    `keys` are those of this rank's samples; `loss_G` (G,) fp32, of the global batch in its order, and `grad_norm` ()
+    fp32, global, before clipping, are equal on all ranks.
     """
 
     step: int
@@ -73,9 +69,7 @@ def not_finite(trace: Trace) -> BadStepError:
 class SpikeWatch:
     """Compares the mean loss of each step with the running median of those before it, phase by phase.
 
-    Args:
-        factor: a loss of more than this times the median is a spike.
-        window_steps: losses of the median; nothing is a spike before that many are known.
+    More than `factor` times the median of `window_steps` losses is a spike; before that many are known, nothing is.
     """
 
     def __init__(self, *, factor: float, window_steps: int) -> None:
@@ -84,11 +78,7 @@ class SpikeWatch:
         self._checked: dict[str, int] = {}
 
     def check(self, traces: Sequence[Trace]) -> None:
-        """Check the steps that were not checked before, all of them finite. Syncs with the host. Collective on a spike.
-
-        Raises:
-            BadStepError: names the loss, the median, and the samples above the limit.
-        """
+        """Raise a BadStepError for a spike in the steps not checked yet, all finite. Syncs. Collective on a spike."""
         new = [trace for trace in traces if trace.step > self._checked.get(trace.phase, 0)]
         if not new:
             return

@@ -6,6 +6,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -30,14 +31,8 @@ _ADVICE = (
 class RolledBackList:
     """The rollbacks of a run, one line each: `{"step": 7, "back_to": 5, "reason": "...", "keys": [...]}`.
 
-    A torn line is dropped: its rollback did not happen. The constructor is collective.
-
-    Attributes:
-        times: number of rollbacks.
-        keys: of the samples that are left out since.
-
-    Raises:
-        RunError: the list is damaged.
+    A torn line is dropped: its rollback did not happen; a damaged list is a RunError. The constructor is collective.
+    There were `times` rollbacks, and the samples of `keys` are left out since.
     """
 
     def __init__(self, path: Path) -> None:
@@ -55,9 +50,8 @@ class RolledBackList:
 
     def _read(self) -> list[list[str]]:
         try:
-            return [
-                [str(key) for key in json.loads(line)["keys"]] for line in read_whole_lines(self._path, errors="strict")
-            ]
+            lines = read_whole_lines(self._path, errors="strict")
+            return [[str(key) for key in json.loads(line)["keys"]] for line in lines]
         except (ValueError, LookupError, TypeError) as error:
             raise RunError(
                 f"{self._path} is damaged ({error}): it lists the samples that the run leaves out. Remedy: mend the "
@@ -65,6 +59,7 @@ class RolledBackList:
             ) from error
 
 
+@dataclass(kw_only=True)
 class Rollback:
     """Runs a trainer to its end, from a checkpoint again after each bad step, a limited number of times.
 
@@ -75,25 +70,20 @@ class Rollback:
         cut_metrics: drops the metrics after a step. Collective.
     """
 
-    def __init__(
-        self, *, listed: RolledBackList, max_times: int | None, origin: Path | None, cut_metrics: Callable[[int], None]
-    ) -> None:
-        self.listed, self._max_times = listed, max_times
-        self._origin, self._cut_metrics = origin, cut_metrics
+    listed: RolledBackList
+    max_times: int | None
+    origin: Path | None
+    cut_metrics: Callable[[int], None]
 
     def run(self, trainer: Trainer) -> None:
-        """Train to the end. Collective.
-
-        Raises:
-            RunError: a step is bad, and rollbacks are used up, or there is no good checkpoint.
-        """
+        """Train to the end; a RunError when rollbacks are used up, or there is no good checkpoint. Collective."""
         while True:
             try:
                 return trainer.run()
             except BadStepError as bad:
-                if self._max_times is None:
+                if self.max_times is None:
                     raise
-                if self.listed.times >= self._max_times:
+                if self.listed.times >= self.max_times:
                     text = f"{bad} Rolled back {self.listed.times} times already. {_ADVICE}."
                     raise RunError(text, shared=True) from bad
                 self._go_back(trainer, bad)
@@ -103,7 +93,7 @@ class Rollback:
         self._restore_good(trainer, bad)
         self.listed.add(bad, trainer.step)
         trainer.feed.exclude(bad.keys)
-        self._cut_metrics(trainer.step)
+        self.cut_metrics(trainer.step)
         more = f" and {len(bad.keys) - 8} more" if len(bad.keys) > 8 else ""
         message = f"Rolled back to step {trainer.step}, without {', '.join(bad.keys[:8])}{more}, since: {bad}"
         if trainer.world.is_main:
@@ -123,8 +113,8 @@ class Rollback:
                 return
             if trainer.world.is_main:
                 log.warning("The weights in %s are not finite; an older checkpoint is taken.", path)
-            if path == self._origin:
-                self._origin = None
+            if path == self.origin:
+                self.origin = None
             else:
                 from_rank_zero(partial(shutil.rmtree, path))
         raise RunError(
@@ -133,8 +123,8 @@ class Rollback:
 
     def _newest(self, store: CheckpointStore) -> Path | None:
         newest = store.newest()
-        if newest is None and self._origin is not None and find_fault(self._origin) is None:
-            return self._origin
+        if newest is None and self.origin is not None and find_fault(self.origin) is None:
+            return self.origin
         return newest
 
 

@@ -33,11 +33,8 @@ class StopVote:
     """One vote for every optimizer step: a request of any rank is agreed by all, on the same step.
 
     With several ranks the result is known one step later: the vote is exchanged, as a host tensor over gloo, while the
-    next step runs, without waiting for the device. With one rank it is known at once. The constructor is collective: it
-    opens a group of its own, so that votes meet no other exchange.
-
-    Args:
-        timeout_seconds: how long a vote may wait for the other ranks.
+    next step runs, without waiting for the device; it may wait `timeout_seconds` for other ranks. With one rank it is
+    known at once. The constructor is collective: it opens a group of its own, so that votes meet no other exchange.
     """
 
     def __init__(self, *, timeout_seconds: float) -> None:
@@ -66,14 +63,11 @@ class StopVote:
 
 
 class TimeLimit:
-    """A limit of time, reached while one more step and a save still fit into it.
+    """A limit of time, reached while one more step and a save still fit into it; `max_hours` None = no limit.
 
     Estimates: a step takes as long as the longest of the last `REMEMBERED` (the first of all sets things up and does
     not count), twice since a vote takes a step; a save as long as the longest so far, and before there was one as the
     time from the start of the process to the end of the first step.
-
-    Args:
-        max_hours: counted from `seconds_since_start`; None = no limit.
     """
 
     REMEMBERED = 100

@@ -17,10 +17,8 @@ log = logging.getLogger(__name__)
 class UnreadableList:
     """One rank's list, in a file of its own; a sample that is met again after a resume is not listed twice.
 
-    Args:
-        folder: of the run, created with the first sample.
-        rank: this process.
-        met: this rank's unreadable samples so far, growing while it trains.
+    `folder`, of the run, is created with the first sample; `met` are this rank's unreadable samples, growing while it
+    trains.
     """
 
     def __init__(self, folder: Path, *, rank: int, met: Sequence[Unreadable]) -> None:

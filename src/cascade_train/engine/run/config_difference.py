@@ -94,10 +94,7 @@ def refused(
 ) -> list[Difference]:
     """Return the differences that make it another run.
 
-    Args:
-        differences: between the run's config and the new one.
-        free_keys: options that components declare to be free.
-        data_may_change: `data.on_change=restart`: the data and the batch size are free too.
+    Options that components declare free are `free_keys`; `data_may_change` frees the data and the batch size too.
     """
     bound = [each for each in differences if not each.is_free and each.key not in free_keys]
     return [each for each in bound if not (data_may_change and each.is_of_data)]
@@ -118,7 +115,7 @@ def is_limit_raised(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
 
 
 def _made_absolute(old: Any, new: Any) -> bool:
-    """Return whether the new value is the old path, or list of paths, made absolute from the current folder."""
+    """Return whether `new` is the path, or list of paths, `old` made absolute from the current folder."""
     if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         return all(a == b or _made_absolute(a, b) for a, b in zip(old, new, strict=True))
     return (

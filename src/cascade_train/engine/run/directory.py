@@ -55,17 +55,11 @@ class RunDirectory:
     """A claimed run directory.
 
     Attributes:
-        path: the directory, absolute.
+        path: absolute.
         resume_from: a verified checkpoint to continue from; None = from the start.
         finished: the run has reached its end already; there is nothing to do.
         created: this claim made the directory.
         lock: keeps other processes out; held by rank 0.
-        checkpoints: folder of the checkpoints.
-        samples: folder of the sample images.
-        export: folder of the results in formats of other programs.
-        quarantine: folder of the lists of unreadable samples, one for each rank.
-        rolled_back_path: one JSON object per rollback, with the samples that are left out since.
-        metrics_path: one JSON object per optimizer step.
     """
 
     path: Path
@@ -83,11 +77,7 @@ class RunDirectory:
         self.metrics_path = self.path / _METRICS
 
     def cut_metrics(self, step: int) -> None:
-        """Drop the lines of `metrics.jsonl` after `step`, and any torn line. Collective.
-
-        Raises:
-            RunError: the file could not be rewritten; it is unchanged.
-        """
+        """Drop the lines of `metrics.jsonl` after `step`, and torn ones; a RunError leaves it as it was. Collective."""
         from_rank_zero(lambda: cut_lines(self.metrics_path, step))
 
     def record_exports(self, step: int) -> None:
@@ -141,24 +131,14 @@ def claim(
 ) -> RunDirectory:
     """Make a run directory, or continue the run in it. Collective; rank 0 decides.
 
-    Called after preflight, with the data open: a refusal leaves nothing behind. A run is continued from its newest
-    checkpoint that verifies. Settings that do not change what is learned from which sample may differ from the run's;
-    they are applied and recorded in `config_history.jsonl`. After a start that ended before its first step all settings
-    may differ. The claim lasts until its lock is released (`claimed`), or the process ends.
+    A run is continued from its newest checkpoint that verifies (RunError: none does). Settings that do not change what
+    is learned from which sample may differ from the run's; they are recorded in `config_history.jsonl`. After a start
+    that ended before its first step all settings may differ. Anything else is refused (ConfigError) and leaves nothing.
+    The claim lasts until its lock is released (`claimed`), or the process ends.
 
-    Args:
-        directory: `run.dir`.
-        config: the resolved config, plain values.
-        resume: "auto" (continue where there is a run, else start), "never" (refuse where there is a run), or
-            a checkpoint or run directory that a new run starts from.
-        free_keys: options that the components of `config` let a continued run change.
-        claims: gets the claim of rank 0, as soon as there is something to withdraw.
-
-    Raises:
-        ConfigError: the directory is not writable, belongs to something else or to a run of another config,
-            is in use by another process, holds a run that may not be continued as asked, or `resume` names no
-            checkpoint that verifies.
-        RunError: none of the run's checkpoints verifies.
+    `resume` is "auto" (continue where there is a run, else start), "never" (refuse where there is one), or a checkpoint
+    or run that a new run starts from. `free_keys` are options that components let a continued run change. `claims` gets
+    the claim of rank 0, as soon as there is something to withdraw.
     """
     plain: dict[str, Any] = redacted(yaml.safe_load(yaml.safe_dump(dict(config))))
     made = [] if claims is None else claims
@@ -188,7 +168,6 @@ def _decide(
 
 
 def _is_untouched(directory: Path) -> bool:
-    """Return whether nothing was trained in a run directory yet."""
     made = {path.name for path in directory.iterdir()}
     grids = {path.name for path in (directory / _SAMPLES).iterdir()} if _SAMPLES in made else set()
     return made <= _BEFORE_THE_FIRST_STEP and grids <= {"step_0"}
@@ -242,7 +221,7 @@ def _is_finished(directory: Path, checkpoint: Path, saved: dict[str, Any], confi
 
 
 def _report_lost_metrics(directory: Path, step: int, saved: dict[str, Any]) -> None:
-    """Warn where `metrics.jsonl` lacks steps of this run; one that began from another run's checkpoint starts later."""
+    """Warn of steps that `metrics.jsonl` lacks; a run that began from another's checkpoint has fewer."""
     changes = [line["changes"].get("run.resume", ["auto"]) for line in _read_history(directory)]
     starts = {saved.get("run", {}).get("resume", "auto"), *(old for old, *_ in changes)}
     path = directory / _METRICS
@@ -276,8 +255,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         saved = None
     if not isinstance(saved, dict):
         raise RunError(f"{path} is damaged: it holds no config. Remedy: restore it from a backup, or a new run.name")
-    hidden: dict[str, Any] = redacted(saved)
-    return hidden
+    return dict(redacted(saved))
 
 
 def _newest(directory: Path) -> Path | None:
@@ -293,7 +271,6 @@ def _newest(directory: Path) -> Path | None:
 
 
 def _reconcile(directory: Path, own: Path | None, resume: str, *, started_from: str | None) -> Path:
-    """Return where an existing run continues when `run.resume` names a checkpoint."""
     origin = _find_origin(resume)
     if own is None or origin.resolve() == own.resolve():
         return origin
@@ -324,7 +301,6 @@ def _find_origin(resume: str) -> Path:
 
 
 def _create(directory: Path, config: dict[str, Any]) -> None:
-    """Create the directory with its config in one step, or leave nothing."""
     missing_parents = [path for path in directory.parents if not path.exists()]
     beside = directory.with_name(f".{directory.name}.{os.getpid()}.claim")
     try:

@@ -25,11 +25,7 @@ LOCK_NAME = ".lock"
 
 
 def check_folder(directory: Path) -> None:
-    """Check that a folder is a run's already, or can be made one; leaves nothing behind.
-
-    Raises:
-        ConfigError: it holds something else, or nothing can be written there.
-    """
+    """Refuse (ConfigError) a folder that is not a run's and cannot be made one; leaves nothing behind."""
     if (directory / CONFIG).is_file():
         return
     if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
@@ -65,11 +61,7 @@ class RunLock:
         return {"_directory": self._directory, "_handle": None}
 
     def acquire(self) -> None:
-        """Take the lock without waiting; a file system without locks is used without, with a warning.
-
-        Raises:
-            ConfigError: another process holds it, or the directory is not writable.
-        """
+        """Take the lock without waiting, or refuse (ConfigError); a file system without locks only gets a warning."""
         path = self._directory / LOCK_NAME
         try:
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)

@@ -11,7 +11,7 @@ def test_all_pieces_are_done_in_order_by_one_thread():
     background, done = Background(name="beside"), []
     pieces = [background.begin(lambda n=n: done.append((n, threading.current_thread()))) for n in range(3)]
     for piece in pieces:
-        piece.finish()
+        piece.result()
     assert [number for number, _ in done] == [0, 1, 2]
     assert {thread.name for _, thread in done} == {"beside"}
     assert len({id(thread) for _, thread in done}) == 1
@@ -31,9 +31,9 @@ def test_a_piece_that_fails_is_told_to_who_waits_and_the_next_is_done():
     assert failing.seconds >= 0
     opened.set()
     with pytest.raises(ValueError, match="no room"):
-        failing.finish()
+        failing.result()
     assert failing.failed
-    next_one.finish()
+    next_one.result()
     assert not next_one.failed
     assert failing.seconds == failing.seconds, "the clock of a piece stops with it"
     background.end()
@@ -42,7 +42,7 @@ def test_a_piece_that_fails_is_told_to_who_waits_and_the_next_is_done():
 def test_another_piece_begins_another_thread_after_the_end():
     background, threads = Background(name="beside"), []
     for _ in range(2):
-        background.begin(lambda: threads.append(threading.current_thread())).finish()
+        background.begin(lambda: threads.append(threading.current_thread())).result()
         background.end()
     background.end()
     assert threads[0] is not threads[1]
