@@ -33,9 +33,9 @@ from bench.parity_training import Recorder, bind, build_objective, finished, mea
 from cascade_train.distributed.parallelize import local
 from cascade_train.distributed.process_group import process_group
 from cascade_train.models.cascade_unet import CascadeUNet
-from cascade_train.models.formats.lora_files import load_lora, module_shapes, refill_lora
+from cascade_train.models.formats.lora_files import fill_adapters, module_shapes, read_lora, refill_lora
 from cascade_train.models.formats.lora_files_original import Place, original_places
-from cascade_train.models.lora import ADAPTER, adapted_layers, inject_lora, merge_lora
+from cascade_train.models.lora import ADAPTER, adapted_layers, attach_adapters, inject_lora
 from cascade_train.tasks.lora import LoRA
 
 DEPTHWISE = "the original adapts the depthwise layers too, for which peft has no adapter; the others are compared"
@@ -63,7 +63,7 @@ def lora(variant: Variant) -> Outcome:
     _enable(network, enabled=False)
     got["y.lora_disabled"] = _run(network, variant)
     _enable(network, enabled=True)
-    merge_lora(network)
+    _merge(network)
     return Outcome(got | {"y.merged": _run(network, variant)} | _merged(variant, network), facts=facts)
 
 
@@ -75,7 +75,7 @@ def _without_depthwise(
     facts: list[Comparison],
 ) -> Outcome:
     _load(network, variant, [place for place in places if "depthwise" not in place.name])
-    merge_lora(network)
+    _merge(network)
     got |= {name: value for name, value in _merged(variant, network).items() if "depthwise" not in name}
     whole = ("y.fresh_lora", "y.with_lora", "y.lora_disabled", "y.merged", "grad.*", "merged.*depthwise*")
     return Outcome(got, left_out=dict.fromkeys(whole, DEPTHWISE), facts=facts)
@@ -109,7 +109,17 @@ def _load(network: CascadeUNet, variant: Variant, places: Sequence[Place]) -> No
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "lora.safetensors"
         save_file(tensors, path, metadata=named)
-        load_lora(network, str(path), module_filters=variant.args["filters"])
+        filters = variant.args["filters"]
+        lora = read_lora(str(path), key="lora", modules=module_shapes(network), module_filters=filters)
+    spec = lora.spec
+    attach_adapters(network, rank=spec.rank, alpha=spec.alpha, dropout=0.0, targets=spec.targets)
+    fill_adapters(network, lora.state, str(path))
+
+
+def _merge(network: CascadeUNet) -> None:
+    for name, layer in list(adapted_layers(network)):
+        layer.merge()
+        network.set_submodule(name, layer.get_base_layer())
 
 
 def _enable(network: CascadeUNet, *, enabled: bool) -> None:

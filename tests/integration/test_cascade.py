@@ -20,7 +20,7 @@ from cascade_train.config.saved import to_plain
 from cascade_train.errors import ConfigError
 from cascade_train.models.convolutional import ConvolutionalCompressor, ConvolutionalPreviewer
 from cascade_train.results.paint import Fingerprint
-from cascade_train.tasks.painting import DiffusionPainter
+from cascade_train.tasks.text_to_image import DiffusionPainter
 from tests.distributed.test_modes import B_NARROW, NARROW
 from tests.integration.runs import train
 from tests.integration.test_stage_a import NARROW as A_NARROW

@@ -105,7 +105,7 @@ def _combine(args: ExportArgs, out: Path) -> None:
     decoder = found(str(args.decoder), key="decoder", part="decoder")
     if args.codec is not None:
         use_codec(decoder, args.codec)
-    print_error(export_combined(model, decoder, dtype=args.dtype, out=out))
+    print_error(out, export_combined(model, decoder, dtype=args.dtype, out=out))
 
 
 def _export_checkpoint(args: ExportArgs, run: Path, out: Path) -> None:
@@ -133,15 +133,16 @@ def _convert(args: ExportArgs, source: str, out: Path) -> None:
             raise ConfigError(f"format={name}: from={source} holds {kind}, whose formats are {', '.join(names)}.")
     if is_lora:
         lora = read_lora(source, key="from", modules=module_shapes(network), module_filters=args.module_filters)
-        written = [export_lora(lora, network, out / names[n], format=n, metadata={}) for n in args.formats()]
+        for name in args.formats():
+            path = out / names[name]
+            print_error(path, export_lora(lora, network, path, format=name, metadata={}))
     else:
         config = network_config(network)
         state = load_state(network, source, dtype=DTYPES.get(args.dtype or ""), key="from")
         wanted = [name for name in args.formats() if not _is_there(name, source, out, args.dtype)]
-        part = part_name(network)
-        written = [save_network(state, config, out / names[n].format(part=part), format=n) for n in wanted]
-    for each in written:
-        print_error(each)
+        for name in wanted:
+            path = out / names[name].format(part=part_name(network))
+            print_error(path, save_network(state, config, path, format=name))
 
 
 def _is_there(name: str, source: str, out: Path, dtype: str | None) -> bool:

@@ -1,7 +1,6 @@
 """The control network: from a control map to what is added in front of a denoising network's residual blocks.
 
-Lives here: its architecture, initial values, and which blocks it controls. Must not live here: what the map shows
-(filters/), files (formats/controlnet_files.py), and what trains (tasks/controlnet.py).
+Must not live here: the map (filters/), files (formats/controlnet_files.py), and what trains (tasks/controlnet.py).
 
 Shape legend: B batch, C channels, H W size of the map, D width of a controlled block.
 """
@@ -63,17 +62,13 @@ class ControlNetwork(nn.Module):
     def __init__(self, spec: ControlSpec) -> None:
         super().__init__()
         self.spec = spec
-        self.backbone = BACKBONES[spec.bottleneck].build(spec.channels)
+        self.backbone = BACKBONES[spec.bottleneck][0](spec.channels)
         features = [m.out_channels for m in self.backbone.modules() if isinstance(m, nn.Conv2d)][-1]
         self.projections = nn.ModuleList(_projection(features, width) for width in spec.widths)
         self.eval()
 
     def forward(self, control_BCHW: Tensor) -> dict[int, Tensor]:
-        """Map control maps (B, C, H, W) to (B, D, h, w) for each controlled block, by the block's index.
-
-        Raises:
-            ValueError: maps of another number of channels, or too small.
-        """
+        """Map maps (B, C, H, W), a ValueError if they do not fit, to (B, D, h, w) by index of controlled block."""
         self._check(control_BCHW)
         features_BCHW = self.backbone(control_BCHW)
         pairs = zip(self.spec.blocks, self.projections, strict=True)
@@ -154,23 +149,13 @@ def _torch_default(owner: nn.Module, name: str) -> Fill:
     return ONES if name.endswith("weight") else ZEROS
 
 
-@dataclass(frozen=True)
-class Backbone:
-    """How the features of a control map are made: a module for a number of channels, and its initial values.
-
-    Its last convolution gives the features. Without a rule the initial values are torch's own, as in the original.
-    """
-
-    build: Callable[[int], nn.Sequential]
-    rule: Rule | None = None
-
-
-BACKBONES: Mapping[str, Backbone] = {
-    "effnet": Backbone(build_control_features, convolution_rule(EFFNET_GAIN)),
-    "simple": Backbone(_simple),
-    "large": Backbone(_large),
-    "small": Backbone(_small, convolution_rule(math.sqrt(2.0))),
+BACKBONES: Mapping[str, tuple[Callable[[int], nn.Sequential], Rule | None]] = {
+    "effnet": (build_control_features, convolution_rule(EFFNET_GAIN)),
+    "simple": (_simple, None),
+    "large": (_large, None),
+    "small": (_small, convolution_rule(math.sqrt(2.0))),
 }
+"""What makes features of a map of C channels, by its last convolution, and its values; None = torch's own."""
 
 
 def build_control_network(spec: ControlSpec, *, device: torch.device, seed: int) -> ControlNetwork:
@@ -178,7 +163,7 @@ def build_control_network(spec: ControlSpec, *, device: torch.device, seed: int)
     with torch.device("meta"):
         network = ControlNetwork(spec)
 
-    backbone_rule = BACKBONES[spec.bottleneck].rule
+    backbone_rule = BACKBONES[spec.bottleneck][1]
 
     def rule(name: str, parameter: nn.Parameter) -> Fill:
         is_projection = name.startswith("projections.")

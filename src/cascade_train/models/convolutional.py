@@ -1,8 +1,5 @@
 """A small semantic compressor and previewer of convolutions alone, cheap enough to train from nothing on a CPU.
 
-Lives here: the two networks and the frozen parts around them. Must not live here: their training (tasks/), and the
-original's EfficientNet and previewer (semantic_compressor.py, previewer.py).
-
 Shape legend: B batch, C channels, H W image or latent size.
 """
 
@@ -52,11 +49,7 @@ class ConvolutionalCompressor(SemanticCompressor):
         return CompressorNetwork(latent_channels=self.latent_channels), GELU_GAIN
 
     def encode(self, image_BCHW: Tensor) -> Tensor:
-        """Encode (B, 3, H, W) float in [0, 1] to (B, 16, H / 32, W / 32) fp32.
-
-        Raises:
-            ValueError: a side that is not a multiple of 32.
-        """
+        """Encode (B, 3, H, W) float in [0, 1], sides multiples of 32, to (B, 16, H / 32, W / 32) fp32."""
         height, width = image_BCHW.shape[-2:]
         if height % STRIDE or width % STRIDE:
             raise ValueError(f"image of {height} x {width} pixels: both sides must be multiples of {STRIDE}")

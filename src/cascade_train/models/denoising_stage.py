@@ -5,26 +5,28 @@ Must not live here: what is modelled and what it is conditioned on (stage_b.py, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
-from cascade_train.models.cascade_unet import CascadeUNet
 from cascade_train.models.cascade_unet_config import CascadeUNetConfig
 from cascade_train.models.formats.weights import StoredValues
 from cascade_train.models.initialize import DrawnValues, InitialValues, Shares, unet_rule
-from cascade_train.models.lora import begin_magnitudes, split_magnitudes
+from cascade_train.models.lora import MAGNITUDE, begin_magnitudes
 from cascade_train.models.semantic_compressor import SemanticCompressor
-from cascade_train.models.stage import Stage, Tokens
+from cascade_train.models.stage import Images, Stage, Tokens, product
 from cascade_train.models.text_encoder import TextEncoder
+from cascade_train.options import File
 
 TOWERS = ("text_encoder", "image_encoder")
 """Parts that take the dtype of frozen modules; the others stay fp32, as in the original."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class DenoisingStage(Stage):
     """A stage whose network is a `CascadeUNet`, with the original's initialisation where it has no weights.
 
@@ -33,55 +35,53 @@ class DenoisingStage(Stage):
         text_encoder: frozen text tower.
         semantic_compressor: images to semantic latents.
 
+    Attributes:
+        frozen_parts: names of the parts beside the network.
+        widths: an option of the network, and the part and its attribute that it must equal, of parts that there are.
+        encoded_by: the part that makes latents of images.
+        decoded_by: the part that makes images of latents.
+
     Raises:
         ValueError: an image size that does not divide, or parts whose widths do not fit the network.
     """
 
-    network: CascadeUNet
-    _values: InitialValues
-    _frozen_dtype: torch.dtype
+    frozen_parts: ClassVar[tuple[str, ...]]
+    widths: ClassVar[tuple[tuple[str, str, str], ...]]
+    encoded_by: ClassVar[str]
+    decoded_by: ClassVar[str]
 
-    def __init__(
-        self,
-        parts: Mapping[str, Any],
-        widths: Iterable[tuple[str, str, int]],
-        *,
-        image_size: int,
-        precision: str,
-        seed: int,
-        random_encoders: bool,
-        weights: str | None,
-        network: CascadeUNetConfig,
-        text_encoder: TextEncoder,
-        semantic_compressor: SemanticCompressor,
-    ) -> None:
-        """Store and check; `widths` are (key of the network, key of another part, that part's width)."""
-        self.image_size = image_size
-        self.precision = precision
-        self.seed = seed
-        self.weights = weights
-        self.network_config = network
-        self.text_encoder = text_encoder
-        self.semantic_compressor = semantic_compressor
-        self.image_multiple = semantic_compressor.stride
-        shared = {"text_encoder": text_encoder, "semantic_compressor": semantic_compressor}
-        self._parts = {name: part for name, part in (shared | dict(parts)).items() if part is not None}
-        self._check(widths)
-        if random_encoders:
+    image_size: int
+    precision: Literal["bf16", "fp32"]
+    seed: int
+    random_encoders: bool
+    weights: File[str | None]
+    network: CascadeUNetConfig
+    text_encoder: TextEncoder
+    semantic_compressor: SemanticCompressor
+
+    def __post_init__(self) -> None:
+        self.network_config = self.network
+        del self.network  # until `build` makes it of the architecture
+        self._values: InitialValues
+        self._frozen_dtype: torch.dtype
+        self.image_multiple = self.semantic_compressor.stride
+        self._parts = {name: part for name in self.frozen_parts if (part := getattr(self, name)) is not None}
+        self._check()
+        if self.random_encoders:
             for part in self._parts.values():
                 part.forget_weights()
 
-    def _check(self, widths: Iterable[tuple[str, str, int]]) -> None:
+    def _check(self) -> None:
         if self.image_size < self.image_multiple or self.image_size % self.image_multiple:
             raise ValueError(
                 f"model.image_size={self.image_size}: must be a multiple of {self.image_multiple} pixels, "
                 "the stride of the semantic compressor"
             )
-        for key, other, width in widths:
-            if self.network_config.arguments[key] != width:
-                raise ValueError(
-                    f"model.network.{key}={self.network_config.arguments[key]}: must equal model.{other}={width}"
-                )
+        for key, name, attribute in self.widths:
+            found = self.network_config.arguments[key]
+            if name in self._parts and found != getattr(self._parts[name], attribute):
+                width = getattr(self._parts[name], attribute)
+                raise ValueError(f"model.network.{key}={found}: must equal model.{name}.{attribute}={width}")
 
     def build(self, *, device: torch.device, network_dtype: torch.dtype, frozen_dtype: torch.dtype) -> None:
         """Make the parts on `device`, and the network on the meta device, where it waits for `fill`."""
@@ -98,7 +98,6 @@ class DenoisingStage(Stage):
             makers[name]()
 
     def _makers(self, device: torch.device, network_dtype: torch.dtype) -> dict[str, Callable[[], None]]:
-        """Return what builds each part, by its name."""
         makers: dict[str, Callable[[], None]] = {"network": partial(self._build_network, network_dtype)}
         for name, part in self._parts.items():
             dtype = {"dtype": self._frozen_dtype} if name in TOWERS else {}
@@ -123,7 +122,6 @@ class DenoisingStage(Stage):
         return dict(zip(("clip_text", "clip_text_pooled"), self.text_encoder.encode(tokens), strict=True))
 
     def _build_network(self, dtype: torch.dtype) -> None:
-        """Make the network on the meta device, and find its initial values."""
         self.network = self.network_config.build()
         nn.Module.to(self.network, dtype)  # diffusers' own `to` warns about modules to keep in fp32, without any
         if self.weights is None:
@@ -133,9 +131,9 @@ class DenoisingStage(Stage):
 
     def fill(self, shares: Shares) -> None:
         """Write the network's initial values, and then what adapters on it derive from them."""
-        magnitudes, base = split_magnitudes(shares)
-        self._values.fill({name.replace(".base_layer.", "."): share for name, share in base.items()})
-        begin_magnitudes(self.network, self._values, magnitudes)
+        own = {name.replace(".base_layer.", "."): share for name, share in shares.items() if MAGNITUDE not in name}
+        self._values.fill(own)
+        begin_magnitudes(self.network, self._values, shares)
 
     def frozen_modules(self) -> dict[str, nn.Module]:
         """Return the modules of the frozen parts, by name, but for those that are left out."""
@@ -145,14 +143,25 @@ class DenoisingStage(Stage):
         """Report how many captions were truncated, see `TextEncoder.notices`."""
         return self.text_encoder.notices(last=last)
 
-    def units(self) -> list[list[nn.Module]]:
-        """Return the network's (residual, timestep, attention) triples, in execution order."""
-        return self.network.units()
-
     def set_attention(self, name: str) -> None:
         """Choose the attention kernel of the network, see `attention.set_attention`."""
         self.network.set_attention(name)
 
-    def set_activation_checkpointing(self, enabled: bool) -> None:
-        """Recompute the activations of each triple in backward instead of keeping them."""
-        self.network.gradient_checkpointing = enabled
+    @torch.no_grad()
+    def make_image_products(self, image_BCHW: Tensor) -> dict[str, Tensor]:
+        """Return what the parts of `image_products` make of images, as they are, (B, ...) each."""
+        return {name: getattr(self, part).encode(image_BCHW) for name, part in self.image_products.items()}
+
+    def encode(self, images: Images) -> Tensor:
+        """Encode images (B, 3, H, W) float in [0, 1] to latents x0 (B, C, ceil(H / stride), ...) fp32, or find them."""
+        return product(images, self.latent_name, getattr(self, self.encoded_by).encode)
+
+    def decode(self, latent_BCHW: Tensor) -> Tensor:
+        """Decode latents to images, (B, 3, H', W') fp32 in [0, 1], without gradient; of Stage C, to previews."""
+        made_BCHW: Tensor = getattr(self, self.decoded_by).decode(latent_BCHW)
+        return made_BCHW.clamp(0, 1)
+
+    def latent_shape(self, height: int, width: int) -> tuple[int, int, int]:
+        """Return (C, H, W) of the latent of an image of `height` x `width` pixels."""
+        encoder = getattr(self, self.encoded_by)
+        return encoder.latent_channels, -(-height // encoder.stride), -(-width // encoder.stride)

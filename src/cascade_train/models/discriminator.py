@@ -19,10 +19,7 @@ class PatchDiscriminator(nn.Module):
     """Scores patches of an image: high where it looks like training data."""
 
     def __init__(self, *, channels: int, layers: int) -> None:
-        """Make the layers: each of the `layers` halves the resolution and doubles the width.
-
-        The first is `channels` wide, and none wider than eight times that.
-        """
+        """Make `layers` that halve the size and double the width, from `channels` to 8 times that at most."""
         super().__init__()
         blocks: list[nn.Module] = [nn.Sequential(nn.Conv2d(3, channels, 4, stride=2, padding=1), nn.LeakyReLU(0.2))]
         width = channels

@@ -1,7 +1,6 @@
 """EfficientNet-V2-S as torchvision lays it out, without its classifier: features at a 32nd of the size, 1280 channels.
 
-Lives here: making the module and reading its trained values. Must not live here: what it is used for
-(semantic_compressor.py, controlnet.py).
+Must not live here: what it is used for (semantic_compressor.py, controlnet.py).
 
 Shape legend: B batch, C channels, H W image size.
 """
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
 from cascade_train.models.formats.weights import open_weights, set_tensor
-from cascade_train.models.formats.weights_tensors import compare_keys
+from cascade_train.models.formats.weights_tensors import check_fit, shapes_of
 
 IMAGENET = "imagenet"
 """In the place of a path: torchvision's own values, trained on ImageNet, which it downloads."""
@@ -66,42 +65,32 @@ def build_control_features(channels: int) -> nn.Sequential:
 def load_features(features: nn.Module, source: str, *, key: str) -> None:
     """Give features from `build_control_features`, which have memory, their trained values, in place.
 
-    Where the first convolution takes another number of channels than 3, the first three are those of red, green and
-    blue as far as there are as many, and the others begin at zero. `source` is "imagenet", or a file of torchvision, of
-    the compressor or of bare features; `key` the config key that named it.
-
-    Raises:
-        ConfigError: nothing there, or not the weights of EfficientNet-V2-S.
+    Of more or fewer channels than 3, the first three are those of red, green and blue as far as there are as many, and
+    the others begin at zero. `source` is "imagenet", or a file of torchvision, of the compressor or of bare features,
+    else a ConfigError that names `key`.
     """
-    origin = f"{key}={source}"
     found = {name: value.float() for name, value in _read(source, key).items()}
     wanted = features.state_dict()
-    difference = compare_keys(wanted, found)
-    if difference is not None:
-        raise ConfigError(f"{origin}: not the weights of EfficientNet-V2-S ({difference}); name those, or null")
-    stem = torch.zeros_like(wanted[STEM], device="cpu")
-    kept = min(stem.shape[1], found[STEM].shape[1])
-    stem[:, :kept] = found[STEM][:, :kept]
-    for name, value in {**found, STEM: stem}.items():
-        if value.shape != wanted[name].shape:
-            raise ConfigError(
-                f"{origin}: {name} has shape {tuple(value.shape)}, EfficientNet-V2-S has {tuple(wanted[name].shape)}; "
-                "name the weights of the small model, or null"
-            )
+    if STEM in found:
+        stem = torch.zeros_like(wanted[STEM], device="cpu")
+        kept = min(stem.shape[1], found[STEM].shape[1])
+        stem[:, :kept] = found[STEM][:, :kept]
+        found[STEM] = stem
+    what, remedy = "not the weights of EfficientNet-V2-S", "name those of EfficientNet-V2-S, or null"
+    check_fit(shapes_of(wanted), shapes_of(found), f"{key}={source}", what=what, remedy=remedy)
+    for name, value in found.items():
         set_tensor(features, name, value.to(wanted[name]))
 
 
-def _read(source: str, key: str) -> Mapping[str, Tensor]:
+def _read(source: str, key: str) -> dict[str, Tensor]:
     """Return the features' tensors by their own names."""
     if source == IMAGENET:
-        return _features(_download(key))
-    with open_weights(source, key=key) as tensors:
-        return _features({name: tensors.read(name).clone() for name in tensors.shapes()})
-
-
-def _features(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    prefix = next(prefix for prefix in _PREFIXES if f"{prefix}{STEM}" in tensors or not prefix)
-    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+        found = _download(key)
+    else:
+        with open_weights(source, key=key) as tensors:
+            found = {name: tensors.read(name).clone() for name in tensors.shapes()}
+    prefix = next(prefix for prefix in _PREFIXES if f"{prefix}{STEM}" in found or not prefix)
+    return {name.removeprefix(prefix): value for name, value in found.items() if name.startswith(prefix)}
 
 
 def _download(key: str) -> Mapping[str, Tensor]:

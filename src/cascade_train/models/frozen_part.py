@@ -1,13 +1,10 @@
-"""What the frozen parts of a stage share: where their values come from, and how they are made.
-
-Must not live here: what each of them maps (semantic_compressor.py, previewer.py, latent_codec.py, text_encoder.py,
-image_encoder.py).
-"""
+"""What the frozen parts of a stage share: where their values come from, and how they are made."""
 
 from __future__ import annotations
 
 import abc
 from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -66,6 +63,7 @@ class FrozenPart(abc.ABC):
         """Return the module, and the gain of seeded values at which activations keep their scale."""
 
 
+@dataclass(kw_only=True, eq=False)
 class ClipTower:
     """A frozen tower of CLIP with projection.
 
@@ -87,50 +85,33 @@ class ClipTower:
         ValueError: heads that do not divide the width.
     """
 
-    key: str
-    module: Any
+    key: ClassVar[str]
 
-    def __init__(
-        self,
-        key: str,
-        *,
-        weights: str | None,
-        subfolder: str | None,
-        hidden_size: int,
-        intermediate_size: int,
-        num_hidden_layers: int,
-        num_attention_heads: int,
-        projection_dim: int,
-        hidden_act: str,
-    ) -> None:
-        if num_attention_heads < 1 or hidden_size % num_attention_heads:
+    weights: File[str | None]
+    subfolder: str | None
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    projection_dim: int
+    hidden_act: str
+
+    def __post_init__(self) -> None:
+        if self.num_attention_heads < 1 or self.hidden_size % self.num_attention_heads:
             raise ValueError(
-                f"{key}.num_attention_heads={num_attention_heads}: must divide {key}.hidden_size={hidden_size}"
+                f"{self.key}.num_attention_heads={self.num_attention_heads}: must divide "
+                f"{self.key}.hidden_size={self.hidden_size}"
             )
-        self.key = key
-        self.weights = weights
-        self.subfolder = subfolder
-        self.hidden_size = hidden_size
-        self.projection_dim = projection_dim
-        self.sizes = {
-            "hidden_size": hidden_size,
-            "intermediate_size": intermediate_size,
-            "num_hidden_layers": num_hidden_layers,
-            "num_attention_heads": num_attention_heads,
-            "projection_dim": projection_dim,
-            "hidden_act": hidden_act,
-        }
+        own = [field.name for field in fields(ClipTower) if field.name not in ("weights", "subfolder")]
+        self.sizes = {name: getattr(self, name) for name in own}
+        self.module: Any
 
     def forget_weights(self) -> None:
         """Take values from a fixed seed, whatever was named."""
         self.weights = self.subfolder = None
 
     def _make(self, kind: Any, config: Any, device: torch.device, dtype: torch.dtype) -> None:
-        """Make the tower of a transformers class on `device`; `config` is that of a tower without weights.
-
-        Raises:
-            ConfigError: weights that do not exist.
-        """
+        """Make the tower of a transformers class on `device`; `config` is that of a tower without weights."""
         if self.weights is None:
             with torch.device("meta"):
                 module = kind(config)

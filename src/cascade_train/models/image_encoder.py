@@ -7,18 +7,20 @@ Shape legend: B batch, C channels, H W image size, D width.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
 
 from cascade_train.errors import ConfigError
 from cascade_train.models.frozen_part import ClipTower
-from cascade_train.options import File
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 
+@dataclass(kw_only=True, eq=False)
 class ImageEncoder(ClipTower):
     """CLIP's image tower with projection, frozen (Stable Cascade uses ViT-L/14).
 
@@ -32,41 +34,19 @@ class ImageEncoder(ClipTower):
         ValueError: heads that do not divide the width, or patches that do not divide the image.
     """
 
-    module: CLIPVisionModelWithProjection
+    key = "image_encoder"
 
-    def __init__(
-        self,
-        *,
-        weights: File[str | None],
-        subfolder: str | None,
-        image_size_px: int,
-        patch_size_px: int,
-        hidden_size: int,
-        intermediate_size: int,
-        num_hidden_layers: int,
-        num_attention_heads: int,
-        projection_dim: int,
-        hidden_act: str,
-        antialias: bool = True,
-    ) -> None:
-        if patch_size_px < 1 or image_size_px % patch_size_px:
+    image_size_px: int
+    patch_size_px: int
+    antialias: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.patch_size_px < 1 or self.image_size_px % self.patch_size_px:
             raise ValueError(
-                f"image_encoder.patch_size_px={patch_size_px}: must divide image_encoder.image_size_px={image_size_px}"
+                f"image_encoder.patch_size_px={self.patch_size_px}: must divide "
+                f"image_encoder.image_size_px={self.image_size_px}"
             )
-        super().__init__(
-            "image_encoder",
-            weights=weights,
-            subfolder=subfolder,
-            hidden_size=hidden_size,
-            intermediate_size=intermediate_size,
-            num_hidden_layers=num_hidden_layers,
-            num_attention_heads=num_attention_heads,
-            projection_dim=projection_dim,
-            hidden_act=hidden_act,
-        )
-        self.image_size_px = image_size_px
-        self.patch_size_px = patch_size_px
-        self.antialias = antialias
 
     def build(self, *, device: torch.device, dtype: torch.dtype) -> None:
         """Make the frozen tower on `device`.

@@ -62,10 +62,8 @@ def psnr(image_BCHW: Tensor, original_BCHW: Tensor) -> Tensor:
 class ReconstructionQuality:
     """Measures how near decoded images come to their originals.
 
-    Attributes:
-        multiple: side in pixels of the squares that have one semantic latent each; None = a stage without those, and
-            only `lpips` is measured.
-        lpips: a distance of images, see `load_lpips`; None = not measured.
+    `multiple` is the side in pixels of the squares that have one semantic latent each; None = a stage without those,
+    and only `lpips`, see `load_lpips`, is measured; None = that is not.
     """
 
     multiple: int | None
@@ -100,14 +98,9 @@ class FeatureDistance:
     ) -> None:
         """Load the frozen network in fp32.
 
-        Args:
-            weights: a file with torchvision's names, `features.0.weight` and so on; its classifier is not read.
-            device: of the network.
-            linear: weight of each channel of each compared layer, (C,) each; None = 1, which LPIPS does not have.
-            key: the config key that named the file.
-
-        Raises:
-            ConfigError: the file is not there, or of another network.
+        `weights` is a file with torchvision's names, `features.0.weight` and so on, of which the classifier is not
+        read; else a ConfigError names `key`. `linear` are weights of each channel of each compared layer, (C,) each;
+        None = 1, which LPIPS does not have.
         """
         from torchvision.models.vgg import cfgs, make_layers
 
@@ -148,9 +141,6 @@ def load_lpips(weights: str, *, device: torch.device, key: str) -> FeatureDistan
     """Return LPIPS on VGG-16, version 0.1, with the channel weights that torchmetrics ships.
 
     `weights` is a file of VGG-16, see `FeatureDistance`; `key` the config key that named it.
-
-    Raises:
-        ConfigError: torchmetrics is not installed, or the file is not there, or of another network.
     """
     check_installed()
     spec = find_spec("torchmetrics")
@@ -167,10 +157,7 @@ def load_inception(weights: str, *, device: torch.device, key: str) -> Callable[
     """Return the features of FID's Inception V3: (B, 3, H, W) float, clamped to [0, 1], to (B, 2048) fp32.
 
     Images are rounded to bytes and resized to 299 x 299 as in the first implementation (Heusel et al. 2017). `weights`
-    is a file with torch-fidelity's names, which are pytorch-fid's; `key` the config key that named it.
-
-    Raises:
-        ConfigError: torch-fidelity is not installed, or the file is not there, or of another network.
+    is a file with torch-fidelity's names, which are pytorch-fid's; else a ConfigError names `key`.
     """
     if find_spec("torch_fidelity") is None:
         raise ConfigError(

@@ -1,10 +1,8 @@
 """Initial weights as a pure function of (seed, parameter name), drawn on the host.
 
-Lives here: the contract of initial values, fills, and the rules that choose them. Must not live here: stored weights
+Every parameter has its own generator, so order of creation, rank and device do not change a value. Numbers are drawn in
+fp32 in chunks of fixed size and rounded to the parameter's dtype. Must not live here: stored weights
 (formats/weights.py).
-
-Every parameter has its own generator, so order of creation, rank and device do not change a value. Numbers are drawn
-in fp32 in chunks of fixed size and rounded to the parameter's dtype.
 """
 
 from __future__ import annotations
@@ -98,11 +96,7 @@ def fill_part_(part: Tensor, fill: Fill, seed: int, name: str, *, begin: int, to
 
 
 def materialise(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Give a module on the meta device memory on `device`; parameters are undefined, buffers hold their start values.
-
-    Raises:
-        AssertionError: a buffer whose start value is not known here.
-    """
+    """Give a module on the meta device memory: undefined parameters, and buffers with their start values."""
     nn.Module.to(module, dtype)  # diffusers' own `to` warns about modules to keep in fp32, even when there are none
     module.to_empty(device=device)
     for name, buffer in module.named_buffers():

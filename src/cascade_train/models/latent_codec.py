@@ -1,7 +1,6 @@
 """Stage A as Stage B sees it: a frozen map between images and the latents that Stage B models, both ways.
 
-Lives here: the contract of a codec and the original's VQGAN. Must not live here: the training of Stage A, and the
-semantic latents (semantic_compressor.py).
+Must not live here: the training of Stage A (stage_a.py), and semantic latents (semantic_compressor.py).
 
 Shape legend: B batch, C channels, H W image or latent size.
 """
@@ -9,6 +8,8 @@ Shape legend: B batch, C channels, H W image or latent size.
 from __future__ import annotations
 
 import abc
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +43,7 @@ class LatentCodec(FrozenPart):
         """Decode latents (B, C, H, W) to (B, 3, stride H, stride W) fp32, not clamped. Without gradient."""
 
 
+@dataclass(kw_only=True, eq=False)
 class VQGAN(LatentCodec):
     """The original's Stage A: diffusers' `PaellaVQModel`, whose latents are not quantised (modules/stage_a.py).
 
@@ -62,31 +64,19 @@ class VQGAN(LatentCodec):
 
     renamed = ORIGINAL_NAMES
 
-    def __init__(
-        self,
-        *,
-        weights: File[str | None],
-        scale_factor: float,
-        levels: int,
-        bottleneck_blocks: int,
-        embed_dim: int,
-        latent_channels: int,
-        num_vq_embeddings: int,
-    ) -> None:
-        if not scale_factor > 0.0:
-            raise ValueError(f"stage_a.scale_factor={scale_factor}: divides the latents, give a number above 0")
-        super().__init__(weights=weights)
-        self.scale_factor = scale_factor
-        self.latent_channels = latent_channels
-        self.stride = 2**levels
-        self.arguments = {
-            "levels": levels,
-            "bottleneck_blocks": bottleneck_blocks,
-            "embed_dim": embed_dim,
-            "latent_channels": latent_channels,
-            "num_vq_embeddings": num_vq_embeddings,
-            "scale_factor": scale_factor,
-        }
+    weights: File[str | None]
+    scale_factor: float
+    levels: int
+    bottleneck_blocks: int
+    embed_dim: int
+    latent_channels: int
+    num_vq_embeddings: int
+
+    def __post_init__(self) -> None:
+        if not self.scale_factor > 0.0:
+            raise ValueError(f"stage_a.scale_factor={self.scale_factor}: divides the latents, give a number above 0")
+        self.stride = 2**self.levels
+        self.arguments = vq_arguments(self)
 
     def _make(self) -> tuple[nn.Module, float]:
         from diffusers.pipelines.deprecated.wuerstchen.modeling_paella_vq_model import PaellaVQModel
@@ -102,3 +92,8 @@ class VQGAN(LatentCodec):
     def decode(self, latent_BCHW: Tensor) -> Tensor:
         """Decode (B, C, H, W) to (B, 3, stride H, stride W) fp32, not clamped."""
         return self.module.decode(latent_BCHW.float() * self.scale_factor).sample
+
+
+def vq_arguments(options: object) -> dict[str, Any]:
+    """Return the arguments of a `PaellaVQModel` among the attributes of an object."""
+    return {field.name: getattr(options, field.name) for field in fields(VQGAN) if field.name != "weights"}

@@ -1,10 +1,8 @@
-"""Low-rank adapters by peft: which modules get them, their initial values, and merging.
-
-Lives here: everything about adapters in memory. Must not live here: files (formats/lora_files.py), and what trains or
-when (tasks/).
+"""Low-rank adapters in memory, by peft: which modules get them, and their initial values.
 
 An adapted layer computes W x + (alpha / rank) B A x (Hu et al. 2021, equation 3). One of A and B is drawn and the other
-zero, see `Init`. The original adapts q, k and v jointly (Stable Cascade, modules/lora.py).
+zero, see `Init`. The original adapts q, k and v jointly (Stable Cascade, modules/lora.py). Must not live here: files
+(formats/lora_files.py), and what trains or when (tasks/).
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ kaiming: A uniform within 1 / sqrt(fan-in), B zero. original: A zero, B N(0, 1) 
 that a first step of the same size changes the adapted weight sqrt(3 fan-in) times as much.
 """
 
-_MAGNITUDE = ".lora_magnitude_vector."
+MAGNITUDE = ".lora_magnitude_vector."
 
 _PROJECTIONS = {
     ".attention.to_q": ".attention.attn.in_proj",
@@ -111,31 +109,18 @@ def inject_lora(
 ) -> list[str]:
     """Freeze `network`, give the selected modules fp32 adapters in place, and return their names.
 
-    The network is whole (not sharded); on meta, only A and B have values. The base keeps its dtype; layers cast to fp32
-    for the adapter and back. The initial values are a function of (seed, module name) alone.
-
-    Args:
-        network: not adapted yet.
-        rank: >= 1.
-        alpha: the adapters' output is scaled by alpha / rank.
-        dropout: on the adapters' input, in [0, 1).
-        module_filters: see `select_modules`.
-        seed: the run's seed.
-        init: which half is drawn.
-        dora: also train the magnitude of each output, which begins as the base's.
-        joint_qkv: q, k and v of an attention share one A.
-        key: the config key that named the filters.
-
-    Raises:
-        ConfigError: a filter that selects nothing.
+    The network is whole (not sharded) and not adapted yet; on meta, only A and B have values. The base keeps its dtype;
+    layers cast to fp32 for the adapter and back. The initial values are a function of (seed, module name) alone. With
+    `dora` the magnitude of each output trains too, beginning as the base's; with `joint_qkv`, q, k and v of an
+    attention share one A. `module_filters` and `key` are those of `select_modules`.
     """
     targets = select_modules(network, module_filters, key=key)
     attach_adapters(network, rank=rank, alpha=alpha, dropout=dropout, targets=targets, dora=dora)
     for name, layer in adapted_layers(network):
         down, up = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
-        down_fill, up_fill = _first_fills(init, down)
-        fill_(down, down_fill, seed, f"{name}.lora_A")
-        fill_(up, up_fill, seed, f"{name}.lora_B")
+        original = init == "original"  # A and B begin with a product of zero either way
+        fill_(down, ZEROS if original else torch_uniform(down), seed, f"{name}.lora_A")
+        fill_(up, Fill(kind="normal", scale=1.0) if original else ZEROS, seed, f"{name}.lora_B")
         weight = layer.get_base_layer().weight
         if dora and weight.is_meta:
             layer.lora_magnitude_vector[ADAPTER].to("meta")  # until the base has values, see `begin_magnitudes`
@@ -147,29 +132,16 @@ def inject_lora(
     return targets
 
 
-def _first_fills(init: Init, down: Tensor) -> tuple[Fill, Fill]:
-    """Return how A (r, in, *kernel) and B begin; their product is zero."""
-    if init == "original":
-        return ZEROS, Fill(kind="normal", scale=1.0)
-    return torch_uniform(down), ZEROS
-
-
-def split_magnitudes(shares: Shares) -> tuple[dict[str, tuple[Tensor, int]], dict[str, tuple[Tensor, int]]]:
-    """Return the shares of magnitudes, and those of all else."""
-    magnitudes = {name: share for name, share in shares.items() if _MAGNITUDE in name}
-    return magnitudes, {name: share for name, share in shares.items() if name not in magnitudes}
-
-
 def begin_magnitudes(network: nn.Module, values: InitialValues, shares: Shares) -> None:
     """Initialise magnitudes as the lengths of their base's rows, with one whole base weight at a time in memory.
 
-    The network, which may be sharded, has adapters; `values` are those of its base, `shares` this process's rows of the
-    magnitudes.
+    The network, which may be sharded, has adapters; `values` are those of its base, `shares` this process's rows of its
+    parameters, of which others are left alone.
     """
     for name, (rows, first) in shares.items():
-        path = name.partition(_MAGNITUDE)[0]
-        layer = network.get_submodule(path)
-        if rows.numel():
+        path, is_magnitude, _ = name.partition(MAGNITUDE)
+        if is_magnitude and rows.numel():
+            layer = network.get_submodule(path)
             whole = torch.empty(layer.get_base_layer().weight.shape, dtype=layer.get_base_layer().weight.dtype)
             values.fill({f"{path}.weight": (whole, 0)})
             rows.copy_(output_norms(whole).view(_magnitude(layer).shape)[first : first + len(rows)])
@@ -190,12 +162,9 @@ def select_modules(
 ) -> list[str]:
     """Return the names of the modules that any of the filters selects, in the network's order; None = all.
 
-    A filter is a substring of a module's name; one that is a substring of none is tried as a regular expression.
-    Names are diffusers' and also the original's, where `.attn` means the attention's four projections. Linear and
-    ungrouped convolution layers can be adapted, depthwise ones cannot.
-
-    Raises:
-        ConfigError: a filter that selects nothing, with names that come near.
+    A filter is a substring of a module's name; one that is a substring of none is tried as a regular expression; a
+    ConfigError if it selects nothing. Names are diffusers' and also the original's, where `.attn` means the attention's
+    four projections. Linear and ungrouped convolution layers can be adapted, depthwise ones cannot.
     """
     names = [name for name, module in network.named_modules() if _can_adapt(module)]
     if module_filters is None:
@@ -292,11 +261,7 @@ def adapted_layers(network: nn.Module) -> Iterator[tuple[str, LoraLayer]]:
 
 
 def assert_only_adapters_train(network: nn.Module) -> None:
-    """Check that exactly the adapters get gradients, and that they are fp32.
-
-    Raises:
-        AssertionError: peft made it otherwise; bf16 masters would not learn.
-    """
+    """Check that exactly the adapters get gradients, and that they are fp32: bf16 masters would not learn."""
     for name, parameter in network.named_parameters():
         is_adapter = ".lora_" in name
         if parameter.requires_grad != is_adapter:
@@ -327,11 +292,7 @@ def adapted_modules(state: Mapping[str, Tensor]) -> list[str]:
 
 
 def lora_spec(network: nn.Module) -> LoraSpec:
-    """Return what the adapters of `network` are.
-
-    Raises:
-        AssertionError: it has none.
-    """
+    """Return what the adapters of `network` are; an AssertionError if it has none."""
     layers = dict(adapted_layers(network))
     if not layers:
         raise AssertionError("the network carries no adapters")
@@ -344,23 +305,6 @@ def lora_spec(network: nn.Module) -> LoraSpec:
         base_size=recognise_size(shapes),
         dora=ADAPTER in first.lora_magnitude_vector,
     )
-
-
-@torch.no_grad()
-def merge_lora(network: nn.Module) -> None:
-    """Add the adapters of a whole network to the weights of their layers and take them off, in place.
-
-    Sums in fp32, rounded once to the layer's dtype. The network has diffusers' own keys afterwards.
-    """
-    for name, layer in list(adapted_layers(network)):
-        base = layer.get_base_layer()
-        merged = base.weight.float() + layer.get_delta_weight(ADAPTER).float()
-        if ADAPTER in layer.lora_magnitude_vector:
-            merged = merged * magnitude_factor(_magnitude(layer), merged)
-        base.weight.copy_(merged)
-        network.set_submodule(name, base)
-    if hasattr(network, "peft_config"):
-        del network.peft_config
 
 
 def set_adapter_mode(network: nn.Module) -> None:

@@ -1,7 +1,6 @@
 """The previewer: semantic latents to small images for people.
 
-Lives here: the contract of a previewer and the original's convolutional one. Must not live here: the way to latents
-(semantic_compressor.py), and full-size decoding (Stage B and A).
+Must not live here: the way to latents (semantic_compressor.py), and full-size decoding (Stage B and A).
 
 Shape legend: B batch, C channels, H W latent size.
 """

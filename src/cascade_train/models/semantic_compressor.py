@@ -1,7 +1,6 @@
 """The semantic compressor: images to the 16-channel latents that Stage C models.
 
-Lives here: the contract of a compressor and the original's EfficientNet. Must not live here: the way back
-(previewer.py).
+Must not live here: the way back (previewer.py).
 
 Shape legend: B batch, C channels, H W image or latent size.
 """

@@ -1,7 +1,6 @@
 """The contract of a stage: its network, its frozen encoders, its latents, and how to decode them.
 
-A stage knows nothing about what trains (tasks/) or when (engine/). Another model family is one more
-subclass and its YAML.
+A stage knows nothing about what trains (tasks/) or when (engine/). Another model family is one more subclass and YAML.
 
 Shape legend: B batch, C channels, H W image or latent size, L text tokens, D width.
 """
@@ -10,14 +9,18 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from cascade_train.batch import Batch
 from cascade_train.models.initialize import Shares
+
+if TYPE_CHECKING:
+    from cascade_train.models.text_encoder import TextEncoder
 
 Conditions = dict[str, Tensor]
 """Keyword arguments of the network beside the noised latent and the timestep ratio."""
@@ -30,6 +33,9 @@ Where a cache holds captions, it is the stage's `caption_products` instead, (B, 
 
 Products = Mapping[str, Tensor]
 """What a stage makes of images or captions alone, (B, ...) each, by name: what a cache can hold in their place."""
+
+Save = Callable[[Mapping[str, Tensor], Path], float]
+"""Writes a whole state dict into a folder, reads it back, and returns the largest relative difference."""
 
 Images = Tensor | Products
 """Images (B, 3, H, W) float in [0, 1], or what a cache holds in their place."""
@@ -69,6 +75,7 @@ class Stage(abc.ABC):
         left_out: parts that `build` leaves out; set before it.
         caption_lookup: finds the products of captions in a cache, on the host; None = the stage makes them itself.
         network: exists after `build`, unless it is left out.
+        text_encoder: of stages that see captions, and of what trains in it.
     """
 
     name: ClassVar[str]
@@ -89,42 +96,33 @@ class Stage(abc.ABC):
     image_multiple: int
     weights: str | None
     seed: int
-    network: nn.Module
+    network: Any
+    text_encoder: TextEncoder
 
     @abc.abstractmethod
     def build(self, *, device: torch.device, network_dtype: torch.dtype, frozen_dtype: torch.dtype) -> None:
         """Make every module on the meta device, then load or initialise it on `device`.
 
         A stage may leave its network on the meta device, so that it is sharded before it has memory; `fill` follows.
-
-        Args:
-            device: of the modules.
-            network_dtype: fp32 where the network itself trains (master weights), else the frozen dtype.
-            frozen_dtype: of frozen text and image towers.
-
-        Raises:
-            ConfigError: weights that do not exist or belong to another model.
+        The network is fp32 where it trains (master weights), else of the frozen dtype, as text and image towers are. A
+        ConfigError for weights that do not exist or belong to another model.
         """
 
     def fill(self, shares: Shares) -> None:
-        """Write the initial values of a network that `build` left on the meta device.
+        """Write the initial values of a network that `build` left on the meta device; by default there is none.
 
-        Args:
-            shares: undefined memory of this rank, by the network's names after the task's changes.
-
-        Raises:
-            AssertionError: this stage leaves nothing on the meta device, as by default.
+        `shares` is undefined memory of this rank, by the network's names after the task's changes.
         """
         if shares:
             raise AssertionError(f"{self.name} has no values for {', '.join(list(shares)[:3])}")
 
-    @abc.abstractmethod
     def frozen_modules(self) -> dict[str, nn.Module]:
-        """Return the modules that never train, by name, in eval mode and without gradients."""
+        """Return the modules that never train, by name, in eval mode and without gradients; none by default."""
+        return {}
 
-    @abc.abstractmethod
     def tokenize(self, captions: Sequence[str]) -> Tokens:
-        """Turn captions into token ids and attention mask, (B, L) int64 on the host. May sync."""
+        """Turn captions into token ids and attention mask, (B, L) int64 on the host; by default nothing. May sync."""
+        return {}
 
     def notices(self, *, last: bool = False) -> list[str]:
         """Return what to log about the captions, see `Task.notices`; nothing by default."""
@@ -143,10 +141,7 @@ class Stage(abc.ABC):
 
     @abc.abstractmethod
     def encode(self, images: Images) -> Tensor:
-        """Encode images, (B, 3, H, W) float in [0, 1] or cached, to clean latents x0, fp32.
-
-        Without gradient. Must not sync.
-        """
+        """Encode images, (B, 3, H, W) float in [0, 1] or cached, to clean latents x0, fp32. No gradient, no sync."""
 
     def draw(self, batch: Batch) -> Any:
         """Make the stage's own random choices about the conditions of a training batch; None = it makes none."""
@@ -162,11 +157,9 @@ class Stage(abc.ABC):
     ) -> Conditions:
         """Encode what the network is conditioned on. Must not sync.
 
-        Args:
-            tokens: from `tokenize`, on the device; a dropped caption is the empty string's tokens.
-            images: (B, 3, H, W) float in [0, 1], or cached; None = no image condition (zeros).
-            keep_image_B: (B,) bool, which samples keep their image condition; None = all.
-            drawn: from `draw`, in training; None = without random choices.
+        `tokens` are from `tokenize`, on the device; a dropped caption is the empty string's tokens. `images`, (B, 3, H,
+        W) float in [0, 1] or cached, None = no image condition (zeros), count for samples in `keep_image_B` (B,) bool;
+        None = all. `drawn` is from `draw`, in training; None = without random choices.
         """
 
     @abc.abstractmethod
@@ -177,21 +170,21 @@ class Stage(abc.ABC):
     def decode(self, latent_BCHW: Tensor) -> Tensor:
         """Decode latents to images for people, (B, 3, H', W') fp32 in [0, 1]. Without gradient."""
 
-    @abc.abstractmethod
+    def exports(self) -> Mapping[str, Save]:
+        """Return what writes the network for other programs, by the export's name; nothing by default."""
+        return {}
+
     def units(self) -> list[list[nn.Module]]:
-        """Return the groups of modules that shard, recompute and compile together, in execution order."""
+        """Return the network's groups of modules that shard, recompute and compile together, in execution order."""
+        groups: list[list[nn.Module]] = self.network.units()
+        return groups
 
-    @abc.abstractmethod
     def set_attention(self, name: str) -> None:
-        """Choose the attention kernel of the network: "sdpa", "xformers" or "math".
+        """Choose the attention kernel of the network: "sdpa", "xformers" or "math"; a ConfigError if it is missing."""
 
-        Raises:
-            ConfigError: the kernel's library is missing.
-        """
-
-    @abc.abstractmethod
     def set_activation_checkpointing(self, enabled: bool) -> None:
         """Recompute the activations of each unit in backward instead of keeping them."""
+        self.network.gradient_checkpointing = enabled
 
     def predict(
         self,

@@ -1,26 +1,28 @@
 """Stage A: images to latents with a codebook, and back.
 
-Lives here: which network makes up the stage, and how images become latents. Must not live here: the network
-(vq_network.py), its losses (tasks/vqgan.py), and Stage A as a frozen part of Stage B (latent_codec.py).
+Must not live here: its losses (tasks/vqgan.py), and Stage A as a frozen part of Stage B (latent_codec.py).
 
 Shape legend: B batch, C channels, H W image or latent size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from cascade_train.models.formats.weights import load_module
 from cascade_train.models.initialize import initialise
-from cascade_train.models.latent_codec import ORIGINAL_NAMES
-from cascade_train.models.stage import Conditions, Images, Stage, Tokens
+from cascade_train.models.latent_codec import ORIGINAL_NAMES, vq_arguments
+from cascade_train.models.stage import Conditions, Images, Save, Stage, Tokens
 from cascade_train.options import File
 
 
+@dataclass(kw_only=True, eq=False)
 class StageA(Stage):
     """Stage A of Stable Cascade, at any size. It has no captions, and denoises nothing.
 
@@ -47,45 +49,29 @@ class StageA(Stage):
     latent_name = "vq_latent"
     why_not_cached = "its encoder trains"
 
-    def __init__(
-        self,
-        *,
-        image_size: int,
-        precision: Literal["bf16", "fp32"],
-        seed: int,
-        random_encoders: bool,
-        weights: File[str | None],
-        scale_factor: float,
-        levels: int,
-        bottleneck_blocks: int,
-        embed_dim: int,
-        latent_channels: int,
-        num_vq_embeddings: int,
-    ) -> None:
-        stride = 2**levels
-        if image_size < stride or image_size % stride:
+    image_size: int
+    precision: Literal["bf16", "fp32"]
+    seed: int
+    random_encoders: bool
+    weights: File[str | None]
+    scale_factor: float
+    levels: int
+    bottleneck_blocks: int
+    embed_dim: int
+    latent_channels: int
+    num_vq_embeddings: int
+
+    def __post_init__(self) -> None:
+        stride = 2**self.levels
+        if self.image_size < stride or self.image_size % stride:
             raise ValueError(
-                f"model.image_size={image_size}: must be a multiple of {stride} pixels, 2 to the power of model.levels"
+                f"model.image_size={self.image_size}: must be a multiple of {stride} pixels, 2 to the power of "
+                "model.levels"
             )
-        if not scale_factor > 0.0:
-            raise ValueError(f"model.scale_factor={scale_factor}: latents are divided by it; set it above 0")
-        self.image_size = image_size
-        self.precision = precision
-        self.seed = seed
-        self.weights = weights
-        self.scale_factor = scale_factor
+        if not self.scale_factor > 0.0:
+            raise ValueError(f"model.scale_factor={self.scale_factor}: latents are divided by it; set it above 0")
         self.image_multiple = stride
-        self.latent_channels = latent_channels
-        self.codes = num_vq_embeddings
-        self.arguments = {
-            "levels": levels,
-            "bottleneck_blocks": bottleneck_blocks,
-            "embed_dim": embed_dim,
-            "latent_channels": latent_channels,
-            "num_vq_embeddings": num_vq_embeddings,
-            "scale_factor": scale_factor,
-        }
-        self.network: Any
+        self.arguments = vq_arguments(self)
 
     def build(self, *, device: torch.device, network_dtype: torch.dtype, frozen_dtype: torch.dtype) -> None:
         """Make the network on the meta device, then load or initialise it on `device`."""
@@ -99,14 +85,6 @@ class StageA(Stage):
             where = {"device": device, "key": "model.weights", "part": self.part}
             load_module(network, self.weights, dtype=network_dtype, renamed=ORIGINAL_NAMES, **where)
         self.network = network.train()
-
-    def frozen_modules(self) -> dict[str, nn.Module]:
-        """Return nothing: the task decides whether encoder and decoder train."""
-        return {}
-
-    def tokenize(self, captions: Sequence[str]) -> Tokens:
-        """Return nothing: captions are not seen."""
-        return {}
 
     def conditions(
         self,
@@ -134,13 +112,9 @@ class StageA(Stage):
         """Return (C, H, W) of the latent of an image of `height` x `width` pixels."""
         return self.latent_channels, height // self.image_multiple, width // self.image_multiple
 
-    def units(self) -> list[list[nn.Module]]:
-        """Return the network's residual blocks, in execution order."""
-        return self.network.units()
+    def exports(self) -> Mapping[str, Save]:
+        """Return `vqgan`, a folder that diffusers loads, and `stage_a`, the original's file."""
+        from cascade_train.models.formats.export import save_vqgan  # heavy: diffusers
 
-    def set_attention(self, name: str) -> None:
-        """Choose nothing: the network is convolutional."""
-
-    def set_activation_checkpointing(self, enabled: bool) -> None:
-        """Recompute the activations of each residual block in backward instead of keeping them."""
-        self.network.recompute = enabled
+        save = partial(save_vqgan, self.arguments)
+        return {self.part: save, "stage_a": partial(save, original=True)}

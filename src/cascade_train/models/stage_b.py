@@ -1,28 +1,22 @@
 """Stage B: the latents of Stage A from semantic latents and text.
 
-Lives here: how images and captions become latents and conditions. Must not live here: the modules, and what trains.
-
 Shape legend: B batch, C channels, H W image or latent size, L text tokens, D width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from cascade_train.batch import Batch
-from cascade_train.models.cascade_unet_config import CascadeUNetConfig
 from cascade_train.models.denoising_stage import DenoisingStage
 from cascade_train.models.latent_codec import LatentCodec
-from cascade_train.models.semantic_compressor import SemanticCompressor
-from cascade_train.models.stage import Conditions, Images, Tokens, product
-from cascade_train.models.text_encoder import TextEncoder
-from cascade_train.options import File
+from cascade_train.models.stage import Conditions, Images, Save, Tokens
 
 Size = tuple[int, int]
 """Height and width in pixels."""
@@ -42,6 +36,7 @@ class Drawn:
     noise_BCHW: Tensor | None = None
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class StageB(DenoisingStage):
     """Stage B of Stable Cascade, at any size.
 
@@ -61,6 +56,14 @@ class StageB(DenoisingStage):
 
     name = "stage_b"
     part = "decoder"
+    frozen_parts = ("text_encoder", "semantic_compressor", "stage_a")
+    widths = (
+        ("in_channels", "stage_a", "latent_channels"),
+        ("effnet_in_channels", "semantic_compressor", "latent_channels"),
+        ("clip_text_pooled_in_channels", "text_encoder", "projection_dim"),
+    )
+    encoded_by = "stage_a"
+    decoded_by = "stage_a"
     image_keep_prob = 0.9
     guidance_scale = 1.1
     needs_image = True
@@ -69,60 +72,23 @@ class StageB(DenoisingStage):
         "its semantic latents are those of images that shrink by chance; model.shrink_range=[1.0,1.0] leaves them alone"
     )
 
-    def __init__(
-        self,
-        *,
-        image_size: int,
-        precision: Literal["bf16", "fp32"],
-        seed: int,
-        random_encoders: bool,
-        weights: File[str | None],
-        shrink_range: list[float],
-        semantic_noise: float = 0.0,
-        network: CascadeUNetConfig,
-        text_encoder: TextEncoder,
-        semantic_compressor: SemanticCompressor,
-        stage_a: LatentCodec,
-    ) -> None:
-        if len(shrink_range) != 2 or not 0.0 < shrink_range[0] <= shrink_range[1] <= 1.0:
+    shrink_range: list[float]
+    semantic_noise: float = 0.0
+    stage_a: LatentCodec
+
+    def __post_init__(self) -> None:
+        shrink = self.shrink_range
+        if len(shrink) != 2 or not 0.0 < shrink[0] <= shrink[1] <= 1.0:
             raise ValueError(
-                f"model.shrink_range={shrink_range}: give the smallest and the largest factor, between 0 and 1, "
-                "as in [0.5, 1.0]"
+                f"model.shrink_range={shrink}: give the smallest and the largest factor, between 0 and 1, as in "
+                "[0.5, 1.0]"
             )
-        if semantic_noise < 0.0:
-            raise ValueError(f"model.semantic_noise={semantic_noise}: is a standard deviation, give 0 or more")
-        self.shrink_range = shrink_range
-        self.semantic_noise = semantic_noise
-        self.stage_a = stage_a
-        if min(shrink_range) == 1.0:
+        if self.semantic_noise < 0.0:
+            raise ValueError(f"model.semantic_noise={self.semantic_noise}: is a standard deviation, give 0 or more")
+        if min(shrink) == 1.0:
             self.image_products = {"vq_latent": "stage_a", "effnet": "semantic_compressor"}
             self.caption_products = {"clip_text_pooled": "text_encoder"}
-        widths = (
-            ("in_channels", "stage_a.latent_channels", stage_a.latent_channels),
-            ("effnet_in_channels", "semantic_compressor.latent_channels", semantic_compressor.latent_channels),
-            ("clip_text_pooled_in_channels", "text_encoder.projection_dim", text_encoder.projection_dim),
-        )
-        super().__init__(
-            {"stage_a": stage_a},
-            widths,
-            image_size=image_size,
-            precision=precision,
-            seed=seed,
-            random_encoders=random_encoders,
-            weights=weights,
-            network=network,
-            text_encoder=text_encoder,
-            semantic_compressor=semantic_compressor,
-        )
-
-    def encode(self, images: Images) -> Tensor:
-        """Encode images (B, 3, H, W) float in [0, 1] to latents x0 (B, 4, H / 4, W / 4) fp32, or return cached ones."""
-        return product(images, "vq_latent", self.stage_a.encode)
-
-    @torch.no_grad()
-    def make_image_products(self, image_BCHW: Tensor) -> dict[str, Tensor]:
-        """Return `vq_latent` (B, 4, H / 4, W / 4) and `effnet` (B, 16, H / 32, W / 32) fp32, of images as they are."""
-        return {"vq_latent": self.stage_a.encode(image_BCHW), "effnet": self.semantic_compressor.encode(image_BCHW)}
+        super().__post_init__()
 
     def draw(self, batch: Batch) -> Drawn:
         """Draw to which multiple of the compressor's stride each image shrinks, and its latents' noise."""
@@ -197,18 +163,14 @@ class StageB(DenoisingStage):
         return torch.cat([latents[i] for i in range(len(drawn.sizes))])
 
     def _noised(self, latent_BCHW: Tensor, members: list[int] | slice, drawn: Drawn | None) -> Tensor:
-        """Add each member's own noise to its latents."""
         if drawn is None or drawn.noise_BCHW is None:
             return latent_BCHW
         height, width = latent_BCHW.shape[-2:]
         noise_BCHW = drawn.noise_BCHW[members, :, :height, :width].to(latent_BCHW.device, non_blocking=True)
         return latent_BCHW + self.semantic_noise * noise_BCHW
 
-    def latent_shape(self, height: int, width: int) -> tuple[int, int, int]:
-        """Return (C, H, W) of the latent of an image of `height` x `width` pixels."""
-        stride = self.stage_a.stride
-        return self.stage_a.latent_channels, -(-height // stride), -(-width // stride)
+    def exports(self) -> Mapping[str, Save]:
+        """Return `decoder`, a folder that diffusers' decoder pipeline loads."""
+        from cascade_train.models.formats.export_pipelines import save_decoder  # heavy: diffusers' pipelines
 
-    def decode(self, latent_BCHW: Tensor) -> Tensor:
-        """Decode latents to images, (B, 3, 4 H, 4 W) fp32 in [0, 1], without gradient."""
-        return self.stage_a.decode(latent_BCHW).clamp(0, 1)
+        return {self.part: partial(save_decoder, self)}

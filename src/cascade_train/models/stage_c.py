@@ -1,27 +1,24 @@
 """Stage C: semantic latents from text and, optionally, an image.
 
-Lives here: how images and captions become latents and conditions. Must not live here: the modules, and what trains.
-
 Shape legend: B batch, C channels, H W image or latent size, L text tokens, D width.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from cascade_train.models.cascade_unet_config import CascadeUNetConfig
 from cascade_train.models.denoising_stage import DenoisingStage
 from cascade_train.models.image_encoder import ImageEncoder
 from cascade_train.models.previewer import Previewer
-from cascade_train.models.semantic_compressor import SemanticCompressor
-from cascade_train.models.stage import Conditions, Images, Tokens, product
-from cascade_train.models.text_encoder import TextEncoder
-from cascade_train.options import File
+from cascade_train.models.stage import Conditions, Images, Save, Tokens, product
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class StageC(DenoisingStage):
     """Stage C of Stable Cascade, at any size.
 
@@ -33,56 +30,32 @@ class StageC(DenoisingStage):
 
     name = "stage_c"
     part = "prior"
+    frozen_parts = ("text_encoder", "semantic_compressor", "image_encoder", "previewer")
+    widths = (
+        ("in_channels", "semantic_compressor", "latent_channels"),
+        ("clip_text_in_channels", "text_encoder", "hidden_size"),
+        ("clip_text_pooled_in_channels", "text_encoder", "projection_dim"),
+        ("clip_image_in_channels", "image_encoder", "projection_dim"),
+    )
+    encoded_by = "semantic_compressor"
+    decoded_by = "previewer"
     image_keep_prob = 0.1
     guidance_scale = 4.0
     needs_image = False
     latent_name = "effnet_latent"
     encodes_nothing = frozenset({"network", "previewer"})
 
-    def __init__(
-        self,
-        *,
-        image_size: int,
-        precision: Literal["bf16", "fp32"],
-        seed: int,
-        random_encoders: bool,
-        weights: File[str | None],
-        network: CascadeUNetConfig,
-        text_encoder: TextEncoder,
-        image_encoder: ImageEncoder | None,
-        semantic_compressor: SemanticCompressor,
-        previewer: Previewer,
-    ) -> None:
-        if network.clip_text_in_channels is None or network.clip_image_in_channels is None:
-            raise ValueError("model.network.clip_text_in_channels and clip_image_in_channels: Stage C needs both")
-        self.image_encoder = image_encoder
-        self.previewer = previewer
-        self.image_products = {"effnet_latent": "semantic_compressor"}
-        self.caption_products = dict.fromkeys(("clip_text", "clip_text_pooled"), "text_encoder")
-        widths = [
-            ("in_channels", "semantic_compressor.latent_channels", semantic_compressor.latent_channels),
-            ("clip_text_in_channels", "text_encoder.hidden_size", text_encoder.hidden_size),
-            ("clip_text_pooled_in_channels", "text_encoder.projection_dim", text_encoder.projection_dim),
-        ]
-        if image_encoder is not None:
-            self.image_products["clip_img"] = "image_encoder"
-            widths.append(("clip_image_in_channels", "image_encoder.projection_dim", image_encoder.projection_dim))
-        super().__init__(
-            {"image_encoder": image_encoder, "previewer": previewer},
-            widths,
-            image_size=image_size,
-            precision=precision,
-            seed=seed,
-            random_encoders=random_encoders,
-            weights=weights,
-            network=network,
-            text_encoder=text_encoder,
-            semantic_compressor=semantic_compressor,
-        )
+    image_encoder: ImageEncoder | None
+    previewer: Previewer
 
-    def encode(self, images: Images) -> Tensor:
-        """Encode images (B, 3, H, W) in [0, 1] to latents x0 (B, 16, H / 32, W / 32) fp32, or find them there."""
-        return product(images, "effnet_latent", self.semantic_compressor.encode)
+    def __post_init__(self) -> None:
+        if self.network.clip_text_in_channels is None or self.network.clip_image_in_channels is None:
+            raise ValueError("model.network.clip_text_in_channels and clip_image_in_channels: Stage C needs both")
+        self.image_products = {"effnet_latent": "semantic_compressor"}
+        if self.image_encoder is not None:
+            self.image_products["clip_img"] = "image_encoder"
+        self.caption_products = dict.fromkeys(("clip_text", "clip_text_pooled"), "text_encoder")
+        super().__post_init__()
 
     def conditions(
         self,
@@ -105,19 +78,8 @@ class StageC(DenoisingStage):
                 image = image * keep_image_B[:, None, None].to(image.dtype)
         return {"clip_text": text, "clip_text_pooled": pooled, "clip_img": image}
 
-    @torch.no_grad()
-    def make_image_products(self, image_BCHW: Tensor) -> dict[str, Tensor]:
-        """Return `effnet_latent` (B, 16, H / 32, W / 32) fp32 and, with an image tower, `clip_img` (B, 1, D')."""
-        products = {"effnet_latent": self.semantic_compressor.encode(image_BCHW)}
-        if self.image_encoder is not None:
-            products["clip_img"] = self.image_encoder.encode(image_BCHW)
-        return products
+    def exports(self) -> Mapping[str, Save]:
+        """Return `prior`, a folder that diffusers' prior pipeline loads."""
+        from cascade_train.models.formats.export_pipelines import save_prior  # heavy: diffusers' pipelines
 
-    def latent_shape(self, height: int, width: int) -> tuple[int, int, int]:
-        """Return (C, H, W) of the latent of an image of `height` x `width` pixels."""
-        stride = self.semantic_compressor.stride
-        return self.semantic_compressor.latent_channels, -(-height // stride), -(-width // stride)
-
-    def decode(self, latent_BCHW: Tensor) -> Tensor:
-        """Preview latents as images, (B, 3, H', W') fp32 in [0, 1], without gradient."""
-        return self.previewer.decode(latent_BCHW).clamp(0, 1)
+        return {self.part: partial(save_prior, self)}

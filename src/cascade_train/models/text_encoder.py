@@ -1,7 +1,6 @@
-"""The frozen CLIP text tower and its tokenizer.
+"""The frozen CLIP text tower and its tokenizer: captions to token ids, and these to text conditions.
 
-Lives here: captions to token ids, token ids to text conditions, and building both from stored or seeded weights. Must
-not live here: dropping of captions (tasks) and the packaged vocabulary (tiny_vocabulary.py).
+Must not live here: dropping of captions (tasks).
 
 Shape legend: B batch, P pieces of captions, L text tokens, D width.
 """
@@ -9,6 +8,7 @@ Shape legend: B batch, P pieces of captions, L text tokens, D width.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,13 +18,14 @@ from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokeni
 from cascade_train.errors import ConfigError
 from cascade_train.models.frozen_part import ClipTower
 from cascade_train.models.stage import Tokens
-from cascade_train.models.tiny_vocabulary import FOLDER
+from cascade_train.models.token_count import FOLDER
 from cascade_train.options import File
 
 LONG_PIECES = 3
 """Pieces of a long caption: 225 tokens where one piece has 75, as other trainers have it."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class TextEncoder(ClipTower):
     """CLIP's text tower with projection, frozen (Stable Cascade, core: 77 tokens, padded, mask passed).
 
@@ -41,44 +42,21 @@ class TextEncoder(ClipTower):
         ValueError: a size below one, or heads that do not divide the width.
     """
 
-    module: CLIPTextModelWithProjection
-    tokenizer: CLIPTokenizer
+    key = "text_encoder"
 
-    def __init__(
-        self,
-        *,
-        weights: File[str | None],
-        subfolder: str | None,
-        tokenizer: File[str | None],
-        tokenizer_subfolder: str | None,
-        max_tokens: int,
-        vocab_size: int,
-        hidden_size: int,
-        intermediate_size: int,
-        num_hidden_layers: int,
-        num_attention_heads: int,
-        projection_dim: int,
-        hidden_act: str,
-        long_captions: bool,
-    ) -> None:
-        if max_tokens < 3:
-            raise ValueError(f"text_encoder.max_tokens={max_tokens}: must be at least 3 (start, one token, end)")
-        super().__init__(
-            "text_encoder",
-            weights=weights,
-            subfolder=subfolder,
-            hidden_size=hidden_size,
-            intermediate_size=intermediate_size,
-            num_hidden_layers=num_hidden_layers,
-            num_attention_heads=num_attention_heads,
-            projection_dim=projection_dim,
-            hidden_act=hidden_act,
-        )
-        self.tokenizer_source = tokenizer
-        self.tokenizer_subfolder = tokenizer_subfolder
-        self.max_tokens = max_tokens
-        self.vocab_size = vocab_size
-        self.pieces = LONG_PIECES if long_captions else 1
+    tokenizer: File[str | None]
+    tokenizer_subfolder: str | None
+    max_tokens: int
+    vocab_size: int
+    long_captions: bool
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 3:
+            raise ValueError(f"text_encoder.max_tokens={self.max_tokens}: must be at least 3 (start, one token, end)")
+        super().__post_init__()
+        self.tokenizer_source = self.tokenizer
+        del self.tokenizer  # until `build` loads it
+        self.pieces = LONG_PIECES if self.long_captions else 1
         self._captions = self._truncated = 0
         self._noticed = False
 
@@ -88,11 +66,7 @@ class TextEncoder(ClipTower):
         self.tokenizer_source = self.tokenizer_subfolder = None
 
     def build(self, *, device: torch.device, dtype: torch.dtype) -> None:
-        """Load the tokenizer and make the frozen tower on `device`.
-
-        Raises:
-            ConfigError: sources that do not exist, or that do not fit the sizes given here or each other.
-        """
+        """Load the tokenizer and make the frozen tower; a ConfigError if they do not exist or do not fit each other."""
         self.tokenizer = self._load_tokenizer()
         special = {name: getattr(self.tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
         config = CLIPTextConfig(
@@ -139,11 +113,12 @@ class TextEncoder(ClipTower):
     def tokenize(self, captions: Sequence[str]) -> Tokens:
         """Turn captions into `input_ids` and `attention_mask`, (B, pieces * `max_tokens`) int64 on the host."""
         room = self.max_tokens - 2
-        words = self.tokenizer(list(captions), add_special_tokens=False, verbose=False)["input_ids"]
+        tokenizer: Any = self.tokenizer
+        words = tokenizer(list(captions), add_special_tokens=False, verbose=False)["input_ids"]
         self._captions += len(words)
         self._truncated += sum(len(ids) > room * self.pieces for ids in words)
         pieces = [ids[room * k :][:room] for ids in words for k in range(self.pieces)]
-        start, end, pad = (getattr(self.tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad"))
+        start, end, pad = (getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad"))
         ids_PL = torch.tensor([[start, *piece, end] + [pad] * (room - len(piece)) for piece in pieces])
         keep_PL = torch.tensor([[1] * (len(piece) + 2) + [0] * (room - len(piece)) for piece in pieces])
         tokens = {"input_ids": ids_PL, "attention_mask": keep_PL}

@@ -10,7 +10,8 @@ from typing import Any
 from huggingface_hub import try_to_load_from_cache
 from transformers import CLIPTokenizer
 
-from cascade_train.models.tiny_vocabulary import FOLDER
+FOLDER = Path(__file__).parent / "tiny_tokenizer"
+"""The packaged tokenizer, made by scripts/write_tiny_tokenizer.py."""
 
 VOCABULARIES = ("tokenizer.json", "vocab.json")
 

@@ -1,9 +1,7 @@
 """Tokens whose rows of the text tower's embedding table train: new ones and existing ones.
 
-Lives here: which tokens are meant, where their rows begin, and how they lie over the frozen table. Must not live here:
-files (lora_files*.py), and what trains or when (tasks/).
-
-A vocabulary's keys are raw byte-pair pieces: the word "dog" is `dog</w>`, `dog` is a piece within longer words.
+A vocabulary's keys are raw byte-pair pieces: the word "dog" is `dog</w>`, `dog` is a piece within longer words. Must
+not live here: files (lora_files*.py), and what trains or when (tasks/).
 
 Shape legend: B batch, L text tokens, D width, N trained tokens, V rows of the table.
 """
@@ -45,7 +43,6 @@ class TokenTable(nn.Module):
     place: Tensor
 
     def __init__(self, base: nn.Embedding, tokens: TrainedTokens) -> None:
-        """Lay the tokens' rows over those of `base`."""
         super().__init__()
         device, ids = base.weight.device, tokens.ids
         self.names, self.ids, self.is_new = tokens.strings, tokens.ids, tokens.is_new
@@ -144,11 +141,8 @@ def _matching(vocabulary: Mapping[str, int], expression: str, rows: int) -> list
 def put_tokens(encoder: TextEncoder, stored: TrainedTokens, *, origin: str) -> TokenTable:
     """Give tokens of a whole encoder their stored rows, adding those that are not there, and return their table.
 
-    Tokens are found by their names, since their ids depend on what else was added. Tokens that train already and are
-    not stored keep their rows. `origin` is named by an error.
-
-    Raises:
-        ConfigError: rows of another width.
+    Tokens are found by name, since their ids depend on what else was added. Tokens that train already and are not
+    stored keep their rows. `origin` is named by the ConfigError for rows of another width.
     """
     present = trained_tokens(encoder)
     base = encoder.module.get_input_embeddings() if present is None else present.base
@@ -170,20 +164,6 @@ def trained_tokens(encoder: TextEncoder) -> TokenTable | None:
     """Return the table with the tokens that train; None = none do."""
     table = encoder.module.get_input_embeddings()
     return table if isinstance(table, TokenTable) else None
-
-
-@torch.no_grad()
-def fold_tokens(encoder: TextEncoder) -> None:
-    """Write the trained rows into a plain, longer table, so that other programs can load the text tower."""
-    trained = trained_tokens(encoder)
-    if trained is None:
-        return
-    old = trained.base.weight
-    weight = old.new_zeros(len(trained.place), old.shape[1])
-    weight[: len(old)] = old
-    weight[list(trained.ids)] = (trained.start + trained.shift).to(old.dtype)
-    encoder.module.set_input_embeddings(nn.Embedding.from_pretrained(weight, freeze=True))
-    encoder.module.config.vocab_size = encoder.vocab_size = len(weight)
 
 
 def _lay(encoder: TextEncoder, base: nn.Embedding, rows: Mapping[str, Tensor], new: set[str]) -> TokenTable:

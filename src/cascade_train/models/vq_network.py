@@ -1,7 +1,6 @@
 """Stage A's network: diffusers' `PaellaVQModel` with a forward pass that training needs, and upkeep of its codebook.
 
-Lives here: encoding, quantising and decoding in one call, under the same state-dict keys; counting codes and replacing
-dead ones. Must not live here: losses (tasks/vqgan.py), and Stage A as a frozen part of Stage B (latent_codec.py).
+Must not live here: losses (tasks/vqgan.py), and Stage A as a frozen part of Stage B (latent_codec.py).
 
 Shape legend: B batch, C latent channels, H W image size, h w latent size, N latent positions, K codes, G candidates.
 """
@@ -43,13 +42,10 @@ class VQNetwork(PaellaVQModel):
 
     From scratch those statistics are mean 0 and variance 1, so that the layer is a scale and a shift for each channel,
     which train. Statistics of a batch would make a sample depend on its neighbours, and they erase the absolute colour
-    of plain images.
-
-    Attributes:
-        recompute: recompute the activations of each residual block in backward instead of keeping them.
+    of plain images. `gradient_checkpointing` recomputes the activations of each residual block in backward.
     """
 
-    recompute = False
+    gradient_checkpointing = False
 
     def units(self) -> list[list[nn.Module]]:
         """Return the residual blocks, in execution order, one each."""
@@ -66,14 +62,9 @@ class VQNetwork(PaellaVQModel):
     def forward(self, sample: Tensor, *, quantised_B: Tensor | None = None, only: str | None = None) -> Any:
         """Encode, quantise and decode; everything through `forward`, so that a sharded network is gathered.
 
-        Args:
-            sample: (B, 3, H, W) float in [0, 1]; latents (B, C, h, w) for `only="decode"`.
-            quantised_B: (B,) bool, for which samples codes are decoded instead of latents, with a straight-through
-                gradient; None = for none, as Stage B uses Stage A.
-            only: "encode" for the latents alone, "decode" for images of given latents; None = everything.
-
-        Returns:
-            An `Autoencoded`; one tensor where `only` is given.
+        `sample` is (B, 3, H, W) float in [0, 1]. `quantised_B`, (B,) bool, are the samples whose codes are decoded
+        instead of latents, with a straight-through gradient; None = none, as Stage B uses Stage A. Returns an
+        `Autoencoded`, but with `only="encode"` the latents alone, and with "decode" images of latents (B, C, h, w).
         """
         if only == "decode":
             return self._decode(sample)
@@ -114,7 +105,7 @@ class VQNetwork(PaellaVQModel):
 
     def _run(self, blocks: Iterable[nn.Module], x: Tensor) -> Tensor:
         for block in blocks:
-            if self.recompute and torch.is_grad_enabled() and isinstance(block, MixingResidualBlock):
+            if self.gradient_checkpointing and torch.is_grad_enabled() and isinstance(block, MixingResidualBlock):
                 x = checkpoint(block, x, use_reentrant=False)
             else:
                 x = block(x)
@@ -150,17 +141,10 @@ def unused_since(unused_K: Tensor, count_K: Tensor) -> Tensor:
 def revive(weight: nn.Parameter, unused_K: Tensor, candidate_GC: Tensor, *, after_steps: int) -> Tensor:
     """Replace codes that have not been chosen for `after_steps` steps by candidates, the lowest numbers first.
 
-    The i-th dead code takes the i-th candidate; where there are more dead codes than candidates, the others wait.
-    The same result on every rank for the same arguments; sends nothing and waits for no device.
-
-    Args:
-        weight: (K, C) the codebook, whole or this rank's shard of it.
-        unused_K: (K,) int64, for how many steps each code has not been chosen.
-        candidate_GC: (G, C) fp32 latents of the step's global batch, equal on all ranks.
-        after_steps: see above.
-
-    Returns:
-        `unused_K`, 0 for codes that were replaced.
+    The i-th dead code takes the i-th candidate; more dead codes than candidates wait. The same on every rank; sends
+    nothing and waits for no device. `weight` is (K, C), whole or this rank's shard; `unused_K` (K,) int64, for how many
+    steps each code has not been chosen; `candidate_GC` (G, C) fp32 latents of the step's global batch. Returns
+    `unused_K`, 0 for codes that were replaced.
     """
     dead_K = unused_K >= after_steps
     place_K = dead_K.long().cumsum(0) - 1

@@ -19,11 +19,11 @@ from cascade_train.engine.checkpoint.manifest import find_fault
 from cascade_train.engine.checkpoint.store import CheckpointStore
 from cascade_train.engine.phase import restore_training_state
 from cascade_train.errors import ConfigError, RunError
-from cascade_train.models.denoising_stage import DenoisingStage
-from cascade_train.models.formats.export import DTYPES, Exported, build_plain_network, network_config
-from cascade_train.models.formats.export_pipelines import decoder_parts, prior_parts, save_combined
+from cascade_train.models.formats.export import DTYPES, build_plain_network
+from cascade_train.models.formats.export_pipelines import save_combined
 from cascade_train.models.formats.weights import load_state
 from cascade_train.models.latent_codec import VQGAN
+from cascade_train.models.stage import Stage
 from cascade_train.models.stage_b import StageB
 from cascade_train.models.stage_c import StageC
 from cascade_train.results.find import TrainedModel
@@ -55,8 +55,8 @@ def export_checkpoint(cfg: DictConfig, checkpoints: Path, *, step: int | None, o
     return path
 
 
-def export_combined(model: TrainedModel, decoder: TrainedModel, *, dtype: str | None, out: Path) -> Exported:
-    """Write Stage C, as `model`, and Stage B with its Stage A as one folder for diffusers' combined pipeline.
+def export_combined(model: TrainedModel, decoder: TrainedModel, *, dtype: str | None, out: Path) -> float:
+    """Write Stage C and Stage B, with its Stage A, as one folder for diffusers' combined pipeline; return the error.
 
     `dtype` is a key of `DTYPES`, or None to keep that of the stored weights.
 
@@ -71,7 +71,7 @@ def export_combined(model: TrainedModel, decoder: TrainedModel, *, dtype: str | 
         raise AssertionError("stages in wrong places are refused before")
     check_same_latents(model, Fingerprint.of(first), decoder, Fingerprint.of(second))
     states = [_stored(each, stage, dtype) for each, stage in ((model, first), (decoder, second))]
-    return save_combined(states[0], prior_parts(first), states[1], decoder_parts(second), out)
+    return save_combined(first, states[0], second, states[1], out)
 
 
 def _check(model: TrainedModel, decoder: TrainedModel) -> None:
@@ -97,9 +97,9 @@ def _check(model: TrainedModel, decoder: TrainedModel) -> None:
         )
 
 
-def _stored(model: TrainedModel, stage: DenoisingStage, dtype: str | None) -> dict[str, Tensor]:
+def _stored(model: TrainedModel, stage: Stage, dtype: str | None) -> dict[str, Tensor]:
     """Return a stage's weights as they are stored, which is not always how they compute."""
     source = model.cfg.model.weights if model.export is None else str(model.export)
-    network = build_plain_network(network_config(stage.network), None)
+    network = build_plain_network(stage.network.config, None)
     key = model.origin.partition("=")[0]
     return load_state(network, source, dtype=DTYPES.get(dtype or ""), key=key, part=stage.part)

@@ -1,7 +1,7 @@
 """From prompts to images with trained stages: one alone, or C, B and A one after the other.
 
 Lives here: sizes, what a stage passes to the next, and that one stage at a time is in memory. Must not live here:
-sampling (tasks/painting.py, diffusion/), and reading a user's images (guide_images.py).
+sampling (tasks/text_to_image.py, diffusion/), and reading a user's images (guide_images.py).
 
 Shape legend: B pictures painted at once, C channels, H W latent size.
 """
@@ -34,7 +34,7 @@ from cascade_train.models.stage_b import StageB
 from cascade_train.models.stage_c import StageC
 from cascade_train.results.find import TrainedModel
 from cascade_train.tasks.base import Draws, Guide, Painter
-from cascade_train.tasks.painting import DiffusionPainter
+from cascade_train.tasks.text_to_image import DiffusionPainter
 
 Size = tuple[int, int]
 """Height and width."""

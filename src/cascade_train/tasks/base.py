@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from cascade_train.batch import Batch, SampleTransform
 from cascade_train.errors import ConfigError
-from cascade_train.models.stage import Stage
+from cascade_train.models.stage import Save, Stage
 
 Predictor = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Maps noised latents (B, C, H, W) and timestep ratios (B,) to conditional and unconditional predictions."""
@@ -73,15 +73,12 @@ class Phase:
 class Export:
     """One result of a run, in the form that other programs load.
 
-    Attributes:
-        module: whose weights are gathered from their shards, averaged where the run has an average.
-        write: writes the whole state dict to a folder, reads it back and returns the largest relative difference; on
-            rank 0 alone.
-        whole: gather the module's frozen weights too.
+    `module` is whose weights are gathered from their shards (`whole`: the frozen ones too), averaged where the run has
+    an average; `write` writes the whole state dict, on rank 0 alone.
     """
 
     module: nn.Module
-    write: Callable[[Mapping[str, Tensor], Path], float]
+    write: Save
     whole: bool = False
 
 
@@ -139,14 +136,8 @@ class Painter(abc.ABC):
     ) -> Tensor:
         """Return pictures (B, 3, H, W) fp32 in [0, 1] on the device, for B prompts.
 
-        Args:
-            captions: the prompts.
-            image_BCHW: (B, 3, H, W) float in [0, 1] on the device, the captions' own images, where there are any.
-            draws: source of random numbers.
-            guide: a user's images, in place of the captions' own.
-
-        Raises:
-            ConfigError: pictures are missing, or not for this task.
+        `image_BCHW` (B, 3, H, W) float in [0, 1] are the captions' own images, where there are any; a `guide`, a user's
+        images, takes their place. A ConfigError if pictures are missing, or not for this task.
         """
 
 
@@ -174,19 +165,13 @@ class Task(abc.ABC):
     device: torch.device
 
     def for_objective(self, objective: Any) -> Task:
-        """Return the task that trains by an objective: itself, by default. Called before anything is built.
-
-        Raises:
-            ConfigError: options that mean nothing under that objective.
-        """
+        """Return the task that trains by an objective, by default itself; a ConfigError for options without use."""
         return self
 
     def attach(self, stage: Stage, objective: Any, device: torch.device) -> None:
-        """Take the built stage; a task extends this by what it freezes and adds. Called once, before sharding.
-
-        Raises:
-            ConfigError: the task's options do not fit the stage's modules.
-        """
+        """Take the built stage; a task extends this by what it freezes and adds. Called once, before sharding."""
+        if stage.name not in self.fits:
+            raise AssertionError(f"a {type(self).__name__} is for {' or '.join(self.fits)}, not for {stage.name}")
         self.stage, self.device = stage, device
 
     @abc.abstractmethod
@@ -233,21 +218,15 @@ class Task(abc.ABC):
         """Return what a run exports to `export/<name>`, by name."""
 
     def load_export(self, export: Path) -> None:
-        """Load what `exports` wrote to a run's `export/` onto the attached stage.
+        """Load what `exports` wrote to a run's `export/` onto the attached stage; a ConfigError if it does not fit.
 
         Nothing by default: a network that trains is found by the stage itself, as its weights.
-
-        Raises:
-            ConfigError: the export is not there, or of another model.
         """
 
     def initial_average(self, source: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield name, with the root's in front, and whole value, fp32 on the host, of the tensors of `ema.weights`.
+        """Yield name, with the root's in front, and whole fp32 value on the host of the tensors of `ema.weights`.
 
-        Called after sharding.
-
-        Raises:
-            ConfigError: the average cannot start from weights of its own, or these are of another model.
+        Called after sharding. A ConfigError where the average cannot start from weights of its own.
         """
         raise ConfigError(
             f"ema.weights={source}: the average of a {type(self).__name__} starts from the weights that train; leave"

@@ -1,7 +1,6 @@
 """A control network beside a frozen Stage C: samples follow a map that a filter makes of a picture.
 
-Lives here: what trains, the maps of a batch and of samples, and the export. Must not live here: the loss
-(text_to_image.py), the network (models/controlnet.py) and the filters (filters/).
+Must not live here: the loss (text_to_image.py), the network (models/controlnet.py) and the filters (filters/).
 
 Shape legend: B batch, C channels of the map, H W image size, h w size of the map.
 """
@@ -30,10 +29,8 @@ from cascade_train.models.controlnet import (
 )
 from cascade_train.models.efficientnet import load_features
 from cascade_train.models.formats.controlnet_files import StoredControl, read_control, save_control
-from cascade_train.models.formats.export import network_config
 from cascade_train.models.formats.weights_tensors import recognise_size
 from cascade_train.models.stage import Stage
-from cascade_train.models.stage_c import StageC
 from cascade_train.options import File
 from cascade_train.tasks.base import Export, Guide, ImageMaker, Phase, Predictor
 from cascade_train.tasks.text_to_image import PreparedBatch, TextToImage
@@ -107,8 +104,6 @@ class ControlNet(TextToImage):
     def attach(self, stage: Stage, objective: Objective, device: torch.device) -> None:
         """Take the built stage, freeze it, and add the control network; see `Task.attach`."""
         super().attach(stage, objective, device)
-        if not isinstance(stage, StageC):
-            raise AssertionError(f"a control network is for Stage C, not for {stage.name}")
         stage.network.requires_grad_(requires_grad=False).eval()
         self._base_size = recognise_size({name: tuple(p.shape) for name, p in stage.network.named_parameters()})
         self._map = self.filter.build(device=device, encode=stage.encode)
@@ -133,10 +128,9 @@ class ControlNet(TextToImage):
         return network
 
     def _widths(self) -> list[int]:
-        return block_widths(network_config(self.stage.network))
+        return block_widths(self.stage.network.config)
 
     def _install(self, stored: StoredControl, key: str) -> None:
-        """Use a stored control network in place of a new one."""
         spec, widths = stored.spec, self._widths()
         if set(spec.widths) <= set(widths):
             _check_blocks(spec.blocks, len(widths), f"{key} with the blocks {list(spec.blocks)}")
@@ -214,24 +208,16 @@ class ControlNet(TextToImage):
     def predictor(
         self, captions: Sequence[str], image_BCHW: Tensor | None, control: dict[int, Tensor] | None = None
     ) -> Predictor:
-        """Return predictions under the captions and the pictures' maps or `control`, and under these alone.
-
-        Raises:
-            ConfigError: neither pictures nor control.
-        """
+        """Return predictions under captions and pictures' maps or `control`, and these alone; ConfigError if none."""
         if control is None:
             if image_BCHW is None:
                 raise ConfigError("a control network paints under an image; give image=… to filter, or control=…")
             control = self.controlnet(self._maps(image_BCHW, range(len(image_BCHW))))
-        return super().predictor(captions, None, control)
+        return self.predictor_under(captions, None, control)
 
     @torch.no_grad()
     def guided_predictor(self, captions: Sequence[str], guide: Guide) -> Predictor:
-        """Return predictions under the captions and a user's pictures or maps.
-
-        Raises:
-            ConfigError: maps of another number of channels, or neither pictures nor maps.
-        """
+        """Return predictions under captions and a user's pictures or maps; a ConfigError if those do not fit."""
         if guide.image_BCHW is None:
             return self.predictor(captions, None)
         given_BCHW, wanted = self._copy(guide.image_BCHW).float() / 255, self.filter.channels
@@ -269,11 +255,10 @@ class ControlNet(TextToImage):
         stored = StoredControl(
             spec=self.controlnet.spec, state=state, base_size=self._base_size, filter=self.filter.node()
         )
-        return save_control(stored, directory).max_error
+        return save_control(stored, directory)
 
 
 def _check_blocks(blocks: Sequence[int], executed: int, origin: str) -> None:
-    """Check that a network of `executed` residual blocks has these."""
     unknown = [block for block in blocks if not 0 <= block < executed]
     if unknown:
         raise ConfigError(

@@ -1,7 +1,6 @@
 """Low-rank adapters on a frozen stage, and textual inversion: tokens of its text encoder.
 
-Lives here: what trains and the export. Must not live here: the loss (text_to_image.py), adapters (models/lora.py) and
-trained tokens (models/tokens.py) themselves.
+Must not live here: the loss (text_to_image.py), adapters (models/lora.py) and tokens (models/tokens.py) themselves.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from torch import Tensor, nn
 
 from cascade_train.diffusion.objective import Objective
 from cascade_train.errors import ConfigError
-from cascade_train.models.formats.export import network_config
 from cascade_train.models.formats.export_lora import save_lora
 from cascade_train.models.formats.lora_files import fill_adapters, refill_lora
 from cascade_train.models.lora import (
@@ -30,8 +28,6 @@ from cascade_train.models.lora import (
     set_adapter_mode,
 )
 from cascade_train.models.stage import Stage
-from cascade_train.models.stage_b import StageB
-from cascade_train.models.stage_c import StageC
 from cascade_train.models.text_encoder import TextEncoder
 from cascade_train.models.tokens import put_tokens, train_tokens, trained_tokens
 from cascade_train.options import File
@@ -98,14 +94,8 @@ class LoRA(TextToImage):
         return frozenset({"text_encoder"}) if trains else frozenset()
 
     def attach(self, stage: Stage, objective: Objective, device: torch.device) -> None:
-        """Take the built stage, freeze it, and add adapters and tokens.
-
-        Raises:
-            ConfigError: a filter or a token's expression that selects nothing, or weights that do not fit.
-        """
+        """Take the built stage, freeze it, and add adapters and tokens."""
         super().attach(stage, objective, device)
-        if not isinstance(stage, StageB | StageC):
-            raise AssertionError(f"adapters and tokens are for Stage B and C, not for {stage.name}")
         self._encoder = stage.text_encoder
         self._inject(stage.network, self.module_filters, "task.module_filters")
         if self.text_encoder_filters is not None:
@@ -162,7 +152,6 @@ class LoRA(TextToImage):
         self._load(str(export), key="from")
 
     def _load(self, source: str, *, key: str) -> None:
-        """Load stored adapters and tokens, which train on."""
         lora = refill_lora(self.stage.network, source, key=key, module_filters=self.module_filters)
         if self.joint_qkv and not halves_are_shared({**lora.state, **lora.text_encoder}):
             raise ConfigError(
@@ -192,7 +181,7 @@ class LoRA(TextToImage):
             text_encoder=adapter_state(text),
             tokens=None if table is None else table.stored(_under(TABLE, text)),
         )
-        return save_lora(lora, network_config(self.stage.network), directory, {}).max_error
+        return save_lora(lora, self.stage.network.config, directory, {})
 
 
 def _under(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -55,10 +55,7 @@ class PictureObjective(abc.ABC):
         """Return the task that trains by this objective, in place of the chosen one. Cheap."""
 
     def pixels(self, image_BCHW: Tensor, original_BCHW: Tensor, mask_B1HW: Tensor | None = None) -> Tensor:
-        """Return the mean distance of pixels, (B,) fp32, of two pictures (B, 3, H, W) fp32.
-
-        A mask (B, 1, H, W) fp32 in [0, 1] weights each place.
-        """
+        """Return the mean distance of pixels, (B,) fp32, of pictures (B, 3, H, W), weighted by a mask (B, 1, H, W)."""
         error_BCHW = image_BCHW - original_BCHW
         error_BCHW = error_BCHW.abs() if self.pixel == "l1" else error_BCHW.square()
         return error_BCHW.mean(dim=(1, 2, 3)) if mask_B1HW is None else masked_mean(error_BCHW, mask_B1HW)

@@ -1,8 +1,5 @@
 """Training of the previewer: semantic latents to small images for people, of a compressor that may train along.
 
-Lives here: the objective, what trains, and what is shown and measured. Must not live here: the networks
-(models/previewer.py, models/convolutional.py).
-
 Shape legend: B batch, H W image size, h w size of the preview.
 """
 
@@ -91,8 +88,6 @@ class Previewing(PictureTask):
 
     def attach(self, stage: Stage, objective: Any, device: torch.device) -> None:
         """Take the built stage and unfreeze the previewer; norms keep their statistics."""
-        if not isinstance(stage, StageC):
-            raise AssertionError(f"a previewer belongs to Stage C, not to {stage.name}")
         super().attach(stage, objective, device)
         for root in self._roots().values():
             root.requires_grad_(requires_grad=True)

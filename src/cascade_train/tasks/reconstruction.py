@@ -1,6 +1,5 @@
 """Training of what turns latents back into images: Stage B's network, or what an objective of pictures trains.
 
-Lives here: which task it is, Stage B's export, and a semantic compressor that trains along with what reads its latents.
 Must not live here: the loss (text_to_image.py), and what trains by other objectives (vqgan.py, preview.py).
 """
 
@@ -17,7 +16,6 @@ from torch import Tensor, nn
 from cascade_train.diffusion.objective import Objective
 from cascade_train.errors import ConfigError
 from cascade_train.models.formats.export import save_part
-from cascade_train.models.formats.export_pipelines import decoder_parts, save_decoder
 from cascade_train.models.formats.weights import load_module
 from cascade_train.models.stage import Stage
 from cascade_train.models.stage_b import StageB
@@ -50,7 +48,6 @@ class Reconstruction(WholeNetwork):
 
     fits = ("stage_a", "stage_b", "stage_c")
     reconstructs = ("stage_a", "stage_c")
-    part = "decoder"
 
     def __init__(
         self, *, cond_drop_prob: float | None, image_keep_prob: float | None, train_compressor: bool = False
@@ -98,11 +95,9 @@ class Reconstruction(WholeNetwork):
         return [replace(phase, modules={**phase.modules, COMPRESSOR: compressor}, units=units)]
 
     def exports(self) -> Mapping[str, Export]:
-        """Return `decoder`, a folder that diffusers' decoder pipeline loads, and a compressor that trained along."""
-        exports = {self.part: Export(module=self.stage.network, write=self._write_decoder, whole=True)}
-        if self.train_compressor:
-            exports[COMPRESSOR] = Export(module=self._compressor(), write=save_part)
-        return exports
+        """Return what Stage B writes of its network, and a compressor that trained along."""
+        compressor = {COMPRESSOR: Export(module=self._compressor(), write=save_part)} if self.train_compressor else {}
+        return {**super().exports(), **compressor}
 
     def initial_average(self, source: str) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of another network of this size; a ConfigError where the compressor trains along."""
@@ -122,8 +117,3 @@ class Reconstruction(WholeNetwork):
 
     def _compressor(self) -> nn.Module:
         return cast(nn.Module, cast(StageB, self.stage).semantic_compressor.module)
-
-    def _write_decoder(self, state: Mapping[str, Tensor], directory: Path) -> float:
-        if not isinstance(self.stage, StageB):
-            raise AssertionError(f"a decoder is made of Stage B, not of {self.stage.name}")
-        return save_decoder(state, decoder_parts(self.stage), directory).max_error

@@ -1,7 +1,7 @@
 """Denoising with captions and images as conditions: what every diffusion task on captioned images shares.
 
-Lives here: the draws about a sample, the loss, evaluation and prediction. Must not live here: which parameters train
-(one file per task), and noise and loss themselves (diffusion/).
+Lives here: the draws about a sample, the loss, evaluation, prediction, and pictures from noise. Must not live here:
+which parameters train (one file per task), and noise, loss and sampler themselves (diffusion/).
 
 Shape legend: B batch, G samples of the global batch, C channels, H W image or latent size, L text tokens.
 """
@@ -18,10 +18,20 @@ from torch.nn.functional import adaptive_avg_pool2d
 
 from cascade_train.batch import Batch
 from cascade_train.diffusion.objective import Diffused, Objective
+from cascade_train.diffusion.sampler import ImageNoise, sample
 from cascade_train.errors import ConfigError
 from cascade_train.models.stage import Images, Products, Stage, Tokens
-from cascade_train.tasks.base import Guide, Phase, Predictor, SampleSettings, StepOutput, Task, weighted
-from cascade_train.tasks.painting import DiffusionPainter
+from cascade_train.tasks.base import (
+    Draws,
+    Guide,
+    Painter,
+    Phase,
+    Predictor,
+    SampleSettings,
+    StepOutput,
+    Task,
+    weighted,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +126,6 @@ class TextToImage(Task):
         )
 
     def _latent_shape(self, batch: Batch) -> tuple[int, int, int]:
-        """Return (C, H, W) of the batch's latents."""
         if batch.image_BCHW is None and not self.stage.left_out:
             raise ConfigError("data: a cache cannot be a part of other data, where it is not compared with the model")
         if batch.image_BCHW is None:
@@ -171,32 +180,24 @@ class TextToImage(Task):
         """Return what denoises latents of pictures of (height, width) pixels and decodes them."""
         return DiffusionPainter(task=self, settings=settings, shape=self.stage.latent_shape(*size))
 
-    def predictor(
-        self, captions: Sequence[str], image_BCHW: Tensor | None, control: dict[int, Tensor] | None = None
-    ) -> Predictor:
-        """Return predictions under B prompts and, where the stage needs them, their images, and without both.
-
-        Raises:
-            ConfigError: the stage needs an image and there is none.
-        """
+    def predictor(self, captions: Sequence[str], image_BCHW: Tensor | None) -> Predictor:
+        """Return predictions under B prompts and, where the stage needs them, their images, and without both."""
         if self.stage.needs_image and image_BCHW is None:
             raise ConfigError(
                 f"{self.stage.name} reconstructs images and cannot paint from prompts alone: leave sample.prompts=null,"
                 " which shows captioned images of the data; generate takes image=…, or a run of Stage C with"
                 " decoder=… instead of this one"
             )
-        return self.predictor_under(captions, image_BCHW if self.stage.needs_image else None, control)
+        return self.predictor_under(captions, image_BCHW if self.stage.needs_image else None)
 
     @torch.no_grad()
     def predictor_under(
         self, captions: Sequence[str], images: Images | None, control: dict[int, Tensor] | None = None
     ) -> Predictor:
-        """Return predictions under captions and images, and without both, from one forward pass.
+        """Return predictions under B captions and images, and without both, from one forward pass.
 
-        Args:
-            captions: B prompts.
-            images: (B, 3, H, W) float in [0, 1], or the stage's products of them; None = none.
-            control: maps (B, …) to add in the network for both predictions.
+        Images are (B, 3, H, W) float in [0, 1], or the stage's products of them; None = none. `control` maps are added
+        in the network for both predictions.
         """
         tokens = self._tokens([*captions, *[""] * len(captions)])
         keep_B = torch.arange(2 * len(captions), device=self.device) < len(captions)
@@ -212,11 +213,7 @@ class TextToImage(Task):
         return predict
 
     def guided_predictor(self, captions: Sequence[str], guide: Guide) -> Predictor:
-        """Return predictions under B captions and a user's images.
-
-        Raises:
-            ConfigError: images that the stage does not follow; maps, by default.
-        """
+        """Return predictions under B captions and a user's images; a ConfigError for those that the stage ignores."""
         if guide.semantic_BCHW is not None:
             return self.predictor_under(captions, {"effnet": guide.semantic_BCHW.to(self.device)})
         if guide.image_BCHW is None and not self.stage.needs_image:
@@ -262,6 +259,70 @@ class TextToImage(Task):
 
     def _tokens(self, captions: Sequence[str]) -> Tokens:
         return {name: self._copy(value_BL) for name, value_BL in self.stage.tokenize(captions).items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiffusionPainter(Painter):
+    """Denoises latents, (C, H, W) of `shape`, under captions, and decodes them."""
+
+    task: TextToImage
+    settings: SampleSettings
+    shape: tuple[int, int, int]
+    result: str = "sample"
+
+    def beside(self, captions: Sequence[str], image_BCHW: Tensor, draws: Draws) -> Mapping[str, Tensor]:
+        """Return the task's own pictures, and the images after one prediction at medium noise."""
+        return {**self.task.shown(image_BCHW), "one-step prediction": self._one_step(captions, image_BCHW, draws)}
+
+    def paint(
+        self, captions: Sequence[str], image_BCHW: Tensor | None, draws: Draws, guide: Guide | None = None
+    ) -> Tensor:
+        """Return samples (B, 3, H, W) in [0, 1] for B prompts."""
+        return self.task.stage.decode(self.latents(captions, image_BCHW, draws, guide))
+
+    def latents(
+        self, captions: Sequence[str], image_BCHW: Tensor | None, draws: Draws, guide: Guide | None = None
+    ) -> Tensor:
+        """Return sampled latents (B, C, H, W) fp32 for B prompts; see `paint`."""
+        predictor = (
+            self.task.predictor(captions, image_BCHW) if guide is None else self.task.guided_predictor(captions, guide)
+        )
+        noise = self._noise(draws("sample"))
+        start = {} if guide is None or guide.start_BCHW is None else self._start(guide.start_BCHW, guide, noise)
+        return sample(
+            predictor,
+            objective=self.task.objective,
+            noise=noise,
+            shift=self.settings.shift,
+            guidance_scale=self.settings.guidance_scale,
+            sampler=self.settings.sampler,
+            **({"steps": self.settings.steps} | start),
+        )
+
+    def _noise(self, generators: list[torch.Generator]) -> ImageNoise:
+        return ImageNoise(generators=generators, shape=self.shape, device=self.task.device)
+
+    def _start(self, image_BCHW: Tensor, guide: Guide, noise: ImageNoise) -> dict[str, Any]:
+        """Return the start of image-to-image sampling: pictures noised to a time, with that share of the steps left.
+
+        From Stable Cascade, image_to_image.ipynb.
+        """
+        x0_BCHW = self.task.stage.encode(image_BCHW.to(self.task.device).float() / 255)
+        time_B = torch.full((len(x0_BCHW),), guide.start_strength, device=self.task.device)
+        logsnr_B = self.task.objective.schedule(time_B, shift=self.settings.shift)
+        return {
+            "x_init": self.task.objective.diffuse_at(x0_BCHW, noise(), logsnr_B).noised,
+            "t_start": guide.start_strength,
+            "steps": max(1, round(self.settings.steps * guide.start_strength)),
+        }
+
+    def _one_step(self, captions: Sequence[str], image_BCHW: Tensor, draws: Draws) -> Tensor:
+        x0_BCHW = self.task.stage.encode(image_BCHW)
+        diffused = self.task.objective.diffuse_at(
+            x0_BCHW, self._noise(draws("one_step"))(), x0_BCHW.new_zeros(len(x0_BCHW))
+        )
+        pred_BCHW, _ = self.task.predictor(captions, image_BCHW)(diffused.noised, diffused.timestep_ratio_B)
+        return self.task.stage.decode(self.task.objective.x0(pred_BCHW, diffused.noised, diffused.logsnr_B))
 
 
 def _twice(images: Images) -> Images:

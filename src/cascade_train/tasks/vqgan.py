@@ -1,8 +1,5 @@
 """Training of Stage A: images to latents and back, with a codebook and, from a given step on, a discriminator.
 
-Lives here: the objective and its terms, each per sample, what trains, and what is shown and measured. Must not live
-here: the networks (models/).
-
 Shape legend: B batch, G samples of the global batch, C latent channels, H W image size, h w latent size, K codes.
 """
 
@@ -19,9 +16,8 @@ from torch import Tensor
 
 from cascade_train.batch import Batch
 from cascade_train.models.discriminator import PatchDiscriminator, build_discriminator
-from cascade_train.models.formats.export import Exported, save_original_vqgan, save_vqgan
 from cascade_train.models.image_quality import FeatureDistance, image_quality
-from cascade_train.models.stage import Stage
+from cascade_train.models.stage import Save, Stage
 from cascade_train.models.stage_a import StageA
 from cascade_train.models.vq_network import count_codes, revive, unused_since
 from cascade_train.options import File, check_within
@@ -176,10 +172,8 @@ class Autoencoding(PictureTask):
 
     def attach(self, stage: Stage, objective: Any, device: torch.device) -> None:
         """Take the built stage, freeze the half that does not train, and build discriminator and features."""
-        if not isinstance(stage, StageA):
-            raise AssertionError(f"an autoencoder is Stage A, not {stage.name}")
         super().attach(stage, objective, device)
-        network = stage.network
+        network = self.stage.network
         network.requires_grad_(requires_grad=True)
         for trains, modules in (
             (self.objective.train_encoder, network.encoder_modules()),
@@ -189,7 +183,7 @@ class Autoencoding(PictureTask):
                 module.requires_grad_(trains)
         # A gathered state has no frozen weights in it; exports need them.
         self._kept = {n: p.detach().cpu().clone() for n, p in network.named_parameters() if not p.requires_grad}
-        self._unused_K = torch.zeros(stage.codes, dtype=torch.int64, device=device)
+        self._unused_K = torch.zeros(self.stage.num_vq_embeddings, dtype=torch.int64, device=device)
         self.discriminator = self.objective.adversarial.build(device)
         self.features = self.objective.perceptual.build(device)
 
@@ -302,13 +296,12 @@ class Autoencoding(PictureTask):
         return Reconstructor(self.stage, self.result)
 
     def exports(self) -> Mapping[str, Export]:
-        """Return `vqgan`, a folder that diffusers loads, and `stage_a`, the original's file."""
-        savers = {"vqgan": save_vqgan, "stage_a": save_original_vqgan}
-        return {n: Export(module=self.stage.network, write=partial(self._write, save)) for n, save in savers.items()}
+        """Return what the stage writes, with the weights that did not train."""
+        saves = self.stage.exports()
+        return {n: Export(module=self.stage.network, write=partial(self._write, save)) for n, save in saves.items()}
 
-    def _write(self, save: Any, state: Mapping[str, Tensor], directory: Path) -> float:
-        exported: Exported = save({**self._kept, **state}, self.stage.arguments, directory)
-        return exported.max_error
+    def _write(self, save: Save, state: Mapping[str, Tensor], directory: Path) -> float:
+        return save({**self._kept, **state}, directory)
 
     def after_step(self, report: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Count the codes that the global batch chose, revive dead ones, and return the share of those in use."""

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from cascade_train.models.cascade_unet import CascadeUNet
+from cascade_train.models.formats.lora_files import fill_adapters, module_shapes, read_lora
+from cascade_train.models.lora import LoraSpec, attach_adapters
 
 SMALL: dict[str, Any] = {
     "in_channels": 16,
@@ -97,3 +99,12 @@ def original_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
         else:
             renamed[name.replace("to_out.0", "attn.out_proj")] = value
     return renamed
+
+
+def load_lora(network: CascadeUNet, source: str) -> LoraSpec:
+    """Put stored adapters onto a network that has none, and return what they are."""
+    lora = read_lora(source, key="from", modules=module_shapes(network))
+    spec = lora.spec
+    attach_adapters(network, rank=spec.rank, alpha=spec.alpha, dropout=0.0, targets=spec.targets, dora=spec.dora)
+    fill_adapters(network, lora.state, f"from={source}")
+    return spec

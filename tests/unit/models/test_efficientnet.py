@@ -102,8 +102,13 @@ def test_a_download_that_fails_says_what_to_name(monkeypatch: pytest.MonkeyPatch
 
 
 def test_weights_of_something_else_are_refused(trained: dict[str, Tensor], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="not the weights of EfficientNet-V2-S .*name those, or null"):
+    with pytest.raises(
+        ConfigError, match="not the weights of EfficientNet-V2-S .*name those of EfficientNet-V2-S, or null"
+    ):
         load_features(features(), write(tmp_path, {"conv.weight": torch.zeros(2)}), key=KEY)
     wide = trained | {"7.0.weight": torch.zeros(1280, 8, 1, 1)}
-    with pytest.raises(ConfigError, match=r"7.0.weight has shape \(1280, 8, 1, 1\), EfficientNet-V2-S has"):
+    with pytest.raises(
+        ConfigError,
+        match=r"7.0.weight has shape \(1280, 8, 1, 1\), this model needs .*; name those of EfficientNet-V2-S",
+    ):
         load_features(features(), write(tmp_path, wide), key=KEY)

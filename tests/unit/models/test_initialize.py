@@ -23,7 +23,7 @@ from cascade_train.models.initialize import (
     name_seed,
     unet_rule,
 )
-from cascade_train.models.lora import begin_magnitudes, inject_lora, split_magnitudes
+from cascade_train.models.lora import MAGNITUDE, begin_magnitudes, inject_lora
 from cascade_train.models.stage import Stage
 from tests.unit.models.networks import empty_network, original_state, small_network
 from tests.unit.models.stages import build_stage, tiny_network
@@ -247,9 +247,9 @@ def test_magnitudes_on_a_base_without_values_begin_as_on_one_with_values(tmp_pat
         inject_lora(network, rank=2, alpha=2, dropout=0.0, module_filters=module_filters, seed=0, dora=True)
     state, pieces = dict(whole.named_parameters()), list(in_three(meta))
     for shares in pieces:
-        magnitudes, _ = split_magnitudes(shares)
+        magnitudes = {name: share for name, share in shares.items() if MAGNITUDE in name}
         assert len(magnitudes) == sum(".lora_magnitude_vector." in name for name in state) > 0
-        begin_magnitudes(meta, values, magnitudes)
+        begin_magnitudes(meta, values, shares)
         for name, (rows, first) in magnitudes.items():
             assert torch.equal(rows, state[name][first : first + len(rows)])
 

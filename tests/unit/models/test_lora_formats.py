@@ -20,7 +20,6 @@ from cascade_train.models.cascade_unet import CascadeUNet
 from cascade_train.models.formats.export import build_plain_network, fixed_prediction
 from cascade_train.models.formats.export_lora import lora_error
 from cascade_train.models.formats.lora_files import (
-    load_lora,
     module_shapes,
     read_lora,
     refill_lora,
@@ -38,7 +37,7 @@ from cascade_train.models.lora import (
     inject_lora,
     lora_spec,
 )
-from tests.unit.models.networks import empty_network, small_network
+from tests.unit.models.networks import empty_network, load_lora, small_network
 
 TOKENS = TrainedTokens(strings=("[fernando]",), ids=(49408,), is_new=(True,), rows=torch.linspace(0, 1, 24)[None])
 TEXT = {

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import pytest
 import torch
-from transformers import CLIPTextModelWithProjection
 
 from cascade_train.errors import ConfigError
 from cascade_train.models.text_encoder import TextEncoder
-from cascade_train.models.tokens import TokenTable, fold_tokens, put_tokens, train_tokens, trained_tokens
+from cascade_train.models.tokens import TokenTable, put_tokens, train_tokens, trained_tokens
 from tests.unit.models.test_text_encoder import built
 
 Entries = list[list[str | None]]
@@ -123,20 +121,6 @@ def test_a_new_token_without_an_expression_begins_as_zeros_and_says_so(
     table = train_tokens(encoder, [["<v>", None]])
     assert table.start.eq(0).all()
     assert "The new token <v> begins as zeros" in caplog.text
-
-
-def test_a_folded_tower_is_plain_and_equal(encoder: TextEncoder, tmp_path: Any) -> None:
-    moved(train_tokens(encoder, [["[star]", "^star</w>"], ["^red</w>", None]]))
-    expected = hidden(encoder, "a red [star]").detach()
-    fold_tokens(encoder)
-    assert trained_tokens(encoder) is None
-    assert torch.equal(hidden(encoder, "a red [star]"), expected)
-    encoder.module.save_pretrained(tmp_path)
-    loaded = CLIPTextModelWithProjection.from_pretrained(tmp_path)
-    assert loaded.config.vocab_size == 672
-    encoder.module = loaded.eval()
-    torch.testing.assert_close(hidden(encoder, "a red [star]"), expected)
-    fold_tokens(encoder)
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from cascade_train.errors import ConfigError
-from cascade_train.models.formats.lora_files import load_lora
 from cascade_train.models.lora import adapted_layers
 from cascade_train.tasks.lora import LoRA
+from tests.unit.models.networks import load_lora
 from tests.unit.models.stages import build_stage
 from tests.unit.tasks.task_contract import TaskContract, attached, component, make_batch, trainable
 
@@ -224,7 +224,7 @@ def test_a_filter_of_the_text_encoder_names_its_own_key() -> None:
 
 
 def test_only_stages_with_text_are_adapted() -> None:
-    with pytest.raises(AssertionError, match="adapters and tokens are for Stage B and C, not for"):
+    with pytest.raises(AssertionError, match="a LoRA is for stage_c or stage_b, not for stage_x"):
         component("task", "lora").attach(
             SimpleNamespace(name="stage_x", image_keep_prob=0.1, tokenize=lambda _: {}), None, None
         )

@@ -13,7 +13,6 @@ from diffusers import StableCascadeDecoderPipeline
 from cascade_train.errors import ConfigError
 from cascade_train.models.convolutional import ConvolutionalCompressor
 from cascade_train.models.formats.export import build_plain_network
-from cascade_train.models.formats.export_pipelines import DecoderParts, decoder_parts, save_decoder
 from cascade_train.models.formats.weights import load_network
 from cascade_train.models.initialize import Fill, fill_
 from cascade_train.models.latent_codec import VQGAN
@@ -118,12 +117,13 @@ def test_the_decoder_left_behind_is_found_again_as_weights(task: Any, tmp_path: 
     assert read.keys() == {f"network.{name}" for name in network.state_dict()}
 
 
-def test_with_a_vqgan_the_folder_is_a_decoder_pipeline(task: Any, tmp_path: Path) -> None:
+def test_with_a_vqgan_the_folder_is_a_decoder_pipeline(
+    task: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stage_a = VQGAN(weights=None, scale_factor=0.43, **SMALL_VQGAN)
     stage_a.build(device=torch.device("cpu"))
-    parts = decoder_parts(task.stage)
-    parts = DecoderParts(**(vars(parts) | {"vqgan": stage_a.module}))
-    save_decoder(task.stage.network.state_dict(), parts, tmp_path / "decoder")
+    monkeypatch.setattr(task.stage, "stage_a", stage_a)
+    task.stage.exports()["decoder"](task.stage.network.state_dict(), tmp_path / "decoder")
     pipeline = StableCascadeDecoderPipeline.from_pretrained(tmp_path / "decoder")
     pipeline.set_progress_bar_config(disable=True)
     assert pipeline.vqgan.config.scale_factor == 0.43
@@ -132,16 +132,24 @@ def test_with_a_vqgan_the_folder_is_a_decoder_pipeline(task: Any, tmp_path: Path
     latents = task.stage.semantic_compressor.encode(image)
     painted = pipeline(latents, "a circle", num_inference_steps=2, output_type="pt").images
     assert painted.shape == image.shape
-    plain = build_plain_network(parts.network_config, task.stage.network.state_dict())
+    plain = build_plain_network(task.stage.network.config, task.stage.network.state_dict())
     noised, ratio = torch.randn(1, 4, 24, 24), torch.tensor([0.5])
     cond = task.stage.conditions(task.stage.tokenize(["a circle"]), image)
     expected = plain(noised, ratio, **cond, return_dict=False)[0]
     torch.testing.assert_close(pipeline.decoder(noised, ratio, **cond, return_dict=False)[0], expected)
 
 
-def test_another_stage_is_no_decoder(tmp_path: Path) -> None:
-    task = component("task", "reconstruction")
+def test_a_stage_of_another_family_writes_its_own_network(tmp_path: Path) -> None:
+    task, network, written = component("task", "reconstruction"), torch.nn.Linear(1, 1), []
     assert isinstance(task, Reconstruction)
-    task.stage = SimpleNamespace(name="stage_x", network=torch.nn.Linear(1, 1))
-    with pytest.raises(AssertionError, match="a decoder is made of Stage B, not of stage_x"):
-        task.exports()["decoder"].write({}, tmp_path)
+    task.stage = SimpleNamespace(network=network, exports=lambda: {"weights": lambda *given: written.append(given)})
+    (export,) = task.exports().values()
+    assert (export.module, export.whole, list(task.exports())) == (network, True, ["weights"])
+    export.write({}, tmp_path)
+    assert written == [({}, tmp_path)]
+
+
+def test_a_stage_that_a_task_is_not_for_is_not_attached() -> None:
+    task = component("task", "finetune")
+    with pytest.raises(AssertionError, match="a Finetune is for stage_c, not for stage_x"):
+        task.attach(SimpleNamespace(name="stage_x"), None, torch.device("cpu"))

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from cascade_train.errors import ConfigError
-
-if TYPE_CHECKING:
-    from cascade_train.models.formats.export import Exported
 
 
 @dataclass(kw_only=True)
@@ -32,6 +29,6 @@ class WeightsArgs:
             raise ConfigError(f"dtype={self.dtype} must be bf16, fp32 or null.")
 
 
-def print_error(written: Exported) -> None:
+def print_error(path: Path, error: float) -> None:
     """Print where an export lies and how it reads back."""
-    sys.stdout.write(f"{written.path}: read back with a relative error of {written.max_error:.1e}\n")
+    sys.stdout.write(f"{path}: read back with a relative error of {error:.1e}\n")

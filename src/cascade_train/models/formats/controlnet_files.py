@@ -1,7 +1,6 @@
 """Control networks on disk: the original's one file, with a header for what the original leaves out.
 
-Lives here: that format out, and in with or without the header. Must not live here: what a control network is
-(controlnet.py), and when it is written (tasks/controlnet.py).
+Must not live here: what a control network is (controlnet.py), and when it is written (tasks/controlnet.py).
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from torch import Tensor
 
 from cascade_train.errors import ConfigError
 from cascade_train.models.controlnet import ControlNetwork, ControlSpec
-from cascade_train.models.formats.export import Exported, check_equal_tensors, checked_error, replaced_directory
-from cascade_train.models.formats.tensor_file import header_checked, read_tensors, write_tensors
+from cascade_train.models.formats.export import check_equal_tensors, checked_error, replaced_directory
 from cascade_train.models.formats.weights_source import find_part, find_weight_files
+from cascade_train.models.formats.weights_tensors import header_checked, read_tensors, write_tensors
 
 FORMAT = "cascade_train.controlnet/1"
 PART = "controlnet"
@@ -57,13 +56,8 @@ class StoredControl:
 def read_control(source: str, *, key: str, blocks: Sequence[int] | None = None) -> StoredControl:
     """Read a control network of ours or of the original.
 
-    Args:
-        source: a run, its export, a file, or a file on the hub (`owner/name:folder/file.safetensors`).
-        key: the config key that named the source.
-        blocks: which blocks it controls, where the file does not say; None = the file must.
-
-    Raises:
-        ConfigError: nothing there, no control network, or one that controls other blocks or does not name them.
+    `source` is a run, its export, a file, or one on the hub (`owner/name:folder/file.safetensors`); `blocks` are those
+    that it controls, where the file does not say. A ConfigError names `key`.
     """
     origin = f"{key}={source}"
     header, tensors = read_tensors(_find(source, key), key, what="control network")
@@ -97,7 +91,6 @@ def _find(source: str, key: str) -> Path:
 
 
 def _blocks(header: Mapping[str, str], given: Sequence[int] | None, count: int, holds: str) -> tuple[int, ...]:
-    """Return the blocks that a file's projections belong to, from its header or from the user."""
     if "blocks" in header:
         stored = tuple(json.loads(header["blocks"]))
         if given is not None and tuple(given) != stored:
@@ -120,12 +113,8 @@ def _blocks(header: Mapping[str, str], given: Sequence[int] | None, count: int, 
     return tuple(given)
 
 
-def save_control(stored: StoredControl, directory: Path) -> Exported:
-    """Write a control network, read it back and compare it, replacing `directory` at once.
-
-    Raises:
-        RunError: what was read back differs; `directory` is as it was.
-    """
+def save_control(stored: StoredControl, directory: Path) -> float:
+    """Write a control network, replacing `directory` at once, and compare what reads back; return the difference."""
     header = {
         "format": FORMAT,
         "base_size": stored.base_size or "",
@@ -138,8 +127,7 @@ def save_control(stored: StoredControl, directory: Path) -> Exported:
         write_tensors(partial / FILE_NAME, stored.state, header)
         found = read_control(str(partial / FILE_NAME), key="export")
         check_equal_tensors(stored.state, found.state, directory)
-        error = checked_error(_fixed_output(stored), _fixed_output(found), torch.float32, directory)
-    return Exported(path=directory, max_error=error)
+        return checked_error(_fixed_output(stored), _fixed_output(found), torch.float32, directory)
 
 
 @torch.no_grad()

@@ -1,8 +1,8 @@
 """Weights out: files and folders that other programs load, each read back and compared before it counts.
 
-Lives here: how a result takes its place, the comparison, and single modules: a denoising network, Stage A, a frozen
-part. Takes plain state dicts, gathered from their shards by the caller, on one process. Must not live here: pipelines
-(export_pipelines.py), adapters (export_lora.py), control networks (controlnet_files.py), checkpoints (engine/).
+Lives here: how a result takes its place, the comparison, and single modules. Takes plain state dicts, gathered from
+their shards, on one process. Must not live here: pipelines (export_pipelines.py), adapters (export_lora.py),
+checkpoints (engine/).
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,17 +50,6 @@ PART_FILE = "model.safetensors"
 _PROBE_PX = 32
 
 
-@dataclass(frozen=True, kw_only=True)
-class Exported:
-    """A finished export: its folder or file, and the largest difference of a fixed output after reading it back.
-
-    The difference is relative to the largest output.
-    """
-
-    path: Path
-    max_error: float
-
-
 def network_config(network: nn.Module) -> dict[str, Any]:
     """Return the diffusers config of a denoising network."""
     return dict(network.config)
@@ -76,17 +64,12 @@ def build_plain_network(config: Mapping[str, Any], state: Mapping[str, Tensor] |
     return network.eval()
 
 
-def save_network(state: Mapping[str, Tensor], config: Mapping[str, Any], out: Path, *, format: str) -> Exported:
-    """Write a denoising network's weights alone, replacing `out`.
+def save_network(state: Mapping[str, Tensor], config: Mapping[str, Any], out: Path, *, format: str) -> float:
+    """Write a denoising network's weights alone, replacing `out`; return the largest relative difference.
 
-    Args:
-        state: the whole state dict with diffusers' keys, on the host, in the dtype to be written.
-        config: the network's diffusers config.
-        out: a folder for "diffusers", a file that ends in `.safetensors` for "original".
-        format: one of `NETWORK_FORMATS`.
-
-    Raises:
-        RunError: what was read back differs; `out` is as it was.
+    `state` is the whole state dict with diffusers' keys, on the host, in the dtype to be written. `format` is one of
+    `NETWORK_FORMATS`: "diffusers" makes a folder, "original" a file that ends in `.safetensors`. What reads back
+    differently is a RunError, and `out` is as it was.
     """
     network = build_plain_network(config, state)
     with (replaced_directory if format == "diffusers" else replaced_file)(out) as partial:
@@ -95,8 +78,10 @@ def save_network(state: Mapping[str, Tensor], config: Mapping[str, Any], out: Pa
         else:
             save_file(original_state(state), partial, metadata={"format": "pt"})
         with open_weights(str(partial), key="export", layout=map_keys) as tensors:  # mapped into memory, not copied
-            loaded = build_plain_network(config, {name: tensors.read(name) for name in tensors.shapes()})
-            return Exported(path=out, max_error=read_back_error(network, loaded, out))
+            stored = {name: tensors.read(name) for name in tensors.shapes()}
+            check_equal_tensors(state, stored, out)
+            loaded = build_plain_network(config, stored)
+            return checked_error(fixed_prediction(network), fixed_prediction(loaded), network.dtype, out)
 
 
 def original_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -107,34 +92,30 @@ def original_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def save_vqgan(state: Mapping[str, Tensor], config: Mapping[str, Any], directory: Path) -> Exported:
-    """Write a folder that `PaellaVQModel.from_pretrained` loads, replacing `directory` at once.
+def save_vqgan(
+    config: Mapping[str, Any], state: Mapping[str, Tensor], directory: Path, *, original: bool = False
+) -> float:
+    """Write a folder that `PaellaVQModel.from_pretrained` loads, as `save_network` does.
 
-    `state` is the whole state dict with diffusers' keys, on the host; `config` the arguments of the `PaellaVQModel`.
-
-    Raises:
-        RunError: what was read back differs; `directory` is as it was.
+    `config` are the arguments of the `PaellaVQModel`. `original`: the folder holds the original's single file,
+    `stage_a.safetensors`, instead.
     """
-    model = _plain_vqgan(config, state)
+    model = plain_vqgan(config, state)
     with replaced_directory(directory) as partial, quiet():
-        model.save_pretrained(partial)
-        loaded = type(model).from_pretrained(partial).eval()
-        return Exported(path=directory, max_error=read_back_error(model, loaded, directory, _reconstruction))
+        if original:
+            originals = {new: old for old, new in ORIGINAL_NAMES.items()}
+            tensors = {replace_prefix(name, originals): each.contiguous() for name, each in model.state_dict().items()}
+            save_file(tensors, partial / STAGE_A_FILE, metadata={"format": "pt"})
+            stored = load_file(partial / STAGE_A_FILE)
+            loaded = plain_vqgan(config, {replace_prefix(n, ORIGINAL_NAMES): each for n, each in stored.items()})
+        else:
+            model.save_pretrained(partial)
+            loaded = type(model).from_pretrained(partial).eval()
+        return read_back_error(model, loaded, directory, _reconstruction)
 
 
-def save_original_vqgan(state: Mapping[str, Tensor], config: Mapping[str, Any], directory: Path) -> Exported:
-    """Write a folder with the original's single file in it, `stage_a.safetensors`; otherwise as `save_vqgan`."""
-    model = _plain_vqgan(config, state)
-    with replaced_directory(directory) as partial:
-        originals = {new: old for old, new in ORIGINAL_NAMES.items()}
-        tensors = {replace_prefix(name, originals): value.contiguous() for name, value in model.state_dict().items()}
-        save_file(tensors, partial / STAGE_A_FILE, metadata={"format": "pt"})
-        stored = load_file(partial / STAGE_A_FILE)
-        loaded = _plain_vqgan(config, {replace_prefix(n, ORIGINAL_NAMES): value for n, value in stored.items()})
-        return Exported(path=directory, max_error=read_back_error(model, loaded, directory, _reconstruction))
-
-
-def _plain_vqgan(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> PaellaVQModel:
+def plain_vqgan(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> PaellaVQModel:
+    """Return diffusers' own class around `state`, sharing its memory."""
     from diffusers.pipelines.deprecated.wuerstchen.modeling_paella_vq_model import PaellaVQModel  # only Stage A's
 
     with torch.device("meta"):
@@ -144,11 +125,7 @@ def _plain_vqgan(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> Pael
 
 
 def save_part(state: Mapping[str, Tensor], directory: Path) -> float:
-    """Write a frozen part's `model.safetensors` into a folder that replaces `directory` at once; return 0, its error.
-
-    Raises:
-        RunError: what was read back differs; `directory` is as it was.
-    """
+    """Write a frozen part into a folder that replaces `directory` at once, and compare it; return 0, its error."""
     tensors = {name: value.contiguous() for name, value in state.items()}
     with replaced_directory(directory) as partial:
         save_file(tensors, partial / PART_FILE, metadata={"format": "pt"})
@@ -187,21 +164,13 @@ def _reconstruction(model: nn.Module) -> Tensor:
 def read_back_error(
     written: nn.Module, loaded: nn.Module, out: Path, output: Callable[[nn.Module], Tensor] = fixed_prediction
 ) -> float:
-    """Compare a module with what was read back of it, and return the relative difference of a fixed output.
-
-    Raises:
-        RunError: tensors or outputs differ.
-    """
+    """Compare (RunError) a module with what was read back of it; return the relative difference of a fixed output."""
     check_equal_tensors(written.state_dict(), loaded.state_dict(), out)
     return checked_error(output(written), output(loaded), written.dtype, out)
 
 
 def checked_error(expected: Tensor, found: Tensor, dtype: torch.dtype, out: Path) -> float:
-    """Return the largest difference relative to the largest expected value.
-
-    Raises:
-        RunError: more than rounding.
-    """
+    """Return the largest difference relative to the largest expected value; a RunError if it is not rounding."""
     scale = max(float(expected.abs().max()), torch.finfo(torch.float32).tiny)
     error = float((expected - found).abs().max()) / scale
     if not error <= ROUNDINGS * torch.finfo(dtype).eps:
@@ -210,11 +179,7 @@ def checked_error(expected: Tensor, found: Tensor, dtype: torch.dtype, out: Path
 
 
 def check_equal_tensors(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], out: Path) -> None:
-    """Compare tensors bit for bit.
-
-    Raises:
-        RunError: names the first that differs.
-    """
+    """Compare tensors bit for bit; a RunError names one that differs."""
     for name in expected.keys() | found.keys():
         if name not in expected or name not in found or not torch.equal(expected[name], found[name]):
             raise RunError(f"{out}: {name} reads back differently from what was written; nothing was kept")
@@ -236,11 +201,7 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def replaced_file(path: Path) -> Iterator[Path]:
-    """Yield a file name beside `path` that takes its place when the block succeeds, else vanishes.
-
-    Raises:
-        RunError: it could not be written.
-    """
+    """Yield a file name beside `path` that takes its place when the block succeeds; a RunError if it fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as partial:
@@ -251,11 +212,7 @@ def replaced_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def replaced_directory(directory: Path) -> Iterator[Path]:
-    """Yield an empty folder beside `directory` that takes its place when the block succeeds, else vanishes.
-
-    Raises:
-        RunError: it could not be written.
-    """
+    """Yield an empty folder that takes the place of `directory` when the block succeeds; a RunError if it fails."""
     partial, old = (directory.with_name(f".{directory.name}.{suffix}") for suffix in ("partial", "old"))
     shutil.rmtree(partial, ignore_errors=True)
     try:

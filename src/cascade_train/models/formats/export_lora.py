@@ -15,10 +15,8 @@ from torch import Tensor, nn
 
 from cascade_train.errors import RunError
 from cascade_train.models.formats.export import (
-    Exported,
     build_plain_network,
     checked_error,
-    network_config,
     replaced_directory,
     replaced_file,
 )
@@ -40,21 +38,18 @@ LORA_FORMATS = ("peft", "single", "comfyui", "kohya", "original")
 
 def save_lora(
     lora: StoredLora, network_config: Mapping[str, Any], directory: Path, metadata: Mapping[str, str]
-) -> Exported:
+) -> float:
     """Write adapters as peft's folder and as one file with metadata, replacing `directory` at once.
 
-    Both are read back for a network without weights of that diffusers config, and each adapted layer's contribution
-    is compared. `metadata` is added to the single file's header.
-
-    Raises:
-        RunError: what was read back differs; `directory` is as it was.
+    Both are read back for a network of that diffusers config, and each layer's contribution is compared (RunError).
+    `metadata` is added to the single file's header.
     """
     modules = module_shapes(build_plain_network(network_config, None))
     with replaced_directory(directory) as partial:
         write_peft_folder(partial, lora)
         write_single_file(partial / SINGLE_FILE, lora, metadata)
         found = [read_lora(str(each), key="export", modules=modules) for each in (partial, partial / SINGLE_FILE)]
-        return Exported(path=directory, max_error=max(lora_error(lora, each, directory) for each in found))
+        return max(lora_error(lora, each, directory) for each in found)
 
 
 def export_lora(
@@ -64,18 +59,15 @@ def export_lora(
     *,
     format: str,
     metadata: Mapping[str, str],
-) -> Exported:
+) -> float:
     """Write adapters of a network, which may lie on meta, in one of `LORA_FORMATS`, replacing `out`.
 
     `out` is a folder for "peft", else a file that ends in `.safetensors`. Trained tokens are written as embeddings in
-    `<stem>.embeddings` where the format has no place for them. `metadata` is added to the header.
-
-    Raises:
-        ConfigError: something that the format has no place for.
-        RunError: what was read back differs; `out` is as it was.
+    `<stem>.embeddings` where the format has no place for them; for anything else it has none for, a ConfigError.
+    `metadata` is added to the header. What reads back differently is a RunError.
     """
     if format == "peft":
-        return save_lora(lora, network_config(network), out, metadata)
+        return save_lora(lora, network.config, out, metadata)
     modules, keyed = module_shapes(network), format in ("comfyui", "kohya")
     with replaced_file(out) as partial:
         if keyed:
@@ -88,16 +80,13 @@ def export_lora(
         error = lora_error(expected, read_lora(str(partial), key="export", modules=modules), out)
     if keyed and lora.tokens is not None:
         write_token_files(out.with_name(f"{out.stem}.embeddings"), lora)
-    return Exported(path=out, max_error=error)
+    return error
 
 
 def lora_error(expected: StoredLora, found: StoredLora, path: Path) -> float:
     """Return the largest difference of two files' contributions to a fixed input, relative to the largest.
 
-    Compares every adapted layer of network and text encoder, DoRA's magnitudes, and the trained tokens.
-
-    Raises:
-        RunError: more than rounding.
+    Compares every adapted layer of network and text encoder, DoRA's magnitudes, and the trained tokens (RunError).
     """
     if (expected.tokens is None) != (found.tokens is None):
         raise RunError(f"{path}: trained tokens read back differently from what was written; nothing was kept")
@@ -150,11 +139,7 @@ def merge_lora_into(state: dict[str, Tensor], lora: StoredLora, strength: float)
 def merge_all(
     network: nn.Module, state: dict[str, Tensor], sources: Sequence[str], strengths: Sequence[float], **reading: Any
 ) -> None:
-    """Read adapters (see `read_lora`) and merge them one after the other into a network's state dict.
-
-    Raises:
-        ConfigError: an adapter that does not fit the network.
-    """
+    """Read adapters (see `read_lora`) and merge them one after the other into a network's state dict."""
     for source, strength in zip(sources, strengths, strict=True):
         lora = read_lora(source, modules=module_shapes(network), **reading)
         if lora.text_encoder or lora.tokens is not None:

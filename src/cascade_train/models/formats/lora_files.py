@@ -1,7 +1,6 @@
 """Adapters on disk: our file with metadata, peft's folder, and the one way in for every format.
 
-Must not live here: foreign formats (lora_files_keyed.py, lora_files_original.py), what an adapter does (lora.py), and
-exports (export_lora.py).
+Must not live here: foreign formats (lora_files_keyed.py, lora_files_original.py), and exports (export_lora.py).
 """
 
 from __future__ import annotations
@@ -17,17 +16,20 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
-from cascade_train.models.formats.lora_files_keyed import collect_adapters, is_keyed, read_keyed, unify
+from cascade_train.models.formats.lora_files_keyed import is_keyed, read_keyed
 from cascade_train.models.formats.lora_files_original import DEFAULT_FILTERS, is_original, read_original
-from cascade_train.models.formats.tensor_file import header_checked, read_tensors, write_tensors
 from cascade_train.models.formats.weights import set_tensor
 from cascade_train.models.formats.weights_source import find_part
 from cascade_train.models.formats.weights_tensors import (
     SIZES,
     Shape,
-    compare_keys,
+    check_fit,
+    header_checked,
+    read_tensors,
     recognise_adapter_size,
     recognise_size,
+    shapes_of,
+    write_tensors,
 )
 from cascade_train.models.lora import (
     ADAPTER,
@@ -35,7 +37,6 @@ from cascade_train.models.lora import (
     StoredLora,
     TrainedTokens,
     adapted_modules,
-    attach_adapters,
     lora_spec,
 )
 
@@ -45,8 +46,11 @@ ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 TOKENS_FILE = "tokens.safetensors"
 TEXT_ENCODER = "text_encoder"
+TOKEN_ROWS = "token_rows"
 
 _PEFT_PREFIX = "base_model.model."
+_ALPHA = "lora_alpha"
+"""Of every adapter of a peft folder, from its configuration."""
 _MAGNITUDE = ".lora_magnitude_vector"
 
 
@@ -68,7 +72,7 @@ def write_single_file(path: Path, lora: StoredLora, metadata: Mapping[str, str])
     }
     tensors = dict(lora.state) | {f"{TEXT_ENCODER}.{name}": value for name, value in lora.text_encoder.items()}
     if lora.tokens is not None:
-        tensors["token_rows"] = lora.tokens.rows
+        tensors[TOKEN_ROWS] = lora.tokens.rows
         header |= _token_header(lora.tokens)
     write_tensors(path, tensors, header)
 
@@ -84,7 +88,7 @@ def write_peft_folder(folder: Path, lora: StoredLora) -> None:
         (folder / TEXT_ENCODER).mkdir()
         _write_adapter(folder / TEXT_ENCODER, lora.text_encoder, lora.spec)
     if lora.tokens is not None:
-        write_tensors(folder / TOKENS_FILE, {"token_rows": lora.tokens.rows}, _token_header(lora.tokens))
+        write_tensors(folder / TOKENS_FILE, {TOKEN_ROWS: lora.tokens.rows}, _token_header(lora.tokens))
 
 
 def _write_adapter(folder: Path, state: Mapping[str, Tensor], spec: LoraSpec) -> None:
@@ -118,90 +122,74 @@ def read_lora(
     Raises:
         ConfigError: nothing there, not adapters that this library reads, or adapters of another model.
     """
-    path = Path(source).expanduser()
     origin = f"{key}={source}"
-    if not path.exists():
+    if not Path(source).expanduser().exists():
         raise ConfigError(f"{origin}: no such file or folder; give a run, its export/lora, or a .safetensors file")
-    if path.is_dir():
-        path = find_part(path, "lora", key)
-    header, tensors = _read_adapters(path, key)
+    header, tensors = _read_adapters(source, key)
     with header_checked(origin):
         _check_size(tensors, header, modules, origin)
-        if path.is_dir():
-            lora = _from_peft_folder(path, tensors, key)
+        if is_original(tensors):
+            lora = read_original(header, tensors, modules, module_filters, origin)
         else:
-            lora = _from_one_file(header, tensors, modules, module_filters, origin)
+            lora = _read_by_name(header, tensors, modules, origin)
     _check_fit(lora, modules, origin)
     if lora.spec.base_size is None:
         lora = replace(lora, spec=replace(lora.spec, base_size=_size_of(modules)))
     return lora
 
 
-def _read_adapters(path: Path, key: str) -> tuple[Mapping[str, str], dict[str, Tensor]]:
-    """Return the header, empty where there is none, and the tensors of a file or of peft's folder."""
+def _read_adapters(source: str, key: str) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """Return header and tensors of a file, or those of a peft folder and what lies in it as one file's."""
+    path = Path(source).expanduser()
+    path = find_part(path, "lora", key) if path.is_dir() else path
     if not path.is_dir():
         return read_tensors(path, key, what="adapter file")
-    if not (path / ADAPTER_CONFIG).is_file() or not (path / ADAPTER_FILE).is_file():
-        raise ConfigError(f"{key}={path}: is no adapter folder, it lacks {ADAPTER_CONFIG} or {ADAPTER_FILE}")
-    return {}, read_tensors(path / ADAPTER_FILE, key, what="adapter file")[1]
+    header, tensors = _read_peft(path, key, prefix="")
+    if (path / TEXT_ENCODER).is_dir():
+        tensors |= _read_peft(path / TEXT_ENCODER, key, prefix=f"{TEXT_ENCODER}.")[1]
+    if (path / TOKENS_FILE).is_file():
+        of_tokens, rows = read_tensors(path / TOKENS_FILE, key, what="adapter file")
+        header, tensors = header | of_tokens, tensors | rows
+    return header, tensors
 
 
-def _from_one_file(
-    header: Mapping[str, str],
-    tensors: Mapping[str, Tensor],
-    modules: Mapping[str, Shape],
-    module_filters: Sequence[str] | None,
-    origin: str,
+def _read_peft(folder: Path, key: str, *, prefix: str) -> tuple[dict[str, str], dict[str, Tensor]]:
+    if not (folder / ADAPTER_CONFIG).is_file() or not (folder / ADAPTER_FILE).is_file():
+        raise ConfigError(f"{key}={folder}: is no adapter folder, it lacks {ADAPTER_CONFIG} or {ADAPTER_FILE}")
+    with header_checked(f"{key}={folder}"):
+        alpha = float(json.loads((folder / ADAPTER_CONFIG).read_text())["lora_alpha"])
+    tensors = read_tensors(folder / ADAPTER_FILE, key, what="adapter file")[1]
+    return {_ALPHA: str(alpha)}, {f"{prefix}{n.removeprefix(_PEFT_PREFIX)}": value for n, value in tensors.items()}
+
+
+def _read_by_name(
+    header: Mapping[str, str], tensors: Mapping[str, Tensor], modules: Mapping[str, Shape], origin: str
 ) -> StoredLora:
+    """Read ours, peft's, ComfyUI's and kohya's adapters, which name their modules."""
+    named = {name: value for name, value in tensors.items() if name != TOKEN_ROWS}
     if header.get("format") == FORMAT:
-        return _from_single_file(header, tensors)
-    if is_original(tensors):
-        return read_original(header, tensors, modules, module_filters, origin)
-    if is_keyed(tensors):
-        return read_keyed(tensors, modules, origin)
-    first = ", ".join(list(tensors)[:2]) or "nothing"
-    raise ConfigError(f"{origin}: holds no adapters in a format that is read here, but {first}; see docs/weights.md")
+        lora = replace(read_keyed(named, modules, origin, alpha=float(header["alpha"])), spec=_spec_of(header))
+    elif is_keyed(named):
+        lora = read_keyed(named, modules, origin, alpha=float(header[_ALPHA]) if _ALPHA in header else None)
+    else:
+        first = ", ".join(list(tensors)[:2]) or "nothing"
+        raise ConfigError(
+            f"{origin}: holds no adapters in a format that is read here, but {first}; see docs/weights.md"
+        )
+    if TOKEN_ROWS not in tensors:
+        return lora
+    strings, ids, is_new = (tuple(json.loads(header[name])) for name in ("tokens", "token_ids", "token_is_new"))
+    return replace(lora, tokens=TrainedTokens(strings=strings, ids=ids, is_new=is_new, rows=tensors[TOKEN_ROWS]))
 
 
-def _from_single_file(header: Mapping[str, str], tensors: Mapping[str, Tensor]) -> StoredLora:
-    prefix = f"{TEXT_ENCODER}."
-    spec = LoraSpec(
+def _spec_of(header: Mapping[str, str]) -> LoraSpec:
+    return LoraSpec(
         rank=int(header["rank"]),
         alpha=float(header["alpha"]),
         targets=tuple(json.loads(header["targets"])),
         base_size=header["base_size"] or None,
         dora=header.get("dora") == "true",
     )
-    return StoredLora(
-        spec=spec,
-        state={n: t for n, t in tensors.items() if n != "token_rows" and not n.startswith(prefix)},
-        text_encoder={n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)},
-        tokens=_tokens(header, tensors),
-    )
-
-
-def _tokens(header: Mapping[str, str], tensors: Mapping[str, Tensor]) -> TrainedTokens | None:
-    if "token_rows" not in tensors:
-        return None
-    strings, ids, is_new = (tuple(json.loads(header[key])) for key in ("tokens", "token_ids", "token_is_new"))
-    return TrainedTokens(strings=strings, ids=ids, is_new=is_new, rows=tensors["token_rows"])
-
-
-def _from_peft_folder(folder: Path, tensors: Mapping[str, Tensor], key: str) -> StoredLora:
-    lora, inner, tokens = _unified(folder, tensors, key), folder / TEXT_ENCODER, folder / TOKENS_FILE
-    if inner.is_dir():
-        lora = replace(lora, text_encoder=_unified(inner, _read_adapters(inner, key)[1], key).state)
-    if tokens.is_file():
-        lora = replace(lora, tokens=_tokens(*read_tensors(tokens, key, what="adapter file")))
-    return lora
-
-
-def _unified(folder: Path, tensors: Mapping[str, Tensor], key: str) -> StoredLora:
-    """Return the adapters of a peft folder; alpha / rank is the folder's for every module."""
-    alpha = Tensor([float(json.loads((folder / ADAPTER_CONFIG).read_text())["lora_alpha"])])
-    found = collect_adapters(tensors, f"{key}={folder}")
-    adapters = {name.removeprefix(_PEFT_PREFIX): replace(adapter, alpha=alpha) for name, adapter in found.items()}
-    return unify(adapters, {})
 
 
 def holds_lora(source: str) -> bool:
@@ -218,14 +206,9 @@ def holds_lora(source: str) -> bool:
 
 
 def adapter_size(source: str, *, key: str) -> str | None:
-    """Return the `model=` name of the base of stored adapters, from header or widths; None = no published size.
-
-    Raises:
-        ConfigError: nothing there that can be read.
-    """
-    path = Path(source).expanduser()
-    header, tensors = _read_adapters(find_part(path, "lora", key) if path.is_dir() else path, key)
-    return header.get("base_size") or recognise_adapter_size(tuple(t.shape) for t in tensors.values())[0]
+    """Return the `model=` name of the base of stored adapters, from header or widths; None = no published size."""
+    header, tensors = _read_adapters(source, key)
+    return header.get("base_size") or recognise_adapter_size(shapes_of(tensors).values())[0]
 
 
 def module_shapes(network: nn.Module) -> dict[str, Shape]:
@@ -239,32 +222,12 @@ def module_shapes(network: nn.Module) -> dict[str, Shape]:
     return shapes
 
 
-def load_lora(
-    network: nn.Module, source: str, *, key: str = "from", module_filters: Sequence[str] | None = DEFAULT_FILTERS
-) -> LoraSpec:
-    """Put stored adapters (see `read_lora`) onto a network that has none, frozen except for them.
-
-    The network is whole, with diffusers' keys; on meta only the adapters get values. Returns what they are.
-
-    Raises:
-        ConfigError: nothing there, or adapters of another model.
-    """
-    lora = read_lora(source, key=key, modules=module_shapes(network), module_filters=module_filters)
-    spec = lora.spec
-    attach_adapters(network, rank=spec.rank, alpha=spec.alpha, dropout=0.0, targets=spec.targets, dora=spec.dora)
-    fill_adapters(network, lora.state, f"{key}={source}")
-    return spec
-
-
 def refill_lora(
     network: nn.Module, source: str, *, key: str = "from", module_filters: Sequence[str] | None = DEFAULT_FILTERS
 ) -> StoredLora:
-    """Give the adapters that `network` already carries their stored values, and return all that was stored.
+    """Give the adapters that a whole network already carries their stored values; return all that was stored.
 
-    See `read_lora`. The network is whole; modules, rank and alpha must be equal.
-
-    Raises:
-        ConfigError: nothing there, or other adapters.
+    See `read_lora`. A ConfigError where modules, rank or alpha differ.
     """
     lora = read_lora(source, key=key, modules=module_shapes(network), module_filters=module_filters)
     spec, carried = lora.spec, lora_spec(network)
@@ -278,19 +241,13 @@ def refill_lora(
 
 
 def fill_adapters(network: nn.Module, state: Mapping[str, Tensor], origin: str) -> None:
-    """Give the adapters that a network carries their values, by plain names.
-
-    Raises:
-        ConfigError: they are other adapters.
-    """
+    """Give the adapters that a network carries their values, by plain names; a ConfigError if they are others."""
     wanted = {
         name.replace(f".{ADAPTER}.", "."): (name, parameter)
         for name, parameter in network.named_parameters(remove_duplicate=False)  # q, k and v may share one
         if ".lora_" in name
     }
-    difference = compare_keys(wanted, state)
-    if difference is not None:
-        raise ConfigError(f"{origin}: its tensors are not those of the adapted modules ({difference})")
+    _check_shapes(shapes_of({plain: p for plain, (_, p) in wanted.items()}), shapes_of(state), origin)
     for plain, (name, parameter) in wanted.items():
         if parameter.is_meta:  # a magnitude whose base has no values yet
             set_tensor(network, name, state[plain].float().clone())
@@ -304,7 +261,7 @@ def _check_size(
     """Refuse adapters of another published size than the network's, which the header or the widths tell."""
     wanted = _size_of(modules)
     widths = {each for shape in modules.values() for each in shape[:2]}
-    size, width = recognise_adapter_size(tuple(tensor.shape) for tensor in tensors.values())
+    size, width = recognise_adapter_size(shapes_of(tensors).values())
     stored = header.get("base_size") or (size if width not in widths else None)
     if stored is not None and stored != wanted:
         is_now = SIZES[wanted] if wanted is not None else "of another size"
@@ -331,12 +288,9 @@ def _check_fit(lora: StoredLora, modules: Mapping[str, Shape], origin: str) -> N
         wanted[f"{name}.lora_B.weight"] = (out, spec.rank, *(1 for _ in taps))
         if spec.dora:
             wanted[f"{name}.lora_magnitude_vector.weight"] = (1, out, 1, 1) if taps else (out,)
-    difference = compare_keys(wanted, lora.state)
-    if difference is not None:
-        raise ConfigError(f"{origin}: its tensors are not those of the adapted modules ({difference})")
-    for name, shape in wanted.items():
-        if tuple(lora.state[name].shape) != shape:
-            raise ConfigError(
-                f"{origin}: {name} has shape {tuple(lora.state[name].shape)}, this model needs {shape}; "
-                "choose the model= the adapter was trained on"
-            )
+    _check_shapes(wanted, shapes_of(lora.state), origin)
+
+
+def _check_shapes(wanted: Mapping[str, Shape], found: Mapping[str, Shape], origin: str) -> None:
+    what, remedy = "its tensors are not those of the adapted modules", "choose the model= the adapter was trained on"
+    check_fit(wanted, found, origin, what=what, remedy=remedy)

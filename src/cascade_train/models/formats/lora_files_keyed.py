@@ -3,8 +3,6 @@
 Both spell a module's path with underscores. ComfyUI maps `lora_prior_unet_` and `lora_unet_` onto the names of its own
 Stage C, and `lora_prior_te_` onto its text encoder (comfy/lora.py); kohya's branch for the cascade writes `lora_unet_`
 and `lora_te_` (networks/lora.py). Both keep q, k and v apart below `attention.attn` and call the output `out_proj`.
-
-Lives here: those names, in and out. Must not live here: which network the adapters fit (formats/lora_files.py).
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cascade_train.errors import ConfigError
-from cascade_train.models.formats.tensor_file import write_tensors
+from cascade_train.models.formats.weights_tensors import write_tensors
 from cascade_train.models.lora import LoraSpec, StoredLora, adapted_modules
 
 PREFIXES = {"comfyui": ("lora_prior_unet_", "lora_prior_te_"), "kohya": ("lora_unet_", "lora_te_")}
@@ -103,32 +101,30 @@ def is_keyed(names: Iterable[str]) -> bool:
     return any(name.endswith(tuple(_HALVES)) and not name.endswith(".alpha") for name in names)
 
 
-def read_keyed(tensors: Mapping[str, Tensor], modules: Iterable[str], origin: str) -> StoredLora:
+def read_keyed(
+    tensors: Mapping[str, Tensor], modules: Iterable[str], origin: str, *, alpha: float | None = None
+) -> StoredLora:
     """Read adapters under ComfyUI's, kohya's or dotted names, for a network with these modules.
 
-    Raises:
-        ConfigError: a module that the network has not, half an adapter, or another kind of adapter.
+    `alpha` is that of every adapter; None = as the tensors say. A ConfigError names what does not belong or lacks.
     """
-    found = collect_adapters(tensors, origin)
-    names = _known_names(modules)
+    found, names = _collect(tensors, origin), _known_names(modules)
     network: dict[str, Adapter] = {}
     text: dict[str, Adapter] = {}
     for stem, adapter in found.items():
+        adapter.alpha = adapter.alpha if alpha is None else torch.tensor(alpha)
         if stem in names:
             network[names[stem]] = adapter
         elif (text_name := _text_name(stem)) is not None:
             text[text_name] = adapter
         else:
-            raise ConfigError(f"{origin}: adapts {stem}, which this model has not; choose the model= it was trained on")
-    return unify(network, text)
+            raise ConfigError(
+                f"{origin}: adapts {stem}, which this model has not; choose the model= the adapter was trained on"
+            )
+    return _unify(network, text)
 
 
-def collect_adapters(tensors: Mapping[str, Tensor], origin: str) -> dict[str, Adapter]:
-    """Return the adapters by the stored name of their module.
-
-    Raises:
-        ConfigError: half an adapter, or another kind of adapter.
-    """
+def _collect(tensors: Mapping[str, Tensor], origin: str) -> dict[str, Adapter]:
     found: dict[str, Adapter] = {}
     for name, tensor in tensors.items():
         ending = next((end for end in sorted(_HALVES, key=len, reverse=True) if name.endswith(end)), None)
@@ -165,7 +161,7 @@ def _text_name(stem: str) -> str | None:
     return stem.removeprefix("text_encoder.") if stem.startswith("text_encoder.") else None
 
 
-def unify(network: Mapping[str, Adapter], text: Mapping[str, Adapter]) -> StoredLora:
+def _unify(network: Mapping[str, Adapter], text: Mapping[str, Adapter]) -> StoredLora:
     """Bring adapters to one rank and alpha without changing what they compute.
 
     Smaller ranks are filled up with zeros; where alpha / rank differs, it is multiplied into the up half.
@@ -178,7 +174,9 @@ def unify(network: Mapping[str, Adapter], text: Mapping[str, Adapter]) -> Stored
         {k: v for n, a in d.items() for k, v in _plain(n, a, rank, scale).items()} for d in (network, text)
     )
     dora = any(a.magnitude is not None for a in adapters)
-    spec = LoraSpec(rank=rank, alpha=scale * rank, targets=tuple(network), base_size=None, dora=dora)
+    largest = next(a for a in adapters if a.down is not None and a.down.shape[0] == rank)
+    alpha = float(rank) if largest.alpha is None or largest.scale != scale else float(largest.alpha)
+    spec = LoraSpec(rank=rank, alpha=alpha, targets=tuple(network), base_size=None, dora=dora)
     return StoredLora(spec=spec, state=state, text_encoder=text_state)
 
 

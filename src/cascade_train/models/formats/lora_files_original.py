@@ -3,8 +3,6 @@
 The original writes `weights.<i>.lora_down` (r, in) and `weights.<i>.lora_up` (out, r), i counting the adapted modules
 in its own order, for W + (1 / r) up down; and `embeddings.embeddings` (N, D), which it adds to the vocabulary's rows
 `embeddings.indices` (Stable Cascade, modules/lora.py and train/train_c_lora.py).
-
-Lives here: that layout, in and out. Must not live here: which network the adapters fit (formats/lora_files.py).
 """
 
 from __future__ import annotations
@@ -20,8 +18,7 @@ import torch
 from torch import Tensor
 
 from cascade_train.errors import ConfigError
-from cascade_train.models.formats.tensor_file import write_tensors
-from cascade_train.models.formats.weights_tensors import Shape
+from cascade_train.models.formats.weights_tensors import Shape, write_tensors
 from cascade_train.models.lora import LoraSpec, StoredLora, TrainedTokens
 
 log = logging.getLogger(__name__)
@@ -30,6 +27,9 @@ DEFAULT_FILTERS = (".attn",)
 """What the original's published configuration adapts."""
 
 _POSITION = re.compile(r"weights\.(\d+)\.lora_(down|up)")
+_SWAPPED = {"clip_txt_pooled_mapper": "clip_txt_mapper", "clip_txt_mapper": "clip_txt_pooled_mapper"}
+"""The only modules whose order diffusers changes."""
+
 _BRACKETS = (("[", "]"), ("<", ">"))
 
 
@@ -52,7 +52,9 @@ def original_places(modules: Iterable[str], filters: Sequence[str] | None) -> li
     A filter is a substring of the original's name; None = every module. `modules` are in the network's order.
     """
     places: list[Place] = []
-    for name in _in_original_order(modules):
+    names = list(modules)
+    swaps = set(_SWAPPED) <= set(names)
+    for name in (_SWAPPED.get(name, name) if swaps else name for name in names):
         stem, _, leaf = name.rpartition(".attention.")
         if leaf == "to_q":
             fused = f"{stem}.attention.attn"
@@ -61,16 +63,6 @@ def original_places(modules: Iterable[str], filters: Sequence[str] | None) -> li
         elif not leaf or not stem:
             places.append(Place(name, (name,)))
     return places if filters is None else [p for p in places if any(f in p.name for f in filters)]
-
-
-def _in_original_order(modules: Iterable[str]) -> list[str]:
-    """Return the modules with the text mapper before the pooled one, the only two that diffusers swaps."""
-    names = list(modules)
-    first, second = "clip_txt_pooled_mapper", "clip_txt_mapper"
-    if first in names and second in names and names.index(first) < names.index(second):
-        a, b = names.index(first), names.index(second)
-        names[a], names[b] = second, first
-    return names
 
 
 def read_original(
@@ -83,16 +75,16 @@ def read_original(
     """Read the original's layout as adapters of q, k and v that share their down half.
 
     A file of ours names its modules in the header. The original's own does not: `filters` must be the `module_filters`
-    that it was trained with. `modules` maps the network's modules to the shapes of their weights, in its order.
-
-    Raises:
-        ConfigError: other modules than the filters select, or depthwise ones.
+    that it was trained with, else a ConfigError. `modules` are the shapes of the network's weights, in its order.
     """
     count = 1 + max(int(match[1]) for name in tensors if (match := _POSITION.fullmatch(name)) is not None)
-    places = _places_of(header, modules, filters)
+    places = original_places(modules, None if "modules" in header else filters)
+    if "modules" in header:
+        named = {place.name: place for place in places}
+        places = [named[name] for name in json.loads(header["modules"]) if name in named]
     if len(places) != count:
         raise ConfigError(
-            f"{origin}: adapts {count} modules, but module_filters={_spelled(filters)} selects {len(places)} of this "
+            f"{origin}: adapts {count} modules, but module_filters={json.dumps(filters)} selects {len(places)} of this "
             "model; give the filters and the model that it was trained with"
         )
     state: dict[str, Tensor] = {}
@@ -102,17 +94,6 @@ def read_original(
     rank = tensors["weights.0.lora_down"].shape[0]
     spec = LoraSpec(rank=rank, alpha=1.0, targets=tuple(n for p in places for n in p.ours), base_size=None)
     return StoredLora(spec=spec, state=state, tokens=_read_tokens(header, tensors, origin))
-
-
-def _places_of(header: Mapping[str, str], modules: Mapping[str, Shape], filters: Sequence[str] | None) -> list[Place]:
-    if "modules" in header:
-        named = {place.name: place for place in original_places(modules, None)}
-        return [named[name] for name in json.loads(header["modules"]) if name in named]
-    return original_places(modules, filters)
-
-
-def _spelled(filters: Sequence[str] | None) -> str:
-    return "null" if filters is None else json.dumps(list(filters))
 
 
 def _split(place: Place, down: Tensor, up: Tensor, modules: Mapping[str, Shape], origin: str) -> dict[str, Tensor]:
@@ -154,10 +135,7 @@ def write_original(path: Path, lora: StoredLora, modules: Mapping[str, Shape], m
     """Write adapters as the original reads them, exactly: independent q, k and v need three times the rank.
 
     Every adapter of the file has the same rank, as the original asks; load it with `rank` and `module_filters` as in
-    the header, and with `train_tokens: [[<token>, null], …]`. `modules` is as for `read_original`.
-
-    Raises:
-        ConfigError: something that the original has no place for.
+    the header, and with `train_tokens: [[<token>, null], …]`. A ConfigError where the original has no place.
     """
     _check_expressible(lora, modules)
     places = [p for p in original_places(modules, None) if any(f"{n}.lora_A.weight" in lora.state for n in p.ours)]

@@ -19,10 +19,11 @@ from cascade_train.models.formats.weights_tensors import (
     Shape,
     Stored,
     StoredTensors,
-    compare_keys,
+    check_fit,
     map_keys,
     own_names,
     recognise_size,
+    shapes_of,
 )
 from cascade_train.models.initialize import InitialValues, Shares
 
@@ -33,9 +34,6 @@ def open_weights(
     """Find weights (see `find_weight_files`) and return their tensors as a context manager.
 
     `layout` says how stored names become the module's: `map_keys` for denoising networks.
-
-    Raises:
-        ConfigError: no such weights, or unreadable ones.
     """
     return StoredTensors(find_weight_files(source, key=key, part=part), key=key, layout=layout)
 
@@ -51,10 +49,8 @@ def load_network(
 ) -> None:
     """Load a denoising network of Stage B or C in place, tensor by tensor; diffusers' keys or the original's.
 
-    The network may lie on the meta device; its tensors are replaced. `dtype` None = that of the first stored tensor.
-
-    Raises:
-        ConfigError: no such weights, or weights of another model, naming it.
+    It may lie on the meta device. `dtype` None = that of the first stored tensor. A ConfigError names the model that
+    other weights belong to.
     """
     with open_weights(source, key=key, part=part, layout=map_keys) as tensors:
         _check_network(network, tensors, f"{key}={source}")
@@ -70,11 +66,7 @@ def load_state(
 
 
 def read_network(network: nn.Module, source: str, *, key: str, part: str = "prior") -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and the whole fp32 value, on the host, of every stored tensor of a network, which may be sharded.
-
-    Raises:
-        ConfigError: as `load_network`.
-    """
+    """Yield name and whole fp32 value, on the host, of the stored tensors of a network, which may be sharded."""
     with open_weights(source, key=key, part=part, layout=map_keys) as tensors:
         _check_network(network, tensors, f"{key}={source}")
         for name in tensors.shapes():
@@ -82,11 +74,7 @@ def read_network(network: nn.Module, source: str, *, key: str, part: str = "prio
 
 
 def stored_size(source: str, *, key: str, part: str = "network") -> str | None:
-    """Return the `model=` name of the size of a stored network, see `recognise_size`.
-
-    Raises:
-        ConfigError: no such weights.
-    """
+    """Return the `model=` name of the size of a stored network, see `recognise_size`."""
     with open_weights(source, key=key, part=part, layout=map_keys) as tensors:
         return recognise_size(tensors.shapes())
 
@@ -123,10 +111,7 @@ def load_module(
 ) -> None:
     """Load any other module (compressor, previewer, Stage A) in place, by its own names.
 
-    It may lie on the meta device; its tensors are replaced. `renamed` are prefixes of stored names -> the module's.
-
-    Raises:
-        ConfigError: no such weights, or weights of another module.
+    It may lie on the meta device. `renamed` are prefixes of stored names -> the module's.
     """
 
     def layout(names: Iterable[str]) -> dict[str, Stored]:
@@ -151,7 +136,6 @@ def _put(module: nn.Module, tensors: StoredTensors, dtype: torch.dtype, device: 
 
 
 def _check_network(network: nn.Module, tensors: StoredTensors, origin: str) -> None:
-    """Refuse what is not the weights of a denoising network of this size."""
     shapes = tensors.shapes()
     if not shapes:
         raise ConfigError(f"{origin}: holds no tensors")
@@ -161,7 +145,7 @@ def _check_network(network: nn.Module, tensors: StoredTensors, origin: str) -> N
             "them into weights: cascade-train merge"
         )
     stored = recognise_size(shapes)
-    wanted = recognise_size(_module_shapes(network))
+    wanted = recognise_size(shapes_of(network.state_dict()))
     if stored is not None and stored != wanted:
         is_now = SIZES[wanted] if wanted is not None else "of another size"
         raise ConfigError(
@@ -171,20 +155,8 @@ def _check_network(network: nn.Module, tensors: StoredTensors, origin: str) -> N
 
 
 def _check_shapes(module: nn.Module, shapes: Mapping[str, Shape], origin: str) -> None:
-    """Refuse tensors whose names or shapes are not the module's."""
-    wanted = _module_shapes(module)
-    difference = compare_keys(wanted, shapes)
-    if difference is not None:
-        raise ConfigError(f"{origin}: not the weights of this model ({difference}); choose the model= they belong to")
-    for name, shape in wanted.items():
-        if shapes[name] != shape:
-            raise ConfigError(
-                f"{origin}: {name} has shape {shapes[name]}, this model needs {shape}; choose the model= they belong to"
-            )
-
-
-def _module_shapes(module: nn.Module) -> dict[str, Shape]:
-    return {name: tuple(value.shape) for name, value in module.state_dict().items()}
+    remedy = "choose the model= they belong to"
+    check_fit(shapes_of(module.state_dict()), shapes, origin, what="not the weights of this model", remedy=remedy)
 
 
 def copy_to(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -1,7 +1,6 @@
-"""Where weights lie: from what a user writes to files on this machine.
+"""Where weights lie: from what a user writes (hub ids, folders, files, runs) to files on this machine.
 
-Lives here: hub ids, diffusers folders, single files, and our own runs. Must not live here: reading tensors
-and what their names mean (weights_tensors.py).
+Must not live here: reading tensors and what their names mean (weights_tensors.py).
 """
 
 from __future__ import annotations
@@ -80,11 +79,7 @@ def _holds(folder: Path, part: str) -> bool:
 
 
 def find_part(folder: Path, part: str, key: str) -> Path:
-    """Return the folder of `part` ("prior", "lora") inside a run, an export or a pipeline; else `folder` itself.
-
-    Raises:
-        ConfigError: a run that left no such part, or one of its checkpoints.
-    """
+    """Return the folder of `part` ("prior", "lora") inside a run, an export or a pipeline; else `folder` itself."""
     for candidate in (folder / "export" / part, folder / part):
         if candidate.is_dir():
             return find_part(candidate, part, key)
@@ -132,11 +127,7 @@ def _folder_files(folder: Path, key: str) -> list[Path]:
 
 
 def shard_names(index: Path, key: str) -> list[str]:
-    """Return the files that an index names as those of a model's tensors, which lie beside it, sorted.
-
-    Raises:
-        ConfigError: it names none, or something else than files beside it.
-    """
+    """Return the files beside an index that hold a model's tensors, sorted; a ConfigError if it names others."""
     try:
         content = read_json(index.read_bytes())
     except ValueError as error:

@@ -1,25 +1,26 @@
-"""Stored tensors: reading them one at a time, and what their names and shapes mean.
+"""Stored tensors: reading them one at a time or with a header, and what their names and shapes mean.
 
-Lives here: safetensors files and shards, pickles read as weights only, the original's key names, the cascade's sizes.
 Must not live here: where files lie (weights_source.py), and modules (weights.py).
 """
 
 from __future__ import annotations
 
+import json
 import pickle
 import zipfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from cascade_train.errors import ConfigError
+from cascade_train.redaction import LONGEST_NAME, shortened
 
 Shape = tuple[int, ...]
 
@@ -54,15 +55,8 @@ def own_names(stored_names: Iterable[str]) -> dict[str, Stored]:
 class StoredTensors:
     """The tensors of some weight files by the module's names, read lazily; a context manager that may be reentered.
 
-    Never are two whole copies of a model in memory.
-
-    Args:
-        files: safetensors files, or pickles (`.bin`, `.pt`) that hold tensors alone, possibly under `state_dict`.
-        key: the config key that named them, for messages.
-        layout: how stored names become the module's.
-
-    Raises:
-        ConfigError: a file that cannot be read as weights.
+    Never are two whole copies of a model in memory. Files are safetensors, or pickles (`.bin`, `.pt`) that hold tensors
+    alone, possibly under `state_dict`; others are a ConfigError that names `key`.
     """
 
     def __init__(self, files: Sequence[Path], *, key: str, layout: Layout = own_names) -> None:
@@ -83,9 +77,7 @@ class StoredTensors:
         self._stored = self._layout(self._holders)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._holders.clear()
         self._stack.close()
 
@@ -124,11 +116,7 @@ class StoredTensors:
 
 
 def load_pickle(file: Path, key: str) -> dict[str, Tensor]:
-    """Read a pickle of tensors without running code from it.
-
-    Raises:
-        ConfigError: it holds anything but tensors by name.
-    """
+    """Read a pickle of tensors by name without running code from it; a ConfigError if it holds anything else."""
     try:
         content = torch.load(file, map_location="cpu", weights_only=True, mmap=_is_uncompressed(file))
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, OSError, zipfile.BadZipFile) as error:
@@ -148,6 +136,43 @@ def _is_uncompressed(file: Path) -> bool:
         return False
     with zipfile.ZipFile(file) as content:
         return all(each.compress_type == zipfile.ZIP_STORED for each in content.infolist())
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write tensors and the facts of the header, these in the order of their names (safetensors shuffles them)."""
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata=dict(metadata))
+    with path.open("r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size)) | {"__metadata__": dict(sorted(metadata.items()))}
+        text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode().ljust(size)
+        if len(text) != size:
+            raise AssertionError(f"the header of {path} has {size} bytes, not {len(text)}")
+        file.seek(8)
+        file.write(text)
+
+
+def read_tensors(path: Path, key: str, *, what: str) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """Return header and copies of the tensors; `key` and `what`, the content, are for the ConfigError."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - not a mapping
+            return file.metadata() or {}, tensors
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{key}={path}: is no readable {what} ({error}); copy it again") from error
+
+
+@contextmanager
+def header_checked(origin: str) -> Iterator[None]:
+    """Parse a header of a file within; `origin` is for the ConfigError if it lacks something."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise ConfigError(
+            f"{origin}: its header is damaged ({type(error).__name__}: {shortened(str(error), LONGEST_NAME)}); copy it "
+            "again from where it was made"
+        ) from error
 
 
 def map_keys(stored_names: Iterable[str]) -> dict[str, Stored]:
@@ -230,3 +255,22 @@ def compare_keys(wanted: Iterable[str], found: Iterable[str], *, limit: int = 3)
             more = f" and {len(names) - limit} more" if len(names) > limit else ""
             parts.append(f"{len(names)} {title}: {', '.join(names[:limit])}{more}")
     return "; ".join(parts) or None
+
+
+def check_fit(wanted: Mapping[str, Shape], found: Mapping[str, Shape], origin: str, *, what: str, remedy: str) -> None:
+    """Refuse tensors whose names or shapes are not those wanted.
+
+    `origin` is the key and value that named them, `what` says what is wrong where names differ, `remedy` ends the
+    sentence.
+    """
+    difference = compare_keys(wanted, found)
+    if difference is not None:
+        raise ConfigError(f"{origin}: {what} ({difference}); {remedy}")
+    for name, shape in wanted.items():
+        if found[name] != shape:
+            raise ConfigError(f"{origin}: {name} has shape {found[name]}, this model needs {shape}; {remedy}")
+
+
+def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, Shape]:
+    """Return the shapes of tensors by name."""
+    return {name: tuple(value.shape) for name, value in tensors.items()}

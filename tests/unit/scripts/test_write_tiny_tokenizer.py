@@ -3,7 +3,8 @@ from pathlib import Path
 import pytest
 from transformers import CLIPTokenizer
 
-from cascade_train.models.tiny_vocabulary import END, FOLDER, START, WORD_END, WORDS, vocabulary, write
+from cascade_train.models.token_count import FOLDER
+from scripts.write_tiny_tokenizer import END, START, WORD_END, WORDS, vocabulary, write
 
 
 @pytest.fixture(scope="module")

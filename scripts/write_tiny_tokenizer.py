@@ -1,7 +1,8 @@
 """The packaged tokenizer: a small byte-level BPE in which every word of the shapes captions is one token.
 
-Lives here: its words and how `tiny_tokenizer/` is made of them (`python -m cascade_train.models.tiny_vocabulary`; a
-test regenerates the shipped files identically). Must not live here: reading it (text_encoder.py).
+python scripts/write_tiny_tokenizer.py
+
+writes the shipped files; a test compares them.
 
 Format: CLIP's (vocab.json, merges.txt; Radford et al. 2021): 256 bytes, the same bytes as word ends, one token for each
 merge, then start and end of text. Any text can be written with it; other words take several tokens.
@@ -12,8 +13,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-FOLDER = Path(__file__).parent / "tiny_tokenizer"
-"""Where the shipped files lie."""
+from cascade_train.models.token_count import FOLDER
 
 START, END, WORD_END = "<|startoftext|>", "<|endoftext|>", "</w>"
 
