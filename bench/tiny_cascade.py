@@ -92,12 +92,13 @@ def unseen(seen_before: Sequence[Shapes], count: int) -> Truth:
     Raises:
         ValueError: hardly any are left.
     """
-    seen = {pictures.draw(row)[0] for pictures in seen_before for row in range(pictures.samples)}
+    seen = {pictures.scene(row) for pictures in seen_before for row in range(pictures.samples)}
     others = replace(seen_before[0], seed=HELD_OUT_SEED)  # rows beyond its number of samples can be drawn, too
     found: dict[Scene, np.ndarray] = {}
-    for scene, _, picture in map(others.draw, range(LOOKED_AT)):
-        if scene not in seen:
-            found.setdefault(scene, np.asarray(picture))
+    for row in range(LOOKED_AT):
+        scene = others.scene(row)
+        if scene not in seen and scene not in found:
+            found[scene] = np.asarray(others.draw(row)[2])
         if len(found) == count:
             return Truth(scenes=tuple(found), pictures=tuple(found.values()))
     raise ValueError(f"only {len(found)} of {LOOKED_AT} scenes are none of those trained on")

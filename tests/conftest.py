@@ -17,6 +17,7 @@ os.environ.update(
     }
 )
 
+import gc
 import random
 import shutil
 import signal
@@ -26,6 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+gc.disable()  # until all is collected: what tests import stays
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell leaves it to what runs in its background
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -43,6 +46,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if item.get_closest_marker("slurm") and shutil.which("sbatch") is None:
             item.add_marker(pytest.mark.skip(reason="needs SLURM (no sbatch on the PATH)"))
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage again, but not among what was imported."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    """Let Python free all that it ends with."""
+    gc.unfreeze()
 
 
 def has_gpu() -> bool:

@@ -6,6 +6,7 @@ the top, because the signal handlers of a training come first.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -21,8 +22,10 @@ def main() -> None:
     if not is_training(sys.argv[1:]):
         sys.exit(launch(sys.argv[1:]))
     set_handlers(stop_at_once)
+    gc.disable()  # a fifth of the start is collecting what imports make and keep; assembly.run enables it
     code = launch(sys.argv[1:])
     set_handlers(lambda *_: os._exit(code))  # the run has ended: no signal changes its exit code any more
+    gc.unfreeze()  # else libraries report what they could not free
     sys.exit(code)
 
 

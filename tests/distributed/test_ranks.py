@@ -41,6 +41,7 @@ def test_lora_trains_on_two_ranks_on_two_shapes_from_a_tar_made_with_tar(tmp_pat
         2, "task=lora", "model=c_tiny", "data=webdataset", "data.urls=[dataset.tar]", "train.max_steps=8",
         "train.global_batch_size=8", "data.num_workers=1", "sample.every_steps=8", "sample.steps=2",
         "sample.count=2", "data.aspect_ratios=[1/1,1/2]", "validate.share=0.2", "validate.every_steps=4", cwd=tmp_path,
+        warm=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "Samples by height x width: 128x64 12, 96x96 11." in done.stderr

@@ -1,9 +1,8 @@
-"""The soak in small: 200 steps with two kills; and that it would notice what it looks for."""
+"""The soak in small: 100 steps with two kills; and that it would notice what it looks for."""
 
 import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,19 +12,20 @@ from safetensors.torch import load_file, save_file
 from bench.soak import expect
 from bench.soak_ranks import LAST_STEPS, End, moments
 from bench.soak_report import differences, growth, page, verdicts
+from tests.warm.programs import warm_programs
 
 SOAK = Path(__file__).resolve().parents[2] / "bench" / "soak.py"
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_two_kills_in_200_steps_change_no_bit_and_memory_does_not_grow(tmp_path):
-    command = [sys.executable, str(SOAK), "--steps=200", "--kill-every=100", f"--folder={tmp_path}"]
+def test_two_kills_in_100_steps_change_no_bit_and_memory_does_not_grow(tmp_path):
+    command = [str(warm_programs() / "python"), str(SOAK), "--steps=100", "--kill-every=50", f"--folder={tmp_path}"]
     done = subprocess.run([*command, f"--out={tmp_path / 'page.md'}"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "soak.json").read_text())
     first, second = (each["step"] for each in found["disturbed"]["kills"])
-    assert 0 < first <= 102 < second < 200
+    assert 0 < first <= 52 < second < 100
     assert "bit for bit" in (tmp_path / "page.md").read_text()
     assert [name for name in found if name not in ("settings", "passes")] == ["undisturbed", "disturbed", "differences"]
 

@@ -18,7 +18,7 @@ SHORT = (
 )
 CANNY = (
     "experiment=tiny_canny",
-    "train.max_steps=150",
+    "train.max_steps=110",
     "optimizer.lr=5e-3",
     "task.cond_drop_prob=1",
     "sample.steps=10",
@@ -28,7 +28,7 @@ CANNY = (
 @pytest.mark.slow
 def test_samples_follow_the_edges_that_they_are_given(tmp_path: Path) -> None:
     run = train(tmp_path / "control", *SHORT, *CANNY)
-    image_BCHW = pictures(128, WORDS)
+    image_BCHW = pictures(96, WORDS)
     followed, error = margin(*paint(run, image_BCHW, 1.0))
     assert followed > 0.1
     assert followed > 6 * error, "more than chance"

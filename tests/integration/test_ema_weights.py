@@ -3,25 +3,29 @@
 import pytest
 import torch
 
+from bench.soak_ranks import SMALL_NETWORK
 from tests.integration.runs import exported_weights, read_metrics, torchrun, train
+
+FINETUNE = (*SMALL_NETWORK, "task=finetune")
 
 
 @pytest.fixture(scope="module")
 def given(tmp_path_factory):
-    return train(tmp_path_factory.mktemp("given") / "run", "task=finetune", "model.weights=null", "train.max_steps=1")
+    """A run whose weights were drawn from another seed."""
+    return train(tmp_path_factory.mktemp("given") / "run", *FINETUNE, "run.seed=5", "train.max_steps=1")
 
 
 def test_the_export_is_the_given_average_moved_by_the_steps_taken(given, tmp_path):
-    options = ("task=finetune", "ema.decay=0.999999", f"ema.weights={given}", "optimizer.lr=1e-3")
-    average = exported_weights(train(tmp_path / "run", *options))
-    began, trained = exported_weights(given), exported_weights(train(tmp_path / "plain", *options[:1], options[3]))
+    options = (*FINETUNE, "optimizer.lr=1e-3")
+    average = exported_weights(train(tmp_path / "run", *options, "ema.decay=0.999999", f"ema.weights={given}"))
+    began, trained = exported_weights(given), exported_weights(train(tmp_path / "plain", *options))
     for name, value in average.items():
         torch.testing.assert_close(value, began[name], atol=2e-5, rtol=0)
     assert any((value - trained[name]).abs().max() > 0.05 for name, value in average.items())
 
 
 def test_a_resumed_run_keeps_the_average_it_had(given, tmp_path):
-    options = ("task=finetune", "ema.decay=0.5", f"ema.weights={given}")
+    options = (*FINETUNE, "ema.decay=0.5", f"ema.weights={given}")
     whole = train(tmp_path / "whole", *options)
     train(tmp_path / "part", *options, "train.max_steps=2")
     part = train(tmp_path / "part", *options)
@@ -32,10 +36,10 @@ def test_a_resumed_run_keeps_the_average_it_had(given, tmp_path):
 
 @pytest.mark.distributed
 def test_ranks_that_share_the_weights_share_the_given_average(given, tmp_path):
-    overrides = ["model=c_tiny", "task=finetune", "ema.decay=0.5", f"ema.weights={given}", "train.global_batch_size=8",
+    overrides = [*FINETUNE, "ema.decay=0.5", f"ema.weights={given}", "train.global_batch_size=8",
                  "train.max_steps=2", "sample.every_steps=null", "train.micro_batch_size=4"]  # fmt: skip
     done = torchrun(2, *overrides, "parallel=fsdp", "run.dir=two", cwd=tmp_path, warm=True)
     assert done.returncode == 0, done.stderr
-    one = exported_weights(train(tmp_path / "one", *overrides[1:]))
+    one = exported_weights(train(tmp_path / "one", *overrides))
     for name, value in exported_weights(tmp_path / "two").items():
         torch.testing.assert_close(value, one[name], atol=1e-4, rtol=1e-4)

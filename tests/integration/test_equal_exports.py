@@ -7,12 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+from bench.soak_ranks import SMALL_NETWORK
 from tests.integration.runs import SMALL
 
+NARROW = [override for override in SMALL_NETWORK if override.startswith(("model.weights", "model.network"))]
 RUNS = {
     "lora": ("task=lora", "task.train_tokens=[['[star]','star']]", "task.text_encoder_filters=[.self_attn]"),
-    "control": ("task=controlnet", "filter@task.filter=canny", "task.bottleneck=small"),
-    "prior": ("task=finetune", "objective=gdf"),
+    "control": (*NARROW, "task=controlnet", "filter@task.filter=canny", "task.bottleneck=small"),
+    "prior": (*NARROW, "task=finetune", "objective=gdf"),
     "decoder": ("task=reconstruction", "model=b_tiny", "objective=gdf"),
     "codec": ("task=reconstruction", "model=a_tiny"),
 }

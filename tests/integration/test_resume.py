@@ -137,19 +137,20 @@ def test_every_objective_is_among_those_that_continue(repository):
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_every_objective_continues_with_other_micro_batches_and_workers(tmp_path, objective):
     overrides = [*FINETUNE, f"objective={objective}", "optimizer.lr=1e-3", "train.max_steps=2"]
-    whole = train(tmp_path / "whole", *overrides)
-    train(tmp_path / "parts", *overrides, "train.max_steps=1", "train.micro_batch_size=2", "data.num_workers=1")
-    parts = train(tmp_path / "parts", *overrides, "train.micro_batch_size=4")
+    whole = train(tmp_path / "whole", *overrides, "train.micro_batch_size=4", "checkpoint.every_steps=1")
+    begun = cut_back(whole, tmp_path / "parts", 1)
+    parts = train(begun, *overrides, "train.micro_batch_size=2", "data.num_workers=1")
     for one, other in zip(read_metrics(whole), read_metrics(parts), strict=True):
         assert one == pytest.approx(other, rel=1e-3)
 
 
 def test_optimizer_settings_of_the_new_start_count(tmp_path):
-    def rows(name, *changes):
-        train(tmp_path / name, *FINETUNE, "train.max_steps=2")
-        return read_metrics(train(tmp_path / name, *FINETUNE, *changes))
+    whole = train(tmp_path / "whole", *FINETUNE)
 
-    same, faster, decaying = rows("same"), rows("faster", "optimizer.lr=2e-3"), rows("d", "optimizer.weight_decay=5000")
+    def rows(change):
+        return read_metrics(train(cut_back(whole, tmp_path / change, 2), *FINETUNE, change))
+
+    same, faster, decaying = read_metrics(whole), rows("optimizer.lr=2e-3"), rows("optimizer.weight_decay=5000")
     assert [row["lr"] for row in faster] == [1e-4, 1e-4, 2e-3, 2e-3]
     for changed in (faster, decaying):
         assert changed[2] == {**same[2], "lr": changed[2]["lr"]}, "the loss of step 3 precedes its update"

@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 
+from bench.soak_ranks import SMALL_NETWORK
 from cascade_train.__main__ import launch
 from cascade_train.distributed import parallelize
 from cascade_train.engine.checkpoint.manifest import read_manifest
@@ -25,6 +26,9 @@ EVERYTHING = (
     "sample.steps=3",
     "tracker=tensorboard",
 )
+
+QUICK = (*SMALL_NETWORK, "task=finetune", "optimizer.lr=1e-2")
+"""Its last layer is far from zero after the first step, so that what lies in front of it has gradients."""
 
 
 @pytest.fixture(scope="module")
@@ -88,9 +92,9 @@ def test_a_start_reports_what_runs(tmp_path, caplog):
 
 
 def test_raising_the_limit_continues_a_finished_run(tmp_path):
-    short = train(tmp_path / "run", "task=finetune", "train.max_steps=2")
-    train(short, "task=finetune", "train.max_steps=4")
-    whole = train(tmp_path / "whole", "task=finetune", "train.max_steps=4")
+    short = train(tmp_path / "run", *QUICK, "train.max_steps=2")
+    train(short, *QUICK, "train.max_steps=4")
+    whole = train(tmp_path / "whole", *QUICK, "train.max_steps=4")
     assert read_metrics(short) == read_metrics(whole)
 
 
@@ -126,8 +130,8 @@ def test_accumulating_gives_the_same_weights(tmp_path):
 
 
 def test_equal_runs_are_equal_bit_for_bit_whatever_the_workers(tmp_path):
-    alone = train(tmp_path / "alone", "task=finetune")
-    helped = train(tmp_path / "helped", "task=finetune", "data.num_workers=2")
+    alone = train(tmp_path / "alone", *QUICK)
+    helped = train(tmp_path / "helped", *QUICK, "data.num_workers=2")
     assert read_metrics(alone) == read_metrics(helped)
     others = exported_weights(helped)
     assert all(torch.equal(weight, others[name]) for name, weight in exported_weights(alone).items())
@@ -135,7 +139,7 @@ def test_equal_runs_are_equal_bit_for_bit_whatever_the_workers(tmp_path):
 
 @pytest.mark.parametrize("more", [(), ("train.precision=bf16", "activation_checkpointing=true", "ema.decay=0.5")])
 def test_one_rank_has_the_numbers_of_a_sharded_network_to_the_bit(tmp_path, monkeypatch, more):
-    given = ("task=finetune", "train.micro_batch_size=4", "train.max_grad_norm=0.01", *more)
+    given = (*QUICK, "train.micro_batch_size=4", "train.max_grad_norm=0.01", *more)
     plain = train(tmp_path / "plain", *given)
     monkeypatch.setattr(parallelize, "is_whole", lambda *_: False)
     wrapped = train(tmp_path / "wrapped", *given)
@@ -145,15 +149,15 @@ def test_one_rank_has_the_numbers_of_a_sharded_network_to_the_bit(tmp_path, monk
 
 
 def test_recomputing_activations_changes_no_number(tmp_path):
-    kept = train(tmp_path / "kept", "task=finetune")
-    recomputed = train(tmp_path / "recomputed", "task=finetune", "activation_checkpointing=true")
+    kept = train(tmp_path / "kept", *QUICK)
+    recomputed = train(tmp_path / "recomputed", *QUICK, "activation_checkpointing=true")
     for one, other in zip(read_metrics(kept), read_metrics(recomputed), strict=True):
         assert one == pytest.approx(other, rel=1e-5)
 
 
 def test_a_sweep_trains_each_of_its_runs_in_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    sweep = ["run.name=sweep", "task=finetune", "optimizer.lr=1e-4,1e-5", "train.max_steps=1"]
+    sweep = [*SMALL_NETWORK, "run.name=sweep", "task=finetune", "optimizer.lr=1e-4,1e-5", "train.max_steps=1"]
     assert launch(["--multirun", *[each for each in SMALL if "max_steps" not in each], *sweep]) == 0
     runs = sorted((tmp_path / "multirun" / "sweep").glob("lr=*"))
     assert len(runs) == 2

@@ -133,6 +133,7 @@ def serve(connection: socket.socket, folder: Path) -> None:
         watch(command, connection)
         os._exit(0)
     connection.close()
+    gc.enable()
     before = set(sys.modules)
     become(request, files, str(folder / "python"))
     code = end_of(request["arguments"])
@@ -151,6 +152,7 @@ def main() -> None:
     """Import, listen, and serve commands, each beside the others."""
     listener, folder = socket.socket(fileno=int(sys.argv[1])), Path(sys.argv[2])
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # else a look at the devices spoils them for forks
+    gc.disable()  # here; what is imported stays
     keep_imported(FIRST)
     while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
         connection, _ = listener.accept()
@@ -163,6 +165,7 @@ def main() -> None:
             listener.close()
             serve(connection, folder)
         connection.close()
+    gc.unfreeze()
     shutil.rmtree(folder)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -74,6 +75,9 @@ def train_on(cfg: DictConfig, world: World, signals: Signals, heartbeat: Heartbe
     set_deterministic(cfg.run.deterministic)
     make_absolute(cfg)
     parts = build_parts(cfg)
+    if not gc.isenabled():  # in a process of its own (__main__): what it has imported stays
+        gc.freeze()
+        gc.enable()
     data = open_data(cfg, parts.task, world)
     data.check_sides(parts.stage.image_multiple)
     plain = to_plain(cfg)

@@ -132,6 +132,10 @@ class Shapes(Source):
         names = [f"{word}={name}" for word, name in (self.names or {}).items()]
         return "-".join([f"shapes-seed{self.seed}", *sorted(self.only or []), *sorted(names)])
 
+    def scene(self, row: int) -> Scene:
+        """Return what a picture shows; an eighth of the work of drawing it."""
+        return _scene(_uniform(self.seed, row), self.only or ())
+
     def draw(self, row: int) -> tuple[Scene, str, Image.Image]:
         """Return what is shown, its caption, and the picture, image_size square in RGB."""
         draws = _uniform(self.seed, row)

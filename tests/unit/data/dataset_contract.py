@@ -7,7 +7,6 @@ import json
 import pickle
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +21,7 @@ from cascade_train.data.index.rows import split
 from cascade_train.data.loading.feed import FeedRequest, Loader
 from cascade_train.data.source import Source
 from cascade_train.errors import ConfigError
+from tests.warm.programs import warm_programs
 
 GLOBAL_BATCH_SIZE = 8
 KILLED_RUN = """
@@ -168,7 +168,7 @@ class DatasetContract:
     ) -> None:
         pickled, saved = tmp_path / "source.pickle", tmp_path / "state.json"
         pickled.write_bytes(pickle.dumps(self.make_source(folder, crop="random", num_workers=2)))
-        command = [sys.executable, "-c", KILLED_RUN, str(pickled), str(saved)]
+        command = [str(warm_programs() / "python"), "-c", KILLED_RUN, str(pickled), str(saved)]
         log = tmp_path / "log"
         with log.open("w") as file:  # a file: orphaned workers would hold a pipe open until they notice
             killed = subprocess.run(command, cwd=repository, stdout=file, stderr=file, timeout=120)

@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 import time
 from types import SimpleNamespace
 
@@ -15,6 +14,7 @@ from cascade_train.distributed import process_group as module
 from cascade_train.distributed.process_group import build_mesh, mesh_shape, own_device, process_group
 from cascade_train.errors import ConfigError, RunError
 from tests.slurm.cluster import free_ports
+from tests.warm.programs import warm_programs
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ raise SystemExit(exit_code(meet))
 
 def test_a_signal_is_heard_while_ranks_wait_for_each_other():
     place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0])}
-    command, environment = [sys.executable, "-c", MEETING], {**os.environ, **place}
+    command, environment = [str(warm_programs() / "python"), "-c", MEETING], {**os.environ, **place}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as rank:
         assert rank.stdout.readline() == "meeting\n"
         time.sleep(1)

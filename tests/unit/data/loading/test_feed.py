@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch.utils.data
 
 from cascade_train.batch import Unreadable
 from cascade_train.data.loading import worker as worker_module
@@ -59,6 +60,7 @@ def test_a_long_wait_says_where_samples_went(
 
 def test_a_wait_beyond_the_limit_stops_and_says_where_samples_went(monkeypatch: pytest.MonkeyPatch) -> None:
     slow(monkeypatch, 60.0)
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.5)  # how long it is waited for
     with (
         loading(shapes(num_workers=1, max_wait_seconds=0.5), rows=np.arange(30)) as loader,
         pytest.raises(RunError, match=rf"^no batch for 0.5 s \(data.max_wait_seconds\). {WHERE}"),

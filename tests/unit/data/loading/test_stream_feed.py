@@ -6,7 +6,6 @@ import pickle
 import random
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from tests.unit.data import feeding as streams
 from tests.unit.data import tars
 from tests.unit.data.dataset_contract import content, loading
 from tests.unit.data.feeding import SAMPLES, feeding, streamed
+from tests.warm.programs import warm_programs
 
 STEPS = 16  # of 6 samples: into the third epoch of each of 6 streams
 KILLED_RUN = """
@@ -150,7 +150,7 @@ def test_a_killed_run_continues_on_other_ranks_and_workers(
     steps = random.randrange(1, STEPS - 1)
     pickled, saved, log = tmp_path / "source.pickle", tmp_path / "state.json", tmp_path / "log"
     pickled.write_bytes(pickle.dumps(streamed(urls, num_workers=2)))
-    command = [sys.executable, "-c", KILLED_RUN, str(pickled), str(saved), str(steps)]
+    command = [str(warm_programs() / "python"), "-c", KILLED_RUN, str(pickled), str(saved), str(steps)]
     with log.open("w") as file:  # a file: orphaned workers would hold a pipe open until they notice
         killed = subprocess.run(command, cwd=repository, stdout=file, stderr=file, timeout=120)
     assert killed.returncode == -signal.SIGKILL, log.read_text()
