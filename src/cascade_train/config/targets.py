@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cascade_train.errors import ConfigError
+from cascade_train.signals import while_importing
 
 TRUSTED = (
     "cascade_train.data",
@@ -112,18 +113,19 @@ def import_target(target: str) -> Any:
             f"current folder, {Path.cwd()}. Start the command in the folder that holds it, or add that to PYTHONPATH."
         )
     try:
-        made, place = importlib.import_module(top), top
-        for name in rest:
-            inside = f"{place}.{name}"
-            if hasattr(made, name):
-                made = getattr(made, name)
-            elif hasattr(made, "__path__") and importlib.util.find_spec(inside) is not None:
-                made = importlib.import_module(inside)
-            else:
-                near = difflib.get_close_matches(name, dir(made), n=1)
-                hint = f" Did you mean {place}.{near[0]}?" if near else ""
-                raise ConfigError(f"{target!r} names nothing: {place} has no {name!r}.{hint}")
-            place = inside
+        with while_importing():
+            made, place = importlib.import_module(top), top
+            for name in rest:
+                inside = f"{place}.{name}"
+                if hasattr(made, name):
+                    made = getattr(made, name)
+                elif hasattr(made, "__path__") and importlib.util.find_spec(inside) is not None:
+                    made = importlib.import_module(inside)
+                else:
+                    near = difflib.get_close_matches(name, dir(made), n=1)
+                    hint = f" Did you mean {place}.{near[0]}?" if near else ""
+                    raise ConfigError(f"{target!r} names nothing: {place} has no {name!r}.{hint}")
+                place = inside
     except SyntaxError as error:
         where = f"{error.filename}, line {error.lineno}: {error.msg}"
         raise ConfigError(f"{target.rpartition('.')[0]!r} cannot be read: {where}.") from error
