@@ -1,72 +1,24 @@
 """What is answered to a key that the configuration does not have: the nearest key, or ours for another trainer's name.
 
-The names are those of diffusers' scripts, kohya, OneTrainer and SimpleTuner that are not spelt like ours. Nothing is
-translated: the answer names the key.
+The names of other trainers stand in unknown_keys.yaml. Nothing is translated: the answer names the key.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from cascade_train.config.components import unknown_hint
 from cascade_train.config.groups import did_you_mean, group_options, groups, options_with
 from cascade_train.config.meanings import meaning_of
 
-DEVICES = "CUDA devices are used where there are some; CUDA_VISIBLE_DEVICES chooses them, or hides them all."
-RANKS = "One process is one rank: torchrun --nproc_per_node=4 -m cascade_train starts four."
-
-NAMES: dict[str, str] = {
-    "activation_checkpointing": "gradient_checkpointing",
-    "attention": "enable_xformers_memory_efficient_attention",
-    "checkpoint.every_steps": "checkpointing_steps save_every_n_steps save_steps",
-    "checkpoint.keep_last": "checkpoints_total_limit",
-    "compile": "torch_compile",
-    "data.aspect_ratios": "enable_bucket",
-    "data.captions.tags.shuffle": "shuffle_caption",
-    "data.crop": "center_crop",
-    "data.flip_prob": "flip_aug random_flip",
-    "data.num_workers": "dataloader_num_workers max_data_loader_n_workers",
-    "data.path": "data_dir dataset dataset_name instance_data_dir train_data_dir",
-    "ema.decay": "use_ema",
-    "lr_scheduler.warmup_steps": "learning_rate_warmup_steps lr_warmup_steps warmup_steps",
-    "model.image_size": "resolution",
-    "model.weights": "base_model_name model_path pretrained_model_name_or_path",
-    "objective.offset_noise": "noise_offset",
-    "optimizer": "optimizer_type",
-    "optimizer.algorithm.betas": "adam_beta1 adam_beta2",
-    "optimizer.algorithm.eps": "adam_epsilon",
-    "optimizer.lr": "learning_rate unet_lr",
-    "optimizer.weight_decay": "adam_weight_decay",
-    "run.dir": "output_dir workspace_dir",
-    "run.name": "output_name run_name",
-    "run.resume": "ckpt_path resume_from_checkpoint",
-    "run.seed": "seed",
-    "sample.every_steps": "sample_every_n_steps",
-    "sample.prompts": "sample_prompts validation_prompt validation_prompts",
-    "task.alpha": "lora_alpha network_alpha",
-    "task.cond_drop_prob": "caption_dropout_rate proportion_empty_prompts",
-    "task.rank": "lora_rank network_dim",
-    "task.text_encoder_filters": "train_text_encoder",
-    "tracker": "log_with logger report_to",
-    "tracker.project": "wandb_project",
-    "train.global_batch_size": "batch_size",
-    "train.max_epochs": "epochs max_train_epochs num_epochs num_train_epochs",
-    "train.max_grad_norm": "clip_grad_norm grad_clip",
-    "train.max_steps": "iterations max_train_steps steps",
-    "train.micro_batch_size": "gradient_accumulation_steps per_device_train_batch_size train_batch_size",
-    "train.precision": "dtype mixed_precision train_dtype",
-    "validate.every_steps": "validation_steps",
-    DEVICES: "accelerator device",
-    "Latents are cached once by cascade-train cache, and read by data=cached.": "cache_latents",
-    "Min-SNR weighting is objective=min_snr.": "min_snr_gamma snr_gamma",
-    RANKS: "devices gpus num_gpus num_processes",
-}
-"""Our key or group, or a sentence -> what other trainers call it, without dots and dashes in front."""
-
-OTHER_NAMES = {name: ours for ours, names in NAMES.items() for name in names.split()}
+_NAMES: dict[str, str] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+OTHER_NAMES = {name: ours for ours, names in _NAMES.items() for name in names.split()}
+"""What other trainers call a key -> ours, or a sentence."""
 
 
 def unknown_key(path: str, cause: BaseException | None) -> str:

@@ -1,4 +1,4 @@
-"""What the keys of Stable Cascade's own training files (configs/training/*.yaml) mean here."""
+"""What the keys of Stable Cascade's own training files (configs/training/*.yaml) mean here, by official.yaml."""
 
 from __future__ import annotations
 
@@ -6,77 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from cascade_train.config.recipes.captions import caption_keys
-from cascade_train.config.recipes.recipe import Recipe
+from cascade_train.config.recipes.recipe import Recipe, load_table
 from cascade_train.errors import ConfigError
 
-MODELS = {"3.6B": "c_3b", "1B": "c_1b", "3B": "b_3b", "700M": "b_700m"}
-FILTERS = {
-    "CannyFilter": "canny",
-    "InpaintFilter": "inpaint",
-    "SRFilter": "sr",
-    "SREffnetFilter": "sr_effnet",
-    "IdentityFilter": "identity",
-    "QRFilter": "qr",
-    "PidiFilter": "sketch",
-}
-FILTER_FILES = {
-    "InpaintFilter": "its saliency network is task.filter.weights=saliency_model.pt; null draws holes at random",
-    "IdentityFilter": "its networks are task.filter.detector=det_10g.onnx and task.filter.recogniser=w600k_r50.onnx",
-    "PidiFilter": "its network is task.filter.weights=table5_pidinet.pth",
-}
-"""What filters of the original find in a folder of its own, and where they are named here."""
-
-FILTER_ARGUMENTS = {"thresold": "threshold"}
-"""Arguments of filters whose name has a slip of the pen."""
-
-PLAIN = {
-    "experiment_id": "run.name",
-    "image_size": "model.image_size",
-    "batch_size": "train.global_batch_size",
-    "updates": "train.max_steps",
-    "lr": "optimizer.lr",
-    "warmup_updates": "lr_scheduler.warmup_steps",
-    "backup_every": "checkpoint.keep_every_steps",
-    "multi_aspect_ratio": "data.aspect_ratios",
-    "webdataset_path": "data.urls",
-    "dataset_filters": "data.row_filters",
-    "generator_checkpoint_path": "model.weights",
-    "effnet_checkpoint_path": "model.semantic_compressor.weights",
-    "previewer_checkpoint_path": "model.previewer.weights",
-    "stage_a_checkpoint_path": "model.stage_a.weights",
-    "lora_checkpoint_path": "task.weights",
-    "controlnet_checkpoint_path": "task.weights",
-    "module_filters": "task.module_filters",
-    "rank": "task.rank",
-    "train_tokens": "task.train_tokens",
-    "controlnet_blocks": "task.blocks",
-    "controlnet_bottleneck_mode": "task.bottleneck",
-    "offset_noise": "objective.offset_noise",
-    "ema_beta": "ema.decay",
-    "wandb_project": "tracker.project",
-    "wandb_entity": "tracker.entity",
-}
-"""Keys whose value is taken over as it is."""
-
-READ_ELSEWHERE = {
-    "model_version",
-    "grad_accum_steps",
-    "save_every",
-    "use_fsdp",
-    "checkpoint_path",
-    "adaptive_loss_weight",
-    "edm_objective",
-    "ema_start_iters",
-    "ema_iters",
-    "controlnet_filter",
-    "controlnet_filter_params",
-    "captions_getter",
-    "dtype",
-}
-NOTES = {
-    "output_path": "sample grids lie in the run's own folder, run.dir",
-    "shift": "the original reads it and trains with 1; objective.shift would shift for real",
-}
+TABLE = load_table("official")
 FIRST = ("run", "model", "data", "task", "objective", "train", "optimizer", "lr_scheduler", "ema", "parallel")
 
 
@@ -98,11 +31,7 @@ def from_official(source: Mapping[str, Any], *, ranks: int, behaviour: str) -> R
     """
     given = {key: value for key, value in source.items() if value is not None}
     recipe = Recipe(groups=_groups(given))
-    for key, value in given.items():
-        if key in PLAIN:
-            recipe.values[PLAIN[key]] = value
-        elif key not in READ_ELSEWHERE:
-            recipe.notes[key] = NOTES.get(key, "has no equivalent")
+    recipe.take(given, TABLE)
     recipe.values |= _values(given, ranks) | _ema(given) | _control(given)
     _note(given, recipe)
     switches = original_behaviour(given, task=recipe.groups["task"], is_stage_b=_is_stage_b(given))
@@ -115,12 +44,11 @@ def from_official(source: Mapping[str, Any], *, ranks: int, behaviour: str) -> R
 
 def _groups(given: Mapping[str, Any]) -> dict[str, str]:
     version = str(given["model_version"])
-    if version not in MODELS:
-        raise ConfigError(f"model_version={version} is no model of Stable Cascade: {', '.join(MODELS)} are.")
-    chosen = {"task": _task(given), "model": MODELS[version], "data": "webdataset"}
+    if version not in TABLE["models"]:
+        raise ConfigError(f"model_version={version} is no model of Stable Cascade: {', '.join(TABLE['models'])} are.")
+    chosen = {"task": _task(given), "model": TABLE["models"][version], "data": "webdataset"}
     if "controlnet_filter" in given:
-        name = str(given["controlnet_filter"])
-        chosen["filter@task.filter"] = FILTERS.get(name, "own")
+        chosen["filter@task.filter"] = TABLE["filters"].get(str(given["controlnet_filter"]), "own")
     if given.get("adaptive_loss_weight"):
         chosen["objective"] = "adaptive"
     elif given.get("edm_objective"):
@@ -141,7 +69,7 @@ def _task(given: Mapping[str, Any]) -> str:
 
 
 def _is_stage_b(given: Mapping[str, Any]) -> bool:
-    return MODELS[str(given["model_version"])].startswith("b_")
+    return str(TABLE["models"][str(given["model_version"])]).startswith("b_")
 
 
 def _values(given: Mapping[str, Any], ranks: int) -> dict[str, Any]:
@@ -183,7 +111,7 @@ def _ema(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _control(given: Mapping[str, Any]) -> dict[str, Any]:
     arguments = given.get("controlnet_filter_params") or {}
-    values = {f"task.filter.{FILTER_ARGUMENTS.get(key, key)}": value for key, value in arguments.items()}
+    values = {f"task.filter.{TABLE['filter_arguments'].get(key, key)}": value for key, value in arguments.items()}
     if "controlnet_filter" in given and given.get("controlnet_bottleneck_mode", "effnet") == "effnet":
         values["task.backbone_weights"] = "imagenet"
     return values
@@ -191,9 +119,9 @@ def _control(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _note(given: Mapping[str, Any], recipe: Recipe) -> None:
     name = given.get("controlnet_filter")
-    if name in FILTER_FILES:
-        recipe.notes["controlnet_filter"] = FILTER_FILES[name]
-    elif name is not None and name not in FILTERS:
+    if name in TABLE["filter_files"]:
+        recipe.notes["controlnet_filter"] = TABLE["filter_files"][name]
+    elif name is not None and name not in TABLE["filters"]:
         recipe.notes["controlnet_filter"] = (
             f"{name} is no filter of the original: name your class by task.filter._target_ (docs/add-a-filter.md)"
         )

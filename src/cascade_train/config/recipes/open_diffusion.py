@@ -1,70 +1,17 @@
-"""What the keys of open-diffusion's OmegaConf file mean here; its network, Stable Diffusion's, has no equivalent."""
+"""What the keys of open-diffusion's file mean here, by open_diffusion.yaml.
+
+Its network, Stable Diffusion's, has no equivalent.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from cascade_train.config.recipes.recipe import Recipe
+from cascade_train.config.recipes.recipe import Recipe, load_table
 
-PLAIN = {
-    "experiment.name": "run.name",
-    "experiment.project": "tracker.project",
-    "wandb.entity": "tracker.entity",
-    "system.workers": "data.num_workers",
-    "dataset.params.resolution": "model.image_size",
-    "optimizer.params.learning_rate": "optimizer.lr",
-    "optimizer.params.weight_decay": "optimizer.weight_decay",
-    "optimizer.params.epsilon": "optimizer.algorithm.eps",
-    "lr_scheduler.params.warmup_length": "lr_scheduler.warmup_steps",
-    "model.gradient_checkpointing": "activation_checkpointing",
-    "model.ema.path": "ema.weights",
-}
-SCHEDULERS = {"ConstantWithWarmup": "constant", "CosineWithWarmup": "cosine"}
-READ_ELSEWHERE = {
-    "system.gradient_accumulation",
-    "system.batch_size",
-    "experiment.log_dir",
-    "experiment.num_examples_to_see",
-    "experiment.save_every",
-    "experiment.save_only_most_recent",
-    "experiment.requeue",
-    "optimizer.name",
-    "optimizer.params.beta1",
-    "optimizer.params.beta2",
-    "model.use_ema",
-    "model.mixed_precision",
-    "model.xformers",
-    "dataset.type",
-    "dataset.params.path",
-    "dataset.params.class_mapping",
-    "lr_scheduler.scheduler",
-}
-SAME_AGAIN = {
-    "dataset.params.batch_size",
-    "dataset.params.workers",
-    "dataset.params.num_examples_to_see",
-    "lr_scheduler.params.learning_rate",
-}
-"""Keys that repeat another."""
-
-NOTES = {
-    "wandb.api_key": "never copied; log in once by wandb login",
-    "system": "processes meet through torchrun",
-    "distributed": "processes meet through torchrun",
-    "experiment.eval_caption_file": "is left to you: sample.prompts=[...] takes the captions themselves",
-    "experiment.num_eval_images": "has no equivalent: a grid has sample.count pictures, or one for each prompt",
-    "model": "describes Stable Diffusion, which is not trained here; the model is the one of model=",
-}
+TABLE = load_table("open_diffusion")
 EMA_DECAY = 0.9999
-DATASETS = {
-    "WebDataset": ("webdataset", "data.urls"),
-    "ClassificationWebDataset": ("classification", "data.urls"),
-    "ParquetDataset": ("parquet", "data.path"),
-    "CSVDataset": ("csv", "data.path"),
-    "TorchCSVDataset": ("csv", "data.path"),
-}
-"""Its classes of data -> option of the group data, and the key that names the files."""
 
 
 def is_open_diffusion(source: Mapping[str, Any]) -> bool:
@@ -80,30 +27,26 @@ def from_open_diffusion(source: Mapping[str, Any], *, ranks: int, model: str) ->
         ranks: processes that it will run on; its batch size is that of one.
         model: option of the group model.
     """
-    flat = dict(_flatten(source))
+    flat = {key: value for key, value in _flatten(source) if ".filters." not in key}
     given = {key: value for key, value in flat.items() if value is not None and value != "???"}
     recipe = Recipe(groups={"task": "finetune", "model": model, "data": "webdataset"})
-    recipe.values = {PLAIN[key]: value for key, value in given.items() if key in PLAIN}
+    recipe.take(given, TABLE)
     filters = (source["dataset"].get("params") or {}).get("filters")
     if filters:
         recipe.values["data.row_filters"] = dict(filters)
     _data(flat, recipe)
     _train(given, recipe, ranks)
     _rest(given, recipe)
-    for key, value in flat.items():
-        if value == "???" and PLAIN.get(key) == "tracker.project":
-            recipe.notes[key] = "is left to you: tracker.project="
-        elif key in given and key not in PLAIN.keys() | READ_ELSEWHERE | SAME_AGAIN and ".filters." not in key:
-            node = key.partition(".")[0]
-            recipe.notes[key if key in NOTES else node] = NOTES.get(key, NOTES.get(node, "has no equivalent"))
+    if flat.get("experiment.project") == "???":
+        recipe.notes["experiment.project"] = "is left to you: tracker.project="
     return recipe
 
 
 def _data(flat: Mapping[str, Any], recipe: Recipe) -> None:
     kind, path = str(flat.get("dataset.type", "WebDataset")), flat.get("dataset.params.path")
-    if kind not in DATASETS:
+    if kind not in TABLE["datasets"]:
         recipe.notes["dataset.type"] = f"{kind} is none of open-diffusion's; data=webdataset in its place"
-    recipe.groups["data"], key = DATASETS.get(kind, DATASETS["WebDataset"])
+    recipe.groups["data"], key = TABLE["datasets"].get(kind, TABLE["datasets"]["WebDataset"])
     if path == "???":
         recipe.notes["dataset.params.path"] = f"is left to you: {key}="
     elif path is not None:
@@ -137,8 +80,8 @@ def _rest(given: Mapping[str, Any], recipe: Recipe) -> None:
     if "tracker.project" in recipe.values:
         recipe.groups["tracker"] = "wandb"
     scheduler = str(given.get("lr_scheduler.scheduler", "ConstantWithWarmup"))
-    recipe.groups["lr_scheduler"] = SCHEDULERS.get(scheduler, "constant")
-    if scheduler not in SCHEDULERS:
+    recipe.groups["lr_scheduler"] = TABLE["schedulers"].get(scheduler, "constant")
+    if scheduler not in TABLE["schedulers"]:
         recipe.notes["lr_scheduler.scheduler"] = f"{scheduler} has no equivalent; constant after the warmup"
     if str(given.get("optimizer.name", "adamw")) != "adamw":
         recipe.notes["optimizer.name"] = f"{given['optimizer.name']}: AdamW in its place; optimizer=torch takes another"

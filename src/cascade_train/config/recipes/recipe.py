@@ -1,7 +1,7 @@
 """An experiment made from another trainer's configuration: what it chooses and sets, and what was left behind.
 
-Which key of which trainer means what lives in official.py and open_diffusion.py. Nothing is trained here,
-and no expression of a configuration is run.
+What the keys of a trainer mean lives in official.py and open_diffusion.py, each with a YAML beside it. Nothing is
+trained here, and no expression of a configuration is run.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -36,6 +37,16 @@ class Recipe:
     values: dict[str, Any] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
     notes: dict[str, str] = field(default_factory=dict)
+
+    def take(self, given: Mapping[str, Any], table: Mapping[str, Any]) -> None:
+        """Take over the values of keys that mean the same here, and note what is not read."""
+        notes, read = table["notes"], set(table["read"])
+        for key, value in given.items():
+            if key in table["same"]:
+                self.values[table["same"][key]] = value
+            elif key not in read:
+                node = key.partition(".")[0]
+                self.notes[key if key in notes else node] = notes.get(key, notes.get(node, "has no equivalent"))
 
     def leave_out_unknown(self) -> None:
         """Move keys that the chosen components do not take to the notes."""
@@ -67,6 +78,12 @@ class Recipe:
     def report(self) -> list[str]:
         """Return one line for each thing that was left behind or that the user should see to."""
         return [*self.remarks, *(f"{key}: {why}" for key, why in self.notes.items())]
+
+
+def load_table(trainer: str) -> dict[str, Any]:
+    """Return what the keys of a trainer mean, from its YAML beside this file."""
+    table: dict[str, Any] = yaml.safe_load(Path(__file__).with_name(f"{trainer}.yaml").read_text(encoding="utf-8"))
+    return table
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
