@@ -61,7 +61,7 @@ def synthetic(gib: float, rounds: int, directory: Path) -> dict[str, list[float]
                 begun = time.perf_counter()
                 store.save(number, state, {})
                 kept = time.perf_counter() - begun
-                while store._in_flight is not None and store._in_flight._thread.is_alive():
+                while store._in_flight is not None and not store._in_flight.done():
                     step(matrix)
                 store.wait()
                 if number > 1:  # the first save makes buffers and directories

@@ -103,7 +103,7 @@ class Trainer:
     samples_seen: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        self._withheld = torch.zeros((), device=self.world.device)
+        self._withheld = torch.zeros((), dtype=torch.float32, device=self.world.device)  # as fused optimizers take it
         self._traces: list[Trace] = []
 
     def run(self) -> None:
@@ -115,6 +115,7 @@ class Trainer:
         while self.step < self.max_steps:
             with self._watched():
                 values = self.train_step(self._next(feed))
+            self.store.prepare(lambda: training_state(self.phases, self.task))
             measured = self.validation is not None and self._due(self.cadence.validate)
             if self.validation is not None and measured:
                 values |= self.measure(self.validation)
@@ -277,7 +278,7 @@ class Trainer:
         if self.loss_curve is not None:
             self.loss_curve.forget()
         for phase in self.phases:
-            phase.optimizer.zero_grad(set_to_none=True)
+            phase.clear_gradients()
 
     def _facts(self) -> dict[str, Any]:
         return {

@@ -8,11 +8,12 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim import Optimizer
 
+from cascade_train.distributed.parallelize import shard_of
 from cascade_train.errors import ConfigError
 
 NO_DECAY_SUFFIXES = (".gamma", ".beta", ".lora_magnitude_vector.weight")
@@ -23,6 +24,11 @@ REFUSED = {
     torch.optim.SparseAdam: "it takes sparse gradients, and all gradients here are dense",
 }
 """Algorithms of torch that cannot train here, and why."""
+
+
+_ELEMENTWISE = ["SGD", "ASGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop"]
+ELEMENTWISE = frozenset(getattr(torch.optim, name) for name in _ELEMENTWISE)
+"""Algorithms that update each number of a weight by itself: each rank can update its shard as a plain tensor."""
 
 
 class OptimizerSpec:
@@ -78,9 +84,13 @@ class OptimizerSpec:
     def build(self, parameters: Mapping[str, nn.Parameter], global_batch_size: int) -> Optimizer:
         """Return the algorithm over two groups, with and without weight decay; empty groups are left out. Collective.
 
+        An elementwise algorithm gets the `shard_of` each parameter.
+
         Raises:
             ConfigError: the algorithm refuses these parameters, or needs whole weights where they are sharded.
         """
+        if getattr(self.algorithm, "func", self.algorithm) in ELEMENTWISE:
+            parameters = {name: shard_of(p) for name, p in parameters.items()}
         decayed = [p for name, p in parameters.items() if self.decay_all or decays(name, p)]
         kept = [p for name, p in parameters.items() if not (self.decay_all or decays(name, p))]
         groups = [{"params": decayed, "weight_decay": self.weight_decay}, {"params": kept, "weight_decay": 0.0}]
@@ -136,9 +146,10 @@ def settings(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [{name: group[name] for name in names & group.keys()} for group in optimizer.param_groups]
 
 
-def fill_state(module: nn.Module, optimizer: Optimizer) -> None:
-    """Give an optimizer without state that of an empty step, to be cleared before the first real one. Collective."""
-    get_optimizer_state_dict(module, optimizer, options=StateDictOptions(ignore_frozen_params=True))
+def fill_state(optimizer: Optimizer) -> None:
+    """Give an optimizer without state that of an empty step. Collective."""
+    held = nn.ParameterList(p for group in optimizer.param_groups for p in group["params"])
+    get_optimizer_state_dict(held, optimizer)
 
 
 def can_withhold(optimizer: Optimizer) -> bool:

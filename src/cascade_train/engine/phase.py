@@ -6,6 +6,7 @@ Shape legend: G samples of the global batch.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
@@ -14,23 +15,24 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.optim import Optimizer
 
-from cascade_train.distributed.parallelize import like, local, reshard, settle_gradients
+from cascade_train.distributed.parallelize import (
+    lend,
+    like,
+    local,
+    part_of,
+    reshard,
+    settle_gradients,
+    shard_of,
+    total_norm,
+)
 from cascade_train.engine.checkpoint.store import CheckpointStore
+from cascade_train.engine.checkpoint.writing import HostMemory
 from cascade_train.engine.lr_schedule import LrSchedule
 from cascade_train.engine.optimizer import can_withhold, fill_state, settings
 from cascade_train.tasks.base import Phase, StepOutput, Task
-
-_SHARDED = StateDictOptions(ignore_frozen_params=True)
 
 
 def trainable_parameters(phase: Phase) -> dict[str, nn.Parameter]:
@@ -64,19 +66,29 @@ class BoundPhase:
         self.parameters = trainable_parameters(self.phase)
         self.can_withhold = can_withhold(self.optimizer)
         self._container = nn.ModuleDict(self.phase.modules)
+        held = [p for group in self.optimizer.param_groups for p in group["params"]]
+        ours = {id(p) for p in held}
+        self._updated = {name: s if id(s := shard_of(p)) in ours else p for name, p in self.parameters.items()}
+        names = {id(p): name for name, p in self._updated.items()}
+        self._names = [names[id(p)] for p in held]
         if self.phase.start_step > 1:
-            fill_state(self._container, self.optimizer)
+            fill_state(self.optimizer)
 
     def clip(self) -> Tensor:
-        """Scale the gradients to at most `max_grad_norm`; return their true global norm, () fp32. Collective."""
+        """Limit the gradients' global norm to `max_grad_norm`; return what it was, () fp32. Collective.
+
+        A fused optimizer of fp32 weights divides them in its update, without a pass over memory of its own.
+        """
         settle_gradients(self.roots)
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        if self.max_grad_norm is not None:
+        norm = total_norm(gradients)
+        if self.max_grad_norm is None:
+            return norm
+        if self.can_withhold and all(g.dtype == torch.float32 for g in gradients):
+            self.optimizer.grad_scale = ((norm + 1e-6) / self.max_grad_norm).clamp(min=1.0)  # type: ignore[attr-defined]
+        else:
             scale = (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
-            # On each rank's own part: DTensor would plan this for every gradient, seconds before the first update.
-            torch._foreach_mul_([g.to_local() if isinstance(g, DTensor) else g for g in gradients], scale)
+            torch._foreach_mul_([local(g) for g in gradients], scale)
         return norm
 
     def update(self, step: int, max_steps: int, withheld: Tensor) -> float:
@@ -92,32 +104,71 @@ class BoundPhase:
             self.optimizer.found_inf = withheld.to(device)  # type: ignore[attr-defined]
         if step == self.phase.start_step and step > 1:
             self.optimizer.state.clear()  # what `fill_state` put there for the checkpoints before
+        if self.ema is not None:
+            self.ema.release()
+        lend(zip(self.parameters.values(), self._updated.values(), strict=True))
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.clear_gradients()
         if self.ema is not None:
             self.ema.update(step)
         return lr
 
+    def clear_gradients(self) -> None:
+        """Free the gradients."""
+        for parameter in (*self.parameters.values(), *self._updated.values()):
+            parameter.grad = None
+
     def state_dict(self, *, optimizer: bool = True) -> dict[str, Any]:
         """Return weights, optimizer state (where asked for) and average, sharded, for a checkpoint. Collective."""
         reshard(self.roots)
-        state: dict[str, Any] = {"weights": get_model_state_dict(self._container, options=_SHARDED)}
+        state: dict[str, Any] = {"weights": self._weights()}
         if optimizer:
-            state["optimizer"] = get_optimizer_state_dict(self._container, self.optimizer, options=_SHARDED)
+            state["optimizer"] = self._optimizer_state()
         return state if self.ema is None else {**state, "ema": self.ema.state_dict()}
 
+    @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned, except the optimizer's settings: they are the config's. Collective."""
         reshard(self.roots)
-        not_frozen = StateDictOptions(ignore_frozen_params=True, strict=False)
-        set_model_state_dict(self._container, state["weights"], options=not_frozen)
+        for name, value in self._weights().items():
+            local(value).copy_(local(state["weights"][name]))
         if "optimizer" in state:
-            configured = settings(self.optimizer)
-            set_optimizer_state_dict(self._container, self.optimizer, state["optimizer"], options=_SHARDED)
-            for group, ours in zip(self.optimizer.param_groups, configured, strict=True):
-                group.update(ours)
+            self._load_optimizer(state["optimizer"])
         if self.ema is not None:
             self.ema.load_state_dict(state["ema"])
+
+    def _weights(self) -> dict[str, Tensor]:
+        """Return trained weights and buffers by name."""
+        frozen = {name for name, p in self._container.named_parameters() if not p.requires_grad}
+        return {name: value for name, value in self._container.state_dict().items() if name not in frozen}
+
+    def _optimizer_state(self) -> dict[str, Any]:
+        """Return the optimizer's state in the form of torch's `get_optimizer_state_dict`, by names, sharded."""
+        if not self.optimizer.state:
+            fill_state(self.optimizer)
+        saved = self.optimizer.state_dict()
+        states = {
+            name: {
+                key: like(self.parameters[name], value) if isinstance(value, Tensor) and value.ndim > 0 else value
+                for key, value in saved["state"][number].items()
+            }
+            for number, name in enumerate(self._names)
+            if number in saved["state"]
+        }
+        groups = [{**g, "params": [self._names[number] for number in g["params"]]} for g in saved["param_groups"]]
+        return {"state": states, "param_groups": groups}
+
+    def _load_optimizer(self, state: Mapping[str, Any]) -> None:
+        configured = settings(self.optimizer)
+        numbers = {name: number for number, name in enumerate(self._names)}
+        states = {
+            numbers[name]: {k: v if self._updated[name] is self.parameters[name] else local(v) for k, v in each.items()}
+            for name, each in state["state"].items()
+        }
+        groups = [{**g, "params": [numbers[name] for name in g["params"]]} for g in state["param_groups"]]
+        self.optimizer.load_state_dict({"state": states, "param_groups": groups})
+        for group, ours in zip(self.optimizer.param_groups, configured, strict=True):
+            group.update(ours)
 
 
 def gather_samples(outputs: Sequence[StepOutput]) -> dict[str, Tensor]:
@@ -170,6 +221,12 @@ class Ema:
             name: local(p.detach()).to(device=device or p.device, dtype=torch.float32, copy=True)
             for name, p in parameters.items()
         }
+        crosses = any(_crosses(p, self._average[name]) for name, p in parameters.items())
+        self._beside = ThreadPoolExecutor(1, "average") if crosses else None
+        self._copies = HostMemory()
+        self._stream = torch.cuda.Stream() if crosses and torch.cuda.is_available() else None
+        self._copied: torch.cuda.Event | None = None
+        self._blended: Future[None] | None = None
 
     def start_from(self, values: Iterable[tuple[str, Tensor]]) -> None:
         """Start from given names and whole, unsharded values instead; those that are not averaged are ignored.
@@ -181,22 +238,48 @@ class Ema:
         for name, value in values:
             if name in missing:
                 missing.remove(name)
-                self._average[name].copy_(_own_shard(self._parameters[name], value))
+                self._average[name].copy_(part_of(self._parameters[name], value))
         if missing:
             raise AssertionError(f"no value to start from for {', '.join(sorted(missing)[:5])}")
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Update the average with the weights after optimizer step `step`."""
+        """Update the average with the weights after optimizer step `step`.
+
+        Where the average lives on the host of a device, neither waits: a stream copies the weights, a thread blends.
+        """
         if step % self.every_steps:
             return
-        averages = list(self._average.values())
-        weights = [
-            local(p.detach()).to(device=a.device, dtype=torch.float32)
-            for a, p in zip(averages, self._parameters.values(), strict=True)
-        ]
         weight = 1.0 if step < self.start_step else 1.0 - self.decay
-        torch._foreach_lerp_(averages, weights, weight)
+        weights = {name: local(p) for name, p in self._parameters.items()}
+        if self._beside is None:
+            self._blend(weights, weight, None)
+            return
+        self.settle()
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            copies = self._copies.take(weights, wait=False)
+            self._copied = None if self._stream is None else self._stream.record_event()
+        self._blended = self._beside.submit(self._blend, copies, weight, self._copied)
+
+    @torch.no_grad()
+    def _blend(self, weights: Mapping[str, Tensor], weight: float, copied: torch.cuda.Event | None) -> None:
+        if copied is not None:
+            copied.synchronize()
+        averages = list(self._average.values())
+        torch._foreach_lerp_(averages, [weights[name].to(torch.float32) for name in self._average], weight)
+
+    def release(self) -> None:
+        """Let the device finish copying the weights, before they change; the host does not wait."""
+        if self._copied is not None:
+            torch.cuda.current_stream().wait_event(self._copied)
+
+    def settle(self) -> None:
+        """Wait for the last update."""
+        if self._blended is not None:
+            self._blended.result()
+            self._blended = None
 
     @contextmanager
     def swapped(self, roots: Sequence[nn.Module]) -> Iterator[None]:
@@ -210,6 +293,7 @@ class Ema:
     @torch.no_grad()
     def _swap(self, roots: Sequence[nn.Module]) -> None:
         reshard(roots)
+        self.settle()
         for name, parameter in self._parameters.items():
             shard, average = local(parameter.detach()), self._average[name]
             kept = shard.to(device=average.device, dtype=average.dtype, copy=True)
@@ -218,20 +302,19 @@ class Ema:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the average by parameter name, sharded like the parameters."""
-        return {name: like(p, self._average[name].to(p.device)) for name, p in self._parameters.items()}
+        self.settle()
+        return {name: like(p, self._average[name]) for name, p in self._parameters.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore what `state_dict` returned."""
+        self.settle()
         for name, average in self._average.items():
             average.copy_(local(state[name]))
 
 
-def _own_shard(parameter: nn.Parameter, value: Tensor) -> Tensor:
-    """Return this rank's part of a whole tensor that every rank has, without communication."""
-    if not isinstance(parameter, DTensor):
-        return value
-    whole = value.to(parameter.device)
-    return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None).to_local()
+def _crosses(parameter: nn.Parameter, average: Tensor) -> bool:
+    """Return whether an update of the average goes from a device to the host."""
+    return local(parameter).device != average.device
 
 
 @contextmanager

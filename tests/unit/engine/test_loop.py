@@ -82,6 +82,18 @@ def run_steps(trainer, steps):
     return [trainer.train_step(next(feed)) for _ in range(steps)]
 
 
+def test_a_fused_optimizer_trains_where_float64_is_the_default(world, tmp_path):
+    torch.set_default_dtype(torch.float64)
+    try:
+        trainer = build_trainer(world, tmp_path)
+        before = weights(trainer)
+        run_steps(trainer, 2)
+        assert before.dtype == torch.float64
+        assert not torch.equal(weights(trainer), before)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_accumulating_four_micro_batches_equals_one_batch_of_four(world, tmp_path):
     one = build_trainer(world, tmp_path / "one", micro=4)
     four = build_trainer(world, tmp_path / "four", micro=1)

@@ -6,6 +6,7 @@ from torch import nn
 
 from cascade_train.distributed.parallelize import local, parallelize
 from cascade_train.distributed.process_group import build_mesh
+from cascade_train.engine import phase as engine_phase
 from cascade_train.engine.phase import Ema
 
 
@@ -77,6 +78,21 @@ def test_state_returns_exactly(world):
 def test_average_can_live_on_the_host(world, device):
     _, ema = build(world, device=device)
     assert local(ema.state_dict()["bias"]).device.type == "cpu"
+
+
+def test_an_average_that_is_blended_beside_the_loop_has_the_same_numbers(world, monkeypatch):
+    network, ema = build(world, start_step=2)
+    monkeypatch.setattr(engine_phase, "_crosses", lambda *_: True)
+    beside = Ema(dict(network.named_parameters()), decay=0.9, start_step=2, every_steps=1, device=torch.device("cpu"))
+    for step in range(1, 6):
+        beside.release()
+        add_one(network)
+        ema.update(step)
+        beside.update(step)
+        add_one(network)  # what changes after an update does not reach it
+    assert beside._blended is not None, "nothing was done beside the loop"
+    expected = ema.state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in beside.state_dict().items())
 
 
 def test_average_starts_from_given_values_and_leaves_the_weights_alone(world):

@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,15 @@ from cascade_train.engine.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
-from cascade_train.engine.checkpoint.writing import Background, HostMemory, Piece, Snapshot, check_space, write_files
+from cascade_train.engine.checkpoint.writing import (
+    Background,
+    HostMemory,
+    Layout,
+    Piece,
+    Snapshot,
+    check_space,
+    write_files,
+)
 from cascade_train.errors import ConfigError, RunError
 
 log = logging.getLogger(__name__)
@@ -63,11 +71,30 @@ class CheckpointStore:
         self._retention = retention or Retention()
         self._metrics = metrics
         self._memory = HostMemory()
+        self._layout: Layout | None = None
+        self._prepared: Piece | None = None
         self._group = own_group(_SLOWEST_WRITE) if asynchronous else None
         self._background = Background(name="checkpoints")
         self._in_flight: Piece | None = None
         self._has_warned = False
         self._slowest_seconds = 0.0
+
+    def prepare(self, state: Callable[[], dict[str, Any]]) -> None:
+        """Let the thread plan saves of such a state and allocate memory for copies, once. Not collective."""
+        if self._group is not None and self._prepared is None:
+            tensors = state()
+
+            def plan() -> None:
+                self._plan(tensors)
+
+            self._prepared = self._background.begin(plan)
+
+    def _plan(self, tensors: dict[str, Any]) -> Snapshot:
+        snapshot = Snapshot(tensors, self._layout)
+        self._layout = snapshot.layout
+        if self._group is not None:
+            self._memory.reserve(snapshot.state_dict)
+        return snapshot
 
     def save(self, step: int, tensors: dict[str, Any], facts: dict[str, Any]) -> Path:
         """Save the checkpoint of `step`, then apply retention; return its directory. Collective.
@@ -78,7 +105,9 @@ class CheckpointStore:
         `facts` are JSON values, equal on all ranks, readable without tensors. A RunError, on all ranks, leaves nothing.
         """
         self.wait()
-        snapshot = Snapshot(tensors)
+        if self._prepared is not None:
+            self._prepared.result()
+        snapshot = self._plan(tensors)
         hidden = self._folder.hidden(step, "saving")
         needed = from_every_rank(lambda: snapshot.bytes_needed)
         from_rank_zero(lambda: self._prepare(hidden, needed))

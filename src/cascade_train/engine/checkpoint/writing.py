@@ -11,13 +11,17 @@ import math
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -36,23 +40,39 @@ from cascade_train.errors import RunError
 _ENTRY_BYTES = 4096
 """More than torch's framing of one tensor in a file."""
 
+_ALIGNMENT = 64
+"""Bytes; of the copies in a block."""
+
 _COPY_AHEAD = 10_000_000
 """Bytes that are on their way from the device while others are written."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All of a state but its values: the form of each by key, the keys that this rank writes, and how it does."""
+
+    form: Mapping[str, object]
+    mine: Sequence[str]
+    plan: SavePlan
 
 
 class Snapshot(DefaultSavePlanner):
     """What this rank writes of a state: its own shards, and an even part of those that several ranks hold alike.
 
     Until `stage` is called it reads the state's own tensors; afterwards copies, so that training may go on. The state
-    is a nested dict of tensors (sharded or plain) and plain values, with the same keys on all ranks.
+    is a nested dict of tensors (sharded or plain) and plain values, with the same keys on all ranks. The layout
+    of a state `before` is used again where this one has the same form.
     """
 
-    def __init__(self, state: Mapping[str, Any]) -> None:
+    def __init__(self, state: Mapping[str, Any], before: Layout | None = None) -> None:
         super().__init__()
         super().set_up_planner(dict(state))
-        share = own_share(self.state_dict)
-        self.state_dict = {key: self.state_dict[key] for key in share}
-        self.mappings = {key: self.mappings[key] for key in share}
+        form = {key: _form(value) for key, value in self.state_dict.items()}
+        known = before if before is not None and before.form == form else None
+        mine = own_share(self.state_dict) if known is None else known.mine
+        self.state_dict = {key: self.state_dict[key] for key in mine}
+        self.mappings = {key: self.mappings[key] for key in mine}
+        self.layout = Layout(form, mine, super().create_local_plan()) if known is None else known
         self.staged = False
 
     @property
@@ -63,7 +83,6 @@ class Snapshot(DefaultSavePlanner):
 
     def stage(self, memory: HostMemory) -> None:
         """Copy everything to the host; once this returns, the state may change, and nothing here refers to it."""
-        super().create_local_plan()
         self.state_dict = memory.take(self.state_dict)
         self.staged = True
 
@@ -74,12 +93,12 @@ class Snapshot(DefaultSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         """Plan what this rank writes."""
-        return self.plan if self.staged else super().create_local_plan()
+        return self.layout.plan
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """Return this rank's shard, or the plain value."""
         value = self.state_dict[index.fqn]
-        return local(value.detach()) if isinstance(value, Tensor) else value
+        return local(value) if isinstance(value, Tensor) else value
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         """Turn a plain value into bytes; a RunError for what would run code when it loads."""
@@ -96,30 +115,55 @@ class Snapshot(DefaultSavePlanner):
 
 
 class HostMemory:
-    """Host buffers for copies of a state; kept from save to save."""
+    """Host memory for copies of a state, kept from save to save; pinned where the state is on a device."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
 
+    def reserve(self, values: Mapping[str, Any]) -> None:
+        """Allocate, in one block, what copies of the values' local shards need and is not there yet."""
+        shards = {key: local(value) for key, value in values.items() if isinstance(value, Tensor)}
+        kept = {key: each for key, each in self._buffers.items() if key in shards and _form(each) == _form(shards[key])}
+        missing = {key: shard for key, shard in shards.items() if key not in kept}
+        starts = [0, *accumulate(-(-shard.nbytes // _ALIGNMENT) * _ALIGNMENT for shard in missing.values())]
+        self._buffers = kept
+        block = _block(starts[-1], pinned=any(shard.is_cuda for shard in shards.values()))
+        for (key, shard), start in zip(missing.items(), starts[:-1], strict=True):
+            piece = torch.from_numpy(block[start : start + shard.nbytes])  # with a storage of its own, which is written
+            self._buffers[key] = piece.view(shard.dtype).view(shard.shape)
+
     @torch.no_grad()
-    def take(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return copies of tensors' local shards, on the host, and of plain values, by key; syncs the device once."""
-        copies: dict[str, Any] = {}
-        on_device = False
-        for key, value in values.items():
-            if not isinstance(value, Tensor):
-                copies[key] = copy.deepcopy(value)
-                continue
-            shard = local(value.detach())
-            buffer = self._buffers.get(key)
-            if buffer is None or buffer.shape != shard.shape or buffer.dtype != shard.dtype:
-                buffer = torch.empty(shard.shape, dtype=shard.dtype, device="cpu", pin_memory=shard.is_cuda)
-            copies[key] = buffer.copy_(shard, non_blocking=True)
-            on_device |= shard.is_cuda
-        if on_device:
+    def take(self, values: Mapping[str, Any], *, wait: bool = True) -> dict[str, Any]:
+        """Return copies of tensors' local shards, on the host, and of plain values, by key; `wait`: for the device."""
+        self.reserve(values)
+        copies = {
+            key: self._buffers[key].copy_(local(value), non_blocking=True)
+            if isinstance(value, Tensor)
+            else copy.deepcopy(value)
+            for key, value in values.items()
+        }
+        if wait and any(isinstance(value, Tensor) and value.is_cuda for value in values.values()):
             torch.cuda.current_stream().synchronize()
-        self._buffers = {key: each for key, each in copies.items() if isinstance(each, Tensor)}
         return copies
+
+
+def _block(size: int, *, pinned: bool) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Return so many bytes of the host, whose pages are there; torch's pinned tensors take up to twice their size."""
+    block = np.empty(size, dtype=np.uint8)
+    if pinned and size:
+        cuda, address = torch.cuda.cudart(), block.ctypes.data
+        torch.cuda.check_error(cuda.cudaHostRegister(address, size, 0))
+        weakref.finalize(block, cuda.cudaHostUnregister, address)
+    else:
+        block.fill(0)
+    return block
+
+
+def _form(value: object) -> object:
+    """Return all of a value but its numbers; None for plain ones."""
+    if isinstance(value, DTensor):
+        return value.shape, value.dtype, value.placements, value.device_mesh
+    return (value.shape, value.dtype) if isinstance(value, Tensor) else None
 
 
 def own_share(flat: Mapping[str, Any]) -> list[str]:

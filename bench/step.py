@@ -1,0 +1,249 @@
+"""What an optimizer step costs beside the bare model: `Trainer.train_step` against plain torch, in the same processes.
+
+    python bench/step.py --out bench/results/step.json
+
+Bare is a copy of the network in plain torch, on the inputs that the task gave it: forward, square, backward,
+clip_grad_norm_, fused AdamW, foreach average. On two ranks each has its own micro-batch, and bare is what a rank would
+do with it alone. Both take turns, and process time is counted, so that ratios are the claims. `loop` is the step with
+the encoders' results remembered from the first one, as a cache gives them. Deep is the depth of C-3.6B (64 triples,
+1,550 tensors) with a width of 16: almost all of its time is the host's. Prints a table, writes JSON. `--curve` trains
+300 steps in fp32, in bf16, and in bf16 sharded on one rank, and compares the losses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cascade_train.__main__ import launch
+from cascade_train.distributed import parallelize
+from cascade_train.engine.loop import Trainer
+from cascade_train.engine.phase import training_state
+
+DEEP = (
+    *("model.weights=null", "model.network.block_out_channels=[16,16]", "model.network.num_attention_heads=[1,1]"),
+    *("model.network.down_num_layers_per_block=[8,24]", "model.network.up_num_layers_per_block=[24,8]"),
+    "train.global_batch_size=2",
+)
+SPLIT, BF16 = "parallel=fsdp", "train.precision=bf16"
+COMMON = (
+    *("task=finetune", "model=c_tiny", "sample.every_steps=null", "validate.every_steps=null", "data.num_workers=0"),
+    "checkpoint.asynchronous=true",
+)
+CASES: dict[str, tuple[int, tuple[str, ...]]] = {
+    "c_tiny, one rank": (1, ()),
+    "c_tiny, two ranks, ddp": (2, ("parallel=ddp",)),
+    "c_tiny, two ranks, sharded": (2, (SPLIT,)),
+    "deep, one rank": (1, DEEP),
+    "deep, one rank, bf16": (1, (*DEEP, BF16)),
+    "deep, two ranks, ddp": (2, (*DEEP, "parallel=ddp")),
+    "deep, two ranks, sharded": (2, (*DEEP, SPLIT)),
+    "deep, two ranks, sharded, bf16": (2, (*DEEP, SPLIT, BF16)),
+}
+"""Ranks, and what is changed in `task=finetune model=c_tiny`."""
+
+
+class Bare:
+    """The network in plain torch, with what a step needs and no more."""
+
+    def __init__(self, trainer: Trainer, seen: dict[str, Any]) -> None:
+        """Make the network of a run once more; `seen` is what it was called with."""
+        network = trainer.task.stage.network
+        self._network = type(network).from_config(network.config).to(next(network.parameters()).device).train()
+        self._dtype = torch.bfloat16 if seen["bf16"] else torch.float32
+        self._args, self._kwargs = seen["inputs"]
+        self._parameters = list(self._network.parameters())
+        self._optimizer = torch.optim.AdamW(self._parameters, lr=1e-4, weight_decay=0.01, fused=True)
+        self._average = [p.detach().clone() for p in self._parameters]
+
+    def step(self) -> None:
+        """Take an optimizer step."""
+        with torch.autocast("cpu", dtype=self._dtype, enabled=self._dtype == torch.bfloat16):
+            pred = self._network(*self._args, **self._kwargs)[0]
+        pred.float().square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        torch._foreach_lerp_(self._average, [p.detach() for p in self._parameters], 0.01)
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """Return the process time, of all threads, that a piece of work takes on this rank."""
+    dist.barrier()
+    begun = time.process_time()
+    work()
+    return time.process_time() - begun
+
+
+def measure(trainer: Trainer, rounds: int, *, bf16: bool) -> dict[str, Any]:
+    """Take turns between steps of the trainer and bare ones; return seconds and counts of this rank."""
+    stage, feed, seen = trainer.task.stage, iter(trainer.feed), {"bf16": bf16}
+
+    def keep(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen.setdefault("inputs", (args, {**kwargs, "return_dict": False}))
+
+    hook = stage.network.register_forward_pre_hook(keep, with_kwargs=True)
+    first = seconds(lambda: trainer.train_step(next(feed)))
+    hook.remove()
+    bare = Bare(trainer, seen)
+    found: dict[str, Any] = {"first": first, "bare_first": seconds(bare.step), "step": [], "loop": [], "bare": []}
+    for _ in range(rounds):
+        batches = next(feed)
+        found["step"].append(seconds(lambda batches=batches: trainer.train_step(batches)))
+        found["bare"].append(seconds(bare.step))
+    remembered = [(name, _remembering(getattr(stage, name))) for name in ("encode", "conditions")]
+    for name, function in remembered:
+        setattr(stage, name, function)
+    for _ in range(rounds + 1):
+        batches = next(feed)
+        found["loop"].append(seconds(lambda batches=batches: trainer.train_step(batches)))
+        found["bare"].append(seconds(bare.step))
+    del found["loop"][0]
+    found["tensors"] = len(trainer.phases[0].parameters)
+    found["save"] = [saving(trainer, step) for step in (1, 2, 3)]
+    return found
+
+
+def saving(trainer: Trainer, step: int) -> tuple[float, float]:
+    """Return the process time of a save until the loop goes on, and of all of it."""
+    facts: dict[str, Any] = {}
+    kept = seconds(lambda: trainer.store.save(step, training_state(trainer.phases, trainer.task), facts))
+    return kept, kept + seconds(trainer.store.wait)
+
+
+def _remembering(function: Callable[..., Any]) -> Callable[..., Any]:
+    results: list[Any] = []
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not results:
+            results.append(function(*args, **kwargs))
+        return results[0]
+
+    return call
+
+
+def be_rank(case: str, rounds: int, out: Path) -> None:
+    """Do one rank's part of a case; rank 0 writes what it measured."""
+    torch.set_num_threads(1)
+
+    def looked_at(self: Trainer) -> None:
+        found = measure(self, rounds, bf16=BF16 in CASES[case][1])
+        if self.world.is_main:
+            out.write_text(json.dumps(found))
+        self.max_steps = self.step
+
+    Trainer.run = looked_at  # type: ignore[method-assign]
+    assert launch([*COMMON, "ema.decay=0.99", f"run.dir={out.with_suffix('')}", *CASES[case][1]]) == 0
+
+
+def run_case(case: str, rounds: int, directory: Path) -> dict[str, Any]:
+    """Start the ranks of a case or curve and return what rank 0 measured."""
+    ranks = CASES[case][0] if case in CASES else 1
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    out = directory / (case.replace(", ", "_").replace(" ", "_") + ".json")
+    command = [sys.executable, __file__, "--case", case, "--rounds", str(rounds), "--out", str(out)]
+    children = []
+    for rank in range(ranks):
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port} if ranks > 1 else {}
+        env = {**os.environ, **{key: str(value) for key, value in place.items()}, "MASTER_ADDR": "127.0.0.1"}
+        children.append(subprocess.Popen(command, env={**env, "OMP_NUM_THREADS": "1"}))
+    assert [child.wait() for child in children] == [0] * ranks, case
+    return json.loads(out.read_text())
+
+
+def row(case: str, found: dict[str, Any]) -> str:
+    """Return a case's line of the table."""
+    step, loop, bare = (statistics.median(found[name]) * 1e3 for name in ("step", "loop", "bare"))
+    kept, whole = (statistics.median(each) for each in zip(*found["save"], strict=True))
+    ratios = f"{loop / bare:.2f} | {step / bare:.2f}"
+    return (
+        f"| {case} | {found['tensors']} | {bare:.0f} | {loop:.0f} | {step:.0f} | {ratios} |"
+        f" {found['first']:.2f} | {found['bare_first']:.2f} | {kept:.2f} | {whole:.2f} |"
+    )
+
+
+CURVES: dict[str, tuple[bool, str]] = {
+    "fp32": (False, "train.precision=fp32"),
+    "bf16": (False, BF16),
+    "bf16, sharded on one rank": (True, BF16),
+}
+"""Whether weights are sharded though one rank holds all, and the precision."""
+
+
+def curve(name: str, out: Path) -> None:
+    """Train 300 steps of c_tiny, and write the losses."""
+    torch.set_num_threads(1)
+    is_sharded, precision = CURVES[name]
+    if is_sharded:
+        parallelize.is_whole = lambda *_: False
+    length = ("train.max_steps=300", "train.global_batch_size=8", "model.image_size=64", "log.every_steps=50")
+    run = out.with_suffix("")
+    assert launch([*COMMON, precision, *length, "optimizer.lr=3e-4", "model.weights=null", f"run.dir={run}"]) == 0
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    out.write_text(json.dumps({key: [row[key] for row in rows] for key in ("loss", "grad_norm")}))
+
+
+def curve_table(curves: dict[str, dict[str, list[float]]]) -> str:
+    """Return the mean losses of each 50 steps, and how far single ones are from those of fp32."""
+    lines = [
+        "| run | " + " | ".join(f"{i + 1} to {i + 50}" for i in range(0, 300, 50)) + " | off fp32, rms | at most |"
+    ]
+    lines.append("|---" * 9 + "|")
+    exact = curves["fp32"]["loss"]
+    for name, seen in curves.items():
+        means = [statistics.fmean(seen["loss"][i : i + 50]) for i in range(0, 300, 50)]
+        off = [abs(a / b - 1) for a, b in zip(seen["loss"], exact, strict=True)]
+        rms = statistics.fmean(each**2 for each in off) ** 0.5
+        lines.append(f"| {name} | " + " | ".join(f"{mean:.4f}" for mean in means) + f" | {rms:.1e} | {max(off):.1e} |")
+    return "\n".join(lines)
+
+
+HEAD = (
+    "| case | tensors | bare, ms | loop, ms | step, ms | loop / bare | step / bare | first step, s | bare, s |"
+    " save: loop waits, s | save: all, s |"
+)
+
+
+def main() -> None:
+    """Measure, print, and write JSON and page."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--only", default="", help="cases whose name holds this")
+    parser.add_argument("--curve", action="store_true")
+    parser.add_argument("--out", type=Path, default=Path("bench/results/step.json"))
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.case is not None:
+        return be_rank(args.case, args.rounds, args.out) if args.case in CASES else curve(args.case, args.out)
+    cases = list(CURVES) if args.curve else [case for case in CASES if args.only in case]
+    with tempfile.TemporaryDirectory() as directory:
+        results = {case: run_case(case, args.rounds, Path(directory)) for case in cases}
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout
+    machine = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, load {os.getloadavg()[0]:.1f}"
+    facts = {"commit": commit.strip(), "date": f"{datetime.now(UTC):%Y-%m-%d}", "machine": machine}
+    table = "\n".join([HEAD, "|" + "---|" * 11, *(row(case, found) for case, found in results.items())])
+    table = curve_table(results) if args.curve else table
+    print(json.dumps(facts), table, sep="\n\n")
+    args.out.write_text(json.dumps({**facts, "rounds": args.rounds, "cases": results}) + "\n")
+    return None
+
+
+if __name__ == "__main__":
+    main()
