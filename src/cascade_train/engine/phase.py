@@ -221,7 +221,7 @@ class Ema:
             name: local(p.detach()).to(device=device or p.device, dtype=torch.float32, copy=True)
             for name, p in parameters.items()
         }
-        crosses = any(_crosses(p, self._average[name]) for name, p in parameters.items())
+        crosses = any(p.device.type != self._average[name].device.type for name, p in parameters.items())
         self._beside = ThreadPoolExecutor(1, "average") if crosses else None
         self._copies = HostMemory()
         self._stream = torch.cuda.Stream() if crosses and torch.cuda.is_available() else None
@@ -310,11 +310,6 @@ class Ema:
         self.settle()
         for name, average in self._average.items():
             average.copy_(local(state[name]))
-
-
-def _crosses(parameter: nn.Parameter, average: Tensor) -> bool:
-    """Return whether an update of the average goes from a device to the host."""
-    return local(parameter).device != average.device
 
 
 @contextmanager

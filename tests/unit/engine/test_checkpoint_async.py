@@ -107,6 +107,20 @@ def test_buffers_are_kept_from_save_to_save_and_follow_a_changed_shape(world):
     assert set(memory._buffers) == {"a", "b"}
 
 
+def test_memory_for_copies_is_one_block_that_is_there_before_the_first_save(store):
+    store.prepare(lambda: state(1))
+    store.prepare(lambda: pytest.fail("once is enough"))
+    store._prepared.finish()
+    buffers = dict(store._memory._buffers)
+    starts = sorted(each.data_ptr() for each in buffers.values())
+    assert starts[-1] - starts[0] < sum(-(-each.nbytes // 64) * 64 for each in buffers.values())
+    assert all(each.untyped_storage().nbytes() == each.nbytes for each in buffers.values()), "no more is written"
+    store.save(1, state(2), {})
+    store.wait()
+    assert all(store._memory._buffers[key] is each for key, each in buffers.items())
+    assert len(buffers) == 3
+
+
 def test_a_failure_is_known_at_once_and_raised_when_waited_for(store, monkeypatch, gate):
     store.save(1, state(1), {})
     gate.set()
