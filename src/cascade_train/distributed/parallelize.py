@@ -271,6 +271,6 @@ def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     mesh = next((gradient.device_mesh for gradient in gradients if isinstance(gradient, DTensor)), None)
     if mesh is None or mesh.size(-1) == 1:
         return norm
-    square = norm.square()
-    dist.all_reduce(square, group=mesh.get_group(mesh.ndim - 1))
-    return square.sqrt()
+    norms = [torch.empty_like(norm) for _ in range(mesh.size(-1))]
+    dist.all_gather(norms, norm, group=mesh.get_group(mesh.ndim - 1))
+    return torch.linalg.vector_norm(torch.stack(norms))
