@@ -273,4 +273,5 @@ def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         return norm
     norms = [torch.empty_like(norm) for _ in range(mesh.size(-1))]
     dist.all_gather(norms, norm, group=mesh.get_group(mesh.ndim - 1))
-    return torch.linalg.vector_norm(torch.stack(norms))
+    whole: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return whole

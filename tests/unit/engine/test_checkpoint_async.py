@@ -110,7 +110,7 @@ def test_buffers_are_kept_from_save_to_save_and_follow_a_changed_shape(world):
 def test_memory_for_copies_is_one_block_that_is_there_before_the_first_save(store):
     store.prepare(lambda: state(1))
     store.prepare(lambda: pytest.fail("once is enough"))
-    store._prepared.finish()
+    store._prepared.result()
     buffers = dict(store._memory._buffers)
     starts = sorted(each.data_ptr() for each in buffers.values())
     assert starts[-1] - starts[0] < sum(-(-each.nbytes // 64) * 64 for each in buffers.values())
