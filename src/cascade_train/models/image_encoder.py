@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
 
 from cascade_train.errors import ConfigError
 from cascade_train.models.frozen_part import ClipTower
@@ -54,6 +53,8 @@ class ImageEncoder(ClipTower):
         Raises:
             ConfigError: weights that do not exist or have other sizes.
         """
+        from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
+
         sizes = CLIPVisionConfig(image_size=self.image_size_px, patch_size=self.patch_size_px, **self.sizes)
         self._make(CLIPVisionModelWithProjection, sizes, device, dtype)
         config = self.module.config

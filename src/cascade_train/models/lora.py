@@ -11,16 +11,17 @@ import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
-from peft import LoraConfig, inject_adapter_in_model
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
 from cascade_train.models.formats.weights_tensors import recognise_size
 from cascade_train.models.initialize import ZEROS, Fill, InitialValues, Shares, fill_, torch_uniform
+
+if TYPE_CHECKING:
+    from peft.tuners.lora import LoraLayer
 
 ADAPTER = "default"
 """peft's name of the one adapter that a network carries."""
@@ -218,6 +219,8 @@ def attach_adapters(
 
     No random number is drawn. Adapters are in the mode and on the device of their layer (on the host for meta).
     """
+    from peft import LoraConfig, inject_adapter_in_model  # takes seconds
+
     network.requires_grad_(requires_grad=False)
     config = LoraConfig(
         r=rank,
@@ -255,6 +258,8 @@ def magnitude_factor(magnitude: Tensor, weight: Tensor) -> Tensor:
 
 def adapted_layers(network: nn.Module) -> Iterator[tuple[str, LoraLayer]]:
     """Yield (name, layer) of the adapted modules, in the network's order."""
+    from peft.tuners.lora import LoraLayer
+
     for name, module in network.named_modules():
         if isinstance(module, LoraLayer):
             yield name, module

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer
 
 from cascade_train.errors import ConfigError
 from cascade_train.models.frozen_part import ClipTower
 from cascade_train.models.stage import Tokens
 from cascade_train.models.token_count import FOLDER
 from cascade_train.options import File
+
+if TYPE_CHECKING:
+    from transformers import CLIPTokenizer
 
 LONG_PIECES = 3
 """Pieces of a long caption: 225 tokens where one piece has 75, as other trainers have it."""
@@ -67,6 +69,8 @@ class TextEncoder(ClipTower):
 
     def build(self, *, device: torch.device, dtype: torch.dtype) -> None:
         """Load the tokenizer and make the frozen tower; a ConfigError if they do not exist or do not fit each other."""
+        from transformers import CLIPTextConfig, CLIPTextModelWithProjection  # takes seconds
+
         self.tokenizer = self._load_tokenizer()
         special = {name: getattr(self.tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
         config = CLIPTextConfig(
@@ -85,6 +89,8 @@ class TextEncoder(ClipTower):
         self.module.register_forward_hook(_keep_last_hidden_state)
 
     def _load_tokenizer(self) -> CLIPTokenizer:
+        from transformers import CLIPTokenizer
+
         source = str(FOLDER) if self.tokenizer_source is None else self.tokenizer_source
         try:
             tokenizer = CLIPTokenizer.from_pretrained(source, subfolder=self.tokenizer_subfolder or "")

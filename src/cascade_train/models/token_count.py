@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
-from transformers import CLIPTokenizer
 
 FOLDER = Path(__file__).parent / "tiny_tokenizer"
 """The packaged tokenizer, made by scripts/write_tiny_tokenizer.py."""
@@ -36,6 +35,8 @@ def token_counter(source: str | None, subfolder: str | None) -> TokenCounter:
 
     `source` is a hub id or local folder, None = the packaged one; `subfolder` a folder within it.
     """
+    from transformers import CLIPTokenizer
+
     if source is None:
         return TokenCounter(name="the packaged tokenizer", tokenizer=CLIPTokenizer.from_pretrained(str(FOLDER)))
     if not _is_here(source, subfolder or ""):

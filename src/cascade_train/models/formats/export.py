@@ -14,12 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from diffusers import StableCascadeUNet
-from diffusers.utils import logging as diffusers_logging
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers.utils import logging as transformers_logging
 
 from cascade_train.errors import RunError, unwritten
 from cascade_train.files.durable import replacing
@@ -28,6 +25,7 @@ from cascade_train.models.formats.weights_tensors import map_keys, original_layo
 from cascade_train.models.latent_codec import ORIGINAL_NAMES
 
 if TYPE_CHECKING:
+    from diffusers import StableCascadeUNet
     from diffusers.pipelines.deprecated.wuerstchen.modeling_paella_vq_model import PaellaVQModel
 
 NETWORK_FORMATS = ("diffusers", "original")
@@ -57,6 +55,8 @@ def network_config(network: nn.Module) -> dict[str, Any]:
 
 def build_plain_network(config: Mapping[str, Any], state: Mapping[str, Tensor] | None) -> StableCascadeUNet:
     """Return diffusers' own class around `state` (sharing its memory); None = on the meta device."""
+    from diffusers import StableCascadeUNet
+
     with torch.device("meta"):
         network = StableCascadeUNet.from_config({k: v for k, v in config.items() if not k.startswith("_")})
     if state is not None:
@@ -188,6 +188,9 @@ def check_equal_tensors(expected: Mapping[str, Tensor], found: Mapping[str, Tens
 @contextmanager
 def quiet() -> Iterator[None]:
     """Keep diffusers' notice of deprecation and transformers' progress bar out of the run's output."""
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
+
     verbosity, bars = diffusers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     diffusers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()

@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from peft import LoraConfig
-from peft.tuners.lora import LoraLayer
 from safetensors import safe_open
 from torch import Tensor, nn
 
@@ -92,6 +90,8 @@ def write_peft_folder(folder: Path, lora: StoredLora) -> None:
 
 
 def _write_adapter(folder: Path, state: Mapping[str, Tensor], spec: LoraSpec) -> None:
+    from peft import LoraConfig
+
     config = LoraConfig(r=spec.rank, lora_alpha=spec.alpha, use_dora=spec.dora, inference_mode=True)
     config.target_modules = adapted_modules(state)  # peft makes a set of it, whose order differs between processes
     config.save_pretrained(str(folder))
@@ -213,6 +213,8 @@ def adapter_size(source: str, *, key: str) -> str | None:
 
 def module_shapes(network: nn.Module) -> dict[str, Shape]:
     """Return the shapes of the weights of a network's own modules by name, adapters left out, in its order."""
+    from peft.tuners.lora import LoraLayer
+
     shapes: dict[str, Shape] = {}
     for name, module in network.named_modules():
         inner = module.get_base_layer() if isinstance(module, LoraLayer) else module
