@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim import Optimizer
 
-from cascade_train.distributed.parallelize import shard_of
 from cascade_train.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 NO_DECAY_SUFFIXES = (".gamma", ".beta", ".lora_magnitude_vector.weight")
 """Parameters with two or more dimensions that are scales or shifts (the response norm's)."""
@@ -89,6 +88,10 @@ class OptimizerSpec:
         Raises:
             ConfigError: the algorithm refuses these parameters, or needs whole weights where they are sharded.
         """
+        from torch.distributed.tensor import DTensor  # these take a second
+
+        from cascade_train.distributed.parallelize import shard_of
+
         if getattr(self.algorithm, "func", self.algorithm) in ELEMENTWISE:
             parameters = {name: shard_of(p) for name, p in parameters.items()}
         decayed = [p for name, p in parameters.items() if self.decay_all or decays(name, p)]
@@ -119,6 +122,8 @@ class OptimizerSpec:
 
     def _works_on(self, mesh: DeviceMesh) -> bool:
         """Return whether a step works with a sharded matrix, tried before the first batch."""
+        from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
         placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
         values = torch.ones(2 * mesh.size(-1), 2, device=mesh.device_type)
         weight = nn.Parameter(distribute_tensor(values, mesh, placements))
@@ -148,6 +153,8 @@ def settings(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 def fill_state(optimizer: Optimizer) -> None:
     """Give an optimizer without state that of an empty step. Collective."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
     held = nn.ParameterList(p for group in optimizer.param_groups for p in group["params"])
     get_optimizer_state_dict(held, optimizer)
 

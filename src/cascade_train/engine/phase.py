@@ -35,6 +35,11 @@ from cascade_train.engine.optimizer import can_withhold, fill_state, settings
 from cascade_train.tasks.base import Phase, StepOutput, Task
 
 
+def divided_in_update(gradient: Tensor) -> bool:
+    """Return whether a fused optimizer can scale a gradient: in fp32, and on a GPU, where the pass it saves counts."""
+    return gradient.dtype == torch.float32 and gradient.is_cuda
+
+
 def trainable_parameters(phase: Phase) -> dict[str, nn.Parameter]:
     """Return a phase's trainable parameters by name, prefixed with their root's name."""
     return {n: p for n, p in nn.ModuleDict(phase.modules).named_parameters() if p.requires_grad}
@@ -77,14 +82,14 @@ class BoundPhase:
     def clip(self) -> Tensor:
         """Limit the gradients' global norm to `max_grad_norm`; return what it was, () fp32. Collective.
 
-        A fused optimizer of fp32 weights divides them in its update, without a pass over memory of its own.
+        A fused optimizer may divide them in its update instead, without a pass over memory of its own.
         """
         settle_gradients(self.roots)
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
         norm = total_norm(gradients)
         if self.max_grad_norm is None:
             return norm
-        if self.can_withhold and all(g.dtype == torch.float32 for g in gradients):
+        if self.can_withhold and all(divided_in_update(gradient) for gradient in gradients):
             self.optimizer.grad_scale = ((norm + 1e-6) / self.max_grad_norm).clamp(min=1.0)  # type: ignore[attr-defined]
         else:
             scale = (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
