@@ -1,4 +1,4 @@
-"""Write the tables of docs/commands.md, config.md and objectives.md: commands, groups, keys, objectives.
+"""Write the tables of docs/buckets.md, commands.md, config.md and objectives.md from their sources.
 
     python scripts/write_reference.py
 
@@ -13,6 +13,7 @@ import importlib
 import json
 import re
 from collections.abc import Iterator
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from omegaconf import MISSING
 from cascade_train.commands.parts.command_line import ALIASES, Command
 from cascade_train.config.help import commands
 from cascade_train.config.meanings import attribute_docs
+from cascade_train.data.buckets import PRESETS, Buckets, bucket_size
 
 ROOT = Path(__file__).resolve().parents[1]
 CONF, CONFIG = ROOT / "conf", ROOT / "src/cascade_train/config"
@@ -137,7 +139,19 @@ def _option_rows(arguments: type) -> Iterator[str]:
         yield f"| `{typed.get(field.name, field.name)}` | {default} | {_cell(docs.get(field.name, ''))} |"
 
 
+def bucket_sizes() -> Iterator[str]:
+    """Yield the table of the sizes that the original's aspect ratios give, for some values of `data.image_size`."""
+    sides = (384, 768, 1024)
+    yield f"| Ratio | {' | '.join(f'{side} px' for side in sides)} |"
+    yield "|---|---|---|---|"
+    ratios = {Fraction(ratio) for ratio in PRESETS["original"]}
+    for ratio in sorted({*ratios, *(1 / ratio for ratio in ratios)}):
+        sizes = [bucket_size(float(ratio), side**2, Buckets().multiple_px) for side in sides]
+        yield f"| {ratio} | {' | '.join(f'{width} x {height}' for height, width in sizes)} |"
+
+
 PAGES = {
+    "docs/buckets.md": {"sizes": bucket_sizes},
     "docs/commands.md": {"commands": command_list, "options": command_options},
     "docs/config.md": {"groups": groups, "keys": keys},
     "docs/objectives.md": {"objectives": objectives},
