@@ -83,7 +83,7 @@ def internal(page: Path, links: list[str]) -> Iterator[tuple[str, Path, str]]:
 
 def test_every_page_of_the_documentation_is_on_the_site(site: Path) -> None:
     pages = [path.relative_to(ROOT / "docs").with_suffix(".html") for path in (ROOT / "docs").rglob("*.md")]
-    assert len(pages) > 20
+    assert len(pages) > 25
     assert [path for path in pages if not (site / path).exists()] == []
     assert (site / "bench/results/demo.html").exists()
 
@@ -113,6 +113,11 @@ def test_pages_load_nothing_from_other_hosts(site: Path) -> None:
     styles = [path.read_text() for path in site.rglob("*.css")]
     assert styles
     assert not any(re.search(r"url\(['\"]?(https?:)?//|@import ['\"]?(https?:)?//", text) for text in styles)
+
+
+def test_the_search_works_on_pages_opened_from_the_disk(site: Path) -> None:
+    assert "aspect ratio bucketing" in (site / "search/search_index.js").read_text()
+    assert "javascripts/iframe-worker.js" in parsed(site / "index.html").loads
 
 
 def test_lists_and_tables_became_lists_and_tables(site: Path) -> None:

@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# The pictures of docs/first-lora.md: prompts before training, after training on stars alone, and with other pictures mixed in.
+# A few minutes on two CPU cores, offline. scripts/first_lora.sh [folder to work in]
+set -euo pipefail
+root=$(cd "$(dirname "$0")/.." && pwd)
+mkdir -p "${1:-$root/runs/first_lora}"
+cd "${1:-$root/runs/first_lora}"
+export PATH="$root/.venv/bin:$PATH" OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES="" HF_HUB_OFFLINE=1
+
+prompts='prompts=["a large green star in the center on a black background",
+  "a large red star at the top left on a blue background", "a large blue circle in the center on a white background"]'
+common=(task=lora model=c_tiny data.num_workers=1 optimizer.lr=4e-3 task.rank=8 task.alpha=8 train.global_batch_size=16
+  sample.every_steps=null)
+
+paint() { cascade-train generate from="$1" decoder=package:tiny "$prompts" out="$2"; }
+
+if [ ! -d stars ]; then
+  cascade-train shapes out=drawn samples=700 samples_per_shard=700
+  mkdir others stars
+  tar -xf drawn/shapes-000000.tar -C others
+  for caption in $(grep -l star others/*.txt); do mv "${caption%.txt}".* stars/; done
+fi
+cascade-train "${common[@]}" data.path=stars train.max_steps=300 run.name=stars
+cascade-train "${common[@]}" data=regularised data@data.source=folder data.source.path=stars \
+  data@data.regularisation=folder data.regularisation.path=others data.share=0.4 train.max_steps=800 run.name=kept
+paint package:tiny before
+paint runs/stars after
+paint runs/kept kept
+python - "$root/docs/images/first_lora.png" <<'PYTHON'
+import sys
+from PIL import Image, ImageDraw
+
+columns, side = ("before", "after", "kept"), 192
+sheet = Image.new("RGB", (3 * (side + 8) - 8, 3 * (side + 8) + 12), "white")
+for x, (folder, title) in enumerate(zip(columns, ("before", "stars alone", "with other pictures"))):
+    ImageDraw.Draw(sheet).text((x * (side + 8) + 4, 4), title, fill="black")
+    for y in range(3):
+        picture = Image.open(f"{folder}/{y:02d}_00.png").resize((side, side), Image.Resampling.NEAREST)
+        sheet.paste(picture, (x * (side + 8), y * (side + 8) + 20))
+sheet.save(sys.argv[1])
+PYTHON
