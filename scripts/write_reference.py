@@ -1,4 +1,4 @@
-"""Write the tables of docs/buckets.md, commands.md, config.md and objectives.md from their sources.
+"""Write the tables of docs/buckets.md, commands.md, config.md, keys.md and objectives.md from their sources.
 
     python scripts/write_reference.py
 
@@ -12,7 +12,7 @@ import dataclasses
 import importlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from omegaconf import MISSING
 
 from cascade_train.commands.parts.command_line import ALIASES, Command
 from cascade_train.config.help import commands
-from cascade_train.config.meanings import attribute_docs
+from cascade_train.config.meanings import attribute_docs, meaning_of
 from cascade_train.data.buckets import PRESETS, Buckets, bucket_size
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -30,6 +30,13 @@ CONF, CONFIG = ROOT / "conf", ROOT / "src/cascade_train/config"
 SCHEMAS = (CONFIG / "schema.py",)
 CHOSEN = {"parallel": "auto", "tracker": "none"}
 """Typed groups, whose values lie in the option that is chosen by default."""
+
+
+COMPONENTS = {
+    **{group: group for group in ("task", "data", "model", "objective")},
+    **{"optimizer": "optimizer", "lr_scheduler": "lr_scheduler", "filter": "task.filter"},
+}
+"""Groups whose options name a class, and where their keys stand."""
 
 
 def options(group: str) -> dict[str, str]:
@@ -139,6 +146,38 @@ def _option_rows(arguments: type) -> Iterator[str]:
         yield f"| `{typed.get(field.name, field.name)}` | {default} | {_cell(docs.get(field.name, ''))} |"
 
 
+def components() -> Iterator[str]:
+    """Yield a section for each group of components, with the keys of each option; those of every source come first."""
+    base = yaml.safe_load((CONF / "data/_base.yaml").read_text())
+    for group, place in COMPONENTS.items():
+        yield from ("", f"## {group}")
+        if group == "data":
+            node = yaml.safe_load((CONF / "data/webdataset.yaml").read_text())
+            yield from _component("Every source", place, {"_target_": node["_target_"], **base})
+        for name, text in options(group).items():
+            node = yaml.safe_load((CONF / group / f"{name}.yaml").read_text())
+            yield from _component(f"`{group}={name}`: {_cell(text)}", place, node)
+    yield ""
+
+
+def _component(title: str, place: str, node: Mapping[str, Any]) -> Iterator[str]:
+    cfg: Any = node
+    for part in reversed(place.split(".")):
+        cfg = {part: cfg}
+    rows = [_row(key, value, meaning_of(key, cfg)) for key, value in _leaves(place, node)]
+    yield from ("", f"{title}.", "", *(["| Key | Default | Is |", "|---|---|---|", *rows] if rows else ()))
+
+
+def _leaves(place: str, node: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in node.items():
+        if name == "network" or (name in ("_target_", "_partial_", "defaults") and value != "???"):
+            continue
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(f"{place}.{name}", value)
+        else:
+            yield f"{place}.{name}", value
+
+
 def bucket_sizes() -> Iterator[str]:
     """Yield the table of the sizes that the original's aspect ratios give, for some values of `data.image_size`."""
     sides = (384, 768, 1024)
@@ -151,6 +190,7 @@ def bucket_sizes() -> Iterator[str]:
 
 
 PAGES = {
+    "docs/keys.md": {"components": components},
     "docs/buckets.md": {"sizes": bucket_sizes},
     "docs/commands.md": {"commands": command_list, "options": command_options},
     "docs/config.md": {"groups": groups, "keys": keys},

@@ -35,6 +35,15 @@ def test_every_option_has_its_line() -> None:
     assert listed == {(path.parent.name, path.stem) for path in files}
 
 
+def test_every_option_of_a_component_has_its_keys() -> None:
+    lines = list(write_reference.components())
+    assert "| `task.rank` | `4` | of every adapter, >= 1 |" in lines
+    assert any(line.startswith("| `task.filter.high` | `200` |") for line in lines)
+    unexplained = [line for line in lines if line.endswith("|  |")]
+    assert len(lines) > 400
+    assert len(unexplained) < 12
+
+
 def test_every_command_has_its_options() -> None:
     lines = list(write_reference.command_options())
     assert {line.removeprefix("## ") for line in lines if line.startswith("## ")} == commands().keys() - {"train"}
