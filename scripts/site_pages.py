@@ -18,6 +18,13 @@ OUTSIDE = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "bench/README.md", 
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")
 
 
+def on_config(config: Any) -> Any:
+    """Add every result to the navigation, after the page that explains the benchmarks."""
+    benchmarks = config.nav[-1]["Extend"][-1]["Benchmarks"]
+    benchmarks += [path.relative_to(ROOT).as_posix() for path in sorted(ROOT.glob("bench/results/*.md"))]
+    return config
+
+
 def on_files(files: Files, *, config: Any) -> Files:
     """Add the pages outside docs/ to those of the site, under their path in the repository."""
     for path in sorted(found for pattern in OUTSIDE for found in ROOT.glob(pattern)):
