@@ -6,20 +6,23 @@ import gc
 import logging
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from pathlib import Path
+from typing import cast
 
 import torch
 from omegaconf import DictConfig, OmegaConf
+from torch.distributed.tensor import DTensor
 
 from cascade_train.assembly.cache_identity import take_cache
 from cascade_train.assembly.components import Parts, build_component, build_parts
 from cascade_train.assembly.model import build_phases
 from cascade_train.assembly.samples import build_painter, build_sampling
-from cascade_train.assembly.start_report import start_report
 from cascade_train.config.arguments import free_keys, make_absolute
 from cascade_train.config.saved import to_plain
 from cascade_train.data.cached import Cached
 from cascade_train.data.data_set import DataSet, open_data_set
+from cascade_train.data.loading.feed import Feed
 from cascade_train.data.source import Source
 from cascade_train.distributed.consensus import from_every_rank, from_rank_zero
 from cascade_train.distributed.lost_ranks import Heartbeat
@@ -314,3 +317,62 @@ def write_exports(cfg: DictConfig, task: Task, phases: list[BoundPhase], directo
             error = from_rank_zero(partial(export.write, state, directory / name))
             log.info("Exported %s; read back with a relative error of %.1e.", directory / name, error)
     from_rank_zero(lambda: OmegaConf.save(OmegaConf.create(redacted(to_plain(cfg))), directory / "config.yaml"))
+
+
+def start_report(cfg: DictConfig, parts: Parts, data: DataSet, run: RunDirectory, trainer: Trainer) -> str:
+    """Return aligned lines on device, parameters, samples, batch, length and folder of a run. Not collective."""
+    world = trainer.world
+    micro = cfg.train.micro_batch_size
+    accumulated = cfg.train.global_batch_size // (micro * world.ranks)
+    samples, length = _samples_and_length(data, trainer)
+    lines = {
+        "device": f"{_device(world)}, {_mode(cfg, world, trainer)}; {cfg.train.precision.value}",
+        "trains": _trains(parts, trainer),
+        "samples": samples,
+        "batch": f"{cfg.train.global_batch_size} = {micro} per micro-batch x {accumulated} accumulated"
+        f" x {world.ranks} rank{'s' if world.ranks > 1 else ''}",
+        "length": length,
+        "writes to": str(run.path),
+    }
+    return "\n".join(f"  {name:<10} {text}" for name, text in lines.items())
+
+
+def _device(world: World) -> str:
+    name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
+    return f"{world.ranks} x {name}"
+
+
+def _mode(cfg: DictConfig, world: World, trainer: Trainer) -> str:
+    """Return how ranks share the work, decided where `auto` was given."""
+    mode: str = cfg.parallel.mode.value
+    if mode == "auto" and world.ranks == 1:
+        mode = "single"
+    elif mode == "auto":
+        parameters = [p for phase in trainer.phases for p in phase.parameters.values()]
+        split = any(isinstance(p, DTensor) and p.device_mesh.size(-1) > 1 for p in parameters)
+        mode = "fsdp" if split else "ddp"
+    return f"parallel={mode}"
+
+
+def _trains(parts: Parts, trainer: Trainer) -> str:
+    """Return how many parameters of the network and of what was added to it train."""
+    roots = [root for phase in trainer.phases for root in phase.roots]
+    network = [] if "network" in parts.stage.left_out else [parts.stage.network]
+    every = {id(p): p for p in chain.from_iterable(root.parameters() for root in [*roots, *network])}
+    trained = sum(p.numel() for phase in trainer.phases for p in phase.parameters.values())
+    added = parts.task.summary()
+    return (
+        f"{trained:,} of {sum(p.numel() for p in every.values()):,} parameters"
+        f" ({type(parts.task).__name__} on {type(parts.stage).__name__}{f': {added}' if added else ''})"
+    )
+
+
+def _samples_and_length(data: DataSet, trainer: Trainer) -> tuple[str, str]:
+    """Return the number of samples and the length of the run."""
+    steps = f"steps {trainer.step + 1} to {trainer.max_steps}" if trainer.step else f"{trainer.max_steps} steps"
+    if not data.training.index.rows_are_samples:
+        return "streamed, length unknown", steps
+    held_out = f", {len(data.held_out.rows):,} held out" if data.held_out is not None else ""
+    per_epoch = cast(Feed, trainer.feed).steps_of_epochs(1)
+    epochs = f", {trainer.max_steps / per_epoch:.3g} epochs of {per_epoch} steps"
+    return f"{len(data.training.rows):,}{held_out}", f"{steps}{epochs}"

@@ -166,8 +166,7 @@ def make_orders(args: GenerateArgs, size: tuple[int, int], side: int) -> Iterato
     Raises:
         ConfigError: a file that is no picture.
     """
-    from cascade_train.results.guide_images import GuideFiles
-    from cascade_train.results.paint import Order
+    from cascade_train.results.paint import GuideFiles, Order
 
     files = GuideFiles(
         key="image" if args.control is None else "control",
