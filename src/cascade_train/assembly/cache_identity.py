@@ -147,11 +147,7 @@ def take_cache(cfg: Mapping[str, Any], stage: Stage, task: Task, source: Cached)
 
 
 def check_data(cfg: Mapping[str, Any], source: Cached) -> None:
-    """Check the options that made the samples of a cache: those that are left at their defaults follow it.
-
-    Raises:
-        ConfigError: one is set to something else.
-    """
+    """Refuse options that differ from those that made the samples; those that are left at their defaults follow it."""
     defaults = component_defaults(source)
     held = {**defaults, **source.manifest.identity}
     for key, own in data_identity(cfg).items():
@@ -178,21 +174,13 @@ def component_defaults(source: Cached) -> dict[str, Any]:
 
 
 def refuse_reconstruction(stage: Stage, task: Task, why: str) -> None:
-    """Refuse a task that is scored by pictures themselves.
-
-    Raises:
-        ConfigError: it is.
-    """
+    """Refuse a task that is scored by pictures themselves."""
     if not task.denoises:
         raise ConfigError(f"task: what makes pictures of {stage.name}'s latents trains on pictures, {why}")
 
 
 def refuse_trained(parts: Iterable[str], why: str) -> None:
-    """Refuse parts whose outputs are cached and that train, so that their outputs would change.
-
-    Raises:
-        ConfigError: there is one.
-    """
+    """Refuse parts whose outputs are cached and that train, so that their outputs would change."""
     for part in parts:
         raise ConfigError(
             f"task: something in model.{part} trains, but {why}: make the cache with captions=false, which leaves"

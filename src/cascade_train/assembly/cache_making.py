@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from omegaconf import DictConfig
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from cascade_train.assembly.cache_identity import (
     data_identity,
@@ -45,6 +44,8 @@ from cascade_train.tasks.text_to_image import latent_mask
 
 LIBRARIES = ("cascade-train", "torch", "torchvision", "transformers", "diffusers", "numpy", "pillow")
 """Whose versions a manifest records."""
+
+Pictures = tuple[Batch, Mapping[int, RawSample]]
 
 _log = logging.getLogger(__name__)
 
@@ -91,11 +92,7 @@ def make_cache(
 
 
 def refuse_random(stage: Stage, task: Task, source: Source, *, captions: bool) -> None:
-    """Refuse settings whose outputs differ from epoch to epoch.
-
-    Raises:
-        ConfigError: naming it.
-    """
+    """Refuse settings whose outputs differ from epoch to epoch."""
     if not stage.image_products:
         raise ConfigError(f"model: nothing of {stage.name} can be cached: {stage.why_not_cached}")
     refuse_reconstruction(stage, task, "so that nothing can be cached for it")
@@ -116,11 +113,7 @@ def refuse_random(stage: Stage, task: Task, source: Source, *, captions: bool) -
 
 
 def refuse_drawn_captions(source: Source, rows: np.ndarray, *, captions: bool) -> None:
-    """Refuse captions that change from epoch to epoch, or that the run could not make again.
-
-    Raises:
-        ConfigError: naming the remedy.
-    """
+    """Refuse captions that change from epoch to epoch, or that the run could not make again."""
     kinds = list({id(kind): kind for kind in map(source.captions_of, rows.tolist())}.values())
     if captions and not all(kind.is_constant for kind in kinds):
         raise ConfigError(
@@ -241,19 +234,6 @@ def _form(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {'x'.join(map(str, tensor.shape))}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pictures:
-    """Decoded images, and what their source returned.
-
-    Attributes:
-        batch: the readable ones among those that were asked for, and stand-ins for the others.
-        raw: by row.
-    """
-
-    batch: Batch
-    raw: Mapping[int, RawSample]
-
-
 def rows_by_size(table: np.ndarray, rows: np.ndarray) -> dict[tuple[int, int], np.ndarray]:
     """Return the rows of each (height, width) in pixels, in their order."""
     heights, widths = table["height"][rows].astype(np.int64), table["width"][rows].astype(np.int64)
@@ -261,36 +241,26 @@ def rows_by_size(table: np.ndarray, rows: np.ndarray) -> dict[tuple[int, int], n
     return {(height, width): rows[(heights == height) & (widths == width)] for height, width in sizes}
 
 
-class _RememberingBatches(MicroBatches):
-    """Micro-batches that keep what was read since it was last asked for, without the pictures."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._memory: dict[int, RawSample] = {}
-
-    def read(self, row: int) -> RawSample:
-        raw = super().read(row)
-        self._memory[row] = replace(raw, image=None, mask=None)
-        return raw
-
-    def take(self) -> dict[int, RawSample]:
-        memory, self._memory = self._memory, {}
-        return memory
-
-
-class PictureReader(Dataset[Pictures | Failure]):
+class PictureReader(MicroBatches):
     """Reads the pictures of rows in worker processes, just as training does in its first epoch."""
 
     def __init__(self, data: Rows, sizes: Index, *, seed: int) -> None:
         """Take what training would read, and the index with the sizes that it would read at."""
         self.source, self._rows_of = data.source, rows_by_size(sizes.table, data.rows)
-        self._batches = _RememberingBatches(data.source, data.index, self._rows_of, seed, data.transform)
+        self._raw: dict[int, RawSample] = {}
+        super().__init__(data.source, data.index, self._rows_of, seed, data.transform)
 
-    def __getitem__(self, step: Step) -> Pictures | Failure:
-        """Return the pictures of one size."""
-        batch = self._batches[step]
-        raw = self._batches.take()
-        return batch if isinstance(batch, Failure) else Pictures(batch=batch, raw=raw)
+    def __getitem__(self, step: Step) -> Pictures | Failure:  # type: ignore[override]
+        """Return the pictures of one size, stand-ins for the unreadable ones, and what the source returned by row."""
+        self._raw = {}
+        batch = super().__getitem__(step)
+        return batch if isinstance(batch, Failure) else (batch, self._raw)
+
+    def read(self, row: int) -> RawSample:
+        """Read a sample, and keep all of it but the picture."""
+        raw = super().read(row)
+        self._raw[row] = replace(raw, image=None, mask=None)
+        return raw
 
     def steps(self, rows: range, batch_size: int) -> list[Step]:
         """Return which pictures of some rows are read together: those of one size."""
@@ -304,11 +274,8 @@ class PictureReader(Dataset[Pictures | Failure]):
 
     def open(self, steps: Sequence[Step]) -> Results[Pictures]:
         """Return the pictures of steps, in their order, read ahead of their use."""
-        return Results(self, self.source, references=steps, whereabouts=self._whereabouts)
-
-    @staticmethod
-    def _whereabouts() -> str:
-        return "Pictures are read for the cache; data.num_workers reads more of them at once."
+        message = "Pictures are read for the cache; data.num_workers reads more of them at once."
+        return Results(self, self.source, references=steps, whereabouts=lambda: message)  # type: ignore[arg-type]
 
 
 def fill(
@@ -331,10 +298,10 @@ def fill(
     for number, unit in enumerate(units, start=1):
         started, samples = time.monotonic(), dict[int, CachedSample]()
         for step in steps[unit]:
-            read = pictures.next()
-            samples |= keep_readable(encoder, read, step)
+            batch, raw = pictures.next()
+            samples |= keep_readable(encoder, batch, raw, step)
             seen += len(step.rows)
-            unreadable += map(str, read.batch.skipped)
+            unreadable += map(str, batch.skipped)
         refuse_unreadable(list(dict.fromkeys(unreadable)), seen, reader.source.max_unreadable_share)
         texts = dict.fromkeys([*prompts, *(str(sample.meta["caption"]) for sample in samples.values())])
         write_unit(folder, unit, manifest, samples=samples, captions=encoder.captions(list(texts)))
@@ -342,16 +309,15 @@ def fill(
         _log.info("Unit %d written, %d of %d: %.1f samples per second.", unit, number, len(units), rate)
 
 
-def keep_readable(encoder: Encoder, read: Pictures, step: Step) -> dict[int, CachedSample]:
+def keep_readable(encoder: Encoder, batch: Batch, raw: Mapping[int, RawSample], step: Step) -> dict[int, CachedSample]:
     """Return what is kept of the samples that were asked for; a stand-in is kept in its own place alone."""
-    batch, cached = read.batch, encoder.has_captions
-    tensors = encoder.images(batch)
-    kept = {}
+    tensors, kept = encoder.images(batch), {}
     for place, row in enumerate(step.rows.tolist()):
         if int(batch.index_B[place]) != row:
             continue
-        raw = read.raw[row]
-        caption, values = (batch.captions[place], {}) if cached else (raw.caption, raw.values)
+        caption, values = batch.captions[place], {}
+        if not encoder.has_captions:
+            caption, values = raw[row].caption, raw[row].values
         weight = 1.0 if batch.weight_B is None else float(batch.weight_B[place])
         meta = {"caption": caption, "key": batch.keys[place], "weight": weight, "values": values}
         kept[row] = CachedSample(tensors=tensors[place], meta=meta)
@@ -359,11 +325,7 @@ def keep_readable(encoder: Encoder, read: Pictures, step: Step) -> dict[int, Cac
 
 
 def refuse_unreadable(names: Sequence[str], seen: int, share: float) -> None:
-    """Stop where more samples are unreadable than the run allows, a few of the first aside.
-
-    Raises:
-        RunError: listing them.
-    """
+    """Stop with a RunError where more samples are unreadable than the run allows, a few of the first aside."""
     if len(names) > FEW + share * seen:
         raise RunError(too_many_text(len(names), seen, share, "; ".join(names[:20])))
     if names:

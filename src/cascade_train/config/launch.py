@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import NoReturn
 
 import hydra
-from hydra._internal.hydra import Hydra
 from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
@@ -91,7 +90,7 @@ def _compose(argv: Sequence[str], job: Callable[[DictConfig], int]) -> None:
     check_launcher(argv)
     followed = slurm_jobs_followed(argv)
     arguments = _arguments([a for a in argv if a not in HELP])
-    with Signals(), arguments, _mode_by_flags(argv), sweeps_saved_redacted(), followed:
+    with Signals(), arguments, sweeps_saved_redacted(), followed:
         hydra.main(config_path=str(conf_dir()), config_name="config", **BASE, **CALLBACKS)(job)()
 
 
@@ -180,23 +179,6 @@ def _arguments(argv: Sequence[str]) -> Iterator[None]:
         yield
     finally:
         sys.argv = before
-
-
-@contextlib.contextmanager
-def _mode_by_flags(argv: Sequence[str]) -> Iterator[None]:
-    """Save Hydra a whole composition, for `hydra.mode` alone, where only flags can have set that.
-
-    None of our files does (tests/unit/config/test_launch.py); overrides and folders of a user's own may.
-    """
-    if any("hydra" in argument or argument.startswith(("--config", "-c")) for argument in argv):
-        yield
-        return
-    asked = Hydra.get_mode
-    Hydra.get_mode = lambda *_, **__: None  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Hydra.get_mode = asked  # type: ignore[method-assign]
 
 
 def _parser() -> argparse.ArgumentParser:

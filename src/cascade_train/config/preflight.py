@@ -58,7 +58,8 @@ def preflight(cfg: DictConfig, *, ranks: int | None = None) -> DictConfig:
     _check_resume(root)
     _check_rollback(root)
     _check_parallel(root, ranks)
-    resolved.train.micro_batch_size = batch_split(root, ranks).micro_batch_size
+    train = root.train
+    resolved.train.micro_batch_size = split_batch(train.global_batch_size, train.micro_batch_size, ranks)
     resolved.train.precision = precision(root)
     if root.sample.guidance_scale is None:
         resolved.sample.guidance_scale = guidance_scale(root)
@@ -94,7 +95,7 @@ def _check_nothing_added(root: Root) -> None:
 
 def _check_numbers(cfg: DictConfig) -> None:
     """Check that no number is infinite or not a number, which passes most comparisons of ranges."""
-    for key, value in _leaves(OmegaConf.to_container(cfg)):
+    for key, value in leaves(OmegaConf.to_container(cfg)):
         if isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(f"{key}={value} must be a finite number. Where a thing can be switched off, null does.")
 
@@ -244,21 +245,8 @@ def _check_parallel(root: Root, ranks: int) -> None:
         raise ConfigError(f"parallel.shard_size={shard} does not divide the {ranks} ranks. Choose a divisor, or null.")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BatchSplit:
-    """A global batch over ranks and time.
-
-    Attributes:
-        micro_batch_size: samples that one rank holds at once.
-        accumulation: micro-batches of one rank per optimizer step.
-    """
-
-    micro_batch_size: int
-    accumulation: int
-
-
-def split_batch(global_batch_size: int, micro_batch_size: int | None, ranks: int) -> BatchSplit:
-    """Return micro-batch size and accumulation of a global batch; without a micro-batch size there is none.
+def split_batch(global_batch_size: int, micro_batch_size: int | None, ranks: int) -> int:
+    """Return the micro-batch size of a global batch; without one there is no gradient accumulation.
 
     Raises:
         ConfigError: it does not divide exactly; names the sizes that do.
@@ -278,7 +266,7 @@ def split_batch(global_batch_size: int, micro_batch_size: int | None, ranks: int
             f"train.micro_batch_size={micro} and {ranks} rank{'s' if ranks > 1 else ''}. Micro-batch sizes that fit: "
             f"{listed(share)}; global batch sizes that fit: {near}."
         )
-    return BatchSplit(micro_batch_size=micro, accumulation=share // micro)
+    return micro
 
 
 def nearest_multiples(value: int, unit: int) -> list[int]:
@@ -290,15 +278,6 @@ def nearest_multiples(value: int, unit: int) -> list[int]:
 def listed(value: int) -> str:
     """Return the divisors of `value`, as text."""
     return ", ".join(str(d) for d in range(1, value + 1) if value % d == 0)
-
-
-def batch_split(root: Root, ranks: int) -> BatchSplit:
-    """Return how the run's global batch is split over ranks and micro-batches.
-
-    Raises:
-        ConfigError: it does not divide exactly.
-    """
-    return split_batch(root.train.global_batch_size, root.train.micro_batch_size, ranks)
 
 
 def precision(root: Root) -> Precision:
@@ -327,13 +306,13 @@ def guidance_scale(cfg: Root | DictConfig) -> float | None:
     return scale
 
 
-def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the path and value of every plain value below a node."""
     if isinstance(node, Mapping):
         for key, value in node.items():
-            yield from _leaves(value, f"{path}.{key}" if path else str(key))
+            yield from leaves(value, f"{path}.{key}" if path else str(key))
     elif isinstance(node, Sequence) and not isinstance(node, str):
         for position, value in enumerate(node):
-            yield from _leaves(value, f"{path}[{position}]")
+            yield from leaves(value, f"{path}[{position}]")
     else:
         yield path, node

@@ -13,31 +13,14 @@ from typing import Any
 from cascade_train.errors import ConfigError
 
 Precision = StrEnum("Precision", ["auto", "bf16", "fp32"])
-"""Number format of the compute; trainable weights are fp32 masters in every one of them."""
-
 ParallelMode = StrEnum("ParallelMode", ["auto", "single", "ddp", "fsdp", "hsdp"])
-"""How the ranks share the work."""
-
 Compile = StrEnum("Compile", ["off", "regional"])
-"""What torch.compile sees: nothing, or one unit of the network at a time."""
-
 Attention = StrEnum("Attention", ["sdpa", "xformers", "math"])
-"""Attention kernel of the network."""
-
 EmaDevice = StrEnum("EmaDevice", ["cpu"])
-"""Where the average of the weights is kept; null = beside the weights."""
-
 BestMode = StrEnum("BestMode", ["min", "max"])
-"""Whether small or large values of a metric are good."""
-
 SamplerName = StrEnum("SamplerName", ["ddpm", "ddim", "lcm"])
-"""Reverse process of the sample grids."""
-
 TrackerName = StrEnum("TrackerName", ["none", "tensorboard", "wandb"])
-"""Where metrics and samples are shown, beside `metrics.jsonl`."""
-
 TrackerMode = StrEnum("TrackerMode", ["online", "offline"])
-"""Whether the tracker talks to its server."""
 
 
 def limit(config: object, node: str, *keys: str, least: float = -math.inf, above: float = -math.inf) -> None:
@@ -101,7 +84,8 @@ class TrainConfig:
     max_grad_norm: float | None
     """Global gradient norm above which gradients are scaled down; null = off."""
     precision: Precision
-    """bf16, fp32, or auto = the precision that the model is meant for (bf16, and fp32 for tiny models)."""
+    """bf16, fp32, or auto = the precision that the model is meant for (bf16, and fp32 for tiny models). Trained weights
+    are fp32 masters in all of them."""
 
     def __post_init__(self) -> None:
         limit(self, "train", "max_steps", "max_epochs", "global_batch_size", "micro_batch_size", least=1)
