@@ -61,12 +61,7 @@ def make_cache(
     task_index: int,
     task_count: int,
 ) -> str:
-    """Make this process's units of a cache and return a summary of what there is; arguments as in `CacheArgs`.
-
-    Raises:
-        ConfigError: something that cannot be cached, with the reason and the remedy.
-        RunError: the data or the folder failed.
-    """
+    """Make this process's units of a cache and return a summary of what there is; arguments as in `CacheArgs`."""
     parts, source = build_parts(cfg), build_component(cfg, "data")
     stage, task = parts.stage, parts.task
     if isinstance(source, Cached):
@@ -315,9 +310,8 @@ def keep_readable(encoder: Encoder, batch: Batch, raw: Mapping[int, RawSample], 
     for place, row in enumerate(step.rows.tolist()):
         if int(batch.index_B[place]) != row:
             continue
-        caption, values = batch.captions[place], {}
-        if not encoder.has_captions:
-            caption, values = raw[row].caption, raw[row].values
+        own, held = raw[row], encoder.has_captions
+        caption, values = (batch.captions[place], {}) if held else (own.caption, own.values)
         weight = 1.0 if batch.weight_B is None else float(batch.weight_B[place])
         meta = {"caption": caption, "key": batch.keys[place], "weight": weight, "values": values}
         kept[row] = CachedSample(tensors=tensors[place], meta=meta)

@@ -36,11 +36,7 @@ def compute_dtype(cfg: DictConfig) -> torch.dtype:
 
 
 def build_whole_model(cfg: DictConfig, parts: Parts, world: World) -> None:
-    """Build the stage and the task whole on each rank, in the dtype of compute, to look at results. Collective.
-
-    Raises:
-        ConfigError: weights that do not exist or fit, or a task that does not fit the stage.
-    """
+    """Build the stage and the task whole on each rank, in the dtype of compute, to look at results. Collective."""
     build_model(cfg, parts, world, network_dtype=compute_dtype(cfg))
     fill(parts.stage, world.device)
 

@@ -139,15 +139,11 @@ def _convert(args: ExportArgs, source: str, out: Path) -> None:
     else:
         config = network_config(network)
         state = load_state(network, source, dtype=DTYPES.get(args.dtype or ""), key="from")
-        wanted = [name for name in args.formats() if not _is_there(name, source, out, args.dtype)]
-        for name in wanted:
-            path = out / names[name].format(part=part_name(network))
-            print_error(path, save_network(state, config, path, format=name))
-
-
-def _is_there(name: str, source: str, out: Path, dtype: str | None) -> bool:
-    """Return whether a run's whole pipeline stands where its network alone would go."""
-    return name == "diffusers" and Path(source) == out and dtype is None
+        has_pipeline = Path(source) == out and args.dtype is None  # a run's, where its network alone would go
+        for name in args.formats():
+            if not (has_pipeline and name == "diffusers"):
+                path = out / names[name].format(part=part_name(network))
+                print_error(path, save_network(state, config, path, format=name))
 
 
 COMMAND = Command(arguments=ExportArgs, run=export, shows_log=True)

@@ -161,11 +161,7 @@ def generate(args: GenerateArgs) -> int:
 
 
 def make_orders(args: GenerateArgs, size: tuple[int, int], side: int) -> Iterator[Order]:
-    """Yield batches to sample, with their pictures cropped to `size`, those of variations to squares of `side`.
-
-    Raises:
-        ConfigError: a file that is no picture.
-    """
+    """Yield batches to sample, with their pictures cropped to `size`, those of variations to squares of `side`."""
     from cascade_train.results.paint import GuideFiles, Order
 
     files = GuideFiles(
@@ -186,11 +182,7 @@ def make_orders(args: GenerateArgs, size: tuple[int, int], side: int) -> Iterato
 
 
 def override_sampling(cfg: DictConfig, args: GenerateArgs) -> None:
-    """Override the run's sampling settings with the arguments given.
-
-    Raises:
-        ConfigError: a value out of its range.
-    """
+    """Override the run's sampling settings with the arguments given, and check them."""
     for key in ("sampler", "steps", "guidance_scale", "shift"):
         if getattr(args, key) is not None:
             cfg.sample[key] = getattr(args, key)
@@ -205,11 +197,7 @@ def set_decoding(cfg: DictConfig, args: GenerateArgs) -> None:
 
 
 def refuse_variation(model: TrainedModel, args: GenerateArgs) -> None:
-    """Check that an image's embedding is a condition of the stage, where one is given.
-
-    Raises:
-        ConfigError: it has no image encoder.
-    """
+    """Check that an image's embedding is a condition of the stage, where one is given."""
     if args.variation is not None and model.cfg.model.get("image_encoder") is None:
         raise ConfigError(
             f"variation={args.variation}: {model.origin} has no image encoder (model.image_encoder), so that no "
@@ -218,11 +206,7 @@ def refuse_variation(model: TrainedModel, args: GenerateArgs) -> None:
 
 
 def make_folder(name: str) -> Path:
-    """Return the folder `name`, made if it is missing.
-
-    Raises:
-        ConfigError: it cannot be made.
-    """
+    """Return the folder `name`, made if it is missing; a ConfigError where it cannot be made."""
     folder = Path(name)
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -104,11 +104,7 @@ def library_log() -> Iterator[list[str]]:
 
 
 def write_page(path: Path, page: str) -> None:
-    """Write a page.
-
-    Raises:
-        RunError: it cannot be written.
-    """
+    """Write a page; a RunError where it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(page, encoding="utf-8")

@@ -15,7 +15,7 @@ from typing import Any
 from omegaconf import MISSING, OmegaConf
 
 from cascade_train.commands.parts.command_line import Command
-from cascade_train.config.recipes.official import check_behaviour, from_official, is_official
+from cascade_train.config.recipes.official import BEHAVIOURS, from_official, is_official
 from cascade_train.config.recipes.open_diffusion import from_open_diffusion, is_open_diffusion
 from cascade_train.config.recipes.recipe import Recipe
 from cascade_train.config.saved import load_yaml
@@ -48,7 +48,8 @@ class ImportArgs:
 
     def __post_init__(self) -> None:
         check_least("ranks", self.ranks, 1, "it counts processes.")
-        check_behaviour(self.behaviour)
+        if self.behaviour not in (None, *BEHAVIOURS):
+            raise ConfigError(f"behaviour={self.behaviour} is unknown: choose {' or '.join(BEHAVIOURS)}.")
 
 
 def import_recipe(args: ImportArgs) -> int:

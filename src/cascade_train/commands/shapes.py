@@ -82,11 +82,7 @@ def encoded(source: Shapes, row: int) -> dict[str, Any]:
 
 
 def shapes(args: ShapesArgs) -> int:
-    """Write the tars and print where they lie; return 0.
-
-    Raises:
-        RunError: the folder cannot be written.
-    """
+    """Write the tars and print where they lie; return 0, or raise a RunError where they cannot be written."""
     try:
         paths = write_shapes(args)
     except OSError as error:

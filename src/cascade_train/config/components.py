@@ -100,11 +100,7 @@ def _is_module(made: Any) -> bool:
 
 
 def _try_optimizer(make: functools.partial[Any]) -> None:
-    """Let an optimizer of torch check its arguments, where `make` is one: first without parameters, which is cheap.
-
-    Raises:
-        ValueError: it refuses them.
-    """
+    """Let an optimizer of torch check its arguments, where `make` is one: first without parameters, which is cheap."""
     torch = sys.modules.get("torch")
     if torch is None or not issubclass(make.func, torch.optim.Optimizer):  # type: ignore[arg-type]
         return
@@ -123,11 +119,7 @@ def _try_optimizer(make: functools.partial[Any]) -> None:
 
 
 def check_is_component(path: str, node: Any) -> None:
-    """Check that a root component is one.
-
-    Raises:
-        ConfigError: it is something else, such as a text.
-    """
+    """Refuse a root component that is something else, such as a text."""
     if not is_component(node):
         raise ConfigError(f"{path}={_shown(node)} is not a component (a node with _target_). {group_form(path, node)}")
 

@@ -207,10 +207,12 @@ def _composition(error: ConfigCompositionException) -> str:
         return f"{choose[1]} is not chosen. Choose one: {options}."
     unknown = re.match(r"Could not override '([^']+)'", text)
     cause = error.__cause__ or error.__context__
+    no_group = re.search(r"config group '([^']+)' does not exist", text)
     if unknown and "No match in the defaults list" in text:
-        return (
-            f"{unknown[1]} is not a group of this configuration.{did_you_mean(unknown[1].partition('@')[0], groups())}"
-        )
+        unknown, no_group = None, unknown
+    if no_group:
+        near = did_you_mean(no_group[1].partition("@")[0], groups())
+        return f"{no_group[1]} is not a group of this configuration.{near}"
     if unknown:
         from cascade_train.config.unknown_keys import unknown_key
 
@@ -220,9 +222,6 @@ def _composition(error: ConfigCompositionException) -> str:
         return _value(cause, merging[1])
     if isinstance(cause, OmegaConfBaseException):
         return f"{text.partition(': ')[0]}: {_value(cause, None)}"
-    stranger = re.search(r"config group '([^']+)' does not exist", text)
-    if stranger:
-        return f"{stranger[1]} is not a group of this configuration.{did_you_mean(stranger[1], groups())}"
     return _ambiguous(text)
 
 

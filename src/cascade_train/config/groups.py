@@ -16,11 +16,7 @@ import cascade_train
 
 
 def conf_dir() -> Path:
-    """Return the absolute path of `conf/`: inside an installed wheel, or beside `src/` in a checkout.
-
-    Raises:
-        FileNotFoundError: neither place has it.
-    """
+    """Return the absolute path of `conf/`: inside an installed wheel, or beside `src/` in a checkout."""
     package = Path(cascade_train.__file__).resolve().parent
     places = (package / "conf", package.parents[1] / "conf")
     for place in places:

@@ -55,7 +55,13 @@ def with_paths_quoted(arguments: Sequence[str]) -> list[str]:
 
     Runs of a sweep lie in folders such as `lr=0.0001,rank=4`, which the grammar does not read as a text.
     """
-    return [_with_path_quoted(argument) for argument in arguments]
+
+    def quoted(argument: str) -> str:
+        key, _, value = argument.partition("=")
+        is_good = argument.startswith("-") or not is_existing_path(value) or parses(argument)
+        return argument if is_good else f"{key}={_quote(value)}"
+
+    return [quoted(argument) for argument in arguments]
 
 
 def is_existing_path(text: str) -> bool:
@@ -66,19 +72,8 @@ def is_existing_path(text: str) -> bool:
         return False
 
 
-def _with_path_quoted(argument: str) -> str:
-    key, _, value = argument.partition("=")
-    if argument.startswith("-") or not is_existing_path(value) or parses(argument):
-        return argument
-    return f"{key}={_quote(value)}"
-
-
 def check_not_expanded(overrides: Sequence[str]) -> None:
-    """Refuse what a shell leaves of an unquoted `key=a-{000..005}.tar`: one override per number.
-
-    Raises:
-        ConfigError: a key is given several times with values that differ by consecutive numbers alone.
-    """
+    """Refuse what a shell leaves of an unquoted `key=a-{000..005}.tar`: one override per number."""
     values: dict[str, list[str]] = {}
     for override in overrides:
         key, equals, value = override.partition("=")
@@ -93,11 +88,7 @@ def check_not_expanded(overrides: Sequence[str]) -> None:
 
 
 def check_not_hydras(overrides: Sequence[str]) -> None:
-    """Refuse keys of Hydra's own that other programs are steered by and that have no effect on a run here.
-
-    Raises:
-        ConfigError: names the key that has.
-    """
+    """Refuse keys of Hydra's own that other programs are steered by and that have no effect on a run here."""
     for override in overrides:
         key, _, value = override.lstrip("+").partition("=")
         if key in HYDRAS_OWN:

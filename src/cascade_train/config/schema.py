@@ -24,11 +24,7 @@ TrackerMode = StrEnum("TrackerMode", ["online", "offline"])
 
 
 def limit(config: object, node: str, *keys: str, least: float = -math.inf, above: float = -math.inf) -> None:
-    """Check that keys of a node, or arguments of a command, are null, or at least `least` and greater than `above`.
-
-    Raises:
-        ConfigError: one is not.
-    """
+    """Refuse a key of a node, or argument of a command, below `least` or not above `above`; null is neither."""
     for key in keys:
         value = getattr(config, key)
         if value is not None and (value < least or value <= above):

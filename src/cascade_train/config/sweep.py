@@ -54,11 +54,7 @@ Result = dict[str, Any]
 
 
 def check_launcher(argv: Sequence[str]) -> None:
-    """Refuse a sweep on SLURM where none can be submitted.
-
-    Raises:
-        ConfigError: the plugin, sbatch or srun is missing, or it is no sweep.
-    """
+    """Refuse a sweep on SLURM where the plugin, sbatch or srun is missing, and a single run on it."""
     if ON_SLURM not in argv:
         return
     if importlib.util.find_spec("hydra_plugins.hydra_submitit_launcher") is None:

@@ -149,11 +149,7 @@ def is_trusted(target: str) -> bool:
 
 
 def check_confined(path: str, target: str) -> None:
-    """Check that a target of this library or torch is one of the components.
-
-    Raises:
-        ConfigError: it names something else.
-    """
+    """Refuse a target of this library or torch that is no component."""
     if target in FUNCTIONS or target.partition(".")[0] not in CONFINED:
         return
     if not _is_class_in(target, (*TRUSTED, *ALSO_FOR_TRAINING)):

@@ -122,11 +122,7 @@ def fit_sizes(
 
 
 def _steps(stage: StageC, model: TrainedModel, decoder: TrainedModel) -> tuple[int, int]:
-    """Return the pixels that Stage B sees as one position, at its first and at its last level.
-
-    Raises:
-        ConfigError: what follows Stage C is no Stage B, or one for latents of another kind.
-    """
+    """Return the pixels that Stage B sees as one position, at its first and at its last level."""
     second = build_component(decoder.cfg, "model")
     if not isinstance(second, StageB):
         raise ConfigError(f"{decoder.origin}: is {second.name}; after Stage C comes a Stage B. Name one.")
@@ -264,11 +260,7 @@ class Fingerprint:
 
 
 def check_same_latents(model: TrainedModel, first: Fingerprint, decoder: TrainedModel, second: Fingerprint) -> None:
-    """Check that a Stage C paints the latents that a Stage B decodes.
-
-    Raises:
-        ConfigError: their compressors differ.
-    """
+    """Refuse a Stage B that decodes other latents than a Stage C paints: their compressors differ."""
     if first.digest != second.digest:
         raise ConfigError(_other_latents(model, str(first), decoder, str(second)))
 

@@ -158,16 +158,6 @@ ADAPTERS = {"task.init": "original", "task.alpha": 1.0, "task.joint_qkv": True}
 """Belong together: the learning rates of the original's recipes are made for these first values at this scale."""
 
 
-def check_behaviour(behaviour: str | None) -> None:
-    """Check the argument `behaviour`.
-
-    Raises:
-        ConfigError: no such behaviour.
-    """
-    if behaviour is not None and behaviour not in BEHAVIOURS:
-        raise ConfigError(f"behaviour={behaviour} is unknown: choose {' or '.join(BEHAVIOURS)}.")
-
-
 def original_behaviour(given: Mapping[str, Any], *, task: str, is_stage_b: bool) -> dict[str, Any]:
     """Return the keys that make this library do as the original, of those that a task reads."""
     several_shapes = "multi_aspect_ratio" in given
@@ -234,11 +224,7 @@ class _Reader:
         self._argument, self._part = argument, part
 
     def pieces(self, node: ast.expr) -> list[Piece]:
-        """Return an expression of text as pieces.
-
-        Raises:
-            ValueError: it is another expression.
-        """
+        """Return an expression of text as pieces; a ValueError for any other."""
         match node:
             case ast.Constant(value=str(text)):
                 return [(text, False)]
