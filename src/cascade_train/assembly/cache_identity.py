@@ -161,16 +161,12 @@ def check_data(cfg: Mapping[str, Any], source: Cached) -> None:
 
 def component_defaults(source: Cached) -> dict[str, Any]:
     """Return the defaults of a source's options, nested ones included, by key."""
-    made: dict[str, Any] = {
-        field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        for field in dataclasses.fields(source)
-    }
-    plain = {
-        key: dataclasses.asdict(value) if hasattr(value, "__dataclass_fields__") else value
-        for key, value in made.items()
-    }
-    found = component_options({key: value for key, value in plain.items() if value is not dataclasses.MISSING}, "data.")
-    return {option.key: option.value for option in found}
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(source):
+        value: Any = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        if value is not dataclasses.MISSING:
+            found[field.name] = dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value
+    return {option.key: option.value for option in component_options(found, "data.")}
 
 
 def refuse_reconstruction(stage: Stage, task: Task, why: str) -> None:

@@ -91,14 +91,11 @@ def refuse_random(stage: Stage, task: Task, source: Source, *, captions: bool) -
     if not stage.image_products:
         raise ConfigError(f"model: nothing of {stage.name} can be cached: {stage.why_not_cached}")
     refuse_reconstruction(stage, task, "so that nothing can be cached for it")
+    flips, share = source.flip_prob, source.buckets.random_share
     rules = (
         ("crop=random", source.crop == "random", "data.crop=center"),
-        (f"flip_prob={source.flip_prob}", source.flip_prob > 0.0, "data.flip_prob=0"),
-        (
-            f"buckets.random_share={source.buckets.random_share}",
-            source.buckets.random_share > 0.0,
-            "data.buckets.random_share=0",
-        ),
+        (f"flip_prob={flips}", flips > 0.0, "data.flip_prob=0"),
+        (f"buckets.random_share={share}", share > 0.0, "data.buckets.random_share=0"),
     )
     for setting, broken, remedy in rules:
         if broken:

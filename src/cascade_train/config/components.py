@@ -30,11 +30,8 @@ def check_component(
 ) -> None:
     """Check a component and everything nested in it; what they name is imported where it is allowed.
 
-    Args:
-        path: key of the node.
-        node: plain containers, interpolations resolved, nothing missing.
-        allowed: top-level packages that `_target_` may name; None = any.
-        contracts: key of a component -> dotted paths of the classes of which its own must inherit from one.
+    `node`, at the key `path`, is plain and resolved. `allowed` are the top-level packages that `_target_` may name,
+    None = any; `contracts` maps keys of components to dotted paths of classes, of which theirs must inherit from one.
 
     Raises:
         ConfigError: a target that is not allowed, not there, or does not keep its contract; an argument that is
@@ -55,11 +52,8 @@ def check_component(
 def construct(node: Any, path: str = "", *, trial: bool = False) -> Any:
     """Construct a checked component, nested ones first.
 
-    Args:
-        node: of the component, plain or as OmegaConf's.
-        path: its key, for messages.
-        trial: construct it for its refusals alone. What may be expensive is left out: modules of torch, and what a
-            function makes; `LATER` is returned in their place.
+    `node` is plain or OmegaConf's, `path` its key. On `trial` it is constructed for its refusals alone: what may be
+    expensive is left out, modules of torch and what a function makes, and `LATER` is returned in their place.
 
     Raises:
         ConfigError: a constructor refused its arguments.

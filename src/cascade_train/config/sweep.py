@@ -287,21 +287,13 @@ def _lost(job: SlurmJob) -> Result:
 
 
 def measured(path: Path, best_metric: str | None) -> Result:
-    """Return `metrics`, the last line of a run's metrics, and `values`, what the run may be ranked by.
-
-    Args:
-        path: `metrics.jsonl`; what is missing or torn in it is left out.
-        best_metric: the run's own choice; None = none.
-    """
+    """Return `metrics`, the last line of a run's `metrics.jsonl` that can be read, and `values` that may rank it."""
     rows = read_rows(path)
     losses = [row[LOSS] for row in rows[-LOSS_STEPS:] if row.get(LOSS) is not None]
     values = {LOSS: sum(losses) / len(losses)} if losses else {}
-    for name in (VALIDATION, best_metric or VALIDATION):
-        if name == LOSS:
-            continue
-        last = next((row[name] for row in reversed(rows) if row.get(name) is not None), None)
-        if last is not None:
-            values[name] = last
+    for name in sorted({VALIDATION, best_metric or VALIDATION} - {LOSS}):
+        known = [row[name] for row in rows if row.get(name) is not None]
+        values |= {name: known[-1]} if known else {}
     return {"metrics": rows[-1] if rows else {}, "values": values}
 
 

@@ -86,7 +86,8 @@ def _run(name: str, *argv: str) -> int:
     declared = importlib.import_module(f"cascade_train.commands.{name}").COMMAND
     if isinstance(declared, Command):
         return _call(declared, argv, help_head=f"cascade-train {name} key=value …\n\n")
-    usage = f"cascade-train {name} ACTION …; ACTION --help lists its keys\n\n{_actions(declared)}\n"
+    actions = table({each.usage: _meaning(each.arguments) for each in declared.values()})
+    usage = f"cascade-train {name} ACTION …; ACTION --help lists its keys\n\n{actions}\n"
     if not argv or argv[0] in HELP:
         sys.stdout.write(usage)
         return 0
@@ -96,19 +97,12 @@ def _run(name: str, *argv: str) -> int:
     return _call(declared[action], rest, help_head=f"{usage}\n")
 
 
-def _actions(declared: Mapping[str, Command]) -> str:
-    return table({each.usage: _meaning(each.arguments) for each in declared.values()})
-
-
 def _call(command: Command, argv: Sequence[str], *, help_head: str) -> int:
     """Run one command, or action of a command, with the arguments after its name."""
     if not HELP.isdisjoint(argv):
-        other = (
-            ""
-            if command.run_defaults is None
-            else "\nAll other arguments are those of a training: cascade-train --help\n"
-        )
-        sys.stdout.write(f"{help_head}{help_text(command.arguments)}{other}")
+        sys.stdout.write(f"{help_head}{help_text(command.arguments)}")
+        if command.run_defaults is not None:
+            sys.stdout.write("\nAll other arguments are those of a training: cascade-train --help\n")
         return 0
     if command.run_defaults is None:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not command.many_ranks:
@@ -155,9 +149,7 @@ def names_place(argument: str) -> bool:
 def parse(schema: type[S], argv: Sequence[str]) -> S:
     """Return an instance of a dataclass filled from `key=value` arguments.
 
-    Args:
-        schema: dataclass with a string below each field; a field without default, or MISSING, must be given.
-        argv: arguments; `from=` fills the field `source`.
+    A field without a default, or with MISSING, must be given; `from=` fills the field `source`.
 
     Raises:
         ConfigError: an unknown key, a wrong value, or a missing one.

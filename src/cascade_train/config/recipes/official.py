@@ -24,12 +24,9 @@ def is_official(source: Mapping[str, Any]) -> bool:
 
 
 def from_official(source: Mapping[str, Any], *, ranks: int, behaviour: str) -> Recipe:
-    """Translate one configuration.
+    """Translate one configuration, which gives accumulation steps; its micro-batch follows from the `ranks`.
 
-    Args:
-        source: its keys and values.
-        ranks: processes that it will run on; the original gives accumulation steps, this library the micro-batch.
-        behaviour: whose behaviour is set where the file says nothing, "original" or "ours".
+    Where the file says nothing, the `behaviour` is "original" or "ours".
 
     Raises:
         ConfigError: a model that does not exist, or a batch that does not divide.
@@ -200,8 +197,7 @@ Piece = tuple[str, bool]
 def caption_keys(getter: Sequence[Any]) -> dict[str, Any] | None:
     """Return the keys that make the same captions; None = they cannot be expressed.
 
-    Args:
-        getter: `[txt, identity]`, `[json, captions_getter]`, or an expression such as `lambda x: x["caption"]`.
+    `getter` is `[txt, identity]`, `[json, captions_getter]`, or an expression such as `lambda x: x["caption"]`.
     """
     part, expression = (str(each).strip() for each in getter) if len(getter) == 2 else ("", "")
     if (part, expression) == ("txt", "identity"):

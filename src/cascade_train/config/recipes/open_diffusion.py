@@ -22,10 +22,8 @@ def is_open_diffusion(source: Mapping[str, Any]) -> bool:
 def from_open_diffusion(source: Mapping[str, Any], *, ranks: int, model: str) -> Recipe:
     """Translate one configuration, full training of `model` instead of its own network.
 
-    Args:
-        source: nested keys and values, interpolations resolved; what is left to the user is `???`.
-        ranks: processes that it will run on; its batch size is that of one.
-        model: option of the group model.
+    In `source` interpolations are resolved, and what is left to the user is `???`; its batch size is that of one of the
+    `ranks`. `model` is an option of that group.
     """
     flat = {key: value for key, value in _flatten(source) if ".filters." not in key}
     given = {key: value for key, value in flat.items() if value is not None and value != "???"}
