@@ -324,9 +324,10 @@ def start_report(cfg: DictConfig, parts: Parts, data: DataSet, run: RunDirectory
     world = trainer.world
     micro = cfg.train.micro_batch_size
     accumulated = cfg.train.global_batch_size // (micro * world.ranks)
+    device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
     samples, length = _samples_and_length(data, trainer)
     lines = {
-        "device": f"{_device(world)}, {_mode(cfg, world, trainer)}; {cfg.train.precision.value}",
+        "device": f"{world.ranks} x {device}, {_mode(cfg, world, trainer)}; {cfg.train.precision.value}",
         "trains": _trains(parts, trainer),
         "samples": samples,
         "batch": f"{cfg.train.global_batch_size} = {micro} per micro-batch x {accumulated} accumulated"
@@ -335,11 +336,6 @@ def start_report(cfg: DictConfig, parts: Parts, data: DataSet, run: RunDirectory
         "writes to": str(run.path),
     }
     return "\n".join(f"  {name:<10} {text}" for name, text in lines.items())
-
-
-def _device(world: World) -> str:
-    name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
-    return f"{world.ranks} x {name}"
 
 
 def _mode(cfg: DictConfig, world: World, trainer: Trainer) -> str:

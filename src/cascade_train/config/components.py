@@ -16,7 +16,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from cascade_train.config.arguments import HYDRA_KEYS, Parameter, fits, literals, needs_component, parameters
-from cascade_train.config.groups import did_you_mean, group_options, groups, options_with
+from cascade_train.config.groups import did_you_mean, group_options, groups, nearest, options_with
 from cascade_train.config.meanings import argument_doc, meaning_of
 from cascade_train.config.targets import broken_contract, check_targets, components_in, import_target, is_component
 from cascade_train.errors import ConfigError
@@ -194,16 +194,13 @@ def _mismatch(path: str, value: Any, parameter: Parameter) -> str:
     if is_component(value):
         return f"{path} is a {value['_target_']}, but {wanted} is wanted there."
     if options := literals(parameter.hint):
-        hint = did_you_mean(value, map(str, options)) if isinstance(value, str) else ""
-        near = hint if hint.startswith(" Did you mean") else ""
+        near = nearest(value, map(str, options)) if isinstance(value, str) else ""
         return f"{path}={_shown(value)} must be one of {', '.join(map(str, options))}.{near}"
     return f"{path}={_shown(value)} is of type {type(value).__name__}, but {wanted} is wanted there."
 
 
 def _nearest(group: str, option: str) -> str:
-    options = group_options(group)
-    hint = did_you_mean(option, options).removeprefix(" Did you mean ").rstrip("?")
-    return hint if hint in options else "<option>"
+    return nearest(option, group_options(group)).removeprefix(" Did you mean ").rstrip("?") or "<option>"
 
 
 def _shown(value: Any) -> str:

@@ -25,7 +25,7 @@ from hydra.errors import (
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from cascade_train.config.groups import did_you_mean, groups
+from cascade_train.config.groups import did_you_mean, groups, nearest
 from cascade_train.config.overrides import quoted_form, refusal
 from cascade_train.config.schema import COMPONENTS
 from cascade_train.errors import (
@@ -194,9 +194,7 @@ def _missing_option(error: MissingConfigException) -> str:
     options = [o for o in error.options or () if not o.startswith("_")]
     if not group:
         return f"The configuration file {name!r} was not found. {_one_line(error)}"
-    meant = did_you_mean(option, options)
-    meant = meant if "mean" in meant else ""
-    return f"{group}={option} is not an option of {group}.{meant} Options: {', '.join(options)}."
+    return f"{group}={option} is not an option of {group}.{nearest(option, options)} Options: {', '.join(options)}."
 
 
 def _composition(error: ConfigCompositionException) -> str:

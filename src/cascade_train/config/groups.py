@@ -39,21 +39,21 @@ def group_options(group: str) -> list[str]:
     return sorted(name for name in names if not name.startswith("_"))
 
 
+def option_files(group: str) -> dict[str, Any]:
+    """Return what the files of the options that `conf/` itself offers in a group hold, by option."""
+    files = {option: conf_dir() / group / f"{option}.yaml" for option in group_options(group)}
+    return {option: OmegaConf.load(file) for option, file in files.items() if file.is_file()}
+
+
 def option_targets(group: str) -> dict[str, str]:
     """Return the `_target_` of each option that `conf/` itself offers in a group, where its file names one."""
-    targets = {}
-    for option in group_options(group):
-        path = conf_dir() / group / f"{option}.yaml"
-        target = OmegaConf.select(OmegaConf.load(path), "_target_") if path.is_file() else None
-        if isinstance(target, str):
-            targets[option] = target
-    return targets
+    targets = {option: OmegaConf.select(file, "_target_") for option, file in option_files(group).items()}
+    return {option: target for option, target in targets.items() if isinstance(target, str)}
 
 
 def options_with(group: str, key: str) -> list[str]:
     """Return the options of a group whose own files hold `key`, a path below the group."""
-    files = {option: conf_dir() / group / f"{option}.yaml" for option in group_options(group)}
-    return [o for o, file in files.items() if file.is_file() and _holds(OmegaConf.load(file), key)]
+    return [option for option, file in option_files(group).items() if _holds(file, key)]
 
 
 def _holds(node: Any, key: str) -> bool:
@@ -74,7 +74,10 @@ def chosen(group: str, target: str) -> str:
 def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
     """Return a sentence that names the nearest known name, or all of them; empty where nothing is known."""
     names = [str(other) for other in known]
-    near = difflib.get_close_matches(name, names, n=1)
-    if near:
-        return f" Did you mean {prefix}{near[0]}?"
-    return f" Known here: {', '.join(names)}." if names else ""
+    return nearest(name, names, prefix) or (f" Known here: {', '.join(names)}." if names else "")
+
+
+def nearest(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """Return a sentence that names the nearest known name; empty where none is near."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f" Did you mean {prefix}{near[0]}?" if near else ""

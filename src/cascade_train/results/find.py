@@ -14,7 +14,7 @@ from torch import nn
 
 from cascade_train.assembly.components import build_component
 from cascade_train.config.components import construct
-from cascade_train.config.groups import conf_dir, did_you_mean, group_options
+from cascade_train.config.groups import did_you_mean, option_files
 from cascade_train.config.saved import CONFIG_NAME, export_folder, load_saved_config, published_config
 from cascade_train.errors import ConfigError
 from cascade_train.models.denoising_stage import DenoisingStage
@@ -131,8 +131,7 @@ def stored_network(source: str, *, model: str | None, key: str, allow_any_target
 
 def _networks() -> dict[str, Any]:
     """Return the nodes of the networks that models name themselves: not of autoencoders, nor of variants of a model."""
-    files = {name: OmegaConf.load(conf_dir() / "model" / f"{name}.yaml") for name in group_options("model")}
-    nodes = {name: OmegaConf.select(file, "network") for name, file in files.items()}
+    nodes = {name: OmegaConf.select(file, "network") for name, file in option_files("model").items()}
     return {name: node for name, node in nodes.items() if node is not None}
 
 

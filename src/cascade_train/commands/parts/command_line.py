@@ -22,7 +22,7 @@ from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from cascade_train.config.error_messages import exit_code
-from cascade_train.config.groups import did_you_mean
+from cascade_train.config.groups import did_you_mean, nearest
 from cascade_train.config.help import commands, table
 from cascade_train.config.meanings import attribute_docs
 from cascade_train.config.overrides import is_existing_path
@@ -78,9 +78,8 @@ def run_command(argv: Sequence[str]) -> int:
 
 def _run(name: str, *argv: str) -> int:
     if name not in commands():
-        near = did_you_mean(name, commands())
         raise ConfigError(
-            f"{name!r} is not a command.{near if 'mean' in near else ''} Commands: {', '.join(commands())}. A training "
+            f"{name!r} is not a command.{nearest(name, commands())} Commands: {', '.join(commands())}. A training "
             "is written key=value, e.g. cascade-train task=lora model=c_tiny; --help explains both."
         )
     declared = importlib.import_module(f"cascade_train.commands.{name}").COMMAND

@@ -69,8 +69,8 @@ class Recipe:
 
     def text(self, *, title: str, command: str) -> str:
         """Return the experiment's file: what it is, the command that runs it, its choices, its values, what is left."""
-        choices = [f"override /{group}: {option}" for group, option in self.groups.items()]
-        body = {"defaults": [dict([each.split(": ", 1)]) for each in choices]} if choices else {}
+        choices = [{f"override /{group}": option} for group, option in self.groups.items()]
+        body = {"defaults": choices} if choices else {}
         about = [line for remark in self.remarks for line in textwrap.wrap(remark, 118, break_long_words=False)]
         parts = ["# @package _global_\n", *(f"# {line}\n" for line in (title, command, *about)), _dump(body)]
         return "".join([*parts, *(f"\n{_dump({node: value})}" for node, value in nested(self.values).items())])
