@@ -39,13 +39,9 @@ from cascade_train.signals import CONTINUED, Signals, while_importing
 def compose_and_run(argv: Sequence[str], train: Callable[[DictConfig], int], *, remedy: str = CONTINUED) -> int:
     """Run one command line and return the exit code.
 
-    Args:
-        argv: overrides and Hydra's flags, without the program's name.
-        train: what to do with each composed and checked configuration; returns an exit code.
-        remedy: what follows the message that it was interrupted.
-
-    Returns:
-        0 done, 1 runtime failure, 2 invalid configuration, 75 stopped and saved, 130 interrupted (docs/stopping.md).
+    `train` is called with each composed and checked configuration and returns an exit code: 0 done, 1 runtime failure,
+    2 invalid configuration, 75 stopped and saved, 130 interrupted (docs/stopping.md). `remedy` follows the message that
+    it was interrupted.
     """
     register_schema()
     adopt_slurm_step()
@@ -119,7 +115,8 @@ def with_implied_choices(argv: Sequence[str]) -> list[str]:
         for key in [key for key in ("data.urls", "data.path") if key in given][:1]:
             choice = "webdataset" if key == "data.urls" else data_of_path(given[key])
             implied.append(f"data={choice}")
-            _say(f"{key} is given and no data= is chosen: data={choice}.")
+            if is_main():
+                sys.stderr.write(f"{key} is given and no data= is chosen: data={choice}.\n")
     if not HELP.isdisjoint(argv):
         implied += [f"{group}={option}" for group, option in EXAMPLE.items() if group not in given]
     return [*implied, *argv]
@@ -202,8 +199,3 @@ def _own_error_handling() -> Iterator[None]:
         yield
     finally:
         del os.environ["HYDRA_FULL_ERROR"]
-
-
-def _say(line: str) -> None:
-    if is_main():
-        sys.stderr.write(f"{line}\n")

@@ -45,11 +45,8 @@ class TrainedModel:
 def find_model(source: str, *, key: str, part: str, allow_any_target: bool = False) -> TrainedModel:
     """Find a run, its export, something in that, the packaged weights, or others of a published size.
 
-    Args:
-        source: what the user named; weights of a published size may be a folder, a file, or a hub id.
-        key: the argument that named it.
-        part: the folder of a pipeline that is meant: "prior", "decoder", or "network" for whichever is there.
-        allow_any_target: build classes of any package that a run's configuration names.
+    Weights of a published size may be a folder, a file, or a hub id. `key` is the argument that named them, `part` the
+    folder of a pipeline that is meant: "prior", "decoder", or "network" for whichever is there.
 
     Raises:
         ConfigError: nothing there, a run without export, or weights of no published size.

@@ -11,8 +11,9 @@ from __future__ import annotations
 import gc
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +31,6 @@ from cascade_train.engine.sampling import to_images
 from cascade_train.errors import ConfigError
 from cascade_train.models.denoising_stage import DenoisingStage
 from cascade_train.models.formats.export_pipelines import resolution_multiple
-from cascade_train.models.semantic_compressor import SemanticCompressor
 from cascade_train.models.stage import Stage
 from cascade_train.models.stage_b import StageB
 from cascade_train.models.stage_c import StageC
@@ -83,12 +83,8 @@ def fit_sizes(
     Stage C paints ceil(side / compression) latent positions for a finished picture, as the original does. Without a
     size, they are as many as it was trained with.
 
-    Args:
-        model: the stage that paints first.
-        decoder: Stage B after it; None = there is none.
-        height: of the finished picture in pixels; None = by the training.
-        width: as height.
-        compression: pixels of the finished picture for each latent position of Stage C; None = the model's.
+    `height` and `width` are of the finished picture in pixels, None = by the training; `compression` is its pixels
+    for each latent position of Stage C, None = the model's.
 
     Raises:
         ConfigError: a run without a stage that paints, sides that do not divide, stages in the wrong places, or
@@ -249,7 +245,7 @@ class Fingerprint:
             raise AssertionError(f"{stage.name} has no semantic compressor")
         compressor = stage.semantic_compressor
         hashed = hashlib.sha256(type(compressor).__name__.encode())
-        for name, value in _values(compressor):
+        for name, value in chain(compressor.module.named_parameters(), compressor.module.named_buffers()):
             hashed.update(name.encode())
             hashed.update(value.detach().cpu().float().contiguous().numpy().tobytes())
         return cls(kind=type(compressor).__name__, weights=compressor.weights, digest=hashed.hexdigest())
@@ -263,11 +259,6 @@ def check_same_latents(model: TrainedModel, first: Fingerprint, decoder: Trained
     """Refuse a Stage B that decodes other latents than a Stage C paints: their compressors differ."""
     if first.digest != second.digest:
         raise ConfigError(_other_latents(model, str(first), decoder, str(second)))
-
-
-def _values(compressor: SemanticCompressor) -> Iterator[tuple[str, Tensor]]:
-    yield from compressor.module.named_parameters()
-    yield from compressor.module.named_buffers()
 
 
 MAP_MODES = {"1": "L", "L": "L", "LA": "L", "RGBA": "RGBA"}
