@@ -165,7 +165,7 @@ def component_defaults(source: Cached) -> dict[str, Any]:
     for field in dataclasses.fields(source):
         value: Any = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         if value is not dataclasses.MISSING:
-            found[field.name] = dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value
+            found[field.name] = dataclasses.asdict(value) if hasattr(value, "__dataclass_fields__") else value
     return {option.key: option.value for option in component_options(found, "data.")}
 
 
