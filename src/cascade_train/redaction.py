@@ -62,7 +62,7 @@ class Rule(NamedTuple):
 
     Attributes:
         words: one of them is in every text that the rule finds something in, in small letters.
-        pattern: finds the secret and what tells that it is one.
+        pattern: finds the secret and what marks it as one.
         shown: what stands instead of both.
     """
 

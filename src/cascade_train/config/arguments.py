@@ -144,7 +144,7 @@ def _fits_class(value: Any, hint: Any) -> bool:
 
 
 def _makes(component: Mapping[str, Any], parent: type) -> bool:
-    """Return whether a component's class is `parent` or one of its subclasses; True where it cannot be told."""
+    """Return whether a component's class is `parent` or one of its subclasses; True where it is unknown."""
     if component.get("_partial_"):
         return True
     try:

@@ -64,7 +64,7 @@ def _holds(node: Any, key: str) -> bool:
 
 
 def chosen(group: str, target: str) -> str:
-    """Return how a component was chosen, as `group=option`; by its class where that cannot be told."""
+    """Return how a component was chosen, as `group=option`; by its class where its option is unknown."""
     option = HydraConfig.get().runtime.choices.get(group) if HydraConfig.initialized() else None
     options = [option] if option_targets(group).get(str(option)) == target else []
     options += [name for name, other in option_targets(group).items() if other == target]

@@ -148,7 +148,7 @@ NESTED = {"filter": "filter@task.filter", "noise": "noise@objective.noise"}
 TABLES = {".csv", ".tsv", ".jsonl", ".ndjson"}
 
 EXAMPLE = {"model": "c_tiny", "task": "finetune"}
-"""What `--help` shows where nothing is chosen; the choices that every run's name tells."""
+"""What `--help` shows where nothing is chosen; the choices that stand in every run's name."""
 
 
 @contextlib.contextmanager

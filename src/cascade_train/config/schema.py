@@ -178,7 +178,7 @@ class RollbackConfig:
     spike_factor: float | None
     """A mean loss of more than this times the running median is bad too; null = only what is not finite."""
     window_steps: int
-    """Optimizer steps of that median; nothing is judged by it before so many are known."""
+    """Optimizer steps of that median; until that many have run, no loss is a spike."""
     max_times: int
     """Rollbacks of a run in all; after these a bad step ends it."""
 

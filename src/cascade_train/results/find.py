@@ -32,7 +32,7 @@ class TrainedModel:
     """A trained stage that is not built yet.
 
     Attributes:
-        origin: the argument and the source, as people gave them: `decoder=runs/b`.
+        origin: the argument and the source, as given: `decoder=runs/b`.
         cfg: the checked configuration.
         export: what a run left; None = the weights that the configuration names.
     """

@@ -28,7 +28,7 @@ LONGEST_NAME = 120
 """Characters of a run's name before it is cut and hashed; folder names end at 255 bytes."""
 
 NAMED_ANYWAY = {"model", "task", "run.name"}
-"""Keys that the name of the sweep tells, where nothing is swept."""
+"""Keys that stand in the name of the sweep already, where nothing is swept."""
 
 
 def place_sweep(cfg: DictConfig) -> Path:
@@ -60,7 +60,7 @@ def place_run(cfg: DictConfig, hydra_cfg: HydraConf, argv: Sequence[str]) -> Non
 
 
 def folder_of_runs(cfg: DictConfig, sweep_dir: str) -> Path | None:
-    """Return the folder in which each run has one of its own; None where `run.dir` tells that by the run's name."""
+    """Return the folder in which each run has one of its own; None where `run.dir` follows from the run's name."""
     written = str(OmegaConf.to_container(cfg.run, resolve=False)["dir"])  # type: ignore[index, call-overload]
     if written == RUN_DIR:
         return Path(sweep_dir)
@@ -73,12 +73,12 @@ def swept_part(overrides: Sequence[str], argv: Sequence[str]) -> str:
     deleted = {key_of(override) for override in overrides if override.startswith(DELETED)}
     values = {key_of(override): override.partition("=")[2].strip("'\"") for override in overrides}
     swept = {key: value for key, value in values.items() if key not in fixed}
-    told = swept or {key: value for key, value in values.items() if key not in NAMED_ANYWAY}
-    told.pop("run.dir", None)
-    short = {key: re.split(r"[./@]", key)[-1] for key in told}
+    kept = swept or {key: value for key, value in values.items() if key not in NAMED_ANYWAY}
+    kept.pop("run.dir", None)
+    short = {key: re.split(r"[./@]", key)[-1] for key in kept}
     times = Counter(short.values())
     names = {key: name if times[name] == 1 else key for key, name in short.items()}
-    each = [f"no-{names[key]}" if key in deleted else f"{names[key]}={told[key]}" for key in sorted(told)]
+    each = [f"no-{names[key]}" if key in deleted else f"{names[key]}={kept[key]}" for key in sorted(kept)]
     return folder_name(redact(",".join(each)), shown=",".join(map(redact_argument, each)))
 
 

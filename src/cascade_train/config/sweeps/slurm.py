@@ -45,7 +45,7 @@ class SlurmJob:
         job: SLURM's number, such as 17_0.
         overrides: of the run.
         directory: the run's; None where only the run itself knows it.
-        log: what it says goes there.
+        log: its output.
         state: as SLURM gave it last; empty before.
     """
 
@@ -173,8 +173,8 @@ def wait_until_ended(states: dict[str, str]) -> None:
 
 def queue() -> dict[str, str] | None:
     """Return the states of this user's jobs, by job, lately ended ones included; None where SLURM does not answer."""
-    said = ask("squeue", "--noheader", "--array", "--states=all", f"--user={os.getuid()}", "--format=%i %T")
-    return None if said is None else dict(line.split(maxsplit=1) for line in said.splitlines() if " " in line.strip())
+    text = ask("squeue", "--noheader", "--array", "--states=all", f"--user={os.getuid()}", "--format=%i %T")
+    return None if text is None else dict(line.split(maxsplit=1) for line in text.splitlines() if " " in line.strip())
 
 
 def requeue() -> bool:
@@ -202,7 +202,7 @@ def ask(*command: str) -> str | None:
 
 
 def say(line: str) -> None:
-    """Show a line to whoever waits."""
+    """Write a line to stderr, at once."""
     sys.stderr.write(f"{line}\n")
     sys.stderr.flush()
 
