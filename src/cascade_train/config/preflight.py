@@ -95,7 +95,7 @@ def _check_nothing_added(root: Root) -> None:
 
 def _check_numbers(cfg: DictConfig) -> None:
     """Check that no number is infinite or not a number, which passes most comparisons of ranges."""
-    for key, value in leaves(OmegaConf.to_container(cfg)):
+    for key, value in _leaves(OmegaConf.to_container(cfg)):
         if isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(f"{key}={value} must be a finite number. Where a thing can be switched off, null does.")
 
@@ -306,13 +306,13 @@ def guidance_scale(cfg: Root | DictConfig) -> float | None:
     return scale
 
 
-def leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the path and value of every plain value below a node."""
     if isinstance(node, Mapping):
         for key, value in node.items():
-            yield from leaves(value, f"{path}.{key}" if path else str(key))
+            yield from _leaves(value, f"{path}.{key}" if path else str(key))
     elif isinstance(node, Sequence) and not isinstance(node, str):
         for position, value in enumerate(node):
-            yield from leaves(value, f"{path}[{position}]")
+            yield from _leaves(value, f"{path}[{position}]")
     else:
         yield path, node

@@ -6,6 +6,7 @@ A run folder may come from someone else: which classes it may name is decided he
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from cascade_train.config.groups import conf_dir
 from cascade_train.config.hydra_compat import BASE
 from cascade_train.config.launch import register_schema
-from cascade_train.config.preflight import leaves, preflight
+from cascade_train.config.preflight import preflight
 from cascade_train.config.schema import ParallelConfig, ParallelMode, Root
 from cascade_train.config.targets import components_in, is_trusted
 from cascade_train.errors import ConfigError
@@ -69,14 +70,16 @@ def load_yaml(path: Path) -> DictConfig | ListConfig:
         raise ConfigError(f"{path} cannot be read as YAML: {reason}. Give another file, or mend it.") from error
 
 
-def _check_plain(node: Any, path: Path) -> None:
+def _check_plain(node: Any, path: Path, key: str = "") -> None:
     """Check that a saved configuration refers to nothing outside it, such as variables of the environment."""
-    for key, value in leaves(node):
-        if isinstance(value, str) and "${" in value:
-            raise ConfigError(
-                f"{path}: {key} holds an interpolation, which a run never writes and which could read this machine's "
-                "environment. Write the value itself, or, if you trust the folder: allow_any_target=true."
-            )
+    children = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
+    for name, child in children:
+        _check_plain(child, path, f"{key}.{name}" if key else str(name))
+    if isinstance(node, str) and "${" in node:
+        raise ConfigError(
+            f"{path}: {key} holds an interpolation, which a run never writes and which could read this machine's "
+            "environment. Write the value itself, or, if you trust the folder: allow_any_target=true."
+        )
 
 
 def _check_trusted(node: Any, path: Path) -> None:
