@@ -62,13 +62,8 @@ def exit_code(action: Callable[[], Any], *, remedy: str = "") -> int:
 
     An error of all ranks is one paragraph on rank 0, one of a single rank is a paragraph of that rank.
 
-    Args:
-        action: returns an exit code; None = 0.
-        remedy: added to the message that the run was interrupted.
-
-    Returns:
-        That of the action; 1 after a runtime failure or a defect (traceback with the rank), 2 for an invalid
-        configuration, 130 after Ctrl-C, or the code of an `Interrupted`.
+    The code is that of the action, None = 0; 1 after a runtime failure or a defect (traceback with the rank), 2 for an
+    invalid configuration, 130 after Ctrl-C, or that of an `Interrupted`. `remedy` follows the message of these two.
     """
     try:
         code = int(action() or 0)

@@ -36,9 +36,7 @@ def preflight(cfg: DictConfig, *, ranks: int | None = None) -> DictConfig:
     What the model decides is decided: `train.precision` where it is auto, `sample.guidance_scale` where it is null.
     Components are imported, where `run.allowed_packages` has their packages, and constructed for what they refuse.
 
-    Args:
-        cfg: as composed by Hydra; not changed.
-        ranks: processes of the run; None = what torchrun says, else 1.
+    `cfg` is as composed by Hydra, and is not changed. Without `ranks`, the processes are those of torchrun, else 1.
 
     Raises:
         ConfigError: naming key, value, rule and remedy.
