@@ -27,7 +27,7 @@ class ConstantSchedule(LrSchedule):
     """
 
     def __init__(self, *, warmup_steps: int, from_zero: bool = False) -> None:
-        self.warmup_steps = _not_negative(warmup_steps)
+        self.warmup_steps = _positive("warmup_steps", warmup_steps, least=0)
         self.from_zero = from_zero
 
     def factor(self, step: int, max_steps: int) -> float:
@@ -35,24 +35,90 @@ class ConstantSchedule(LrSchedule):
         return _warmup_factor(step - int(self.from_zero), self.warmup_steps)
 
 
-class CosineSchedule(LrSchedule):
-    """Linear warmup, then half a cosine down to `min_factor` at the last step."""
+class _Decay(LrSchedule):
+    """Linear warmup, then from 1 down to `min_factor`, which the last step has.
+
+    Args:
+        warmup_steps: optimizer steps until the full learning rate; 0 = from the first.
+        min_factor: factor at `train.max_steps` and beyond, in [0, 1].
+    """
 
     def __init__(self, *, warmup_steps: int, min_factor: float) -> None:
         if not 0.0 <= min_factor <= 1.0:
             raise ValueError(f"lr_scheduler.min_factor={min_factor} must lie in [0, 1].")
-        self.warmup_steps = _not_negative(warmup_steps)
+        self.warmup_steps = _positive("warmup_steps", warmup_steps, least=0)
         self.min_factor = min_factor
 
     def factor(self, step: int, max_steps: int) -> float:
         """Return the factor at `step` of a run of `max_steps`."""
         if step <= self.warmup_steps or max_steps <= self.warmup_steps:
             return _warmup_factor(step, self.warmup_steps)
-        progress = min((step - self.warmup_steps) / (max_steps - self.warmup_steps), 1.0)
-        return self.min_factor + (1.0 - self.min_factor) * 0.5 * (1.0 + math.cos(math.pi * progress))
+        remaining = self.remaining(min(step, max_steps) - self.warmup_steps, max_steps - self.warmup_steps)
+        return self.min_factor + (1.0 - self.min_factor) * remaining
+
+    @abc.abstractmethod
+    def remaining(self, step: int, steps: int) -> float:
+        """Return the share, in [0, 1], that is left of 1 - `min_factor` after `step` of the `steps` of the decay."""
 
 
-def _not_negative(warmup_steps: int) -> int:
-    if warmup_steps < 0:
-        raise ValueError(f"lr_scheduler.warmup_steps={warmup_steps} must be 0 or more.")
-    return warmup_steps
+class CosineSchedule(_Decay):
+    """Linear warmup, then half a cosine down to `min_factor` at the last step (Loshchilov and Hutter 2017, eq. 5).
+
+    Args:
+        warmup_steps: optimizer steps until the full learning rate; 0 = from the first.
+        min_factor: factor at `train.max_steps` and beyond, in [0, 1].
+        cycles: half cosines; each begins at the full learning rate again (a warm restart).
+    """
+
+    def __init__(self, *, warmup_steps: int, min_factor: float, cycles: int = 1) -> None:
+        super().__init__(warmup_steps=warmup_steps, min_factor=min_factor)
+        self.cycles = _positive("cycles", cycles)
+
+    def remaining(self, step: int, steps: int) -> float:
+        """Return the cosine's share of its cycle; the last step ends the last cycle."""
+        done = 1.0 if step == steps else step * self.cycles % steps / steps
+        return 0.5 * (1.0 + math.cos(math.pi * done))
+
+
+class PolynomialSchedule(_Decay):
+    """Linear warmup, then (1 - progress) ** power down to `min_factor` at the last step; power 1 is linear.
+
+    Args:
+        warmup_steps: optimizer steps until the full learning rate; 0 = from the first.
+        min_factor: factor at `train.max_steps` and beyond, in [0, 1].
+        power: above 0.
+    """
+
+    def __init__(self, *, warmup_steps: int, min_factor: float, power: float) -> None:
+        super().__init__(warmup_steps=warmup_steps, min_factor=min_factor)
+        if power <= 0.0:
+            raise ValueError(f"lr_scheduler.power={power} must be above 0; 1 is linear.")
+        self.power = power
+
+    def remaining(self, step: int, steps: int) -> float:
+        """Return (1 - step / steps) ** power."""
+        return float((1.0 - step / steps) ** self.power)
+
+
+class WarmupStableDecaySchedule(_Decay):
+    """Linear warmup, constant, then linear down to `min_factor` over the last steps (WSD, Hu et al. 2024).
+
+    Args:
+        warmup_steps: optimizer steps until the full learning rate; 0 = from the first.
+        min_factor: factor at `train.max_steps` and beyond, in [0, 1].
+        decay_steps: last optimizer steps, over which it falls.
+    """
+
+    def __init__(self, *, warmup_steps: int, min_factor: float, decay_steps: int) -> None:
+        super().__init__(warmup_steps=warmup_steps, min_factor=min_factor)
+        self.decay_steps = _positive("decay_steps", decay_steps)
+
+    def remaining(self, step: int, steps: int) -> float:
+        """Return 1 until `decay_steps` are left, then their share."""
+        return min((steps - step) / self.decay_steps, 1.0)
+
+
+def _positive(name: str, value: int, least: int = 1) -> int:
+    if value < least:
+        raise ValueError(f"lr_scheduler.{name}={value} must be {least} or more.")
+    return value
