@@ -1,4 +1,4 @@
-"""What only a CUDA device can show: bf16 steps, no hidden waiting for the device, exact resume, compiled units.
+"""What only a CUDA device can show: bf16 steps, no hidden waiting for the device, exact resume, compiled units, Triton kernels.
 
 Each run is small; run them with `make test PYTEST_ARGS="tests/gpu"` on a machine with a GPU.
 """
@@ -148,3 +148,22 @@ def test_compiled_units_have_the_losses_of_plain_ones(tmp_path):
     )
     for one, other in zip(read_metrics(plain), read_metrics(compiled), strict=True):
         assert one == pytest.approx(other, rel=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore")  # triton warns about its own defaults
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+def test_the_kernels_of_the_response_norm_compute_what_torch_computes(monkeypatch, dtype, most, p):
+    from cascade_train.models import response_norm as module
+
+    h, grad = (torch.randn(3, 9, 11, 200, device="cuda", dtype=dtype) for _ in range(2))
+    gamma, beta = (torch.randn(1, 1, 1, 200, device="cuda", dtype=dtype) for _ in range(2))
+    results = []
+    for has_kernel, precise in ((True, dtype), (False, torch.float64)):
+        monkeypatch.setattr(module, "_has_kernel", lambda _, found=has_kernel: found)
+        arguments = [x.to(precise).requires_grad_() for x in (h, gamma, beta)]
+        torch.manual_seed(0)
+        out = module.response_norm(*arguments, p)
+        results.append([out, *torch.autograd.grad(out, arguments, grad.to(precise))])
+    for one, other in zip(*results, strict=True):
+        assert float((one.double() - other).detach().abs().max() / other.detach().abs().max()) < most

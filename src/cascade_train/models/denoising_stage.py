@@ -17,10 +17,11 @@ from cascade_train.models.cascade_unet_config import CascadeUNetConfig
 from cascade_train.models.formats.weights import StoredValues
 from cascade_train.models.initialize import DrawnValues, InitialValues, Shares, unet_rule
 from cascade_train.models.lora import MAGNITUDE, begin_magnitudes
+from cascade_train.models.response_norm import set_kernels
 from cascade_train.models.semantic_compressor import SemanticCompressor
 from cascade_train.models.stage import Images, Stage, Tokens, product
 from cascade_train.models.text_encoder import TextEncoder
-from cascade_train.options import File
+from cascade_train.options import File, Free
 
 TOWERS = ("text_encoder", "image_encoder")
 """Parts that take the dtype of frozen modules; the others stay fp32, as in the original."""
@@ -32,6 +33,7 @@ class DenoisingStage(Stage):
 
     Args:
         network: architecture of the network.
+        kernels: "fused" = GELU, response norm and dropout of a residual block as one operator; "eager" = one by one.
         text_encoder: frozen text tower.
         semantic_compressor: images to semantic latents.
 
@@ -55,6 +57,7 @@ class DenoisingStage(Stage):
     seed: int
     random_encoders: bool
     weights: File[str | None]
+    kernels: Free[Literal["eager", "fused"]] = "fused"
     network: CascadeUNetConfig
     text_encoder: TextEncoder
     semantic_compressor: SemanticCompressor
@@ -123,6 +126,7 @@ class DenoisingStage(Stage):
 
     def _build_network(self, dtype: torch.dtype) -> None:
         self.network = self.network_config.build()
+        set_kernels(self.network, self.kernels)
         nn.Module.to(self.network, dtype)  # diffusers' own `to` warns about modules to keep in fp32, without any
         if self.weights is None:
             self._values = DrawnValues(self.network, unet_rule(self.network_config.residual_blocks), seed=self.seed)
