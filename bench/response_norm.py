@@ -9,6 +9,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from diffusers.models.unets.unet_stable_cascade import SDCascadeResBlock
@@ -103,12 +104,13 @@ def main() -> None:
                 times: dict[str, list[float]] = {kind: [] for kind in KINDS}
                 for _ in range(options.rounds + 1):
                     for kind in KINDS:
-                        times[kind].append(milliseconds(lambda kind=kind: forward(kind), options.device))  # type: ignore[misc]
+                        times[kind].append(milliseconds(partial(forward, kind), options.device))
                 eager, fused = (times[kind][1:] for kind in KINDS)
                 ratio = statistics.median(a / b for a, b in zip(eager, fused, strict=True))
-                kept = [kept_bytes(lambda kind=kind: forward(kind)) / 2**20 for kind in KINDS]  # type: ignore[misc]
+                kept = [kept_bytes(partial(forward, kind)) / 2**20 for kind in KINDS]
                 print(f"{what:15s} {str(dtype)[6:]:9s} {dropout:8.1f} {statistics.median(eager):9.1f} "
-                      f"{statistics.median(fused):9.1f} {ratio:6.2f} {kept[0]:7.1f} MiB {kept[1]:7.1f} MiB")  # fmt: skip
+                      f"{statistics.median(fused):9.1f} {ratio:6.2f} {kept[0]:7.1f} MiB "
+                      f"{kept[1]:7.1f} MiB")  # fmt: skip
 
 
 if __name__ == "__main__":

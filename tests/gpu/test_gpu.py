@@ -1,4 +1,4 @@
-"""What only a CUDA device can show: bf16 steps, no hidden waiting for the device, exact resume, compiled units, Triton kernels.
+"""What only a CUDA device can show: bf16 steps, no hidden waiting, exact resume, compiled units, Triton kernels.
 
 Each run is small; run them with `make test PYTEST_ARGS="tests/gpu"` on a machine with a GPU.
 """

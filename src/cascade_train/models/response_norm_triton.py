@@ -7,6 +7,7 @@ added by torch, so that they do not depend on the order in which programs run. W
 Shape legend: B batch, H W latent size, K channels.
 """
 
+# ruff: noqa: ANN001, ANN202, N803 -- kernels are written in triton's language
 from __future__ import annotations
 
 import torch
@@ -75,17 +76,17 @@ def _mask(bits: Tensor | None, h_BHWK: Tensor) -> tuple[Tensor, bool, int]:
 
 
 @triton.jit
-def _gelu(x):  # noqa: ANN001, ANN202
+def _gelu(x):
     return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
 
 
 @triton.jit
-def _gelu_slope(x):  # noqa: ANN001, ANN202
+def _gelu_slope(x):
     return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * tl.exp(-0.5 * x * x) * 0.3989422804014327
 
 
 @triton.jit
-def _places(rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # noqa: ANN001, ANN202, N803
+def _places(rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Return the columns, their condition, the tile's offsets and its condition."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -96,13 +97,13 @@ def _places(rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # noqa: AN
 
 
 @triton.jit
-def _part(width, blocks, column):  # noqa: ANN001, ANN202
+def _part(width, blocks, column):
     """Return where this program's sums belong in (B, programs, K)."""
     return (tl.program_id(2) * blocks + tl.program_id(1)) * width + column
 
 
 @triton.jit
-def _square_sums(h, parts, rows, width, blocks, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # noqa: ANN001, ANN202, N803
+def _square_sums(h, parts, rows, width, blocks, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     column, exists, offset, inside = _places(rows, width, ROWS, COLUMNS)
     g = _gelu(tl.load(h + offset, inside, 0.0).to(tl.float32))
     tl.store(parts + _part(width, blocks, column), tl.sum(g * g, 0), exists)
@@ -110,9 +111,9 @@ def _square_sums(h, parts, rows, width, blocks, ROWS: tl.constexpr, COLUMNS: tl.
 
 @triton.jit
 def _apply(
-    h, factor, shift, dropped, bits, rows, width, blocks,  # noqa: ANN001
-    DROPS: tl.constexpr, LOWEST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,  # noqa: N803
-):  # noqa: ANN202  # fmt: skip
+    h, factor, shift, dropped, bits, rows, width, blocks,
+    DROPS: tl.constexpr, LOWEST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     column, exists, offset, inside = _places(rows, width, ROWS, COLUMNS)
     x = tl.load(h + offset, inside, 0.0)
     scale = tl.load(factor + tl.program_id(2) * width + column, exists, 0.0)
@@ -124,7 +125,7 @@ def _apply(
 
 
 @triton.jit
-def _gradient(grad, bits, offset, inside, DROPS: tl.constexpr, LOWEST: tl.constexpr):  # noqa: ANN001, ANN202, N803
+def _gradient(grad, bits, offset, inside, DROPS: tl.constexpr, LOWEST: tl.constexpr):
     d = tl.load(grad + offset, inside, 0.0).to(tl.float32)
     if DROPS:
         d = tl.where(tl.load(bits + offset, inside, 0) == LOWEST, 0.0, d)
@@ -133,9 +134,9 @@ def _gradient(grad, bits, offset, inside, DROPS: tl.constexpr, LOWEST: tl.conste
 
 @triton.jit
 def _gradient_sums(
-    grad, h, bits, products, totals, rows, width, blocks,  # noqa: ANN001
-    DROPS: tl.constexpr, LOWEST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,  # noqa: N803
-):  # noqa: ANN202  # fmt: skip
+    grad, h, bits, products, totals, rows, width, blocks,
+    DROPS: tl.constexpr, LOWEST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     column, exists, offset, inside = _places(rows, width, ROWS, COLUMNS)
     d = _gradient(grad, bits, offset, inside, DROPS, LOWEST)
     g = _gelu(tl.load(h + offset, inside, 0.0).to(tl.float32))
@@ -146,9 +147,9 @@ def _gradient_sums(
 
 @triton.jit
 def _apply_backward(
-    grad, h, bits, straight, through, grad_h, rows, width, blocks,  # noqa: ANN001
-    DROPS: tl.constexpr, LOWEST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,  # noqa: N803
-):  # noqa: ANN202  # fmt: skip
+    grad, h, bits, straight, through, grad_h, rows, width, blocks,
+    DROPS: tl.constexpr, LOWEST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     column, exists, offset, inside = _places(rows, width, ROWS, COLUMNS)
     d = _gradient(grad, bits, offset, inside, DROPS, LOWEST)
     x = tl.load(h + offset, inside, 0.0).to(tl.float32)
