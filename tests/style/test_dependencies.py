@@ -27,6 +27,9 @@ EXTRAS = {
 }
 """Libraries that are imported only when chosen -> the extra that brings them."""
 
+BROUGHT = {"triton": "torch"}
+"""Libraries that a dependency's own wheels bring, imported only where they are there."""
+
 
 @cache
 def project() -> dict[str, Any]:
@@ -58,11 +61,12 @@ def test_every_import_is_a_declared_dependency() -> None:
     declared = names(project()["dependencies"])
     distributions = packages_distributions()
     assert len(imported()) >= 15
-    assert imported().keys() - EXTRAS.keys() <= distributions.keys()
+    assert imported().keys() - EXTRAS.keys() - BROUGHT.keys() <= distributions.keys()
+    assert set(BROUGHT.values()) <= declared
     undeclared = {
         package: places
         for package, places in imported().items()
-        if package not in EXTRAS and not {normal(d) for d in distributions[package]} & declared
+        if package not in EXTRAS | BROUGHT and not {normal(d) for d in distributions[package]} & declared
     }
     assert not undeclared
 

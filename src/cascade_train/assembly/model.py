@@ -106,6 +106,7 @@ def build_phases(cfg: DictConfig, parts: Parts, world: World) -> list[BoundPhase
                 compute_dtype=compute_dtype(cfg),
                 reshard_after_forward=cfg.parallel.reshard_after_forward,
                 compile_units=cfg.compile.value == "regional",
+                compile_fallback=cfg.compile_fallback,
                 offload=offload,
             )
     fill(parts.stage, torch.device("cpu") if cfg.parallel.cpu_offload else world.device)

@@ -321,6 +321,8 @@ class Root:
     """Recompute activations in backward: less memory, about a third more compute."""
     compile: Compile
     """What torch.compile sees."""
+    compile_fallback: bool
+    """Run without compilation what needs more graphs than expected, instead of ending the run."""
     attention: Attention
     """Attention kernel of the network."""
     log: LogConfig

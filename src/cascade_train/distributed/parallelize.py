@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import cast
+from functools import partial, wraps
+from typing import Any, Protocol, cast, runtime_checkable
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -22,7 +22,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils.weak import WeakIdKeyDictionary
 
 from cascade_train.distributed.whole import Whole
-from cascade_train.errors import ConfigError
+from cascade_train.errors import ConfigError, RunError
 
 _WHOLE: WeakKeyDictionary[nn.Module, ref[Whole]] = WeakKeyDictionary()
 """The module's own hook keeps its Whole: a strong reference here would keep both for ever."""
@@ -42,6 +42,7 @@ def parallelize(
     compute_dtype: torch.dtype,
     reshard_after_forward: bool,
     compile_units: bool,
+    compile_fallback: bool = False,
     offload: OffloadPolicy | None = None,
 ) -> None:
     """Compile and shard `root` in place, unit by unit, then the rest of it; what each rank holds whole stays plain.
@@ -51,8 +52,7 @@ def parallelize(
     units' policy does. Gradients are reduced in fp32.
     """
     if compile_units:
-        for module in (module for unit in units for module in unit):
-            module.compile()
+        compile_units_of(root, units, has_hooks=not is_whole(mesh, offload), fallback=compile_fallback)
     if is_whole(mesh, offload):
         move([*root.parameters(), *root.buffers()], _device_of(mesh))
         group = mesh.get_group(0) if mesh.size() > 1 else None
@@ -72,6 +72,48 @@ def parallelize(
     for unit in units:
         shard(list(unit), mp_policy=unit_policy)
     shard(root, mp_policy=root_policy)
+
+
+@runtime_checkable
+class CompilesUnits(Protocol):
+    """A network that compiles a unit as one function."""
+
+    def compile_units(self, *, each_block: bool) -> int:
+        """Compile the units, or each of their blocks, and return how often a function may be compiled."""
+
+
+def compile_units_of(root: nn.Module, units: Sequence[Sequence[nn.Module]], *, has_hooks: bool, fallback: bool) -> None:
+    """Compile the units of `root` in place, for all sizes; module by module where it has no function for a unit.
+
+    Args:
+        root: the module, whose forward runs the units.
+        units: its units.
+        has_hooks: the blocks have hooks that no graph holds (FSDP2).
+        fallback: run without compilation what needs more graphs than expected; false = a RunError then.
+    """
+    import torch._dynamo  # takes seconds
+
+    config: Any = torch._dynamo.config
+    if isinstance(root, CompilesUnits):
+        config.recompile_limit = max(config.recompile_limit, root.compile_units(each_block=has_hooks))
+    else:
+        for module in (module for unit in units for module in unit):
+            module.compile(dynamic=True)
+    config.fail_on_recompile_limit_hit = not fallback
+    forward = root.forward
+
+    @wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return forward(*args, **kwargs)
+        except torch._dynamo.exc.FailOnRecompileLimitHit as error:
+            raise RunError(
+                "compile=regional: the network needs more graphs than expected, and each takes a minute to make. Set "
+                "compile=off, or compile_fallback=true to run without compilation what has no graph by then; "
+                f"TORCH_LOGS=recompiles shows why ({str(error).splitlines()[0]})"
+            ) from error
+
+    root.forward = run
 
 
 def is_whole(mesh: DeviceMesh, offload: OffloadPolicy | None) -> bool:

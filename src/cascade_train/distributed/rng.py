@@ -25,4 +25,9 @@ def set_deterministic(enabled: bool) -> None:
     if enabled:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.set_deterministic_debug_mode("error" if enabled else "default")
-    torch.backends.cudnn.benchmark = not enabled
+    torch.backends.cudnn.benchmark = False  # it would time every kernel anew for each bucket's shape
+
+
+def allow_tf32() -> None:
+    """Round the inputs of fp32 matrix products to TF32 on CUDA devices, as the original does."""
+    torch.backends.cuda.matmul.fp32_precision = "tf32"  # of convolutions it is torch's default

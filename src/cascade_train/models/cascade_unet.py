@@ -11,7 +11,8 @@ Shape legend: B batch, C channels, H W latent size, L tokens, D width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from diffusers.models.unets.unet_stable_cascade import StableCascadeUNet, StableCascadeUNetOutput, UpDownBlock2d
@@ -20,16 +21,42 @@ from torch.utils.checkpoint import checkpoint
 
 from cascade_train.models.attention import set_attention
 
+VARIANTS = 16
+"""Kinds of calls of a unit: training or not, with or without skip, a batch of 1, few or 16 and more, a side of 1."""
+
 
 class CascadeUNet(StableCascadeUNet):
     """Stable Cascade's U-Net (Stage B and C), walked unit by unit.
 
     A unit is what lies between two residual blocks: (residual, timestep, attention), or (residual, timestep) in levels
     without attention. Every block is called as `block(...)`, so that hooks of FSDP2 and `block.compile()` act on it.
+    `compile_units` compiles a whole unit as one function. A unit is recomputed from outside of what is compiled.
 
     Setting `gradient_checkpointing` recomputes a whole unit in backward. The dropout of the config acts inside the
     residual blocks and on the attention's output, or on its probabilities after `drop_probabilities` of attention.py.
     """
+
+    _run_blocks: Callable[[list[nn.Module], list[Tensor | None], Tensor], Tensor] | None = None
+    """The compiled function of a unit; None = not compiled, or block by block."""
+    _is_compiled = False
+
+    def compile_units(self, *, each_block: bool = False, **options: Any) -> int:
+        """Compile each unit as one function, or each block by itself, for all sizes from the start.
+
+        Args:
+            each_block: leave calls of blocks as they are, since hooks on them cannot be compiled (FSDP2).
+            options: of `torch.compile`.
+
+        Returns:
+            How often a function may be compiled: the kinds of calls, for each level.
+        """
+        self._is_compiled = True
+        if each_block:
+            for block in (block for unit in self.units() for block in unit):
+                block.compile(dynamic=True, **options)
+        else:
+            self._run_blocks = torch.compile(_run_blocks, dynamic=True, **options)
+        return VARIANTS * self.levels
 
     def units(self) -> list[list[nn.Module]]:
         """Return the modules of each unit, in order of first execution: down, then up."""
@@ -117,9 +144,7 @@ class CascadeUNet(StableCascadeUNet):
         if control is not None:
             x = x + _resize(control, x)
         side = {"SDCascadeResBlock": skip, "SDCascadeTimestepBlock": time, "SDCascadeAttnBlock": clip}
-        for kind, block in zip(kinds, blocks, strict=True):
-            x = block(x, side[kind])
-        return x
+        return (self._run_blocks or _run_blocks)(blocks, [side[kind] for kind in kinds], x)
 
     def _run_level(
         self,
@@ -133,6 +158,8 @@ class CascadeUNet(StableCascadeUNet):
         kinds = self.config.block_types_per_layer[level]
         recompute = self.gradient_checkpointing and torch.is_grad_enabled()
         for repeat in range(len(repeat_mappers) + 1):
+            if self._is_compiled:  # of one layout and no view of another, as between units: one graph serves for all
+                x = x.clone(memory_format=torch.channels_last)
             for index, unit in enumerate(self._split(blocks, level)):
                 unit_skip = skip if index == 0 else None
                 if unit_skip is not None:
@@ -195,6 +222,13 @@ class CascadeUNet(StableCascadeUNet):
             x = _scale(scaler, x)
         pred = self.clf(x)
         return StableCascadeUNetOutput(sample=pred) if return_dict else (pred,)
+
+
+def _run_blocks(blocks: list[nn.Module], sides: list[Tensor | None], x: Tensor) -> Tensor:
+    """Run the blocks of a unit, each with what it takes beside the latent."""
+    for block, side in zip(blocks, sides, strict=True):
+        x = block(x, side)
+    return x
 
 
 class _Walk:

@@ -118,7 +118,8 @@ class ClipTower:
             initialise(module, tower_rule, device=device, dtype=dtype, seed=FROZEN_SEED)
         else:
             try:
-                module = kind.from_pretrained(self.weights, subfolder=self.subfolder or "", dtype=dtype).to(device)
+                where = {"subfolder": self.subfolder or "", "device_map": {"": device}}
+                module = kind.from_pretrained(self.weights, dtype=dtype, **where)
             except (OSError, ValueError) as error:
                 raise ConfigError(
                     f"{self.key}.weights={self.weights}: is neither a local folder nor a hub id that can be reached; "

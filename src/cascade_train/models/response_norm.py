@@ -13,7 +13,6 @@ Shape legend: B batch, H W latent size, K channels, four times the block's width
 
 from __future__ import annotations
 
-from functools import cache
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -23,8 +22,8 @@ from torch import Tensor, nn
 from torch.library import Library, register_fake
 
 EPSILON = 1e-6
+_HAS_TRITON = find_spec("triton") is not None
 _SPACE = (1, 2)
-_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _LIBRARY = Library("cascade_train", "FRAGMENT")
 _LIBRARY.define("response_norm(Tensor h, Tensor gamma, Tensor beta, float p) -> (Tensor, Tensor)")
 _LIBRARY.define(
@@ -77,18 +76,13 @@ class _ResponseNorm(torch.autograd.Function):
         return *operator(grad_BHWK.contiguous(), *ctx.saved_tensors, ctx.p), None
 
 
-@cache
-def _kernels() -> Any:
-    """Return the module of Triton kernels, None where triton is missing."""
-    if find_spec("triton") is None:
+def _kernels(h_BHWK: Tensor) -> Any:
+    """Return the module of kernels for a tensor, None where torch does it."""
+    if not (_HAS_TRITON and h_BHWK.is_cuda and h_BHWK.dtype != torch.float64):
         return None
     from cascade_train.models import response_norm_triton
 
     return response_norm_triton
-
-
-def _has_kernel(h_BHWK: Tensor) -> bool:
-    return h_BHWK.is_cuda and h_BHWK.dtype != torch.float64 and _kernels() is not None
 
 
 def factors(gamma_K: Tensor, norm_BK: Tensor, p: float) -> Tensor:
@@ -104,6 +98,10 @@ def norm_gradient(sum_BK: Tensor, gamma_K: Tensor, norm_BK: Tensor) -> Tensor:
     return torch.where(norm_BK > 0, grad_BK / norm_BK, 0)
 
 
+def _bits(out_BHWK: Tensor) -> Tensor:
+    return out_BHWK.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[out_BHWK.element_size()])
+
+
 def _relative(norm_BK: Tensor) -> Tensor:
     return norm_BK / (norm_BK.mean(-1, keepdim=True) + EPSILON)
 
@@ -111,9 +109,10 @@ def _relative(norm_BK: Tensor) -> Tensor:
 def _forward(h_BHWK: Tensor, gamma_K: Tensor, beta_K: Tensor, p: float) -> tuple[Tensor, Tensor]:
     """Return the output, and the norms (B, 1, 1, K), fp32 at least."""
     dropped = torch.empty_like(h_BHWK, dtype=torch.bool).bernoulli_(1 - p).logical_not_() if p > 0 else None
-    if _has_kernel(h_BHWK):
-        norm_BK = _kernels().square_sums(h_BHWK).sqrt_()
-        return _kernels().apply(h_BHWK, factors(gamma_K, norm_BK, p), beta_K / (1 - p), dropped), norm_BK
+    if kernels := _kernels(h_BHWK):
+        norm_BK, out_BHWK = kernels.square_sums(h_BHWK).sqrt_(), torch.empty_like(h_BHWK)
+        kernels.apply(h_BHWK, factors(gamma_K, norm_BK, p), beta_K / (1 - p), dropped, _bits(out_BHWK))
+        return out_BHWK, norm_BK
     g_BHWK = nn.functional.gelu(h_BHWK)
     out_BHWK = g_BHWK * g_BHWK  # sums over space are several times faster than a vector norm
     precise = torch.promote_types(h_BHWK.dtype, torch.float32)
@@ -126,9 +125,9 @@ def _backward(
     grad_BHWK: Tensor, h_BHWK: Tensor, out_BHWK: Tensor | None, gamma_K: Tensor, norm_BK: Tensor, p: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of h, gamma and beta."""
-    bits = None if out_BHWK is None else out_BHWK.view(_BITS[out_BHWK.element_size()])
-    if _has_kernel(h_BHWK):
-        sum_BK, total_BK = _kernels().gradient_sums(grad_BHWK, h_BHWK, bits)
+    bits = None if out_BHWK is None else _bits(out_BHWK)
+    if kernels := _kernels(h_BHWK):
+        sum_BK, total_BK = kernels.gradient_sums(grad_BHWK, h_BHWK, bits)
     else:
         if bits is not None:
             grad_BHWK = grad_BHWK * (bits != torch.iinfo(bits.dtype).min)
@@ -137,8 +136,8 @@ def _backward(
         sum_BK, total_BK = (x.sum(_SPACE, keepdim=True, dtype=norm_BK.dtype) for x in (product_BHWK, grad_BHWK))
     sum_BK, total_BK = sum_BK / (1 - p), total_BK / (1 - p)
     straight_BK, through_BK = factors(gamma_K, norm_BK, p), norm_gradient(sum_BK, gamma_K, norm_BK)
-    if _has_kernel(h_BHWK):
-        grad_h_BHWK = _kernels().apply_backward(grad_BHWK, h_BHWK, bits, straight_BK, through_BK)
+    if kernels:
+        grad_h_BHWK = kernels.apply_backward(grad_BHWK, h_BHWK, bits, straight_BK, through_BK)
     else:
         torch.mul(grad_BHWK, straight_BK.to(h_BHWK.dtype), out=product_BHWK)
         product_BHWK.addcmul_(g_BHWK, through_BK.to(h_BHWK.dtype))

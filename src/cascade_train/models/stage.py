@@ -46,6 +46,13 @@ def product(images: Images, name: str, make: Callable[[Tensor], Tensor]) -> Tens
     return make(images) if isinstance(images, Tensor) else images[name]
 
 
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy to a device; from pinned memory, so that a CUDA device does not make the host wait."""
+    if device.type == "cuda" and not tensor.is_cuda and not tensor.is_pinned():
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 class Stage(abc.ABC):
     """One stage of the cascade. The constructor is cheap; `build` makes and loads the modules.
 
@@ -158,8 +165,8 @@ class Stage(abc.ABC):
         """Encode what the network is conditioned on. Must not sync.
 
         `tokens` are from `tokenize`, on the device; a dropped caption is the empty string's tokens. `images`, (B, 3, H,
-        W) float in [0, 1] or cached, None = no image condition (zeros), count for samples in `keep_image_B` (B,) bool;
-        None = all. `drawn` is from `draw`, in training; None = without random choices.
+        W) float in [0, 1] or cached, None = no image condition (zeros), count for samples in `keep_image_B`, (B,)
+        bool on the host; None = all. `drawn` is from `draw`, in training; None = without random choices.
         """
 
     @abc.abstractmethod

@@ -16,7 +16,7 @@ from torch.nn import functional
 from cascade_train.batch import Batch
 from cascade_train.models.denoising_stage import DenoisingStage
 from cascade_train.models.latent_codec import LatentCodec
-from cascade_train.models.stage import Conditions, Images, Save, Tokens
+from cascade_train.models.stage import Conditions, Images, Save, Tokens, to_device
 
 Size = tuple[int, int]
 """Height and width in pixels."""
@@ -136,7 +136,7 @@ class StageB(DenoisingStage):
         else:
             effnet = self._noised(images["effnet"], slice(None), drawn)
         if keep_image_B is not None:
-            effnet = effnet * keep_image_B[:, None, None, None].to(effnet.dtype)
+            effnet = effnet * to_device(keep_image_B, effnet.device)[:, None, None, None].to(effnet.dtype)
         return {"clip_text_pooled": pooled, "effnet": effnet}
 
     def _semantic_latents(self, image_BCHW: Tensor, drawn: Drawn | None) -> Tensor:

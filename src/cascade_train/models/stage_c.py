@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from cascade_train.models.denoising_stage import DenoisingStage
 from cascade_train.models.image_encoder import ImageEncoder
 from cascade_train.models.previewer import Previewer
-from cascade_train.models.stage import Conditions, Images, Save, Tokens, product
+from cascade_train.models.stage import Conditions, Images, Save, Tokens, product, to_device
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -66,16 +67,17 @@ class StageC(DenoisingStage):
     ) -> Conditions:
         """Encode captions and images to `clip_text` (B, L, D), `clip_text_pooled` (B, 1, D), `clip_img` (B, 1, D').
 
-        `clip_img` is zeros without images, without an image tower, and for samples that do not keep theirs.
+        `clip_img` is zeros without images, without an image tower, and for samples that do not keep theirs, which the
+        tower does not see.
         """
         made = self._encode_text(tokens)
         text, pooled = made["clip_text"], made["clip_text_pooled"]
-        if self.image_encoder is None or images is None:
-            image = text.new_zeros(text.shape[0], 1, self.network_config.clip_image_in_channels)
-        else:
-            image = product(images, "clip_img", self.image_encoder.encode).to(text.dtype)
-            if keep_image_B is not None:
-                image = image * keep_image_B[:, None, None].to(image.dtype)
+        kept = list(range(len(text))) if keep_image_B is None else [i for i, k in enumerate(keep_image_B.tolist()) if k]
+        image = text.new_zeros(len(text), 1, self.network_config.clip_image_in_channels)
+        if self.image_encoder is not None and images is not None and kept:
+            rows = to_device(torch.tensor(kept), text.device)
+            chosen = images[rows] if isinstance(images, Tensor) else {"clip_img": images["clip_img"][rows]}
+            image = image.index_copy(0, rows, product(chosen, "clip_img", self.image_encoder.encode).to(text.dtype))
         return {"clip_text": text, "clip_text_pooled": pooled, "clip_img": image}
 
     def exports(self) -> Mapping[str, Save]:

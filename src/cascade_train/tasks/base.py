@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from cascade_train.batch import Batch, SampleTransform
 from cascade_train.errors import ConfigError
-from cascade_train.models.stage import Save, Stage
+from cascade_train.models.stage import Save, Stage, to_device
 
 Predictor = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Maps noised latents (B, C, H, W) and timestep ratios (B,) to conditional and unconditional predictions."""
@@ -257,10 +257,8 @@ class Task(abc.ABC):
         """Restore what `state_dict` returned."""
 
     def _copy(self, tensor: Tensor) -> Tensor:
-        """Copy to the device; from pinned memory, so that a CUDA device does not make the host wait."""
-        if self.device.type == "cuda" and not tensor.is_cuda and not tensor.is_pinned():
-            tensor = tensor.pin_memory()
-        return tensor.to(self.device, non_blocking=True)
+        """Copy to the device without making the host wait."""
+        return to_device(tensor, self.device)
 
 
 def weighted(loss_B: Tensor, weight_B: Tensor | None) -> Tensor:

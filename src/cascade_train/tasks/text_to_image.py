@@ -42,7 +42,7 @@ class PreparedBatch:
         image_BCHW: (B, 3, H, W) uint8 in [0, 255]; None where `cached` stands for it.
         tokens: of the whole captions, (B, L) each.
         drop_caption_B: (B,) bool, whose caption becomes the empty one in training.
-        keep_image_B: (B,) bool, whose image is a condition in training.
+        keep_image_B: (B,) bool on the host, whose image is a condition in training.
         timestep_B: (B,) fp32 uniform in [0, 1), which determines the noise level.
         noise_BCHW: (B, C, H, W) fp32 standard normal, in the latent's shape.
         offset_BC11: (B, C, 1, 1) fp32 standard normal; None where the objective has no offset noise.
@@ -115,7 +115,7 @@ class TextToImage(Task):
             image_BCHW=None if batch.image_BCHW is None else self._copy(batch.image_BCHW),
             tokens=self._tokens(batch.captions),
             drop_caption_B=self._copy(batch.uniform("caption_drop") < self.cond_drop_prob),
-            keep_image_B=self._copy(batch.uniform("image_keep") < self._image_keep_prob),
+            keep_image_B=batch.uniform("image_keep") < self._image_keep_prob,
             timestep_B=self._copy(batch.uniform("timestep")),
             noise_BCHW=self._copy(self.objective.draw_noise(batch.generators("noise"), shape)),
             offset_BC11=None if offset_BC11 is None else self._copy(offset_BC11),
@@ -200,7 +200,7 @@ class TextToImage(Task):
         in the network for both predictions.
         """
         tokens = self._tokens([*captions, *[""] * len(captions)])
-        keep_B = torch.arange(2 * len(captions), device=self.device) < len(captions)
+        keep_B = torch.arange(2 * len(captions)) < len(captions)
         cond = self.stage.conditions(tokens, None if images is None else _twice(images), keep_B)
         both = None if control is None else {block: value.repeat(2, 1, 1, 1) for block, value in control.items()}
 

@@ -172,6 +172,7 @@ def test_deterministic_switch_is_torchs_own(monkeypatch):
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8", "cuBLAS refuses deterministic products without"
     set_deterministic(False)
     assert not torch.are_deterministic_algorithms_enabled()
+    assert not torch.backends.cudnn.benchmark, "buckets would be timed one by one"
     draws = []
     for step, micro, rank in ((1, 0, 0), (1, 0, 0), (2, 0, 0), (1, 1, 0), (1, 0, 1)):
         seed_micro_batch(5, step=step, micro=micro, rank=rank)

@@ -50,13 +50,18 @@ def seeing_stage() -> Stage:
     return build_stage("c_tiny", {"image_encoder": TINY_VISION})
 
 
-def test_image_condition_is_kept_only_where_asked(seeing_stage: Stage) -> None:
+def test_image_condition_is_kept_only_where_asked(seeing_stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     images = torch.rand(3, 3, 96, 96)
     tokens = seeing_stage.tokenize(["a"] * 3)
+    tower, seen = seeing_stage.image_encoder, []
+    encode = tower.encode
+    monkeypatch.setattr(tower, "encode", lambda shown: seen.append(len(shown)) or encode(shown))
     kept = seeing_stage.conditions(tokens, images, torch.tensor([True, False, True]))["clip_img"]
+    assert not seeing_stage.conditions(tokens, images, torch.zeros(3, dtype=torch.bool))["clip_img"].any()
+    assert seen == [2], "the tower sees what is kept, and is not asked for nothing"
     every = seeing_stage.conditions(tokens, images)["clip_img"]
     assert kept.shape == (3, 1, 128)
-    assert torch.equal(kept[[0, 2]], every[[0, 2]])
+    torch.testing.assert_close(kept[[0, 2]], every[[0, 2]], rtol=1e-5, atol=1e-6)
     assert every.abs().amin(dim=(1, 2)).shape == (3,)
     assert every[1].any()
     assert not kept[1].any()

@@ -30,6 +30,7 @@ _FREE_KEYS = (
     "train.max_epochs",
     "train.micro_batch_size",
     "compile",
+    "compile_fallback",
     "activation_checkpointing",
     "attention",
     "train.max_grad_norm",
