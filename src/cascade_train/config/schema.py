@@ -321,8 +321,6 @@ class Root:
     """Recompute activations in backward: less memory, about a third more compute."""
     compile: Compile
     """What torch.compile sees."""
-    compile_fallback: bool
-    """Run without compilation what needs more graphs than expected, instead of ending the run."""
     attention: Attention
     """Attention kernel of the network."""
     log: LogConfig
@@ -332,6 +330,8 @@ class Root:
     validate: ValidateConfig
     profile: ProfileConfig
     tracker: TrackerConfig
+    compile_fallback: bool = False
+    """Run without compilation what needs more graphs than expected, instead of ending the run."""
 
 
 COMPONENTS = ("model", "task", "objective", "data", "optimizer", "lr_scheduler")
