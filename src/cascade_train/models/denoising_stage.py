@@ -17,7 +17,6 @@ from cascade_train.models.cascade_unet_config import CascadeUNetConfig
 from cascade_train.models.formats.weights import StoredValues
 from cascade_train.models.initialize import DrawnValues, InitialValues, Shares, unet_rule
 from cascade_train.models.lora import MAGNITUDE, begin_magnitudes
-from cascade_train.models.response_norm import set_kernels
 from cascade_train.models.semantic_compressor import SemanticCompressor
 from cascade_train.models.stage import Images, Stage, Tokens, product
 from cascade_train.models.text_encoder import TextEncoder
@@ -125,6 +124,8 @@ class DenoisingStage(Stage):
         return dict(zip(("clip_text", "clip_text_pooled"), self.text_encoder.encode(tokens), strict=True))
 
     def _build_network(self, dtype: torch.dtype) -> None:
+        from cascade_train.models.response_norm import set_kernels  # heavy: diffusers
+
         self.network = self.network_config.build()
         set_kernels(self.network, self.kernels)
         nn.Module.to(self.network, dtype)  # diffusers' own `to` warns about modules to keep in fp32, without any
