@@ -117,7 +117,8 @@ def _forward(h_BHWK: Tensor, gamma_K: Tensor, beta_K: Tensor, p: float) -> tuple
     out_BHWK = g_BHWK * g_BHWK  # sums over space are several times faster than a vector norm
     precise = torch.promote_types(h_BHWK.dtype, torch.float32)
     norm_BK = out_BHWK.sum(_SPACE, keepdim=True, dtype=precise).sqrt_()
-    torch.addcmul(beta_K / (1 - p), g_BHWK, factors(gamma_K, norm_BK, p).to(h_BHWK.dtype), out=out_BHWK)
+    shift_K = beta_K / (1 - p) + 0.0  # -0.0 becomes 0.0, since -0.0 in the output marks what dropout zeroed
+    torch.addcmul(shift_K, g_BHWK, factors(gamma_K, norm_BK, p).to(h_BHWK.dtype), out=out_BHWK)
     return out_BHWK if dropped is None else out_BHWK.masked_fill_(dropped, -0.0), norm_BK
 
 

@@ -21,13 +21,13 @@ CHANNELS = 24
 
 
 def inputs(dtype: torch.dtype, shape: tuple[int, ...] = (3, 4, 5, CHANNELS)) -> tuple[Tensor, ...]:
-    """h, gamma and beta with gradients, and the gradient of the output; channel 0 holds exact zeros."""
+    """h, gamma and beta with gradients, and the gradient of the output; channel 0 holds negative zeros."""
     generator = torch.Generator().manual_seed(3)
     h, gamma, beta, grad = (
         torch.randn(*size, generator=generator, dtype=torch.float64)
         for size in (shape, (1, 1, 1, shape[-1]), (1, 1, 1, shape[-1]), shape)
     )
-    h[..., 0], beta[..., 0] = -60.0, 0.0
+    h[..., 0], beta[..., 0] = -60.0, -0.0
     return *(x.to(dtype).requires_grad_() for x in (h, gamma, beta)), grad.to(dtype)
 
 
