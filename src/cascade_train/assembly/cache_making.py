@@ -37,6 +37,7 @@ from cascade_train.data.loading.worker import Failure, MicroBatches, Results
 from cascade_train.data.order.plan import Step
 from cascade_train.data.sample import FEW, RawSample, too_many_text
 from cascade_train.data.source import Source
+from cascade_train.distributed.rng import allow_tf32
 from cascade_train.errors import ConfigError, RunError
 from cascade_train.models.stage import Stage
 from cascade_train.tasks.base import ImageMaker, Task
@@ -62,6 +63,7 @@ def make_cache(
     task_count: int,
 ) -> str:
     """Make this process's units of a cache and return a summary of what there is; arguments as in `CacheArgs`."""
+    allow_tf32()  # as a training has it
     parts, source = build_parts(cfg), build_component(cfg, "data")
     stage, task = parts.stage, parts.task
     if isinstance(source, Cached):

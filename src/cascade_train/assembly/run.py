@@ -27,7 +27,7 @@ from cascade_train.data.source import Source
 from cascade_train.distributed.consensus import from_every_rank, from_rank_zero
 from cascade_train.distributed.lost_ranks import Heartbeat
 from cascade_train.distributed.process_group import World, process_group
-from cascade_train.distributed.rng import allow_tf32, set_deterministic
+from cascade_train.distributed.rng import set_deterministic
 from cascade_train.engine.checkpoint.folder import Retention
 from cascade_train.engine.checkpoint.manifest import read_manifest
 from cascade_train.engine.checkpoint.store import CheckpointStore
@@ -76,7 +76,6 @@ def train(cfg: DictConfig) -> int:
 def train_on(cfg: DictConfig, world: World, signals: Signals, heartbeat: Heartbeat) -> int:
     """Train on ranks that have met; return the exit code. Collective."""
     set_deterministic(cfg.run.deterministic)
-    allow_tf32()
     make_absolute(cfg)
     parts = build_parts(cfg)
     if not gc.isenabled():  # in a process of its own (__main__): what it has imported stays

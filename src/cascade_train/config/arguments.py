@@ -32,6 +32,9 @@ SEQUENCES = (list, tuple, set, frozenset, Sequence, Iterable, Collection)
 OPEN_TYPES = (enum.Enum, str, int, float, dict, tuple)
 """Subclasses of these stand for plain values too."""
 
+HEAP_TYPE = 1 << 9
+"""Flag of classes written in Python; one written in C, such as `torch.device`, may be made of a text."""
+
 LOOP_FILES = ("ema.weights", "validate.lpips", "validate.rfid")
 """Options of the typed nodes that name files."""
 
@@ -78,20 +81,22 @@ def _parameter(made: Any, found: inspect.Parameter) -> Parameter:
     if annotation is found.empty:
         return Parameter(Any, "", required)
     written = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
-    while marked := re.fullmatch(r"(?:Free|Order|File)\[(.*)]", written):
-        written = marked[1]
+    roles = set[str]()  # by their names too, which a module may import for type checkers alone
+    while marked := re.fullmatch(r"(Free|Order|File)\[(.*)]", written):
+        roles.add(marked[1])
+        written = marked[2]
     hint = _evaluated(made, found.name, annotation)
-    roles = frozenset(hint.__metadata__) if get_origin(hint) is Annotated else frozenset[str]()
-    return Parameter(hint, written, required, roles)
+    roles.update(hint.__metadata__ if get_origin(hint) is Annotated else ())
+    return Parameter(hint, written, required, frozenset(roles))
 
 
 def _evaluated(made: Any, name: str, annotation: Any) -> Any:
     """Return the type behind an annotation, with the names of the module that holds it."""
     fields = [base for base in getattr(made, "__mro__", ()) if inspect.get_annotations(base).get(name) == annotation]
-    module = vars(sys.modules[(fields or [made])[0].__module__])
-    names = module if fields else getattr(inspect.unwrap(made.__init__), "__globals__", module)
     holder = types.SimpleNamespace(__annotations__={name: annotation})
     try:
+        module = vars(sys.modules[(fields or [made])[0].__module__])
+        names = module if fields else getattr(inspect.unwrap(made.__init__), "__globals__", module)
         return get_type_hints(holder, names, include_extras=True)[name]
     except Exception:  # noqa: BLE001 - a name for type checkers alone, or no type
         return Any
@@ -115,7 +120,7 @@ def _fits_items(value: Any, origin: Any, items: Sequence[Any]) -> bool:
     """Return whether a value that is no component fits a generic type, such as a list of something."""
     if origin is Callable:
         return False
-    if not (isinstance(origin, type) and issubclass(origin, Collection)):
+    if not (isinstance(origin, type) and (origin in SEQUENCES or issubclass(origin, Collection))):
         return True
     if issubclass(origin, Mapping):
         return isinstance(value, Mapping) and all(fits(v, item) for v in value.values() for item in items[-1:])
@@ -138,7 +143,7 @@ def _fits_class(value: Any, hint: Any) -> bool:
         return isinstance(value, Mapping)
     if hint in SEQUENCES:
         return _is_list(value)
-    if issubclass(hint, OPEN_TYPES):
+    if issubclass(hint, OPEN_TYPES) or not hint.__flags__ & HEAP_TYPE:
         return True
     return is_component(value) and (hint is Callable or getattr(hint, "_is_protocol", False) or _makes(value, hint))
 

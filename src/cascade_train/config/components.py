@@ -85,6 +85,8 @@ def _constructed(node: Any, path: str, trial: bool) -> Any:
             return make
         return LATER if trial and _is_module(make.func) else make()
     except ValueError as error:
+        if trial and "process group has not been initialized" in str(error):
+            return LATER  # it asks for its rank, which it has once the run begins
         raise ConfigError(by_path(str(error), path)) from error
 
 

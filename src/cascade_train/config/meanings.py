@@ -83,18 +83,19 @@ def attribute_docs(cls: type) -> dict[str, str]:
     return docs
 
 
-def _definitions(target: str) -> Iterator[ast.ClassDef | ast.FunctionDef]:
+def _definitions(target: str, seen: frozenset[str] = frozenset()) -> Iterator[ast.ClassDef | ast.FunctionDef]:
     """Yield the class or function of a dotted path, as its file has it, then its bases; imports are followed."""
     module, _, name = target.rpartition(".")
-    found = _names(module).get(name)
+    found, seen = None if target in seen else _names(module).get(name), seen | {target}
     if isinstance(found, str):
-        yield from _definitions(found)
+        yield from _definitions(found, seen)
     elif found is not None:
         yield found
         for base in getattr(found, "bases", ()):
             first, dot, rest = ast.unparse(base).partition("[")[0].partition(".")
             imported = _names(module).get(first)
-            yield from _definitions(f"{imported if isinstance(imported, str) else f'{module}.{first}'}{dot}{rest}")
+            place = imported if isinstance(imported, str) else f"{module}.{first}"
+            yield from _definitions(f"{place}{dot}{rest}", seen)
 
 
 @functools.cache
@@ -104,7 +105,11 @@ def _names(module: str) -> Mapping[str, ast.ClassDef | ast.FunctionDef | str]:
     if file is None:
         return {}
     names: dict[str, ast.ClassDef | ast.FunctionDef | str] = {}
-    for statement in ast.parse(file.read_bytes()).body:
+    try:
+        statements = ast.parse(file.read_bytes()).body
+    except (SyntaxError, ValueError):
+        return {}
+    for statement in statements:
         if isinstance(statement, ast.ImportFrom) and not statement.level:
             names |= {alias.asname or alias.name: f"{statement.module}.{alias.name}" for alias in statement.names}
         elif isinstance(statement, ast.ClassDef | ast.FunctionDef):

@@ -30,11 +30,12 @@ EXTRAS = {
 """Choices that need a library of an extra: key -> choice -> library, the extra having the library's name."""
 
 
-def preflight(cfg: DictConfig, *, ranks: int | None = None) -> DictConfig:
+def preflight(cfg: DictConfig, *, ranks: int | None = None, components: Collection[str] = COMPONENTS) -> DictConfig:
     """Check a composed configuration and return it resolved.
 
     What the model decides is decided: `train.precision` where it is auto, `sample.guidance_scale` where it is null.
-    Components are imported, where `run.allowed_packages` has their packages, and constructed for what they refuse.
+    The `components` of these keys are imported, where `run.allowed_packages` has their packages, and constructed for
+    what they refuse.
 
     `cfg` is as composed by Hydra, and is not changed. Without `ranks`, the processes are those of torchrun, else 1.
 
@@ -49,7 +50,7 @@ def preflight(cfg: DictConfig, *, ranks: int | None = None) -> DictConfig:
     assert isinstance(root, Root)
     _check_nothing_added(root)
     _check_numbers(resolved)
-    _check_components(root, derived=_interpolated(cfg))
+    _check_components(root, components, derived=_interpolated(cfg))
     _check_task_fits_stage(root)
     _check_data_fits(root)
     _check_libraries(resolved)
@@ -118,14 +119,15 @@ def _check_data_fits(root: Root) -> None:
         )
 
 
-def _check_components(root: Root, *, derived: Collection[str]) -> None:
+def _check_components(root: Root, keys: Collection[str], *, derived: Collection[str]) -> None:
     """Check every component node against its constructor: that of the data first, which needs no torch.
 
     A value of a key in `derived` follows another key: what else is refused is reported before it.
     """
     allowed = None if root.run.allow_any_target else root.run.allowed_packages
-    others = {key: getattr(root, key) for key in COMPONENTS if key != "data"}
-    refused = _refused({"data": root.data}, allowed, derived)
+    nodes = {key: getattr(root, key) for key in keys}
+    data, others = ({key: node for key, node in nodes.items() if (key == "data") == first} for first in (True, False))
+    refused = _refused(data, allowed, derived)
     check_targets(others, allowed)
     _check_objective_fits(root)
     refused = _refused(others, allowed, derived) or refused
@@ -135,18 +137,23 @@ def _check_components(root: Root, *, derived: Collection[str]) -> None:
 
 def _refused(nodes: Mapping[str, Any], allowed: Sequence[str] | None, derived: Collection[str]) -> ConfigError | None:
     """Check components; return the first refusal of a value in `derived`, and raise all others."""
-    refused: ConfigError | None = None
+    refused: dict[str, ConfigError] = {}
+    checks = (
+        lambda key, node: check_component(key, node, allowed, CONTRACTS),
+        lambda key, node: construct(node, key, trial=True),
+    )
     for key, node in nodes.items():
         check_is_component(key, node)
-        check_component(key, node, allowed, CONTRACTS)
-    for key, node in nodes.items():
-        try:
-            construct(node, key, trial=True)
-        except ConfigError as error:
-            if re.split("[=:]", str(error))[0] not in derived:
-                raise
-            refused = refused or error
-    return refused
+    for check in checks:
+        for key, node in nodes.items():
+            try:
+                if key not in refused:
+                    check(key, node)
+            except ConfigError as error:
+                if not any(re.search(rf"(?<![\w.]){re.escape(each)}(=|:| is )", str(error)) for each in derived):
+                    raise
+                refused[key] = error
+    return next(iter(refused.values()), None)
 
 
 def _check_task_fits_stage(root: Root) -> None:

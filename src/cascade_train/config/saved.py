@@ -27,6 +27,8 @@ from cascade_train.files.untrusted import check_yaml
 CONFIG_NAME = "config.yaml"
 ALONE = ParallelConfig(mode=ParallelMode.single, shard_size=None, reshard_after_forward=True, cpu_offload=False)
 """The one rank that looks at a run, whatever ranks and devices trained it."""
+LOOKED_AT = ("model", "task", "objective")
+"""Components that a look at results constructs; the others may be of packages that are not here."""
 
 
 def load_saved_config(folder: Path, *, allow_any_target: bool = False, key: str = "from") -> DictConfig:
@@ -52,7 +54,7 @@ def load_saved_config(folder: Path, *, allow_any_target: bool = False, key: str 
     cfg.train.micro_batch_size = None
     cfg.train.global_batch_size = 1
     cfg.parallel = ALONE
-    return preflight(cfg, ranks=1)
+    return preflight(cfg, ranks=1, components=LOOKED_AT)
 
 
 def load_yaml(path: Path) -> DictConfig | ListConfig:
@@ -123,7 +125,7 @@ def published_config(model: str, weights: str) -> DictConfig:
         cfg = compose("config", overrides)
     cfg.model.weights = weights
     cfg.parallel = ALONE
-    return preflight(cfg, ranks=1)
+    return preflight(cfg, ranks=1, components=LOOKED_AT)
 
 
 def to_plain(cfg: DictConfig) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,9 @@ def check_targets(nodes: Mapping[str, Any], allowed: Sequence[str] | None) -> No
     for place, target in found:
         try:
             if allowed is None or not _is_outside(target, (*TRUSTED, *ALSO_FOR_TRAINING)):
-                import_target(target)
+                made = import_target(target)
+                if not callable(made):
+                    raise ConfigError(f"{target} is a {type(made).__name__} and no class. Name a class.")
         except ConfigError as error:
             raise ConfigError(f"{place}._target_={error}") from error
         if allowed is not None:
@@ -107,7 +110,7 @@ def import_target(target: str) -> Any:
         ConfigError: it names nothing, or its module cannot be imported; the message begins with the target.
     """
     top, *rest = target.split(".")
-    if importlib.util.find_spec(top) is None:
+    if top not in sys.modules and importlib.util.find_spec(top) is None:
         raise ConfigError(
             f"{target!r} names nothing: there is no module or package {top!r} where Python looks for one, such as the "
             f"current folder, {Path.cwd()}. Start the command in the folder that holds it, or add that to PYTHONPATH."
@@ -131,6 +134,9 @@ def import_target(target: str) -> Any:
         raise ConfigError(f"{target.rpartition('.')[0]!r} cannot be read: {where}.") from error
     except ImportError as error:
         raise ConfigError(f"{target} cannot be imported: {error}.") from error
+    except Exception as error:
+        error.add_note(f"while {target} was imported")
+        raise
     return made
 
 
@@ -153,9 +159,14 @@ def check_confined(path: str, target: str) -> None:
     if target in FUNCTIONS or target.partition(".")[0] not in CONFINED:
         return
     if not _is_class_in(target, (*TRUSTED, *ALSO_FOR_TRAINING)):
+        places = {p: ".".join(target.split(".")[: p.count(".") + 1]) for p in (*TRUSTED, *ALSO_FOR_TRAINING)}
+        near = next((p for p in places if difflib.get_close_matches(places[p], [p], cutoff=0.9)), None)
+        hint = ""
+        if near is not None and importlib.util.find_spec(places[near]) is None:
+            hint = f" Did you mean {near}{target.removeprefix(places[near])}?"
         raise ConfigError(
-            f"{path}._target_={target} is no component. Of torch a configuration may name the classes of torch.optim "
-            "and torch.nn, of cascade_train those of its components: anything else could run code that it "
+            f"{path}._target_={target} is no component.{hint} Of torch a configuration may name the classes of "
+            "torch.optim and torch.nn, of cascade_train those of its components: anything else could run code that it "
             "brings. If you trust it: run.allow_any_target=true."
         )
 

@@ -88,7 +88,9 @@ class JoinedSource(Source):
             here = self._part == number
             for field in ("width", "height"):
                 table[field][here] = part.index.table[field][self._row[here]]
-            keys[here] = [f"{part.prefix}{part.index.name(row)}".encode() for row in self._row[here].tolist()]
+            rows, places = np.unique(self._row[here], return_inverse=True)  # a row that repeats has one name
+            names = [f"{part.prefix}{part.index.name(row)}".encode() for row in rows.tolist()]
+            keys[here] = np.array(names, dtype=object)[places]
         filters = " ".join(part.index.filters for part in parts if part.index.filters)
         return Index(shards=(name,) * blocks, table=table, keys=np.array(keys.tolist()), filters=filters)
 

@@ -168,7 +168,7 @@ class TableFile:
     def _values(self, text: str) -> Mapping[str, Any]:
         """Return the values of a row by its text; of cells only once their columns' names were read."""
         if self._delimiter is not None:
-            cells = next(csv.reader(text.splitlines(keepends=True), delimiter=self._delimiter))
+            cells = next(csv.reader([text], delimiter=self._delimiter))
             return dict(zip(self._columns, cells, strict=False))
         values = read_json(text.removeprefix("\ufeff"))
         if not isinstance(values, dict):

@@ -30,6 +30,9 @@ _WHOLE: WeakKeyDictionary[nn.Module, ref[Whole]] = WeakKeyDictionary()
 _SHARDS = WeakIdKeyDictionary()
 """By sharded parameter, what `shard_of` returned for it."""
 
+VARIANTS = 8
+"""Kinds of calls of a module: with gradients or not, a batch of 1, few or 16 and more."""
+
 BYTES_PER_TRAINABLE = 18
 """fp32 master, gradient and two Adam moments, and the bf16 copy that computes."""
 
@@ -97,8 +100,11 @@ def compile_units_of(root: nn.Module, units: Sequence[Sequence[nn.Module]], *, h
     if isinstance(root, CompilesUnits):
         config.recompile_limit = max(config.recompile_limit, root.compile_units(each_block=has_hooks))
     else:
-        for module in (module for unit in units for module in unit):
+        modules = [module for unit in units for module in unit]
+        config.recompile_limit += VARIANTS * len(modules)  # graphs of all modules count together
+        for module in modules:
             module.compile(dynamic=True)
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 8 * config.recompile_limit)
     config.fail_on_recompile_limit_hit = not fallback
     forward = root.forward
 

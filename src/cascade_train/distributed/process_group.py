@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
+from cascade_train.distributed.rng import allow_tf32
 from cascade_train.errors import ConfigError, RunError
 
 T = TypeVar("T")
@@ -65,6 +66,7 @@ def process_group() -> Iterator[World]:
         ConfigError: two ranks have the same GPU.
         RunError: the ranks do not find each other.
     """
+    allow_tf32()
     world = _join()
     try:
         yield world

@@ -6,9 +6,9 @@ Shape legend: G samples of the global batch.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,9 +29,10 @@ from cascade_train.distributed.parallelize import (
     total_norm,
 )
 from cascade_train.engine.checkpoint.store import CheckpointStore
-from cascade_train.engine.checkpoint.writing import HostMemory
+from cascade_train.engine.checkpoint.writing import Background, HostMemory, Piece
 from cascade_train.engine.lr_schedule import LrSchedule
 from cascade_train.engine.optimizer import can_withhold, fill_state, settings
+from cascade_train.errors import ConfigError
 from cascade_train.tasks.base import Phase, StepOutput, Task
 
 
@@ -73,7 +74,7 @@ class BoundPhase:
         self._container = nn.ModuleDict(self.phase.modules)
         held = [p for group in self.optimizer.param_groups for p in group["params"]]
         ours = {id(p) for p in held}
-        self._updated = {name: s if id(s := shard_of(p)) in ours else p for name, p in self.parameters.items()}
+        self._updated = {name: p if id(p) in ours else shard_of(p) for name, p in self.parameters.items()}
         names = {id(p): name for name, p in self._updated.items()}
         self._names = [names[id(p)] for p in held]
         if self.phase.start_step > 1:
@@ -92,6 +93,7 @@ class BoundPhase:
         if self.can_withhold and all(divided_in_update(gradient) for gradient in gradients):
             self.optimizer.grad_scale = ((norm + 1e-6) / self.max_grad_norm).clamp(min=1.0)  # type: ignore[attr-defined]
         else:
+            self.optimizer.grad_scale = None  # type: ignore[attr-defined]  # of a step before
             scale = (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
             torch._foreach_mul_([local(g) for g in gradients], scale)
         return norm
@@ -116,6 +118,8 @@ class BoundPhase:
         self.clear_gradients()
         if self.ema is not None:
             self.ema.update(step)
+            if self.phase.rewritten:
+                self.ema.release()
         return lr
 
     def clear_gradients(self) -> None:
@@ -170,7 +174,11 @@ class BoundPhase:
             numbers[name]: {k: v if self._updated[name] is self.parameters[name] else local(v) for k, v in each.items()}
             for name, each in state["state"].items()
         }
-        groups = [{**g, "params": [numbers[name] for name in g["params"]]} for g in state["param_groups"]]
+        groups = []
+        for group, own in zip(state["param_groups"], self.optimizer.state_dict()["param_groups"], strict=True):
+            if {numbers[name] for name in group["params"]} != set(own["params"]):
+                raise ConfigError("optimizer.decay: the checkpoint's weights decay by another rule. Set it back.")
+            groups.append({**group, "params": own["params"]})  # torch pairs parameters by their places
         self.optimizer.load_state_dict({"state": states, "param_groups": groups})
         for group, ours in zip(self.optimizer.param_groups, configured, strict=True):
             group.update(ours)
@@ -227,11 +235,11 @@ class Ema:
             for name, p in parameters.items()
         }
         crosses = any(p.device.type != self._average[name].device.type for name, p in parameters.items())
-        self._beside = ThreadPoolExecutor(1, "average") if crosses else None
+        self._beside = Background(name="average") if crosses else None
         self._copies = HostMemory()
         self._stream = torch.cuda.Stream() if crosses and torch.cuda.is_available() else None
         self._copied: torch.cuda.Event | None = None
-        self._blended: Future[None] | None = None
+        self._blended: Piece | None = None
 
     def start_from(self, values: Iterable[tuple[str, Tensor]]) -> None:
         """Start from given names and whole, unsharded values instead; those that are not averaged are ignored.
@@ -266,7 +274,7 @@ class Ema:
         with torch.cuda.stream(self._stream):
             copies = self._copies.take(weights, wait=False)
             self._copied = None if self._stream is None else self._stream.record_event()
-        self._blended = self._beside.submit(self._blend, copies, weight, self._copied)
+        self._blended = self._beside.begin(partial(self._blend, copies, weight, self._copied))
 
     @torch.no_grad()
     def _blend(self, weights: Mapping[str, Tensor], weight: float, copied: torch.cuda.Event | None) -> None:

@@ -56,7 +56,7 @@ class DenoisingStage(Stage):
     seed: int
     random_encoders: bool
     weights: File[str | None]
-    kernels: Free[Literal["eager", "fused"]] = "fused"
+    kernels: Free[Literal["eager", "fused"]] = "eager"
     network: CascadeUNetConfig
     text_encoder: TextEncoder
     semantic_compressor: SemanticCompressor

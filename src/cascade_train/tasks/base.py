@@ -58,6 +58,7 @@ class Phase:
         optimizer: a component that replaces the run's optimizer; None = the run's.
         start_step: first optimizer step in which the phase runs.
         averaged: whether its weights are averaged where the run has an average.
+        rewritten: whether `Task.after_step` writes its weights.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Phase:
     optimizer: Any = field(default=None)
     start_step: int = 1
     averaged: bool = True
+    rewritten: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

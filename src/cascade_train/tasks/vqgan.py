@@ -190,7 +190,13 @@ class Autoencoding(PictureTask):
     def phases(self) -> list[Phase]:
         """Return the autoencoder's phase and, where there is one, the discriminator's."""
         network = self.stage.network
-        phase = Phase(name="train", modules={"network": network}, units={"network": self.stage.units()}, loss=self.loss)
+        phase = Phase(
+            name="train",
+            modules={"network": network},
+            units={"network": self.stage.units()},
+            loss=self.loss,
+            rewritten=True,  # dead codes are revived
+        )
         if self.discriminator is None or self.objective.adversarial.start_step is None:
             return [phase]
         discriminator = Phase(

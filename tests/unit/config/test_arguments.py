@@ -162,6 +162,29 @@ def test_a_type_is_evaluated_where_it_is_written():
     assert parameters(members.DataChild)[0]["second"].hint == list[int]
 
 
+OWN = """
+from __future__ import annotations
+from typing import TYPE_CHECKING
+import torch
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from elsewhere import Foo
+    from cascade_train.options import File, Free
+
+class Mine:
+    def __init__(self, *, patience: Free[float], weights: Free[File[Foo | None]], device: torch.device): ...
+"""
+
+
+def test_roles_hold_where_names_are_for_type_checkers_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_roles.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert declared_roles({"_target_": "own_roles.Mine"}) == {
+        **{"patience": {"Free"}, "weights": {"Free", "File"}, "device": set()}
+    }
+    assert fits("cpu", parameters(import_target("own_roles.Mine"))[0]["device"].hint)
+
+
 FREE_OF_EVERY_SOURCE = {
     f"data.{name}"
     for name in (
@@ -177,10 +200,10 @@ FREE_OF_EVERY_SOURCE = {
 
 def test_a_source_says_which_of_its_options_a_continued_run_may_change() -> None:
     shapes = free_keys(to_plain(composed("model=c_tiny", "task=finetune")))
-    assert shapes == FREE_OF_EVERY_SOURCE
+    assert shapes == FREE_OF_EVERY_SOURCE | {"model.kernels"}
     tars = free_keys(to_plain(composed("model=c_tiny", "task=finetune", "data=webdataset", "data.urls=a.tar")))
     stream = {"data.stream.timeout_seconds", "data.stream.max_file_mib"}
-    assert tars == FREE_OF_EVERY_SOURCE | stream | {"data.index_dir", "data.listing"}
+    assert tars == FREE_OF_EVERY_SOURCE | stream | {"data.index_dir", "data.listing", "model.kernels"}
 
 
 def test_the_parts_of_a_mixture_say_it_too() -> None:

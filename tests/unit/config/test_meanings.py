@@ -22,6 +22,13 @@ def test_documents_of_arguments_come_from_class_or_constructor():
     assert argument_doc("nowhere.Thing", "size") == ""
 
 
+def test_a_class_named_after_its_base_and_a_broken_file_have_no_documents(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "same_name.py").write_text(f"from {HERE} import Plain\nclass Plain(Plain): ...\n")
+    (tmp_path / "unreadable.py").write_text("class A\n")
+    assert argument_doc("same_name.Plain", "size") == argument_doc("unreadable.A", "size") == ""
+
+
 def test_attribute_docs_include_inherited_fields():
     assert attribute_docs(members.DataChild) == {"first": "The first.", "fourth": "The fourth, told in two lines."}
 

@@ -52,6 +52,9 @@ def test_values_out_of_range_are_refused_by_preflight(line: str):
 def test_a_value_that_follows_another_key_is_not_blamed():
     with pytest.raises(ConfigError, match=r"^model\.image_size=-1: must be"):
         checked("task=lora", "model=c_tiny", "model.image_size=-1")
+    for value in ("big", "64.5", "null"):
+        with pytest.raises(ConfigError, match=rf"^model\.image_size={value}"):
+            checked("task=lora", "model=c_tiny", f"model.image_size={value}")
     cfg = composed("task=lora", "model=c_tiny", "optimizer.lr=-1")
     OmegaConf.update(cfg, "data.flip_prob", "${optimizer.lr}")
     with pytest.raises(ConfigError, match=r"^optimizer\.lr=-1 must be positive"):
@@ -78,6 +81,10 @@ class Picky(torch.optim.SGD):
             raise ValueError("nothing to train")
         super().__init__(params)
 
+class Ranked:
+    def __init__(self):
+        self.rank = torch.distributed.get_rank()
+
 class Absent(torch.optim.SGD):
     def __init__(self, params):
         raise RuntimeError("no such device")
@@ -96,6 +103,7 @@ def test_what_may_be_expensive_is_not_constructed_on_trial(tmp_path: Path, monke
     construct({"_target_": "own_parts.Counted", "size": {"_target_": "own_parts.Big"}}, "task", trial=True)
     construct({"_target_": "own_parts.Absent", "_partial_": True}, "optimizer.algorithm", trial=True)
     assert sys.modules["own_parts"].Counted.made == 0
+    construct({"_target_": "own_parts.Ranked"}, "task", trial=True)  # there is no process group yet
     picky = {"_target_": "own_parts.Picky", "_partial_": True}
     construct(picky, "optimizer.algorithm", trial=True)
     with pytest.raises(ConfigError, match=r"^optimizer\.algorithm\.scale=-1 is negative"):

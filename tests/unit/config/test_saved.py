@@ -78,6 +78,13 @@ def test_whoever_trusts_a_folder_may_say_so(checked: DictConfig, tmp_path: Path)
     assert load_saved_config(tmp_path, allow_any_target=True).optimizer.algorithm._target_ == "textwrap.dedent"
 
 
+def test_what_results_are_not_looked_at_with_may_be_missing(checked: DictConfig, tmp_path: Path):
+    cfg = checked.copy()
+    cfg.optimizer.algorithm = {"_target_": "not_on_this_machine.Sgd", "_partial_": True}
+    cfg.data = {"_target_": "not_on_this_machine.Data"}
+    assert load_saved_config(write(cfg, tmp_path), allow_any_target=True).model == checked.model
+
+
 def test_a_folder_without_a_configuration_is_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match="no such folder. Name the folder of a run"):
         load_saved_config(tmp_path / "nowhere")

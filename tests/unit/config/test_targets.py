@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -228,6 +229,40 @@ def test_whoever_lifts_the_rule_may_name_anything() -> None:
 def test_name_that_is_not_there_is_refused_with_the_nearest():
     with pytest.raises(ConfigError, match=r"members has no 'Chil'. Did you mean tests.unit.config.members.Child\?"):
         import_target("tests.unit.config.members.Chil")
+
+
+@pytest.mark.parametrize(
+    ("target", "near"),
+    [
+        ("torch.optm.SGD", "torch.optim.SGD"),
+        ("cascade_train.task.lora.LoRA", "cascade_train.tasks.lora.LoRA"),
+        ("cascade_train.model.stage_c.StageC", "cascade_train.models.stage_c.StageC"),
+    ],
+)
+def test_a_mistyped_place_is_refused_with_the_nearest(target: str, near: str):
+    with pytest.raises(ConfigError, match=rf"_target_={target} is no component. Did you mean {near}\? Of torch"):
+        check_component("task", {"_target_": target}, ["cascade_train", "torch"])
+
+
+@pytest.mark.parametrize(("target", "kind"), [("tests.unit.config.members", "module"), (f"{__name__}.SOURCE", "str")])
+def test_what_cannot_be_called_is_refused(target: str, kind: str):
+    with pytest.raises(ConfigError, match=rf"^data\._target_={target} is a {kind} and no class\. Name a class\."):
+        check_component("data", {"_target_": target}, ["tests"])
+
+
+def test_a_module_that_is_there_needs_no_file(monkeypatch: pytest.MonkeyPatch):
+    made = types.ModuleType("made_in_a_notebook")
+    made.Mine = type("Mine", (), {})
+    monkeypatch.setitem(sys.modules, "made_in_a_notebook", made)
+    assert import_target("made_in_a_notebook.Mine") is made.Mine
+
+
+def test_what_fails_while_it_is_imported_names_the_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "broken_library.py").write_text("raise OSError('libcuda.so: cannot open')\n")
+    with pytest.raises(OSError, match="libcuda") as caught:
+        import_target("broken_library.Thing")
+    assert caught.value.__notes__ == ["while broken_library.Thing was imported"]
 
 
 def test_package_that_is_not_installed_is_refused():

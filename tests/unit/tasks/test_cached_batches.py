@@ -41,7 +41,7 @@ def test_products_stand_for_images_and_captions(stage, monkeypatch):
     assert torch.equal(stage.encode(products), latents)
     found = stage.conditions(stage.tokenize(captions), products, keep)
     assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)  # the tower sees the kept rows alone
     assert found["clip_img"][0].any()
 
 

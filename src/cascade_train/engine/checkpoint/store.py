@@ -72,6 +72,7 @@ class CheckpointStore:
         self._metrics = metrics
         self._memory = HostMemory()
         self._layout: Layout | None = None
+        self._is_prepared = False
         self._prepared: Piece | None = None
         self._group = own_group(_SLOWEST_WRITE) if asynchronous else None
         self._background = Background(name="checkpoints")
@@ -81,7 +82,8 @@ class CheckpointStore:
 
     def prepare(self, state: Callable[[], dict[str, Any]]) -> None:
         """Let the thread plan saves of such a state and allocate memory for copies, once. Not collective."""
-        if self._group is not None and self._prepared is None:
+        if self._group is not None and not self._is_prepared:
+            self._is_prepared = True
             tensors = state()
 
             def plan() -> None:
@@ -105,8 +107,9 @@ class CheckpointStore:
         `facts` are JSON values, equal on all ranks, readable without tensors. A RunError, on all ranks, leaves nothing.
         """
         self.wait()
-        if self._prepared is not None:
-            self._prepared.result()
+        if (prepared := self._prepared) is not None:
+            self._prepared = None
+            from_every_rank(prepared.result)
         snapshot = self._plan(tensors)
         hidden = self._folder.hidden(step, "saving")
         needed = from_every_rank(lambda: snapshot.bytes_needed)

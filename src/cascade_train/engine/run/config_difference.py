@@ -48,7 +48,10 @@ _BOUND_KEYS = ("run.seed",)
 _DATA_KEYS = ("train.global_batch_size",)
 """Freed, beside the node `data`, by `data.on_change=restart`."""
 
-ADDED = {"model.image_encoder.antialias": True, "task.init": "kaiming"}
+ADDED = {
+    **{"model.image_encoder.antialias": True, "task.init": "kaiming", "model.kernels": "eager"},
+    "compile_fallback": False,  # without effect where nothing is compiled
+}
 """Options that configs of earlier versions lack, and the values with which those ran."""
 
 ABSENT = "(absent)"

@@ -208,7 +208,13 @@ def holds_lora(source: str) -> bool:
 def adapter_size(source: str, *, key: str) -> str | None:
     """Return the `model=` name of the base of stored adapters, from header or widths; None = no published size."""
     header, tensors = _read_adapters(source, key)
-    return header.get("base_size") or recognise_adapter_size(shapes_of(tensors).values())[0]
+    return header.get("base_size") or recognise_adapter_size(_network_shapes(tensors))[0]
+
+
+def _network_shapes(tensors: Mapping[str, Tensor]) -> list[Shape]:
+    """Return the shapes of adapters of the network, without the text encoder's and tokens."""
+    shapes = shapes_of(tensors).items()
+    return [shape for name, shape in shapes if not name.startswith(f"{TEXT_ENCODER}.") and name != TOKEN_ROWS]
 
 
 def module_shapes(network: nn.Module) -> dict[str, Shape]:
@@ -263,7 +269,7 @@ def _check_size(
     """Refuse adapters of another published size than the network's, which the header or the widths tell."""
     wanted = _size_of(modules)
     widths = {each for shape in modules.values() for each in shape[:2]}
-    size, width = recognise_adapter_size(shapes_of(tensors).values())
+    size, width = recognise_adapter_size(_network_shapes(tensors))
     stored = header.get("base_size") or (size if width not in widths else None)
     if stored is not None and stored != wanted:
         is_now = SIZES[wanted] if wanted is not None else "of another size"
