@@ -18,6 +18,7 @@ os.environ.update(
 )
 
 import gc
+import logging
 import random
 import shutil
 import signal
@@ -73,6 +74,12 @@ def _fixed_seeds() -> None:
         sys.modules["torch"].manual_seed(0)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _log_of_no_command() -> None:
+    """Forget the level at which a command that ran in this process shows its log, so that tests see all of theirs."""
+    logging.getLogger("cascade_train").setLevel(logging.NOTSET)
 
 
 @pytest.fixture(autouse=True, scope="session")

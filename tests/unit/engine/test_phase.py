@@ -1,12 +1,11 @@
 """The average: its formula, its start, its cadence, its swap and its state."""
 
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
 from torch import nn
 
 from cascade_train.distributed.parallelize import local, parallelize
+from cascade_train.engine.checkpoint.writing import Background
 from cascade_train.distributed.process_group import build_mesh
 from cascade_train.engine.phase import Ema
 
@@ -84,7 +83,7 @@ def test_average_can_live_on_the_host(world, device):
 def test_an_average_that_is_blended_beside_the_loop_has_the_same_numbers(world):
     network, ema = build(world, start_step=2)
     beside = Ema(dict(network.named_parameters()), decay=0.9, start_step=2, every_steps=1, device=torch.device("cpu"))
-    beside._beside = ThreadPoolExecutor(1)  # as where weights lie on a device
+    beside._beside = Background(name="average")  # as where weights lie on a device
     for step in range(1, 6):
         beside.release()
         add_one(network)
