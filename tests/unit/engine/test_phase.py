@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from cascade_train.distributed.parallelize import local, parallelize
-from cascade_train.engine.checkpoint.writing import Background
 from cascade_train.distributed.process_group import build_mesh
+from cascade_train.engine.checkpoint.writing import Background
 from cascade_train.engine.phase import Ema
 
 
