@@ -32,7 +32,6 @@ from cascade_train.engine.checkpoint.store import CheckpointStore
 from cascade_train.engine.checkpoint.writing import Background, HostMemory, Piece
 from cascade_train.engine.lr_schedule import LrSchedule
 from cascade_train.engine.optimizer import can_withhold, fill_state, settings
-from cascade_train.errors import ConfigError
 from cascade_train.tasks.base import Phase, StepOutput, Task
 
 
@@ -174,11 +173,11 @@ class BoundPhase:
             numbers[name]: {k: v if self._updated[name] is self.parameters[name] else local(v) for k, v in each.items()}
             for name, each in state["state"].items()
         }
-        groups = []
-        for group, own in zip(state["param_groups"], self.optimizer.state_dict()["param_groups"], strict=True):
-            if {numbers[name] for name in group["params"]} != set(own["params"]):
-                raise ConfigError("optimizer.decay: the checkpoint's weights decay by another rule. Set it back.")
-            groups.append({**group, "params": own["params"]})  # torch pairs parameters by their places
+        saved = {frozenset(numbers[name] for name in g["params"]): g for g in state["param_groups"]}
+        groups = [  # torch pairs parameters by their places; another `decay` has other groups, which begin as new
+            {**own, **saved.get(frozenset(own["params"]), {}), "params": own["params"]}
+            for own in self.optimizer.state_dict()["param_groups"]
+        ]
         self.optimizer.load_state_dict({"state": states, "param_groups": groups})
         for group, ours in zip(self.optimizer.param_groups, configured, strict=True):
             group.update(ours)

@@ -244,6 +244,28 @@ def test_gradients_are_clipped_as_torch_clips_them(world, dtype, in_update, max_
         torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
 
 
+def test_moments_stay_with_their_weights_where_other_weights_decay(world):
+    def phase_that(decay):
+        torch.manual_seed(0)
+        network = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        phase = Phase(name="main", modules={"n": network}, units={"n": []}, loss=network)
+        optimizer = spec(algorithm=partial(torch.optim.AdamW, fused=True), decay=decay, weight_decay=0.1)
+        built = optimizer.build(trainable_parameters(phase), 1)
+        constant = ConstantSchedule(warmup_steps=0)
+        return BoundPhase(phase, optimizer=built, base_lr=1e-2, lr_schedule=constant, ema=None, max_grad_norm=1.0)
+
+    before, after = phase_that("matrices"), phase_that("all")
+    before.phase.loss(torch.randn(5, 3)).square().sum().backward()
+    before.clip()
+    before.update(1, 10, torch.tensor(0.0))
+    after.load_state_dict(before.state_dict())
+    moments, found = (phase.state_dict()["optimizer"]["state"] for phase in (before, after))
+    assert moments.keys() == found.keys() == after.parameters.keys()
+    for name, each in moments.items():
+        assert torch.equal(found[name]["exp_avg"], each["exp_avg"])
+    assert [group["weight_decay"] for group in after.optimizer.param_groups] == [0.1]
+
+
 def test_settings_are_what_the_constructor_takes_not_what_an_optimizer_keeps():
     optimizer = spec(algorithm=torch.optim.SGD).build({"a.weight": nn.Parameter(torch.ones(2, 2))}, 1)
     optimizer.param_groups[0]["progress"] = 7
