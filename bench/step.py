@@ -106,7 +106,7 @@ def measure(trainer: Trainer, rounds: int, *, bf16: bool) -> dict[str, Any]:
         batches = next(feed)
         found["step"].append(seconds(lambda batches=batches: trainer.train_step(batches)))
         found["bare"].append(seconds(bare.step))
-    remembered = [(name, _remembering(getattr(stage, name))) for name in ("encode", "conditions")]
+    remembered = [(name, remembering(getattr(stage, name))) for name in ("encode", "conditions")]
     for name, function in remembered:
         setattr(stage, name, function)
     for _ in range(rounds + 1):
@@ -126,7 +126,8 @@ def saving(trainer: Trainer, step: int) -> tuple[float, float]:
     return kept, kept + seconds(trainer.store.wait)
 
 
-def _remembering(function: Callable[..., Any]) -> Callable[..., Any]:
+def remembering(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that answers every call with the result of its first."""
     results: list[Any] = []
 
     def call(*args: Any, **kwargs: Any) -> Any:

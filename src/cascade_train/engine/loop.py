@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -135,14 +135,14 @@ class Trainer:
         """Run every phase on one global batch and return what it measured, still on the device. Collective."""
         self.step += 1
         self.samples_seen += self.global_batch_size
-        prepared = [self.task.prepare_batch(batch) for batch in micro_batches]
+        prepared = list(self._prepared(micro_batches)) if len(self.phases) > 1 else self._prepared(micro_batches)
         keys = tuple(key for batch in micro_batches for key in batch.keys)
         values: dict[str, Tensor | float] = {}
         report: dict[str, Tensor] = {}
         for phase in self.phases:
             if self.step < phase.phase.start_step:
                 continue
-            outputs = list(self._backward(phase, prepared))
+            outputs = list(self._backward(phase, prepared, len(micro_batches)))
             gathered = gather_samples(outputs)
             norm = phase.clip()
             self._trace(Trace(self.step, phase.phase.name, keys, gathered["loss"], norm), phase.can_withhold)
@@ -165,14 +165,22 @@ class Trainer:
             message = f"The data ended at step {self.step} of {self.max_steps}: a feed must repeat its epochs."
             raise RunError(message) from None
 
-    def _backward(self, phase: BoundPhase, prepared: Sequence[Any]) -> Iterator[StepOutput]:
+    def _prepared(self, micro_batches: Sequence[Batch]) -> Iterator[Any]:
+        """Prepare each micro-batch before the one in front of it trains: its copies are under way, the rest wait."""
+        ahead = self.task.prepare_batch(micro_batches[0])
+        for batch in micro_batches[1:]:
+            now, ahead = ahead, self.task.prepare_batch(batch)
+            yield now
+        yield ahead
+
+    def _backward(self, phase: BoundPhase, prepared: Iterable[Any], count: int) -> Iterator[StepOutput]:
         """Accumulate gradients of the mean loss over the global batch, and yield the outputs.
 
         FSDP averages over the ranks, hence the factor ranks / global batch on the sum of the samples' losses.
         """
         scale = self.world.ranks / self.global_batch_size
         for micro, batch in enumerate(prepared):
-            set_gradient_sync(phase.roots, micro == len(prepared) - 1)
+            set_gradient_sync(phase.roots, micro == count - 1)
             seed_micro_batch(self.seed, step=self.step, micro=micro, rank=self.world.rank)
             output = phase.phase.loss(batch)
             (output.loss_B.sum() * scale).backward()

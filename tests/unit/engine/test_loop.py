@@ -1,5 +1,6 @@
 """The loop: accumulation, withholding, naming of failures, cadence, exact continuation."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -101,6 +102,16 @@ def test_accumulating_four_micro_batches_equals_one_batch_of_four(world, tmp_pat
     torch.testing.assert_close(weights(one), weights(four), rtol=1e-5, atol=1e-6)
     for a, b in zip(*values, strict=True):
         torch.testing.assert_close(a["grad_norm"], b["grad_norm"], rtol=1e-5, atol=1e-6)
+
+
+def test_micro_batches_are_prepared_one_ahead(world, tmp_path, monkeypatch):
+    trainer, done = build_trainer(world, tmp_path, micro=1), []
+    prepare, loss = trainer.task.prepare_batch, trainer.phases[0].phase.loss
+    monkeypatch.setattr(trainer.task, "prepare_batch", lambda batch: (done.append("prepared"), prepare(batch))[1])
+    looking = replace(trainer.phases[0].phase, loss=lambda batch: (done.append("trained"), loss(batch))[1])
+    monkeypatch.setattr(trainer.phases[0], "phase", looking)
+    run_steps(trainer, 1)
+    assert done == ["prepared", *["prepared", "trained"] * 3, "trained"]
 
 
 def test_loss_falls_and_every_step_is_measured(world, tmp_path):
