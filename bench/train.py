@@ -3,12 +3,12 @@
     python bench/train.py --out bench/results/train.json -- task=lora model=c_1b data=shapes debug=random_weights
     python bench/train.py --peer ../StableCascade -- task=finetune model=c_tiny
 
-What follows `--` are the overrides of the run. The data of a few steps is drawn before and repeats; the first steps are not
-measured. `--peer` names a checkout of the original
-(github.com/Stability-AI/StableCascade): its network of Stage B or C gets the run's weights and inputs, must predict the
-same, and then takes turns with the run: its forward, backward, clip, AdamW and average beside `Trainer.train_step` with
-the encoders' results remembered. Only a whole network in training has a peer. FLOPs are counted in one forward pass of the
-network, and three times that is a step (two for a frozen network, one more with gradient checkpointing): encoders are not counted.
+What follows `--` are the overrides of the run. The data of a few steps is drawn before and repeats; the first steps are
+not measured. `--peer` names a checkout of the original (github.com/Stability-AI/StableCascade): its network of Stage B
+or C gets the run's weights and inputs, must predict the same, and then takes turns with the run: its forward, backward,
+clip, AdamW and average beside `Trainer.train_step` with the encoders' results remembered. Only a whole network in
+training has a peer. FLOPs are counted in a forward pass of the network, and three times that is a step (two for a
+frozen network, one more with gradient checkpointing): encoders are not counted.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def measure(trainer: Trainer, warmup: int, steps: int, rounds: int, peer: Path |
 
 
 def timed(step: Callable[[], object], steps: int, device: torch.device) -> dict[str, float]:
-    """Return seconds of a step: `wall_s` until the device is done, `host_s` until the host is, `cpu_s` of all threads."""
+    """Return seconds a step: `wall_s` until the device is done, `host_s` until the host is, `cpu_s` of all threads."""
     wait = torch.cuda.synchronize if device.type == "cuda" else int
     wait()
     begun, cpu = time.perf_counter(), time.process_time()
@@ -229,14 +229,18 @@ def table(overrides: Sequence[str], found: dict[str, Any], tflops: float | None)
     pairs = zip(found.get("loop", ()), found.get("peer", ()), strict=True)
     ratios = [theirs[clock] / ours[clock] for ours, theirs in pairs]
     compared = f"{statistics.median(ratios):.2f}" if ratios else ""
-    return "\n".join(
-        [
-            "| run | images/s | MFU | step, ms | host, ms | launches | peak, GiB | first step, s | original / ours |",
-            "|---" * 9 + "|",
-            f"| `{' '.join(overrides)}` | {images / wall:.1f} | {mfu} | {wall * 1e3:.0f} | {median('step', 'host_s') * 1e3:.0f} |"
-            f" {found['launches'] or ''} | {found['peak_gib']:.1f} | {found['first_step_s']:.1f} | {compared} |",
-        ]
-    )
+    cells = {
+        "run": f"`{' '.join(overrides)}`",
+        "images/s": f"{images / wall:.1f}",
+        "MFU": mfu,
+        "step, ms": f"{wall * 1e3:.0f}",
+        "host, ms": f"{median('step', 'host_s') * 1e3:.0f}",
+        "launches": f"{found['launches'] or ''}",
+        "peak, GiB": f"{found['peak_gib']:.1f}",
+        "first step, s": f"{found['first_step_s']:.1f}",
+        "original / ours": compared,
+    }
+    return "\n".join(f"| {' | '.join(line)} |" for line in (cells, ["---"] * len(cells), cells.values()))
 
 
 def main() -> int:
