@@ -21,6 +21,7 @@ EXTRAS = {
     "tensorboard": "tensorboard",
     "cv2": "filters",
     "pyarrow": "parquet",
+    "pytorch_optimizer": "optimizers",
     "onnxruntime": "filters",
     "torch_fidelity": "metrics",
     "torchmetrics": "metrics",

@@ -18,8 +18,9 @@ from cascade_train.distributed.parallelize import (
     refuse_meta,
 )
 from cascade_train.distributed.process_group import World, build_mesh, mesh_shape
+from cascade_train.engine.average import Ema
 from cascade_train.engine.optimizer import OptimizerSpec
-from cascade_train.engine.phase import BoundPhase, Ema, trainable_parameters
+from cascade_train.engine.phase import BoundPhase, trainable_parameters
 from cascade_train.errors import ConfigError
 from cascade_train.models.stage import Stage
 from cascade_train.tasks.base import Phase

@@ -100,9 +100,11 @@ def _try_optimizer(make: functools.partial[Any]) -> None:
     torch = sys.modules.get("torch")
     if torch is None or not issubclass(make.func, torch.optim.Optimizer):  # type: ignore[arg-type]
         return
+    lr = parameters(make.func)[0].get("lr")
+    needed = {"lr": 1.0} if lr is not None and lr.required and "lr" not in make.keywords else {}
     for tried in ([], [torch.nn.Parameter(torch.zeros(2, 2))]):
         try:
-            make(tried)
+            make(tried, **needed)
         except ValueError as error:
             if tried:
                 raise

@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from cascade_train.config.components import check_component, check_is_component, construct, missing_message
 from cascade_train.config.groups import chosen, did_you_mean, option_targets
 from cascade_train.config.schema import COMPONENTS, ParallelMode, Precision, Root
-from cascade_train.config.targets import CONTRACTS, check_targets, class_constant, is_component
+from cascade_train.config.targets import CONTRACTS, check_targets, class_constant, components_in, is_component
 from cascade_train.errors import ConfigError, install_hint
 
 EXTRAS = {
@@ -56,6 +56,7 @@ def preflight(cfg: DictConfig, *, ranks: int | None = None, components: Collecti
     _check_libraries(resolved)
     _check_resume(root)
     _check_rollback(root)
+    _check_schedule_free(root, components)
     _check_parallel(root, ranks)
     train = root.train
     resolved.train.micro_batch_size = split_batch(train.global_batch_size, train.micro_batch_size, ranks)
@@ -233,6 +234,30 @@ def _check_rollback(root: Root) -> None:
         raise ConfigError(
             "rollback.enabled=true goes back to checkpoints, and with checkpoint.every_steps=null there is only the "
             "final one. Set checkpoint.every_steps, e.g. 1000."
+        )
+
+
+def _check_schedule_free(root: Root, keys: Collection[str]) -> None:
+    """Check that nothing else schedules or averages what an algorithm schedules and averages itself.
+
+    By the constants `is_schedule_free` of the algorithm, in any component, and `decays` of the schedule.
+    """
+    if not {"optimizer", "lr_scheduler"} <= set(keys):
+        return
+    found = [each["_target_"] for key in keys for _, each in components_in(key, getattr(root, key))]
+    target = next((each for each in found if class_constant(each, "is_schedule_free")), None)
+    if target is None:
+        return
+    name, schedule = target.rpartition(".")[2], root.lr_scheduler["_target_"]
+    if class_constant(schedule, "decays") is not False:
+        raise ConfigError(
+            f"{chosen('lr_scheduler', schedule)} lowers a learning rate that {name} needs constant: its average of the "
+            "weights does what a schedule does. Set lr_scheduler=constant, with lr_scheduler.warmup_steps."
+        )
+    if root.ema.decay is not None:
+        raise ConfigError(
+            f"ema.decay={root.ema.decay} would average weights that do not count: {name} averages them itself, and its "
+            "average is sampled, validated and exported. Set ema.decay=null."
         )
 
 

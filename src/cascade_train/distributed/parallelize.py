@@ -273,12 +273,16 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def like(tensor: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
-    """Return `shard`, on any device, as this rank's part of a tensor that is laid out over the ranks as `tensor` is."""
+    """Return `shard`, on any device, as this rank's part of a tensor that is laid out over the ranks as `tensor` is.
+
+    Its rows are those of `tensor`; they may have another shape.
+    """
     if not isinstance(tensor, DTensor) or isinstance(shard, DTensor):
         return shard
-    spec = tensor._spec
-    if shard.dtype != tensor.dtype:
-        meta = TensorMeta(tensor.shape, tensor.stride(), shard.dtype)
+    spec, shape = tensor._spec, torch.Size([*tensor.shape[:1], *shard.shape[1:]])
+    if shard.dtype != tensor.dtype or shape != tensor.shape:
+        stride = tensor.stride() if shape == tensor.shape else torch.empty(shape, device="meta").stride()
+        meta = TensorMeta(shape, stride, shard.dtype)
         spec = DTensorSpec(tensor.device_mesh, tensor.placements, tensor_meta=meta)
     return DTensor(shard, spec, requires_grad=False)  # from_local() would bring it to the mesh's device
 

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import abc
 import math
+from typing import ClassVar
 
 
 class LrSchedule(abc.ABC):
-    """Factor on the learning rate, as a function of the optimizer step alone."""
+    """Factor on the learning rate, as a function of the optimizer step alone.
+
+    Attributes:
+        decays: whether it lowers the learning rate after a warmup.
+    """
+
+    decays: ClassVar[bool] = True
 
     @abc.abstractmethod
     def factor(self, step: int, max_steps: int) -> float:
@@ -25,6 +32,8 @@ class ConstantSchedule(LrSchedule):
         warmup_steps: optimizer steps until the full learning rate; 0 = from the first.
         from_zero: true = one step later, so that the first step has a learning rate of 0, as in the original.
     """
+
+    decays = False
 
     def __init__(self, *, warmup_steps: int, from_zero: bool = False) -> None:
         self.warmup_steps = _positive("warmup_steps", warmup_steps, least=0)

@@ -1,13 +1,14 @@
-"""Optimizers: which parameters decay, how the learning rate scales, and any torch algorithm behind it."""
+"""Optimizers: which parameters decay, how the learning rate scales, and any algorithm behind it."""
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cascade_train.errors import ConfigError
@@ -30,8 +31,18 @@ ELEMENTWISE = frozenset(getattr(torch.optim, name) for name in _ELEMENTWISE)
 """Algorithms that update each number of a weight by itself: each rank can update its shard as a plain tensor."""
 
 
+@runtime_checkable
+class Averaging(Protocol):
+    """An algorithm that averages the weights: those that it trains are not those that count."""
+
+    is_schedule_free: ClassVar[bool]
+
+    def averages(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yield each parameter that was updated, and the average of its weights, a new tensor."""
+
+
 class OptimizerSpec:
-    """A learning rate, a weight decay and a torch algorithm, not yet bound to parameters.
+    """A learning rate, a weight decay and an algorithm, not yet bound to parameters.
 
     Args:
         lr: learning rate.
@@ -53,7 +64,7 @@ class OptimizerSpec:
         algorithm: Callable[..., Optimizer],
         decay: Literal["matrices", "all"] = "matrices",
     ) -> None:
-        made = getattr(algorithm, "func", algorithm)
+        made = self.made = getattr(algorithm, "func", algorithm)
         if made in REFUSED:
             raise ValueError(
                 f"optimizer.algorithm={made.__name__} cannot train here: {REFUSED[made]}. Choose another, such as "
@@ -92,14 +103,17 @@ class OptimizerSpec:
 
         from cascade_train.distributed.parallelize import shard_of
 
-        if getattr(self.algorithm, "func", self.algorithm) in ELEMENTWISE:
-            parameters = {name: shard_of(p) for name, p in parameters.items()}
-        decayed = [p for name, p in parameters.items() if self.decay_all or decays(name, p)]
-        kept = [p for name, p in parameters.items() if not (self.decay_all or decays(name, p))]
-        groups = [{"params": decayed, "weight_decay": self.weight_decay}, {"params": kept, "weight_decay": 0.0}]
-        name = getattr(getattr(self.algorithm, "func", self.algorithm), "__name__", self.algorithm)
+        parameters = {name: shard_of(p) if self._by_element(name, p) else p for name, p in parameters.items()}
+        decayed = {name: p for name, p in parameters.items() if self.decay_all or decays(name, p)}
+        kept = {name: p for name, p in parameters.items() if name not in decayed}
+        groups = [
+            {"params": self._listed(each), "weight_decay": decay}
+            for each, decay in ((decayed, self.weight_decay), (kept, 0.0))
+            if each
+        ]
+        name = getattr(self.made, "__name__", self.algorithm)
         try:
-            optimizer = self.algorithm([g for g in groups if g["params"]], lr=self.base_lr(global_batch_size))
+            optimizer = self.algorithm(groups, lr=self.base_lr(global_batch_size))
         except ValueError as error:
             reason = str(error).splitlines()[0].rstrip(".")
             raise ConfigError(
@@ -107,7 +121,7 @@ class OptimizerSpec:
                 " such as torch.optim.AdamW; or this one without fused, where it was given"
             ) from error
         mesh = next((p.device_mesh for p in parameters.values() if isinstance(p, DTensor)), None)
-        if mesh is None or self._works_on(mesh):
+        if mesh is None or self._works_on(mesh, min(len(p) for p in parameters.values() if isinstance(p, DTensor))):
             return optimizer
         if mesh.size(-1) == 1:
             raise ConfigError(
@@ -120,16 +134,27 @@ class OptimizerSpec:
             "algorithm, such as torch.optim.AdamW; or this one without fused, where it was given"
         )
 
-    def _works_on(self, mesh: DeviceMesh) -> bool:
-        """Return whether a step works with a sharded matrix, tried before the first batch."""
+    def _by_element(self, name: str, parameter: nn.Parameter) -> bool:
+        """Return whether the algorithm updates a shard of a parameter as it would as a part of the whole."""
+        judge = getattr(self.made, "by_element", None)
+        return self.made in ELEMENTWISE if judge is None else judge(name, parameter)
+
+    def _listed(self, parameters: Mapping[str, nn.Parameter]) -> list[Any]:
+        """Return parameters as the algorithm takes them."""
+        return list(parameters.items() if getattr(self.made, "takes_names", False) else parameters.values())
+
+    def _works_on(self, mesh: DeviceMesh, rows: int) -> bool:
+        """Return whether a step works with a sharded matrix of so many rows, tried where that is not known."""
+        if getattr(self.made, "needs_whole", False):
+            return False
         from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
         placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
-        values = torch.ones(2 * mesh.size(-1), 2, device=mesh.device_type)
+        values = torch.ones(min(rows, 2 * mesh.size(-1)), 2, device=mesh.device_type)
         weight = nn.Parameter(distribute_tensor(values, mesh, placements))
         weight.grad = torch.zeros_like(weight)
         try:
-            self.algorithm([weight], lr=self.lr).step()
+            self.algorithm([{"params": self._listed({"weight": weight})}], lr=self.lr).step()
         except RuntimeError:
             return False
         return True
@@ -149,6 +174,11 @@ def settings(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Return, per parameter group, the constructor's arguments: the configuration, not the progress."""
     names = inspect.signature(type(optimizer).__init__).parameters.keys() - {"params"}
     return [{name: group[name] for name in names & group.keys()} for group in optimizer.param_groups]
+
+
+def progress(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return a copy of each parameter group without its parameters: settings, and what the algorithm counts there."""
+    return [copy.deepcopy({k: v for k, v in group.items() if k != "params"}) for group in optimizer.param_groups]
 
 
 def fill_state(optimizer: Optimizer) -> None:

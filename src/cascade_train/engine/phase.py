@@ -5,10 +5,9 @@ Shape legend: G samples of the global batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import KW_ONLY, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,19 +18,19 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.optim import Optimizer
 
 from cascade_train.distributed.parallelize import (
+    evaluating,
     lend,
     like,
     local,
-    part_of,
     reshard,
     settle_gradients,
     shard_of,
     total_norm,
 )
+from cascade_train.engine.average import Ema
 from cascade_train.engine.checkpoint.store import CheckpointStore
-from cascade_train.engine.checkpoint.writing import Background, HostMemory, Piece
 from cascade_train.engine.lr_schedule import LrSchedule
-from cascade_train.engine.optimizer import can_withhold, fill_state, settings
+from cascade_train.engine.optimizer import Averaging, can_withhold, fill_state, progress, settings
 from cascade_train.tasks.base import Phase, StepOutput, Task
 
 
@@ -77,6 +76,7 @@ class BoundPhase:
         names = {id(p): name for name, p in self._updated.items()}
         self._names = [names[id(p)] for p in held]
         if self.phase.start_step > 1:
+            self._begun = progress(self.optimizer)
             fill_state(self.optimizer)
 
     def clip(self) -> Tensor:
@@ -110,6 +110,10 @@ class BoundPhase:
             self.optimizer.found_inf = withheld.to(device)  # type: ignore[attr-defined]
         if step == self.phase.start_step and step > 1:
             self.optimizer.state.clear()  # what `fill_state` put there for the checkpoints before
+            for group, begun in zip(self.optimizer.param_groups, self._begun, strict=True):
+                parameters = group["params"]
+                group.clear()
+                group.update(begun, params=parameters, lr=lr)
         if self.ema is not None:
             self.ema.release()
         lend(zip(self.parameters.values(), self._updated.values(), strict=True))
@@ -129,21 +133,52 @@ class BoundPhase:
     def state_dict(self, *, optimizer: bool = True) -> dict[str, Any]:
         """Return weights, optimizer state (where asked for) and average, sharded, for a checkpoint. Collective."""
         reshard(self.roots)
-        state: dict[str, Any] = {"weights": self._weights()}
-        if optimizer:
-            state["optimizer"] = self._optimizer_state()
+        weights = self._weights()
+        state: dict[str, Any] = {"optimizer": self._optimizer_state()} if optimizer else {}
+        counting = {name: like(self.parameters[name], value) for name, value in self._counting()}
+        if optimizer and counting:
+            state["optimizer"]["weights"] = {name: weights[name] for name in counting}
+        state["weights"] = {**weights, **counting}
         return state if self.ema is None else {**state, "ema": self.ema.state_dict()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned, except the optimizer's settings: they are the config's. Collective."""
         reshard(self.roots)
+        trained = {**state["weights"], **state.get("optimizer", {}).get("weights", {})}
         for name, value in self._weights().items():
-            local(value).copy_(local(state["weights"][name]))
+            local(value).copy_(local(trained[name]))
         if "optimizer" in state:
             self._load_optimizer(state["optimizer"])
         if self.ema is not None:
             self.ema.load_state_dict(state["ema"])
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Put the weights that count in the place of those that train for the block; these come back bit for bit."""
+        if not isinstance(self.optimizer, Averaging):
+            yield
+            return
+        reshard(self.roots)
+        trained = {}
+        for name, value in self._counting():
+            shard = local(self.parameters[name].detach())
+            trained[name] = shard.clone()
+            shard.copy_(value)
+        try:
+            yield
+        finally:
+            reshard(self.roots)
+            for name, value in trained.items():
+                local(self.parameters[name].detach()).copy_(value)
+
+    def _counting(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights that count where they are not those that train: names and this rank's parts."""
+        if isinstance(self.optimizer, Averaging):
+            lend(zip(self.parameters.values(), self._updated.values(), strict=True))
+            names = {id(p): name for name, p in self._updated.items()}
+            for parameter, value in self.optimizer.averages():
+                yield names[id(parameter)], value
 
     def _weights(self) -> dict[str, Tensor]:
         """Return trained weights and buffers by name."""
@@ -202,135 +237,24 @@ def sum_totals(outputs: Sequence[StepOutput]) -> dict[str, Tensor]:
     return totals
 
 
-class Ema:
-    """A running average in fp32 of named parameters.
-
-    ema <- decay * ema + (1 - decay) * weights, every `every_steps` optimizer steps; before `start_step` the
-    average is a plain copy (Stable Cascade, train/base.py, which counts micro-batches instead).
-
-    Args:
-        parameters: the trainable parameters, by name, already sharded; their shards are copied.
-        decay: in [0, 1).
-        start_step: first optimizer step at which the average is more than a copy.
-        every_steps: optimizer steps between updates.
-        device: where the average lives; None = beside the weights.
-    """
-
-    def __init__(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        *,
-        decay: float,
-        start_step: int,
-        every_steps: int,
-        device: torch.device | None,
-    ) -> None:
-        self.decay = decay
-        self.start_step = start_step
-        self.every_steps = every_steps
-        self._parameters = dict(parameters)
-        self._average = {
-            name: local(p.detach()).to(device=device or p.device, dtype=torch.float32, copy=True)
-            for name, p in parameters.items()
-        }
-        crosses = any(p.device.type != self._average[name].device.type for name, p in parameters.items())
-        self._beside = Background(name="average") if crosses else None
-        self._copies = HostMemory()
-        self._stream = torch.cuda.Stream() if crosses and torch.cuda.is_available() else None
-        self._copied: torch.cuda.Event | None = None
-        self._blended: Piece | None = None
-
-    def start_from(self, values: Iterable[tuple[str, Tensor]]) -> None:
-        """Start from given names and whole, unsharded values instead; those that are not averaged are ignored.
-
-        Raises:
-            AssertionError: a parameter is not among them.
-        """
-        missing = set(self._average)
-        for name, value in values:
-            if name in missing:
-                missing.remove(name)
-                self._average[name].copy_(part_of(self._parameters[name], value))
-        if missing:
-            raise AssertionError(f"no value to start from for {', '.join(sorted(missing)[:5])}")
-
-    @torch.no_grad()
-    def update(self, step: int) -> None:
-        """Update the average with the weights after optimizer step `step`.
-
-        Where the average lives on the host of a device, neither waits: a stream copies the weights, a thread blends.
-        """
-        if step % self.every_steps:
-            return
-        weight = 1.0 if step < self.start_step else 1.0 - self.decay
-        weights = {name: local(p) for name, p in self._parameters.items()}
-        if self._beside is None:
-            self._blend(weights, weight, None)
-            return
-        self.settle()
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            copies = self._copies.take(weights, wait=False)
-            self._copied = None if self._stream is None else self._stream.record_event()
-        self._blended = self._beside.begin(partial(self._blend, copies, weight, self._copied))
-
-    @torch.no_grad()
-    def _blend(self, weights: Mapping[str, Tensor], weight: float, copied: torch.cuda.Event | None) -> None:
-        if copied is not None:
-            copied.synchronize()
-        averages = list(self._average.values())
-        torch._foreach_lerp_(averages, [weights[name].to(torch.float32) for name in self._average], weight)
-
-    def release(self) -> None:
-        """Let the device finish copying the weights, before they change; the host does not wait."""
-        if self._copied is not None:
-            torch.cuda.current_stream().wait_event(self._copied)
-
-    def settle(self) -> None:
-        """Wait for the last update."""
-        if self._blended is not None:
-            self._blended.result()
-            self._blended = None
-
-    @contextmanager
-    def swapped(self, roots: Sequence[nn.Module]) -> Iterator[None]:
-        """Swap weights and average for the block; both are restored bit for bit."""
-        self._swap(roots)
-        try:
-            yield
-        finally:
-            self._swap(roots)
-
-    @torch.no_grad()
-    def _swap(self, roots: Sequence[nn.Module]) -> None:
-        reshard(roots)
-        self.settle()
-        for name, parameter in self._parameters.items():
-            shard, average = local(parameter.detach()), self._average[name]
-            kept = shard.to(device=average.device, dtype=average.dtype, copy=True)
-            shard.copy_(average)
-            average.copy_(kept)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the average by parameter name, sharded like the parameters."""
-        self.settle()
-        return {name: like(p, self._average[name]) for name, p in self._parameters.items()}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what `state_dict` returned."""
-        self.settle()
-        for name, average in self._average.items():
-            average.copy_(local(state[name]))
-
-
 @contextmanager
 def averaged(phases: Sequence[BoundPhase]) -> Iterator[None]:
     """Run the block with every phase's average in its weights' place."""
     with ExitStack() as stack:
         for phase in phases:
+            stack.enter_context(phase.counting())
             if phase.ema is not None:
                 stack.enter_context(phase.ema.swapped(phase.roots))
+        yield
+
+
+@contextmanager
+def evaluated(phases: Sequence[BoundPhase]) -> Iterator[None]:
+    """Run the block in eval mode, without gradients, with the weights that count in place of those that train."""
+    with ExitStack() as stack:
+        for phase in phases:
+            stack.enter_context(phase.counting())
+        stack.enter_context(evaluating([root for phase in phases for root in phase.roots]))
         yield
 
 

@@ -16,9 +16,8 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from cascade_train.batch import sample_seed
-from cascade_train.distributed.parallelize import evaluating
 from cascade_train.distributed.process_group import World
-from cascade_train.engine.phase import BoundPhase, averaged
+from cascade_train.engine.phase import BoundPhase, averaged, evaluated
 from cascade_train.errors import unwritten
 from cascade_train.redaction import LONGEST_REASON, shortened
 from cascade_train.tasks.base import Painter
@@ -79,16 +78,15 @@ class SampleGrid:
         return grid
 
     def _columns(self) -> dict[str, list[Image.Image]]:
-        roots = [root for phase in self.phases for root in phase.roots]
         columns: dict[str, Tensor] = {}
-        with evaluating(roots):
+        with evaluated(self.phases):
             image_BCHW = None if self.spec.image_BCHW is None else self.spec.image_BCHW.to(self.world.device)
             if image_BCHW is not None:
                 columns["original"] = image_BCHW
                 columns |= self.painter.beside(self.spec.captions, image_BCHW, self._generators)
             columns[self.painter.result] = self._paint(image_BCHW)
         if any(phase.ema is not None for phase in self.phases):
-            with averaged(self.phases), evaluating(roots):
+            with averaged(self.phases), evaluated(self.phases):
                 columns[f"ema_{self.painter.result}"] = self._paint(image_BCHW)
         return {title: to_images(each) for title, each in columns.items()}
 

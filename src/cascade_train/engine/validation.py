@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cascade_train.batch import Batch
-from cascade_train.distributed.parallelize import evaluating
-from cascade_train.engine.phase import BoundPhase, averaged
+from cascade_train.engine.phase import BoundPhase, averaged, evaluated
 from cascade_train.tasks.base import Painter, Task
 
 Distance = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -118,7 +117,7 @@ class Validation:
         return values
 
     def _measure(self, name: str) -> dict[str, Tensor | float]:
-        with evaluating([root for phase in self.phases for root in phase.roots]):
+        with evaluated(self.phases):
             means = self._means(
                 self.held_out, lambda batch: self.task.measures(self.task.prepare_batch(batch), self.logsnr)
             )

@@ -1,0 +1,67 @@
+"""What each rank of test_algorithms does. A hook of forked.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cascade_train.distributed.parallelize import like
+from cascade_train.distributed.process_group import build_mesh, process_group
+from cascade_train.engine.checkpoint.store import CheckpointStore
+from cascade_train.engine.phase import BoundPhase
+from tests.unit.engine.algorithms import NEED_WHOLE, OPTIONS, bound, same, train, weights
+
+MODES = {"ddp": (2, 1), "fsdp": (1, 2)}
+STEPS, MORE = range(1, 4), range(4, 6)
+
+
+def new(option: str, mesh: Any) -> BoundPhase:
+    """Return a new phase; Muon needs as many rows as ranks."""
+    return bound(option, mesh, row=option != "muon")
+
+
+def whole(phase: BoundPhase) -> dict[str, torch.Tensor]:
+    """Return the weights that train, whole. Collective."""
+    found = {}
+    for (name, parameter), part in zip(phase.parameters.items(), weights(phase), strict=True):
+        value: Any = like(parameter.detach(), part)
+        found[name] = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return found
+
+
+def continued(option: str, mesh: Any, store: CheckpointStore, path: Path) -> BoundPhase:
+    """Return a new phase at a checkpoint."""
+    phase = new(option, mesh)
+    state = phase.state_dict()
+    store.load(path, state)
+    phase.load_state_dict(state)
+    return phase
+
+
+def train_every_option(out: Path) -> None:
+    """Train each in each mode, and continue each checkpoint in each mode; note where it ends, and if to the bit."""
+    found: dict[str, Any] = {}
+    with process_group() as world:
+        meshes = {mode: build_mesh(world, shape) for mode, shape in MODES.items()}
+        place = {"rank": world.rank, "ranks": world.ranks}
+        for option in OPTIONS:
+            modes = ["ddp"] if option in NEED_WHOLE else [*MODES]
+            for mode in modes:
+                phase, store = new(option, meshes[mode]), CheckpointStore(out / f"{option}_{mode}")
+                train(phase, STEPS, **place)
+                path, at_three = store.save(3, phase.state_dict(), {}), whole(phase)
+                train(phase, MORE, **place)
+                found[f"{option} {mode}"] = whole(phase)
+                for other in modes:
+                    moved = continued(option, meshes[other], store, path)
+                    at_start = same([*at_three.values()], [*whole(moved).values()])
+                    train(moved, MORE, **place)
+                    exact = other != mode or same(weights(phase), weights(moved))
+                    every = [None] * world.ranks
+                    dist.all_gather_object(every, (at_start, exact))
+                    found[f"{option} {mode} to {other}"] = (every, whole(moved))
+    if world.rank == 0:
+        torch.save(found, out / "found.pt")
