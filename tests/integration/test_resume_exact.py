@@ -36,6 +36,10 @@ RUNS = {
         *("validate.share=0.3", "validate.samples=2", "validate.every_steps=1", "validate.logsnr=[0]"),
     ),
     "lora": (*LORA, "train.precision=bf16", "activation_checkpointing=true"),
+    "schedule_free": (
+        *(*LORA, "ema.decay=null", "optimizer=schedule_free", "optimizer.lr=1e-2", "lr_scheduler.warmup_steps=2"),
+        *("validate.share=0.3", "validate.samples=2", "validate.every_steps=1", "validate.logsnr=[0]"),
+    ),
     "tokens": ("experiment=tiny_token", *LORA[1:], TOKENS, "task.dora=true", "task.text_encoder_filters=[.self_attn]"),
     "controlnet_on_streams": (
         *("task=controlnet", "filter@task.filter=canny", "task.bottleneck=small", "model.weights={base}"),

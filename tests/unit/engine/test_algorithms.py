@@ -129,7 +129,7 @@ def test_muon_trains_matrices_and_adamw_the_rest():
 
 def test_codes_stand_for_the_nearest_values_and_no_second_moment_is_zero():
     for signed in (True, False):
-        values = code_values(signed)
+        values = code_values(signed, torch.device("cpu"))
         assert len(values.unique()) == 256
         assert (values[0] > -1.0, values[-1]) == (True, 1.0)
         assert bool((values == 0.0).any()) == signed
