@@ -39,7 +39,7 @@ UV_INDEX_VARIABLES = ("UV_DEFAULT_INDEX", "UV_INDEX_URL", "UV_INDEX", "UV_EXTRA_
 # Half of all bytes: tests of packages, and folders of which a run imports a few modules, which Python compiles then.
 SELDOM_IMPORTED = (
     r"site-packages/(.*/)?(tests?|testing|moto/(?!core|s3|utilities)[a-z0-9_]+|transformers/models/(?!auto|clip)[a-z0-9_]+"
-    r"|diffusers/pipelines|networkx/algorithms|mypyc?|pip)/"
+    r"|diffusers/(modular_)?pipelines|networkx/algorithms|pygments/lexers|sympy/physics|mypyc?|pip)/"
 )
 
 IMPORT_BOTH = """
