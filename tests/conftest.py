@@ -37,6 +37,22 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell leaves it to
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS_OF_SLOW_TESTS = 1800
 
+MEMORY = Path("/dev/shm")
+"""Where Linux keeps files in memory: tests write checkpoints by the hundred, and each waits for its disk."""
+GIB_OF_FILES = 4.0
+"""Free there at least; all files of a whole suite are below 1."""
+
+
+def _keep_files_in_memory() -> None:
+    """Let tests, and what they start, have their temporary files in memory where there is room, unless told where."""
+    if os.environ.keys() & {"PYTEST_DEBUG_TEMPROOT", "TMPDIR"} or not os.access(MEMORY, os.W_OK):
+        return
+    if shutil.disk_usage(MEMORY).free >= GIB_OF_FILES * 2**30:
+        os.environ["PYTEST_DEBUG_TEMPROOT"] = os.environ["TMPDIR"] = str(MEMORY)
+
+
+_keep_files_in_memory()
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what this machine cannot run, and give slow tests the time that they need on a busy one."""

@@ -240,9 +240,6 @@ def _names_token(name: str) -> bool:
 
 def _secrets_of_environment() -> list[str]:
     """Return the values of this process's variables with a secret's name, the longest first."""
-    found = {
-        value
-        for name, value in list(os.environ.items())
-        if len(value) >= _SHORTEST_OF_ENVIRONMENT and name != "PWD" and (_names_secret(name) or _names_token(name))
-    }
+    names = [name for name in os.environ if name != "PWD" and (_names_secret(name) or _names_token(name))]
+    found = {value for name in names if len(value := os.environ.get(name, "")) >= _SHORTEST_OF_ENVIRONMENT}
     return sorted(found, key=len, reverse=True)

@@ -15,6 +15,7 @@ from PIL import Image
 from bench.soak_ranks import SMALL_NETWORK
 from cascade_train.__main__ import launch
 from tests.integration.runs import SMALL, read_metrics, torchrun, train
+from tests.warm.programs import warm_programs
 
 FINETUNE = (*SMALL_NETWORK, "task=finetune")
 
@@ -141,13 +142,28 @@ def test_ranks_that_do_not_divide_the_batch_are_refused_with_the_sizes_that_fit(
     assert list(tmp_path.iterdir()) == []
 
 
+IN_A_GROUP_OF_ITS_OWN = """
+import os
+os.setpgid(0, 0)
+print(os.getpid(), flush=True)
+from cascade_train.__main__ import main
+main()
+"""
+
+
+def start(folder, *overrides):
+    """Start an endless training in a process group, and return the process to talk to and the number of both."""
+    options = [*SMALL, *overrides, "log.every_steps=1", "train.max_steps=100000", "run.dir=run"]
+    command = [str(warm_programs() / "python"), "-c", IN_A_GROUP_OF_ITS_OWN, *options]
+    training = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return training, int(training.stdout.readline())
+
+
 def test_ctrl_c_ends_in_order_and_the_next_start_continues(tmp_path):
-    overrides = [*SMALL, *FINETUNE, "checkpoint.every_steps=1", "log.every_steps=1", "run.dir=run"]
-    command = [sys.executable, "-m", "cascade_train", *overrides, "data.num_workers=1", "train.max_steps=100000"]
-    training = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, process_group=0)
+    training, group = start(tmp_path, *FINETUNE, "checkpoint.every_steps=1", "data.num_workers=1")
     try:
         assert any(line.startswith("step 1/") for line in training.stderr), "it ended before its first step"
-        os.killpg(training.pid, signal.SIGINT)  # as a terminal does: the data worker hears it too
+        os.killpg(group, signal.SIGINT)  # as a terminal does: the data worker hears it too
         rest = training.communicate(timeout=60)[1].splitlines()
     finally:
         training.kill()
@@ -194,12 +210,10 @@ def test_a_full_disk_stops_the_run_which_then_starts_over(tmp_path, capfd):
 
 def test_a_data_worker_that_is_killed_ends_the_run_in_one_line(tmp_path):
     tar = write_tar(tmp_path / "data.tar", pairs(8, broken=()))
-    overrides = [*SMALL, *data_overrides(tar), "data.num_workers=2", "log.every_steps=1", "checkpoint.every_steps=null"]
-    command = [sys.executable, "-m", "cascade_train", *overrides, "train.max_steps=100000", "run.dir=run"]
-    training = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    training, pid = start(tmp_path, *data_overrides(tar), "data.num_workers=2", "checkpoint.every_steps=null")
     try:
         assert any(line.startswith("step 1/") for line in training.stderr), "it ended before its first step"
-        workers = [int(pid) for pid in Path(f"/proc/{training.pid}/task/{training.pid}/children").read_text().split()]
+        workers = [int(pid) for pid in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
         os.kill(workers[0], signal.SIGKILL)
         rest = training.communicate(timeout=60)[1].splitlines()
     finally:

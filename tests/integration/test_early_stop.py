@@ -1,4 +1,4 @@
-"""Signals while a run starts: Python's imports, composing, building. Real processes, since that is what is tested."""
+"""Signals while a run starts: Python's imports, composing, building. Real processes where that is what is tested."""
 
 from __future__ import annotations
 
@@ -12,15 +12,19 @@ from pathlib import Path
 import pytest
 
 from bench.soak_ranks import SMALL_NETWORK
+from cascade_train.__main__ import launch
 from tests.integration.runs import read_metrics
 from tests.slurm.cluster import free_ports, wait_for
+from tests.warm.programs import warm_programs
 
 RUN = (*SMALL_NETWORK, "task=finetune", "train.global_batch_size=2", "sample.every_steps=null", "run.dir=run")
 ENDLESS = ("train.max_steps=1000000", "checkpoint.every_steps=null")
 
 
-def start(folder: Path, *overrides: str, **environment: str) -> subprocess.Popen[str]:
-    command, whole = [sys.executable, "-m", "cascade_train", *RUN, *overrides], {**os.environ, **environment}
+def start(
+    folder: Path, *overrides: str, python: str | Path = sys.executable, **environment: str
+) -> subprocess.Popen[str]:
+    command, whole = [str(python), "-m", "cascade_train", *RUN, *overrides], {**os.environ, **environment}
     return subprocess.Popen(
         command, cwd=folder, env=whole, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
@@ -50,20 +54,17 @@ def test_handlers_are_set_before_anything_heavy_is_imported(tmp_path: Path):
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc").exists(), reason="asks Linux which signals a process handles")
 def test_a_signal_at_any_moment_of_a_start_ends_it_as_stopped_and_the_next_start_trains(tmp_path: Path):
-    begun = time.monotonic()
-    whole = start(tmp_path, *ENDLESS)
-    wait_for(lambda: trains(tmp_path))
-    seconds = time.monotonic() - begun
-    whole.terminate()
-    whole.communicate(timeout=120)
-    assert whole.returncode == 75
-    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
-    for case, share in enumerate((0.0, 0.05, 0.25, 0.5, 0.8, 1.0)):
+    numbers, seconds = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT), 0.0
+    for case, share in enumerate((None, 0.0, 0.05, 0.25, 0.5, 0.8)):
         folder, number = tmp_path / str(case), numbers[case % 4]
         folder.mkdir()
-        process = start(folder, *ENDLESS)
+        begun, process = time.monotonic(), start(folder, *ENDLESS)
         wait_for(lambda process=process, number=number: listens(process, number))
-        time.sleep(share * seconds)
+        if share is None:
+            wait_for(lambda folder=folder: trains(folder))
+            seconds = time.monotonic() - begun
+        else:
+            time.sleep(share * seconds)
         process.send_signal(number)
         said = process.communicate(timeout=120)[1]
         is_early = "before the first step" in said
@@ -73,17 +74,17 @@ def test_a_signal_at_any_moment_of_a_start_ends_it_as_stopped_and_the_next_start
         assert "same command continues" in said
         assert is_early != (folder / "run").exists(), "a start that did no step leaves nothing"
         assert not list(folder.glob("**/.*.claim")) + list(folder.glob("**/.partial*"))
-    steps = read_metrics(folder / "run")[-1]["step"] + 1 if (folder / "run").exists() else 1
-    last = start(folder, f"train.max_steps={steps}")
-    last.communicate(timeout=120)
-    assert last.returncode == 0
-    assert read_metrics(folder / "run")[-1]["step"] == steps
+    trained = tmp_path / "0" / "run"
+    steps = read_metrics(trained)[-1]["step"] + 1
+    assert launch([*RUN, f"run.dir={trained}", f"train.max_steps={steps}"]) == 0
+    assert read_metrics(trained)[-1]["step"] == steps
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_rank_whose_rank_zero_is_killed_says_so_without_stacks_of_the_libraries(tmp_path: Path):
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0])}
+    place |= {"python": warm_programs() / "python"}  # whose end ends the rank: tests/warm
     ranks = [start(tmp_path, *ENDLESS, RANK=str(rank), LOCAL_RANK=str(rank), **place) for rank in range(2)]
     wait_for(lambda: trains(tmp_path))
     ranks[0].kill()

@@ -24,7 +24,9 @@ CONTROL_PEAK_GIB = 7.5
 """6.6 were seen; gradients of the 1B network would be 1.9 more."""
 
 SCRIPT = '''
-import json, resource, sys
+import json, os, resource, sys
+import cascade_train.assembly.run, cascade_train.models.image_encoder, cascade_train.models.stage_c
+import cascade_train.models.text_encoder, cascade_train.tasks.controlnet, cascade_train.tasks.lora
 from cascade_train.__main__ import launch
 from cascade_train.engine.loop import Trainer
 from cascade_train.models import initialize
@@ -58,11 +60,23 @@ def looking(self, micro_batches):
     return train_step(self, micro_batches)
 
 Trainer.train_step = looking
-code = launch(sys.argv[1:])
-seen["peak_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-print(json.dumps(seen))
-sys.exit(code)
+for name, arguments in json.loads(sys.argv[1]).items():  # each in a process of its own, which is what has a peak
+    if os.fork() == 0:
+        code = launch(arguments)
+        seen["peak_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        print(json.dumps({"name": name, "code": code, **seen}), flush=True)
+        os._exit(0)
+    os.wait()
 '''
+
+RUNS = {
+    "lora": (PEAK_GIB, ("model=c_3b", "task=lora")),
+    "control": (CONTROL_PEAK_GIB, ("model=c_1b", "task=controlnet")),
+}
+SMALL = (
+    *("debug=random_weights", "data=shapes", "model.image_size=128", "data.samples=4", "data.num_workers=0"),
+    *("train.max_steps=1", "train.global_batch_size=1", "sample.every_steps=null"),
+)
 
 
 def available_gib():
@@ -71,38 +85,45 @@ def available_gib():
     return next(int(line.split()[1]) / 2**20 for line in lines if line.startswith("MemAvailable"))
 
 
-def one_step(run: Path, peak_gib: float, *overrides: str) -> dict[str, Any]:
-    """Train one step with random weights on small images in a process of its own, and return what was seen."""
-    if available_gib() < peak_gib + 1:
-        pytest.skip(f"needs {peak_gib + 1} GiB of free memory, {available_gib():.1f} GiB are left")
-    small = [
-        *("debug=random_weights", "data=shapes", "model.image_size=128", "data.samples=4", "data.num_workers=0"),
-        *("train.max_steps=1", "train.global_batch_size=1", "sample.every_steps=null", f"run.dir={run}"),
-    ]
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dict[str, Any]]]:
+    """Train one step of each run with random weights on small images; return where it lies and what was seen."""
+    folder, free_gib = tmp_path_factory.mktemp("full_size"), available_gib()
+    fitting = [name for name, (peak_gib, _) in RUNS.items() if free_gib > peak_gib + 1]
+    starts = {name: [*RUNS[name][1], *SMALL, f"run.dir={folder / name}"] for name in fitting}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, *overrides, *small],
+        [sys.executable, "-c", SCRIPT, json.dumps(starts)],
         env={**os.environ, "OMP_NUM_THREADS": str(os.cpu_count() or 1)},
         capture_output=True,
         text=True,
         timeout=900,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    seen: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    seen = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [(each["name"], each["code"]) for each in seen] == [(name, 0) for name in fitting], done.stderr
+    return {each["name"]: (folder / each["name"], each) for each in seen}
+
+
+def one_step(steps: dict[str, tuple[Path, dict[str, Any]]], name: str) -> tuple[Path, dict[str, Any]]:
+    """Return a run and what was seen in it, which is what holds of both."""
+    peak_gib, _ = RUNS[name]
+    if name not in steps:
+        pytest.skip(f"needs {peak_gib + 1} GiB of free memory")
+    run, seen = steps[name]
     assert seen["frozen_dtypes"] == ["torch.bfloat16"]
     assert (seen["frozen_with_gradients"], seen["trained_without_gradients"]) == (0, 0)
     assert seen["trained"] > 100
     assert seen["peak_gib"] < peak_gib, seen
-    return seen
+    return run, seen
 
 
-def test_a_step_of_lora_on_the_full_network_fits_and_leaves_the_base_without_gradients(tmp_path: Path):
-    seen = one_step(tmp_path / "run", PEAK_GIB, "model=c_3b", "task=lora")
+def test_a_step_of_lora_on_the_full_network_fits_and_leaves_the_base_without_gradients(steps: Any):
+    run, seen = one_step(steps, "lora")
     assert seen["billions"] == pytest.approx(3.59, abs=0.05)
-    assert (tmp_path / "run" / "export" / "lora" / "adapter_model.safetensors").is_file()
+    assert (run / "export" / "lora" / "adapter_model.safetensors").is_file()
 
 
-def test_a_step_of_a_control_network_beside_the_1b_network_makes_no_gradients_for_it(tmp_path: Path):
-    seen = one_step(tmp_path / "run", CONTROL_PEAK_GIB, "model=c_1b", "task=controlnet")
+def test_a_step_of_a_control_network_beside_the_1b_network_makes_no_gradients_for_it(steps: Any):
+    run, seen = one_step(steps, "control")
     assert seen["billions"] == pytest.approx(1.03, abs=0.01)
-    assert (tmp_path / "run" / "export" / "controlnet" / "controlnet.safetensors").is_file()
+    assert (run / "export" / "controlnet" / "controlnet.safetensors").is_file()

@@ -46,6 +46,10 @@ def normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
+distributions_of = cache(packages_distributions)
+"""Package -> the distributions that hold it: read once, since it looks at every installed file."""
+
+
 @cache
 def imported() -> dict[str, list[str]]:
     """Return package -> the places of the library that import it, without the standard library and ourselves."""
@@ -60,7 +64,7 @@ def imported() -> dict[str, list[str]]:
 
 def test_every_import_is_a_declared_dependency() -> None:
     declared = names(project()["dependencies"])
-    distributions = packages_distributions()
+    distributions = distributions_of()
     assert len(imported()) >= 15
     assert imported().keys() - EXTRAS.keys() - BROUGHT.keys() <= distributions.keys()
     assert set(BROUGHT.values()) <= declared
@@ -74,7 +78,7 @@ def test_every_import_is_a_declared_dependency() -> None:
 
 @pytest.mark.parametrize("package", sorted(EXTRAS))
 def test_what_is_imported_on_demand_is_an_extra(package: str) -> None:
-    brought_by = {normal(d) for d in packages_distributions().get(package, [package])}
+    brought_by = {normal(d) for d in distributions_of().get(package, [package])}
     assert brought_by & names(project()["optional-dependencies"][EXTRAS[package]])
 
 
@@ -85,5 +89,5 @@ def test_an_extra_brings_what_is_used() -> None:
 
 def test_every_dependency_is_imported() -> None:
     launchers = {"accelerate"}  # starts runs, tests/distributed/test_accelerate_launch.py
-    distributions = {normal(d) for package in imported() for d in packages_distributions().get(package, [])}
+    distributions = {normal(d) for package in imported() for d in distributions_of().get(package, [])}
     assert names(project()["dependencies"]) <= distributions | launchers

@@ -10,7 +10,7 @@ from typing import Any
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 import cascade_train
 
@@ -42,12 +42,12 @@ def group_options(group: str) -> list[str]:
 def option_files(group: str) -> dict[str, Any]:
     """Return what the files of the options that `conf/` itself offers in a group hold, by option."""
     files = {option: conf_dir() / group / f"{option}.yaml" for option in group_options(group)}
-    return {option: OmegaConf.load(file) for option, file in files.items() if file.is_file()}
+    return {option: OmegaConf.to_container(OmegaConf.load(file)) for option, file in files.items() if file.is_file()}
 
 
 def option_targets(group: str) -> dict[str, str]:
     """Return the `_target_` of each option that `conf/` itself offers in a group, where its file names one."""
-    targets = {option: OmegaConf.select(file, "_target_") for option, file in option_files(group).items()}
+    targets = {option: file.get("_target_") for option, file in option_files(group).items()}
     return {option: target for option, target in targets.items() if isinstance(target, str)}
 
 
@@ -58,9 +58,7 @@ def options_with(group: str, key: str) -> list[str]:
 
 def _holds(node: Any, key: str) -> bool:
     first, _, rest = key.partition(".")
-    if not isinstance(node, DictConfig) or first not in list(node.keys()):  # `in node` is false for a ???
-        return False
-    return not rest or _holds(node._get_node(first), rest)
+    return isinstance(node, dict) and first in node and (not rest or _holds(node[first], rest))
 
 
 def chosen(group: str, target: str) -> str:

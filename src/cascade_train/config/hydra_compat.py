@@ -1,18 +1,59 @@
-"""What Hydra 1.3 and 1.4 ask for differently, in one place. Delete with the support of 1.3.
+"""What Hydra 1.3 and 1.4 ask for differently, and what both do slowly. Delete what is of 1.3 with its support.
 
 1.4 deprecates `version_base`, and instantiates what a configuration names only where code that is trusted listed it;
-1.3 knows no such list.
+1.3 knows no such list. 1.4 reads `hydra.mode` from the primary file; 1.3 composes everything once more for it.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-HAS_WHITELIST = tuple(int(part) for part in importlib.metadata.version("hydra-core").split(".")[:2]) >= (1, 4)
+import omegaconf._utils
+import yaml
+from hydra import __version__
+from hydra._internal.hydra import Hydra
+
+HAS_WHITELIST = tuple(int(part) for part in __version__.split(".")[:2]) >= (1, 4)
 
 BASE: dict[str, Any] = {} if HAS_WHITELIST else {"version_base": "1.3"}
 """Arguments of `hydra.main` and `initialize_config_dir` for the behaviour of 1.3."""
 
 CALLBACKS: dict[str, Any] = {"execution_whitelist": "cascade_train.config.sweep.SweepResults"} if HAS_WHITELIST else {}
 """Arguments of `hydra.main` that let it make the callbacks of conf/config.yaml."""
+
+_Plain: Any = omegaconf._utils.get_yaml_loader()
+_BASES: tuple[Any, ...] = (yaml.CSafeLoader, _Plain) if yaml.__with_libyaml__ else (_Plain,)
+
+
+class YamlLoader(*_BASES):  # type: ignore[misc]
+    """OmegaConf's constructors on libyaml's parser, where PyYAML has it: the same values, many times as fast."""
+
+    def __init__(self, stream: Any) -> None:
+        super().__init__(stream)
+        self._stream = stream
+
+    def get_single_data(self) -> Any:
+        """Return the values of the document; what is wrong with it is said by PyYAML's own parser, in more words."""
+        try:
+            return super().get_single_data()
+        except yaml.YAMLError:
+            if hasattr(self._stream, "seek"):
+                self._stream.seek(0)
+            return _Plain(self._stream).get_single_data()
+
+
+@contextmanager
+def composed_once(argv: Sequence[str]) -> Iterator[None]:
+    """Save 1.3 a composition that only looks up `hydra.mode`, where no more than flags can have set that.
+
+    None of our files does (tests/unit/config/test_launch.py); overrides and folders of a user's own may.
+    """
+    asked = Hydra.get_mode
+    if not HAS_WHITELIST and not any("hydra" in each or each.startswith(("--config", "-c")) for each in argv):
+        Hydra.get_mode = lambda *_, **__: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Hydra.get_mode = asked  # type: ignore[method-assign]

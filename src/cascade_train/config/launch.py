@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import hydra
+import omegaconf._utils
 from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
@@ -25,7 +26,7 @@ from omegaconf import DictConfig
 
 from cascade_train.config.error_messages import exit_code
 from cascade_train.config.groups import conf_dir, groups
-from cascade_train.config.hydra_compat import BASE, CALLBACKS
+from cascade_train.config.hydra_compat import BASE, CALLBACKS, YamlLoader, composed_once
 from cascade_train.config.overrides import check_not_expanded, check_not_hydras, with_paths_quoted
 from cascade_train.config.schema import Root
 from cascade_train.config.sweep import check_launcher, is_main, sweeps_saved_redacted
@@ -86,16 +87,17 @@ def _compose(argv: Sequence[str], job: Callable[[DictConfig], int]) -> None:
     check_launcher(argv)
     followed = slurm_jobs_followed(argv)
     arguments = _arguments([a for a in argv if a not in HELP])
-    with Signals(), arguments, sweeps_saved_redacted(), followed:
+    with Signals(), arguments, composed_once(argv), sweeps_saved_redacted(), followed:
         hydra.main(config_path=str(conf_dir()), config_name="config", **BASE, **CALLBACKS)(job)()
 
 
 def register_schema() -> None:
-    """Make the typed root known to Hydra under the name `schema`.
+    """Make the typed root known to Hydra under the name `schema`, and let OmegaConf read files by libyaml.
 
     Hydra copies the sources of its configuration for every look at a group, a hundred times for `--help`. The store of
     typed nodes, which it only reads, and copies node by node when it does, is then shared instead.
     """
+    omegaconf._utils.get_yaml_loader = lambda: YamlLoader
     store = ConfigStore.instance()
     if "schema.yaml" not in store.repo:
         store.store(name="schema", node=Root)
@@ -108,7 +110,8 @@ def with_implied_choices(argv: Sequence[str]) -> list[str]:
     `data.urls=` or `data.path=` alone chooses the data that reads it; `+experiment=x` is `experiment=x`, and
     `filter=` and `noise=` are chosen where they belong; `--help` alone shows the smallest model and task.
     """
-    argv = [_in_full(argument) for argument in argv]
+    known = groups()
+    argv = [_in_full(argument, known) for argument in argv]
     given = {key.lstrip("+"): value for key, _, value in (a.partition("=") for a in argv if not a.startswith("-"))}
     implied = []
     if not given.keys() & {"data", "experiment"}:
@@ -122,13 +125,11 @@ def with_implied_choices(argv: Sequence[str]) -> list[str]:
     return [*implied, *argv]
 
 
-def _in_full(argument: str) -> str:
-    """Return an override that chooses an option with the key that Hydra knows the group by; others as they are."""
+def _in_full(argument: str, known: Sequence[str]) -> str:
+    """Return an override that chooses an option of a known group with the key that Hydra has; others as they are."""
     key, equals, value = argument.partition("=")
     name = key.lstrip("+")
-    if not equals or name not in groups():
-        return argument
-    return f"{NESTED.get(name, name)}={value}"
+    return f"{NESTED.get(name, name)}={value}" if equals and name in known else argument
 
 
 def data_of_path(value: str) -> str:

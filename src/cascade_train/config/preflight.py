@@ -43,14 +43,16 @@ def preflight(cfg: DictConfig, *, ranks: int | None = None, components: Collecti
         ConfigError: naming key, value, rule and remedy.
     """
     ranks = int(os.environ.get("WORLD_SIZE", "1")) if ranks is None else ranks
-    _check_nothing_missing(cfg)
+    plain: dict[str, Any] = OmegaConf.to_container(cfg, resolve=False)  # type: ignore[assignment]
+    written = dict(_leaves(plain))
+    _check_nothing_missing(plain, written)
+    root = OmegaConf.to_object(cfg)
+    assert isinstance(root, Root)
     resolved = cfg.copy()
     OmegaConf.resolve(resolved)
-    root = OmegaConf.to_object(resolved)
-    assert isinstance(root, Root)
     _check_nothing_added(root)
     _check_numbers(resolved)
-    _check_components(root, components, derived=_interpolated(cfg))
+    _check_components(root, components, derived=[key for key, value in written.items() if "${" in str(value)])
     _check_task_fits_stage(root)
     _check_data_fits(root)
     _check_libraries(resolved)
@@ -66,19 +68,10 @@ def preflight(cfg: DictConfig, *, ranks: int | None = None, components: Collecti
     return resolved
 
 
-def _interpolated(cfg: DictConfig, prefix: str = "") -> set[str]:
-    """Return the dotted keys of a configuration whose values follow other keys."""
-    names = [str(key) for key in cfg]
-    keys = {f"{prefix}{name}" for name in names if OmegaConf.is_interpolation(cfg, name)}
-    nodes = {f"{prefix}{name}.": cfg._get_node(name) for name in names if f"{prefix}{name}" not in keys}
-    return keys.union(*(_interpolated(node, path) for path, node in nodes.items() if isinstance(node, DictConfig)))
-
-
-def _check_nothing_missing(cfg: DictConfig) -> None:
-    """Check that no `???` is left."""
-    missing = sorted(OmegaConf.missing_keys(cfg))
+def _check_nothing_missing(plain: Mapping[str, Any], written: Mapping[str, Any]) -> None:
+    """Check that no `???` is left among the values of a plain configuration as they are written, by key."""
+    missing = sorted(key for key, value in written.items() if value == "???")
     if missing:
-        plain: dict[str, Any] = OmegaConf.to_container(cfg, resolve=False)  # type: ignore[assignment]
         rest = f" Also missing: {', '.join(missing[1:])}." if len(missing) > 1 else ""
         raise ConfigError(missing_message(missing[0], plain) + rest)
 

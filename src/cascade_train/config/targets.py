@@ -19,15 +19,10 @@ from cascade_train.errors import ConfigError
 from cascade_train.signals import while_importing
 
 TRUSTED = (
-    "cascade_train.data",
-    "cascade_train.diffusion",
-    "cascade_train.engine.lr_schedule",
-    "cascade_train.engine.optimizer",
-    "cascade_train.filters",
-    "cascade_train.models",
-    "cascade_train.tasks",
+    "cascade_train.data", "cascade_train.diffusion", "cascade_train.engine.lr_schedule",
+    "cascade_train.engine.optimizer", "cascade_train.filters", "cascade_train.models", "cascade_train.tasks",
     "torch.optim",
-)
+)  # fmt: skip
 """Where the classes lie that anyone's folder may name: their constructors check and store, and do nothing else."""
 
 ENGINE = "cascade_train.engine"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from torch import nn
 
 from cascade_train.assembly.components import build_component
@@ -128,7 +128,7 @@ def stored_network(source: str, *, model: str | None, key: str, allow_any_target
 
 def _networks() -> dict[str, Any]:
     """Return the nodes of the networks that models name themselves: not of autoencoders, nor of variants of a model."""
-    nodes = {name: OmegaConf.select(file, "network") for name, file in option_files("model").items()}
+    nodes = {name: file.get("network") for name, file in option_files("model").items()}
     return {name: node for name, node in nodes.items() if node is not None}
 
 

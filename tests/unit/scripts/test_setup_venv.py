@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 from pathlib import Path
 from types import ModuleType
@@ -46,6 +47,21 @@ def test_another_place_or_other_pins_need_another_set_up(
     there = setup_venv.stamp()
     (tmp_path / "constraints.txt").write_text("two")
     assert len({here, there, setup_venv.stamp()}) == 3
+
+
+@pytest.mark.parametrize(
+    ("module", "compiled"),
+    [
+        *[(name, True) for name in ("torch/nn/modules/conv.py", "transformers/models/clip/modeling_clip.py")],
+        *[(name, True) for name in ("diffusers/models/unets/unet_stable_cascade.py", "moto/s3/models.py", "six.py")],
+        *[(name, False) for name in ("sympy/core/tests/test_args.py", "transformers/models/bert/modeling_bert.py")],
+    ],
+)
+def test_what_runs_import_is_compiled_wherever_the_checkout_lies(
+    setup_venv: ModuleType, module: str, compiled: bool
+) -> None:
+    path = f"/home/tests/testing/.venv/lib/python3.11/site-packages/{module}"
+    assert (re.search(setup_venv.SELDOM_IMPORTED, path) is None) == compiled
 
 
 def test_pins_name_no_place(repository: Path) -> None:

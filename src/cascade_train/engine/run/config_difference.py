@@ -11,33 +11,15 @@ from pathlib import Path
 from typing import Any
 
 _FREE_NODES = (
-    "run",
-    "log",
-    "sample",
-    "checkpoint",
-    "rollback",
-    "tracker",
-    "profile",
-    "validate",
-    "optimizer",
-    "lr_scheduler",
+    "run", "log", "sample", "checkpoint", "rollback", "tracker", "profile", "validate", "optimizer", "lr_scheduler",
     "parallel",
-)
+)  # fmt: skip
 """Nodes below which a continued run may change everything."""
 
 _FREE_KEYS = (
-    "train.max_steps",
-    "train.max_epochs",
-    "train.micro_batch_size",
-    "compile",
-    "compile_fallback",
-    "activation_checkpointing",
-    "attention",
-    "train.max_grad_norm",
-    "ema.start_step",
-    "ema.every_steps",
-    "ema.device",
-)
+    "train.max_steps", "train.max_epochs", "train.micro_batch_size", "compile", "compile_fallback",
+    "activation_checkpointing", "attention", "train.max_grad_norm", "ema.start_step", "ema.every_steps", "ema.device",
+)  # fmt: skip
 
 _FREE_NUMBERS = ("ema.decay",)
 """Free where both have a value: else the checkpoint has no average, or one without use."""

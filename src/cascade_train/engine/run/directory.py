@@ -140,7 +140,7 @@ def claim(
     or run that a new run starts from. `free_keys` are options that components let a continued run change. `claims` gets
     the claim of rank 0, as soon as there is something to withdraw.
     """
-    plain: dict[str, Any] = redacted(yaml.safe_load(yaml.safe_dump(dict(config))))
+    plain: dict[str, Any] = redacted(config)
     made = [] if claims is None else claims
     return from_rank_zero(lambda: _decide(directory.absolute(), plain, resume, free_keys, made))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import platform
 import subprocess
 import sys
@@ -16,20 +17,9 @@ import torch.distributed as dist
 from cascade_train.redaction import redact_argument
 
 _PACKAGES = (
-    "accelerate",
-    "cascade-train",
-    "diffusers",
-    "hydra-core",
-    "numpy",
-    "omegaconf",
-    "peft",
-    "pillow",
-    "safetensors",
-    "torch",
-    "torchvision",
-    "transformers",
-    "webdataset",
-)
+    "accelerate", "cascade-train", "diffusers", "hydra-core", "numpy", "omegaconf", "peft", "pillow", "safetensors",
+    "torch", "torchvision", "transformers", "webdataset",
+)  # fmt: skip
 _GIT_SECONDS = 10
 
 
@@ -53,6 +43,7 @@ def describe_environment() -> dict[str, Any]:
     }
 
 
+@functools.cache
 def _version(package: str) -> str | None:
     try:
         return metadata.version(package)

@@ -1,0 +1,45 @@
+"""YAML by libyaml: the values and the messages of OmegaConf's own loader, and files as they are now."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from cascade_train.config.groups import conf_dir
+from cascade_train.config.hydra_compat import YamlLoader, _Plain
+from cascade_train.config.launch import register_schema
+
+
+def test_every_file_of_conf_has_the_same_values_by_both_parsers():
+    files = sorted(conf_dir().rglob("*.yaml"))
+    assert len(files) > 60
+    for file in files:
+        text = file.read_text()
+        assert repr(yaml.load(text, YamlLoader)) == repr(yaml.load(text, _Plain)), file  # noqa: S506
+
+
+@pytest.mark.parametrize("text", ["a: 1e-4\nb: 2001-01-01\nc: off\nd: 010\ne: .5\n", "", "[a, {b: c}]", "é: 'x\ty'"])
+def test_scalars_are_resolved_as_omegaconf_does(text: str):
+    assert repr(yaml.load(text, YamlLoader)) == repr(yaml.load(text, _Plain))  # noqa: S506
+
+
+@pytest.mark.parametrize(
+    "text", ["a: [1\nb: 2\n", "a: 1\na: 2\n", "a: b: c\n", "a:\n\tb: 1\n", "a: !!python/name:os x"]
+)
+def test_what_is_wrong_is_said_in_the_words_of_the_plain_parser(tmp_path: Path, text: str):
+    (tmp_path / "a.yaml").write_text(text)
+    said = []
+    for loader in (YamlLoader, _Plain):
+        with (tmp_path / "a.yaml").open() as file, pytest.raises(yaml.YAMLError) as refused:
+            yaml.load(file, loader)  # noqa: S506
+        said.append(str(refused.value))
+    assert said[0] == said[1]
+    assert "a.yaml" in said[0]
+
+
+def test_a_file_that_changes_is_read_as_it_is_now(tmp_path: Path):
+    register_schema()
+    for value in (1, 2):
+        (tmp_path / "a.yaml").write_text(f"a: {value}\n")
+        assert OmegaConf.load(tmp_path / "a.yaml") == {"a": value}
