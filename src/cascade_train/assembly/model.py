@@ -7,6 +7,8 @@ from functools import partial
 
 import torch
 from omegaconf import DictConfig
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import OffloadPolicy
 
 from cascade_train.assembly.components import Parts
 from cascade_train.distributed.consensus import from_every_rank
@@ -58,19 +60,20 @@ def build_model(cfg: DictConfig, parts: Parts, world: World, *, network_dtype: t
         ConfigError: weights that do not exist or fit, a task that does not fit the stage, or an option that would do
             nothing.
     """
+    from_every_rank(partial(build_modules, cfg, parts, world.device, network_dtype=network_dtype))
 
-    def build() -> None:
-        parts.stage.build(device=world.device, network_dtype=network_dtype, frozen_dtype=compute_dtype(cfg))
-        parts.task.attach(parts.stage, parts.objective, world.device)
-        if "network" not in parts.stage.left_out:
-            parts.stage.set_attention(cfg.attention.value)
-            parts.stage.set_activation_checkpointing(cfg.activation_checkpointing)
-        elif cfg.activation_checkpointing:
-            raise ConfigError(
-                "activation_checkpointing=true: recomputes the network, and here none trains; set it to false"
-            )
 
-    from_every_rank(build)
+def build_modules(cfg: DictConfig, parts: Parts, device: torch.device, *, network_dtype: torch.dtype) -> None:
+    """Build the stage and let the task take it, in this process alone; raises as `build_model`."""
+    parts.stage.build(device=device, network_dtype=network_dtype, frozen_dtype=compute_dtype(cfg))
+    parts.task.attach(parts.stage, parts.objective, device)
+    if "network" not in parts.stage.left_out:
+        parts.stage.set_attention(cfg.attention.value)
+        parts.stage.set_activation_checkpointing(cfg.activation_checkpointing)
+    elif cfg.activation_checkpointing:
+        raise ConfigError(
+            "activation_checkpointing=true: recomputes the network, and here none trains; set it to false"
+        )
 
 
 def build_phases(cfg: DictConfig, parts: Parts, world: World) -> list[BoundPhase]:
@@ -79,8 +82,7 @@ def build_phases(cfg: DictConfig, parts: Parts, world: World) -> list[BoundPhase
     A network that trains is kept in fp32, as masters. No rank ever holds more of the network than its share: that
     is sharded on the meta device, before it has memory.
     """
-    network_dtype = torch.float32 if parts.task.trains_network else compute_dtype(cfg)
-    build_model(cfg, parts, world, network_dtype=network_dtype)
+    build_model(cfg, parts, world, network_dtype=stored_dtype(cfg, parts))
     frozen = not parts.task.trains_network and "network" not in parts.stage.left_out
     if world.is_main and cfg.model.weights is None and frozen:
         log.warning(
@@ -90,6 +92,16 @@ def build_phases(cfg: DictConfig, parts: Parts, world: World) -> list[BoundPhase
     phases = parts.task.phases()
     roots = [root for phase in phases for root in phase.modules.values()]
     fits = all(from_every_rank(lambda: fits_one_device(roots, world.device)))
+    mesh = mesh_of_run(cfg, world, fits=fits)
+    shard(cfg, phases, mesh, offload_policy(cfg.parallel.cpu_offload, world.device))
+    fill(parts.stage, torch.device("cpu") if cfg.parallel.cpu_offload else world.device)
+    for phase in phases:
+        refuse_meta(phase.modules)
+    return [bind(cfg, phase, parts) for phase in phases]
+
+
+def mesh_of_run(cfg: DictConfig, world: World, *, fits: bool) -> DeviceMesh:
+    """Return the mesh of a run's ranks; `fits`: whether every device holds all, for `parallel=auto`. Collective."""
     shape = mesh_shape(
         cfg.parallel.mode.value,
         world.ranks,
@@ -97,7 +109,11 @@ def build_phases(cfg: DictConfig, parts: Parts, world: World) -> list[BoundPhase
         machine_ranks=world.machine_ranks,
         fits=fits,
     )
-    mesh, offload = build_mesh(world, shape), offload_policy(cfg.parallel.cpu_offload, world.device)
+    return build_mesh(world, shape)
+
+
+def shard(cfg: DictConfig, phases: list[Phase], mesh: DeviceMesh, offload: OffloadPolicy) -> None:
+    """Compile and shard the phases' modules."""
     for phase in phases:
         for name, root in phase.modules.items():
             parallelize(
@@ -110,10 +126,11 @@ def build_phases(cfg: DictConfig, parts: Parts, world: World) -> list[BoundPhase
                 compile_fallback=cfg.compile_fallback,
                 offload=offload,
             )
-    fill(parts.stage, torch.device("cpu") if cfg.parallel.cpu_offload else world.device)
-    for phase in phases:
-        refuse_meta(phase.modules)
-    return [bind(cfg, phase, parts) for phase in phases]
+
+
+def stored_dtype(cfg: DictConfig, parts: Parts) -> torch.dtype:
+    """Return the dtype that the network's weights are kept in: fp32 where they train, as masters."""
+    return torch.float32 if parts.task.trains_network else compute_dtype(cfg)
 
 
 def bind(cfg: DictConfig, phase: Phase, parts: Parts) -> BoundPhase:

@@ -37,12 +37,18 @@ from cascade_train.redaction import show_log
 from cascade_train.signals import CONTINUED, Signals, while_importing
 
 
-def compose_and_run(argv: Sequence[str], train: Callable[[DictConfig], int], *, remedy: str = CONTINUED) -> int:
+def compose_and_run(
+    argv: Sequence[str],
+    train: Callable[[DictConfig], int],
+    *,
+    remedy: str = CONTINUED,
+    check: Callable[[DictConfig], DictConfig] | None = None,
+) -> int:
     """Run one command line and return the exit code.
 
     `train` is called with each composed and checked configuration and returns an exit code: 0 done, 1 runtime failure,
     2 invalid configuration, 75 stopped and saved, 130 interrupted (docs/stopping.md). `remedy` follows the message that
-    it was interrupted.
+    it was interrupted. `check` checks in the place of preflight.
     """
     register_schema()
     adopt_slurm_step()
@@ -57,7 +63,7 @@ def compose_and_run(argv: Sequence[str], train: Callable[[DictConfig], int], *, 
         with while_importing():  # not before, since what only shows a configuration needs none of it
             from cascade_train.config.preflight import preflight
 
-            ready = preflight(cfg)
+            ready = (check or preflight)(cfg)
         show_log(logging.INFO if is_main() else logging.WARNING)
         return train(ready)
 

@@ -219,6 +219,13 @@ def set_gradient_sync(roots: Iterable[nn.Module], last: bool) -> None:
             whole.last = last
 
 
+def make_copies(roots: Iterable[nn.Module]) -> None:
+    """Make the copies that whole weights compute with now, not in the first forward."""
+    for root in roots:
+        if (whole := _whole(root)) is not None:
+            whole.compute()
+
+
 def settle_gradients(roots: Iterable[nn.Module]) -> None:
     """Wait for the gradients of a step's last backward, and put the masters in their place. Collective."""
     for root in roots:

@@ -76,8 +76,11 @@ def fill_(parameter: Tensor, fill: Fill, seed: int, name: str) -> None:
 def fill_part_(part: Tensor, fill: Fill, seed: int, name: str, *, begin: int, total: int) -> None:
     """Fill `part` in place: the elements from number `begin` of a parameter of `total` elements.
 
-    All chunks up to the part's end are drawn, since a generator cannot skip; those before it are dropped.
+    All chunks up to the part's end are drawn, since a generator cannot skip; those before it are dropped. On the meta
+    device nothing is.
     """
+    if part.is_meta:
+        return
     if fill.kind == "constant" or fill.scale == 0.0:
         part.fill_(fill.scale)
         return

@@ -54,6 +54,7 @@ class Command:
         shows_log: show what the library logs as information; False = warnings alone.
         run_defaults: compose the arguments that are not its own as those of a run, with these options of groups where
             none is chosen; None = all arguments are its own.
+        check: returns that configuration as it is checked for the arguments; None = as a training checks it.
     """
 
     arguments: type[Any]
@@ -63,6 +64,7 @@ class Command:
     many_ranks: bool = False
     shows_log: bool = False
     run_defaults: Mapping[str, str] | None = None
+    check: Callable[[Any, DictConfig], DictConfig] | None = None
 
 
 def run_command(argv: Sequence[str]) -> int:
@@ -114,7 +116,9 @@ def _call(command: Command, argv: Sequence[str], *, help_head: str) -> int:
     own = [argument for argument in argv if argument.partition("=")[0] in names]
     arguments = parse(command.arguments, own)
     rest = [argument for argument in argv if argument not in own]
-    return compose_and_run(with_defaults(command.run_defaults, rest), partial(command.run, arguments), remedy="")
+    check = None if command.check is None else partial(command.check, arguments)
+    argv = with_defaults(command.run_defaults, rest)
+    return compose_and_run(argv, partial(command.run, arguments), remedy="", check=check)
 
 
 def with_defaults(defaults: Mapping[str, str], argv: Sequence[str]) -> list[str]:

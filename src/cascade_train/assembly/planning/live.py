@@ -1,0 +1,136 @@
+"""Which storages of tensors live when, operation by operation, of real tensors or of fake ones.
+
+Lives here: the record, and curves of it. Must not live here: what is run while it is made (rehearsal.py).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from torch.utils.flop_counter import flop_registry
+
+CUDA_BLOCK_BYTES = 512
+"""torch's CUDA allocator rounds each storage up to a multiple of this."""
+
+
+class Live(TorchDispatchMode):
+    """Records, while the block runs, from which operation to which each storage exists, and counts their arithmetic.
+
+    Attributes:
+        label: what storages that begin now belong to.
+        counts: whether floating-point operations are counted.
+        flops: how many there were, a multiply-add counted as two.
+        tick: operations so far that made a storage.
+    """
+
+    def __init__(self, *, block_bytes: int = 1, run: Callable[[Any, Any, Any], Any] | None = None) -> None:
+        """Start empty.
+
+        Args:
+            block_bytes: sizes are rounded up to multiples of this.
+            run: runs an operation with its arguments; None = as it is.
+        """
+        super().__init__()
+        self._run = run
+        self._ticks = False  # whether the next new storage is the first of an operation
+        self.label, self.tick = "", 0
+        self.counts, self.flops = False, 0
+        self._block = block_bytes
+        self._numbers: dict[int, int] = {}  # of the living storages
+        self._ends: dict[int, weakref.ref[Any]] = {}
+        self._size: list[int] = []
+        self._born: list[int] = []
+        self._died: list[int] = []
+        self._labels: list[str] = []
+
+    def __enter__(self) -> Live:
+        """Begin; storages that are resized, as FSDP2's are, are recorded too."""
+        self._resize = resize = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+            resized = resize(storage, size)
+            if storage._cdata in self._numbers:
+                self._end(storage._cdata)
+                self._begin(storage)
+            return resized
+
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[assignment, method-assign]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """End; what lives on is not recorded any more."""
+        super().__exit__(*error)
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation, and record what it made."""
+        kwargs = kwargs or {}
+        made = func(*args, **kwargs) if self._run is None else self._run(func, args, kwargs)
+        self._ticks = True
+        self.note(tree_iter(made))
+        if self.counts and (count := flop_registry.get(func._overloadpacket)) is not None:
+            self.flops += _flops(func, count, args, kwargs, made)
+        return made
+
+    def note(self, values: Iterable[Any]) -> None:
+        """Record the storages of the tensors among some values, each once."""
+        for value in values:
+            if isinstance(value, Tensor):
+                tensor = value._local_tensor if isinstance(value, DTensor) else value
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._numbers:
+                    self._begin(storage)
+
+    def _begin(self, storage: torch.UntypedStorage) -> None:
+        self.tick += self._ticks
+        self._ticks = False
+        key, blocks = storage._cdata, -(-storage.nbytes() // self._block)
+        self._numbers[key] = len(self._size)
+        self._ends[key] = weakref.ref(storage, lambda _: self._end(key))
+        self._size.append(blocks * self._block)
+        self._born.append(self.tick)
+        self._died.append(-1)
+        self._labels.append(self.label)
+
+    def _end(self, key: int) -> None:
+        self._died[self._numbers.pop(key)] = self.tick + 1
+        del self._ends[key]
+
+    def relabel(self, old: str, new: str) -> None:
+        """Let what lives now under one label belong to another."""
+        for number in self._numbers.values():
+            if self._labels[number] == old:
+                self._labels[number] = new
+
+    def curves(self, begin: int) -> dict[str, np.ndarray]:
+        """Return the bytes that live when each operation from number `begin` on has ended, (T,) int64 by label.
+
+        What an operation frees lives with what it makes.
+        """
+        end = self.tick + 2
+        size, born, died = (np.array(values, dtype=np.int64) for values in (self._size, self._born, self._died))
+        died = np.where(died < 0, end, died)
+        labels = np.array(self._labels)
+        found = {}
+        for label in dict.fromkeys(self._labels):
+            mine = labels == label
+            change = np.bincount(born[mine], size[mine], end + 1) - np.bincount(died[mine], size[mine], end + 1)
+            found[label] = change.cumsum().astype(np.int64)[begin : self.tick + 1]
+        return found
+
+
+def _flops(func: Any, count: Any, args: Any, kwargs: Any, made: Any) -> int:
+    if func._overloadpacket is not torch.ops.aten.convolution_backward:
+        return int(count(*args, **kwargs, out_val=made))
+    gradient, picture, weight, *_, transposed, _, _, mask = args  # torch's own formula takes groups for dense
+    places = picture if transposed else gradient
+    return 2 * places.numel() * weight[0].numel() * (mask[0] + mask[1])

@@ -1,0 +1,141 @@
+"""The memory of one rank, by what it is for, for any micro-batch and number of ranks, from steps that were rehearsed.
+
+After each operation of a step, memory is affine in the micro-batch: the operations are the same, and each makes tensors
+with or without a batch dimension. Two rehearsed sizes therefore give it for all sizes, and its peak.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from omegaconf import DictConfig
+
+from cascade_train.assembly.components import build_parts
+from cascade_train.assembly.planning.rehearsal import (
+    ACTIVATIONS,
+    AVERAGE,
+    BATCH,
+    COPIES,
+    GRADIENTS,
+    OPTIMIZER,
+    WEIGHTS,
+    Rehearsed,
+    rehearse,
+    unloaded,
+)
+
+SIZES = (2, 3)
+"""Micro-batches that are rehearsed: a batch of 1 would take other ways through some operations."""
+
+CONTEXT_BYTES = 600 * 10**6
+"""CUDA context and the libraries' workspaces. Assumed, not measured."""
+
+STATE = (WEIGHTS, GRADIENTS, OPTIMIZER, AVERAGE)
+"""What is split where weights are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes of one rank in a step.
+
+    Attributes:
+        fixed: after each operation, (T,) by what they are for, whatever the micro-batch.
+        each: the same for each sample of the micro-batch.
+        ranks: over how many weights are split.
+        gathered: bytes of what a rank gathers at once where they are.
+        on_host: what lies in host memory.
+        context: bytes beside all tensors.
+    """
+
+    fixed: Mapping[str, np.ndarray]
+    each: Mapping[str, np.ndarray]
+    ranks: int = 1
+    gathered: int = 0
+    on_host: frozenset[str] = frozenset()
+    context: int = CONTEXT_BYTES
+
+    def over(self, ranks: int) -> Memory:
+        """Return the memory of a rank where weights are split over several, which gathers them unit by unit."""
+        if ranks == 1:
+            return self
+        fixed = {name: curve / ranks if name in STATE else curve for name, curve in self.fixed.items()}
+        fixed[COPIES] = np.full_like(fixed[ACTIVATIONS], self.gathered)
+        each = {**self.each, COPIES: np.zeros_like(fixed[COPIES])}
+        return dataclasses.replace(self, fixed=fixed, each=each, ranks=ranks)
+
+    def peak(self, micro_batch_size: int, accumulated: int = 1) -> dict[str, int]:
+        """Return bytes at the moment that needs the most device memory, by what they are for.
+
+        With `accumulated` micro-batches, all of them lie on the device, and gradients of one wait for the next.
+        """
+        fixed = self._waiting() if accumulated > 1 else self.fixed
+        waiting = (accumulated - 1) * micro_batch_size  # samples of the other micro-batches
+        device = [name for name in fixed if name not in self.on_host]
+        curves = {name: fixed[name] + micro_batch_size * self.each[name] for name in device}
+        curves[BATCH] = curves[BATCH] + waiting * self.each[BATCH].max()
+        moment = int(sum(curves.values()).argmax())
+        found = {name: round(float(curve[moment])) for name, curve in curves.items()}
+        return {**found, "context": self.context} if self.context else found
+
+    def total(self, micro_batch_size: int, accumulated: int = 1) -> int:
+        """Return the bytes of the peak."""
+        return sum(self.peak(micro_batch_size, accumulated).values())
+
+    def largest(self, limit_bytes: float, sizes: Sequence[int], samples: int) -> int | None:
+        """Return the largest of some micro-batch sizes, which rise, whose peak is within a limit; None = none is.
+
+        `samples` are those of the rank in a step.
+        """
+        # two ranges, since without accumulation no gradients wait: a larger micro-batch may need less
+        several = bisect.bisect_right(sizes, samples // 2)
+        for first, last in ((several, len(sizes)), (0, several)):
+            fits = bisect.bisect_right(
+                sizes, limit_bytes, first, last, key=lambda size: self.total(size, max(1, samples // size))
+            )
+            if fits > first:
+                return sizes[fits - 1]
+        return None
+
+    def _waiting(self) -> dict[str, np.ndarray]:
+        """Return `fixed` with whole gradients at every moment."""
+        whole = np.full_like(self.fixed[GRADIENTS], self.fixed[GRADIENTS].max())
+        return {**self.fixed, GRADIENTS: whole}
+
+
+def memory_of(
+    cfg: DictConfig, *, ranks: int = 1, on_cuda: bool = True, sizes: tuple[int, int] = SIZES
+) -> tuple[Memory, Rehearsed]:
+    """Rehearse a checked configuration; return the memory of one rank, whose weights are whole, and the steps."""
+    bare = unloaded(cfg)
+    steps = rehearse(bare, build_parts(bare), sizes, on_cuda=on_cuda)
+    memory = between(*steps.curves, sizes=sizes)
+    on_host = set(STATE) if cfg.parallel.cpu_offload else {AVERAGE} if cfg.ema.device is not None else set()
+    context = CONTEXT_BYTES if on_cuda else 0
+    return dataclasses.replace(memory, gathered=steps.gathered, on_host=frozenset(on_host), context=context), steps
+
+
+def between(small: Mapping[str, np.ndarray], large: Mapping[str, np.ndarray], *, sizes: tuple[int, int]) -> Memory:
+    """Return the memory of which two micro-batches are known, operation by operation.
+
+    Where the numbers of operations differ, since something is done sample by sample, only the moments of the peaks are
+    compared.
+    """
+    names = list(dict.fromkeys([*small, *large]))
+    length = {len(next(iter(curves.values()))) for curves in (small, large)}
+    if len(length) > 1:
+        small, large = at_peak(small), at_peak(large)
+    none = np.zeros_like(next(iter(small.values())))
+    step = sizes[1] - sizes[0]
+    each = {name: (large.get(name, none) - small.get(name, none)) / step for name in names}
+    fixed = {name: small.get(name, none) - sizes[0] * each[name] for name in names}
+    return Memory(fixed=fixed, each=each)
+
+
+def at_peak(curves: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return curves of one moment, that of their peak."""
+    moment = int(np.sum(list(curves.values()), axis=0).argmax())
+    return {name: curve[moment : moment + 1] for name, curve in curves.items()}

@@ -1,0 +1,250 @@
+"""What `cascade-train plan` reports: parameters, memory, length, time and disk of a run, and what is worth a warning.
+
+Lives here: the conclusions, and their text. Must not live here: how memory is known (memory.py, rehearsal.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import DictConfig
+
+from cascade_train.assembly.planning.devices import ASSUMED_MFU, DEVICES, SIZES_GB, USABLE
+from cascade_train.assembly.planning.memory import Memory, memory_of
+from cascade_train.assembly.planning.samples import Samples
+
+RANKS = (1, 2, 4, 8)
+SAVE_SECONDS = (600.0, 4 * 3600.0)
+"""Between saves: oftener is much writing, seldomer is much to lose."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is known of a run before it begins; bytes, seconds, and numbers of parameters and samples.
+
+    Attributes:
+        title: the run, in a line.
+        parameters: of each module, all and those that train.
+        memory: by number of ranks, of one of them at its peak, by what it is for; none where the batch does not divide.
+        micro_batch_size: of the run; by number of ranks, as it is or as it would be.
+        fits: the largest micro-batch that divides a rank's share of the batch and fits the device; None = none does.
+        largest: by number of ranks and gigabytes of a device, the largest micro-batch that fits; None = none does.
+        steps: optimizer steps.
+        samples: of the data, where it is there.
+        tflop: of a sample, forward and backward, encoders too.
+        seconds_per_step: at the assumed share of the device's peak.
+        device: its name.
+        ranks: of the run.
+        checkpoint_bytes: of one checkpoint.
+        checkpoints: that stay.
+        export_bytes: of what trained.
+        warnings: sentences.
+    """
+
+    title: str
+    parameters: Mapping[str, tuple[int, int]]
+    memory: Mapping[int, Mapping[str, int]]
+    micro_batch_size: Mapping[int, int]
+    fits: int | None
+    largest: Mapping[int, Mapping[int, int | None]]
+    steps: int
+    global_batch_size: int
+    samples: Samples | None
+    tflop: float
+    seconds_per_step: float
+    device: str
+    ranks: int
+    checkpoint_bytes: int
+    checkpoints: int
+    export_bytes: int
+    warnings: Sequence[str]
+
+    def lines(self) -> Iterator[str]:
+        """Yield the plan as text."""
+        yield self.title
+        yield from ("", *_table(["Parameters", "all", "train"], self._parameter_rows()))
+        heads = ["GB of each rank at its peak", *(f"{n} rank{'s' if n > 1 else ''}" for n in self.memory)]
+        yield from ("", *_table(heads, self._memory_rows()))
+        heads = ["Largest micro-batch on", *(f"{gb} GB" for gb in SIZES_GB)]
+        rows = [[f"  {n} rank{'s' if n > 1 else ''}", *(str(row[gb] or "-") for gb in SIZES_GB)]
+                for n, row in self.largest.items()]  # fmt: skip
+        yield from ("", *_table(heads, rows), "", *self._length_lines(), *self._disk_lines())
+        yield from ("", *(f"! {warning}" for warning in self.warnings)) if self.warnings else ()
+        yield from ("", ASSUMPTIONS)
+
+    def _parameter_rows(self) -> list[list[str]]:
+        rows = [[f"  {name}", f"{whole:,}", f"{trains:,}"] for name, (whole, trains) in self.parameters.items()]
+        sums = [sum(each) for each in zip(*self.parameters.values(), strict=True)]
+        return [*rows, ["  together", *(f"{each:,}" for each in sums)]]
+
+    def _memory_rows(self) -> list[list[str]]:
+        columns = self.memory.values()
+        names = dict.fromkeys(name for column in columns for name in column)
+        shown = [name for name in names if any(column.get(name, 0) >= 5 * 10**6 for column in columns)]
+        rows = [[f"  {name}", *(_gb(column.get(name, 0)) for column in columns)] for name in shown]
+        sizes = [str(self.micro_batch_size[n]) for n in self.memory]
+        return [["  micro-batch", *sizes], *rows, ["  together", *(_gb(sum(c.values())) for c in columns)]]
+
+    def _length_lines(self) -> Iterator[str]:
+        samples = self.steps * self.global_batch_size
+        yield f"Length   {self.steps:,} steps of {self.global_batch_size:,}: {samples:,} samples"
+        if self.samples is not None:
+            yield from (f"Data     {line}" for line in self.samples.lines(samples))
+        else:
+            yield "Data     not opened"
+        whole = self.seconds_per_step * self.steps
+        yield (
+            f"Time     {_duration(self.seconds_per_step)} a step, {_duration(whole)} in all, on {self.ranks} x"
+            f" {self.device} at {ASSUMED_MFU:.0%} of {DEVICES[self.device].tflops:g} TFLOP/s (assumed);"
+            f" {self.tflop:.2f} TFLOP a sample"
+        )
+
+    def _disk_lines(self) -> Iterator[str]:
+        whole = self.checkpoint_bytes * self.checkpoints
+        yield (
+            f"Disk     {_gb(whole)} GB: {self.checkpoints} checkpoints of {_gb(self.checkpoint_bytes)} GB that stay,"
+            f" one more while a save is written; {_gb(self.export_bytes)} GB of trained weights in the export"
+        )
+
+
+ASSUMPTIONS = (
+    "Memory is computed from the run's own step, not measured: tensors in blocks of 512 bytes, and 0.6 GB assumed for\n"
+    "the CUDA context and workspaces. The allocator's fragments, sampling, validation and the networks of filters are\n"
+    "not counted; compile=regional counts as no compilation, and every image as a condition."
+)
+
+
+def make_plan(cfg: DictConfig, *, ranks: int, device: str, samples: Samples | None) -> Plan:
+    """Return the plan of a checked configuration on a number of ranks of a device."""
+    memory, steps = memory_of(cfg)
+    batch, given = cfg.train.global_batch_size, cfg.train.micro_batch_size
+    micro = {n: size for n in sorted({*RANKS, ranks}) if (size := _micro(batch, given, n))}
+    layouts = {n: _layout(cfg, memory, n, device) for n in micro}
+    peaks = {n: layouts[n].peak(size, batch // n // size) for n, size in micro.items()}
+    every = cfg.checkpoint.every_steps
+    per_step = steps.flops * batch / (ranks * DEVICES[device].tflops * 1e12 * ASSUMED_MFU)
+    found = Plan(
+        title=f"{cfg.run.name}: {_name(cfg.task)} of {_name(cfg.model)}, {cfg.model.image_size} px,"
+        f" {cfg.train.precision.value}, parallel={cfg.parallel.mode.value}"
+        + (", activation_checkpointing" if cfg.activation_checkpointing else ""),
+        parameters=steps.parameters,
+        memory=peaks,
+        micro_batch_size=micro,
+        fits=layouts[ranks].largest(DEVICES[device].gb * 1e9 * USABLE, _divisors(batch // ranks), batch // ranks),
+        largest={n: {gb: _largest(layouts[n], gb, batch // n) for gb in SIZES_GB} for n in micro},
+        steps=_steps(cfg, samples),
+        global_batch_size=batch,
+        samples=samples,
+        tflop=steps.flops / 1e12,
+        seconds_per_step=per_step,
+        device=device,
+        ranks=ranks,
+        checkpoint_bytes=steps.checkpoint_bytes,
+        checkpoints=_kept(cfg, _steps(cfg, samples)),
+        export_bytes=steps.export_bytes,
+        warnings=(),
+    )
+    warnings = _warnings(cfg, found, None if every is None else every * per_step)
+    return dataclasses.replace(found, warnings=tuple(warnings))
+
+
+def _micro(batch: int, own: int, ranks: int) -> int | None:
+    """Return the micro-batch on a number of ranks: the run's own as far as it divides; None = the batch does not."""
+    share, rest = divmod(batch, ranks)
+    return None if rest else max(size for size in _divisors(share) if size <= own)
+
+
+def _divisors(count: int) -> list[int]:
+    return [size for size in range(1, count + 1) if count % size == 0]
+
+
+def _layout(cfg: DictConfig, memory: Memory, ranks: int, device: str) -> Memory:
+    """Return the memory of a rank where the run's mode has its weights on so many."""
+    mode = cfg.parallel.mode.value
+    if mode == "hsdp":
+        return memory.over(min(ranks, cfg.parallel.shard_size or 8))
+    fits = memory.total(1) <= 0.7 * DEVICES[device].gb * 1e9
+    return memory.over(ranks) if mode == "fsdp" or (mode == "auto" and not fits) else memory
+
+
+def _largest(memory: Memory, gb: int, share: int) -> int | None:
+    """Return the largest micro-batch up to a rank's share of the batch that fits a device."""
+    return memory.largest(gb * 1e9 * USABLE, range(1, share + 1), share)
+
+
+def _steps(cfg: DictConfig, samples: Samples | None) -> int:
+    limits = [cfg.train.max_steps]
+    if cfg.train.max_epochs is not None and samples is not None and samples.count is not None:
+        limits.append(-(-samples.count * cfg.train.max_epochs // cfg.train.global_batch_size))
+    if (seen := cfg.data.get("num_examples_to_see")) is not None:
+        limits.append(-(-seen // cfg.train.global_batch_size))
+    return int(min(limits))
+
+
+def _kept(cfg: DictConfig, steps: int) -> int:
+    """Return how many checkpoints stay at the end of a run."""
+    rule = cfg.checkpoint
+    every = rule.every_steps or steps
+    saved = sorted({*range(every, steps + 1, every), steps})
+    stay = set(saved if rule.keep_last is None else saved[-rule.keep_last :])
+    if rule.keep_every_steps is not None:
+        stay |= {step for step in saved if step % rule.keep_every_steps == 0}
+    return min(len(saved), len(stay) + (rule.keep_best or 0))
+
+
+def _warnings(cfg: DictConfig, plan: Plan, between_saves: float | None) -> Iterator[str]:
+    need, room = sum(plan.memory[plan.ranks].values()), DEVICES[plan.device].gb * 1e9
+    if need > room * USABLE:
+        yield _remedy(cfg, plan, need)
+    undivided = [str(n) for n in RANKS if plan.global_batch_size % n]
+    if undivided:
+        yield f"train.global_batch_size={plan.global_batch_size} cannot be split over {' or '.join(undivided)} ranks."
+    is_large = plan.checkpoint_bytes > 1e9
+    if is_large and between_saves is not None and not SAVE_SECONDS[0] <= between_saves <= SAVE_SECONDS[1]:
+        yield (
+            f"checkpoint.every_steps={cfg.checkpoint.every_steps} saves {_gb(plan.checkpoint_bytes)} GB every"
+            f" {_duration(between_saves)}."
+        )
+    if plan.samples is not None:
+        yield from plan.samples.warnings(plan.global_batch_size)
+    if cfg.compile.value == "regional":
+        yield "compile=regional needs less memory than is counted here."
+
+
+def _remedy(cfg: DictConfig, plan: Plan, need: int) -> str:
+    """Say that a run does not fit, and what does."""
+    size = plan.fits
+    fits = f"train.micro_batch_size={size} fits" if size is not None else "no micro-batch fits"
+    text = (
+        f"{_gb(need)} GB do not fit the {DEVICES[plan.device].gb} GB of {plan.device} at a micro-batch of"
+        f" {plan.micro_batch_size[plan.ranks]}: {fits}"
+    )
+    return text + ("." if size is not None else "; docs/memory.md lists what needs less.")
+
+
+def _name(node: Any) -> str:
+    return str(node._target_).rpartition(".")[2]
+
+
+def _gb(count: float) -> str:
+    return f"{count / 1e9:.2f}" if count < 9.95e9 else f"{count / 1e9:.1f}"
+
+
+def _duration(seconds: float) -> str:
+    for unit, length in (("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield a table whose first column begins at the left and whose others end at the right."""
+    widths = [max(len(row[i]) for row in [heads, *rows]) for i in range(len(heads))]
+    for row in [heads, *rows]:
+        yield "  ".join(
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()

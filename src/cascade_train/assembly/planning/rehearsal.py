@@ -1,0 +1,332 @@
+"""A run's own build and its own step on torch's meta device: what lives when, and what is computed.
+
+Nothing is loaded, drawn or sent, and no tensor has memory: the model is built, bound and takes steps. Lives here: how a
+run is made to do that. Must not live here: what is concluded (memory.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig, open_dict
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import OffloadPolicy
+from torch.nn import functional
+from torch.optim import optimizer
+from torch.utils._pytree import tree_iter, tree_map_only
+
+from cascade_train.assembly.components import Parts, build_component
+from cascade_train.assembly.model import bind, build_modules, compute_dtype, shard, stored_dtype
+from cascade_train.assembly.planning.live import CUDA_BLOCK_BYTES, Live
+from cascade_train.assembly.planning.shapes import META, Shapes
+from cascade_train.batch import Batch
+from cascade_train.distributed.parallelize import make_copies, reshard, set_gradient_sync
+from cascade_train.engine.optimizer import fill_state
+from cascade_train.engine.phase import training_state
+from cascade_train.filters.base import CONTROL, ControlFilter, ControlMap, Encode, arrived
+from cascade_train.tasks.base import Export, Phase
+from cascade_train.tasks.controlnet import ControlNet
+
+WEIGHTS, COPIES, GRADIENTS, OPTIMIZER = "weights", "copies in the dtype of compute", "gradients", "optimizer"
+AVERAGE, ENCODERS, BATCH, ACTIVATIONS, UPDATE = "average", "encoders", "batch", "activations", "update"
+
+ON_HOST = ("keep_image_B",)
+"""Fields of prepared batches that a loss reads on the host."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rehearsed:
+    """What steps hold and compute on one rank.
+
+    Attributes:
+        curves: of each step, bytes after each operation, (T,) int64 by what they are for.
+        flops: floating-point operations of a step for each sample, a multiply-add counted as two.
+        parameters: of each module, how many there are, and how many of them train.
+        gathered: bytes of what a rank gathers at once, where weights are split.
+        checkpoint_bytes: of a checkpoint, over all ranks.
+        export_bytes: of the trained weights that are exported.
+    """
+
+    curves: Sequence[Mapping[str, np.ndarray]]
+    flops: float
+    parameters: Mapping[str, tuple[int, int]]
+    gathered: int
+    checkpoint_bytes: int
+    export_bytes: int
+
+
+def rehearse(cfg: DictConfig, parts: Parts, sizes: Sequence[int], *, on_cuda: bool = True) -> Rehearsed:
+    """Take a step of a checked configuration with a micro-batch of each size, on one rank with whole weights.
+
+    Args:
+        cfg: from `unloaded`.
+        parts: of it, not built yet.
+        sizes: samples of the micro-batches.
+        on_cuda: count what a CUDA device keeps; False = what this CPU does.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(_alone())
+        if isinstance(parts.task, ControlNet):
+            parts.task.filter = NoFilter(parts.task.filter)
+        build_modules(cfg, parts, META, network_dtype=stored_dtype(cfg, parts))
+        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
+        parts.task.device = torch.device("cpu")
+        prepared = [parts.task.prepare_batch(fake_batch(cfg, parts, size)) for size in sizes]
+        parts.task.device = META
+        if on_cuda:
+            stack.enter_context(_kernels_of_cuda())
+        live = stack.enter_context(Live(block_bytes=CUDA_BLOCK_BYTES if on_cuda else 1, run=Shapes().run))
+        run = _Run(cfg, parts, live, mesh)
+        curves = [run.step(each) for each in prepared[:-1]]
+        live.counts = True
+        curves.append(run.step(prepared[-1]))
+        live.counts = False
+        return Rehearsed(
+            curves=curves,
+            flops=live.flops / sizes[-1],
+            parameters=run.parameters,
+            gathered=run.gathered,
+            checkpoint_bytes=_bytes(training_state(run.phases, parts.task)),
+            export_bytes=sum(map(_export_bytes, parts.task.exports().values())),
+        )
+
+
+class _Run:
+    """A run that is built and bound while what lives is recorded."""
+
+    def __init__(self, cfg: DictConfig, parts: Parts, live: Live, mesh: DeviceMesh) -> None:
+        self._parts, self._live = parts, live
+        phases = parts.task.phases()
+        roots = [root for phase in phases for root in phase.modules.values()]
+        self._met: dict[Tensor, Tensor] = {}
+        self.parameters = _counted(parts, phases)
+        self.gathered = sum(_gathered(phase, compute_dtype(cfg)) for phase in phases)
+        live.label = WEIGHTS
+        for root in roots:
+            self._take(root)
+        live.label = ENCODERS
+        self._take_below(parts.task, set())
+        live.label = WEIGHTS
+        shard(cfg, phases, mesh, OffloadPolicy())
+        live.label = AVERAGE
+        self.phases = [bind(cfg, phase, parts) for phase in phases]
+        live.label = OPTIMIZER
+        for bound in self.phases:
+            fill_state(bound.optimizer)
+        live.label = COPIES
+        make_copies(roots)
+        reshard(roots)
+
+    def _take(self, module: nn.Module) -> None:
+        """Record the tensors of a module, and take the memory from those that have any."""
+        for owner in module.modules():
+            for tensors in (owner._parameters, owner._buffers):
+                for name, tensor in tensors.items():
+                    if tensor is not None:
+                        tensors[name] = self._bare(tensor)
+
+    def _bare(self, tensor: Tensor) -> Any:
+        """Return a tensor, or one without memory in its place, the same one at each call."""
+        if tensor not in self._met:
+            bare = tensor if tensor.is_meta else tensor.detach().to(META)
+            if isinstance(tensor, nn.Parameter) and bare is not tensor:
+                bare = nn.Parameter(bare, tensor.requires_grad)
+            self._live.note([bare])
+            self._met[tensor] = self._met[bare] = bare
+        return self._met[tensor]
+
+    def _take_below(self, owner: Any, seen: set[int]) -> None:
+        """Take modules and tensors in the attributes of an object of this library, and of those that it holds."""
+        seen.add(id(owner))
+        for name, value in list(vars(owner).items()):
+            if isinstance(value, nn.Module):
+                self._take(value)
+            elif isinstance(value, Tensor | dict):
+                vars(owner)[name] = tree_map_only(Tensor, self._bare, value)
+            elif _is_ours(value) and id(value) not in seen:
+                self._take_below(value, seen)
+
+    def step(self, prepared: Any) -> dict[str, np.ndarray]:
+        """Take an optimizer step on one micro-batch, as the loop does; return its curves."""
+        live = self._live
+        live.label = BATCH
+        prepared = _on_meta(prepared)
+        begin = live.tick
+        for bound in self.phases:
+            live.label = ACTIVATIONS
+            set_gradient_sync(bound.roots, last=True)
+            output = bound.phase.loss(prepared)
+            output.loss_B.sum().backward()
+            del output
+            live.relabel(ACTIVATIONS, GRADIENTS)
+            live.label = UPDATE
+            bound.clip()
+            bound.update(bound.phase.start_step + 1, bound.phase.start_step + 1, torch.zeros((), device=META))
+        return live.curves(begin)
+
+
+def _on_meta(value: Any) -> Any:
+    """Return a prepared batch without memory, but for what a loss reads on the host."""
+    changed = {
+        field.name: tree_map_only(Tensor, lambda tensor: tensor.to(META), getattr(value, field.name))
+        for field in dataclasses.fields(value)
+        if field.name not in ON_HOST
+    }
+    return dataclasses.replace(value, **changed)
+
+
+def _counted(parts: Parts, phases: Sequence[Phase]) -> dict[str, tuple[int, int]]:
+    """Return how many parameters each module has, and how many of them train."""
+    roots = {name: root for phase in phases for name, root in phase.modules.items()}
+    modules = parts.stage.frozen_modules() | roots
+    return {
+        name: (
+            sum(p.numel() for p in module.parameters()),
+            sum(p.numel() for p in module.parameters() if p.requires_grad),
+        )
+        for name, module in modules.items()
+    }
+
+
+def _gathered(phase: Phase, dtype: torch.dtype) -> int:
+    """Return the bytes that FSDP2 gathers at once.
+
+    What lies in no unit, the largest unit twice (the next one is gathered before), and its gradients, which are
+    exchanged in fp32.
+    """
+    found = 0
+    for name, root in phase.modules.items():
+        units = [sum(p.numel() for module in unit for p in module.parameters()) for unit in phase.units[name]]
+        rest = sum(p.numel() for p in root.parameters()) - sum(units)
+        found += dtype.itemsize * rest + (3 * dtype.itemsize + 4) * max(units, default=0)
+    return found
+
+
+def _bytes(state: Any) -> int:
+    return sum(value.numel() * value.element_size() for value in tree_iter(state) if isinstance(value, Tensor))
+
+
+def _export_bytes(export: Export) -> int:
+    frozen = {n for n, p in export.module.named_parameters() if not p.requires_grad}
+    state = export.module.state_dict()
+    return _bytes({n: value for n, value in state.items() if export.whole or n not in frozen})
+
+
+def _is_ours(value: Any) -> bool:
+    return type(value).__module__.partition(".")[0] == "cascade_train" and hasattr(value, "__dict__")
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Be the only rank, and let fused optimizers take tensors without memory."""
+    fused = optimizer._get_fused_kernels_supported_devices
+    optimizer._get_fused_kernels_supported_devices = lambda: [*fused(), META.type]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        optimizer._get_fused_kernels_supported_devices = fused
+
+
+def unloaded(cfg: DictConfig) -> DictConfig:
+    """Return a configuration of the same sizes that names no weights, so that nothing is read to build it."""
+    cfg = cfg.copy()
+    with open_dict(cfg):
+        cfg.model.weights = None
+        if "random_encoders" in cfg.model:
+            cfg.model.random_encoders = True
+        cfg.ema.weights = cfg.ema.device = None
+        for key in ("weights", "backbone_weights"):
+            if key in cfg.task:
+                cfg.task[key] = None
+        if cfg.task.get("train_tokens"):
+            cfg.task.train_tokens = [[f"[planned{i}]", None] for i in range(len(cfg.task.train_tokens))]
+        if str(cfg.attention.value) == "xformers":
+            cfg.attention = type(cfg.attention)("sdpa")
+        cfg.compile = type(cfg.compile)("off")
+    return cfg
+
+
+def fake_batch(cfg: DictConfig, parts: Parts, size: int) -> Batch:
+    """Return a batch of blank samples of the largest shape, whose draws need the most memory."""
+    source = build_component(cfg, "data")
+    height, width = max(source.bucket_table(None).sizes_K2.tolist(), key=lambda each: each[0] * each[1])
+    tensors: dict[str, Tensor] = {}
+    if isinstance(parts.task, ControlNet):
+        of_pictures = parts.task.bottleneck in ("effnet", "small")
+        sides = (height, width) if of_pictures else parts.stage.latent_shape(height, width)[1:]
+        tensors[CONTROL] = torch.zeros(size, parts.task.filter.channels, *sides)
+    return Costly(
+        image_BCHW=torch.zeros(size, 3, height, width, dtype=torch.uint8),
+        captions=("a caption",) * size,
+        keys=tuple(map(str, range(size))),
+        epoch_B=torch.zeros(size, dtype=torch.int64),
+        index_B=torch.arange(size),
+        seed=0,
+        tensors=tensors,
+    )
+
+
+class Costly(Batch):
+    """A batch whose draws take the most memory: every image is a condition, and none shrinks."""
+
+    def uniform(self, purpose: str) -> Tensor:
+        """Return the end of [0, 1) that costs more, (B,)."""
+        return torch.full((len(self),), 1.0 - 1e-6 if purpose == "shrink" else 0.0)
+
+
+class NoFilter(ControlFilter):
+    """Takes maps as they are, in the place of a filter whose files may not be here."""
+
+    def __init__(self, instead_of: ControlFilter) -> None:
+        self.channels = instead_of.channels
+
+    def build(self, *, device: torch.device, encode: Encode) -> ControlMap:
+        """Return the maps of the batch."""
+        return arrived
+
+
+@contextmanager
+def _kernels_of_cuda() -> Iterator[None]:
+    """Let dropout and attention keep for backward what they keep on a CUDA device: a mask of bytes, and no matrix."""
+    kept = functional.dropout, functional.scaled_dot_product_attention
+    functional.dropout, functional.scaled_dot_product_attention = _dropout, _attention  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        functional.dropout, functional.scaled_dot_product_attention = kept
+
+
+def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    return torch.native_dropout(x, p, train=True)[0] if training and p > 0 else x
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Attend as flash attention does, and where it cannot (fp32, masks) as memory-efficient attention."""
+    if attn_mask is None and query.dtype in (torch.float16, torch.bfloat16):
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        return flash(query, key, value, dropout_p, is_causal, scale=scale)[0]
+    bias = attn_mask if attn_mask is None or attn_mask.is_floating_point() else attn_mask.to(query.dtype)
+    if bias is not None:
+        bias = bias.expand(*query.shape[:-1], key.shape[-2])
+    keeps = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    return efficient(query, key, value, bias, keeps, dropout_p, is_causal, scale=scale)[0]

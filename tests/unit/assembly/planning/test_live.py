@@ -1,0 +1,71 @@
+"""What lives when: real tensors, views, in-place work, and storages that are resized."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cascade_train.assembly.planning.live import CUDA_BLOCK_BYTES, Live
+from cascade_train.assembly.planning.shapes import META, Shapes
+
+
+def test_a_storage_lives_from_the_operation_that_makes_it_to_the_one_after_its_end():
+    with Live() as live:
+        live.label = "first"
+        first = torch.zeros(100)
+        live.label = "second"
+        second = first + 1
+        view = second[:10]
+        view.mul_(2)
+        del first
+        third = second.exp()
+        del second, view
+        torch.zeros(1)
+    assert third.nbytes == 400
+    curves = {name: curve.tolist() for name, curve in live.curves(1).items()}
+    assert curves == {"first": [400, 400, 0, 0], "second": [0, 400, 800, 404]}
+
+
+def test_sizes_are_rounded_up_to_blocks_and_labels_can_change():
+    with Live(block_bytes=CUDA_BLOCK_BYTES) as live:
+        live.label = "old"
+        kept = torch.zeros(130)
+        live.relabel("old", "new")
+    assert kept.nbytes == 520
+    assert {name: curve.tolist() for name, curve in live.curves(1).items()} == {"new": [1024]}
+
+
+def test_a_storage_that_is_resized_has_its_new_size():
+    with Live() as live:
+        tensor = torch.zeros(100)
+        tensor.untyped_storage().resize_(0)
+        other = torch.zeros(50)
+    assert other.nbytes == 200
+    assert live.curves(1)[""].tolist() == [400, 200]
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_gradients_of_convolutions_count_twice_their_forward(groups):
+    with torch.device(META), Live(run=Shapes().run) as live:
+        live.counts = True
+        layer = torch.nn.Conv2d(8, 16, 3, padding=1, groups=groups)
+        made = layer(torch.empty(2, 8, 5, 5, requires_grad=True))
+        forward = live.flops
+        made.sum().backward()
+    assert forward == 2 * 2 * 16 * 5 * 5 * (8 // groups) * 9
+    assert live.flops == 3 * forward
+
+
+def test_operations_on_known_shapes_are_not_run_again_and_make_the_same():
+    shapes, ran = Shapes(), []
+
+    def norm(*args):
+        ran.append(1)
+        return torch.ops.aten.native_layer_norm.default(*args)
+
+    norm._schema = torch.ops.aten.native_layer_norm.default._schema
+    x = torch.empty(4, 6, device=META).t()
+    first, again = (shapes.run(norm, (x, [4], None, None, 1e-5), {}) for _ in range(2))
+    assert len(ran) == 1
+    assert [(r.shape, r.stride(), r.dtype) for r in first] == [(r.shape, r.stride(), r.dtype) for r in again]
+    assert again[0].untyped_storage()._cdata != first[0].untyped_storage()._cdata

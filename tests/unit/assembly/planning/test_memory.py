@@ -1,0 +1,119 @@
+"""Computed memory is that of real runs on this CPU, and follows from two micro-batches for all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_iter
+
+from cascade_train.assembly.components import build_parts
+from cascade_train.assembly.planning.live import Live
+from cascade_train.assembly.planning.memory import Memory, between, memory_of
+from cascade_train.assembly.planning.rehearsal import (
+    AVERAGE,
+    BATCH,
+    COPIES,
+    GRADIENTS,
+    OPTIMIZER,
+    WEIGHTS,
+    rehearse,
+    unloaded,
+)
+from cascade_train.distributed import parallelize
+from cascade_train.engine.loop import Trainer
+from tests.integration.runs import train
+from tests.unit.config.composing import checked
+
+RUNS = {
+    "finetune": ("task=finetune", "train.micro_batch_size=8"),
+    "accumulated": ("task=finetune", "train.micro_batch_size=4", "ema.decay=0.9", "train.precision=bf16"),
+    "checkpointed adapters": ("task=lora", "activation_checkpointing=true", "task.train_tokens=[['[new]','^a']]"),
+    "stage b": (
+        "model=b_tiny",
+        "task=reconstruction",
+        "optimizer=torch",
+        "optimizer.algorithm._target_=torch.optim.SGD",
+    ),
+}
+COMMON = ("model=c_tiny", "data=shapes", "train.global_batch_size=8", "data.num_workers=0")
+
+
+def holdings(trainer: Trainer) -> list[Tensor]:
+    """Return what a run holds between steps."""
+    roots = [root for phase in trainer.phases for root in phase.roots]
+    modules = [*roots, *trainer.task.stage.frozen_modules().values()]
+    found = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+    for phase in trainer.phases:
+        found += [value for state in phase.optimizer.state.values() for value in tree_iter(state)]
+        found += [] if phase.ema is None else phase.ema.state_dict().values()
+    wholes = [whole for root in roots if (whole := parallelize._whole(root)) is not None]
+    return found + [copy for whole in wholes for *_, copy in whole._slots or ()]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_computed_memory_is_that_of_a_real_step(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    seen: dict[str, Mapping[str, np.ndarray]] = {}
+    train_step = Trainer.train_step
+
+    def looking(self: Trainer, micro_batches: object) -> object:
+        if self.step == 0:
+            return train_step(self, micro_batches)  # type: ignore[arg-type]
+        with Live() as live:
+            live.note(holdings(self))
+            begin, made = live.tick, train_step(self, micro_batches)  # type: ignore[arg-type]
+        seen["curves"] = live.curves(begin)
+        return made
+
+    monkeypatch.setattr(Trainer, "train_step", looking)
+    train(tmp_path / "run", *COMMON, *RUNS[name], "train.max_steps=2", "checkpoint.every_steps=null")
+    cfg = checked(*COMMON, *RUNS[name])
+    micro = cfg.train.micro_batch_size
+    memory, _ = memory_of(cfg, on_cuda=False)
+    assert memory.total(micro, 8 // micro) == pytest.approx(sum(seen["curves"].values()).max(), rel=0.1)
+
+
+def test_two_micro_batches_tell_the_memory_of_a_third():
+    cfg = unloaded(checked("model=c_tiny", "task=finetune", "train.precision=bf16"))
+    steps = rehearse(cfg, build_parts(cfg), (2, 3, 16), on_cuda=False)
+    memory = between(*steps.curves[:2], sizes=(2, 3))
+    assert len({len(curves[WEIGHTS]) for curves in steps.curves}) == 1
+    assert memory.total(16) - memory.context == pytest.approx(sum(steps.curves[2].values()).max(), rel=1e-6)
+
+
+def test_memory_is_what_the_numbers_of_parameters_say():
+    memory, steps = memory_of(checked("model=c_tiny", "task=finetune", "train.precision=bf16", "ema.decay=0.9"))
+    trained = sum(trains for _, trains in steps.parameters.values())
+    peak, waiting = memory.peak(1), memory.peak(1, accumulated=4)
+    for name, each in ((WEIGHTS, 4), (COPIES, 2), (OPTIMIZER, 8), (AVERAGE, 4)):
+        assert peak[name] == pytest.approx(each * trained, rel=0.03)
+    assert waiting[GRADIENTS] == pytest.approx(4 * trained, rel=0.03)
+    assert waiting[BATCH] == pytest.approx(4 * peak[BATCH], rel=0.1)
+    assert steps.checkpoint_bytes == pytest.approx(16 * trained, rel=0.01)
+    split = memory.over(4)
+    assert split.peak(1)[OPTIMIZER] == pytest.approx(2 * trained, rel=0.03)
+    host, _ = memory_of(checked("model=c_tiny", "task=finetune", "ema.decay=0.9", "ema.device=cpu"))
+    assert AVERAGE not in host.peak(1)
+
+
+def test_the_largest_micro_batch_is_the_last_that_fits():
+    curve = np.array([0.0, 10.0])
+    memory = Memory(fixed={GRADIENTS: curve, BATCH: curve * 0}, each={GRADIENTS: curve * 0, BATCH: curve}, context=0)
+    assert [memory.total(size) for size in (1, 2)] == [20, 30]
+    assert [memory.total(1, accumulated=4), memory.total(2, accumulated=2)] == [50, 50]
+    assert memory.largest(55, (1, 2, 3, 4), samples=4) == 4
+    assert memory.largest(50, (1, 2, 3, 4), samples=4) == 4
+    assert memory.largest(49, (1, 2, 4), samples=4) is None
+    assert memory.largest(45, (1, 2, 3), samples=3) == 3
+    assert memory.largest(39, (1, 2, 3), samples=3) == 2
+
+
+def test_fake_kernels_are_put_back():
+    kept = torch.nn.functional.dropout
+    memory_of(checked("model=c_tiny", "task=lora", "task.dropout=0.1"))
+    assert torch.nn.functional.dropout is kept
+    assert not torch.distributed.is_initialized()

@@ -1,0 +1,79 @@
+"""The plan that users and programs read, of small networks with the names and keys of large ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cascade_train.__main__ import launch
+from cascade_train.assembly.planning.plan import _duration, _kept
+from tests.unit.config.composing import composed
+from tests.unit.data import tars
+from tests.unit.data.test_folder import write
+
+SHALLOW = tuple(f"model.network.{way}_num_layers_per_block=[1,1]" for way in ("down", "up"))
+TOWERS = tuple(f"model.{tower}.num_hidden_layers=1" for tower in ("text_encoder", "image_encoder"))
+
+
+def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert launch(["plan", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_recipe_is_planned_without_its_data_and_files(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = planned(capsys, "experiment=finetune_c_3b", "ranks=8", *SHALLOW, *TOWERS)
+    assert "finetune_c_3b: Finetune of StageC, 768 px, bf16, parallel=fsdp" in text
+    assert "Data     not opened" in text
+    assert "Length   100,000 steps of 512: 51,200,000 samples" in text
+    assert "6 checkpoints of" in text
+    assert "8 x h100 at 40% of 989 TFLOP/s (assumed)" in text
+    assert not list(tmp_path.iterdir())
+
+
+def test_programs_read_the_same_in_bytes(capsys):
+    arguments = ("experiment=controlnet_c_3b_identity", *SHALLOW, *TOWERS, "task.blocks=[0,3]", "device=rtx4090")
+    found = json.loads(planned(capsys, *arguments, "json=true"))
+    assert set(found["memory"]) == {"1", "2", "4", "8"}
+    assert found["parameters"]["network"][1] == 0
+    assert found["parameters"]["controlnet"][0] == found["parameters"]["controlnet"][1] > 0
+    assert found["export_bytes"] == pytest.approx(4 * found["parameters"]["controlnet"][1], rel=0.01)
+    assert sum(found["memory"]["1"].values()) > sum(found["memory"]["8"].values())
+    assert found["fits"] < found["micro_batch_size"]["1"] == 256
+    assert any("GB do not fit the 24 GB of rtx4090 at a micro-batch of 256" in each for each in found["warnings"])
+
+
+def test_the_data_is_looked_at_where_it_is(capsys, tmp_path: Path):
+    data = tmp_path / "pictures"
+    for number, caption in enumerate(("a picture", "star " * 90, "another")):
+        write(data / f"{number}.png", tars.picture(64, 64, tint=number))
+        write(data / f"{number}.txt", caption)
+    arguments = ("task=lora", "model=c_tiny", "data=folder", f"data.path={data}", "data.caption_from=file")
+    text = planned(capsys, *arguments, "train.global_batch_size=12", "train.max_epochs=4")
+    assert "Data     3 samples, 4 epochs; 96x96: 3" in text
+    assert "1 of 3 captions have more than 24 tokens and are cut" in text
+    assert "1 of 1 training sizes have fewer samples than a global batch of 12" in text
+    assert "train.global_batch_size=12 cannot be split over 8 ranks." in text
+    assert "Data     not opened" in planned(capsys, *arguments, "train.global_batch_size=12", "samples=false")
+
+
+def test_an_unknown_device_and_what_a_training_refuses_are_refused(capsys):
+    assert launch(["plan", "task=lora", "model=c_tiny", "device=tpu"]) == 2
+    assert "device=tpu is unknown: choose h100, h200, a100, rtx4090." in capsys.readouterr().err
+    assert launch(["plan", "task=lora", "model=c_tiny", "ranks=3"]) == 2
+    assert "cannot be split equally over 3 ranks" in capsys.readouterr().err
+
+
+def test_checkpoints_that_stay_follow_the_rule_of_the_run():
+    rule = ("task=lora", "model=c_tiny", "checkpoint.every_steps=10", "checkpoint.keep_every_steps=30")
+    assert _kept(composed(*rule), 95) == 4
+    assert _kept(composed(*rule, "checkpoint.keep_last=null"), 95) == 10
+    assert _kept(composed(*rule, "checkpoint.keep_best=1", "checkpoint.best_metric=loss"), 95) == 5
+
+
+def test_durations_are_read_at_a_glance():
+    assert [_duration(seconds) for seconds in (0.0123, 3.21, 45, 600, 9000, 400000)] == [
+        "0.012 s", "3.2 s", "45 s", "10.0 min", "2.5 h", "4.6 days"
+    ]  # fmt: skip
