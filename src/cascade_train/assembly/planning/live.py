@@ -12,9 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
 CUDA_BLOCK_BYTES = 512
@@ -76,7 +74,7 @@ class Live(TorchDispatchMode):
         kwargs = kwargs or {}
         made = func(*args, **kwargs) if self._run is None else self._run(func, args, kwargs)
         self._ticks = True
-        self.note(tree_iter(made))
+        self.note([made] if isinstance(made, Tensor) else made if isinstance(made, tuple | list) else ())
         if self.counts and (count := flop_registry.get(func._overloadpacket)) is not None:
             self.flops += _flops(func, count, args, kwargs, made)
         return made
@@ -84,11 +82,8 @@ class Live(TorchDispatchMode):
     def note(self, values: Iterable[Any]) -> None:
         """Record the storages of the tensors among some values, each once."""
         for value in values:
-            if isinstance(value, Tensor):
-                tensor = value._local_tensor if isinstance(value, DTensor) else value
-                storage = tensor.untyped_storage()
-                if storage._cdata not in self._numbers:
-                    self._begin(storage)
+            if isinstance(value, Tensor) and (storage := value.untyped_storage())._cdata not in self._numbers:
+                self._begin(storage)
 
     def _begin(self, storage: torch.UntypedStorage) -> None:
         self.tick += self._ticks

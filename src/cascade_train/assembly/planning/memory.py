@@ -24,9 +24,12 @@ from cascade_train.assembly.planning.rehearsal import (
     OPTIMIZER,
     WEIGHTS,
     Rehearsed,
+    blank_batch,
+    cached_batches,
     rehearse,
     unloaded,
 )
+from cascade_train.config.targets import class_constant
 
 SIZES = (2, 3)
 """Micro-batches that are rehearsed: a batch of 1 would take other ways through some operations."""
@@ -59,8 +62,8 @@ class Memory:
     context: int = CONTEXT_BYTES
 
     def over(self, ranks: int) -> Memory:
-        """Return the memory of a rank where weights are split over several, which gathers them unit by unit."""
-        if ranks == 1:
+        """Return the memory of a rank that gathers weights, since they are split over several or lie on the host."""
+        if ranks == 1 and WEIGHTS not in self.on_host:
             return self
         fixed = {name: curve / ranks if name in STATE else curve for name, curve in self.fixed.items()}
         fixed[COPIES] = np.full_like(fixed[ACTIVATIONS], self.gathered)
@@ -70,10 +73,10 @@ class Memory:
     def peak(self, micro_batch_size: int, accumulated: int = 1) -> dict[str, int]:
         """Return bytes at the moment that needs the most device memory, by what they are for.
 
-        With `accumulated` micro-batches, all of them lie on the device, and gradients of one wait for the next.
+        With `accumulated` micro-batches, the next one is prepared meanwhile, and gradients of one wait for it.
         """
         fixed = self._waiting() if accumulated > 1 else self.fixed
-        waiting = (accumulated - 1) * micro_batch_size  # samples of the other micro-batches
+        waiting = micro_batch_size if accumulated > 1 else 0  # samples of the next micro-batch
         device = [name for name in fixed if name not in self.on_host]
         curves = {name: fixed[name] + micro_batch_size * self.each[name] for name in device}
         curves[BATCH] = curves[BATCH] + waiting * self.each[BATCH].max()
@@ -106,13 +109,16 @@ class Memory:
         return {**self.fixed, GRADIENTS: whole}
 
 
-def memory_of(
-    cfg: DictConfig, *, ranks: int = 1, on_cuda: bool = True, sizes: tuple[int, int] = SIZES
-) -> tuple[Memory, Rehearsed]:
+def memory_of(cfg: DictConfig, *, on_cuda: bool = True) -> tuple[Memory, Rehearsed]:
     """Rehearse a checked configuration; return the memory of one rank, whose weights are whole, and the steps."""
     bare = unloaded(cfg)
-    steps = rehearse(bare, build_parts(bare), sizes, on_cuda=on_cuda)
-    memory = between(*steps.curves, sizes=sizes)
+    parts = build_parts(bare)
+    if class_constant(cfg.data._target_, "is_cache"):
+        batches = cached_batches(cfg, parts, SIZES)
+    else:
+        batches = [blank_batch(bare, parts, size) for size in SIZES]
+    steps = rehearse(bare, parts, batches, on_cuda=on_cuda)
+    memory = between(*steps.curves, sizes=SIZES)
     on_host = set(STATE) if cfg.parallel.cpu_offload else {AVERAGE} if cfg.ema.device is not None else set()
     context = CONTEXT_BYTES if on_cuda else 0
     return dataclasses.replace(memory, gathered=steps.gathered, on_host=frozenset(on_host), context=context), steps

@@ -14,6 +14,7 @@ from omegaconf import DictConfig
 
 from cascade_train.assembly.planning.devices import ASSUMED_MFU, DEVICES, SIZES_GB, USABLE
 from cascade_train.assembly.planning.memory import Memory, memory_of
+from cascade_train.assembly.planning.rehearsal import COPIES, GRADIENTS, OPTIMIZER, WEIGHTS
 from cascade_train.assembly.planning.samples import Samples
 
 RANKS = (1, 2, 4, 8)
@@ -164,9 +165,13 @@ def _divisors(count: int) -> list[int]:
 def _layout(cfg: DictConfig, memory: Memory, ranks: int, device: str) -> Memory:
     """Return the memory of a rank where the run's mode has its weights on so many."""
     mode = cfg.parallel.mode.value
+    if cfg.parallel.cpu_offload and mode in ("single", "ddp"):
+        return memory.over(1)
     if mode == "hsdp":
         return memory.over(min(ranks, cfg.parallel.shard_size or 8))
-    fits = memory.total(1) <= 0.7 * DEVICES[device].gb * 1e9
+    state = (WEIGHTS, COPIES, GRADIENTS, OPTIMIZER)
+    whole = sum(float(memory.fixed[part].max()) for part in state if part in memory.fixed)
+    fits = whole <= 0.7 * DEVICES[device].gb * 1e9  # as parallelize.fits_one_device has it
     return memory.over(ranks) if mode == "fsdp" or (mode == "auto" and not fits) else memory
 
 

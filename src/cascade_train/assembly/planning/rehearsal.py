@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -23,11 +23,15 @@ from torch.nn import functional
 from torch.optim import optimizer
 from torch.utils._pytree import tree_iter, tree_map_only
 
+from cascade_train.assembly.cache_identity import take_cache
 from cascade_train.assembly.components import Parts, build_component
 from cascade_train.assembly.model import bind, build_modules, compute_dtype, shard, stored_dtype
 from cascade_train.assembly.planning.live import CUDA_BLOCK_BYTES, Live
 from cascade_train.assembly.planning.shapes import META, Shapes
 from cascade_train.batch import Batch
+from cascade_train.config.saved import to_plain
+from cascade_train.data.cached import Cached
+from cascade_train.data.data_set import open_data_set
 from cascade_train.distributed.parallelize import make_copies, reshard, set_gradient_sync
 from cascade_train.engine.optimizer import fill_state
 from cascade_train.engine.phase import training_state
@@ -63,13 +67,13 @@ class Rehearsed:
     export_bytes: int
 
 
-def rehearse(cfg: DictConfig, parts: Parts, sizes: Sequence[int], *, on_cuda: bool = True) -> Rehearsed:
-    """Take a step of a checked configuration with a micro-batch of each size, on one rank with whole weights.
+def rehearse(cfg: DictConfig, parts: Parts, batches: Sequence[Batch], *, on_cuda: bool = True) -> Rehearsed:
+    """Take a step of a checked configuration with each of some micro-batches, on one rank with whole weights.
 
     Args:
         cfg: from `unloaded`.
         parts: of it, not built yet.
-        sizes: samples of the micro-batches.
+        batches: from `blank_batch` or `cached_batches`.
         on_cuda: count what a CUDA device keeps; False = what this CPU does.
     """
     with ExitStack() as stack:
@@ -79,7 +83,7 @@ def rehearse(cfg: DictConfig, parts: Parts, sizes: Sequence[int], *, on_cuda: bo
         build_modules(cfg, parts, META, network_dtype=stored_dtype(cfg, parts))
         mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
         parts.task.device = torch.device("cpu")
-        prepared = [parts.task.prepare_batch(fake_batch(cfg, parts, size)) for size in sizes]
+        prepared = [parts.task.prepare_batch(batch) for batch in batches]
         parts.task.device = META
         if on_cuda:
             stack.enter_context(_kernels_of_cuda())
@@ -91,7 +95,7 @@ def rehearse(cfg: DictConfig, parts: Parts, sizes: Sequence[int], *, on_cuda: bo
         live.counts = False
         return Rehearsed(
             curves=curves,
-            flops=live.flops / sizes[-1],
+            flops=live.flops / len(batches[-1]),
             parameters=run.parameters,
             gathered=run.gathered,
             checkpoint_bytes=_bytes(training_state(run.phases, parts.task)),
@@ -256,7 +260,7 @@ def unloaded(cfg: DictConfig) -> DictConfig:
     return cfg
 
 
-def fake_batch(cfg: DictConfig, parts: Parts, size: int) -> Batch:
+def blank_batch(cfg: DictConfig, parts: Parts, size: int) -> Batch:
     """Return a batch of blank samples of the largest shape, whose draws need the most memory."""
     source = build_component(cfg, "data")
     height, width = max(source.bucket_table(None).sizes_K2.tolist(), key=lambda each: each[0] * each[1])
@@ -274,6 +278,22 @@ def fake_batch(cfg: DictConfig, parts: Parts, size: int) -> Batch:
         seed=0,
         tensors=tensors,
     )
+
+
+def cached_batches(cfg: DictConfig, parts: Parts, sizes: Sequence[int]) -> list[Batch]:
+    """Return batches of a cache, which parts that are not built yet are then to read from.
+
+    Args:
+        cfg: whose data is a cache, with the weights that it names.
+        parts: of it or of `unloaded(cfg)`.
+        sizes: of the batches.
+
+    Raises:
+        ConfigError: the cache is not there, or does not fit the run.
+    """
+    data = open_data_set(build_component(cfg, "data"), share=None, held_out=None)
+    take_cache(to_plain(cfg), parts.stage, parts.task, cast("Cached", data.training.source))
+    return [Costly(**vars(data.shown_batch(size, seed=cfg.run.seed))) for size in sizes]
 
 
 class Costly(Batch):

@@ -9,9 +9,7 @@ from omegaconf import DictConfig
 
 from cascade_train.assembly.components import build_component
 from cascade_train.data.data_set import open_data_set
-from cascade_train.data.survey import survey
-from cascade_train.errors import ConfigError, RunError
-from cascade_train.models.token_count import token_counter
+from cascade_train.errors import ConfigError
 
 SURVEYED = 64
 """Samples whose captions are read."""
@@ -76,13 +74,16 @@ def look(cfg: DictConfig, log: Sequence[str]) -> Samples | None:
     source = build_component(cfg, "data")
     try:
         source.check()
-        part = open_data_set(source, share=cfg.validate.share, held_out=None).training
-    except (ConfigError, RunError, OSError):
+    except (ConfigError, OSError):
         return None
+    part = open_data_set(source, share=cfg.validate.share, held_out=None).training
     if not part.index.rows_are_samples:
         return Samples(count=None)
     if source.is_cache:
         return Samples(count=len(part.rows), notes=log)
+    from cascade_train.data.survey import survey  # they take a second
+    from cascade_train.models.token_count import token_counter
+
     found = survey(part, read=SURVEYED, seed=cfg.run.seed)
     encoder = cfg.model.get("text_encoder") or {}
     count = token_counter(encoder.get("tokenizer"), encoder.get("tokenizer_subfolder"))
