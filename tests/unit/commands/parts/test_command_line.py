@@ -129,7 +129,19 @@ def test_what_is_no_command_is_refused_with_what_there_is(
 
 def test_every_command_is_listed_and_declared(capsys: pytest.CaptureFixture[str]):
     assert list(commands()) == [
-        *("cache", "checkpoints", "export", "generate", "inspect", "merge", "pack", "recipe", "shapes", "train"),
+        *(
+            "cache",
+            "checkpoints",
+            "export",
+            "generate",
+            "inspect",
+            "merge",
+            "pack",
+            "plan",
+            "recipe",
+            "shapes",
+            "train",
+        ),
     ]
     assert launch(["--help"]) == 0
     listed = capsys.readouterr().out
