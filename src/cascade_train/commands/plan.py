@@ -1,8 +1,8 @@
-"""Know before a run whether it fits: memory, largest micro-batch, time and disk, without a GPU, weights or a network.
+"""Compute memory, time and disk of a run before it begins.
 
     cascade-train plan experiment=finetune_c_3b ranks=8 device=h100
 
-Takes the overrides of the run. Data is opened where it is on this machine.
+Takes the overrides of the run, and needs no GPU, weights or network. Data is opened where it is on this machine.
 """
 
 from __future__ import annotations
