@@ -6,7 +6,7 @@
 Each case is a process of its own, which trains three steps on the CPU. `process` is what the second step adds to the
 memory of the process (the kernel's high-water mark, set back before it), `tensors` what the third adds, by recording
 each storage. Computed is what `cascade-train plan` knows, less what is held between steps. Ends with 1 where computed
-and process differ by more than a tenth. `--recipes` writes the table of docs/memory.md instead.
+and process differ by more than a tenth. `--recipes` prints what is computed for the original's recipes instead.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import argparse
 import json
 import os
 import platform
-import re
 import subprocess
 import sys
 import tempfile
@@ -174,18 +173,7 @@ def recipe_rows() -> list[str]:
             f"{time.process_time() - begun:.1f}",
         ]
         rows.append(f"| {' | '.join(cells)} |")
-        print(rows[-1], flush=True)
     return rows
-
-
-def write_recipes() -> None:
-    """Write the table into docs/memory.md, between its marks."""
-    path = ROOT / "docs/memory.md"
-    first, last = "<!-- recipes: by bench/memory.py --recipes -->", "<!-- end -->"
-    new = "\n".join([first, *recipe_rows(), last])
-    text, count = re.subn(f"{first}.*?{last}", lambda _: new, path.read_text(), flags=re.DOTALL)
-    assert count == 1, "docs/memory.md has lost its marks"
-    path.write_text(text)
 
 
 def main() -> int:
@@ -199,7 +187,7 @@ def main() -> int:
         be_case(args.case, args.out)
         return 0
     if args.recipes:
-        write_recipes()
+        print("\n".join(recipe_rows()))
         return 0
     results = measure()
     text = page(results)
