@@ -239,9 +239,9 @@ def main() -> None:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout
     machine = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, load {os.getloadavg()[0]:.1f}"
     facts = {"commit": commit.strip(), "date": f"{datetime.now(UTC):%Y-%m-%d}", "machine": machine}
-    table = "\n".join([HEAD, "|" + "---|" * 11, *(row(case, found) for case, found in results.items())])
-    table = curve_table(results) if args.curve else table
-    print(json.dumps(facts), table, sep="\n\n")
+    lines = [HEAD, "|" + "---|" * 11] if not args.curve else [curve_table(results)]
+    lines += [] if args.curve else [row(case, found) for case, found in results.items()]
+    print(json.dumps(facts), "\n".join(lines), sep="\n\n")
     args.out.write_text(json.dumps({**facts, "rounds": args.rounds, "cases": results}) + "\n")
     return None
 
