@@ -2,7 +2,8 @@
 
 Every writer of a file, a log line or a tracker calls these functions. Configurations that differ only in a secret are
 equal afterwards. A false positive would make two different settings equal, so each rule demands a form that nothing
-else has. Options of a `pipe:` command may hold a secret in any form: only its program and tars are shown.
+else has. Options of a `pipe:` command, and of `run.on_end`, may hold a secret in any form: only its program and tars
+are shown.
 
 Texts come from outside: every rule takes time linear in the length of the text. A repeat that may fail after it
 matched is bounded, and a rule begins with a fixed word, not with what may precede that.
@@ -54,7 +55,7 @@ _TOKEN_NAME = re.compile(rf"{_TOKEN}\Z", re.IGNORECASE)
 _OPAQUE_VALUE = re.compile(_OPAQUE)
 _TAR = re.compile(r"\.(?:tar|tgz|tbz2|txz)(?![a-z])", re.IGNORECASE)
 _PIECES = re.compile(r"[\s=?#&|;'\"()`$\\]+")
-_PIPE = re.compile(r"([\"']|(?<=[\[,])|)pipe:(?=\S)", re.IGNORECASE)
+_PIPE = re.compile(r"([\"']|(?<=[\[,])|)(?:pipe:|\bon_end\s{0,4}[=:]\s{0,4})(?=\S)", re.IGNORECASE)
 
 
 class Rule(NamedTuple):
@@ -135,7 +136,7 @@ def redact(text: str) -> str:
 
 
 def redact_argument(text: str) -> str:
-    """Return an argument of a command line, or a value, with its secrets and the options of `pipe:` commands hidden."""
+    """Return an argument of a command line, or a value, with its secrets and the options of commands hidden."""
     shown, begin = [], 0
     while (found := _PIPE.search(text, begin)) is not None:
         end = _end_of_command(text, found)
@@ -156,6 +157,8 @@ def redacted(value: Any, name: str = "") -> Any:
         return {key: redacted(inner, below or str(key)) for key, inner in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         return [redacted(inner, name) for inner in value]
+    if isinstance(value, str) and name == "on_end":
+        return _program_and_tars(value)
     if isinstance(value, str):
         return HIDDEN if value and _is_secret(name, value) else redact_argument(value)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)

@@ -10,6 +10,7 @@ from bench.soak_ranks import SMALL_NETWORK
 NEVER = {
     *("matplotlib", "moto", "onnxruntime", "pandas", "pyarrow", "scipy", "sklearn", "submitit", "tensorboard"),
     *("torch._inductor.compile_fx", "torch.utils.tensorboard", "torchmetrics", "wandb", "webdataset"),
+    *("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "trackio"),
     *("diffusers.models.autoencoders", "diffusers.pipelines.pipeline_utils"),
 }
 """Modules of half a second and more; diffusers' last two come with its folders, which only some exports are."""

@@ -187,6 +187,9 @@ COMMANDS = {
         f'data.urls=["pipe:get {HIDDEN} a.tar","pipe:get {HIDDEN} b.tar",c.tar]'
     ),
     "data.urls=[pipe:get -phunter2 a.tar,pipe:cat b.tar]": f"data.urls=[pipe:get {HIDDEN} a.tar,pipe:cat b.tar]",
+    "run.on_end=./notify.sh": "run.on_end=./notify.sh",
+    "run.on_end=curl -d stopped https://hooks.a.b/T0/hunter2": f"run.on_end=curl {HIDDEN}",
+    "++run={on_end: curl https://hooks.a.b/T0/hunter2}": f"++run={{on_end: curl {HIDDEN}",
 }
 
 
@@ -195,6 +198,12 @@ def test_of_a_command_only_the_program_and_its_tars_are_shown(argument: str):
     assert redact_argument(argument) == COMMANDS[argument]
     assert redact_argument(COMMANDS[argument]) == COMMANDS[argument]
     assert redacted({"urls": [argument]}) == {"urls": [COMMANDS[argument]]}
+
+
+def test_of_the_command_at_the_end_only_the_program_is_shown():
+    command = "curl -d $CASCADE_TRAIN_EVENT https://hooks.a.b/T0/hunter2"
+    assert redacted({"run": {"on_end": command}}) == {"run": {"on_end": f"curl {HIDDEN}"}}
+    assert redacted({"run": {"on_end": None}}) == {"run": {"on_end": None}}
 
 
 def test_the_current_folder_in_the_environment_is_no_secret(monkeypatch):
@@ -282,7 +291,7 @@ def test_a_rule_takes_time_in_proportion_to_the_text_that_is_worst_for_it(rule: 
         assert seconds(partial(redact, text)) < 1.0, f"1 MiB of {head!r} and {repeated!r}"
 
 
-@pytest.mark.parametrize("piece", ["pipe:", "'pipe:a ", "[pipe:a,", "data.urls=pipe:", "pipe:a .tar"])
+@pytest.mark.parametrize("piece", ["pipe:", "on_end=", "'pipe:a ", "[pipe:a,", "data.urls=pipe:", "pipe:a .tar"])
 def test_a_long_command_takes_time_in_proportion_to_its_length(piece: str):
     assert seconds(partial(redact_argument, piece * (2**20 // len(piece)))) < 1.5
     assert seconds(partial(redacted, {piece * 2**16: "a"})) < 1.0

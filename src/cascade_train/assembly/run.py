@@ -42,6 +42,7 @@ from cascade_train.engine.phase import BoundPhase, averaged, whole_state
 from cascade_train.engine.profiler import Profiler
 from cascade_train.engine.progress import Progress
 from cascade_train.engine.run.directory import RunDirectory, claimed
+from cascade_train.engine.run.on_end import announced
 from cascade_train.engine.tracking import build_tracker
 from cascade_train.engine.validation import HeldOut, Reconstructions, SetDistance, Validation
 from cascade_train.errors import ConfigError, RankLostError, RunError
@@ -120,26 +121,27 @@ def train_in(
         from_rank_zero(data.record)
     log.info("%s", start_report(cfg, parts, data, run, trainer))
     signals.wait_for_votes()
-    try:
-        with heartbeat.naming_lost_ranks():
-            rollback.run(trainer)
-            if trainer.stopped is None:
-                write_exports(cfg, parts.task, phases, run.export)
-                run.record_exports(trainer.step)
-                trainer.tracker.alert("Finished", f"{cfg.run.name} finished at step {trainer.step}.")
-    except (Exception, KeyboardInterrupt) as error:
-        if isinstance(error, RankLostError | KeyboardInterrupt):
-            trainer.store.abandon()
-        trainer.tracker.alert("Failed", str(error) or type(error).__name__, failed=True)
-        raise
-    finally:
-        trainer.close()
-        data.close()
-    if trainer.stopped is not None:
-        run.record_stop({"step": trainer.step, "reason": trainer.stopped})
-        return code_of_stop()
-    log.info("Finished at step %d. Everything lies in %s.", trainer.step, run.path)
-    return 0
+    with announced(cfg.run.on_end, trainer, run.path):
+        try:
+            with heartbeat.naming_lost_ranks():
+                rollback.run(trainer)
+                if trainer.stopped is None:
+                    write_exports(cfg, parts.task, phases, run.export)
+                    run.record_exports(trainer.step)
+                    trainer.tracker.alert("Finished", f"{cfg.run.name} finished at step {trainer.step}.")
+        except (Exception, KeyboardInterrupt) as error:
+            if isinstance(error, RankLostError | KeyboardInterrupt):
+                trainer.store.abandon()
+            trainer.tracker.alert("Failed", str(error) or type(error).__name__)
+            raise
+        finally:
+            trainer.close()
+            data.close()
+        if trainer.stopped is not None:
+            run.record_stop({"step": trainer.step, "reason": trainer.stopped})
+            return code_of_stop()
+        log.info("Finished at step %d. Everything lies in %s.", trainer.step, run.path)
+        return 0
 
 
 def open_data(cfg: DictConfig, task: Task, world: World) -> DataSet:

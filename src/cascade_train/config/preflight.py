@@ -19,15 +19,15 @@ from omegaconf import DictConfig, OmegaConf
 
 from cascade_train.config.components import check_component, check_is_component, construct, missing_message
 from cascade_train.config.groups import chosen, did_you_mean, option_targets
-from cascade_train.config.schema import COMPONENTS, ParallelMode, Precision, Root
+from cascade_train.config.schema import COMPONENTS, ParallelMode, Precision, Root, TrackerName
 from cascade_train.config.targets import CONTRACTS, check_targets, class_constant, components_in, is_component
 from cascade_train.errors import ConfigError, install_hint
 
 EXTRAS = {
-    "tracker.name": {"wandb": "wandb", "tensorboard": "tensorboard"},
+    "tracker.name": {str(name): str(name) for name in TrackerName} | {"comet": "comet_ml", "none": "builtins"},
     "attention": {"xformers": "xformers"},
 }
-"""Choices that need a library of an extra: key -> choice -> library, the extra having the library's name."""
+"""Choices that need a library of an extra: key -> choice -> library, the extra having the choice's name."""
 
 
 def preflight(cfg: DictConfig, *, ranks: int | None = None, components: Collection[str] = COMPONENTS) -> DictConfig:
@@ -210,8 +210,7 @@ def _check_libraries(cfg: DictConfig) -> None:
         choice = str(OmegaConf.select(cfg, key))
         if choice in libraries and importlib.util.find_spec(libraries[choice]) is None:
             raise ConfigError(
-                f"{key}={choice} needs the library {libraries[choice]}, which is not installed. "
-                f"{install_hint(libraries[choice])}."
+                f"{key}={choice} needs the library {libraries[choice]}, which is not installed. {install_hint(choice)}."
             )
 
 

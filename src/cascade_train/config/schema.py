@@ -19,7 +19,10 @@ Attention = StrEnum("Attention", ["sdpa", "xformers", "math"])
 EmaDevice = StrEnum("EmaDevice", ["cpu"])
 BestMode = StrEnum("BestMode", ["min", "max"])
 SamplerName = StrEnum("SamplerName", ["ddpm", "ddim", "lcm"])
-TrackerName = StrEnum("TrackerName", ["none", "tensorboard", "wandb"])
+TrackerName = StrEnum(
+    "TrackerName",
+    ["none", "aim", "clearml", "comet", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"],
+)
 TrackerMode = StrEnum("TrackerMode", ["online", "offline"])
 
 
@@ -54,8 +57,13 @@ class RunConfig:
     """Save and end before the job is this old, counted from the start of its processes; null = no limit."""
     timeout_seconds: float
     """How long a step waits for a rank that hangs, from the second step on."""
+    on_end: str | None = None
+    """Shell command that rank 0 runs, for 20 s at most, when the run has finished, stopped or failed; it reads what
+    happened in `CASCADE_TRAIN_EVENT`, `_RUN_DIR`, `_STEP` and `_MESSAGE`; null = none."""
 
     def __post_init__(self) -> None:
+        if self.on_end is not None and not self.on_end.strip():
+            raise ConfigError("run.on_end='' must name a command, e.g. run.on_end=./notify.sh; null for none.")
         if not self.name or "/" in self.name or self.name in {".", ".."}:
             raise ConfigError(f"run.name={self.name!r} must be one folder name. Set the folder itself by run.dir.")
         if not self.dir:
@@ -290,17 +298,18 @@ class TrackerConfig:
     """Where metrics and samples are shown."""
 
     name: TrackerName
-    """none, tensorboard or wandb."""
+    """none, or the tracker of that name."""
     project: str | None
-    """Project that the run belongs to; wandb needs one."""
+    """Project that the run belongs to; all but tensorboard and dvclive need one."""
     entity: str | None
     """Account or team that owns the project; null = the tracker's default."""
     mode: TrackerMode
     """online, or offline to sync by hand later."""
 
     def __post_init__(self) -> None:
-        if self.name is TrackerName.wandb and not self.project:
-            raise ConfigError("tracker=wandb needs tracker.project, e.g. tracker.project=cascade.")
+        without = (TrackerName.none, TrackerName.tensorboard, TrackerName.dvclive)
+        if self.name not in without and not self.project:
+            raise ConfigError(f"tracker={self.name} needs tracker.project, e.g. tracker.project=cascade.")
 
 
 @dataclass(kw_only=True)

@@ -272,6 +272,7 @@ class Trainer:
         facts = restore_training_state(self.store, path, self.phases, self.task)
         self.feed.load_state_dict(facts["data"])
         self.step, self.samples_seen = facts["step"], facts["samples_seen"]
+        self.tracker.rewind(self.step)
         if self.spikes is not None:
             self.spikes.load_state_dict(facts.get("losses", {}))
         log.info("Continuing at step %d from %s.", self.step, path)

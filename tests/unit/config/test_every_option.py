@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from cascade_train.config.groups import conf_dir, group_options, groups, option_targets
-from cascade_train.config.preflight import preflight
+from cascade_train.config.preflight import EXTRAS, preflight
 from cascade_train.config.targets import class_constant
 from cascade_train.errors import ConfigError
 from tests.unit.config.composing import checked, composed
@@ -88,7 +88,7 @@ def overrides(group: str, option: str) -> list[str]:
 @pytest.fixture(autouse=True)
 def _every_extra_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     find_spec = importlib.util.find_spec
-    extras = {"wandb", "tensorboard", "xformers"}
+    extras = {library for choices in EXTRAS.values() for library in choices.values()}
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True if name in extras else find_spec(name))
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from cascade_train.config.preflight import precision, preflight
+from cascade_train.config.preflight import EXTRAS, precision, preflight
 from cascade_train.config.schema import ParallelMode, Precision
 from cascade_train.errors import ConfigError
 from tests.unit.config.composing import composed
@@ -146,16 +146,17 @@ def test_resume_is_a_word_or_a_path_that_exists(tiny: DictConfig, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("key", "choice"), [("tracker.name", "wandb"), ("tracker.name", "tensorboard"), ("attention", "xformers")]
+    ("key", "choice", "library"),
+    [(key, choice, library) for key in EXTRAS for choice, library in EXTRAS[key].items() if choice != "none"],
 )
 def test_choice_whose_library_is_not_installed_is_refused(
-    tiny: DictConfig, monkeypatch: pytest.MonkeyPatch, key: str, choice: str
+    tiny: DictConfig, monkeypatch: pytest.MonkeyPatch, key: str, choice: str, library: str
 ):
     find_spec = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == choice else find_spec(name))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == library else find_spec(name))
     OmegaConf.update(tiny, key, choice)
     tiny.tracker.project = "p"
-    with pytest.raises(ConfigError, match=rf"{key}={choice} needs the library {choice}.*editable '\.\[{choice}\]'"):
+    with pytest.raises(ConfigError, match=rf"{key}={choice} needs the library {library}.*editable '\.\[{choice}\]'"):
         preflight(tiny, ranks=1)
 
 

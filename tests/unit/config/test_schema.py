@@ -108,9 +108,16 @@ def test_validation_without_noise_levels_is_refused():
         checked("model=c_tiny", "task=lora", "validate.share=0.1", "validate.every_steps=5", "validate.logsnr=[]")
 
 
-def test_wandb_without_project_is_refused():
-    with pytest.raises(ConfigError, match="tracker=wandb needs tracker.project"):
-        checked("model=c_tiny", "task=lora", "tracker=wandb", "tracker.project=null")
+@pytest.mark.parametrize("name", sorted({*TrackerName} - {"none", "tensorboard", "dvclive"}))
+def test_a_tracker_of_projects_without_one_is_refused(name):
+    with pytest.raises(ConfigError, match=f"tracker={name} needs tracker.project"):
+        checked("model=c_tiny", "task=lora", f"tracker={name}", "tracker.project=null")
+
+
+def test_a_command_at_the_end_is_one_or_null():
+    with pytest.raises(ConfigError, match=r"run.on_end='' must name a command"):
+        checked("model=c_tiny", "task=lora", "run.on_end=''")
+    assert checked("model=c_tiny", "task=lora").run.on_end is None
 
 
 def test_limits_let_null_and_the_limit_itself_pass():

@@ -66,8 +66,8 @@ class Difference:
 
 def find_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Difference]:
     """Compare two nested configs, key by key in alphabetical order; lists are compared as a whole."""
-    after = _flatten(new)
-    before = {key: value for key, value in ADDED.items() if key in after} | _flatten(old)
+    after = flatten(new)
+    before = {key: value for key, value in ADDED.items() if key in after} | flatten(old)
     return [
         Difference(key, before.get(key, ABSENT), after.get(key, ABSENT))
         for key in sorted(before.keys() | after.keys())
@@ -109,11 +109,12 @@ def _made_absolute(old: Any, new: Any) -> bool:
     )
 
 
-def _flatten(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of a nested config by their dotted keys."""
     flat: dict[str, Any] = {}
     for name, value in node.items():
         if isinstance(value, Mapping) and value:
-            flat |= _flatten(value, f"{prefix}{name}.")
+            flat |= flatten(value, f"{prefix}{name}.")
         else:
             flat[f"{prefix}{name}"] = value
     return flat

@@ -27,6 +27,7 @@ from cascade_train.engine.run.config_difference import Difference, describe, fin
 from cascade_train.engine.run.environment import describe_environment
 from cascade_train.engine.run.lock import CONFIG as _CONFIG
 from cascade_train.engine.run.lock import LOCK_NAME, RunLock, check_folder, not_writable
+from cascade_train.engine.trackers import TRACKERS
 from cascade_train.errors import ConfigError, RunError
 from cascade_train.files.durable import append_durably, write_durably
 from cascade_train.files.untrusted import read_yaml
@@ -45,7 +46,7 @@ _STOPPED = "stopped.json"
 _LISTING = "listing.json"
 _SAMPLES = "samples"
 _BEFORE_THE_FIRST_STEP = {
-    _CONFIG, _ENVIRONMENT, _HISTORY, LOCK_NAME, _QUARANTINE, _LISTING, _SAMPLES, "tensorboard", "wandb",
+    _CONFIG, _ENVIRONMENT, _HISTORY, LOCK_NAME, _QUARANTINE, _LISTING, _SAMPLES, *TRACKERS,
 }  # fmt: skip
 """What a start creates before there is anything to lose: our files, the first grid, the trackers' folders."""
 
