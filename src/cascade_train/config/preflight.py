@@ -24,7 +24,7 @@ from cascade_train.config.targets import CONTRACTS, check_targets, class_constan
 from cascade_train.errors import ConfigError, install_hint
 
 EXTRAS = {
-    "tracker.name": {str(name): str(name) for name in TrackerName} | {"comet": "comet_ml", "none": "builtins"},
+    "tracker.name": {str(name): str(name) for name in TrackerName if name != "none"} | {"comet": "comet_ml"},
     "attention": {"xformers": "xformers"},
 }
 """Choices that need a library of an extra: key -> choice -> library, the extra having the choice's name."""

@@ -147,7 +147,7 @@ def test_resume_is_a_word_or_a_path_that_exists(tiny: DictConfig, tmp_path: Path
 
 @pytest.mark.parametrize(
     ("key", "choice", "library"),
-    [(key, choice, library) for key in EXTRAS for choice, library in EXTRAS[key].items() if choice != "none"],
+    [(key, choice, library) for key in EXTRAS for choice, library in EXTRAS[key].items()],
 )
 def test_choice_whose_library_is_not_installed_is_refused(
     tiny: DictConfig, monkeypatch: pytest.MonkeyPatch, key: str, choice: str, library: str

@@ -135,6 +135,7 @@ def tell(tracker: Tracker, folder: Path, steps: range, title: str) -> None:
 @pytest.fixture(autouse=True)
 def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    monkeypatch.chdir(tmp_path)  # DVCLive changes a git repository
     before = dict(os.environ)
     yield
     os.environ.clear()
