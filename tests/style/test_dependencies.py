@@ -16,7 +16,9 @@ from tests.style.source import ROOT, library
 EXTRAS = {
     "boto3": "s3",
     "botocore": "s3",
-    "wandb": "wandb",
+    **{name: name for name in ("aim", "clearml", "dvclive", "swanlab", "trackio", "wandb")},
+    "comet_ml": "comet",
+    "mlflow": "mlflow",
     "xformers": "xformers",
     "tensorboard": "tensorboard",
     "cv2": "filters",
@@ -27,6 +29,9 @@ EXTRAS = {
     "torchmetrics": "metrics",
 }
 """Libraries that are imported only when chosen -> the extra that brings them."""
+
+DISTRIBUTIONS = {"mlflow": "mlflow-skinny"}
+"""Where a library that may not be installed has another name than its distribution."""
 
 BROUGHT = {"triton": "torch"}
 """Libraries that a dependency's own wheels bring, imported only where they are there."""
@@ -78,7 +83,7 @@ def test_every_import_is_a_declared_dependency() -> None:
 
 @pytest.mark.parametrize("package", sorted(EXTRAS))
 def test_what_is_imported_on_demand_is_an_extra(package: str) -> None:
-    brought_by = {normal(d) for d in distributions_of().get(package, [package])}
+    brought_by = {normal(d) for d in distributions_of().get(package, [DISTRIBUTIONS.get(package, package)])}
     assert brought_by & names(project()["optional-dependencies"][EXTRAS[package]])
 
 
