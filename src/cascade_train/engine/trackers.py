@@ -185,15 +185,13 @@ def mlflow(place: Place, config: Values) -> Calls:
     from mlflow import MlflowClient
     from mlflow.entities import Metric, Param
 
+    store, artifacts = None, None
     if place.offline:
         place.folder.mkdir(exist_ok=True)
-    client: Any = MlflowClient(f"sqlite:///{place.folder}/mlflow.db" if place.offline else None)
+        store, artifacts = f"sqlite:///{place.folder}/mlflow.db", (place.folder / "artifacts").as_uri()
+    client: Any = MlflowClient(store)
     known = client.get_experiment_by_name(place.project)
-    group = (
-        known.experiment_id
-        if known
-        else client.create_experiment(place.project, (place.folder / "artifacts").as_uri() if place.offline else None)
-    )
+    group = known.experiment_id if known else client.create_experiment(place.project, artifacts)
     run_id = place.run_id or client.create_run(group, run_name=place.name).info.run_id
     client.update_run(run_id, status="RUNNING")
     client.log_dict(run_id, config, "config.yaml")
@@ -271,10 +269,7 @@ def tensorboard(place: Place, config: Values) -> Calls:
 
 
 def trackio(place: Place, config: Values) -> Calls:
-    """Start a run in trackio's local store, or where TRACKIO_SPACE_ID and TRACKIO_SERVER_URL say.
-
-    TRACKIO_WEBHOOK_URL gets alerts.
-    """
+    """Start a run in trackio's local store, or where its variables say; TRACKIO_WEBHOOK_URL gets alerts."""
     for key in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL") if place.offline else ():
         os.environ.pop(key, None)
     import trackio
@@ -288,12 +283,12 @@ def trackio(place: Place, config: Values) -> Calls:
         auto_log_gpu=False,
         auto_log_cpu=False,
     )
-    levels = {"Failed": trackio.AlertLevel.ERROR}
+    levels = trackio.AlertLevel
     return Calls(
         run_id=run.name,
         numbers=lambda values, step: run.log(values, step=step),
         image=lambda name, path, step: run.log({name: trackio.Image(read_image(path))}, step=step),
-        alert=lambda title, text: run.alert(title, text, levels.get(title, trackio.AlertLevel.INFO)),
+        alert=lambda title, text: run.alert(title, text, levels.ERROR if title == "Failed" else levels.INFO),
         finish=run.finish,
     )
 
@@ -318,13 +313,12 @@ def wandb(place: Place, config: Values) -> Calls:
     def note(text: str) -> None:
         run.notes = f"{run.notes}\n{text}" if run.notes else text
 
-    levels = {"Failed": "ERROR"}
     return Calls(
         run_id=run.id,
         numbers=lambda values, step: run.log({**values, "step": step}),
         image=lambda name, path, step: run.log({name: [wandb.Image(read_image(path))], "step": step}),
         note=note,
-        alert=lambda title, text: run.alert(title=title, text=text, level=levels.get(title, "INFO")),
+        alert=lambda title, text: run.alert(title=title, text=text, level="ERROR" if title == "Failed" else "INFO"),
         finish=run.finish,
     )
 

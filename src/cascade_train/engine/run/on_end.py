@@ -56,9 +56,8 @@ def run_command(command: str | None, event: str, directory: Path, step: int, mes
 
     with handling(end):
         try:
-            started.append(
-                subprocess.Popen(command, shell=True, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
-            )
+            shell, nothing = ["sh", "-c", command], subprocess.DEVNULL
+            started.append(subprocess.Popen(shell, env=environment, stdin=nothing, start_new_session=True))
             if code := started[0].wait(SECONDS):
                 log.warning("The command of run.on_end ended with exit code %d.", code)
         except subprocess.TimeoutExpired:
