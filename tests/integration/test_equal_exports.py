@@ -52,6 +52,7 @@ def test_exports_of_equal_runs_are_equal_byte_by_byte(tmp_path: Path) -> None:
         found.append(files(folder))
     one, two = found
     assert one.keys() == two.keys()
+    assert {"lora/export/README.md", "converted/whole/README.md", "converted/prior/README.md"} <= one.keys()
     assert {"lora/export/lora/adapter_config.json", "converted/lora/lora.kohya.safetensors"} <= one.keys()
     assert len(one) > 30
     assert [name for name in one if one[name] != two[name]] == []

@@ -45,7 +45,7 @@ OUTSIDE = {
     "distributed": {"torch"},
     "batch": {"torch", "numpy"},
     "errors": set(),
-    "files": {"yaml"},
+    "files": {"yaml", "huggingface_hub"},
     "options": set(),
     "redaction": set(),
     "signals": set(),

@@ -11,13 +11,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
 from cascade_train.config.arguments import component_options, declared_roles
 from cascade_train.data.cached import Cached
 from cascade_train.engine.run.config_difference import ADDED
 from cascade_train.errors import ConfigError
+from cascade_train.files.hub import parse_source, without_commit
 from cascade_train.models.formats.weights_source import local_path
 from cascade_train.models.stage import Stage
 from cascade_train.tasks.base import Task
@@ -73,11 +71,11 @@ def local_files(source: str, subfolder: str | None) -> list[Path]:
     """Return the files of a path, or of a hub id as far as they were downloaded; nothing is downloaded here."""
     path = local_path(source)
     if not path.exists():
-        repository, _, inside = source.partition(":")
-        try:
-            path = Path(snapshot_download(repository, local_files_only=True)) / inside
-        except (HFValidationError, LocalEntryNotFoundError):
+        on_hub = parse_source(source)
+        folder = None if on_hub is None else on_hub.folder()
+        if on_hub is None or folder is None:
             return []
+        path = folder / on_hub.inside
     path = path / (subfolder or "")
     return [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file())
 
@@ -96,9 +94,15 @@ def _same(own: Any, held: Any) -> bool:
     if not (_is_content(own) and _is_content(held)):
         if isinstance(own, Mapping) and isinstance(held, Mapping):
             return own.keys() == held.keys() and all(_same(value, held[key]) for key, value in own.items())
-        return bool(own == held) or (_is_content(own) and bool(own["source"] == held))  # of earlier versions: the name
-    by = "source" if None in (own["sha256"], held["sha256"]) else "sha256"
-    return bool(own[by] == held[by])
+        return bool(own == held) or (_is_content(own) and _same_name(own["source"], held))  # of earlier versions
+    if None in (own["sha256"], held["sha256"]):
+        return _same_name(own["source"], held["source"])
+    return bool(own["sha256"] == held["sha256"])
+
+
+def _same_name(own: Any, held: Any) -> bool:
+    """Compare sources by name; earlier versions named no revision."""
+    return bool(own == held) or (isinstance(own, str) and without_commit(own) == held)
 
 
 def _is_content(value: Any) -> bool:

@@ -16,7 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from cascade_train.assembly.cache_identity import take_cache
 from cascade_train.assembly.components import Parts, build_component, build_parts
+from cascade_train.assembly.loaded_weights import record_weights, weight_specs
 from cascade_train.assembly.model import build_phases
+from cascade_train.assembly.model_card import write_card
 from cascade_train.assembly.samples import build_painter, build_sampling
 from cascade_train.config.arguments import free_keys, make_absolute
 from cascade_train.config.saved import to_plain
@@ -106,6 +108,8 @@ def train_in(
     """Train in a claimed directory, to the end and the exports, or to a stop; return the exit code. Collective."""
     with run.withdrawn_on_failure():
         phases = build_phases(cfg, parts, world)
+        initial = ("task.weights", "task.backbone_weights", *(["model.weights"] if parts.task.trains_network else []))
+        from_rank_zero(lambda: record_weights(run.path, weight_specs(cfg, parts), initial=initial))
         trainer = build_trainer(cfg, parts, phases, data, run, world, signals, heartbeat)
         rollback = Rollback(
             listed=RolledBackList(run.rolled_back_path),
@@ -126,7 +130,7 @@ def train_in(
             with heartbeat.naming_lost_ranks():
                 rollback.run(trainer)
                 if trainer.stopped is None:
-                    write_exports(cfg, parts.task, phases, run.export)
+                    write_exports(cfg, parts.task, phases, run.export, run=run.path, step=trainer.step)
                     run.record_exports(trainer.step)
                     trainer.tracker.alert("Finished", f"{cfg.run.name} finished at step {trainer.step}.")
         except (Exception, KeyboardInterrupt) as error:
@@ -307,18 +311,24 @@ def build_reconstructions(
     return Reconstructions(held_out=held_out(count), painter=painter, compare=quality, rfid=distance)
 
 
-def write_exports(cfg: DictConfig, task: Task, phases: list[BoundPhase], directory: Path) -> None:
+def write_exports(
+    cfg: DictConfig, task: Task, phases: list[BoundPhase], directory: Path, *, run: Path, step: int
+) -> None:
     """Write what the task leaves behind, the average where there is one, each read back and compared. Collective.
+
+    A model card goes beside it, with the samples and metrics of a run up to a step.
 
     Raises:
         RunError: what was written reads back differently.
     """
+    exports = task.exports()
     with averaged(phases):
-        for name, export in task.exports().items():
+        for name, export in exports.items():
             state = whole_state(export.module, frozen=export.whole)
             error = from_rank_zero(partial(export.write, state, directory / name))
             log.info("Exported %s; read back with a relative error of %.1e.", directory / name, error)
     from_rank_zero(lambda: OmegaConf.save(OmegaConf.create(redacted(to_plain(cfg))), directory / "config.yaml"))
+    from_rank_zero(lambda: write_card(directory, list(exports), source="", run=run, step=step))
 
 
 def start_report(cfg: DictConfig, parts: Parts, data: DataSet, run: RunDirectory, trainer: Trainer) -> str:

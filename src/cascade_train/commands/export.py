@@ -18,6 +18,7 @@ from cascade_train.commands.parts.weights import WeightsArgs, print_error
 from cascade_train.config.groups import did_you_mean
 from cascade_train.config.saved import CONFIG_NAME, load_saved_config
 from cascade_train.errors import ConfigError
+from cascade_train.files.hub import HubSource, parse_source, push_folder
 
 COMBINED = "combined"
 """Format of Stage C, B and A in one folder, and its name in `out`."""
@@ -51,12 +52,18 @@ class ExportArgs(WeightsArgs):
     """Checkpoint of the run to export; null = the newest whole one."""
     out: str | None = None
     """Folder to write into; null = `<run>/export`, or `export` for anything else."""
+    push: str | None = None
+    """Repository of the hub, `user/name`, that gets what was written with its model card; null = nothing leaves."""
+    private: bool = True
+    """Whether a repository that `push` makes is private."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in self.formats():
             if name not in NETWORK | LORA | {COMBINED: COMBINED}:
                 raise ConfigError(f"format={name} is unknown.{did_you_mean(name, [*NETWORK, *LORA, COMBINED])}")
+        if self.push is not None and (parse_source(self.push) or HubSource("", None, "-")).repo != self.push:
+            raise ConfigError(f"push={self.push} is no repository of the hub. Write it user/name.")
         self._check_combined()
 
     def _check_combined(self) -> None:
@@ -76,7 +83,7 @@ class ExportArgs(WeightsArgs):
 
 
 def export(args: ExportArgs) -> int:
-    """Write the formats asked for, read each back, print its relative error, and return 0.
+    """Write the formats asked for, read each back, print its relative error, push them if asked, and return 0.
 
     Raises:
         ConfigError: nothing at `from=`, no such checkpoint, or a format that is not of its kind.
@@ -85,15 +92,31 @@ def export(args: ExportArgs) -> int:
     source = Path(args.source)
     is_run = (source / CONFIG_NAME).is_file() and (source / "checkpoints").is_dir()
     out = Path(args.out) if args.out is not None else source / "export" if is_run else Path("export")
+    written: list[str] = []
     if args.formats() == [COMBINED]:
         _combine(args, out / COMBINED)
+        written = [COMBINED]
     elif is_run:
         _export_checkpoint(args, source, out)
     elif not args.formats():
         raise ConfigError(f"from={source}: is no run with checkpoints; say what to write it as, e.g. format=original.")
     if args.formats() not in ([], [COMBINED]):
-        _convert(args, str(out if is_run else source), out)
+        written = _convert(args, str(out if is_run else source), out)
+    _finish(args, out, written, all_of_run=is_run)
     return 0
+
+
+def _finish(args: ExportArgs, out: Path, written: list[str], *, all_of_run: bool) -> None:
+    """Write the model card of what lies in `out` now, of a run all of it, and push it where that is asked."""
+    from cascade_train.assembly.model_card import CARD, SAMPLES, USES, write_card
+    from cascade_train.results.find import run_of
+
+    names = [name for name in USES if name in written or (all_of_run and (out / name).exists())]
+    if written:
+        write_card(out, names, source=args.source, run=run_of(Path(args.source)), step=args.step)
+    if args.push is not None:
+        patterns = [CARD, SAMPLES, CONFIG_NAME, *names, *(f"{name}/*" for name in names), "*.embeddings/*"]
+        sys.stdout.write(f"Pushed to {push_folder(out, args.push, private=args.private, names=patterns)}\n")
 
 
 def _combine(args: ExportArgs, out: Path) -> None:
@@ -117,7 +140,7 @@ def _export_checkpoint(args: ExportArgs, run: Path, out: Path) -> None:
     sys.stdout.write(f"{checkpoint.name} of {run} is exported to {out}\n")
 
 
-def _convert(args: ExportArgs, source: str, out: Path) -> None:
+def _convert(args: ExportArgs, source: str, out: Path) -> list[str]:
     from cascade_train.models.formats.export import DTYPES, network_config, save_network
     from cascade_train.models.formats.export_lora import export_lora
     from cascade_train.models.formats.lora_files import holds_lora, module_shapes, read_lora
@@ -136,14 +159,15 @@ def _convert(args: ExportArgs, source: str, out: Path) -> None:
         for name in args.formats():
             path = out / names[name]
             print_error(path, export_lora(lora, network, path, format=name, metadata={}))
-    else:
-        config = network_config(network)
-        state = load_state(network, source, dtype=DTYPES.get(args.dtype or ""), key="from")
-        has_pipeline = Path(source) == out and args.dtype is None  # a run's, where its network alone would go
-        for name in args.formats():
-            if not (has_pipeline and name == "diffusers"):
-                path = out / names[name].format(part=part_name(network))
-                print_error(path, save_network(state, config, path, format=name))
+        return [names[name] for name in args.formats()]
+    config = network_config(network)
+    state = load_state(network, source, dtype=DTYPES.get(args.dtype or ""), key="from")
+    has_pipeline = Path(source) == out and args.dtype is None  # a run's, where its network alone would go
+    files = {name: names[name].format(part=part_name(network)) for name in args.formats()}
+    for name, file in files.items():
+        if not (has_pipeline and name == "diffusers"):
+            print_error(out / file, save_network(state, config, out / file, format=name))
+    return list(files.values())
 
 
 COMMAND = Command(arguments=ExportArgs, run=export, shows_log=True)

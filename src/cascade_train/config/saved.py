@@ -121,10 +121,15 @@ def published_config(model: str, weights: str) -> DictConfig:
     overrides = [f"model={model}", f"task={task}", "run.name=published", "train.global_batch_size=1"]
     if model in TINY_RECIPES:
         overrides.append(f"experiment={TINY_RECIPES[model]}")
+    return composed(overrides, weights=weights)
+
+
+def composed(overrides: list[str], **model: str) -> DictConfig:
+    """Return the checked configuration of a look at what overrides name; `model` are values below that node."""
     register_schema()
     with initialize_config_dir(str(conf_dir()), **BASE):
         cfg = compose("config", overrides)
-    cfg.model.weights = weights
+    cfg.model.update(model)
     cfg.parallel = ALONE
     return preflight(cfg, ranks=1, components=LOOKED_AT)
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from cascade_train.models.cascade_unet_config import CascadeUNetConfig
 from cascade_train.models.formats.weights import StoredValues
+from cascade_train.models.formats.weights_source import WeightsSpec
 from cascade_train.models.initialize import DrawnValues, InitialValues, Shares, unet_rule
 from cascade_train.models.lora import MAGNITUDE, begin_magnitudes
 from cascade_train.models.semantic_compressor import SemanticCompressor
@@ -122,6 +123,14 @@ class DenoisingStage(Stage):
         if self.caption_lookup is not None:
             return {name: tokens[name].to(self._frozen_dtype) for name in self.caption_products}
         return dict(zip(("clip_text", "clip_text_pooled"), self.text_encoder.encode(tokens), strict=True))
+
+    def weight_specs(self) -> list[WeightsSpec]:
+        """Return the files of the network and of the frozen parts, but for those that are left out."""
+        parts = [part for name, part in self._parts.items() if name not in self.left_out]
+        found = [spec for part in parts for spec in part.weight_specs()]
+        if self.weights is None or "network" in self.left_out:
+            return found
+        return [WeightsSpec(key="model.weights", source=self.weights, part=self.part), *found]
 
     def _build_network(self, dtype: torch.dtype) -> None:
         from cascade_train.models.response_norm import set_kernels  # heavy: diffusers

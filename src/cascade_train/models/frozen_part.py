@@ -13,6 +13,7 @@ from torch import nn
 
 from cascade_train.errors import ConfigError
 from cascade_train.models.formats.weights import load_module
+from cascade_train.models.formats.weights_source import CONFIG_FILES, WeightsSpec, hub_files, is_hub_id, local_path
 from cascade_train.models.initialize import FROZEN_SEED, convolution_rule, initialise, tower_rule
 from cascade_train.options import File
 
@@ -21,8 +22,8 @@ class FrozenPart(abc.ABC):
     """A frozen convolutional module in fp32. The constructor is cheap; `build` makes the module.
 
     Args:
-        weights: a safetensors file, a run or folder that holds the part in a folder of its name, or `owner/name:file`
-            on the hub; null = values from a fixed seed.
+        weights: a safetensors file, a run or folder that holds the part in a folder of its name, or
+            `owner/name[@revision]:file` on the hub; null = values from a fixed seed.
 
     Attributes:
         key: name below `model.`.
@@ -42,6 +43,12 @@ class FrozenPart(abc.ABC):
     def forget_weights(self) -> None:
         """Take values from a fixed seed, whatever was named."""
         self.weights = None
+
+    def weight_specs(self) -> list[WeightsSpec]:
+        """Return the files that `build` loads."""
+        if self.weights is None:
+            return []
+        return [WeightsSpec(key=f"model.{self.key}.weights", source=self.weights, part=self.folder)]
 
     def build(self, *, device: torch.device) -> None:
         """Make the module on `device`, with the values of `weights` or of a fixed seed.
@@ -68,7 +75,7 @@ class ClipTower:
     """A frozen tower of CLIP with projection.
 
     Args:
-        weights: hub id or local folder of transformers; null = values from a fixed seed.
+        weights: hub id (`owner/name[@revision]`) or local folder of transformers; null = values from a fixed seed.
         subfolder: folder within `weights`; null = its root.
         hidden_size: width of the tokens.
         intermediate_size: width inside the feed-forward layers.
@@ -110,6 +117,13 @@ class ClipTower:
         """Take values from a fixed seed, whatever was named."""
         self.weights = self.subfolder = None
 
+    def weight_specs(self) -> list[WeightsSpec]:
+        """Return the files that `build` loads."""
+        if self.weights is None:
+            return []
+        where: dict[str, Any] = {"source": self.weights, "part": self.subfolder}
+        return [WeightsSpec(key=f"model.{self.key}.weights", beside=CONFIG_FILES, **where)]
+
     def _make(self, kind: Any, config: Any, device: torch.device, dtype: torch.dtype) -> None:
         """Make the tower of a transformers class on `device`; `config` is that of a tower without weights."""
         if self.weights is None:
@@ -118,11 +132,19 @@ class ClipTower:
             initialise(module, tower_rule, device=device, dtype=dtype, seed=FROZEN_SEED)
         else:
             try:
-                where = {"subfolder": self.subfolder or "", "device_map": {"": device}}
-                module = kind.from_pretrained(self.weights, dtype=dtype, **where)
+                folder, subfolder = local_folder(ClipTower.weight_specs(self)[0])
+                where = {"subfolder": subfolder, "device_map": {"": device}}
+                module = kind.from_pretrained(folder, dtype=dtype, **where)
             except (OSError, ValueError) as error:
                 raise ConfigError(
                     f"{self.key}.weights={self.weights}: is neither a local folder nor a hub id that can be reached; "
                     f"null takes seeded values ({error})"
                 ) from error
         self.module = module.eval().requires_grad_(False)
+
+
+def local_folder(spec: WeightsSpec) -> tuple[str, str]:
+    """Return the folder and subfolder that transformers reads of a spec, of the hub as its files lie in the cache."""
+    if local_path(spec.source).exists() or not is_hub_id(spec.source):
+        return spec.source, spec.part or ""
+    return str(hub_files(spec)[0].parent), ""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from cascade_train.batch import Batch
+from cascade_train.models.formats.weights_source import WeightsSpec
 from cascade_train.models.initialize import Shares
 
 if TYPE_CHECKING:
@@ -62,8 +63,8 @@ class Stage(abc.ABC):
         seed: of the network's initial values when `weights` is null.
         random_encoders: true = the frozen parts take values from a fixed seed and the packaged tokenizer, whatever
             their own `weights` say (nothing is downloaded).
-        weights: of the network: hub id (`owner/name:subfolder`), local diffusers folder, run, or single file; null =
-            from scratch.
+        weights: of the network: hub id (`owner/name[@revision]:subfolder`), local diffusers folder, run, or single
+            file; null = from scratch.
 
     Attributes:
         name: "stage_a", "stage_b" or "stage_c"; tasks name those that they fit.
@@ -176,6 +177,10 @@ class Stage(abc.ABC):
     @abc.abstractmethod
     def decode(self, latent_BCHW: Tensor) -> Tensor:
         """Decode latents to images for people, (B, 3, H', W') fp32 in [0, 1]. Without gradient."""
+
+    def weight_specs(self) -> list[WeightsSpec]:
+        """Return the files that `build` and `fill` load, but for parts that are left out; none by default."""
+        return []
 
     def exports(self) -> Mapping[str, Save]:
         """Return what writes the network for other programs, by the export's name; nothing by default."""

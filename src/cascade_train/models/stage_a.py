@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from cascade_train.models.formats.weights import load_module
+from cascade_train.models.formats.weights_source import WeightsSpec
 from cascade_train.models.initialize import initialise
 from cascade_train.models.latent_codec import ORIGINAL_NAMES, vq_arguments
 from cascade_train.models.stage import Conditions, Images, Save, Stage, Tokens
@@ -85,6 +86,11 @@ class StageA(Stage):
             where = {"device": device, "key": "model.weights", "part": self.part}
             load_module(network, self.weights, dtype=network_dtype, renamed=ORIGINAL_NAMES, **where)
         self.network = network.train()
+
+    def weight_specs(self) -> list[WeightsSpec]:
+        """Return the files of the network."""
+        found = {} if self.weights is None else {"source": self.weights}
+        return [WeightsSpec(key="model.weights", part=self.part, **found)] if found else []
 
     def conditions(
         self,

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
-from cascade_train.models.frozen_part import ClipTower
+from cascade_train.models.formats.weights_source import TOKENIZER_FILES, WeightsSpec
+from cascade_train.models.frozen_part import ClipTower, local_folder
 from cascade_train.models.stage import Tokens
 from cascade_train.models.token_count import FOLDER
 from cascade_train.options import File
@@ -32,7 +33,7 @@ class TextEncoder(ClipTower):
     """CLIP's text tower with projection, frozen (Stable Cascade, core: 77 tokens, padded, mask passed).
 
     Args:
-        tokenizer: hub id or local folder; null = the packaged one.
+        tokenizer: hub id (`owner/name[@revision]`) or local folder; null = the packaged one.
         tokenizer_subfolder: folder within `tokenizer`; null = its root.
         max_tokens: length to which captions are truncated and padded, start and end included.
         vocab_size: rows of the embedding table.
@@ -67,6 +68,15 @@ class TextEncoder(ClipTower):
         super().forget_weights()
         self.tokenizer_source = self.tokenizer_subfolder = None
 
+    def weight_specs(self) -> list[WeightsSpec]:
+        """Return the files that `build` loads, those of the tokenizer last."""
+        specs = super().weight_specs()
+        if self.tokenizer_source is None:
+            return specs
+        where: dict[str, Any] = {"source": self.tokenizer_source, "part": self.tokenizer_subfolder}
+        key = "model.text_encoder.tokenizer"
+        return [*specs, WeightsSpec(key=key, beside=TOKENIZER_FILES, weights=False, **where)]
+
     def build(self, *, device: torch.device, dtype: torch.dtype) -> None:
         """Load the tokenizer and make the frozen tower; a ConfigError if they do not exist or do not fit each other."""
         from transformers import CLIPTextConfig, CLIPTextModelWithProjection  # takes seconds
@@ -92,8 +102,11 @@ class TextEncoder(ClipTower):
         from transformers import CLIPTokenizer
 
         source = str(FOLDER) if self.tokenizer_source is None else self.tokenizer_source
+        folder, subfolder = source, ""
         try:
-            tokenizer = CLIPTokenizer.from_pretrained(source, subfolder=self.tokenizer_subfolder or "")
+            if self.tokenizer_source is not None:
+                folder, subfolder = local_folder(self.weight_specs()[-1])
+            tokenizer = CLIPTokenizer.from_pretrained(folder, subfolder=subfolder)
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"text_encoder.tokenizer={source}: is neither a local folder nor a hub id that can be reached; "

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import try_to_load_from_cache
+from cascade_train.files.hub import parse_source
 
 FOLDER = Path(__file__).parent / "tiny_tokenizer"
 """The packaged tokenizer, made by scripts/write_tiny_tokenizer.py."""
@@ -39,18 +39,19 @@ def token_counter(source: str | None, subfolder: str | None) -> TokenCounter:
 
     if source is None:
         return TokenCounter(name="the packaged tokenizer", tokenizer=CLIPTokenizer.from_pretrained(str(FOLDER)))
-    if not _is_here(source, subfolder or ""):
+    folder = _vocabulary_folder(source, subfolder or "")
+    if folder is None:
         name = (
             f"the packaged tokenizer, since that of {source} is not on this machine; it finds more tokens than CLIP's"
         )
         return TokenCounter(name=name, tokenizer=CLIPTokenizer.from_pretrained(str(FOLDER)))
-    tokenizer = CLIPTokenizer.from_pretrained(source, subfolder=subfolder or "", local_files_only=True)
+    tokenizer = CLIPTokenizer.from_pretrained(str(folder), local_files_only=True)
     return TokenCounter(name=f"the tokenizer of {source}", tokenizer=tokenizer)
 
 
-def _is_here(source: str, subfolder: str) -> bool:
-    """Return whether a folder or the cache has a vocabulary; without one, transformers makes an empty tokenizer."""
-    names = [f"{subfolder}/{name}".lstrip("/") for name in VOCABULARIES]
-    if Path(source).is_dir():
-        return any((Path(source) / name).is_file() for name in names)
-    return any(isinstance(try_to_load_from_cache(source, name), str) for name in names)
+def _vocabulary_folder(source: str, subfolder: str) -> Path | None:
+    """Return the folder with a vocabulary, here or in the hub's cache; of one without, transformers makes its own."""
+    on_hub = parse_source(source)
+    root = Path(source) if Path(source).is_dir() or on_hub is None else on_hub.folder()
+    folder = None if root is None else root / subfolder
+    return folder if folder is not None and any((folder / name).is_file() for name in VOCABULARIES) else None

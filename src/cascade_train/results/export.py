@@ -51,7 +51,8 @@ def export_checkpoint(cfg: DictConfig, checkpoints: Path, *, step: int | None, o
         if step is not None and (fault := find_fault(path)) is not None:
             raise RunError(f"from={checkpoints.parent}: the checkpoint of step {step} is damaged: {fault}.")
         restore_training_state(store, path, phases, parts.task, optimizer=False)
-        write_exports(cfg, parts.task, phases, out)
+        at = int(path.name.removeprefix("step_"))
+        write_exports(cfg, parts.task, phases, out, run=checkpoints.parent, step=at)
     return path
 
 

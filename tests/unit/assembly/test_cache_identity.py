@@ -38,6 +38,13 @@ def test_weights_that_are_not_here_count_by_name():
     assert content(None, None) is None
 
 
+def test_a_source_that_is_pinned_since_is_the_one_that_made_the_cache():
+    pinned = content(f"nobody/nothing@{'a' * 40}", "text_encoder")
+    for held in (content("nobody/nothing", "text_encoder"), "nobody/nothing/text_encoder"):
+        assert first_difference({"k": pinned}, {"k": held}) is None
+    assert first_difference({"k": pinned}, {"k": content(f"nobody/nothing@{'b' * 40}", "text_encoder")}) is not None
+
+
 def test_seeded_encoders_do_not_depend_on_the_weights_that_are_named():
     stage = make_stage("c_tiny")
     cfg = {"train": {"precision": "fp32"}, "model": {**model_config("c_tiny"), "random_encoders": True}}

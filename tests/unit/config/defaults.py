@@ -113,7 +113,8 @@ def _own(name: str, given: Mapping[str, Any], imported: bool) -> dict[str, str]:
     if imported:
         return {}
     published = PUBLISHED[f"model/{MODELS[RECIPES[name]['model_version']]}"]["weights"]["value"]
-    files = {SAME[key][0]: f"stabilityai/stable-cascade:{Path(given[key]).name}" for key in SAME if key in given
+    repository = PUBLISHED["model/b_3b"]["weights"]["value"].partition(":")[0]
+    files = {SAME[key][0]: f"{repository}:{Path(given[key]).name}" for key in SAME if key in given
              and key.endswith("checkpoint_path")}  # fmt: skip
     return {**files, "run.name": name, "model.weights": published}
 

@@ -55,6 +55,7 @@ class Command:
         run_defaults: compose the arguments that are not its own as those of a run, with these options of groups where
             none is chosen; None = all arguments are its own.
         check: returns that configuration as it is checked for the arguments; None = as a training checks it.
+        takes_rest: the arguments that are not its own are given to `run`, as they are typed.
     """
 
     arguments: type[Any]
@@ -65,6 +66,7 @@ class Command:
     shows_log: bool = False
     run_defaults: Mapping[str, str] | None = None
     check: Callable[[Any, DictConfig], DictConfig] | None = None
+    takes_rest: bool = False
 
 
 def run_command(argv: Sequence[str]) -> int:
@@ -105,7 +107,7 @@ def _call(command: Command, argv: Sequence[str], *, help_head: str) -> int:
         if command.run_defaults is not None:
             sys.stdout.write("\nAll other arguments are those of a training: cascade-train --help\n")
         return 0
-    if command.run_defaults is None:
+    if command.run_defaults is None and not command.takes_rest:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not command.many_ranks:
             raise ConfigError("this command runs in one process: start it without torchrun, or with one task of srun.")
         show_log(logging.INFO if command.shows_log else logging.WARNING)
@@ -116,6 +118,9 @@ def _call(command: Command, argv: Sequence[str], *, help_head: str) -> int:
     own = [argument for argument in argv if argument.partition("=")[0] in names]
     arguments = parse(command.arguments, own)
     rest = [argument for argument in argv if argument not in own]
+    if command.run_defaults is None:
+        show_log(logging.WARNING)
+        return command.run(arguments, rest)
     check = None if command.check is None else partial(command.check, arguments)
     argv = with_defaults(command.run_defaults, rest)
     return compose_and_run(argv, partial(command.run, arguments), remedy="", check=check)

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cascade_train.files.hub import without_commit
+
 _FREE_NODES = (
     "run", "log", "sample", "checkpoint", "rollback", "tracker", "profile", "validate", "optimizer", "lr_scheduler",
     "parallel",
@@ -54,7 +56,7 @@ class Difference:
         node = self.key.split(".", 1)[0]
         if self.key in _FREE_NUMBERS:
             return not {None, ABSENT} & {self.old, self.new}
-        if _made_absolute(self.old, self.new):
+        if _made_absolute(self.old, self.new) or _pinned(self.old, self.new):
             return True
         return self.key not in _BOUND_KEYS and (node in _FREE_NODES or self.key in _FREE_KEYS)
 
@@ -107,6 +109,11 @@ def _made_absolute(old: Any, new: Any) -> bool:
     return (
         isinstance(old, str) and isinstance(new, str) and Path(new).is_absolute() and Path(old).absolute() == Path(new)
     )
+
+
+def _pinned(old: Any, new: Any) -> bool:
+    """Return whether `new` is the hub's source `old` with a revision, which configs of earlier versions lack."""
+    return isinstance(old, str) and isinstance(new, str) and without_commit(new) == old
 
 
 def flatten(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -37,6 +37,7 @@ from cascade_train.signals import held_back
 log = logging.getLogger(__name__)
 
 _ENVIRONMENT = "environment.json"
+_WEIGHTS = "weights.json"
 _HISTORY = "config_history.jsonl"
 _METRICS = "metrics.jsonl"
 _EXPORT, _EXPORTED = "export", "exported.json"
@@ -46,7 +47,7 @@ _STOPPED = "stopped.json"
 _LISTING = "listing.json"
 _SAMPLES = "samples"
 _BEFORE_THE_FIRST_STEP = {
-    _CONFIG, _ENVIRONMENT, _HISTORY, LOCK_NAME, _QUARANTINE, _LISTING, _SAMPLES, *TRACKERS,
+    _CONFIG, _ENVIRONMENT, _WEIGHTS, _HISTORY, LOCK_NAME, _QUARANTINE, _LISTING, _SAMPLES, *TRACKERS,
 }  # fmt: skip
 """What a start creates before there is anything to lose: our files, the first grid, the trackers' folders."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import pickle
-import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -14,14 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError, install_hint
+from cascade_train.files.hub import parse_source
 
 if TYPE_CHECKING:
     from onnxruntime import InferenceSession
 
 PACKAGES = {"cv2": "OpenCV", "onnxruntime": "onnxruntime"}
 """Usual names of the libraries of the extra `filters`."""
-
-_HUB_FILE = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+):(?P<name>[\w./-]+)")
 
 
 def require(library: str) -> None:
@@ -60,15 +58,15 @@ def find_file(source: str, known: WeightsFile) -> Path:
     path = Path(source).expanduser()
     if path.is_file():
         return path
-    match = _HUB_FILE.fullmatch(source)
-    if match is None:
+    on_hub = parse_source(source)
+    if on_hub is None or not on_hub.inside:
         raise ConfigError(
             f"{known.key}={source}: no such file; give a path that exists, or owner/name:file on the hub. {known}"
         )
-    from huggingface_hub import hf_hub_download  # a second to import, and only needed here
-
     try:
-        return Path(hf_hub_download(match["repo"], match["name"]))
+        return on_hub.fetch(on_hub.inside)
+    except ConfigError:
+        raise
     except Exception as error:  # of the hub or the network
         raise ConfigError(
             f"{known.key}={source}: cannot be had from the hub ({type(error).__name__}); download it where there is a"

@@ -5,10 +5,11 @@ Must not live here: reading tensors and what their names mean (weights_tensors.p
 
 from __future__ import annotations
 
-import re
+from dataclasses import dataclass
 from pathlib import Path
 
 from cascade_train.errors import ConfigError
+from cascade_train.files.hub import HubSource, parse_source, unavailable
 from cascade_train.files.untrusted import read_json
 from cascade_train.redaction import LONGEST_NAME, shortened
 
@@ -22,7 +23,19 @@ STEMS = ("diffusion_pytorch_model", "model", "pytorch_model")
 PACKAGED = {"package:tiny": Path(__file__).parents[1] / "tiny_weights"}
 """Weights that ship with the package: a folder with one folder for each part, fp16."""
 
-_HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(:(?P<inside>[\w./-]+))?")
+CONFIG_FILES = ("config.json",)
+"""What transformers reads beside a tower's weights."""
+
+TOKENIZER_FILES = (
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)
+"""What transformers reads of a tokenizer, as far as it is there."""
+
 _ENDINGS = (
     ".safetensors",
     ".safetensors.index.json",
@@ -34,13 +47,32 @@ _ENDINGS = (
 _PREFERRED = tuple(stem + ending for ending in _ENDINGS for stem in STEMS)
 
 
+@dataclass(frozen=True, kw_only=True)
+class WeightsSpec:
+    """The files that a part of a model loads.
+
+    Attributes:
+        key: the config key that names the source.
+        source: see `find_weight_files`.
+        part: the folder of a pipeline or an export that is meant, see `find_weight_files`.
+        beside: files that are loaded too, as far as they are there.
+        weights: whether weights are among them; a tokenizer has none.
+    """
+
+    key: str
+    source: str
+    part: str | None = None
+    beside: tuple[str, ...] = ()
+    weights: bool = True
+
+
 def find_weight_files(source: str, *, key: str = "model.weights", part: str | None = "network") -> list[Path]:
     """Return the files that hold the weights named by `source`, downloading from the hub if needed.
 
     Args:
         source: a single file; a folder of diffusers or transformers (one file or shards with an index); a pipeline's
-            folder; a run of ours (its `export/`); a hub id, `owner/name[:subfolder]` or `owner/name:file`; or one of
-            `PACKAGED`, or a folder in it.
+            folder; a run of ours (its `export/`); a hub id, `owner/name[@revision][:subfolder]` or `…:file`; or one
+            of `PACKAGED`, or a folder in it.
         key: the config key that named the source, for messages.
         part: the folder of a pipeline or an export that is meant; "network" = whichever of `NETWORK_PARTS` is there,
             the first on the hub; None = the source itself.
@@ -55,7 +87,19 @@ def find_weight_files(source: str, *, key: str = "model.weights", part: str | No
         part = next((name for name in NETWORK_PARTS if _holds(path, name)), NETWORK_PARTS[0])
     if path.is_dir():
         return _folder_files(path if part is None else find_part(path, part, key), key)
-    return _hub_files(source, key, part)
+    files = hub_files(WeightsSpec(key=key, source=source, part=part))
+    return [file for file in files if file.suffix != ".json"]
+
+
+def find_files(spec: WeightsSpec) -> list[Path]:
+    """Return every file that a part loads, downloaded if needed; errors as of `find_weight_files`."""
+    path = local_path(spec.source)
+    if not path.exists():
+        return hub_files(spec)
+    is_part = path.is_dir() and spec.part not in (None, "network")
+    folder = find_part(path, str(spec.part), spec.key) if is_part else path
+    beside = [folder / name for name in spec.beside if (folder / name).is_file()]
+    return [*beside, *(find_weight_files(spec.source, key=spec.key, part=spec.part) if spec.weights else [])]
 
 
 def is_packaged(source: str) -> bool:
@@ -70,8 +114,8 @@ def local_path(source: str) -> Path:
 
 
 def is_hub_id(source: str) -> bool:
-    """Return whether a source that is no path could be a hub id, `owner/name[:subfolder]`."""
-    return _HUB_ID.fullmatch(source) is not None
+    """Return whether a source that is no path could be a hub id, `owner/name[@revision][:subfolder]`."""
+    return parse_source(source) is not None
 
 
 def _holds(folder: Path, part: str) -> bool:
@@ -148,56 +192,64 @@ def shard_names(index: Path, key: str) -> list[str]:
     return names
 
 
-def _hub_files(source: str, key: str, part: str | None) -> list[Path]:
-    match = _HUB_ID.fullmatch(source)
-    if match is None or (match["inside"] is None and source.endswith(SINGLE_FILE_SUFFIXES)):
+def hub_files(spec: WeightsSpec) -> list[Path]:
+    """Return the files of a spec that names the hub, downloaded if needed; a ConfigError if they cannot be had."""
+    source, names = hub_names(spec)
+    return [_fetch(source, name, spec) for name in names]
+
+
+def hub_names(spec: WeightsSpec) -> tuple[HubSource, list[str]]:
+    """Return the repository of a spec and the names of its files there; of large files nothing is downloaded.
+
+    Raises:
+        ConfigError: no hub id, no weights in it, or a hub that cannot be asked.
+    """
+    source = parse_source(spec.source)
+    if source is None or (not source.inside and spec.source.endswith(SINGLE_FILE_SUFFIXES)):
         raise ConfigError(
-            f"{key}={source}: no such file or folder; give a path that exists, a hub id such as owner/name:subfolder, "
-            f"or {' or '.join(PACKAGED)}"
+            f"{spec.key}={spec.source}: no such file or folder; give a path that exists, a hub id such as "
+            f"owner/name:subfolder, or {' or '.join(PACKAGED)}"
         )
-    inside = match["inside"] or part or ""
-    if inside.endswith(SINGLE_FILE_SUFFIXES):
-        return [_download(match["repo"], inside, source, key)]
-    path = _first_in_hub_folder(match["repo"], inside, source, key)
-    if path.suffix != ".json":
-        return [path]
-    return [_download(match["repo"], f"{inside}/{name}".lstrip("/"), source, key) for name in shard_names(path, key)]
+    folder = source.inside or (NETWORK_PARTS[0] if spec.part == "network" else spec.part) or ""
+    if folder.endswith(SINGLE_FILE_SUFFIXES):
+        return source, [folder]
+    prefix = f"{folder}/" if folder else ""
+    wanted = [(prefix + name,) for name in spec.beside]
+    found = _there(source, [*wanted, *([tuple(prefix + name for name in _PREFERRED)] if spec.weights else [])], spec)
+    if not found or (spec.weights and not found[-1].endswith(_ENDINGS)):
+        raise ConfigError(
+            f"{spec.key}={spec.source}: {source.repo} holds no weights in {folder!r}; name the subfolder after a colon"
+        )
+    if found[-1].endswith(".json") and spec.weights:
+        found += [prefix + name for name in shard_names(_fetch(source, found[-1], spec), spec.key)]
+    return source, found
 
 
-def _first_in_hub_folder(repo: str, folder: str, source: str, key: str) -> Path:
-    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+def _there(source: HubSource, wanted: list[tuple[str, ...]], spec: WeightsSpec) -> list[str]:
+    """Return the first that the repository has of each list of names; a ConfigError if nothing is known of it."""
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
+    found: list[str] = []
     offline: Exception | None = None
-    for name in _PREFERRED:
-        try:
-            return _fetch(repo, f"{folder}/{name}".lstrip("/"), cached_only=offline is not None)
-        except LocalEntryNotFoundError as error:
-            offline = error
-        except EntryNotFoundError:
-            continue
-        except Exception as error:
-            raise _unavailable(source, key, error) from error
-    if offline is not None:
-        raise _unavailable(source, key, offline) from offline
-    raise ConfigError(f"{key}={source}: {repo} holds no weights in {folder!r}; name the subfolder after a colon")
+    for names in wanted:
+        for name in names:
+            try:
+                if source.look(name, cached_only=offline is not None) is not None:
+                    found.append(name)
+                    break
+            except LocalEntryNotFoundError as error:
+                offline = offline or error
+            except Exception as error:
+                raise unavailable(f"{spec.key}={spec.source}", error) from error
+    if offline is not None and (not found or (spec.weights and not found[-1].endswith(_ENDINGS))):
+        raise unavailable(f"{spec.key}={spec.source}", offline) from offline
+    return found
 
 
-def _download(repo: str, name: str, source: str, key: str) -> Path:
+def _fetch(source: HubSource, name: str, spec: WeightsSpec) -> Path:
     try:
-        return _fetch(repo, name, cached_only=False)
+        return source.fetch(name)
+    except ConfigError:
+        raise
     except Exception as error:
-        raise _unavailable(source, key, error) from error
-
-
-def _fetch(repo: str, name: str, *, cached_only: bool) -> Path:
-    from huggingface_hub import hf_hub_download
-
-    return Path(hf_hub_download(repo, name, local_files_only=cached_only))
-
-
-def _unavailable(source: str, key: str, error: Exception) -> ConfigError:
-    return ConfigError(
-        f"{key}={source}: neither a path that exists here nor a hub id that could be had "
-        f"({type(error).__name__}: {str(error).splitlines()[0]}); check the name, download it where there is a "
-        "network, or give a local folder or file"
-    )
+        raise unavailable(f"{spec.key}={spec.source}", error) from error

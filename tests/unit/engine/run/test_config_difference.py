@@ -48,6 +48,14 @@ def test_a_path_may_become_absolute_and_no_other_may_take_its_place(tmp_path, mo
     assert not any(Difference("objective.perceptual.weights", *values).is_free for values in bound)
 
 
+def test_a_source_of_the_hub_may_be_pinned_to_a_commit_and_not_to_another():
+    plain, pinned, other = "owner/name:prior", f"owner/name@{'a' * 40}:prior", f"owner/name@{'b' * 40}:prior"
+    assert Difference("model.weights", plain, pinned).is_free
+    assert not Difference("model.weights", pinned, other).is_free
+    assert not Difference("model.weights", pinned, plain).is_free
+    assert not Difference("model.weights", "owner/other:prior", pinned).is_free
+
+
 def test_an_average_may_change_its_decay_but_neither_begin_nor_end():
     assert not any(Difference("ema.decay", *values).is_free for values in ((0.9, None), (None, 0.9), (ABSENT, 0.9)))
 

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import huggingface_hub.constants
 import pytest
-from huggingface_hub.errors import EntryNotFoundError
 
 from cascade_train.errors import ConfigError
+from cascade_train.files.hub import HubSource
 from cascade_train.models.formats import weights_source
-from cascade_train.models.formats.weights_source import find_part, find_weight_files
+from cascade_train.models.formats.weights_source import (
+    CONFIG_FILES,
+    TOKENIZER_FILES,
+    WeightsSpec,
+    find_files,
+    find_part,
+    find_weight_files,
+)
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
@@ -153,11 +161,11 @@ def test_a_hub_id_that_cannot_be_had_is_refused_with_the_key_and_the_remedy(sour
 def test_a_hub_repository_without_weights_in_the_subfolder_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def answer(repo: str, name: str, *, cached_only: bool) -> Path:
+    def answer(source: HubSource, name: str, *, cached_only: bool) -> None:
+        assert (source.repo, cached_only) == ("owner/name", False)
         asked.append(name)
-        raise EntryNotFoundError(f"{repo} has no {name}, cached only: {cached_only}")
 
-    monkeypatch.setattr(weights_source, "_fetch", answer)
+    monkeypatch.setattr(HubSource, "look", answer)
     with pytest.raises(ConfigError, match="owner/name holds no weights in 'decoder'; name the subfolder after a colon"):
         find_weight_files("owner/name:decoder")
     assert asked[0] == f"decoder/{WEIGHTS}"
@@ -165,12 +173,24 @@ def test_a_hub_repository_without_weights_in_the_subfolder_is_refused(monkeypatc
 
 
 def test_a_hub_that_answers_with_an_error_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    def answer(repo: str, name: str, *, cached_only: bool) -> Path:
-        raise OSError(f"no route to {repo} for {name}, cached only: {cached_only}")
+    def answer(source: HubSource, name: str, *, cached_only: bool) -> None:
+        raise OSError(f"no route to {source.repo} for {name}, cached only: {cached_only}")
 
-    monkeypatch.setattr(weights_source, "_fetch", answer)
+    monkeypatch.setattr(HubSource, "look", answer)
     with pytest.raises(ConfigError, match=r"model.weights=owner/name: .*OSError: no route to owner/name"):
         find_weight_files("owner/name")
+
+
+@pytest.mark.usefixtures("hub_cache")
+def test_a_tower_and_a_tokenizer_are_found_with_what_lies_beside(hub_cache: Path, tmp_path: Path) -> None:
+    names = ["text/config.json", "text/model.safetensors", "words/vocab.json", "words/merges.txt"]
+    cached = [cache(hub_cache, "owner/name", name) for name in names]
+    tower = WeightsSpec(key="k", source="owner/name", part="text", beside=CONFIG_FILES)
+    tokenizer = WeightsSpec(key="k", source="owner/name", part="words", beside=TOKENIZER_FILES, weights=False)
+    assert find_files(tower) + find_files(tokenizer) == cached
+    local = [touch(tmp_path / "mine" / name) for name in names]
+    here = [replace(spec, source=str(tmp_path / "mine")) for spec in (tower, tokenizer)]
+    assert find_files(here[0]) + find_files(here[1]) == local
 
 
 @pytest.mark.parametrize(

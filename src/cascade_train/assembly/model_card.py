@@ -1,0 +1,151 @@
+"""The model card beside an export: README.md, with the front matter that the hub reads.
+
+Nothing in it depends on when or where it was written, so that equal runs leave equal cards.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+
+from cascade_train.config.saved import CONFIG_NAME, load_yaml
+from cascade_train.engine.metrics import step_of
+from cascade_train.files.durable import read_whole_lines, write_durably
+from cascade_train.files.hub import parse_source
+from cascade_train.redaction import redacted
+
+CARD, SAMPLES = "README.md", "samples.png"
+
+LICENSE = {
+    "license": "other",
+    "license_name": "stable-cascade-nc-community",
+    "license_link": "https://huggingface.co/stabilityai/stable-cascade/blob/main/LICENSE",
+}
+"""Of the weights that Stability AI published, as the front matter of their own cards names it."""
+
+USES = {
+    "prior": "`prior/` is Stage C as a pipeline: `StableCascadePriorPipeline.from_pretrained('prior')` of diffusers.",
+    "prior.original.safetensors": "`prior.original.safetensors` is Stage C for the original code and for ComfyUI, as a "
+    "diffusion model.",
+    "decoder": "`decoder/` is Stage B as a pipeline: `StableCascadeDecoderPipeline.from_pretrained('decoder')` of "
+    "diffusers, or with a Stage A that it does not know the network alone.",
+    "decoder.original.safetensors": "`decoder.original.safetensors` is Stage B for the original code and for ComfyUI.",
+    "combined": "`combined/` is the whole cascade: `StableCascadeCombinedPipeline.from_pretrained('combined')` of "
+    "diffusers.",
+    "lora": "`lora/` is a LoRA of Stage C: `PeftModel.from_pretrained(network, 'lora')` of peft, on diffusers' "
+    "`StableCascadeUNet` of the base. New tokens and adapters of the text encoder lie in files of their own beside it.",
+    "lora.safetensors": "`lora.safetensors` is a LoRA of Stage C with its tokens in one file, for cascade_train.",
+    "lora.comfyui.safetensors": "`lora.comfyui.safetensors` is a LoRA of Stage C for ComfyUI: put it into "
+    "`models/loras`, and its tokens, if there are any, from `lora.comfyui.embeddings/` into `models/embeddings`.",
+    "lora.kohya.safetensors": "`lora.kohya.safetensors` is a LoRA of Stage C for sd-scripts and ComfyUI.",
+    "lora.original.safetensors": "`lora.original.safetensors` is a LoRA of Stage C for the original code.",
+    "controlnet": "`controlnet/controlnet.safetensors` is a control network of Stage C, in the original's layout.",
+    "vqgan": "`vqgan/` is Stage A: `PaellaVQModel.from_pretrained('vqgan')` of diffusers.",
+    "stage_a": "`stage_a/stage_a.safetensors` is Stage A for the original code and for ComfyUI, as a VAE.",
+    "semantic_compressor": "`semantic_compressor/` is a semantic compressor, for cascade_train.",
+    "previewer": "`previewer/` is a previewer of Stage C's latents, for cascade_train.",
+}
+"""What an export is and what loads it, by its name."""
+
+SHOWN = ("model", "task", "objective", "data", "train", "optimizer", "lr_scheduler", "ema")
+"""Nodes of the configuration that decide what was learned."""
+
+
+def write_card(out: Path, names: Sequence[str], *, source: str, run: Path | None, step: int | None) -> None:
+    """Write `README.md` beside the exports `names` in `out`, and the newest grid of the run's samples.
+
+    `run` is the folder with the configuration that trained them, and its metrics and samples, which count up to `step`
+    (None = all); None = unknown, and the weights are those of `source`.
+    """
+    saved = None if run is None else OmegaConf.to_container(load_yaml(run / CONFIG_NAME))
+    plain: Any = {} if saved is None else _without_places(redacted(saved))
+    grid = None if run is None else _newest_grid(run, step)
+    (out / SAMPLES).unlink(missing_ok=True)
+    if grid is not None:
+        shutil.copyfile(grid, out / SAMPLES)
+    title = plain["run"]["name"] if plain else "Stable Cascade weights"
+    parts = [
+        f"---\n{yaml.safe_dump(_front_matter(names, plain.get('model', {'weights': source})), sort_keys=False)}---\n",
+        f"# {title}\n",
+    ]
+    parts += [f"![Samples]({SAMPLES})\n"] if grid is not None else []
+    parts += ["## Use\n", "In a copy of this folder (`hf download <repository> --local-dir .`):\n"]
+    parts += ["".join(f"- {USES.get(name, f'`{name}` is for cascade_train.')}\n" for name in names)]
+    if plain:
+        metrics = {} if run is None else _metrics(run, step)
+        shown = {key: plain[key] for key in SHOWN if key in plain}
+        parts += ["## Training\n", _training(plain, metrics), _details(shown)]
+    write_durably(out / CARD, "\n".join(parts))
+
+
+def _front_matter(names: Sequence[str], model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the hub reads: base and its licence where they are known, the library that loads it, and tags."""
+    base, kind = parse_source(str(model.get("weights"))), [*names, "weights"][0].partition(".")[0]
+    found: dict[str, Any] = {}
+    if base is not None:
+        relation = "adapter" if kind in ("lora", "controlnet") else "finetune"
+        found = {"base_model": base.repo, "base_model_relation": relation}
+    if _loads_published(model):
+        found |= LICENSE
+    in_diffusers = set(names) & {"prior", "decoder", "combined", "vqgan"}
+    library = "diffusers" if in_diffusers else "peft" if "lora" in names else "cascade_train"
+    paints = {} if kind in ("vqgan", "stage_a") else {"pipeline_tag": "text-to-image"}
+    return {**found, "library_name": library, **paints, "tags": ["stable-cascade", kind, "cascade_train"]}
+
+
+def _loads_published(model: Mapping[str, Any]) -> bool:
+    """Return whether a part of a model is one of the cascade's published weights."""
+    parts = [] if model.get("random_encoders") else [node for node in model.values() if isinstance(node, Mapping)]
+    sources = [parse_source(str(node.get("weights"))) for node in (model, *parts)]
+    return any(source is not None and source.repo.startswith("stabilityai/stable-cascade") for source in sources)
+
+
+def _training(plain: Mapping[str, Any], metrics: Mapping[str, float]) -> str:
+    """Return what was trained on what, and how it ended."""
+    model, task, data = (str(plain[node]["_target_"]).rpartition(".")[2] for node in ("model", "task", "data"))
+    batch, lr = plain["train"]["global_batch_size"], plain["optimizer"]["lr"]
+    lines = [
+        f"- {task} of {model}, from `{plain['model']['weights'] or 'random values'}`",
+        f"- data: {data}, pictures of {plain['model']['image_size']} px",
+        f"- batches of {batch}, learning rate {lr:g}, {plain['train']['precision']}, seed {plain['run']['seed']}",
+        *(f"- {name}: {value:.4g}" for name, value in metrics.items()),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _metrics(run: Path, step: int | None) -> dict[str, float]:
+    """Return step, loss and what validation measured last, up to a step."""
+    found: dict[str, float] = {}
+    for line in read_whole_lines(run / "metrics.jsonl"):
+        at = step_of(f"{line}\n")
+        if at is not None and (step is None or at <= step):
+            row = json.loads(line)
+            kept = ("step", "samples_seen", "loss")
+            found |= {name: value for name, value in row.items() if name in kept or name.startswith("validate/")}
+    return {name: value for name, value in found.items() if isinstance(value, int | float)}
+
+
+def _newest_grid(run: Path, step: int | None) -> Path | None:
+    grids = {int(path.parent.name.removeprefix("step_")): path for path in run.glob("samples/step_*/grid.png")}
+    return grids.get(max((at for at in grids if step is None or at <= step), default=-1))
+
+
+def _without_places(value: Any) -> Any:
+    """Return nested values in which a place on this machine is its last name: cards are for others."""
+    if isinstance(value, Mapping):
+        return {key: _without_places(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_without_places(inner) for inner in value]
+    is_place = isinstance(value, str) and Path(value).is_absolute()
+    return Path(value).name if is_place else value
+
+
+def _details(plain: Mapping[str, Any]) -> str:
+    text = yaml.safe_dump(dict(plain), sort_keys=False)
+    return f"<details><summary>Configuration</summary>\n\n```yaml\n{text}```\n\n</details>\n"

@@ -1,0 +1,205 @@
+"""Files of the hub: what names them, where they lie in its cache, and how they get there, checked, by its own client.
+
+What a model needs of them is not known here. The client is imported where it is used, since that takes a second.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import re
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cascade_train.errors import ConfigError
+
+if TYPE_CHECKING:
+    from huggingface_hub import DryRunFileInfo
+
+_SOURCE = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?(:(?P<inside>[\w./-]+))?")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_LOG_IN = "log in (hf auth login, or HF_TOKEN in the environment)"
+_REMEDIES = {
+    "GatedRepoError": f"accept its terms at {{url}}, then {_LOG_IN}",
+    "RepositoryNotFoundError": f"check the name; if it is private, {_LOG_IN}",
+    "RevisionNotFoundError": "name another revision behind the @, such as @main, or none",
+    "RemoteEntryNotFoundError": "check the name of the file, or name another revision behind an @",
+}
+"""What helps against errors of the client, by their classes."""
+
+_REMEDY = (
+    "check the name, download it where there is a network (cascade-train download), or give a local folder or file"
+)
+_TOO_MANY = f"wait some minutes, or {_LOG_IN}, which raises the limit"
+
+
+@dataclass(frozen=True)
+class HubSource:
+    """`owner/name[@revision][:inside]`: a repository, a commit, tag or branch of it, and a folder or file in that."""
+
+    repo: str
+    revision: str | None
+    inside: str
+
+    @property
+    def commit(self) -> str:
+        """The revision that counts: the one named, else the commit of the first download, else "main"."""
+        if self.revision is not None:
+            return self.revision
+        ref = self._cache() / "refs" / "main"
+        return ref.read_text(encoding="utf-8").strip() if ref.is_file() else "main"
+
+    @property
+    def cached_commit(self) -> str | None:
+        """The commit that the cache holds of the revision that counts; None = nothing."""
+        if _COMMIT.fullmatch(self.commit):
+            return self.commit
+        ref = self._cache() / "refs" / self.commit
+        return ref.read_text(encoding="utf-8").strip() if ref.is_file() else None
+
+    def folder(self) -> Path | None:
+        """Return where the files of that commit lie in the cache, as far as they were downloaded; None = nowhere."""
+        path = self._cache() / "snapshots" / (self.cached_commit or "-")
+        return path if path.is_dir() else None
+
+    def look(self, name: str, *, cached_only: bool = False) -> DryRunFileInfo | None:
+        """Return size and place of a file without fetching it; None = the repository has none of that name.
+
+        Raises:
+            LocalEntryNotFoundError: it is not in the cache, and the hub cannot be asked.
+            Exception: another error of the client.
+        """
+        from huggingface_hub import _CACHED_NO_EXIST, hf_hub_download, try_to_load_from_cache
+        from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+        if try_to_load_from_cache(self.repo, name, revision=self.commit) is _CACHED_NO_EXIST:
+            return None
+        try:
+            return hf_hub_download(self.repo, name, revision=self.commit, local_files_only=cached_only, dry_run=True)
+        except LocalEntryNotFoundError:
+            raise
+        except EntryNotFoundError:
+            return None
+
+    def fetch(self, name: str, *, verify: bool = False) -> Path:
+        """Return the path of a file in the cache, downloaded and checked against its hash if it is not there.
+
+        `verify`: what is there is checked too, and downloaded again where it is damaged.
+
+        Raises:
+            ConfigError: the hub sent another content than it announced; it is removed.
+            Exception: an error of the client.
+        """
+        from huggingface_hub import hf_hub_download
+
+        folder = self.folder()
+        there = None if folder is None or not (folder / name).is_file() else folder / name
+        if there is not None and verify and find_fault(there) is not None:
+            _remove(there)
+            there = None
+        if there is not None and _COMMIT.fullmatch(self.commit):
+            return there
+        path = Path(hf_hub_download(self.repo, name, revision=self.commit))
+        if path == there:
+            return path
+        if fault := find_fault(path):
+            _remove(path)
+            raise ConfigError(
+                f"{self.repo}:{name}: what came is not what the hub announced ({fault}) and was removed; download it "
+                "again, and if that does not help, look for a proxy or mirror (HF_ENDPOINT) that changes files"
+            )
+        return path
+
+    def _cache(self) -> Path:
+        from huggingface_hub import constants
+
+        return Path(constants.HF_HUB_CACHE).expanduser() / f"models--{self.repo.replace('/', '--')}"
+
+
+def parse_source(source: str) -> HubSource | None:
+    """Return what a text names on the hub; None = it has not that form."""
+    match = _SOURCE.fullmatch(source)
+    return match and HubSource(match["repo"], match["revision"], match["inside"] or "")
+
+
+def without_commit(source: str) -> str:
+    """Return a source of the hub without the commit that it is pinned to; any other text as it is."""
+    return re.sub(rf"@{_COMMIT.pattern}(?=[:/]|$)", "", source)
+
+
+def announced_hash(path: Path) -> str | None:
+    """Return the hash that the hub gave a file of its cache: SHA-256 of large files, git's SHA-1 of small ones."""
+    name = path.readlink().name if path.is_symlink() else ""
+    return name if re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", name) else None
+
+
+def find_fault(path: Path) -> str | None:
+    """Return in what a file of the cache differs from the hash that the hub gave it; None = in nothing."""
+    expected = announced_hash(path)
+    if expected is None:
+        return None
+    digest = hashlib.sha256() if len(expected) == 64 else hashlib.sha1(b"blob %d\0" % path.stat().st_size)
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, lambda: digest).hexdigest()
+    return None if found == expected else f"its hash is {found[:12]}…, not {expected[:12]}…"
+
+
+def _remove(path: Path) -> None:
+    """Remove a file of the cache, and the content that it is a link to."""
+    content = path.parent / path.readlink() if path.is_symlink() else path
+    for each in (path, content):
+        each.unlink(missing_ok=True)
+
+
+def free_bytes() -> tuple[Path, int]:
+    """Return the folder of the cache, and how much room its disk has."""
+    from huggingface_hub import constants
+
+    folder = Path(constants.HF_HUB_CACHE).expanduser().absolute()
+    return folder, shutil.disk_usage(next(each for each in (folder, *folder.parents) if each.exists())).free
+
+
+def unavailable(origin: str, error: Exception) -> ConfigError:
+    """Return what a user reads of an error of the client; `origin` is the key with its value."""
+    if type(error).__name__ == "LocalEntryNotFoundError" and isinstance(error.__cause__, Exception):
+        error = error.__cause__  # why the hub could not be asked
+    response = getattr(error, "response", None)
+    names = [kind.__name__ for kind in type(error).__mro__]
+    remedy = next((_REMEDIES[name] for name in names if name in _REMEDIES), _REMEDY)
+    if getattr(response, "status_code", None) == 429:
+        remedy = _TOO_MANY
+    if getattr(error, "errno", None) == errno.ENOSPC:
+        remedy = "free space there, or set HF_HOME to a folder on another disk"
+    source = parse_source(origin.partition("=")[2])
+    url = "" if source is None else f"https://huggingface.co/{source.repo}"
+    reason = (str(error).splitlines() or [""])[0]
+    return ConfigError(
+        f"{origin}: neither a path that exists here nor a hub id that could be had "
+        f"({names[0]}: {reason}); {remedy.format(url=url)}"
+    )
+
+
+def push_folder(folder: Path, repo: str, *, private: bool, names: Sequence[str]) -> str:
+    """Upload what matches `names` in a folder to a repository, made if it is not there, and return its address.
+
+    Raises:
+        ConfigError: the hub refuses, or cannot be reached.
+    """
+    from huggingface_hub import HfApi
+
+    try:
+        api = HfApi()
+        url = api.create_repo(repo, private=private, exist_ok=True)
+        api.upload_folder(
+            repo_id=repo, folder_path=folder, allow_patterns=list(names), commit_message="Upload by cascade-train"
+        )
+    except Exception as error:  # of the client or the network
+        first = (str(error).splitlines() or [""])[0]
+        raise ConfigError(
+            f"push={repo}: the hub did not take it ({type(error).__name__}: {first}); {_LOG_IN} with a token that may "
+            f"write there. What was written lies in {folder}."
+        ) from error
+    return str(url)

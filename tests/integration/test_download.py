@@ -1,0 +1,181 @@
+"""What a model needs of the hub is downloaded, checked and pinned; runs record what they loaded, and work offline."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from transformers import CLIPTextConfig, CLIPTextModelWithProjection
+
+from cascade_train.__main__ import launch
+from cascade_train.commands.export import ExportArgs, export
+from cascade_train.errors import ConfigError
+from cascade_train.models.formats.weights_source import TOKENIZER_FILES, find_weight_files
+from cascade_train.models.token_count import FOLDER
+from tests.integration.runs import SMALL
+from tests.loopback_hub import COMMIT, Hub, point_to, serving
+
+PINNED = f"owner/name@{COMMIT}"
+NEEDS = (
+    "task=lora",
+    "model=c_tiny",
+    f"model.weights={PINNED}:prior",
+    f"model.text_encoder.weights={PINNED}",
+    "model.text_encoder.subfolder=text_encoder",
+    f"model.text_encoder.tokenizer={PINNED}",
+    "model.text_encoder.tokenizer_subfolder=tokenizer",
+    "model.semantic_compressor.weights=owner/name:semantic_compressor",
+    "model.previewer.weights=owner/name@main:previewer",
+)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The tiny cascade as a repository, with a text tower and files that nothing needs."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 671, "hidden_size": 128, "intermediate_size": 512, "projection_dim": 128}
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 24}
+    folder = tmp_path_factory.mktemp("tower")
+    CLIPTextModelWithProjection(CLIPTextConfig(**sizes, **layers)).save_pretrained(folder)
+    found = {"README.md": b"# A card", "text_encoder/flax_model.msgpack": bytes(5000)}
+    found |= {f"text_encoder/{path.name}": path.read_bytes() for path in folder.iterdir()}
+    found |= {f"tokenizer/{path.name}": path.read_bytes() for path in FOLDER.iterdir() if path.is_file()}
+    for part in ("prior", "semantic_compressor", "previewer"):
+        found |= {f"{part}/{path.name}": path.read_bytes() for path in find_weight_files("package:tiny", part=part)}
+    return found
+
+
+@pytest.fixture
+def hub(files: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    with serving(Hub(files=dict(files))) as started:
+        point_to(started, tmp_path / "hub", monkeypatch)
+        yield started
+
+
+def fetched(hub: Hub) -> set[str]:
+    """Return the names of the files whose content was asked for."""
+    asked = (path.partition(f"/resolve/{COMMIT}/")[2] for method, path, _ in hub.requests if method == "GET")
+    return {name for name in asked if name}
+
+
+def test_what_a_training_needs_is_downloaded_through_three_cuts_and_used_offline(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch(["download", *NEEDS, "dry_run=true"]) == 0
+    shown = capsys.readouterr().out
+    assert "to fetch  owner/name@cccccccccccc:prior/" in shown
+    assert "Free for" in shown
+    assert not fetched(hub)
+
+    hub.faults.extend([300_000, 2000, 10])
+    assert launch(["download", *NEEDS]) == 0
+    assert "files are here and match their hashes" in capsys.readouterr().out
+    assert not hub.faults
+    assert {name.partition("/")[0] for name in fetched(hub)} == {
+        "prior", "text_encoder", "tokenizer", "semantic_compressor", "previewer",
+    }  # fmt: skip
+    assert "text_encoder/flax_model.msgpack" not in fetched(hub)
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    asked = len(hub.requests)
+    assert launch(["download", *NEEDS]) == 0
+    assert "to fetch" not in capsys.readouterr().out
+    assert launch([*SMALL, *NEEDS, "train.max_steps=1", "run.dir=run"]) == 0
+    assert len(hub.requests) == asked, "offline, nothing is asked"
+
+    record = json.loads(Path("run/weights.json").read_text())
+    name, content = next((name, hub.files[name]) for name in hub.files if name.startswith("prior/"))
+    assert record["model.weights"] == {
+        "source": f"{PINNED}:prior",
+        "commit": COMMIT,
+        "files": {Path(name).name: {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}},
+    }
+    assert record["model.semantic_compressor.weights"]["commit"] == COMMIT, "the pin of the first download"
+    words = {path.name for path in FOLDER.iterdir()} & set(TOKENIZER_FILES)
+    assert record["model.text_encoder.tokenizer"]["files"].keys() == words
+    refused_after_a_change(capsys)
+    pushed_with_a_card(monkeypatch)
+
+
+def refused_after_a_change(capsys: pytest.CaptureFixture[str]) -> None:
+    """Continue the run with another text tower than it began with."""
+    shutil.copytree("run", "changed")
+    record = json.loads(Path("changed/weights.json").read_text())
+    for file in record["model.text_encoder.weights"]["files"].values():
+        file["sha256"] = "0" * 64
+    Path("changed/weights.json").write_text(json.dumps(record))
+    capsys.readouterr()
+    assert launch([*SMALL, *NEEDS, "train.max_steps=2", "run.dir=changed"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "its files are others than this run began with" in said
+    assert f"the commit {COMMIT} behind an @" in said
+
+
+def pushed_with_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Export the run with a push."""
+    pushed: list[Any] = []
+
+    def take(folder: Path, repo: str, **options: Any) -> str:
+        pushed.append((folder, repo, options))
+        return f"https://huggingface.co/{repo}"
+
+    monkeypatch.setattr("cascade_train.commands.export.push_folder", take)
+    assert export(ExportArgs(source="run", format=["comfyui"], push="me/mine")) == 0
+    [(folder, repo, options)] = pushed
+    assert (folder, repo, options["private"]) == (Path("run/export"), "me/mine", True)
+    assert {"README.md", "lora", "lora/*", "lora.comfyui.safetensors"} <= set(options["names"])
+    card = ModelCard(Path("run/export/README.md").read_text())
+    assert card.data.base_model == "owner/name"
+    assert "batches of 8" in card.text
+    with pytest.raises(ConfigError, match="push=mine is no repository of the hub. Write it user/name"):
+        ExportArgs(source="run", push="mine")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["c_3"], "model=c_3: no such option. Did you mean c_3b?"),
+        ([], "download needs models: cascade-train download c_3b."),
+        (["c_tiny", "model.weights=owner/other:prior"], "RepositoryNotFoundError"),
+        (["c_tiny", f"model.weights={PINNED}:absent.safetensors"], "has no absent.safetensors at cccc"),
+    ],
+)
+def test_what_cannot_be_downloaded_is_refused_with_code_2(
+    hub: Hub, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch(["download", *arguments]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_disk_without_room_is_refused_before_the_download(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("cascade_train.commands.download.free_bytes", lambda: (Path("disk"), 1000))
+    assert launch(["download", *NEEDS]) == 2
+    assert "do not fit into disk, which has 0.0 MiB. Free space, or set HF_HOME" in capsys.readouterr().err
+    assert not fetched(hub)
+
+
+def test_a_cut_for_good_ends_with_code_2_and_the_next_call_completes_it(
+    hub: Hub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub.faults.extend([0] * 6)
+    assert launch(["download", *NEEDS]) == 2
+    assert "RemoteProtocolError" in capsys.readouterr().err
+    assert launch(["download", *NEEDS]) == 0
+
+
+def test_models_without_files_of_the_hub_need_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch(["download", "c_tiny", "b_tiny", "a_tiny"]) == 0
+    assert "To fetch: 0.0 MiB." in capsys.readouterr().out

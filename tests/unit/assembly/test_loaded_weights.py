@@ -1,0 +1,43 @@
+"""Which files a configuration loads is known without loading, and those of the hub are pinned."""
+
+from __future__ import annotations
+
+import pytest
+
+from cascade_train.assembly.components import build_parts
+from cascade_train.assembly.loaded_weights import weight_specs
+from cascade_train.config.saved import composed
+from cascade_train.files.hub import parse_source
+
+COMMITS = {
+    "stabilityai/stable-cascade": "a89f66d459ae653e3b4d4f992a7c3789d0dc4d16",
+    "stabilityai/stable-cascade-prior": "7ca32c21c3b4d4e35bbb94fcfedfb4fa2259bd91",
+    "openai/clip-vit-large-patch14": "32bd64288804d66eefd0ccbe215aa642df71cc41",
+}
+"""Repositories that the published models load from, at the commits that they are pinned to."""
+
+
+def specs_of(*overrides: str) -> dict[str, str]:
+    cfg = composed(["run.name=x", "train.global_batch_size=1", *overrides])
+    return {spec.key: spec.source for spec in weight_specs(cfg, build_parts(cfg))}
+
+
+@pytest.mark.parametrize(("model", "parts"), [("c_3b", 6), ("c_1b", 6), ("b_3b", 5), ("b_700m", 5), ("a", 1)])
+def test_every_file_of_a_published_model_is_pinned_to_one_commit(model: str, parts: int) -> None:
+    task = "finetune" if model.startswith("c_") else "reconstruction"
+    found = specs_of(f"model={model}", f"task={task}")
+    assert len(found) == parts
+    for source in map(parse_source, found.values()):
+        assert source is not None
+        assert source.revision == COMMITS[source.repo]
+
+
+def test_a_control_network_of_the_hub_and_its_features_are_among_them() -> None:
+    control = "stabilityai/stable-cascade:controlnet/canny.safetensors"
+    found = specs_of("model=c_3b", "task=controlnet", "filter@task.filter=canny", f"task.weights={control}")
+    assert found["task.weights"] == control
+    assert "task.backbone_weights" not in found
+
+
+def test_random_weights_need_no_files() -> None:
+    assert specs_of("model=c_3b", "task=lora", "debug=random_weights") == {}

@@ -1,0 +1,167 @@
+"""Files of the hub arrive whole and checked, through cuts and rate limits, or not at all; and stay where they are."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import huggingface_hub
+import pytest
+
+from cascade_train.errors import ConfigError
+from cascade_train.files.hub import HubSource, find_fault, free_bytes, parse_source, push_folder, without_commit
+from cascade_train.models.formats.weights_source import find_weight_files
+from tests.loopback_hub import COMMIT, Hub, point_to, serving
+
+BIG = bytes(range(256)) * 4000
+WEIGHTS = "prior/diffusion_pytorch_model.safetensors"
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What the client waits, without waiting."""
+    waited: list[float] = []
+    monkeypatch.setattr(time, "sleep", waited.append)
+    return waited
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits: list[float]) -> Iterator[Hub]:
+    with serving(Hub(files={"big.safetensors": BIG, "small.json": b"{}", WEIGHTS: BIG[:5000]})) as started:
+        point_to(started, tmp_path / "hub", monkeypatch)
+        yield started
+
+
+def blobs(cache: Path) -> list[Path]:
+    return [path for path in cache.glob("hub/*/blobs/*") if path.is_file()]
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("owner/name", HubSource("owner/name", None, "")),
+        ("owner/name:a/b.pt", HubSource("owner/name", None, "a/b.pt")),
+        ("owner/name@v1.0", HubSource("owner/name", "v1.0", "")),
+        ("owner/name@refs/pr/1:prior", HubSource("owner/name", "refs/pr/1", "prior")),
+        ("c_3b", None),
+        ("/owner/name", None),
+        ("owner/name@", None),
+    ],
+)
+def test_a_source_names_repository_revision_and_place(source: str, expected: HubSource | None) -> None:
+    assert parse_source(source) == expected
+
+
+def test_a_source_without_its_commit_is_what_earlier_versions_wrote() -> None:
+    assert without_commit(f"owner/name@{COMMIT}:prior") == without_commit("owner/name:prior") == "owner/name:prior"
+    assert without_commit(f"owner/name@{COMMIT}/text_encoder") == "owner/name/text_encoder"
+    for other in ("owner/name@v1:prior", "/data/a@b/c.pt"):
+        assert without_commit(other) == other
+
+
+def test_a_file_comes_through_three_cuts_without_beginning_anew(hub: Hub) -> None:
+    hub.faults.extend([300_000, 200_000, 1])
+    fetched = HubSource("owner/name", COMMIT, "").fetch("big.safetensors")
+    assert fetched.read_bytes() == BIG
+    asked_for = f"/owner/name/resolve/{COMMIT}/big.safetensors"
+    ranges = [asked for method, path, asked in hub.requests if (method, path) == ("GET", asked_for)]
+    assert ranges[0] is None
+    assert len(ranges) == 4
+    starts = [int(asked.removeprefix("bytes=").rstrip("-")) for asked in ranges[1:] if asked]
+    assert starts == [300_000, 500_000, 500_000]
+
+
+def test_wrong_bytes_are_refused_and_not_left_in_the_cache(hub: Hub, tmp_path: Path) -> None:
+    source = HubSource("owner/name", COMMIT, "")
+    for name in ("big.safetensors", "small.json"):
+        hub.faults.append("wrong")
+        with pytest.raises(ConfigError, match=f"{name}: what came is not what the hub announced"):
+            source.fetch(name)
+        assert blobs(tmp_path) == []
+        assert source.fetch(name).read_bytes() == hub.files[name]
+        for path in blobs(tmp_path):
+            path.unlink()
+
+
+def test_a_damaged_file_is_found_and_downloaded_again(hub: Hub) -> None:
+    source = HubSource("owner/name", COMMIT, "")
+    path = source.fetch("big.safetensors")
+    path.resolve().write_bytes(BIG[:-1] + b"?")
+    assert "its hash is" in str(find_fault(path))
+    assert source.fetch("big.safetensors", verify=True).read_bytes() == BIG
+    assert find_fault(path) is None
+
+
+def test_a_rate_limit_is_waited_for_as_long_as_the_hub_says(hub: Hub, waits: list[float]) -> None:
+    hub.faults.append((429, {"Retry-After": "7"}))
+    assert HubSource("owner/name", COMMIT, "").fetch("big.safetensors").read_bytes() == BIG
+    assert any(7 <= waited <= 9 for waited in waits)
+
+
+@pytest.mark.parametrize(
+    ("source", "refusal", "message"),
+    [
+        ("owner/name@main:absent.pt", None, "RemoteEntryNotFoundError.*check the name of the file"),
+        ("owner/name@v9:prior", None, "RevisionNotFoundError.*name another revision behind the @, such as @main"),
+        ("owner/other:prior", None, "RepositoryNotFoundError.*if it is private, log in"),
+        ("owner/name", (401, {"X-Error-Code": "GatedRepo"}), "GatedRepoError.*accept its terms at https.*owner/name"),
+        ("owner/name", (429, {}), r"neither a path that exists here nor a hub id.*wait some minutes, or log in"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_with_what_helps(
+    hub: Hub, source: str, refusal: tuple[int, dict[str, str]] | None, message: str
+) -> None:
+    hub.refusal = refusal
+    with pytest.raises(ConfigError, match=message):
+        find_weight_files(source)
+
+
+def test_a_source_without_a_revision_stays_at_the_commit_of_its_first_download(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = find_weight_files("owner/name")
+    asked = len(hub.requests)
+    hub.files = {WEIGHTS: BIG[:6000]}
+    assert find_weight_files("owner/name") == first
+    assert len(hub.requests) == asked, "what is here needs no network"
+    hub.commit = "d" * 40
+    assert find_weight_files("owner/name@main")[0].read_bytes() == BIG[:6000]
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert find_weight_files(f"owner/name@{COMMIT}") == first
+
+
+def test_the_room_of_the_cache_is_that_of_its_disk(hub: Hub, tmp_path: Path) -> None:
+    folder, free = free_bytes()
+    assert folder == tmp_path / "hub"
+    assert free > 0
+
+
+class Api:
+    """A stand-in of HfApi that keeps what it was asked, or refuses."""
+
+    asked: list[tuple[str, dict[str, Any]]]
+
+    def create_repo(self, repo: str, **options: Any) -> str:
+        if repo == "somebody/else":
+            raise PermissionError("403 Forbidden")
+        self.asked.append((repo, options))
+        return f"https://huggingface.co/{repo}"
+
+    def upload_folder(self, **options: Any) -> SimpleNamespace:
+        self.asked.append(("upload", options))
+        return SimpleNamespace()
+
+
+def test_a_folder_is_pushed_into_a_private_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    api = Api()
+    api.asked = []
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: api)
+    assert push_folder(tmp_path, "me/mine", private=True, names=["README.md"]) == "https://huggingface.co/me/mine"
+    (repo, made), (_, upload) = api.asked
+    assert (repo, made) == ("me/mine", {"private": True, "exist_ok": True})
+    assert (upload["repo_id"], upload["folder_path"], upload["allow_patterns"]) == ("me/mine", tmp_path, ["README.md"])
+    with pytest.raises(ConfigError, match="push=somebody/else: the hub did not take it .*403 Forbidden.*log in"):
+        push_folder(tmp_path, "somebody/else", private=True, names=[])
