@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import re
+import shlex
+from dataclasses import fields
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from cascade_train.__main__ import launch
+from cascade_train.commands.download import runs_of
+from cascade_train.commands.parts.command_line import parse
+from cascade_train.config.saved import composed
 from tests.style.commands import Block, blocks_of, pages, table_overrides, training_overrides
 from tests.style.source import ROOT
 
@@ -53,10 +59,22 @@ def test_read_only_commands_are_at_least_valid(
         overrides = training_overrides(command)
         if overrides is not None:
             assert compose(overrides) == 0, f"{command}\n{capsys.readouterr()}"
+        elif (words := shlex.split(command))[0] == "cascade-train":
+            check_command(words[1], words[2:])
         elif command.startswith("make "):
             assert command.split()[1] in targets, f"{command}: the Makefile has no such verb"
         else:
             assert command.startswith(LEFT_ALONE), f"{command}: this test cannot judge it; make the block run"
+
+
+def check_command(name: str, words: list[str]) -> None:
+    """Check the arguments of a command that shares nothing with a training: they parse, and its models compose."""
+    declared = import_module(f"cascade_train.commands.{name}").COMMAND
+    own = [word for word in words if word.partition("=")[0] in {f.name for f in fields(declared.arguments)}]
+    rest = [word for word in words if word not in own] if declared.takes_rest else []
+    parse(declared.arguments, own if declared.takes_rest else words)
+    for overrides in runs_of(rest) if rest else []:
+        composed(overrides)
 
 
 def at_once(rows: list[list[str]]) -> list[list[list[str]]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-from cascade_train.commands.parts.command_line import Command
+from cascade_train.commands.parts.command_line import Command, with_defaults
 from cascade_train.config.groups import did_you_mean, group_options
 from cascade_train.errors import ConfigError
 from cascade_train.files.hub import HubSource, free_bytes, unavailable
@@ -53,6 +53,7 @@ def download(args: DownloadArgs, rest: list[str]) -> int:
     missing = sum(item.size for item in items if not item.is_here)
     folder, free = free_bytes()
     sys.stdout.write(f"To fetch: {missing / MIB:,.1f} MiB. Free for {folder}: {free / MIB:,.1f} MiB.\n")
+    sys.stdout.flush()
     if missing > free:
         raise ConfigError(
             f"{missing / MIB:,.1f} MiB do not fit into {folder}, which has {free / MIB:,.1f} MiB. Free space, or set "
@@ -79,7 +80,7 @@ def _items(rest: list[str]) -> list[_Item]:
     from cascade_train.models.formats.weights_source import hub_names, local_path
 
     items: dict[tuple[str, str, str], _Item] = {}
-    for overrides in _runs(rest):
+    for overrides in runs_of(rest):
         cfg = composed(overrides)
         for spec in weight_specs(cfg, build_parts(cfg)):
             if local_path(spec.source).exists():
@@ -98,20 +99,21 @@ def _items(rest: list[str]) -> list[_Item]:
     return list(items.values())
 
 
-def _runs(rest: list[str]) -> list[list[str]]:
+def runs_of(rest: list[str]) -> list[list[str]]:
     """Return the overrides of the training of each model that is named, or of the one that the arguments are."""
-    models = [argument for argument in rest if "=" not in argument]
-    overrides = ["run.name=download", "train.global_batch_size=1", *(each for each in rest if "=" in each)]
+    words = [argument for argument in rest if "=" not in argument]
+    given = [argument for argument in rest if "=" in argument]
+    models = words or [argument.removeprefix("model=") for argument in given if argument.startswith("model=")]
     known = group_options("model")
-    for model in models:
-        if model not in known:
-            raise ConfigError(f"model={model}: no such option.{did_you_mean(model, known)}")
     if not rest:
         raise ConfigError(f"download needs models: cascade-train download c_3b. Models: {', '.join(known)}.")
-    if not models:
-        return [overrides]
+    for model in words:
+        if model not in known:
+            raise ConfigError(f"model={model}: no such option.{did_you_mean(model, known)}")
+    overrides = ["run.name=download", "train.global_batch_size=1", *given]
     task = {model: "finetune" if model.startswith("c_") else "reconstruction" for model in models}
-    return [[f"model={model}", f"task={task[model]}", *overrides] for model in models]
+    chosen = [[f"model={model}", *overrides] for model in words] or [overrides]
+    return [with_defaults({"task": task[model]}, each) for model, each in zip(models, chosen, strict=False)] or chosen
 
 
 COMMAND = Command(arguments=DownloadArgs, run=download, takes_rest=True)

@@ -41,6 +41,11 @@ def run_with(folder: Path, **model: Any) -> Path:
     return folder
 
 
+def width_of(path: Path) -> int:
+    with Image.open(path) as image:
+        return image.width
+
+
 def card(run: Path | None, out: Path, names: list[str], *, step: int | None = None, source: str = "") -> Any:
     out.mkdir(exist_ok=True)
     write_card(out, names, source=source, run=run, step=step)
@@ -69,14 +74,14 @@ def test_the_card_holds_recipe_metrics_and_samples_but_no_secret_time_or_place(t
     assert "- a.tar" in made.text
     for hidden in ("somebody", "abc123", "images_per_second", str(tmp_path)):
         assert hidden not in made.text
-    assert Image.open(tmp_path / "out" / SAMPLES).width == 3
+    assert width_of(tmp_path / "out" / SAMPLES) == 3
 
 
 def test_the_card_of_an_earlier_step_knows_nothing_of_later_ones(tmp_path: Path) -> None:
     made = card(run_with(tmp_path / "run"), tmp_path / "out", ["prior"], step=1)
     assert "- loss: 0.1429" in made.text
     assert "validate" not in made.text
-    assert Image.open(tmp_path / "out" / SAMPLES).width == 1
+    assert width_of(tmp_path / "out" / SAMPLES) == 1
 
 
 @pytest.mark.parametrize(
