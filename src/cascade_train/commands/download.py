@@ -1,4 +1,4 @@
-"""Download what models need from the hub, checked, for machines without a network.
+"""Download what models need from the hub, and check it.
 
     cascade-train download c_3b b_3b
 
