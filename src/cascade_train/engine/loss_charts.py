@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 from PIL import Image, ImageDraw, ImageFont
+from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
 from cascade_train.errors import unwritten
@@ -141,12 +142,20 @@ class LossPlot:
         try:
             self._directory.mkdir(exist_ok=True)  # and no run directory that was removed
             file.parent.mkdir(exist_ok=True)
-            draw_losses(points, before).save(file)
+            draw_losses(points, before).save(file, pnginfo=_as_text(points))
         except OSError as error:
             file.unlink(missing_ok=True)
             log.warning("%s. The run goes on without this plot.", unwritten(file, error))
             return []
         return [file]
+
+
+def _as_text(points: Sequence[Point]) -> PngInfo:
+    """Return the numbers of a plot, which its file carries for the page of the run."""
+    info = PngInfo()
+    x, y = zip(*points, strict=True)
+    info.add_text("points", json.dumps({"x": x, "y": y}))
+    return info
 
 
 def draw_losses(points: Sequence[Point], before: Sequence[Point]) -> Image.Image:

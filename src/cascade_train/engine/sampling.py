@@ -8,18 +8,19 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from PIL import Image, ImageDraw, ImageFont
+from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
 from cascade_train.batch import sample_seed
 from cascade_train.distributed.process_group import World
 from cascade_train.engine.phase import BoundPhase, averaged, evaluated
 from cascade_train.errors import unwritten
-from cascade_train.redaction import LONGEST_REASON, shortened
+from cascade_train.redaction import LONGEST_REASON, logged, shortened
 from cascade_train.tasks.base import Painter
 
 log = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ class SampleSpec:
 class SampleGrid:
     """Draws the same prompts from the same noise each time, with the weights and with their average.
 
-    `directory` is where `step_<n>/` folders go.
+    `directory` is where `step_<n>/` folders go. Originals are files of the first grid alone: `has_originals`.
     """
 
     phases: Sequence[BoundPhase]
@@ -53,6 +54,7 @@ class SampleGrid:
     spec: SampleSpec
     world: World
     directory: Path
+    has_originals: bool = field(default=False, init=False)
 
     def draw(self, step: int) -> list[Path]:
         """Draw the grid of `step` and return the files written on rank 0; a failure is only logged. Collective."""
@@ -70,9 +72,11 @@ class SampleGrid:
     def _write(self, folder: Path, columns: dict[str, list[Image.Image]]) -> Path:
         self.directory.mkdir(exist_ok=True)  # and no run directory that was removed
         folder.mkdir(exist_ok=True)
-        for name in (self.painter.result, f"ema_{self.painter.result}"):
+        names = [self.painter.result, f"ema_{self.painter.result}", *([] if self.has_originals else ["original"])]
+        for name in names:
             for row, image in enumerate(columns.get(name, [])):
-                image.save(folder / f"{row:02d}_{name}.png")
+                image.save(folder / f"{row:02d}_{name}.png", pnginfo=_caption(self.spec.captions[row]))
+        self.has_originals = True
         grid = folder / "grid.png"
         compose_grid(self.spec.captions, columns).save(grid)
         return grid
@@ -96,6 +100,13 @@ class SampleGrid:
     def _generators(self, purpose: str) -> list[torch.Generator]:
         rows = range(len(self.spec.captions))
         return [torch.Generator().manual_seed(sample_seed(self.spec.seed, 0, row, purpose)) for row in rows]
+
+
+def _caption(caption: str) -> PngInfo:
+    """Return the caption for a picture's file to carry."""
+    info = PngInfo()
+    info.add_text("caption", logged(shortened(caption, LONGEST_REASON)))
+    return info
 
 
 def to_images(image_BCHW: Tensor) -> list[Image.Image]:

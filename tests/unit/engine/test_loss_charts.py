@@ -129,6 +129,10 @@ def test_the_picture_lies_beside_the_samples_of_its_step(tmp_path: Path):
     assert path == tmp_path / "step_7" / "loss_by_logsnr.png"
     colours = {colour for _, colour in Image.open(path).getcolors(100_000)}
     assert (0x20, 0x40, 0xA0) in colours
+    with Image.open(path) as picture:
+        points = json.loads(picture.info["points"])
+    assert len(points["x"]) == len(points["y"]) == len(set(points["x"])) > 30
+    assert points["y"] == sorted(points["y"])
 
 
 def test_nothing_measured_and_other_ranks_draw_nothing(tmp_path: Path):
@@ -154,7 +158,7 @@ def test_gathering_never_waits_for_the_device_and_never_grows(tmp_path: Path):
 
 
 def test_a_plot_that_cannot_be_written_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog):
-    def full(*_: object) -> None:
+    def full(*_: object, **options: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Image.Image, "save", full)

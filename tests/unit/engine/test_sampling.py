@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import shutil
 from pathlib import Path
@@ -32,10 +33,31 @@ def test_a_grid_lies_in_a_folder_of_its_step(grid: SampleGrid) -> None:
     assert sorted(path.name for path in (grid.directory / "step_3").iterdir()) == names
 
 
+def test_a_picture_carries_its_caption(grid: SampleGrid) -> None:
+    grid.draw(3)
+    captions = []
+    for row in range(2):
+        with Image.open(grid.directory / f"step_3/0{row}_sample.png") as picture:
+            captions.append(picture.info["caption"])
+    assert captions[0] == "a cat"
+    assert captions[1].startswith("w" * 500)
+    assert len(captions[1]) < 1100
+
+
+def test_originals_are_files_of_the_first_grid_alone(grid: SampleGrid) -> None:
+    grid.spec = dataclasses.replace(grid.spec, image_BCHW=torch.zeros(2, 3, 8, 8))
+    grid.painter = SimpleNamespace(**vars(grid.painter), beside=lambda *_: {"control": torch.ones(2, 3, 8, 8)})
+    (first,), (second,) = grid.draw(0), grid.draw(3)
+    results = ["00_sample.png", "01_sample.png"]
+    originals = ["00_original.png", "01_original.png"]
+    assert sorted(path.name for path in first.parent.glob("0*.png")) == sorted([*originals, *results])
+    assert sorted(path.name for path in second.parent.glob("0*.png")) == results
+
+
 def test_a_grid_that_does_not_fit_on_the_disk_stops_nothing(
     grid: SampleGrid, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def full(image: Image.Image, path: Path) -> None:
+    def full(image: Image.Image, path: Path, **options: Any) -> None:
         path.write_bytes(b"half")
         raise OSError(errno.ENOSPC, "No space left on device")
 

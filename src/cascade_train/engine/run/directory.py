@@ -46,8 +46,9 @@ _QUARANTINE = "quarantine"
 _STOPPED = "stopped.json"
 _LISTING = "listing.json"
 _SAMPLES = "samples"
+_START = "start.json"
 _BEFORE_THE_FIRST_STEP = {
-    _CONFIG, _ENVIRONMENT, _WEIGHTS, _HISTORY, LOCK_NAME, _QUARANTINE, _LISTING, _SAMPLES, *TRACKERS,
+    _CONFIG, _ENVIRONMENT, _WEIGHTS, _HISTORY, LOCK_NAME, _QUARANTINE, _LISTING, _SAMPLES, _START, *TRACKERS,
 }  # fmt: skip
 """What a start creates before there is anything to lose: our files, the first grid, the trackers' folders."""
 
@@ -81,6 +82,11 @@ class RunDirectory:
     def cut_metrics(self, step: int) -> None:
         """Drop the lines of `metrics.jsonl` after `step`, and torn ones; a RunError leaves it as it was. Collective."""
         from_rank_zero(lambda: cut_lines(self.metrics_path, step))
+
+    def record_start(self, start: Mapping[str, Any]) -> None:
+        """Write what is known of the latest start, JSON values, for the page of the run. Collective."""
+        text = json.dumps(redacted(start), indent=2) + "\n"
+        from_rank_zero(lambda: write_durably(self.path / _START, text))
 
     def record_exports(self, step: int) -> None:
         """Note that the results of `step` lie in `export/`: only then is a run finished. Collective."""
