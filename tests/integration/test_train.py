@@ -13,6 +13,7 @@ from cascade_train.__main__ import launch
 from cascade_train.distributed import parallelize
 from cascade_train.engine.checkpoint.manifest import read_manifest
 from tests.integration.runs import SMALL, exported_weights, read_metrics, train
+from tests.unit.engine.run.report_page import Page, write_lines
 
 EVERYTHING = (
     "task=finetune",
@@ -51,9 +52,48 @@ def test_a_run_leaves_what_it_promises(finished):
         samples = ["00_ema_sample.png", "00_sample.png", "01_ema_sample.png", "01_sample.png"]
         assert pictures == [*samples, "grid.png", "loss_by_logsnr.png"]
     first = sorted(path.name for path in (finished / "samples" / "step_0").iterdir())
-    assert first == [*samples, "grid.png"]
+    assert first == [*sorted([*samples, "00_original.png", "01_original.png"]), "grid.png"]
     assert (finished / "loss.png").is_file()
     assert len(list(finished.rglob("events.out.tfevents*"))) >= 1
+
+
+def test_a_run_leaves_a_page_with_its_numbers_samples_and_settings(finished):
+    page = Page((finished / "report.html").read_text())
+    (run,) = page.data["runs"]
+    rows = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
+    for name, curve in run["series"].items():
+        logged = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+        assert list(zip(curve["x"], curve["y"], strict=True)) == logged, name
+    assert {"loss", "lr", "grad_norm", "images_per_second", "validate_ema/loss_logsnr_2"} <= run["series"].keys()
+    found = page.data["samples"]
+    assert found["labels"] == ["step 0", "step 2", "step 4"]
+    assert [list(row["pictures"]) for row in found["rows"]] == [["ema_sample", "original", "sample"]] * 2
+    assert all(row["caption"] for row in found["rows"])
+    assert [each["label"] for each in page.data["noise_levels"]] == ["step 2", "step 4"]
+    (difference,) = page.data["differences"]
+    assert difference["base"] == "model=c_tiny task=finetune tracker=tensorboard"
+    assert ["ema.decay", None, 0.9, True] in difference["rows"]
+    assert all(row[0].startswith(("train.", "sample.", "data.", "model.")) for row in difference["rows"] if not row[3])
+    assert page.data["state"] == {"kind": "finished", "text": "Finished at step 4."}
+    assert page.refers == []
+
+
+def test_the_best_run_of_a_sweep_is_promoted_as_export_writes_it(finished, tmp_path):
+    good = {
+        "overrides": ["a=1"],
+        "run_dir": str(finished),
+        "exit_code": 0,
+        "metrics": {"step": 4},
+        "values": {"loss": 1.0},
+    }
+    write_lines(
+        tmp_path / "results.jsonl", [{**good, "run_dir": str(tmp_path / "none"), "values": {"loss": 2.0}}, good]
+    )
+    assert launch(["report", str(tmp_path), f"promote={tmp_path / 'best'}"]) == 0
+    for path in (finished / "export" / "prior").rglob("*.safetensors"):
+        copy = tmp_path / "best" / path.relative_to(finished / "export")
+        assert copy.read_bytes() == path.read_bytes()
+    assert (tmp_path / "best/config.yaml").is_file()
 
 
 def test_diffusers_loads_the_export_and_samples_from_it(finished):
@@ -96,6 +136,9 @@ def test_raising_the_limit_continues_a_finished_run(tmp_path):
     train(short, *QUICK, "train.max_steps=4")
     whole = train(tmp_path / "whole", *QUICK, "train.max_steps=4")
     assert read_metrics(short) == read_metrics(whole)
+    page = Page((short / "report.html").read_text())
+    assert page.data["runs"][0]["series"]["loss"]["x"] == [1, 2, 3, 4]
+    assert page.data["notes"][0]["text"].startswith("Continued at step 2, ")
 
 
 def test_a_run_of_another_config_is_not_touched(finished, capfd):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import cast
 
 import torch
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from torch.distributed.tensor import DTensor
 
@@ -21,7 +22,7 @@ from cascade_train.assembly.model import build_phases
 from cascade_train.assembly.model_card import write_card
 from cascade_train.assembly.samples import build_painter, build_sampling
 from cascade_train.config.arguments import free_keys, make_absolute
-from cascade_train.config.saved import to_plain
+from cascade_train.config.saved import recipe_of, to_plain
 from cascade_train.data.cached import Cached
 from cascade_train.data.data_set import DataSet, open_data_set
 from cascade_train.data.loading.feed import Feed
@@ -45,6 +46,7 @@ from cascade_train.engine.profiler import Profiler
 from cascade_train.engine.progress import Progress
 from cascade_train.engine.run.directory import RunDirectory, claimed
 from cascade_train.engine.run.on_end import announced
+from cascade_train.engine.run.report import write_report
 from cascade_train.engine.tracking import build_tracker
 from cascade_train.engine.validation import HeldOut, Reconstructions, SetDistance, Validation
 from cascade_train.errors import ConfigError, RankLostError, RunError
@@ -91,7 +93,11 @@ def train_on(cfg: DictConfig, world: World, signals: Signals, heartbeat: Heartbe
         take_cache(plain, parts.stage, parts.task, data.training.source)
     with claimed(Path(cfg.run.dir), config=plain, resume=cfg.run.resume, free_keys=free_keys(plain)) as run:
         if not run.finished:
-            return train_in(run, cfg, parts, data, world, signals, heartbeat)
+            try:
+                return train_in(run, cfg, parts, data, world, signals, heartbeat)
+            finally:
+                if world.is_main:
+                    write_report(run.path, lambda: recipe_of(overrides(), plain))
     log.info("%s is finished. Raise train.max_steps to train on, or choose another run.name.", run.path)
     return 0
 
@@ -123,7 +129,9 @@ def train_in(
         run.cut_metrics(trainer.step)
         run.record_stop(None)
         from_rank_zero(data.record)
-    log.info("%s", start_report(cfg, parts, data, run, trainer))
+        facts = start_facts(cfg, parts, data, run, trainer)
+        run.record_start({"facts": facts, "data": cast(Feed, trainer.feed).report(), "overrides": overrides()})
+    log.info("%s", "\n".join(f"  {name:<10} {text}" for name, text in facts.items()))
     signals.wait_for_votes()
     with announced(cfg.run.on_end, trainer, run.path):
         try:
@@ -331,14 +339,19 @@ def write_exports(
     from_rank_zero(lambda: write_card(directory, list(exports), source="", run=run, step=step))
 
 
-def start_report(cfg: DictConfig, parts: Parts, data: DataSet, run: RunDirectory, trainer: Trainer) -> str:
-    """Return aligned lines on device, parameters, samples, batch, length and folder of a run. Not collective."""
+def overrides() -> list[str]:
+    """Return what the command line of this run sets; nothing where Hydra did not start it."""
+    return list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
+
+
+def start_facts(cfg: DictConfig, parts: Parts, data: DataSet, run: RunDirectory, trainer: Trainer) -> dict[str, str]:
+    """Return what device, parameters, samples, batch, length and folder of a run are. Not collective."""
     world = trainer.world
     micro = cfg.train.micro_batch_size
     accumulated = cfg.train.global_batch_size // (micro * world.ranks)
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
     samples, length = _samples_and_length(data, trainer)
-    lines = {
+    return {
         "device": f"{world.ranks} x {device}, {_mode(cfg, world, trainer)}; {cfg.train.precision.value}",
         "trains": _trains(parts, trainer),
         "samples": samples,
@@ -347,7 +360,6 @@ def start_report(cfg: DictConfig, parts: Parts, data: DataSet, run: RunDirectory
         "length": length,
         "writes to": str(run.path),
     }
-    return "\n".join(f"  {name:<10} {text}" for name, text in lines.items())
 
 
 def _mode(cfg: DictConfig, world: World, trainer: Trainer) -> str:

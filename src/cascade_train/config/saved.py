@@ -5,21 +5,26 @@ A run folder may come from someone else: which classes it may name is decided he
 
 from __future__ import annotations
 
+import functools
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import yaml
 from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from cascade_train.config.groups import conf_dir
+from cascade_train.config.groups import conf_dir, group_options, groups
 from cascade_train.config.hydra_compat import BASE
 from cascade_train.config.launch import register_schema
 from cascade_train.config.preflight import preflight
 from cascade_train.config.schema import ParallelConfig, ParallelMode, Root
+from cascade_train.config.sweeps.naming import key_of
 from cascade_train.config.targets import components_in, is_trusted
 from cascade_train.errors import ConfigError
 from cascade_train.files.untrusted import check_yaml
@@ -140,3 +145,32 @@ def to_plain(cfg: DictConfig) -> dict[str, Any]:
     if not isinstance(plain, dict):
         raise AssertionError("the root config is a mapping")
     return {str(key): value for key, value in plain.items()}
+
+
+def recipe_of(overrides: Sequence[str], saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return what a run's configuration was before single keys were set, as plain values by the choices as typed.
+
+    `overrides` are those of the run's command line; of `saved`, its configuration, name and directory are taken. Empty
+    where the choices, perhaps of another version, cannot be composed.
+    """
+    keyed = [(key_of(each).partition("@")[0], each) for each in overrides]
+    choices = tuple(each for key, each in keyed if key in groups() and each.partition("=")[2] in group_options(key))
+    try:
+        cfg = _composed(choices, _search_path()).copy()
+        cfg.run.update({key: saved["run"][key] for key in ("name", "dir")})
+        return {" ".join(choices) or "the defaults": to_plain(cfg)}
+    except (HydraException, OmegaConfBaseException, LookupError, TypeError):
+        return {}
+
+
+@functools.lru_cache(maxsize=64)
+def _composed(choices: tuple[str, ...], search_path: str | None) -> DictConfig:
+    """Compose choices alone, in the running application of Hydra, which has a search path, where there is one."""
+    register_schema()
+    with initialize_config_dir(str(conf_dir()), **BASE) if search_path is None else nullcontext():
+        return compose("config", list(choices))
+
+
+def _search_path() -> str | None:
+    hydra = GlobalHydra.instance()
+    return str(hydra.config_loader().get_search_path()) if hydra.is_initialized() else None

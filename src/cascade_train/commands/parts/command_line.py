@@ -48,7 +48,7 @@ class Command:
     Attributes:
         arguments: dataclass of its keys, with a string below each field; a field without a default must be given.
         run: does it and returns an exit code; takes the arguments and, where one is composed, a run's configuration.
-        usage: of an action: its name and its words as they are typed, those to fill in in capitals.
+        usage: its words as they are typed, those to fill in in capitals, behind the name of an action.
         words: keys that words without `=` fill, in their order; the first must be given.
         many_ranks: whether several processes may share the work.
         shows_log: show what the library logs as information; False = warnings alone.
@@ -88,7 +88,7 @@ def _run(name: str, *argv: str) -> int:
         )
     declared = importlib.import_module(f"cascade_train.commands.{name}").COMMAND
     if isinstance(declared, Command):
-        return _call(declared, argv, help_head=f"cascade-train {name} key=value …\n\n")
+        return _call(declared, argv, help_head=f"cascade-train {name} {declared.usage or 'key=value …'}\n\n")
     actions = table({each.usage: _meaning(each.arguments) for each in declared.values()})
     usage = f"cascade-train {name} ACTION …; ACTION --help lists its keys\n\n{actions}\n"
     if not argv or argv[0] in HELP:
@@ -140,7 +140,8 @@ def _with_keys(command: Command, argv: Sequence[str], *, usage: str) -> list[str
     words = [argument for argument in argv if names_place(argument)]
     free = [key for key in command.words if not any(argument.startswith(f"{key}=") for argument in argv)]
     if not words and command.words[0] in free:
-        action, first, *_ = command.usage.split()
+        first = next(word for word in command.usage.split() if word.isupper())
+        action = command.usage.partition(first)[0].strip() or "The command"
         raise ConfigError(f"{action} needs a {first.lower()}.\n{usage}")
     if len(words) > len(free):
         raise ConfigError(f"{words[len(free)]!r} is one word too many.\n{usage}")

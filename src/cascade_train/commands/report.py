@@ -1,0 +1,190 @@
+"""Write one HTML page on a run, or on a sweep and export its best run.
+
+    cascade-train report runs/x
+
+Pages need no other file and no network. A run writes its own at its end; engine/run/report.py makes them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from cascade_train.commands.parts.command_line import Command, listed
+from cascade_train.config.saved import CONFIG_NAME, recipe_of
+from cascade_train.config.sweep import LOSS, RESULTS, Result, metric_of, ranked
+from cascade_train.config.sweeps.naming import key_of
+from cascade_train.engine.run import report as pages
+from cascade_train.errors import ConfigError, RunError, unwritten
+
+MOST_SHOWN = 24
+"""Runs of a sweep whose curves and samples are shown, the best of them."""
+SHOWN = (LOSS, "validate/", "validate_ema/")
+"""How the names of a sweep's curves begin."""
+LEVEL = "_logsnr_"
+"""What the names of losses at one noise level hold, of which a sweep has too many."""
+BEST = {"min": "smallest", "max": "largest"}
+
+
+@dataclass(kw_only=True)
+class ReportArgs:
+    """Write one HTML page, which needs no other file, on a run or on a sweep, whose best run it can export."""
+
+    source: str
+    """A run, or the folder of a sweep."""
+    against: Any = None
+    """Other runs, one or a list: their curves are drawn too, and their settings compared."""
+    out: str | None = None
+    """Page to write; null = report.html in the folder of the run or sweep."""
+    promote: str | None = None
+    """Of a sweep: folder that the best run is exported to, as `cascade-train export from=<best run> out=…` does."""
+    allow_any_target: bool = False
+    """For promote: build whatever classes the run's configuration names; trust it first."""
+
+
+def report(args: ReportArgs) -> int:
+    """Write the page, export what is promoted, print where both lie, and return 0.
+
+    Raises:
+        ConfigError: no run and no sweep there, or nothing to promote.
+        RunError: the page cannot be written.
+    """
+    folder = Path(args.source)
+    results = [] if is_run(folder) else sweep_results(folder)
+    if results and args.against is not None:
+        raise ConfigError(f"against={args.against}: is for the page of a run. That of a sweep has all its runs.")
+    best = None if args.promote is None else best_run(args, results)
+    path = folder / pages.PAGE_NAME if args.out is None else Path(args.out)
+    data = sweep_data(folder, results) if results else run_data(folder, [Path(each) for each in listed(args.against)])
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pages.write_page(path, data)
+    except OSError as error:
+        raise RunError(f"{unwritten(path, error)}. Choose another out.") from error
+    sys.stdout.write(f"{path} shows {folder}\n")
+    if best is not None:
+        from cascade_train.commands.export import ExportArgs, export
+
+        export(ExportArgs(source=str(best), out=args.promote, allow_any_target=args.allow_any_target))
+    return 0
+
+
+def is_run(folder: Path) -> bool:
+    """Return whether a folder is a run's."""
+    return (folder / CONFIG_NAME).is_file()
+
+
+def run_data(run: Path, against: Sequence[Path]) -> pages.Data:
+    """Return what the page of a run shows; a ConfigError where one of those `against` it is no run."""
+    for other in against:
+        if not is_run(other):
+            raise ConfigError(f"against={other}: is no run; it has no {CONFIG_NAME}. Name the folders of runs.")
+    return pages.run_data(run, bases=recipe_of(overrides_of(run), pages.read_config(run)), against=against)
+
+
+def overrides_of(run: Path) -> list[str]:
+    """Return what the command line of a run set; of a run of an earlier version, as its environment recorded it."""
+    start = pages.read_mapping(run / "start.json")
+    if "overrides" in start:
+        return [str(each) for each in start["overrides"]]
+    words = pages.read_mapping(run / "environment.json").get("command_line", [])
+    return [str(word) for word in words if "=" in str(word)]
+
+
+def sweep_results(folder: Path) -> list[Result]:
+    """Return the results of a sweep, the best first; of one that has not ended, of the runs that have.
+
+    A run that is not where it was when it ended is looked for in the sweep's folder, which may have been moved.
+
+    Raises:
+        ConfigError: the folder is no sweep's, or no run in it has ended.
+    """
+    found = pages.read_rows(folder / RESULTS)
+    if not found:
+        found = [pages.read_mapping(path) for path in sorted((folder / ".results").glob("[!.]*.json"))]
+    found = [each for each in found if {"run_dir", "exit_code", "values", "metrics", "overrides"} <= each.keys()]
+    if not found:
+        reason = "no such folder" if not folder.is_dir() else f"neither {CONFIG_NAME} nor {RESULTS} with a result in it"
+        raise ConfigError(f"from={folder}: {reason}. Name the folder of a run, or of a sweep a run of which has ended.")
+    for each in found:
+        run = Path(each["run_dir"])
+        each["run_dir"] = str(run if run.is_dir() else folder / run.name)
+    return ranked(found)
+
+
+def best_run(args: ReportArgs, results: Sequence[Result]) -> Path:
+    """Return the directory of the best of the ranked results.
+
+    Raises:
+        ConfigError: there are none, since it is a run, or no run of the sweep ended well and has a value.
+    """
+    if not results:
+        raise ConfigError(
+            f"promote={args.promote}: is for a sweep, and {args.source} is a run. Export that with cascade-train "
+            f"export from={args.source} out={args.promote}."
+        )
+    name, _ = metric_of(results)
+    if results[0]["exit_code"] or results[0]["values"].get(name) is None:
+        raise ConfigError(
+            f"promote={args.promote}: no run of {args.source} ended well with a value of {name}, so that none is the "
+            "best. Start the sweep again to finish its runs."
+        )
+    return Path(results[0]["run_dir"])
+
+
+def sweep_data(folder: Path, results: Sequence[Result]) -> pages.Data:
+    """Return what the page of a sweep shows of its ranked results, as JSON values with secrets hidden."""
+    name, mode = metric_of(results)
+    runs = {Path(each["run_dir"]).name: Path(each["run_dir"]) for each in results[:MOST_SHOWN]}
+    grids = {run: grid for run, path in runs.items() if (grid := pages.newest_grid(path)) is not None}
+    failed = sum(bool(each["exit_code"]) for each in results)
+    text = {
+        "title": f"Sweep {folder.resolve().name}",
+        "state": {"kind": "stopped" if failed else "finished", "text": f"{len(results)} runs, {failed} failed."},
+        "facts": {"best run": results[0]["run_dir"], "ranked by": f"{name}, the {BEST[mode]} first"},
+        "sweep": {"metric": name, "mode": mode, **sweep_table(results, name)},
+        "config": pages.read_config(Path(results[0]["run_dir"])),
+    }
+    curves = [{"name": run, "series": curves_of(path)} for run, path in runs.items()]
+    return {**pages.hidden(text), "runs": curves, "samples": pages.samples(grids)}
+
+
+def sweep_table(results: Sequence[Result], metric: str) -> pages.Data:
+    """Return the `keys` in whose values the runs differ, and a row for each run."""
+    given = [dict(map(setting, each["overrides"])) for each in results]
+    every = dict.fromkeys(key for settings in given for key in settings)
+    keys = [key for key in every if len({str(settings.get(key)) for settings in given}) > 1]
+    rows = [
+        {
+            "run": Path(each["run_dir"]).name,
+            "values": [settings.get(key) for key in keys],
+            "metric": each["values"].get(metric),
+            "step": each["metrics"].get("step"),
+            "note": str(each.get("state") or (f"exit code {each['exit_code']}" if each["exit_code"] else "")),
+        }
+        for each, settings in zip(results, given, strict=True)
+    ]
+    return {"keys": keys, "rows": rows}
+
+
+def setting(override: str) -> tuple[str, float | str]:
+    """Return what an override sets, and its value, as a number where it is one."""
+    value = override.partition("=")[2]
+    try:
+        number = int(value) if value.isdecimal() else float(value)
+    except ValueError:
+        return key_of(override), value
+    return key_of(override), number if isfinite(number) else value
+
+
+def curves_of(run: Path) -> pages.Data:
+    """Return the curves of one of a sweep's runs."""
+    curves = pages.series(pages.read_rows(run / "metrics.jsonl"), pages.MOST_POINTS_OF_ANOTHER)
+    return {name: each for name, each in curves.items() if name.startswith(SHOWN) and LEVEL not in name}
+
+
+COMMAND = Command(arguments=ReportArgs, run=report, usage="RUN key=value …", words=("from",))

@@ -1,0 +1,297 @@
+"""The page of a run: what its folder holds, as one HTML file that needs no other.
+
+Reads files alone, those of runs of any age: what is missing or damaged is left out. Laid out in report.html, which
+draws the charts from the page's own JSON.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import logging
+import math
+import re
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from PIL import Image
+
+from cascade_train.engine.run.config_difference import find_differences
+from cascade_train.files.durable import replacing
+from cascade_train.files.untrusted import read_json, read_yaml
+from cascade_train.redaction import redact, redacted
+
+log = logging.getLogger(__name__)
+
+PAGE_NAME = "report.html"
+TEMPLATE = Path(__file__).with_name("report.html")
+MOST_POINTS, MOST_POINTS_OF_ANOTHER = 1500, 400
+"""Points of a curve; with more values each point is the mean of as many successive ones."""
+MOST_ROWS, MOST_PICTURES, PICTURE_PX, QUALITY = 8, 120, 320, 84
+"""Prompts shown, pictures in all, their longer side in pixels and their quality as JPEG."""
+MOST_LEVELS = 8
+"""Charts of the loss by noise level."""
+MOST_NAMES = 50
+SLOW_DATA = 0.2
+"""Share of the time spent waiting for data that is worth a warning."""
+
+Data = dict[str, Any]
+Configs = Mapping[str, Mapping[str, Any]]
+_PICTURE = re.compile(r"(\d+)_(\w+)\.png")
+
+
+def write_report(folder: Path, bases: Callable[[], Configs]) -> None:
+    """Write the page of a run that has taken a step into its folder; a failure is only logged. See `run_data`."""
+    if not (folder / "metrics.jsonl").is_file():
+        return
+    try:
+        write_page(folder / PAGE_NAME, run_data(folder, bases=bases()))
+    except Exception as error:  # whatever it is, the run itself is done
+        reason = redact(f"{type(error).__name__}: {error}")
+        log.warning("%s could not be written (%s). Only the page is missing.", folder / PAGE_NAME, reason)
+
+
+def write_page(path: Path, data: Data) -> None:
+    """Write the page of a run or a sweep; raise OSError where it cannot be written."""
+    with replacing(path, durable=False) as beside:
+        beside.write_text(page(data), encoding="utf-8")
+
+
+def page(data: Data) -> str:
+    """Return the HTML page of `run_data`, or of a sweep's data."""
+    import jinja2  # heavy: not at the start of a run
+
+    environment = jinja2.Environment(autoescape=True)
+    environment.policies["json.dumps_kwargs"] = {}  # in the order of the data
+    environment.filters["shown"] = lambda value: value if isinstance(value, str) else json.dumps(value)
+    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+    return template.render(data=data, config=yaml.safe_dump(data["config"], sort_keys=False, allow_unicode=True))
+
+
+def hidden(text: Data) -> Data:
+    """Return values of files as JSON has them, their secrets hidden."""
+    plain: Data = json.loads(json.dumps(redacted(text), default=str), parse_constant=str)
+    return plain
+
+
+def run_data(folder: Path, *, bases: Configs, against: Sequence[Path] = ()) -> Data:
+    """Return what the page of a run shows, as JSON values with secrets hidden.
+
+    `bases` are the configurations that the run's is compared with, by name; the runs `against` are compared too, and
+    their curves are drawn beside.
+    """
+    rows, config, start = read_rows(folder / "metrics.jsonl"), read_config(folder), read_mapping(folder / "start.json")
+    environment = read_mapping(folder / "environment.json")
+    name = str(config.get("run", {}).get("name", folder.name))
+    steps = {f"step {step}": path for step, path in _steps_of(folder / "samples").items()}
+    others = {str(other): read_config(other) for other in against}
+    curves = {str(other): series(read_rows(other / "metrics.jsonl"), MOST_POINTS_OF_ANOTHER) for other in against}
+    overrides = [str(each) for each in start.get("overrides", [])]
+    text = {
+        "title": f"Run {name}",
+        "state": state(folder, rows),
+        "facts": {**start.get("facts", {}), **_last_values(rows)},
+        "data": start.get("data", []),
+        "notes": list(notes(folder, rows)),
+        "overrides": overrides,
+        "differences": [_difference(base, each, config, overrides) for base, each in {**bases, **others}.items()],
+        "config": config,
+        "environment": environment,
+    }
+    return {
+        **hidden(text),
+        "runs": [{"name": name, "series": series(rows)}, *({"name": n, "series": c} for n, c in curves.items())],
+        "noise_levels": noise_levels(steps),
+        "samples": samples(steps),
+    }
+
+
+def read_config(folder: Path) -> Data:
+    """Return the configuration of a run; empty where it cannot be read."""
+    return read_mapping(folder / "config.yaml")
+
+
+def read_mapping(path: Path) -> Data:
+    """Return what a JSON or YAML file holds; empty where there is none, or no mapping."""
+    return _parsed(_text(path), read_yaml if path.suffix == ".yaml" else read_json)
+
+
+def read_rows(path: Path) -> list[Data]:
+    """Return the lines of a file of JSON objects that can be read."""
+    found = (_parsed(line) for line in _text(path).splitlines())
+    return [row for row in found if row]
+
+
+def series(rows: Sequence[Data], most: int = MOST_POINTS) -> dict[str, dict[str, list[float]]]:
+    """Return each metric's values `y` at the steps `x`.
+
+    Of more than `most` values, `y` are means of as many successive ones each, `x` the last step of each, and `low` and
+    `high` the extremes.
+    """
+    points: dict[str, list[tuple[int, float]]] = defaultdict(list)
+    for row in rows:
+        step: Any = row.get("step")
+        for name, value in row.items() if _is_number(step) else ():
+            if name not in ("step", "samples_seen") and _is_number(value):
+                points[name].append((step, value))
+    return {name: _curve(found, -(-len(found) // most)) for name, found in points.items()}
+
+
+def _curve(points: Sequence[tuple[int, float]], width: int) -> dict[str, list[float]]:
+    if width == 1:
+        return {"x": [step for step, _ in points], "y": [value for _, value in points]}
+    parts = [points[first : first + width] for first in range(0, len(points), width)]
+    values = [[value for _, value in part] for part in parts]
+    extremes = {"low": [min(each) for each in values], "high": [max(each) for each in values]}
+    return {"x": [part[-1][0] for part in parts], "y": [statistics.fmean(each) for each in values], **extremes}
+
+
+def state(folder: Path, rows: Sequence[Data]) -> Data:
+    """Return how far a run is: `kind` finished, stopped or unfinished, and a sentence."""
+    exported, stop = read_mapping(folder / "export/exported.json"), read_mapping(folder / "stopped.json")
+    step = rows[-1].get("step") if rows else 0
+    if stop:
+        return {"kind": "stopped", "text": str(stop.get("reason", "Stopped."))}
+    if exported.get("step") == step:
+        return {"kind": "finished", "text": f"Finished at step {step}."}
+    return {"kind": "unfinished", "text": f"At step {step}: it trains, or ended without a record of its own."}
+
+
+def notes(folder: Path, rows: Sequence[Data]) -> Iterator[Data]:
+    """Yield what happened to a run and what is worth a look, the `warning`s marked, with the names of samples."""
+    for line in read_rows(folder / "config_history.jsonl"):
+        changes = "; ".join(f"{key}: {old} → {new}" for key, (old, new) in line.get("changes", {}).items())
+        text = f"Continued at step {line.get('step')}, {line.get('time')}{f', with {changes}' if changes else ''}."
+        yield {"text": text, "warning": False, "names": []}
+    for line in read_rows(folder / "rolled_back.jsonl"):
+        text = f"Rolled back from step {line.get('step')} to step {line.get('back_to')}: {line.get('reason')}"
+        yield {"text": text, "warning": True, "names": line.get("keys", [])[:MOST_NAMES]}
+    unreadable = [line for path in sorted((folder / "quarantine").glob("*.jsonl")) for line in read_rows(path)]
+    if unreadable:
+        named = [f"{line.get('sample')}: {line.get('reason')}" for line in unreadable[:MOST_NAMES]]
+        yield {"text": f"{len(unreadable)} samples could not be read.", "warning": True, "names": named}
+    waits = [row["data_wait_share"] for row in rows if _is_number(row.get("data_wait_share"))]
+    if waits and statistics.fmean(waits) > SLOW_DATA:
+        text = f"The loop waited for data in {statistics.fmean(waits):.0%} of its time. Raise data.num_workers."
+        yield {"text": text, "warning": True, "names": []}
+    held_out = [(row["validate/loss"], row["step"]) for row in rows if _is_number(row.get("validate/loss"))]
+    if held_out and min(held_out)[0] < held_out[-1][0]:
+        (least, at), (last, _) = min(held_out), held_out[-1]
+        text = f"validate/loss was lowest at step {at}, {least:.6g}; it is {last:.6g} now."
+        yield {"text": text, "warning": True, "names": []}
+
+
+def noise_levels(folders: Mapping[str, Path]) -> list[Data]:
+    """Return the unweighted loss over logSNR that the newest grids have a chart of, by label."""
+    found = []
+    for label, folder in _spread(folders, MOST_LEVELS):
+        picture = _opened(folder / "loss_by_logsnr.png")
+        if picture is not None and (points := _parsed(picture.info.get("points", ""))):
+            found.append({"label": label, **points})
+    return found
+
+
+def samples(folders: Mapping[str, Path]) -> Data:
+    """Return the pictures in folders of grids: `labels`, and by prompt `caption` and a `pictures` list of each kind.
+
+    Pictures are small JPEGs as data urls, None where a folder lacks one.
+    """
+    count = max((len(_pictures(folder)) for folder in folders.values()), default=0)
+    chosen = _spread(folders, max(2, MOST_PICTURES // max(count, 1)))
+    rows: dict[int, Data] = {}
+    for place, (_, folder) in enumerate(chosen):
+        for (number, kind), path in _pictures(folder).items():
+            row = rows.setdefault(number, {"caption": "", "pictures": {}})
+            url, caption = _embedded(path)
+            row["pictures"].setdefault(kind, [None] * len(chosen))[place] = url
+            row["caption"] = caption or row["caption"]
+    return {"labels": [label for label, _ in chosen], "rows": [rows[number] for number in sorted(rows)]}
+
+
+def _pictures(folder: Path) -> dict[tuple[int, str], Path]:
+    """Return the pictures of a grid by the number of their prompt and their kind."""
+    names = [(match, path) for path in sorted(folder.glob("*.png")) if (match := _PICTURE.fullmatch(path.name))]
+    found = {(int(match[1]), match[2]): path for match, path in names}
+    return {key: path for key, path in found.items() if key[0] < MOST_ROWS}
+
+
+def _embedded(path: Path) -> tuple[str | None, str]:
+    """Return a picture as a data url and its caption; None and nothing where it is damaged."""
+    picture = _opened(path)
+    if picture is None:
+        return None, ""
+    small = picture.convert("RGB")
+    small.thumbnail((PICTURE_PX, PICTURE_PX))
+    file = io.BytesIO()
+    small.save(file, format="jpeg", quality=QUALITY)
+    url = f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
+    return url, redact(str(picture.info.get("caption", "")))
+
+
+def _opened(path: Path) -> Image.Image | None:
+    try:
+        with Image.open(path) as picture:
+            picture.load()
+            return picture
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):  # Pillow raises all of them for damage
+        return None
+
+
+def _steps_of(folder: Path) -> dict[int, Path]:
+    """Return the folders `step_<n>` in a folder, in the order of their steps."""
+    found = {path: path.name.removeprefix("step_") for path in folder.glob("step_*")}
+    return dict(sorted((int(step), path) for path, step in found.items() if step.isdecimal()))
+
+
+def newest_grid(folder: Path) -> Path | None:
+    """Return the folder of a run's newest grid of samples."""
+    return next(reversed(_steps_of(folder / "samples").values()), None)
+
+
+def _spread(folders: Mapping[str, Path], most: int) -> list[tuple[str, Path]]:
+    """Return at most so many of the folders, the first and the last of them and others evenly between."""
+    every = list(folders.items())
+    count = min(most, len(every))
+    return [every[round(place * (len(every) - 1) / max(count - 1, 1))] for place in range(count)]
+
+
+def _difference(base: str, old: Mapping[str, Any], new: Mapping[str, Any], overrides: Sequence[str]) -> Data:
+    """Return the keys whose values differ, as key, other value, own value and whether the command line sets it."""
+    keys = {override.partition("=")[0].lstrip("+~") for override in overrides}
+    rows = [
+        [each.key, each.old, each.new, any(f"{each.key}.".startswith(f"{key}.") for key in keys)]
+        for each in find_differences(redacted(old), redacted(new))
+    ]
+    return {"base": base, "rows": sorted(rows, key=lambda row: not row[3])}
+
+
+def _last_values(rows: Sequence[Data]) -> dict[str, str]:
+    """Return the newest value of what a reader asks first."""
+    names = ("step", "samples_seen", "loss", "validate/loss", "validate_ema/loss", "lr", "images_per_second")
+    last = {name: value for row in rows for name, value in row.items() if name in names and _is_number(value)}
+    return {
+        name: f"{last[name]:,}" if isinstance(last[name], int) else f"{last[name]:.6g}"
+        for name in names
+        if name in last
+    }
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+
+
+def _parsed(text: str, read: Callable[[str], Any] = read_json) -> Data:
+    try:
+        value = read(text)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
