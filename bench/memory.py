@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # `tests` composes the recipes
 WIDE = (
     *("model=c_tiny", "model.weights=null", "model.image_size=512", "data=shapes", "data.num_workers=0"),
     *("model.network.block_out_channels=[384,384]", "model.network.num_attention_heads=[6,6]"),

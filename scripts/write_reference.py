@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import MISSING
+from omegaconf import MISSING, OmegaConf
 
 from cascade_train.commands.parts.command_line import ALIASES, Command
 from cascade_train.config.help import commands
@@ -152,16 +152,27 @@ def components() -> Iterator[str]:
     for group, place in COMPONENTS.items():
         yield from ("", f"## {group}")
         if group == "data":
-            node = yaml.safe_load((CONF / "data/webdataset.yaml").read_text())
-            yield from _component("Every source", place, {"_target_": node["_target_"], **base})
+            whole = {"_target_": _inherited(group, "webdataset")["_target_"], **base}
+            yield from _component("Every source", place, base, whole)
         for name, text in options(group).items():
             node = yaml.safe_load((CONF / group / f"{name}.yaml").read_text())
-            yield from _component(f"`{group}={name}`: {_cell(text)}", place, node)
+            yield from _component(f"`{group}={name}`: {_cell(text)}", place, node, _inherited(group, name))
     yield ""
 
 
-def _component(title: str, place: str, node: Mapping[str, Any]) -> Iterator[str]:
-    cfg: Any = node
+def _inherited(group: str, name: str) -> dict[str, Any]:
+    """Return what a file of a group holds, with what it has from others of its folder."""
+    node = yaml.safe_load((CONF / group / f"{name}.yaml").read_text())
+    parents = [
+        each for each in node.pop("defaults", ()) if isinstance(each, str) and each != "_self_" and "@" not in each
+    ]
+    merged = OmegaConf.merge(*(_inherited(group, parent) for parent in parents), node)
+    return {str(key): value for key, value in OmegaConf.to_container(merged, resolve=False).items()}
+
+
+def _component(title: str, place: str, node: Mapping[str, Any], whole: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the keys of `node`; what they are is looked up in the `whole` component."""
+    cfg: Any = whole
     for part in reversed(place.split(".")):
         cfg = {part: cfg}
     rows = [_row(key, value, meaning_of(key, cfg)) for key, value in _leaves(place, node)]

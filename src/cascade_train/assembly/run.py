@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import cast
 
 import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
-from torch.distributed.tensor import DTensor
 
 from cascade_train.assembly.cache_identity import take_cache
 from cascade_train.assembly.components import Parts, build_component, build_parts
@@ -21,6 +20,7 @@ from cascade_train.assembly.loaded_weights import record_weights, weight_specs
 from cascade_train.assembly.model import build_phases
 from cascade_train.assembly.model_card import write_card
 from cascade_train.assembly.samples import build_painter, build_sampling
+from cascade_train.assembly.start_facts import start_facts
 from cascade_train.config.arguments import free_keys, make_absolute
 from cascade_train.config.saved import recipe_of, to_plain
 from cascade_train.data.cached import Cached
@@ -93,11 +93,7 @@ def train_on(cfg: DictConfig, world: World, signals: Signals, heartbeat: Heartbe
         take_cache(plain, parts.stage, parts.task, data.training.source)
     with claimed(Path(cfg.run.dir), config=plain, resume=cfg.run.resume, free_keys=free_keys(plain)) as run:
         if not run.finished:
-            try:
-                return train_in(run, cfg, parts, data, world, signals, heartbeat)
-            finally:
-                if world.is_main:
-                    write_report(run.path, lambda: recipe_of(overrides(), plain))
+            return train_in(run, cfg, parts, data, world, signals, heartbeat)
     log.info("%s is finished. Raise train.max_steps to train on, or choose another run.name.", run.path)
     return 0
 
@@ -133,7 +129,7 @@ def train_in(
         run.record_start({"facts": facts, "data": cast(Feed, trainer.feed).report(), "overrides": overrides()})
     log.info("%s", "\n".join(f"  {name:<10} {text}" for name, text in facts.items()))
     signals.wait_for_votes()
-    with announced(cfg.run.on_end, trainer, run.path):
+    with announced(cfg.run.on_end, trainer, run.path), reported(run.path, cfg, is_main=world.is_main):
         try:
             with heartbeat.naming_lost_ranks():
                 rollback.run(trainer)
@@ -154,6 +150,16 @@ def train_in(
             return code_of_stop()
         log.info("Finished at step %d. Everything lies in %s.", trainer.step, run.path)
         return 0
+
+
+@contextmanager
+def reported(directory: Path, cfg: DictConfig, *, is_main: bool) -> Iterator[None]:
+    """Write the page of the run once the block has ended, however it ended."""
+    try:
+        yield
+    finally:
+        if is_main:
+            write_report(directory, lambda: recipe_of(overrides(), to_plain(cfg)))
 
 
 def open_data(cfg: DictConfig, task: Task, world: World) -> DataSet:
@@ -342,57 +348,3 @@ def write_exports(
 def overrides() -> list[str]:
     """Return what the command line of this run sets; nothing where Hydra did not start it."""
     return list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
-
-
-def start_facts(cfg: DictConfig, parts: Parts, data: DataSet, run: RunDirectory, trainer: Trainer) -> dict[str, str]:
-    """Return what device, parameters, samples, batch, length and folder of a run are. Not collective."""
-    world = trainer.world
-    micro = cfg.train.micro_batch_size
-    accumulated = cfg.train.global_batch_size // (micro * world.ranks)
-    device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
-    samples, length = _samples_and_length(data, trainer)
-    return {
-        "device": f"{world.ranks} x {device}, {_mode(cfg, world, trainer)}; {cfg.train.precision.value}",
-        "trains": _trains(parts, trainer),
-        "samples": samples,
-        "batch": f"{cfg.train.global_batch_size} = {micro} per micro-batch x {accumulated} accumulated"
-        f" x {world.ranks} rank{'s' if world.ranks > 1 else ''}",
-        "length": length,
-        "writes to": str(run.path),
-    }
-
-
-def _mode(cfg: DictConfig, world: World, trainer: Trainer) -> str:
-    """Return how ranks share the work, decided where `auto` was given."""
-    mode: str = cfg.parallel.mode.value
-    if mode == "auto" and world.ranks == 1:
-        mode = "single"
-    elif mode == "auto":
-        parameters = [p for phase in trainer.phases for p in phase.parameters.values()]
-        split = any(isinstance(p, DTensor) and p.device_mesh.size(-1) > 1 for p in parameters)
-        mode = "fsdp" if split else "ddp"
-    return f"parallel={mode}"
-
-
-def _trains(parts: Parts, trainer: Trainer) -> str:
-    """Return how many parameters of the network and of what was added to it train."""
-    roots = [root for phase in trainer.phases for root in phase.roots]
-    network = [] if "network" in parts.stage.left_out else [parts.stage.network]
-    every = {id(p): p for p in chain.from_iterable(root.parameters() for root in [*roots, *network])}
-    trained = sum(p.numel() for phase in trainer.phases for p in phase.parameters.values())
-    added = parts.task.summary()
-    return (
-        f"{trained:,} of {sum(p.numel() for p in every.values()):,} parameters"
-        f" ({type(parts.task).__name__} on {type(parts.stage).__name__}{f': {added}' if added else ''})"
-    )
-
-
-def _samples_and_length(data: DataSet, trainer: Trainer) -> tuple[str, str]:
-    """Return the number of samples and the length of the run."""
-    steps = f"steps {trainer.step + 1} to {trainer.max_steps}" if trainer.step else f"{trainer.max_steps} steps"
-    if not data.training.index.rows_are_samples:
-        return "streamed, length unknown", steps
-    held_out = f", {len(data.held_out.rows):,} held out" if data.held_out is not None else ""
-    per_epoch = cast(Feed, trainer.feed).steps_of_epochs(1)
-    epochs = f", {trainer.max_steps / per_epoch:.3g} epochs of {per_epoch} steps"
-    return f"{len(data.training.rows):,}{held_out}", f"{steps}{epochs}"
