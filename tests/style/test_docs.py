@@ -68,13 +68,15 @@ def test_read_only_commands_are_at_least_valid(
 
 
 def check_command(name: str, words: list[str]) -> None:
-    """Check the arguments of a command that shares nothing with a training: they parse, and its models compose."""
+    """Check the arguments of a command that does not train: its own parse, and those of a run compose."""
     declared = import_module(f"cascade_train.commands.{name}").COMMAND
     own = [word for word in words if word.partition("=")[0] in {f.name for f in fields(declared.arguments)}]
-    rest = [word for word in words if word not in own] if declared.takes_rest else []
-    parse(declared.arguments, own if declared.takes_rest else words)
-    for overrides in runs_of(rest) if rest else []:
+    takes_run = declared.run_defaults is not None
+    rest = [word for word in words if word not in own] if declared.takes_rest or takes_run else []
+    parse(declared.arguments, own if rest else words)
+    for overrides in runs_of(rest) if declared.takes_rest else []:
         composed(overrides)
+    assert not takes_run or compose(rest) == 0
 
 
 def at_once(rows: list[list[str]]) -> list[list[list[str]]]:

@@ -35,6 +35,7 @@ _DATA_KEYS = ("train.global_batch_size",)
 ADDED = {
     **{"model.image_encoder.antialias": True, "task.init": "kaiming", "model.kernels": "eager"},
     "compile_fallback": False,  # without effect where nothing is compiled
+    "run.on_end": None,
 }
 """Options that configs of earlier versions lack, and the values with which those ran."""
 

@@ -16,15 +16,17 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
-from PIL import Image
 
 from cascade_train.engine.run.config_difference import find_differences
 from cascade_train.files.durable import replacing
 from cascade_train.files.untrusted import read_json, read_yaml
 from cascade_train.redaction import redact, redacted
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 log = logging.getLogger(__name__)
 
@@ -234,6 +236,8 @@ def _embedded(path: Path) -> tuple[str | None, str]:
 
 
 def _opened(path: Path) -> Image.Image | None:
+    from PIL import Image  # the list of commands needs none of it
+
     try:
         with Image.open(path) as picture:
             picture.load()
