@@ -7,7 +7,7 @@ run is made to do that. Must not live here: what is concluded (memory.py).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -85,8 +85,7 @@ def rehearse(cfg: DictConfig, parts: Parts, batches: Sequence[Batch], *, on_cuda
         parts.task.device = torch.device("cpu")
         prepared = [parts.task.prepare_batch(batch) for batch in batches]
         parts.task.device = META
-        if on_cuda:
-            stack.enter_context(_kernels_of_cuda())
+        stack.enter_context(_kernels(_dropout, _attention_on_cuda) if on_cuda else _kernels(None, _attention_on_cpu))
         live = stack.enter_context(Live(block_bytes=CUDA_BLOCK_BYTES if on_cuda else 1, run=Shapes().run))
         run = _Run(cfg, parts, live, mesh)
         curves = [run.step(each) for each in prepared[:-1]]
@@ -316,10 +315,10 @@ class NoFilter(ControlFilter):
 
 
 @contextmanager
-def _kernels_of_cuda() -> Iterator[None]:
-    """Let dropout and attention keep for backward what they keep on a CUDA device: a mask of bytes, and no matrix."""
+def _kernels(dropout: Callable[..., Tensor] | None, attention: Callable[..., Tensor]) -> Iterator[None]:
+    """Let dropout and attention keep for backward what they keep on a device; None = what they keep on any."""
     kept = functional.dropout, functional.scaled_dot_product_attention
-    functional.dropout, functional.scaled_dot_product_attention = _dropout, _attention  # type: ignore[assignment]
+    functional.dropout, functional.scaled_dot_product_attention = dropout or kept[0], attention  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -330,7 +329,7 @@ def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = F
     return torch.native_dropout(x, p, train=True)[0] if training and p > 0 else x
 
 
-def _attention(
+def _attention_on_cuda(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -350,3 +349,22 @@ def _attention(
     keeps = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention
     return efficient(query, key, value, bias, keeps, dropout_p, is_causal, scale=scale)[0]
+
+
+def _attention_on_cpu(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Attend as a CPU's flash attention does, and under dropout by the matrix of probabilities."""
+    if dropout_p > 0.0:
+        return torch.ops.aten._scaled_dot_product_attention_math(
+            query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale
+        )[0]
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return flash(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
