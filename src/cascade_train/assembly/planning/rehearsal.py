@@ -318,7 +318,7 @@ class NoFilter(ControlFilter):
 def _kernels(dropout: Callable[..., Tensor] | None, attention: Callable[..., Tensor]) -> Iterator[None]:
     """Let dropout and attention keep for backward what they keep on a device; None = what they keep on any."""
     kept = functional.dropout, functional.scaled_dot_product_attention
-    functional.dropout, functional.scaled_dot_product_attention = dropout or kept[0], attention  # type: ignore[assignment]
+    functional.dropout, functional.scaled_dot_product_attention = dropout or kept[0], attention
     try:
         yield
     finally:
