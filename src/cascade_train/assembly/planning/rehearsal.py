@@ -7,9 +7,10 @@ run is made to do that. Must not live here: what is concluded (memory.py).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -85,7 +86,7 @@ def rehearse(cfg: DictConfig, parts: Parts, batches: Sequence[Batch], *, on_cuda
         parts.task.device = torch.device("cpu")
         prepared = [parts.task.prepare_batch(batch) for batch in batches]
         parts.task.device = META
-        stack.enter_context(_kernels(_dropout, _attention_on_cuda) if on_cuda else _kernels(None, _attention_on_cpu))
+        stack.enter_context(_kernels(on_cuda=on_cuda))
         live = stack.enter_context(Live(block_bytes=CUDA_BLOCK_BYTES if on_cuda else 1, run=Shapes().run))
         run = _Run(cfg, parts, live, mesh)
         curves = [run.step(each) for each in prepared[:-1]]
@@ -315,10 +316,11 @@ class NoFilter(ControlFilter):
 
 
 @contextmanager
-def _kernels(dropout: Callable[..., Tensor] | None, attention: Callable[..., Tensor]) -> Iterator[None]:
-    """Let dropout and attention keep for backward what they keep on a device; None = what they keep on any."""
+def _kernels(*, on_cuda: bool) -> Iterator[None]:
+    """Let dropout and attention keep for backward what they keep on a device."""
     kept = functional.dropout, functional.scaled_dot_product_attention
-    functional.dropout, functional.scaled_dot_product_attention = dropout or kept[0], attention
+    functional.dropout = _dropout if on_cuda else kept[0]
+    functional.scaled_dot_product_attention = partial(_attention, on_cuda=on_cuda)
     try:
         yield
     finally:
@@ -326,10 +328,11 @@ def _kernels(dropout: Callable[..., Tensor] | None, attention: Callable[..., Ten
 
 
 def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """Keep a mask of bytes, as on a CUDA device."""
     return torch.native_dropout(x, p, train=True)[0] if training and p > 0 else x
 
 
-def _attention_on_cuda(
+def _attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -338,33 +341,25 @@ def _attention_on_cuda(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    *,
+    on_cuda: bool,
 ) -> Tensor:
-    """Attend as flash attention does, and where it cannot (fp32, masks) as memory-efficient attention."""
+    """Attend as flash attention does, and where it cannot as a device does then.
+
+    That is on a CUDA device (fp32, masks) memory-efficient attention, on a CPU (dropout) the matrix of probabilities.
+    """
+    aten = torch.ops.aten
+    if not on_cuda and dropout_p > 0.0:
+        by_matrix = aten._scaled_dot_product_attention_math
+        return by_matrix(query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale)[0]
+    if not on_cuda:
+        flash = aten._scaled_dot_product_flash_attention_for_cpu
+        return flash(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
     if attn_mask is None and query.dtype in (torch.float16, torch.bfloat16):
-        flash = torch.ops.aten._scaled_dot_product_flash_attention
-        return flash(query, key, value, dropout_p, is_causal, scale=scale)[0]
+        return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
     bias = attn_mask if attn_mask is None or attn_mask.is_floating_point() else attn_mask.to(query.dtype)
     if bias is not None:
         bias = bias.expand(*query.shape[:-1], key.shape[-2])
     keeps = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    efficient = aten._scaled_dot_product_efficient_attention
     return efficient(query, key, value, bias, keeps, dropout_p, is_causal, scale=scale)[0]
-
-
-def _attention_on_cpu(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """Attend as a CPU's flash attention does, and under dropout by the matrix of probabilities."""
-    if dropout_p > 0.0:
-        return torch.ops.aten._scaled_dot_product_attention_math(
-            query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale
-        )[0]
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return flash(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
