@@ -319,7 +319,7 @@ class NoFilter(ControlFilter):
 def _kernels(*, on_cuda: bool) -> Iterator[None]:
     """Let dropout and attention keep for backward what they keep on a device."""
     kept = functional.dropout, functional.scaled_dot_product_attention
-    functional.dropout = _dropout if on_cuda else kept[0]
+    functional.dropout = _dropout if on_cuda else kept[0]  # type: ignore[assignment]
     functional.scaled_dot_product_attention = partial(_attention, on_cuda=on_cuda)
     try:
         yield
