@@ -152,6 +152,7 @@ def main() -> None:
     """Import, listen, and serve commands, each beside the others."""
     listener, folder = socket.socket(fileno=int(sys.argv[1])), Path(sys.argv[2])
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # else a look at the devices spoils them for forks
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as a start of its own sets it: torch reads it once
     gc.disable()  # here; what is imported stays
     keep_imported(FIRST)
     while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:

@@ -16,8 +16,9 @@ from typing import Any
 
 from cascade_train.commands.parts.command_line import Command, listed
 from cascade_train.config.saved import CONFIG_NAME, recipe_of
-from cascade_train.config.sweep import LOSS, RESULTS, Result, metric_of, ranked
+from cascade_train.config.sweep import RESULTS
 from cascade_train.config.sweeps.naming import key_of
+from cascade_train.config.sweeps.ranking import LOSS, Result, metric_of, ranked
 from cascade_train.engine.run import report as pages
 from cascade_train.errors import ConfigError, RunError, unwritten
 

@@ -118,7 +118,7 @@ def with_implied_choices(argv: Sequence[str]) -> list[str]:
     """
     known = groups()
     argv = [_in_full(argument, known) for argument in argv]
-    given = {key.lstrip("+"): value for key, _, value in (a.partition("=") for a in argv if not a.startswith("-"))}
+    given = {key.lstrip("+"): value for key, equals, value in (argument.partition("=") for argument in argv) if equals}
     implied = []
     if not given.keys() & {"data", "experiment"}:
         for key in [key for key in ("data.urls", "data.path") if key in given][:1]:

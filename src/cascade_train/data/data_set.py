@@ -6,14 +6,14 @@ import contextlib
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Unpack
 
 import numpy as np
 
 from cascade_train.batch import Batch, SampleTransform
 from cascade_train.data.index.rows import Index, split
 from cascade_train.data.index.selection import selected
-from cascade_train.data.loading.feed import Feed, FeedRequest, Loader
+from cascade_train.data.loading.feed import Feed, FeedOptions, FeedRequest, Loader
 from cascade_train.data.order.plan import permutation
 from cascade_train.data.source import Source
 from cascade_train.errors import ConfigError
@@ -44,8 +44,8 @@ class Rows:
         chosen = permutation(len(self.rows), seed, 0, "part")[:count]
         return replace(self, rows=np.sort(self.rows[chosen]))
 
-    def load(self, **options: Any) -> Feed:
-        """Return the endless feed of these samples for one rank; the options are the others of `FeedRequest`."""
+    def load(self, **options: Unpack[FeedOptions]) -> Feed:
+        """Return the endless feed of these samples for one rank."""
         request = FeedRequest(index=self.index, rows=self.rows, transform=self.transform, **options)
         return self.source.own_feed(request) or Loader(self.source, request)
 
@@ -82,8 +82,8 @@ class DataSet:
                         f" {width} pixels, but the model needs sides that are multiples of {multiple}: set it to that"
                     )
 
-    def training_feed(self, **options: Any) -> Feed:
-        """Return the endless feed of training batches for one rank; the options are those of `Rows.load`."""
+    def training_feed(self, **options: Unpack[FeedOptions]) -> Feed:
+        """Return the endless feed of training batches for one rank."""
         feed = self.training.load(**options)
         self._open.append(feed)
         for line in feed.report():
@@ -108,8 +108,14 @@ class DataSet:
             raise ConfigError("validate: no samples are held out; set validate.share, e.g. 0.01, or validate.urls")
         part = self.held_out.first(samples, seed=seed)
         micro = max(1, min(micro_batch_size, len(part.rows) // len(part.shapes) // ranks))
-        sizes = {"global_batch_size": micro * ranks, "micro_batch_size": micro}
-        feed = part.load(seed=seed, rank=rank, ranks=ranks, whole_epochs=True, **sizes)
+        feed = part.load(
+            seed=seed,
+            global_batch_size=micro * ranks,
+            micro_batch_size=micro,
+            rank=rank,
+            ranks=ranks,
+            whole_epochs=True,
+        )
         self._open.append(feed)
         return HeldOutFeed(steps=feed.steps_of_epochs(1), feed=feed)
 

@@ -36,11 +36,12 @@ REFUSED = {
 }
 
 SCRIPT = """
-import sys
+import os, sys
 from cascade_train.__main__ import launch
 for line in sys.argv[1:]:
     code = launch(["task=lora", "model=c_tiny", *line.split()])
-    sys.stderr.write(f"code {code}, torch {'torch' in sys.modules}\\n---\\n")
+    level = os.environ["TORCH_CPP_LOG_LEVEL"]  # which torch reads when it is imported
+    sys.stderr.write(f"code {code}, torch {'torch' in sys.modules}, logs {level}\\n---\\n")
 """
 
 
@@ -56,5 +57,5 @@ def test_a_refused_start_leaves_nothing(tmp_path: Path):
     said = done.stderr.split("---\n")[:-1]
     for (line, message), text in zip([*WITHOUT_TORCH.items(), *REFUSED.items()], said, strict=True):
         assert re.search(message, text), text
-        assert text.endswith(f"code 2, torch {line in REFUSED}\n"), f"{line}: {text}"
+        assert text.endswith(f"code 2, torch {line in REFUSED}, logs ERROR\n"), f"{line}: {text}"
     assert sorted(tmp_path.iterdir()) == before

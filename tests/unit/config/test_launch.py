@@ -83,6 +83,10 @@ def test_urls_beside_a_choice_of_data_imply_nothing():
     assert with_implied_choices(["+data.urls=[a]"])[0] == "data=webdataset"
 
 
+def test_only_what_has_a_value_is_a_choice():
+    assert with_implied_choices(["--cfg", "job", "--package", "data", "data.urls=[a]"])[0] == "data=webdataset"
+
+
 PATHS = {
     "pictures": "folder",
     "[a.csv,b.csv]": "csv",

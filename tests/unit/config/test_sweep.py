@@ -12,9 +12,10 @@ from omegaconf import OmegaConf
 
 from cascade_train.config import sweep
 from cascade_train.config.launch import compose_and_run
-from cascade_train.config.sweep import SweepResults, check_launcher, measured
+from cascade_train.config.sweep import SweepResults, check_launcher
 from cascade_train.config.sweeps import slurm as slurm_jobs
 from cascade_train.config.sweeps.naming import swept_part
+from cascade_train.config.sweeps.ranking import measured
 from cascade_train.config.sweeps.slurm import SlurmJob
 from cascade_train.errors import STOPPED, ConfigError
 

@@ -10,7 +10,7 @@ import itertools
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 from torch.utils.data import Sampler
@@ -31,6 +31,18 @@ _log = logging.getLogger(__name__)
 def alone(value: Any) -> list[Any]:
     """Gather the value of the only rank."""
     return [value]
+
+
+class FeedOptions(TypedDict):
+    """What is asked of a feed beside its samples: fields of `FeedRequest`."""
+
+    seed: int
+    global_batch_size: int
+    micro_batch_size: int
+    rank: int
+    ranks: int
+    whole_epochs: NotRequired[bool]
+    gather: NotRequired[Gather]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
