@@ -17,6 +17,7 @@ os.environ.update(
     }
 )
 
+import atexit
 import gc
 import logging
 import random
@@ -24,6 +25,7 @@ import shutil
 import signal
 import socket
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +50,9 @@ def _keep_files_in_memory() -> None:
     if os.environ.keys() & {"PYTEST_DEBUG_TEMPROOT", "TMPDIR"} or not os.access(MEMORY, os.W_OK):
         return
     if shutil.disk_usage(MEMORY).free >= GIB_OF_FILES * 2**30:
-        os.environ["PYTEST_DEBUG_TEMPROOT"] = os.environ["TMPDIR"] = str(MEMORY)
+        folder = tempfile.mkdtemp(prefix="cascade_train_", dir=MEMORY)
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)  # libraries leave files there, as torchrun does
+        os.environ |= {"PYTEST_DEBUG_TEMPROOT": str(MEMORY), "TMPDIR": folder}
 
 
 _keep_files_in_memory()
