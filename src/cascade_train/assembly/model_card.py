@@ -5,8 +5,9 @@ Nothing in it depends on when or where it was written, so that equal runs leave 
 
 from __future__ import annotations
 
-import json
+import re
 import shutil
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ import yaml
 from omegaconf import OmegaConf
 
 from cascade_train.config.saved import CONFIG_NAME, load_yaml
-from cascade_train.engine.metrics import step_of
-from cascade_train.files.durable import read_whole_lines, write_durably
+from cascade_train.engine.run.report import newest_grid, read_metrics
+from cascade_train.files.durable import write_durably
 from cascade_train.files.hub import parse_source
 from cascade_train.redaction import redacted
 
@@ -56,6 +57,9 @@ USES = {
 SHOWN = ("model", "task", "objective", "data", "train", "optimizer", "lr_scheduler", "ema")
 """Nodes of the configuration that decide what was learned."""
 
+_FOLDERS = re.compile(r"(?<![\w/.~-])(?:file://)?~?/(?:[^\s'\"/]+/)+")
+"""Folders of this machine within a text, such as a command that reads a tar."""
+
 
 def write_card(out: Path, names: Sequence[str], *, source: str, run: Path | None, step: int | None) -> None:
     """Write `README.md` beside the exports `names` in `out`, and the newest grid of the run's samples.
@@ -65,16 +69,16 @@ def write_card(out: Path, names: Sequence[str], *, source: str, run: Path | None
     """
     saved = None if run is None else OmegaConf.to_container(load_yaml(run / CONFIG_NAME))
     plain: Any = {} if saved is None else _without_places(redacted(saved))
-    grid = None if run is None else _newest_grid(run, step)
+    folder = None if run is None else newest_grid(run, step, "grid.png")
     (out / SAMPLES).unlink(missing_ok=True)
-    if grid is not None:
-        shutil.copyfile(grid, out / SAMPLES)
+    if folder is not None:
+        shutil.copyfile(folder / "grid.png", out / SAMPLES)
     title = plain["run"]["name"] if plain else "Stable Cascade weights"
     parts = [
         f"---\n{yaml.safe_dump(_front_matter(names, plain.get('model', {'weights': source})), sort_keys=False)}---\n",
         f"# {title}\n",
     ]
-    parts += [f"![Samples]({SAMPLES})\n"] if grid is not None else []
+    parts += [f"![Samples]({SAMPLES})\n"] if folder is not None else []
     parts += ["## Use\n", "In a copy of this folder (`hf download <repository> --local-dir .`):\n"]
     parts += ["".join(f"- {USES.get(name, f'`{name}` is for cascade_train.')}\n" for name in names)]
     if plain:
@@ -121,19 +125,12 @@ def _training(plain: Mapping[str, Any], metrics: Mapping[str, float]) -> str:
 
 def _metrics(run: Path, step: int | None) -> dict[str, float]:
     """Return step, loss and what validation measured last, up to a step."""
-    found: dict[str, float] = {}
-    for line in read_whole_lines(run / "metrics.jsonl"):
-        at = step_of(f"{line}\n")
-        if at is not None and (step is None or at <= step):
-            row = json.loads(line)
-            kept = ("step", "samples_seen", "loss")
-            found |= {name: value for name, value in row.items() if name in kept or name.startswith("validate/")}
-    return {name: value for name, value in found.items() if isinstance(value, int | float)}
-
-
-def _newest_grid(run: Path, step: int | None) -> Path | None:
-    grids = {int(path.parent.name.removeprefix("step_")): path for path in run.glob("samples/step_*/grid.png")}
-    return grids.get(max((at for at in grids if step is None or at <= step), default=-1))
+    found = {}
+    for name, (steps, values) in read_metrics(run).items():
+        count = len(steps) if step is None else bisect_right(steps, step)
+        if count and (name in ("step", "samples_seen", "loss") or name.startswith("validate/")):
+            found[name] = values[count - 1]
+    return found
 
 
 def _without_places(value: Any) -> Any:
@@ -142,8 +139,9 @@ def _without_places(value: Any) -> Any:
         return {key: _without_places(inner) for key, inner in value.items()}
     if isinstance(value, list):
         return [_without_places(inner) for inner in value]
-    is_place = isinstance(value, str) and Path(value).is_absolute()
-    return Path(value).name if is_place else value
+    if not isinstance(value, str):
+        return value
+    return Path(value).name if Path(value).is_absolute() else _FOLDERS.sub("", value)
 
 
 def _details(plain: Mapping[str, Any]) -> str:

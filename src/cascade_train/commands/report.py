@@ -28,6 +28,8 @@ SHOWN = (LOSS, "validate/", "validate_ema/")
 """How the names of a sweep's curves begin."""
 LEVEL = "_logsnr_"
 """What the names of losses at one noise level hold, of which a sweep has too many."""
+KINDS = {"run_dir": str, "exit_code": int, "values": dict, "metrics": dict, "overrides": list, "best_metric": list}
+"""What a result holds."""
 BEST = {"min": "smallest", "max": "largest"}
 
 
@@ -89,10 +91,10 @@ def run_data(run: Path, against: Sequence[Path]) -> pages.Data:
 
 def overrides_of(run: Path) -> list[str]:
     """Return what the command line of a run set; of a run of an earlier version, as its environment recorded it."""
-    start = pages.read_mapping(run / "start.json")
+    start = pages.read_mapping(run / "start.json", overrides=list)
     if "overrides" in start:
         return [str(each) for each in start["overrides"]]
-    words = pages.read_mapping(run / "environment.json").get("command_line", [])
+    words = pages.read_mapping(run / "environment.json", command_line=list).get("command_line", [])
     return [str(word) for word in words if "=" in str(word)]
 
 
@@ -104,17 +106,24 @@ def sweep_results(folder: Path) -> list[Result]:
     Raises:
         ConfigError: the folder is no sweep's, or no run in it has ended.
     """
-    found = pages.read_rows(folder / RESULTS)
+    found = pages.read_rows(folder / RESULTS, **KINDS)
     if not found:
-        found = [pages.read_mapping(path) for path in sorted((folder / ".results").glob("[!.]*.json"))]
-    found = [each for each in found if {"run_dir", "exit_code", "values", "metrics", "overrides"} <= each.keys()]
+        found = [pages.read_mapping(path, **KINDS) for path in sorted((folder / ".results").glob("[!.]*.json"))]
+    found = [each for each in found if is_result(each)]
     if not found:
         reason = "no such folder" if not folder.is_dir() else f"neither {CONFIG_NAME} nor {RESULTS} with a result in it"
         raise ConfigError(f"from={folder}: {reason}. Name the folder of a run, or of a sweep a run of which has ended.")
     for each in found:
-        run = Path(each["run_dir"])
+        run, values = Path(each["run_dir"]), each["values"]
+        each["values"] = {name: value for name, value in values.items() if pages.is_number(value)}
         each["run_dir"] = str(run if run.is_dir() else folder / run.name)
     return ranked(found)
+
+
+def is_result(found: pages.Data) -> bool:
+    """Return whether a mapping with values of `KINDS` is a run's result."""
+    mode = found.get("best_metric", ["", "min"])[1:]
+    return KINDS.keys() - {"best_metric"} <= found.keys() and mode in (["min"], ["max"])
 
 
 def best_run(args: ReportArgs, results: Sequence[Result]) -> Path:
@@ -156,7 +165,7 @@ def sweep_data(folder: Path, results: Sequence[Result]) -> pages.Data:
 
 def sweep_table(results: Sequence[Result], metric: str) -> pages.Data:
     """Return the `keys` in whose values the runs differ, and a row for each run."""
-    given = [dict(map(setting, each["overrides"])) for each in results]
+    given = [dict(setting(str(override)) for override in each["overrides"]) for each in results]
     every = dict.fromkeys(key for settings in given for key in settings)
     keys = [key for key in every if len({str(settings.get(key)) for settings in given}) > 1]
     rows = [
@@ -184,7 +193,7 @@ def setting(override: str) -> tuple[str, float | str]:
 
 def curves_of(run: Path) -> pages.Data:
     """Return the curves of one of a sweep's runs."""
-    curves = pages.series(pages.read_rows(run / "metrics.jsonl"), pages.MOST_POINTS_OF_ANOTHER)
+    curves = pages.series(pages.read_metrics(run), pages.MOST_POINTS_OF_ANOTHER)
     return {name: each for name, each in curves.items() if name.startswith(SHOWN) and LEVEL not in name}
 
 

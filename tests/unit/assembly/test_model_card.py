@@ -13,13 +13,14 @@ from PIL import Image
 
 from cascade_train.assembly.model_card import CARD, LICENSE, SAMPLES, write_card
 
+PLACES = ["pipe:/home/somebody/bin/cat ~/somebody/b.tar", "file:///home/somebody/c.tar", "https://host/d/e.tar"]
 PUBLISHED = "stabilityai/stable-cascade-prior@abc:prior"
 CONFIG: dict[str, Any] = {
     "run": {"name": "stars", "seed": 3},
     "model": {"_target_": "a.StageC", "weights": PUBLISHED, "image_size": 768},
     "task": {"_target_": "a.Lora", "rank": 4, "weights": "/home/somebody/first.safetensors"},
     "objective": {"_target_": "a.Objective"},
-    "data": {"_target_": "a.WebDataset", "urls": ["/home/somebody/a.tar"], "api_key": "abc123"},
+    "data": {"_target_": "a.WebDataset", "urls": ["/home/somebody/a.tar", *PLACES], "api_key": "abc123"},
     "train": {"global_batch_size": 16, "precision": "bf16"},
     "optimizer": {"lr": 1e-4},
     "lr_scheduler": {"_target_": "a.Constant"},
@@ -71,10 +72,25 @@ def test_the_card_holds_recipe_metrics_and_samples_but_no_secret_time_or_place(t
     assert "- loss: 0.4286" in made.text
     assert "- validate/loss: 0.25" in made.text
     assert "rank: 4" in made.text
-    assert "- a.tar" in made.text
+    for shown in ("- a.tar", "- pipe:cat b.tar", "- c.tar", "- https://host/d/e.tar"):
+        assert f"{shown}\n" in made.text
     for hidden in ("somebody", "abc123", "images_per_second", str(tmp_path)):
         assert hidden not in made.text
     assert width_of(tmp_path / "out" / SAMPLES) == 3
+
+
+def test_a_card_neither_changes_the_run_nor_needs_it_undamaged(tmp_path: Path) -> None:
+    """A run that trains may be in the middle of a line."""
+    run = run_with(tmp_path / "run")
+    with (run / "metrics.jsonl").open("a") as lines:
+        lines.write('{"step": 4, "lo')
+    (run / "samples/step_3 (copy)").mkdir()
+    (run / "samples/step_3/grid.png").rename(run / "samples/step_3 (copy)/grid.png")
+    before = (run / "metrics.jsonl").stat()
+    assert "- step: 3" in card(run, tmp_path / "out", ["lora"]).text
+    after = (run / "metrics.jsonl").stat()
+    assert (after.st_ino, after.st_size) == (before.st_ino, before.st_size)
+    assert width_of(tmp_path / "out" / SAMPLES) == 1
 
 
 def test_the_card_of_an_earlier_step_knows_nothing_of_later_ones(tmp_path: Path) -> None:

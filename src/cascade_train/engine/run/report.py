@@ -13,6 +13,7 @@ import logging
 import math
 import re
 import statistics
+from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -44,6 +45,9 @@ SLOW_DATA = 0.2
 
 Data = dict[str, Any]
 Configs = Mapping[str, Mapping[str, Any]]
+Metrics = Mapping[str, tuple[Sequence[int], Sequence[float]]]
+"""By name, the steps at which a metric was logged as a finite number, and these numbers."""
+
 _PICTURE = re.compile(r"(\d+)_(\w+)\.png")
 
 
@@ -60,8 +64,8 @@ def write_report(folder: Path, bases: Callable[[], Configs]) -> None:
 
 def write_page(path: Path, data: Data) -> None:
     """Write the page of a run or a sweep; raise OSError where it cannot be written."""
-    with replacing(path, durable=False) as beside:
-        beside.write_text(page(data), encoding="utf-8")
+    with replacing(path, racing=True, durable=False) as beside:
+        beside.write_text(page(data), encoding="utf-8", errors="replace")
 
 
 def page(data: Data) -> str:
@@ -87,19 +91,20 @@ def run_data(folder: Path, *, bases: Configs, against: Sequence[Path] = ()) -> D
     `bases` are the configurations that the run's is compared with, by name; the runs `against` are compared too, and
     their curves are drawn beside.
     """
-    rows, config, start = read_rows(folder / "metrics.jsonl"), read_config(folder), read_mapping(folder / "start.json")
+    metrics, config = read_metrics(folder), read_config(folder)
+    start = read_mapping(folder / "start.json", facts=dict, data=list, overrides=list)
     environment = read_mapping(folder / "environment.json")
-    name = str(config.get("run", {}).get("name", folder.name))
+    name = str(config.get("run", {}).get("name", folder.resolve().name))
     steps = {f"step {step}": path for step, path in _steps_of(folder / "samples").items()}
     others = {str(other): read_config(other) for other in against}
-    curves = {str(other): series(read_rows(other / "metrics.jsonl"), MOST_POINTS_OF_ANOTHER) for other in against}
+    curves = {str(other): series(read_metrics(other), MOST_POINTS_OF_ANOTHER) for other in against}
     overrides = [str(each) for each in start.get("overrides", [])]
     text = {
         "title": f"Run {name}",
-        "state": state(folder, rows),
-        "facts": {**start.get("facts", {}), **_last_values(rows)},
+        "state": state(folder, metrics),
+        "facts": {**start.get("facts", {}), **_last_values(metrics)},
         "data": start.get("data", []),
-        "notes": list(notes(folder, rows)),
+        "notes": list(notes(folder, metrics)),
         "overrides": overrides,
         "differences": [_difference(base, each, config, overrides) for base, each in {**bases, **others}.items()],
         "config": config,
@@ -107,7 +112,7 @@ def run_data(folder: Path, *, bases: Configs, against: Sequence[Path] = ()) -> D
     }
     return {
         **hidden(text),
-        "runs": [{"name": name, "series": series(rows)}, *({"name": n, "series": c} for n, c in curves.items())],
+        "runs": [{"name": name, "series": series(metrics)}, *({"name": n, "series": c} for n, c in curves.items())],
         "noise_levels": noise_levels(steps),
         "samples": samples(steps),
     }
@@ -115,48 +120,56 @@ def run_data(folder: Path, *, bases: Configs, against: Sequence[Path] = ()) -> D
 
 def read_config(folder: Path) -> Data:
     """Return the configuration of a run; empty where it cannot be read."""
-    return read_mapping(folder / "config.yaml")
+    return read_mapping(folder / "config.yaml", run=dict)
 
 
-def read_mapping(path: Path) -> Data:
-    """Return what a JSON or YAML file holds; empty where there is none, or no mapping."""
-    return _parsed(_text(path), read_yaml if path.suffix == ".yaml" else read_json)
+def read_mapping(path: Path, **kinds: type) -> Data:
+    """Return what a JSON or YAML file holds, but for values that are not of their keys' `kinds`; empty where none."""
+    return _parsed(_text(path), read_yaml if path.suffix == ".yaml" else read_json, **kinds)
 
 
-def read_rows(path: Path) -> list[Data]:
-    """Return the lines of a file of JSON objects that can be read."""
-    found = (_parsed(line) for line in _text(path).splitlines())
+def read_rows(path: Path, **kinds: type) -> list[Data]:
+    """Return the lines of a file of JSON objects that can be read, each as `read_mapping` does."""
+    found = (_parsed(line, **kinds) for line in _text(path).splitlines())
     return [row for row in found if row]
 
 
-def series(rows: Sequence[Data], most: int = MOST_POINTS) -> dict[str, dict[str, list[float]]]:
+def read_metrics(folder: Path) -> Metrics:
+    """Return the numbers of a run, line by line: a file of a million steps is larger than what is kept of it."""
+    found: dict[str, tuple[array[int], array[float]]] = defaultdict(lambda: (array("q"), array("d")))
+    for line in _lines(folder / "metrics.jsonl"):
+        row = _parsed(line)
+        step: Any = row.get("step")
+        for name, value in row.items() if isinstance(step, int) and is_number(step) else ():
+            if is_number(value):
+                found[name][0].append(step)
+                found[name][1].append(value)
+    return dict(found)
+
+
+def series(metrics: Metrics, most: int = MOST_POINTS) -> dict[str, dict[str, list[float]]]:
     """Return each metric's values `y` at the steps `x`.
 
     Of more than `most` values, `y` are means of as many successive ones each, `x` the last step of each, and `low` and
     `high` the extremes.
     """
-    points: dict[str, list[tuple[int, float]]] = defaultdict(list)
-    for row in rows:
-        step: Any = row.get("step")
-        for name, value in row.items() if _is_number(step) else ():
-            if name not in ("step", "samples_seen") and _is_number(value):
-                points[name].append((step, value))
-    return {name: _curve(found, -(-len(found) // most)) for name, found in points.items()}
+    shown = {name: each for name, each in metrics.items() if name not in ("step", "samples_seen")}
+    return {name: _curve(steps, values, -(-len(steps) // most)) for name, (steps, values) in shown.items()}
 
 
-def _curve(points: Sequence[tuple[int, float]], width: int) -> dict[str, list[float]]:
+def _curve(steps: Sequence[int], values: Sequence[float], width: int) -> dict[str, list[float]]:
     if width == 1:
-        return {"x": [step for step, _ in points], "y": [value for _, value in points]}
-    parts = [points[first : first + width] for first in range(0, len(points), width)]
-    values = [[value for _, value in part] for part in parts]
-    extremes = {"low": [min(each) for each in values], "high": [max(each) for each in values]}
-    return {"x": [part[-1][0] for part in parts], "y": [statistics.fmean(each) for each in values], **extremes}
+        return {"x": list(steps), "y": list(values)}
+    parts = [values[first : first + width] for first in range(0, len(values), width)]
+    ends = [steps[min(first + width, len(steps)) - 1] for first in range(0, len(steps), width)]
+    extremes = {"low": [min(each) for each in parts], "high": [max(each) for each in parts]}
+    return {"x": [*ends], "y": [statistics.fmean(each) for each in parts], **extremes}
 
 
-def state(folder: Path, rows: Sequence[Data]) -> Data:
+def state(folder: Path, metrics: Metrics) -> Data:
     """Return how far a run is: `kind` finished, stopped or unfinished, and a sentence."""
     exported, stop = read_mapping(folder / "export/exported.json"), read_mapping(folder / "stopped.json")
-    step = rows[-1].get("step") if rows else 0
+    step = metrics["step"][0][-1] if "step" in metrics else 0
     if stop:
         return {"kind": "stopped", "text": str(stop.get("reason", "Stopped."))}
     if exported.get("step") == step:
@@ -164,27 +177,28 @@ def state(folder: Path, rows: Sequence[Data]) -> Data:
     return {"kind": "unfinished", "text": f"At step {step}: it trains, or ended without a record of its own."}
 
 
-def notes(folder: Path, rows: Sequence[Data]) -> Iterator[Data]:
+def notes(folder: Path, metrics: Metrics) -> Iterator[Data]:
     """Yield what happened to a run and what is worth a look, the `warning`s marked, with the names of samples."""
-    for line in read_rows(folder / "config_history.jsonl"):
-        changes = "; ".join(f"{key}: {old} → {new}" for key, (old, new) in line.get("changes", {}).items())
+    for line in read_rows(folder / "config_history.jsonl", changes=dict):
+        pairs = [(key, pair) for key, pair in line.get("changes", {}).items() if isinstance(pair, list)]
+        changes = "; ".join(f"{key}: {' → '.join(map(str, pair))}" for key, pair in pairs)
         text = f"Continued at step {line.get('step')}, {line.get('time')}{f', with {changes}' if changes else ''}."
         yield {"text": text, "warning": False, "names": []}
-    for line in read_rows(folder / "rolled_back.jsonl"):
+    for line in read_rows(folder / "rolled_back.jsonl", keys=list):
         text = f"Rolled back from step {line.get('step')} to step {line.get('back_to')}: {line.get('reason')}"
         yield {"text": text, "warning": True, "names": line.get("keys", [])[:MOST_NAMES]}
     unreadable = [line for path in sorted((folder / "quarantine").glob("*.jsonl")) for line in read_rows(path)]
     if unreadable:
         named = [f"{line.get('sample')}: {line.get('reason')}" for line in unreadable[:MOST_NAMES]]
         yield {"text": f"{len(unreadable)} samples could not be read.", "warning": True, "names": named}
-    waits = [row["data_wait_share"] for row in rows if _is_number(row.get("data_wait_share"))]
+    _, waits = metrics.get("data_wait_share", ((), ()))
     if waits and statistics.fmean(waits) > SLOW_DATA:
         text = f"The loop waited for data in {statistics.fmean(waits):.0%} of its time. Raise data.num_workers."
         yield {"text": text, "warning": True, "names": []}
-    held_out = [(row["validate/loss"], row["step"]) for row in rows if _is_number(row.get("validate/loss"))]
-    if held_out and min(held_out)[0] < held_out[-1][0]:
-        (least, at), (last, _) = min(held_out), held_out[-1]
-        text = f"validate/loss was lowest at step {at}, {least:.6g}; it is {last:.6g} now."
+    steps, losses = metrics.get("validate/loss", ((), ()))
+    if losses and min(losses) < losses[-1]:
+        at = steps[losses.index(min(losses))]
+        text = f"validate/loss was lowest at step {at}, {min(losses):.6g}; it is {losses[-1]:.6g} now."
         yield {"text": text, "warning": True, "names": []}
 
 
@@ -193,8 +207,10 @@ def noise_levels(folders: Mapping[str, Path]) -> list[Data]:
     found = []
     for label, folder in _spread(folders, MOST_LEVELS):
         picture = _opened(folder / "loss_by_logsnr.png")
-        if picture is not None and (points := _parsed(picture.info.get("points", ""))):
-            found.append({"label": label, **points})
+        points = {} if picture is None else _parsed(picture.info.get("points", ""), x=list, y=list)
+        x, y = points.get("x", []), points.get("y", [])
+        if x and len(x) == len(y) and all(map(is_number, [*x, *y])):
+            found.append({"label": label, "x": x, "y": y})
     return found
 
 
@@ -252,9 +268,10 @@ def _steps_of(folder: Path) -> dict[int, Path]:
     return dict(sorted((int(step), path) for path, step in found.items() if step.isdecimal()))
 
 
-def newest_grid(folder: Path) -> Path | None:
-    """Return the folder of a run's newest grid of samples."""
-    return next(reversed(_steps_of(folder / "samples").values()), None)
+def newest_grid(folder: Path, step: int | None = None, name: str = "") -> Path | None:
+    """Return the folder of a run's newest grid of samples, up to a step and with a file of a name where these count."""
+    found = reversed(_steps_of(folder / "samples").items())
+    return next((path for at, path in found if (step is None or at <= step) and (path / name).exists()), None)
 
 
 def _spread(folders: Mapping[str, Path], most: int) -> list[tuple[str, Path]]:
@@ -274,28 +291,36 @@ def _difference(base: str, old: Mapping[str, Any], new: Mapping[str, Any], overr
     return {"base": base, "rows": sorted(rows, key=lambda row: not row[3])}
 
 
-def _last_values(rows: Sequence[Data]) -> dict[str, str]:
+def _last_values(metrics: Metrics) -> dict[str, str]:
     """Return the newest value of what a reader asks first."""
     names = ("step", "samples_seen", "loss", "validate/loss", "validate_ema/loss", "lr", "images_per_second")
-    last = {name: value for row in rows for name, value in row.items() if name in names and _is_number(value)}
-    return {
-        name: f"{last[name]:,}" if isinstance(last[name], int) else f"{last[name]:.6g}"
-        for name in names
-        if name in last
-    }
+    last = {name: float(metrics[name][1][-1]) for name in names if name in metrics}
+    return {name: f"{value:,.0f}" if value.is_integer() else f"{value:.6g}" for name, value in last.items()}
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def is_number(value: Any) -> bool:
+    """Return whether a value of JSON is a finite number, and no integer of more than 64 bits."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) < (2**63 if isinstance(value, int) else math.inf)
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    try:
+        with path.open("rb") as file:
+            yield from file
+    except OSError:  # there is none, or it may not be read
+        return
 
 
 def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    return b"".join(_lines(path)).decode(errors="replace")
 
 
-def _parsed(text: str, read: Callable[[str], Any] = read_json) -> Data:
+def _parsed(text: str | bytes, read: Callable[[str | bytes], Any] = read_json, **kinds: type) -> Data:
     try:
         value = read(text)
     except ValueError:
         return {}
-    return value if isinstance(value, dict) else {}
+    found = value if isinstance(value, dict) else {}
+    return {k: v for k, v in found.items() if isinstance(v, kinds.get(k, object))} if kinds else found

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cascade_train.engine.run import report
-from cascade_train.engine.run.report import page, run_data, samples, series, state, write_report
+from cascade_train.engine.run.report import page, read_metrics, run_data, samples, series, state, write_report
 from tests.unit.engine.run.report_page import HOSTILE, SECRET, Page, make_run, metrics, write_lines, write_picture
 
 
@@ -37,9 +37,9 @@ def test_every_number_of_the_page_is_that_of_the_metrics(shown: Page) -> None:
     assert "0.0909091" in shown.text  # the last loss, 1/11
 
 
-def test_a_long_curve_is_of_means_and_extremes() -> None:
-    rows = [{"step": step, "loss": math.sin(step)} for step in range(1, 11)]
-    curve = series(rows, most=4)["loss"]
+def test_a_long_curve_is_of_means_and_extremes(tmp_path: Path) -> None:
+    write_lines(tmp_path / "metrics.jsonl", [{"step": step, "loss": math.sin(step)} for step in range(1, 11)])
+    curve = series(read_metrics(tmp_path), most=4)["loss"]
     parts = [[math.sin(step) for step in steps] for steps in ((1, 2, 3), (4, 5, 6), (7, 8, 9), (10,))]
     assert curve["x"] == [3, 6, 9, 10]
     assert curve["y"] == pytest.approx([sum(part) / len(part) for part in parts])
@@ -147,8 +147,40 @@ def test_damaged_files_are_left_out(tmp_path: Path) -> None:
     assert data["state"]["kind"] == "unfinished"
 
 
+WRONG = {
+    "config.yaml": [{"run": None}, {"run": ["x"], "model": None}],
+    "start.json": [{"facts": ["x"], "data": "x", "overrides": None}, {"overrides": [1, None, {"a": []}]}],
+    "environment.json": [{"packages": None, "1": [{}]}],
+    "stopped.json": [{"reason": {"a": None}}],
+    "config_history.jsonl": [{"changes": None}, {"changes": {"a": 1, "b": [1], "c": [1, 2, 3]}}],
+    "rolled_back.jsonl": [{"keys": None, "step": []}, {"keys": [None, {}]}],
+    "quarantine/rank_0.jsonl": [{"sample": None, "reason": {}}],
+    "metrics.jsonl": [{"step": 10**400, "loss": 1}, {"step": 10.5, "loss": 1}, {"step": 10, "loss": 10**400, "lr": []}],
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_values_of_another_kind_are_left_out(name: str, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", grids=(1,))
+    kept = (run / name).read_text() if name == "metrics.jsonl" else ""
+    for value in WRONG[name]:
+        (run / name).write_text(f"{kept}{json.dumps(value)}\n")
+        data = Page(page(run_data(run, bases={"defaults": {"run": {"name": "x"}}}))).data
+        assert data["runs"][0]["series"]["loss"]["x"][:9] == list(range(1, 10))
+    write_picture(run / "samples/step_1/loss_by_logsnr.png", points='{"x": [1, null], "y": [1, 2], "label": 3}')
+    assert run_data(run, bases={})["noise_levels"] == []
+
+
+def test_what_no_file_can_hold_is_replaced(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", grids=(1,))
+    (run / "start.json").write_text('{"overrides": ["run.note=\\udcff"]}')
+    write_report(run, lambda: {})
+    assert "run.note=?" in Page((run / "report.html").read_text()).text
+
+
 def test_a_run_is_finished_once_its_last_step_is_exported(tmp_path: Path) -> None:
-    rows = metrics(4)
+    write_lines(tmp_path / "metrics.jsonl", metrics(4))
+    rows = read_metrics(tmp_path)
     assert state(tmp_path, rows)["kind"] == "unfinished"
     (tmp_path / "export").mkdir()
     (tmp_path / "export/exported.json").write_text(json.dumps({"step": 3}))

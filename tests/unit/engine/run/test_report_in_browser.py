@@ -40,6 +40,7 @@ document.body.append(Object.assign(document.createElement("pre"), {id: "seen", t
 @pytest.mark.skipif(BROWSER is None, reason="no chromium is installed")
 def test_a_browser_draws_the_page_and_its_controls_work(tmp_path: Path) -> None:
     data = run_data(make_run(tmp_path / "run"), bases={})
+    data["runs"][0]["series"]["tight"] = {"x": [1, 2], "y": [0.3, 0.3 + 2**-54]}  # no number lies in between
     (tmp_path / "page.html").write_text(page(data).replace("</body>", USE))
     command = [str(BROWSER), *OPTIONS, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
     done = subprocess.run(
