@@ -48,7 +48,7 @@ def describe_weights(specs: list[WeightsSpec]) -> dict[str, Any]:
 def _described(spec: WeightsSpec) -> dict[str, Any]:
     source = None if local_path(spec.source).exists() else parse_source(spec.source)
     files = {path.name: {"size": path.stat().st_size, "sha256": _sha256(path)} for path in find_files(spec)}
-    return {"source": spec.source, "commit": source and source.cached_commit, "files": files}
+    return {"source": spec.source, "commit": source and source.commit, "files": files}
 
 
 def _sha256(path: Path) -> str:
@@ -57,14 +57,14 @@ def _sha256(path: Path) -> str:
     return announced if announced is not None and len(announced) == 64 else hash_file(path).sha256
 
 
-def record_weights(run: Path, specs: list[WeightsSpec], *, initial: tuple[str, ...]) -> None:
-    """Write the record of a run, or compare with the one that is there; keys of `initial` values may differ.
+def record_weights(run: Path, specs: list[WeightsSpec], *, initial: tuple[str, ...], resumed: bool) -> None:
+    """Write the record of a run; where it is `resumed`, keep its own and compare: keys of `initial` values may differ.
 
     Raises:
         ConfigError: a frozen part has other files than at the start of the run.
     """
     path, found = run / RECORD, describe_weights(specs)
-    held: Mapping[str, Any] = read_json(path.read_bytes()) if path.is_file() else {}
+    held: Mapping[str, Any] = read_json(path.read_bytes()) if resumed and path.is_file() else {}
     for key, own in found.items():
         before = held.get(key, own)
         if key not in initial and own["files"] != before["files"]:
@@ -74,4 +74,4 @@ def record_weights(run: Path, specs: list[WeightsSpec], *, initial: tuple[str, .
                 f"{key}={own['source']}: its files are others than this run began with ({path}); bring the old ones "
                 f"back{pin}; or start a new run"
             )
-    write_durably(path, json.dumps({**held, **found}, indent=2) + "\n")
+    write_durably(path, json.dumps({**found, **held}, indent=2) + "\n")

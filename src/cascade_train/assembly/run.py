@@ -111,7 +111,8 @@ def train_in(
     with run.withdrawn_on_failure():
         phases = build_phases(cfg, parts, world)
         initial = ("task.weights", "task.backbone_weights", *(["model.weights"] if parts.task.trains_network else []))
-        from_rank_zero(lambda: record_weights(run.path, weight_specs(cfg, parts), initial=initial))
+        specs, resumed = weight_specs(cfg, parts), run.resume_from is not None
+        from_rank_zero(lambda: record_weights(run.path, specs, initial=initial, resumed=resumed))
         trainer = build_trainer(cfg, parts, phases, data, run, world, signals, heartbeat)
         rollback = Rollback(
             listed=RolledBackList(run.rolled_back_path),

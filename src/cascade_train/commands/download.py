@@ -48,7 +48,7 @@ def download(args: DownloadArgs, rest: list[str]) -> int:
     """
     items = _items(rest)
     for item in items:
-        where = f"{item.source.repo}@{(item.source.cached_commit or item.source.commit)[:12]}:{item.name}"
+        where = f"{item.source.repo}@{(item.source.commit or item.source.asked)[:12]}:{item.name}"
         sys.stdout.write(f"{item.size / MIB:10,.1f} MiB  {'here    ' if item.is_here else 'to fetch'}  {where}\n")
     missing = sum(item.size for item in items if not item.is_here)
     folder, free = free_bytes()
@@ -93,9 +93,9 @@ def _items(rest: list[str]) -> list[_Item]:
                 except Exception as error:  # of the client or the network
                     raise unavailable(origin, error) from error
                 if info is None:
-                    raise ConfigError(f"{origin}: {source.repo} has no {name} at {source.commit}; name another file")
+                    raise ConfigError(f"{origin}: {source.repo} has no {name} at {source.asked}; name another file")
                 item = _Item(source, name, info.file_size or 0, is_here=info.is_cached, origin=origin)
-                items.setdefault((source.repo, source.commit, name), item)
+                items.setdefault((source.repo, source.asked, name), item)
     return list(items.values())
 
 
@@ -103,17 +103,20 @@ def runs_of(rest: list[str]) -> list[list[str]]:
     """Return the overrides of the training of each model that is named, or of the one that the arguments are."""
     words = [argument for argument in rest if "=" not in argument]
     given = [argument for argument in rest if "=" in argument]
-    models = words or [argument.removeprefix("model=") for argument in given if argument.startswith("model=")]
     known = group_options("model")
     if not rest:
         raise ConfigError(f"download needs models: cascade-train download c_3b. Models: {', '.join(known)}.")
     for model in words:
         if model not in known:
             raise ConfigError(f"model={model}: no such option.{did_you_mean(model, known)}")
-    overrides = ["run.name=download", "train.global_batch_size=1", *given]
-    task = {model: "finetune" if model.startswith("c_") else "reconstruction" for model in models}
-    chosen = [[f"model={model}", *overrides] for model in words] or [overrides]
-    return [with_defaults({"task": task[model]}, each) for model, each in zip(models, chosen, strict=False)] or chosen
+    own = ["run.name=download", "train.global_batch_size=1", *given]
+    runs = [[f"model={model}", *own] for model in words] or [own]
+    return [with_defaults({"task": "finetune" if is_stage_c(run) else "reconstruction"}, run) for run in runs]
+
+
+def is_stage_c(overrides: list[str]) -> bool:
+    """Return whether the model that overrides name first is one of Stage C; True where they name none."""
+    return next((each.startswith("model=c_") for each in overrides if each.startswith("model=")), True)
 
 
 COMMAND = Command(arguments=DownloadArgs, run=download, takes_rest=True)

@@ -19,7 +19,7 @@ from cascade_train.errors import ConfigError
 if TYPE_CHECKING:
     from huggingface_hub import DryRunFileInfo
 
-_SOURCE = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?(:(?P<inside>[\w./-]+))?")
+_SOURCE = re.compile(r"(?!.*\.\.)(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?(:(?P<inside>[\w./-]+))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _LOG_IN = "log in (hf auth login, or HF_TOKEN in the environment)"
 _REMEDIES = {
@@ -45,24 +45,22 @@ class HubSource:
     inside: str
 
     @property
-    def commit(self) -> str:
-        """The revision that counts: the one named, else the commit of the first download, else "main"."""
-        if self.revision is not None:
-            return self.revision
-        ref = self._cache() / "refs" / "main"
-        return ref.read_text(encoding="utf-8").strip() if ref.is_file() else "main"
+    def commit(self) -> str | None:
+        """The commit that is named, or that the cache holds of the branch or tag; None = not known here."""
+        revision = self.revision or "main"
+        if _COMMIT.fullmatch(revision):
+            return revision
+        ref = self._cache() / "refs" / revision
+        return ref.read_text(encoding="utf-8").strip() if ref.is_file() else None
 
     @property
-    def cached_commit(self) -> str | None:
-        """The commit that the cache holds of the revision that counts; None = nothing."""
-        if _COMMIT.fullmatch(self.commit):
-            return self.commit
-        ref = self._cache() / "refs" / self.commit
-        return ref.read_text(encoding="utf-8").strip() if ref.is_file() else None
+    def asked(self) -> str:
+        """What the hub is asked for: the revision that is named, else the commit that the cache holds of `main`."""
+        return self.revision or self.commit or "main"
 
     def folder(self) -> Path | None:
         """Return where the files of that commit lie in the cache, as far as they were downloaded; None = nowhere."""
-        path = self._cache() / "snapshots" / (self.cached_commit or "-")
+        path = self._cache() / "snapshots" / (self.commit or "-")
         return path if path.is_dir() else None
 
     def look(self, name: str, *, cached_only: bool = False) -> DryRunFileInfo | None:
@@ -75,10 +73,10 @@ class HubSource:
         from huggingface_hub import _CACHED_NO_EXIST, hf_hub_download, try_to_load_from_cache
         from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
-        if try_to_load_from_cache(self.repo, name, revision=self.commit) is _CACHED_NO_EXIST:
+        if try_to_load_from_cache(self.repo, name, revision=self.asked) is _CACHED_NO_EXIST:
             return None
         try:
-            return hf_hub_download(self.repo, name, revision=self.commit, local_files_only=cached_only, dry_run=True)
+            return hf_hub_download(self.repo, name, revision=self.asked, local_files_only=cached_only, dry_run=True)
         except LocalEntryNotFoundError:
             raise
         except EntryNotFoundError:
@@ -95,15 +93,14 @@ class HubSource:
         """
         from huggingface_hub import hf_hub_download
 
-        folder = self.folder()
-        there = None if folder is None or not (folder / name).is_file() else folder / name
-        if there is not None and verify and find_fault(there) is not None:
+        there = (self.folder() or self._cache()) / name
+        if verify and there.is_file() and find_fault(there) is not None:
             _remove(there)
-            there = None
-        if there is not None and _COMMIT.fullmatch(self.commit):
+        is_here = there.is_file()
+        if is_here and _COMMIT.fullmatch(self.asked):
             return there
-        path = Path(hf_hub_download(self.repo, name, revision=self.commit))
-        if path == there:
+        path = Path(hf_hub_download(self.repo, name, revision=self.asked))
+        if is_here and path == there:
             return path
         if fault := find_fault(path):
             _remove(path)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from cascade_train.assembly.components import build_parts
-from cascade_train.assembly.loaded_weights import weight_specs
+from cascade_train.assembly.loaded_weights import RECORD, record_weights, weight_specs
 from cascade_train.config.saved import composed
+from cascade_train.errors import ConfigError
 from cascade_train.files.hub import parse_source
+from cascade_train.models.formats.weights_source import WeightsSpec
 
 COMMITS = {
     "stabilityai/stable-cascade": "a89f66d459ae653e3b4d4f992a7c3789d0dc4d16",
@@ -41,3 +46,23 @@ def test_a_control_network_of_the_hub_and_its_features_are_among_them() -> None:
 
 def test_random_weights_need_no_files() -> None:
     assert specs_of("model=c_3b", "task=lora", "debug=random_weights") == {}
+
+
+def test_a_record_stays_what_the_run_began_with(tmp_path: Path) -> None:
+    files = {key: tmp_path / f"{key}.safetensors" for key in ("begins", "frozen")}
+    specs = [WeightsSpec(key=key, source=str(path)) for key, path in files.items()]
+
+    def recorded(*, resumed: bool) -> dict[str, int]:
+        record_weights(tmp_path, specs, initial=("begins",), resumed=resumed)
+        record = json.loads((tmp_path / RECORD).read_text())
+        return {key: record[key]["files"][path.name]["size"] for key, path in files.items()}
+
+    for path in files.values():
+        path.write_bytes(b"1")
+    assert recorded(resumed=False) == {"begins": 1, "frozen": 1}
+    files["begins"].write_bytes(b"22")
+    assert recorded(resumed=True) == {"begins": 1, "frozen": 1}, "a checkpoint has taken their place"
+    files["frozen"].write_bytes(b"333")
+    with pytest.raises(ConfigError, match="frozen=.*its files are others than this run began with"):
+        recorded(resumed=True)
+    assert recorded(resumed=False) == {"begins": 2, "frozen": 3}, "there was no checkpoint yet: all begins anew"

@@ -49,6 +49,9 @@ def blobs(cache: Path) -> list[Path]:
         ("c_3b", None),
         ("/owner/name", None),
         ("owner/name@", None),
+        ("../name", None),
+        ("owner/name:../../../file.pt", None),
+        ("owner/name@../main", None),
     ],
 )
 def test_a_source_names_repository_revision_and_place(source: str, expected: HubSource | None) -> None:
