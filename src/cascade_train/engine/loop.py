@@ -146,10 +146,10 @@ class Trainer:
             gathered = gather_samples(outputs)
             norm = phase.clip()
             self._trace(Trace(self.step, phase.phase.name, keys, gathered["loss"], norm), phase.can_withhold)
-            lr = phase.update(self.step, self.max_steps, self._withheld)
+            rates = phase.update(self.step, self.max_steps, self._withheld)
             prefix = "" if phase is self.phases[0] else f"{phase.phase.name}/"
             means = {name: value.mean() for name, value in gathered.items() if value.ndim == 1 and name != "logsnr"}
-            measured: dict[str, Tensor | float] = {**means, "grad_norm": norm, "lr": lr}
+            measured: dict[str, Tensor | float] = {**means, "grad_norm": norm, **rates}
             values |= {f"{prefix}{name}": value for name, value in measured.items()}
             report |= gathered | sum_totals(outputs)
         values |= self.task.after_step(report)

@@ -41,6 +41,14 @@ class Averaging(Protocol):
         """Yield each parameter that was updated, and the average of its weights, a new tensor."""
 
 
+@runtime_checkable
+class Estimating(Protocol):
+    """An algorithm that estimates how far a step goes, whatever its learning rate."""
+
+    def estimate(self) -> float:
+        """Return the factor on the learning rate, as it is after the last step."""
+
+
 class OptimizerSpec:
     """A learning rate, a weight decay and an algorithm, not yet bound to parameters.
 

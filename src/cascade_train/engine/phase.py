@@ -30,7 +30,7 @@ from cascade_train.distributed.parallelize import (
 from cascade_train.engine.average import Ema
 from cascade_train.engine.checkpoint.store import CheckpointStore
 from cascade_train.engine.lr_schedule import LrSchedule
-from cascade_train.engine.optimizer import Averaging, can_withhold, fill_state, progress, settings
+from cascade_train.engine.optimizer import Averaging, Estimating, can_withhold, fill_state, progress, settings
 from cascade_train.tasks.base import Phase, StepOutput, Task
 
 
@@ -97,9 +97,10 @@ class BoundPhase:
             torch._foreach_mul_([local(g) for g in gradients], scale)
         return norm
 
-    def update(self, step: int, max_steps: int, withheld: Tensor) -> float:
-        """Take optimizer step `step` unless `withheld`, clear the gradients, and return the learning rate.
+    def update(self, step: int, max_steps: int, withheld: Tensor) -> dict[str, float]:
+        """Take optimizer step `step` unless `withheld`, clear the gradients, and return the learning rate, `lr`.
 
+        Of an algorithm that estimates a factor on it, their product `d_lr` too, as it is after the step.
         `withheld` is () fp32 on the device; 1 = leave weights and optimizer state unchanged.
         """
         lr = self.base_lr * self.lr_schedule.factor(step, max_steps)
@@ -123,7 +124,10 @@ class BoundPhase:
             self.ema.update(step)
             if self.phase.rewritten:
                 self.ema.release()
-        return lr
+        rates = {"lr": lr}
+        if isinstance(self.optimizer, Estimating):
+            rates["d_lr"] = lr * self.optimizer.estimate()
+        return rates
 
     def clear_gradients(self) -> None:
         """Free the gradients."""

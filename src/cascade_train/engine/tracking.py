@@ -8,26 +8,34 @@ from __future__ import annotations
 import logging
 import signal
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from cascade_train.distributed.consensus import from_rank_zero
-from cascade_train.engine.trackers import TRACKERS, Calls, Place
+from cascade_train.engine.checkpoint.writing import Background, Piece
+from cascade_train.engine.trackers import TRACKERS, Calls, Place, nothing
 from cascade_train.errors import ConfigError, install_hint
 from cascade_train.redaction import redact, redact_argument, redacted
 from cascade_train.signals import STOP_SIGNALS
 
 log = logging.getLogger(__name__)
 
+MOST_WAITING, SECONDS = 1000, 60.0
+"""Calls that may wait for the tracker before the run waits too, and how long it does where none of them ends."""
+
 
 class Tracker:
     """Shows numbers and images of one run by the calls of its tracker; without them it shows nothing.
 
-    A failure never ends the run: the first is logged, and nothing more is sent.
+    A thread sends them, in their order, so that a slow tracker does not hold up the run. A failure never ends the run,
+    nor does a tracker that hangs: the first is logged, and nothing more is sent.
 
     Attributes:
         run_id: continues the same tracked run after a resume, equal on all ranks; None where there is none.
@@ -38,44 +46,66 @@ class Tracker:
         self.run_id = run_id
         self.failed = False
         self._calls = calls or Calls()
+        self._sender = Background(name="tracker")
+        self._sent: deque[Piece] = deque()
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
         """Show the numbers of one optimizer step; None is left out."""
         shown = {name: value for name, value in values.items() if value is not None and name != "step"}
-        self._try(self._calls.numbers, shown, step)
+        self._send(self._calls.numbers, shown, step)
 
     def log_image(self, name: str, path: Path, step: int) -> None:
         """Show an image file under a name that is the same at every step."""
-        self._try(self._calls.image, name, path, step)
+        self._send(self._calls.image, name, path, step)
 
     def rewind(self, step: int) -> None:
         """Expect the steps after this one once more."""
-        self._try(self._calls.rewind, step)
+        self._send(self._calls.rewind, step)
 
     def note(self, text: str) -> None:
         """Attach a sentence to the run."""
-        self._try(self._calls.note, redact(text))
+        self._send(self._calls.note, redact(text))
 
     def alert(self, title: str, text: str) -> None:
         """Notify the owner of the run, where the tracker can, that it has Finished, Stopped or Failed."""
-        self._try(self._calls.alert, title, redact(text))
+        self._send(self._calls.alert, title, redact(text))
 
     def finish(self) -> None:
         """Send what is left and close; later calls do nothing."""
         calls, self._calls = self._calls, Calls()
-        self._try(calls.finish)
+        self._send(calls.finish)
+        self._wait(0)
+        if not self._sent:
+            self._sender.end()
+
+    def _send(self, send: Callable[..., object], *args: Any) -> None:
+        if send is nothing or self.failed:
+            return
+        self._sent.append(self._sender.begin(partial(self._try, send, *args)))
+        self._wait(MOST_WAITING)
+
+    def _wait(self, most: int) -> None:
+        """Wait until no more than so many calls have not ended, as long as they do end."""
+        while self._sent and (len(self._sent) > most or self._sent[0].done()):
+            try:
+                self._sent[0].result(0.0 if self.failed else SECONDS)
+            except TimeoutError:
+                self._fail(f"it has not answered for {SECONDS:.0f} s")
+                return
+            self._sent.popleft()
 
     def _try(self, send: Callable[..., object], *args: Any) -> None:
-        if self.failed:
-            return
         try:
-            send(*args)
+            if not self.failed:
+                send(*args)
         except Exception as error:  # trackers raise many kinds
+            self._fail(f"{type(error).__name__}: {error}")
+
+    def _fail(self, reason: str) -> None:
+        if not self.failed:
             self.failed = True
-            log.warning(
-                "The tracker failed (%s). The run goes on without it; metrics.jsonl has every step.",
-                redact(f"{type(error).__name__}: {error}"),
-            )
+            message = "The tracker failed (%s). The run goes on without it; metrics.jsonl has every step."
+            log.warning(message, redact(reason))
 
 
 def build_tracker(
@@ -123,6 +153,10 @@ def _started(name: str, place: Place, config: dict[str, Any]) -> Calls:
             f"tracker.name={name}: {error.name} is not installed. {install_hint(name)}, or choose tracker=none."
         ) from error
     except Exception as error:  # trackers raise many kinds; all mean that the run cannot be tracked
+        if place.run_id is not None:  # of another tracker or place, or removed there
+            message = "tracker.name=%s could not continue its run %s (%s) and begins another."
+            log.warning(message, name, place.run_id, redact(str(error)))
+            return _started(name, replace(place, run_id=None), config)
         raise ConfigError(
             f"tracker.name={name} could not start: {redact(str(error))}. Remedy: log in to it, or "
             "tracker.mode=offline, or tracker=none"

@@ -224,6 +224,17 @@ def test_a_checkpoint_without_optimizer_state_has_the_weights_that_count(world, 
         assert same(counting, weights(looked_at))
 
 
+def test_a_step_reports_the_rate_that_an_algorithm_makes_of_its_own(world):
+    plain, estimating = (bound(option, build_mesh(world, (1, 1))) for option in ("adamw", "prodigy"))
+    for phase in (plain, estimating):
+        train(phase, range(1, 20))
+        phase.phase.loss(torch.ones(2, 64)).sum().backward()
+    assert plain.update(20, 100, torch.tensor(0.0)) == {"lr": 1e-2}
+    rates = estimating.update(20, 100, torch.tensor(0.0))
+    assert rates == {"lr": 1.0, "d_lr": estimating.optimizer.param_groups[0]["d"]}
+    assert rates["d_lr"] > 1e-6, "it has grown since its start"
+
+
 FREE = ("model=c_tiny", "task=lora", "optimizer=schedule_free")
 
 

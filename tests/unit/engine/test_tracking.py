@@ -3,6 +3,8 @@
 import os
 import signal
 import sys
+import threading
+import time
 import types
 
 import numpy as np
@@ -229,6 +231,49 @@ def test_a_tracker_takes_no_handlers_of_the_process(world, tmp_path, wandb, monk
     monkeypatch.setattr(wandb, "init", takes_over)
     build("wandb", tmp_path).finish()
     assert (signal.getsignal(signal.SIGTERM), sys.excepthook) == handlers
+
+
+@pytest.mark.parametrize("waiting", [0, 1000])
+def test_a_tracker_that_hangs_is_left_behind(world, tmp_path, wandb, monkeypatch, caplog, waiting):
+    tracker, hung = build("wandb", tmp_path), threading.Event()
+    monkeypatch.setattr(tracking, "SECONDS", 0.05)
+    monkeypatch.setattr(tracking, "MOST_WAITING", waiting)
+    wandb.run.log = lambda values: hung.wait(20.0)
+    begun = time.monotonic()
+    for step in range(1, 4):
+        tracker.log({"loss": 0.5}, step)
+    tracker.finish()
+    assert time.monotonic() - begun < 5.0
+    hung.set()
+    assert caplog.text.count("The tracker failed (it has not answered for 0 s)") == 1
+    assert wandb.of("finish") == []
+
+
+def test_a_run_does_not_wait_for_a_slow_tracker_and_its_calls_keep_their_order(world, tmp_path, wandb, monkeypatch):
+    tracker, answers, seen = build("wandb", tmp_path), threading.Event(), []
+    wandb.run.log = lambda values: (answers.wait(20.0), seen.append(values["step"]))
+    for step in range(1, 10):
+        tracker.log({"loss": 0.5}, step)
+    assert seen == []
+    answers.set()
+    tracker.finish()
+    assert seen == list(range(1, 10))
+    assert not tracker.failed
+    assert wandb.of("finish") == [()]
+
+
+def test_a_tracked_run_that_cannot_be_continued_is_followed_by_another(world, tmp_path, wandb, monkeypatch, caplog):
+    """As where the tracker is another one now, or somebody has deleted the run there."""
+    start = wandb.init
+
+    def refuse_old(**arguments):
+        if arguments["id"] is not None:
+            raise RuntimeError("run abc was deleted")
+        return start(**arguments)
+
+    monkeypatch.setattr(wandb, "init", refuse_old)
+    assert build("wandb", tmp_path, run_id="abc").run_id == "new-id"
+    assert "tracker.name=wandb could not continue its run abc (run abc was deleted) and begins another." in caplog.text
 
 
 def test_a_tracker_that_fails_is_reported_once_and_ends_nothing(world, tmp_path, wandb, picture, caplog):

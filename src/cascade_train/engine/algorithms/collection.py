@@ -130,6 +130,10 @@ class Prodigy(pytorch_optimizer.Prodigy):
         for group in self.param_groups:  # from the start, so that a checkpoint always has them
             group.update(sums, d_hat=0.0)
 
+    def estimate(self) -> float:
+        """Return the estimate of the distance, which scales the learning rate."""
+        return float(self.param_groups[0]["d"])
+
 
 class ScheduleFreeAdamW(_ByElement, pytorch_optimizer.ScheduleFreeAdamW):
     """AdamW that averages its weights and needs no schedule (Defazio et al. 2024).
