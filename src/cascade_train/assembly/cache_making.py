@@ -27,6 +27,7 @@ from cascade_train.assembly.cache_identity import (
 )
 from cascade_train.assembly.components import build_component, build_parts
 from cascade_train.assembly.model import compute_dtype
+from cascade_train.assembly.samples import read_sample_prompts
 from cascade_train.batch import Batch
 from cascade_train.config.saved import to_plain
 from cascade_train.data.cached import Cached
@@ -64,6 +65,7 @@ def make_cache(
 ) -> str:
     """Make this process's units of a cache and return a summary of what there is; arguments as in `CacheArgs`."""
     allow_tf32()  # as a training has it
+    read_sample_prompts(cfg)
     parts, source = build_parts(cfg), build_component(cfg, "data")
     stage, task = parts.stage, parts.task
     if isinstance(source, Cached):

@@ -9,12 +9,19 @@ from omegaconf import DictConfig
 
 from cascade_train.assembly.components import Parts
 from cascade_train.data.data_set import DataSet
+from cascade_train.data.prompts import read_prompts
 from cascade_train.distributed.process_group import World
 from cascade_train.engine.phase import BoundPhase
 from cascade_train.engine.run.directory import RunDirectory
 from cascade_train.engine.sampling import SampleGrid, SampleSpec
 from cascade_train.errors import ConfigError
 from cascade_train.tasks.base import Painter, SampleSettings
+
+
+def read_sample_prompts(cfg: DictConfig) -> None:
+    """Put the prompts of the files that `sample.prompts` names in their place; a ConfigError where that fails."""
+    if cfg.sample.prompts is not None:
+        cfg.sample.prompts = read_prompts(cfg.sample.prompts, key="sample.prompts")
 
 
 def build_sampling(

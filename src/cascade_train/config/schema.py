@@ -215,8 +215,9 @@ class SampleConfig:
 
     every_steps: int | None
     """Optimizer steps between grids; null = none."""
-    prompts: list[str] | None
-    """What to draw; null = captions of held-out samples, or of the first."""
+    prompts: Any
+    """What to draw: a list, or @file with a prompt in each line (txt) or row (csv, tsv, jsonl, parquet; @file:column),
+    read when the run begins; null = captions of held-out samples, or of the first."""
     count: int
     """Images of a grid where `prompts` is null."""
     seed: int
@@ -235,6 +236,8 @@ class SampleConfig:
         limit(self, "sample", "seed", least=0)
         limit(self, "sample", "guidance_scale", least=0.0)
         limit(self, "sample", "shift", above=0.0)
+        if isinstance(self.prompts, dict):
+            raise ConfigError(f"sample.prompts={self.prompts} must be a list of texts, or @file.")
         if self.prompts is not None and not self.prompts:
             raise ConfigError("sample.prompts=[] names nothing to draw. Use null for captions of the data.")
 

@@ -132,19 +132,20 @@ class Parquet(TableSource):
         )
 
 
-def open_parquet(path: Path) -> Any:
-    """Open a file with pyarrow; a ConfigError where that is not installed, or the file is no parquet file."""
+def open_parquet(path: Path, *, key: str = "data.path") -> Any:
+    """Open a file with pyarrow; a ConfigError where that is not installed, or what `key` names is no parquet file."""
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
         raise ConfigError(
-            f"data=parquet needs the library pyarrow, which is not installed. {install_hint('parquet')}."
+            f"{'data=parquet' if key == 'data.path' else key} needs the library pyarrow, which is not installed. "
+            f"{install_hint('parquet')}."
         ) from error
     try:
         return pyarrow.parquet.ParquetFile(path)
     except pyarrow.ArrowInvalid as error:
-        raise ConfigError(f"data.path: {path} is no parquet file that can be read: {error}") from error
+        raise ConfigError(f"{key}: {path} is no parquet file that can be read: {error}") from error
 
 
 def load_file(path: Path, columns: Columns, cache_dir: Path | None) -> Mapping[str, np.ndarray]:

@@ -103,14 +103,14 @@ DELIMITERS = {".csv": ",", ".tsv": "\t", ".jsonl": None, ".ndjson": None}
 class TableFile:
     """A table in a file in UTF-8; its cells may be quoted and span lines."""
 
-    def __init__(self, path: Path) -> None:
-        """Raise a ConfigError where the extension is unknown, or there is no such file."""
+    def __init__(self, path: Path, *, key: str = "data.path") -> None:
+        """Raise a ConfigError, naming `key`, where the extension is unknown, or there is no such file."""
         if path.suffix.lower() not in DELIMITERS:
             known = ", ".join(DELIMITERS)
-            raise ConfigError(f"data.path={path} is no table that can be read: give a file ending in {known}")
+            raise ConfigError(f"{key}={path} is no table that can be read: give a file ending in {known}")
         if not path.is_file():
-            raise ConfigError(f"data.path={path} is not there; paths are relative to the current folder, {Path.cwd()}")
-        self.path, self._delimiter = path, DELIMITERS[path.suffix.lower()]
+            raise ConfigError(f"{key}={path} is not there; paths are relative to the current folder, {Path.cwd()}")
+        self.path, self._key, self._delimiter = path, key, DELIMITERS[path.suffix.lower()]
 
     def rows(self) -> Iterator[tuple[int, int, Mapping[str, Any]]]:
         """Read start and size in bytes of each row, and its values by column; empty lines do not count.
@@ -130,7 +130,9 @@ class TableFile:
             try:
                 yield line.decode("utf-8-sig" if start == 0 else "utf-8")
             except UnicodeDecodeError as error:
-                raise ConfigError(f"data.path: {self.path} is not UTF-8 after byte {start} ({error.reason})") from error
+                raise ConfigError(
+                    f"{self._key}: {self.path} is not UTF-8 after byte {start} ({error.reason})"
+                ) from error
             start += len(line)
 
     def _json_rows(self, lines: Iterator[str]) -> Iterator[Mapping[str, Any] | None]:
@@ -139,7 +141,7 @@ class TableFile:
                 yield self._values(line) if line.strip() else None
             except ValueError as error:
                 raise ConfigError(
-                    f"data.path: {self.path}, line {number} is no json mapping, as {{...}}: {error}"
+                    f"{self._key}: {self.path}, line {number} is no json mapping, as {{...}}: {error}"
                 ) from error
 
     def _cell_rows(self, lines: Iterator[str]) -> Iterator[Mapping[str, Any] | None]:
@@ -151,7 +153,7 @@ class TableFile:
                 yield dict(zip(self._columns, cells, strict=False)) if cells else None
         except csv.Error as error:
             raise ConfigError(
-                f"data.path: {self.path}, line {reader.line_num}: {error}; cells with quotes or line ends must be"
+                f"{self._key}: {self.path}, line {reader.line_num}: {error}; cells with quotes or line ends must be"
                 " quoted"
             ) from error
 

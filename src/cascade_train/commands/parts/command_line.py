@@ -208,7 +208,9 @@ def _set(cfg: DictConfig, argument: str) -> None:
 
 
 def _value(text: str) -> Any:
-    """Return what YAML reads; an existing path that is no number is taken as it is written."""
+    """Return what YAML reads; an existing path that is no number is taken as it is written, and so is `@file`."""
+    if text.startswith("@"):
+        return text
     try:
         value = OmegaConf.from_dotlist([f"value={text}"]).value
     except (OmegaConfBaseException, yaml.YAMLError):

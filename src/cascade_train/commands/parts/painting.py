@@ -1,0 +1,112 @@
+"""What the commands that make pictures share: which stages, and how they sample."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from omegaconf import DictConfig
+
+from cascade_train.config.preflight import guidance_scale, preflight
+from cascade_train.config.schema import limit
+from cascade_train.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cascade_train.results.find import TrainedModel
+
+DECODER_STEPS = 10
+"""Network evaluations of Stage B for each picture, as in the original's text_to_image.ipynb."""
+
+
+@dataclass(kw_only=True)
+class PaintingArgs:
+    """Which stages make pictures, and how; null = as the run's sample.* keys say."""
+
+    source: str
+    """Stage that samples: a run, its export, or published weights; Stage C alone shows previews, quickly."""
+    decoder: str | None = None
+    """Stage B, with its Stage A, that decodes the latents of Stage C: a run, its export, or published weights."""
+    codec: str | None = None
+    """Stage A instead of the one that Stage B was trained with: a run, its export, or weights."""
+    seed: int = 0
+    """Seed of the starting noise; an image depends on it, on the prompt and on the image's number."""
+    height: int | None = None
+    """Of the finished picture, in pixels; null = as the model was trained."""
+    width: int | None = None
+    """As height."""
+    compression: float | None = None
+    """Pixels of the finished picture for each of Stage C's latents; null = the model's, 42.67 for published ones."""
+    sampler: str | None = None
+    """ddpm, ddim or lcm."""
+    steps: int | None = None
+    """Network evaluations per image."""
+    guidance_scale: float | None = None
+    """Classifier-free guidance; 1 = none."""
+    shift: float | None = None
+    """logSNR shift of the sampling schedule; 1 = none."""
+    decoder_steps: int | None = None
+    """Network evaluations of Stage B per image, for decoder=…; null = 10."""
+    decoder_guidance_scale: float | None = None
+    """Classifier-free guidance of Stage B, for decoder=…; null = 1.1."""
+    batch_size: int = 8
+    """Images denoised at once; does not change them."""
+    allow_any_target: bool = False
+    """Build whatever classes the folder's configuration names, as for components of your own; trust it first."""
+
+    def __post_init__(self) -> None:
+        limit(self, "", "batch_size", "decoder_steps", "height", "width", least=1)
+        if self.compression is not None and not 1.0 <= self.compression < math.inf:
+            raise ConfigError(f"compression={self.compression} must be 1 or more, e.g. 42.67.")
+        scale = self.decoder_guidance_scale
+        if scale is not None and not 0.0 <= scale < math.inf:
+            raise ConfigError(f"decoder_guidance_scale={scale} must be 0 or more; 1 = none.")
+        for key in ("decoder_steps", "decoder_guidance_scale"):
+            if self.decoder is None and getattr(self, key) is not None:
+                raise ConfigError(f"{key}={getattr(self, key)} is for decoder=…; without one, leave it out.")
+
+
+def find_stages(args: PaintingArgs, model: TrainedModel | None = None) -> tuple[TrainedModel, TrainedModel | None]:
+    """Return the stage that samples, or `model` in its place, and the one that decodes, set up as the arguments say.
+
+    Raises:
+        ConfigError: no trained stage where one is named, or arguments that it refuses.
+    """
+    from cascade_train.results.find import find_model, use_codec  # heavy: torch and everything above it
+
+    found = partial(find_model, allow_any_target=args.allow_any_target)
+    model = found(args.source, key="from", part="network") if model is None else model
+    override_sampling(model.cfg, args)
+    decoder = None if args.decoder is None else found(args.decoder, key="decoder", part="decoder")
+    if decoder is not None:
+        set_decoding(decoder.cfg, args)
+    if args.codec is not None:
+        use_codec(decoder or model, args.codec)
+    return model, decoder
+
+
+def override_sampling(cfg: DictConfig, args: PaintingArgs) -> None:
+    """Override the run's sampling settings with the arguments given, and check them."""
+    for key in ("sampler", "steps", "guidance_scale", "shift"):
+        if getattr(args, key) is not None:
+            cfg.sample[key] = getattr(args, key)
+    preflight(cfg, ranks=1)
+
+
+def set_decoding(cfg: DictConfig, args: PaintingArgs) -> None:
+    """Set the sampling of Stage B from its arguments, by default as in the original."""
+    cfg.sample.steps = DECODER_STEPS if args.decoder_steps is None else args.decoder_steps
+    given = args.decoder_guidance_scale
+    cfg.sample.guidance_scale = guidance_scale(cfg) if given is None else given
+
+
+def make_folder(name: str) -> Path:
+    """Return the folder `name`, made if it is missing; a ConfigError where it cannot be made."""
+    folder = Path(name)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"out={name} cannot be a folder: {error.strerror}. Choose another.") from error
+    return folder

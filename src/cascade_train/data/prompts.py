@@ -1,0 +1,135 @@
+"""Prompts from files: `@prompts.txt` with one a line, or a column of a table, `@captions.csv:caption`.
+
+How `prompts=` is given is known here; what is drawn of them is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from cascade_train.errors import ConfigError
+
+FILE = "@"
+"""What a prompt that names a file begins with; a prompt that itself begins so has it twice."""
+
+COLUMNS = ("caption", "prompt", "text")
+"""Names of the column that is read where none is named, in this order, in any case."""
+
+PARQUET, TEXT = ".parquet", ".txt"
+
+Row = tuple[Callable[[], str], Mapping[str, Any]]
+"""What says where a row is, and its values by column."""
+
+
+def read_prompts(given: Any, *, key: str = "prompts") -> list[str]:
+    """Return the prompts that an argument names: none, one, or a list, each a text or a file of them.
+
+    `@prompts.txt` has a prompt in each line that is not empty; `@captions.csv` (tsv, jsonl, ndjson, parquet) one in
+    each row, in the column behind a colon, else in `caption`, `prompt` or `text`, else in the only one; of a list of
+    texts it is the first. `@@` begins a prompt with a `@`.
+
+    Raises:
+        ConfigError: naming `key`, the file and the line: it is missing or damaged, or has no such column, or no prompt.
+    """
+    if given is None:
+        return []
+    entries = [given] if isinstance(given, str) or not isinstance(given, Iterable) else given
+    return [prompt for entry in entries for prompt in _prompts_of(str(entry), key)]
+
+
+def _prompts_of(text: str, key: str) -> list[str]:
+    if not text.startswith(FILE):
+        return [text]
+    if text.startswith(2 * FILE):
+        return [text.removeprefix(FILE)]
+    path, column = _place(text.removeprefix(FILE))
+    where = f"{key}={FILE}{path}"
+    if not path.is_file():
+        raise ConfigError(
+            f"{where}: there is no such file; paths are relative to the current folder, {Path.cwd()}. A prompt that "
+            f"itself begins with {FILE} is written {FILE}{text}."
+        )
+    kind = path.suffix.lower()
+    if kind == TEXT and column is not None:
+        raise ConfigError(f"{where}:{column}: a .txt has a prompt in each line and no columns; leave out :{column}.")
+    prompts = list(_lines(path, where) if kind == TEXT else _cells(path, column, where))
+    if not prompts:
+        raise ConfigError(f"{where}: holds no prompt. Write one in each line, or give another file.")
+    return prompts
+
+
+def _place(named: str) -> tuple[Path, str | None]:
+    """Return the path and the column, which stands behind the last colon of a text that is no file itself."""
+    whole = Path(named).expanduser()
+    path, colon, column = named.rpartition(":")
+    return (Path(path).expanduser(), column) if colon and not whole.is_file() else (whole, None)
+
+
+def _lines(path: Path, where: str) -> Iterator[str]:
+    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+        try:
+            text = line.decode("utf-8-sig").strip()
+        except UnicodeDecodeError as error:
+            raise ConfigError(
+                f"{where}, line {number}: is not UTF-8 ({error.reason}). Save the file as UTF-8."
+            ) from error
+        if text:
+            yield text
+
+
+def _cells(path: Path, column: str | None, where: str) -> Iterator[str]:
+    """Yield the texts of one column of a table; the first row decides which it is."""
+    rows = _parquet_rows(path, column, where) if path.suffix.lower() == PARQUET else _table_rows(path, where)
+    found: str | None = None
+    for place, values in rows:
+        found = _column(values, column, where) if found is None else found
+        value = values.get(found)
+        text = value[0] if isinstance(value, list) and value else value
+        if not isinstance(text, str) or not text.strip():
+            raise ConfigError(f"{where}, {place()}: {found} holds no prompt: {value!r:.60}. Mend or remove the row.")
+        yield text.strip()
+
+
+def _table_rows(path: Path, where: str) -> Iterator[Row]:
+    from cascade_train.data.table import DELIMITERS, TableFile  # heavy: numpy and torch
+
+    if path.suffix.lower() not in DELIMITERS:
+        known = ", ".join((TEXT, *DELIMITERS, PARQUET))
+        raise ConfigError(f"{where}: is no file that prompts are read from. Give one ending in {known}.")
+    for start, _, values in TableFile(path, key=where).rows():
+        yield partial(_line_at, path, start), values
+
+
+def _line_at(path: Path, start: int) -> str:
+    """Return the number of the line that begins at a byte."""
+    before = path.read_bytes()[:start].count(b"\n")
+    return f"line {before + 1}"
+
+
+def _parquet_rows(path: Path, column: str | None, where: str) -> Iterator[Row]:
+    from cascade_train.data.parquet import open_parquet, read_rows  # heavy: numpy and torch
+
+    with open_parquet(path, key=where) as file:
+        names = list(file.schema_arrow.names)
+        column = _column(dict.fromkeys(names), column, where)
+        rows = (values for group in range(file.num_row_groups) for values in read_rows(file, group, [column]))
+        for number, values in enumerate(rows, start=1):
+            yield partial("row {}".format, number), values
+
+
+def _column(columns: Mapping[str, Any], named: str | None, where: str) -> str:
+    """Return the column that is named, else the one that a caption is looked for in."""
+    has = list(columns)
+    if named is not None and named not in has:
+        raise ConfigError(
+            f"{where}: has no column {named}; it has {', '.join(has) or 'none'}. Name one behind a colon."
+        )
+    found = [name for wanted in COLUMNS for name in has if name.lower() == wanted] if named is None else [named]
+    if not found and len(has) != 1:
+        raise ConfigError(
+            f"{where}: which column holds the prompts? It has {', '.join(has)}. Name one: {where}:<column>."
+        )
+    return (found or has)[0]
