@@ -28,7 +28,7 @@ from cascade_train.data.buckets import PRESETS, Buckets, bucket_size
 ROOT = Path(__file__).resolve().parents[1]
 CONF, CONFIG = ROOT / "conf", ROOT / "src/cascade_train/config"
 SCHEMAS = (CONFIG / "schema.py",)
-CHOSEN = {"parallel": "auto", "tracker": "none"}
+CHOSEN = {"parallel": "auto", "memory": "none", "tracker": "none"}
 """Typed groups, whose values lie in the option that is chosen by default."""
 
 

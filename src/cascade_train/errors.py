@@ -20,6 +20,14 @@ def install_hint(extra: str) -> str:
     return f"Install it, in the folder of cascade_train: pip install --editable '.[{extra}]'"
 
 
+LESS_MEMORY = (
+    "train.micro_batch_size=auto (gradient accumulation), activation_checkpointing=true, data=cached (no encoders on "
+    "the device), optimizer=adamw_8bit, parallel=fsdp on several GPUs, task=lora, or memory=auto, which chooses; "
+    "docs/memory.md lists what each costs"
+)
+"""What needs less memory, for messages."""
+
+
 class RunError(RuntimeError):
     """A failure at run time: a missing file, an unreadable sample, a number that is not finite.
 

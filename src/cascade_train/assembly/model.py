@@ -91,7 +91,9 @@ def build_phases(cfg: DictConfig, parts: Parts, world: World) -> list[BoundPhase
         )
     phases = parts.task.phases()
     roots = [root for phase in phases for root in phase.modules.values()]
-    fits = all(from_every_rank(lambda: fits_one_device(roots, world.device)))
+    states = ((phase.optimizer or parts.optimizer).bytes_per_parameter(world.device) for phase in phases)
+    whole = partial(fits_one_device, roots, world.device, compute_dtype=compute_dtype(cfg), state_bytes=states)
+    fits = all(from_every_rank(whole))
     mesh = mesh_of_run(cfg, world, fits=fits)
     shard(cfg, phases, mesh, offload_policy(cfg.parallel.cpu_offload, world.device))
     fill(parts.stage, torch.device("cpu") if cfg.parallel.cpu_offload else world.device)

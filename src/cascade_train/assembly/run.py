@@ -19,6 +19,7 @@ from cascade_train.assembly.components import Parts, build_component, build_part
 from cascade_train.assembly.loaded_weights import record_weights, weight_specs
 from cascade_train.assembly.model import build_phases
 from cascade_train.assembly.model_card import write_card
+from cascade_train.assembly.planning.fitting import fit
 from cascade_train.assembly.samples import build_painter, build_sampling, read_sample_prompts
 from cascade_train.assembly.start_facts import start_facts
 from cascade_train.config.arguments import free_keys, make_absolute
@@ -83,6 +84,7 @@ def train_on(cfg: DictConfig, world: World, signals: Signals, heartbeat: Heartbe
     set_deterministic(cfg.run.deterministic)
     make_absolute(cfg)
     read_sample_prompts(cfg)
+    fit(cfg, world)
     parts = build_parts(cfg)
     if not gc.isenabled():  # in a process of its own (__main__): what it has imported stays
         gc.freeze()

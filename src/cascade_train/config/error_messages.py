@@ -30,6 +30,7 @@ from cascade_train.config.overrides import quoted_form, refusal
 from cascade_train.config.schema import COMPONENTS
 from cascade_train.errors import (
     INTERRUPTED,
+    LESS_MEMORY,
     LOST_PEER,
     STOPPED,
     ConfigError,
@@ -74,11 +75,14 @@ def exit_code(action: Callable[[], Any], *, remedy: str = "") -> int:
         return _interrupted(interrupt, remedy)
     except Exception as error:
         origin = _origin_in_interrupt(error)
-        return _report(_worker_death(error)) if origin is None else _interrupted(origin, remedy)
+        return _report(_with_remedy(error)) if origin is None else _interrupted(origin, remedy)
 
 
-def _worker_death(error: Exception) -> Exception:
-    """Return what torch raises when a data worker dies, with the cause and the remedy; others as they are."""
+def _with_remedy(error: Exception) -> Exception:
+    """Return what torch raises when a data worker dies or memory runs out, with the remedy; others as they are."""
+    if type(error).__name__ == "OutOfMemoryError":  # torch's, which is not imported here
+        reason = _one_line(error).partition(". Of the allocated")[0].rstrip(".")
+        return RunError(f"{reason}. Needs less memory: {LESS_MEMORY}. cascade-train plan says what needs how much.")
     if isinstance(error, RuntimeError) and DEAD_WORKER.match(str(error)):
         return RunError(
             f"A data worker process ended unexpectedly ({_one_line(error).rstrip('. ')}); it may have run out of "

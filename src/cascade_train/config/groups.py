@@ -69,6 +69,12 @@ def chosen(group: str, target: str) -> str:
     return f"{group}={options[0]}" if options else f"the {group} {target}"
 
 
+def typed_keys() -> set[str]:
+    """Return the keys and groups that the command line sets; none where Hydra did not start this run."""
+    typed = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
+    return {override.partition("=")[0].lstrip("+~").partition("@")[0] for override in typed}
+
+
 def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
     """Return a sentence that names the nearest known name, or all of them; empty where nothing is known."""
     names = [str(other) for other in known]

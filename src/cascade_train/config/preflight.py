@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from cascade_train.config.components import check_component, check_is_component, construct, missing_message
 from cascade_train.config.groups import chosen, did_you_mean, option_targets
-from cascade_train.config.schema import COMPONENTS, ParallelMode, Precision, Root, TrackerName
+from cascade_train.config.schema import AUTO, COMPONENTS, ParallelMode, Precision, Root, TrackerName
 from cascade_train.config.targets import CONTRACTS, check_targets, class_constant, components_in, is_component
 from cascade_train.errors import ConfigError, install_hint
 
@@ -33,7 +33,8 @@ EXTRAS = {
 def preflight(cfg: DictConfig, *, ranks: int | None = None, components: Collection[str] = COMPONENTS) -> DictConfig:
     """Check a composed configuration and return it resolved.
 
-    What the model decides is decided: `train.precision` where it is auto, `sample.guidance_scale` where it is null.
+    What the model decides is decided: `train.precision` where it is auto, `sample.guidance_scale` where it is null. A
+    `train.micro_batch_size` of auto stays, until the device decides it.
     The `components` of these keys are imported, where `run.allowed_packages` has their packages, and constructed for
     what they refuse.
 
@@ -61,7 +62,10 @@ def preflight(cfg: DictConfig, *, ranks: int | None = None, components: Collecti
     _check_schedule_free(root, components)
     _check_parallel(root, ranks)
     train = root.train
-    resolved.train.micro_batch_size = split_batch(train.global_batch_size, train.micro_batch_size, ranks)
+    own = None if train.micro_batch_size == AUTO else train.micro_batch_size
+    micro = split_batch(train.global_batch_size, own, ranks)  # type: ignore[arg-type]
+    resolved.train.micro_batch_size = AUTO if train.micro_batch_size == AUTO else micro
+    resolved.memory.budget_gb = root.memory.budget_gb
     resolved.train.precision = precision(root)
     if root.sample.guidance_scale is None:
         resolved.sample.guidance_scale = guidance_scale(root)

@@ -6,7 +6,7 @@ Types, ranges and units live here, the values in `conf/`. The schema of a compon
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -25,14 +25,30 @@ TrackerName = StrEnum(
 )
 TrackerMode = StrEnum("TrackerMode", ["online", "offline"])
 
+AUTO = "auto"
+"""In the place of a number that the device decides."""
+
 
 def limit(config: object, node: str, *keys: str, least: float = -math.inf, above: float = -math.inf) -> None:
     """Refuse a key of a node, or argument of a command, below `least` or not above `above`; null is neither."""
     for key in keys:
         value = getattr(config, key)
-        if value is not None and (value < least or value <= above):
+        if value is not None and value != AUTO and (value < least or value <= above):
             rule = f"{least} or more" if value < least else f"greater than {above:g}"
             raise ConfigError(f"{node}{'.' * bool(node)}{key}={value} must be {rule}.")
+
+
+def number_or_auto(config: object, node: str, key: str, kind: type[int] | type[float]) -> None:
+    """Refuse a key of a node that is neither a number of this kind, auto nor null; make a number of its text."""
+    value = getattr(config, key)
+    if value in (AUTO, None):
+        return
+    try:
+        number = kind(str(value))
+    except ValueError:
+        words = "a whole number" if kind is int else "a number"
+        raise ConfigError(f"{node}.{key}={value} must be {words}, {AUTO} or null.") from None
+    setattr(config, key, number)
 
 
 @dataclass(kw_only=True)
@@ -83,8 +99,9 @@ class TrainConfig:
     """Passes over the data, whichever of the two ends first; null = no limit."""
     global_batch_size: int
     """Samples of one optimizer step, over all ranks."""
-    micro_batch_size: int | None
-    """Samples that one rank holds at once; null = global_batch_size / ranks, without accumulation."""
+    micro_batch_size: Any
+    """Samples that one rank holds at once; null = global_batch_size / ranks, without accumulation; auto = the most that
+    divide a rank's share and fit its device, by computed peaks."""
     max_grad_norm: float | None
     """Global gradient norm above which gradients are scaled down; null = off."""
     precision: Precision
@@ -92,6 +109,7 @@ class TrainConfig:
     are fp32 masters in all of them."""
 
     def __post_init__(self) -> None:
+        number_or_auto(self, "train", "micro_batch_size", int)
         limit(self, "train", "max_steps", "max_epochs", "global_batch_size", "micro_batch_size", least=1)
         limit(self, "train", "max_grad_norm", above=0.0)
 
@@ -139,6 +157,21 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         limit(self, "parallel", "shard_size", least=1)
+
+
+@dataclass(kw_only=True)
+class MemoryConfig:
+    """Fitting a device by computed peaks, before anything is loaded."""
+
+    budget_gb: Any = None
+    """GB (10^9 bytes) of a device that the training is made to fit, by means that the command line leaves open; auto =
+    the device's own; null = nothing is chosen."""
+    allow_overflow: bool = False
+    """Start also where the computed peak exceeds the device."""
+
+    def __post_init__(self) -> None:
+        number_or_auto(self, "memory", "budget_gb", float)
+        limit(self, "memory", "budget_gb", above=0.0)
 
 
 @dataclass(kw_only=True)
@@ -342,6 +375,7 @@ class Root:
     validate: ValidateConfig
     profile: ProfileConfig
     tracker: TrackerConfig
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
     compile_fallback: bool = False
     """Run without compilation what needs more graphs than expected, instead of ending the run."""
 

@@ -33,8 +33,8 @@ _SHARDS = WeakIdKeyDictionary()
 VARIANTS = 8
 """Kinds of calls of a module: with gradients or not, a batch of 1, few or 16 and more."""
 
-BYTES_PER_TRAINABLE = 18
-"""fp32 master, gradient and two Adam moments, and the bf16 copy that computes."""
+FITS_SHARE = 0.7
+"""Of a device's memory that weights, gradients and optimizer state may take where each rank is to hold all of them."""
 
 
 def parallelize(
@@ -189,16 +189,33 @@ def offload_policy(enabled: bool, device: torch.device) -> OffloadPolicy:
     return CPUOffloadPolicy() if enabled else OffloadPolicy()
 
 
-def fits_one_device(roots: Sequence[nn.Module], device: torch.device) -> bool:
+def fits_one_device(
+    roots: Sequence[nn.Module], device: torch.device, *, compute_dtype: torch.dtype, state_bytes: Iterable[float]
+) -> bool:
     """Return whether weights, gradients and optimizer state take at most 70 % of the device unsharded.
 
     The rest is for activations and encoders. On a CPU the answer is yes.
+
+    Args:
+        roots: what trains.
+        device: of this rank.
+        compute_dtype: of the copies that compute, of weights that have another.
+        state_bytes: of optimizers, for each number that trains; the most counts.
     """
     if device.type != "cuda":
         return True
+    state = max(state_bytes)
     parameters = [parameter for root in roots for parameter in root.parameters()]
-    need = sum(p.numel() * (BYTES_PER_TRAINABLE if p.requires_grad else p.element_size()) for p in parameters)
-    return need <= 0.7 * torch.cuda.get_device_properties(device).total_memory
+    need = sum(_bytes_in_training(parameter, compute_dtype, state) for parameter in parameters)
+    return need <= FITS_SHARE * torch.cuda.get_device_properties(device).total_memory
+
+
+def _bytes_in_training(parameter: nn.Parameter, compute_dtype: torch.dtype, state_bytes: float) -> float:
+    """Return the bytes of a weight, and, where it trains, of its gradient, copy and optimizer state."""
+    each: float = parameter.element_size()
+    if parameter.requires_grad:
+        each += each + state_bytes + (compute_dtype.itemsize if parameter.dtype != compute_dtype else 0)
+    return parameter.numel() * each
 
 
 def set_gradient_sync(roots: Iterable[nn.Module], last: bool) -> None:

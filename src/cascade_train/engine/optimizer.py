@@ -142,6 +142,15 @@ class OptimizerSpec:
             "algorithm, such as torch.optim.AdamW; or this one without fused, where it was given"
         )
 
+    def bytes_per_parameter(self, device: torch.device) -> float:
+        """Return the bytes of state for each number of a large matrix, found by a step on a small one."""
+        weight = nn.Parameter(torch.zeros(256, 256, device=device))
+        weight.grad = torch.zeros_like(weight)
+        optimizer = self.algorithm([{"params": self._listed({"weight": weight})}], lr=self.lr)
+        optimizer.step()
+        values = [value for value in optimizer.state[weight].values() if isinstance(value, Tensor)]
+        return sum(value.numel() * value.element_size() for value in values) / weight.numel()
+
     def _by_element(self, name: str, parameter: nn.Parameter) -> bool:
         """Return whether the algorithm updates a shard of a parameter as it would as a part of the whole."""
         judge = getattr(self.made, "by_element", None)

@@ -306,3 +306,18 @@ def test_a_dead_data_worker_is_told_by_its_rank_wherever_it_is_noticed(
     assert said.startswith("[rank 1] A data worker process ended unexpectedly (DataLoader worker (pid 6079) is killed")
     assert "lower data.num_workers" in said
     assert said.count("\n") == 1
+
+
+def test_memory_that_runs_out_is_explained_with_what_needs_less(capsys: pytest.CaptureFixture[str]):
+    def in_the_first_forward() -> None:
+        raise type("OutOfMemoryError", (RuntimeError,), {})(
+            "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.69 GiB of which 1 GiB is "
+            "free. Of the allocated memory 20 GiB is allocated by PyTorch. If reserved but unallocated memory is large"
+        )
+
+    assert exit_code(in_the_first_forward) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    assert "Needs less memory: train.micro_batch_size=auto (gradient accumulation), activation_ch" in said
+    assert "Of the allocated" not in said
+    assert said.count("\n") == 1

@@ -28,6 +28,10 @@ RANGES = {
     "train.max_epochs=0": r"train.max_epochs=0 must be 1 or more",
     "train.global_batch_size=0": r"train.global_batch_size=0 must be 1 or more",
     "train.micro_batch_size=0": r"train.micro_batch_size=0 must be 1 or more",
+    "train.micro_batch_size=2.5": r"train.micro_batch_size=2.5 must be a whole number, auto or null",
+    "train.micro_batch_size=most": r"train.micro_batch_size=most must be a whole number, auto or null",
+    "memory.budget_gb=0": r"memory.budget_gb=0.0 must be greater than 0",
+    "memory.budget_gb=true": r"memory.budget_gb=true must be a number, auto or null",
     "train.max_grad_norm=0": r"train.max_grad_norm=0.0 must be greater than 0",
     "ema.decay=1": r"ema.decay=1.0 must lie between 0 and 1",
     "ema.weights=a": r"ema.weights=a has no effect: .* with ema.decay=None there may be none",
@@ -137,7 +141,7 @@ def test_choices_compare_equal_to_their_names():
 
 def test_every_typed_key_says_what_it_is():
     nodes = [node for node in get_type_hints(Root).values() if dataclasses.is_dataclass(node)]
-    assert len(nodes) == 11
+    assert len(nodes) == 12
     for node in nodes:
         fields = {field.name for field in dataclasses.fields(node)}
         assert fields == attribute_docs(node).keys()

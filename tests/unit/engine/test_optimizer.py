@@ -2,6 +2,7 @@
 
 import inspect
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -58,6 +59,30 @@ def test_all_parameters_decay_where_asked():
 def test_scale_lr_multiplies_by_the_global_batch():
     assert spec(scale_lr=True).base_lr(32) == pytest.approx(0.032)
     assert spec().base_lr(32) == pytest.approx(0.001)
+
+
+def test_bytes_of_state_are_found_by_a_step():
+    cpu = torch.device("cpu")
+    found = {each: spec(algorithm=each).bytes_per_parameter(cpu) for each in (torch.optim.AdamW, torch.optim.SGD)}
+    assert found == {torch.optim.AdamW: pytest.approx(8.0, rel=1e-3), torch.optim.SGD: 0.0}
+    adafactor = spec(algorithm=torch.optim.Adafactor).bytes_per_parameter(cpu)
+    assert 0 < adafactor < 0.1
+
+
+def test_a_device_holds_what_trains_with_the_state_that_its_optimizer_keeps(monkeypatch):
+    network = nn.Linear(1000, 1000, bias=False)
+    frozen = nn.Linear(1000, 1000, bias=False).bfloat16().requires_grad_(False)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=20e6 / seam.FITS_SHARE)
+    )
+
+    def fits(*roots, dtype=torch.bfloat16, state=(8.0, 0.0), device="cuda"):
+        return seam.fits_one_device(roots, torch.device(device), compute_dtype=dtype, state_bytes=state)
+
+    assert fits(network, frozen)  # 4 + 4 + 8 + 2, and 2
+    assert not fits(network, frozen, state=[8.1])
+    assert fits(network, frozen, dtype=torch.float32, state=[10.0])
+    assert fits(network, frozen, state=[99.0], device="cpu")
 
 
 def test_groups_without_parameters_are_left_out():

@@ -1,8 +1,15 @@
-"""GPUs by name: what they hold, and how fast they multiply. Figures of their makers, none measured."""
+"""GPUs by name: what they hold, and how fast they multiply. Figures of their makers, none measured.
+
+And the memory that a rank of a run has here.
+"""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
+
+import torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,3 +36,48 @@ ASSUMED_MFU = 0.4
 
 USABLE = 0.95
 """Share of a device's memory that a run may fill: the allocator's fragments take some."""
+
+HOST_USABLE = 0.8
+"""Share of the host's free memory that a run on a CPU may fill: data workers and the cache of files take some."""
+
+CONTEXT_BYTES = 600 * 10**6
+"""CUDA context and the libraries' workspaces. Assumed, not measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """The memory of a rank.
+
+    Attributes:
+        gb: of its device, in 10^9 bytes; on a CPU, of what is free on its host.
+        on_cuda: whether it is a GPU's.
+    """
+
+    gb: float
+    on_cuda: bool
+
+    @property
+    def usable_bytes(self) -> float:
+        """What a run may fill."""
+        return self.gb * 1e9 * (USABLE if self.on_cuda else HOST_USABLE)
+
+
+def own_room(device: torch.device, machine_ranks: int) -> Room:
+    """Return what is free on a device, with this process's own context; on a CPU, a rank's share of what is."""
+    if device.type == "cuda":
+        free, whole = torch.cuda.mem_get_info(device)
+        return Room(gb=min(whole, free + CONTEXT_BYTES) / 1e9, on_cuda=True)
+    return Room(gb=free_host_bytes() / machine_ranks / 1e9, on_cuda=False)
+
+
+def free_host_bytes() -> int:
+    """Return what programs may still take of this machine's memory, or of this job's limit (cgroup v2)."""
+    system, group = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+    if not system.is_file():  # not Linux
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    free = next(int(line.split()[1]) * 1024 for line in system.read_text().splitlines() if "MemAvailable" in line)
+    most, taken, parts = (group / f"memory.{name}" for name in ("max", "current", "stat"))
+    if not most.is_file() or (limit := most.read_text().strip()) == "max":
+        return free
+    cached = next(int(line.split()[1]) for line in parts.read_text().splitlines() if line.startswith("inactive_file"))
+    return min(free, int(limit) - int(taken.read_text()) + cached)

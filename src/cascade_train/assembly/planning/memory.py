@@ -15,6 +15,7 @@ import numpy as np
 from omegaconf import DictConfig
 
 from cascade_train.assembly.components import build_parts
+from cascade_train.assembly.planning.devices import CONTEXT_BYTES
 from cascade_train.assembly.planning.rehearsal import (
     ACTIVATIONS,
     AVERAGE,
@@ -30,12 +31,10 @@ from cascade_train.assembly.planning.rehearsal import (
     unloaded,
 )
 from cascade_train.config.targets import class_constant
+from cascade_train.distributed.parallelize import FITS_SHARE
 
 SIZES = (2, 3)
 """Micro-batches that are rehearsed: a batch of 1 would take other ways through some operations."""
-
-CONTEXT_BYTES = 600 * 10**6
-"""CUDA context and the libraries' workspaces. Assumed, not measured."""
 
 STATE = (WEIGHTS, GRADIENTS, OPTIMIZER, AVERAGE)
 """What is split where weights are."""
@@ -107,6 +106,19 @@ class Memory:
         """Return `fixed` with whole gradients at every moment."""
         whole = np.full_like(self.fixed[GRADIENTS], self.fixed[GRADIENTS].max())
         return {**self.fixed, GRADIENTS: whole}
+
+
+def over_ranks(cfg: DictConfig, memory: Memory, ranks: int, *, machine_ranks: int, device_gb: float) -> Memory:
+    """Return the memory of one of so many ranks where the run's mode lays its weights over them."""
+    mode = cfg.parallel.mode.value
+    if cfg.parallel.cpu_offload and (mode in ("single", "ddp") or ranks == 1):
+        return memory.over(1)
+    if mode == "hsdp":
+        return memory.over(min(ranks, cfg.parallel.shard_size or machine_ranks))
+    state = (WEIGHTS, COPIES, GRADIENTS, OPTIMIZER)
+    whole = sum(float(memory.fixed[part].max()) for part in state if part in memory.fixed)
+    fits = whole <= FITS_SHARE * device_gb * 1e9
+    return memory.over(ranks) if mode == "fsdp" or (mode == "auto" and not fits) else memory
 
 
 def memory_of(cfg: DictConfig, *, on_cuda: bool = True) -> tuple[Memory, Rehearsed]:

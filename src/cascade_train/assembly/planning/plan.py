@@ -12,12 +12,16 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from cascade_train.assembly.planning.devices import ASSUMED_MFU, DEVICES, SIZES_GB, USABLE
-from cascade_train.assembly.planning.memory import Memory, memory_of
-from cascade_train.assembly.planning.rehearsal import COPIES, GRADIENTS, OPTIMIZER, WEIGHTS
+from cascade_train.assembly.planning.devices import ASSUMED_MFU, DEVICES, SIZES_GB, USABLE, Room
+from cascade_train.assembly.planning.fitting import Place, changed, choose, remedy
+from cascade_train.assembly.planning.memory import Memory, over_ranks
 from cascade_train.assembly.planning.samples import Samples
+from cascade_train.config.groups import typed_keys
 
 RANKS = (1, 2, 4, 8)
+MACHINE_RANKS = 8
+"""GPUs of a machine, for `parallel=hsdp`. Assumed."""
+
 SAVE_SECONDS = (600.0, 4 * 3600.0)
 """Between saves: oftener is much writing, seldomer is much to lose."""
 
@@ -43,6 +47,7 @@ class Plan:
         checkpoints: that stay.
         export_bytes: of what trained.
         warnings: sentences.
+        chosen: what `memory` chose.
     """
 
     title: str
@@ -62,10 +67,12 @@ class Plan:
     checkpoints: int
     export_bytes: int
     warnings: Sequence[str]
+    chosen: str | None = None
 
     def lines(self) -> Iterator[str]:
         """Yield the plan as text."""
         yield self.title
+        yield from () if self.chosen is None else (self.chosen,)
         yield from ("", *_table(["Parameters", "all", "train"], self._parameter_rows()))
         heads = ["GB of each rank at its peak", *(f"{n} rank{'s' if n > 1 else ''}" for n in self.memory)]
         yield from ("", *_table(heads, self._memory_rows()))
@@ -120,10 +127,15 @@ ASSUMPTIONS = (
 
 def make_plan(cfg: DictConfig, *, ranks: int, device: str, samples: Samples | None) -> Plan:
     """Return the plan of a checked configuration on a number of ranks of a device."""
-    memory, steps = memory_of(cfg)
+    room = Room(gb=DEVICES[device].gb, on_cuda=True)
+    place = Place(room=room, ranks=ranks, machine_ranks=min(ranks, MACHINE_RANKS), kept=typed_keys())
+    choice = choose(cfg, place)
+    chosen = None if cfg.memory.budget_gb is None else f"memory={cfg.memory.budget_gb} chose {choice.names()}"
+    cfg = changed(cfg, {**choice.values, "train.micro_batch_size": choice.micro_batch_size})
+    memory, steps = choice.whole, choice.steps
     batch, given = cfg.train.global_batch_size, cfg.train.micro_batch_size
     micro = {n: size for n in sorted({*RANKS, ranks}) if (size := _micro(batch, given, n))}
-    layouts = {n: _layout(cfg, memory, n, device) for n in micro}
+    layouts = {n: over_ranks(cfg, memory, n, machine_ranks=min(n, MACHINE_RANKS), device_gb=room.gb) for n in micro}
     peaks = {n: layouts[n].peak(size, batch // n // size) for n, size in micro.items()}
     every = cfg.checkpoint.every_steps
     per_step = steps.flops * batch / (ranks * DEVICES[device].tflops * 1e12 * ASSUMED_MFU)
@@ -147,8 +159,11 @@ def make_plan(cfg: DictConfig, *, ranks: int, device: str, samples: Samples | No
         checkpoints=_kept(cfg, _steps(cfg, samples)),
         export_bytes=steps.export_bytes,
         warnings=(),
+        chosen=chosen,
     )
-    warnings = _warnings(cfg, found, None if every is None else every * per_step)
+    need = sum(peaks[ranks].values())
+    overflow = [] if need <= room.usable_bytes else [_remedy(cfg, found, place, need)]
+    warnings = [*overflow, *_warnings(cfg, found, None if every is None else every * per_step)]
     return dataclasses.replace(found, warnings=tuple(warnings))
 
 
@@ -160,19 +175,6 @@ def _micro(batch: int, own: int, ranks: int) -> int | None:
 
 def _divisors(count: int) -> list[int]:
     return [size for size in range(1, count + 1) if count % size == 0]
-
-
-def _layout(cfg: DictConfig, memory: Memory, ranks: int, device: str) -> Memory:
-    """Return the memory of a rank where the run's mode has its weights on so many."""
-    mode = cfg.parallel.mode.value
-    if cfg.parallel.cpu_offload and mode in ("single", "ddp"):
-        return memory.over(1)
-    if mode == "hsdp":
-        return memory.over(min(ranks, cfg.parallel.shard_size or 8))
-    state = (WEIGHTS, COPIES, GRADIENTS, OPTIMIZER)
-    whole = sum(float(memory.fixed[part].max()) for part in state if part in memory.fixed)
-    fits = whole <= 0.7 * DEVICES[device].gb * 1e9  # as parallelize.fits_one_device has it
-    return memory.over(ranks) if mode == "fsdp" or (mode == "auto" and not fits) else memory
 
 
 def _largest(memory: Memory, gb: int, share: int) -> int | None:
@@ -201,9 +203,6 @@ def _kept(cfg: DictConfig, steps: int) -> int:
 
 
 def _warnings(cfg: DictConfig, plan: Plan, between_saves: float | None) -> Iterator[str]:
-    need, room = sum(plan.memory[plan.ranks].values()), DEVICES[plan.device].gb * 1e9
-    if need > room * USABLE:
-        yield _remedy(cfg, plan, need)
     undivided = [str(n) for n in RANKS if plan.global_batch_size % n]
     if undivided:
         yield f"train.global_batch_size={plan.global_batch_size} cannot be split over {' or '.join(undivided)} ranks."
@@ -219,15 +218,12 @@ def _warnings(cfg: DictConfig, plan: Plan, between_saves: float | None) -> Itera
         yield "compile=regional needs less memory than is counted here."
 
 
-def _remedy(cfg: DictConfig, plan: Plan, need: int) -> str:
+def _remedy(cfg: DictConfig, plan: Plan, place: Place, need: int) -> str:
     """Say that a run does not fit, and what does."""
-    size = plan.fits
-    fits = f"train.micro_batch_size={size} fits" if size is not None else "no micro-batch fits"
-    text = (
+    return (
         f"{_gb(need)} GB do not fit the {DEVICES[plan.device].gb} GB of {plan.device} at a micro-batch of"
-        f" {plan.micro_batch_size[plan.ranks]}: {fits}"
+        f" {plan.micro_batch_size[plan.ranks]}: {remedy(cfg, place)}."
     )
-    return text + ("." if size is not None else "; docs/memory.md lists what needs less.")
 
 
 def _name(node: Any) -> str:

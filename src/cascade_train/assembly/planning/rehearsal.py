@@ -15,17 +15,16 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from omegaconf import DictConfig, open_dict
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import OffloadPolicy
 from torch.nn import functional
 from torch.optim import optimizer
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from cascade_train.assembly.cache_identity import take_cache
-from cascade_train.assembly.components import Parts, build_component
+from cascade_train.assembly.components import Parts, build_component, build_parts
 from cascade_train.assembly.model import bind, build_modules, compute_dtype, shard, stored_dtype
 from cascade_train.assembly.planning.live import CUDA_BLOCK_BYTES, Live
 from cascade_train.assembly.planning.shapes import META, Shapes
@@ -78,11 +77,12 @@ def rehearse(cfg: DictConfig, parts: Parts, batches: Sequence[Batch], *, on_cuda
         on_cuda: count what a CUDA device keeps; False = what this CPU does.
     """
     with ExitStack() as stack:
-        stack.enter_context(_alone())
+        stack.enter_context(_fused_on_meta())
+        stack.enter_context(torch.random.fork_rng(devices=[]))
         if isinstance(parts.task, ControlNet):
             parts.task.filter = NoFilter(parts.task.filter)
         build_modules(cfg, parts, META, network_dtype=stored_dtype(cfg, parts))
-        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
+        mesh = DeviceMesh("cpu", [[0]], mesh_dim_names=("replicate", "shard"), _init_backend=False, _rank=0)
         parts.task.device = torch.device("cpu")
         prepared = [parts.task.prepare_batch(batch) for batch in batches]
         parts.task.device = META
@@ -229,15 +229,13 @@ def _is_ours(value: Any) -> bool:
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
-    """Be the only rank, and let fused optimizers take tensors without memory."""
+def _fused_on_meta() -> Iterator[None]:
+    """Let fused optimizers take tensors without memory."""
     fused = optimizer._get_fused_kernels_supported_devices
     optimizer._get_fused_kernels_supported_devices = lambda: [*fused(), META.type]
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
     finally:
-        dist.destroy_process_group()
         optimizer._get_fused_kernels_supported_devices = fused
 
 
@@ -258,6 +256,15 @@ def unloaded(cfg: DictConfig) -> DictConfig:
             cfg.attention = type(cfg.attention)("sdpa")
         cfg.compile = type(cfg.compile)("off")
     return cfg
+
+
+def count_parameters(cfg: DictConfig) -> int:
+    """Return the number of parameters of a run's network and frozen parts."""
+    stage = build_parts(unloaded(cfg)).stage
+    stage.build(device=META, network_dtype=torch.float32, frozen_dtype=torch.float32)
+    network = {} if "network" in stage.left_out else {"network": stage.network}
+    modules = {**stage.frozen_modules(), **network}.values()
+    return sum(parameter.numel() for module in modules for parameter in module.parameters())
 
 
 def blank_batch(cfg: DictConfig, parts: Parts, size: int) -> Batch:

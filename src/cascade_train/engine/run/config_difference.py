@@ -14,7 +14,7 @@ from cascade_train.files.hub import without_commit
 
 _FREE_NODES = (
     "run", "log", "sample", "checkpoint", "rollback", "tracker", "profile", "validate", "optimizer", "lr_scheduler",
-    "parallel",
+    "parallel", "memory",
 )  # fmt: skip
 """Nodes below which a continued run may change everything."""
 
@@ -36,6 +36,8 @@ ADDED = {
     **{"model.image_encoder.antialias": True, "task.init": "kaiming", "model.kernels": "eager"},
     "compile_fallback": False,  # without effect where nothing is compiled
     "run.on_end": None,
+    "memory.budget_gb": None,
+    "memory.allow_overflow": False,
 }
 """Options that configs of earlier versions lack, and the values with which those ran."""
 

@@ -14,7 +14,7 @@ from cascade_train.engine.run.config_difference import (
 FREE = [
     "run.name", "run.resume", "log.every_steps", "sample.prompts", "checkpoint.keep_last", "tracker.name",
     "profile.steps", "validate.samples", "train.max_steps", "train.max_epochs", "train.micro_batch_size",
-    "optimizer.lr", "optimizer.algorithm._target_", "lr_scheduler.warmup_steps", "parallel.mode",
+    "memory.budget_gb", "optimizer.lr", "optimizer.algorithm._target_", "lr_scheduler.warmup_steps", "parallel.mode",
     "compile", "compile_fallback", "activation_checkpointing", "attention", "ema.device",
     "train.max_grad_norm", "ema.decay", "ema.start_step", "ema.every_steps", "rollback.enabled",
 ]  # fmt: skip

@@ -1,0 +1,292 @@
+"""What makes a training fit its device: the micro-batch, and means that save memory, chosen by computed peaks.
+
+Lives here: the choice, and the refusal of what cannot fit. Must not live here: how memory is known (memory.py).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from cascade_train.assembly.planning.devices import Room, own_room
+from cascade_train.assembly.planning.memory import Memory, memory_of, over_ranks
+from cascade_train.assembly.planning.rehearsal import Rehearsed, count_parameters
+from cascade_train.config.groups import typed_keys
+from cascade_train.config.schema import AUTO
+from cascade_train.distributed.consensus import from_every_rank, from_rank_zero
+from cascade_train.distributed.process_group import World
+from cascade_train.errors import LESS_MEMORY, ConfigError
+from cascade_train.files.untrusted import read_yaml
+
+log = logging.getLogger(__name__)
+
+ENOUGH = 4
+"""Micro-batch from which on a GPU is busy. Assumed, not measured."""
+
+MOST_OFF = 0.05
+"""By how much a computed peak may be too high, beside what the allocator's fragments take."""
+
+CHECKED_PARAMETERS = 20 * 10**6
+"""Of all modules: a start with fewer is not computed beforehand."""
+
+CHOSEN = ("ema.device", "activation_checkpointing", "optimizer.algorithm", "parallel.cpu_offload")
+"""Keys that means set."""
+
+TIERS_GB = (16, 24, 48, 80)
+"""Options of `memory`."""
+
+Values = dict[str, Any]
+"""Values of the configuration, by key."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Means:
+    """What saves memory.
+
+    Attributes:
+        values: what is set.
+        exact: whether the numbers of a run stay, up to rounding.
+    """
+
+    values: Values
+    exact: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """How a training is to fit.
+
+    Attributes:
+        values: of the configuration that the choice changes.
+        micro_batch_size: of the run.
+        bytes: of a rank's computed peak.
+        whole: memory of a rank that holds all weights.
+        steps: what was rehearsed.
+    """
+
+    values: Values
+    micro_batch_size: int
+    bytes: int
+    whole: Memory
+    steps: Rehearsed
+
+    def names(self) -> str:
+        """Return the means, as keys are set."""
+        return " ".join(_shown(key, value) for key, value in self.values.items()) or "nothing more"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a training is to fit: the memory of each of some ranks, and what must stay as it is."""
+
+    room: Room
+    ranks: int
+    machine_ranks: int
+    kept: Collection[str] = ()
+    """Keys and groups that the user set."""
+
+
+def fit(cfg: DictConfig, world: World) -> None:
+    """Choose what fits the devices of a run, in place, and refuse a run that cannot fit. Collective.
+
+    Nothing is loaded or written. What an earlier start of the same run chose stays.
+
+    Raises:
+        ConfigError: it does not fit; names what does.
+    """
+    rooms = from_every_rank(partial(own_room, world.device, world.machine_ranks))
+    room = min(rooms, key=lambda each: each.gb)
+    place = Place(room=room, ranks=world.ranks, machine_ranks=world.machine_ranks, kept=typed_keys())
+    values, notes = from_rank_zero(partial(_decided, cfg, place))
+    change(cfg, values)
+    for note in notes if world.is_main else ():
+        log.info("%s", note)
+
+
+def _decided(cfg: DictConfig, place: Place) -> tuple[Values, list[str]]:
+    """Return what to set, and what to say of it."""
+    is_open = cfg.train.micro_batch_size == AUTO or cfg.memory.budget_gb is not None
+    if not is_open and count_parameters(cfg) < CHECKED_PARAMETERS:
+        return {}, []
+    first = _first_choice(cfg, place)
+    choice = choose(changed(cfg, {**first, "memory.budget_gb": None} if first else {}), place)
+    values = {**first, **choice.values, "train.micro_batch_size": choice.micro_batch_size}
+    check(changed(cfg, values), choice, place)
+    of_device = f"{_gb(choice.bytes)} of {_gb(place.room.gb * 1e9)} GB by its computed peak"
+    said = f"micro_batch_size={choice.micro_batch_size}: {of_device}"
+    chosen = f"memory={cfg.memory.budget_gb} chose {choice.names()}"
+    return values, [said, *([chosen] if cfg.memory.budget_gb is not None else [])]
+
+
+def choose(cfg: DictConfig, place: Place) -> Choice:
+    """Return the cheapest means, and the largest micro-batch, with which a training fits its budget.
+
+    Means that leave its numbers as they are may be added for a micro-batch of `ENOUGH`; others only where nothing else
+    fits. A configuration that leaves nothing open comes back as it is, whether it fits or not.
+
+    Raises:
+        ConfigError: nothing fits.
+    """
+    budget, share = cfg.memory.budget_gb, cfg.train.global_batch_size // place.ranks
+    is_open = _is_open(cfg, place)
+    sizes = [size for size in range(1, share + 1) if share % size == 0] if is_open else [cfg.train.micro_batch_size]
+    room = place.room if budget in (None, AUTO) else Room(gb=budget, on_cuda=place.room.on_cuda)
+    best = least = None
+    for means in ladder(cfg, place) if budget is not None else [Means(values={})]:
+        if best is not None and not means.exact:
+            break
+        least = _rehearsed(cfg, means, place, room, sizes)
+        fits = least.bytes <= room.usable_bytes
+        if fits and (not means.exact or least.micro_batch_size >= min(ENOUGH, sizes[-1])):
+            return least
+        best = best or (least if fits else None)
+    assert least is not None
+    if best is None and (is_open or budget is not None):
+        raise ConfigError(_nothing_fits(cfg, least, room))
+    return best or least
+
+
+def _is_open(cfg: DictConfig, place: Place) -> bool:
+    """Return whether the micro-batch is to be chosen."""
+    micro = cfg.train.micro_batch_size
+    return micro == AUTO or (cfg.memory.budget_gb is not None and "train.micro_batch_size" not in place.kept)
+
+
+def _rehearsed(cfg: DictConfig, means: Means, place: Place, room: Room, sizes: Sequence[int]) -> Choice:
+    """Return the largest micro-batch that fits with some means, or the smallest where none does."""
+    trial, share = changed(cfg, means.values), cfg.train.global_batch_size // place.ranks
+    whole, steps = memory_of(trial, on_cuda=place.room.on_cuda)
+    memory = over_ranks(trial, whole, place.ranks, machine_ranks=place.machine_ranks, device_gb=room.gb)
+    size = memory.largest(room.usable_bytes, sizes, share) or sizes[0]
+    need = memory.total(size, share // size)
+    return Choice(values=means.values, micro_batch_size=size, bytes=need, whole=whole, steps=steps)
+
+
+def ladder(cfg: DictConfig, place: Place) -> Iterator[Means]:
+    """Yield sets of means, from what costs nothing to what costs most; of what the user set none is changed.
+
+    First those that leave a run's numbers as they are, one after the other; then with moments of 8 bits; last with
+    weights and optimizer on the host instead, where every step waits for the bus.
+    """
+    values: Values = {}
+    yield Means(values={})
+    if place.room.on_cuda and cfg.ema.decay is not None and cfg.ema.device is None and _is_free("ema.device", place):
+        yield Means(values=(values := {"ema.device": "cpu"}))
+    if not cfg.activation_checkpointing and _is_free("activation_checkpointing", place):
+        yield Means(values=(values := {**values, "activation_checkpointing": True}))
+    if (algorithm := _of_8_bits(cfg.optimizer)) and _is_free("optimizer.algorithm", place):
+        yield Means(values={**values, "optimizer.algorithm": algorithm}, exact=False)
+    if place.room.on_cuda and not cfg.parallel.cpu_offload and _is_free("parallel.cpu_offload", place):
+        yield Means(values={**values, "parallel.cpu_offload": True}, exact=False)
+
+
+def _is_free(key: str, place: Place) -> bool:
+    """Return whether the user set neither a key nor something in it, nor, of an optimizer, its group."""
+    blocking = {key, "optimizer"} if key.startswith("optimizer") else {key}
+    return not any(typed in blocking or typed.startswith(f"{key}.") for typed in place.kept)
+
+
+def _of_8_bits(optimizer: DictConfig) -> Values | None:
+    """Return AdamW with moments of 8 bits in the place of torch's; None for other algorithms."""
+    algorithm = optimizer.get("algorithm") or {}
+    if algorithm.get("_target_") != "torch.optim.AdamW" or not {"betas", "eps"} <= set(algorithm):
+        return None
+    settings = {"betas": list(algorithm.betas), "eps": algorithm.eps, "block_size": 64}
+    target = "cascade_train.engine.algorithms.adamw_8bit.AdamW8bit"
+    return {"_target_": target, "_partial_": True, **settings}
+
+
+def check(cfg: DictConfig, choice: Choice, place: Place) -> None:
+    """Refuse a run whose computed peak its device does not hold.
+
+    Raises:
+        ConfigError: names what fits.
+    """
+    need, gb = choice.bytes, place.room.gb
+    if need <= gb * 1e9 * (1.0 + MOST_OFF):
+        return
+    said = (
+        f"This run needs {_gb(need)} GB by its computed peak, and each rank has {_gb(gb * 1e9)}, at "
+        f"train.micro_batch_size={choice.micro_batch_size}: {remedy(cfg, place)}. memory.allow_overflow=true starts it "
+        "nevertheless."
+    )
+    if not cfg.memory.allow_overflow:
+        raise ConfigError(said)
+    log.warning("%s", said)
+
+
+def remedy(cfg: DictConfig, place: Place) -> str:
+    """Return what makes a run fit that does not: a micro-batch, else a tier, else what is to be tried."""
+    trial = changed(cfg, {"train.micro_batch_size": AUTO, "memory.budget_gb": None})
+    try:
+        return f"train.micro_batch_size={choose(trial, place).micro_batch_size} fits"
+    except ConfigError:
+        trial = changed(cfg, {"memory.budget_gb": AUTO})
+    try:
+        found = choose(trial, place)
+    except ConfigError:
+        return f"no choice of memory= makes it fit. What needs less: {LESS_MEMORY}"
+    size = f"train.micro_batch_size={found.micro_batch_size}"
+    return f"memory={_tier(place.room.gb)} fits, by {found.names()} at {size}"
+
+
+def _tier(gb: float) -> str:
+    """Return the option of `memory` for a device."""
+    below = max((tier for tier in TIERS_GB if tier <= gb), default=0)
+    return f"{below}gb" if below > 0.8 * gb else AUTO
+
+
+def _nothing_fits(cfg: DictConfig, least: Choice, room: Room) -> str:
+    budget = cfg.memory.budget_gb
+    asked = "train.micro_batch_size=auto" if budget is None else f"memory.budget_gb={budget}"
+    tried = f" with {least.names()}" if least.values else ""
+    return (
+        f"{asked}: no micro-batch fits{tried}. {least.micro_batch_size} a rank needs {_gb(least.bytes)} GB by its "
+        f"computed peak, and a run may fill {_gb(room.usable_bytes)} of {_gb(room.gb * 1e9)}. What needs less: "
+        f"{LESS_MEMORY}."
+    )
+
+
+def _first_choice(cfg: DictConfig, place: Place) -> Values:
+    """Return what an earlier start of this run chose, where it was asked for the same; else nothing."""
+    file, budget = Path(cfg.run.dir) / "config.yaml", cfg.memory.budget_gb
+    try:
+        saved = OmegaConf.create(read_yaml(file.read_bytes()) if file.is_file() else {})
+    except ValueError:
+        return {}  # what is wrong is said where the run is continued
+    micro = OmegaConf.select(saved, "train.micro_batch_size")
+    if not isinstance(micro, int) or OmegaConf.select(saved, "memory.budget_gb") != budget:
+        return {}
+    divides = (cfg.train.global_batch_size // place.ranks) % micro == 0  # other ranks may continue
+    found = {"train.micro_batch_size": micro if divides else AUTO} if _is_open(cfg, place) else {}
+    keys = [key for key in CHOSEN if budget is not None and _is_free(key, place)]
+    return {**found, **{key: OmegaConf.select(saved, key) for key in keys}}
+
+
+def changed(cfg: DictConfig, values: Mapping[str, Any]) -> DictConfig:
+    """Return a configuration with other values."""
+    cfg = cfg.copy()
+    change(cfg, values)
+    return cfg
+
+
+def change(cfg: DictConfig, values: Mapping[str, Any]) -> None:
+    """Set values of a configuration, nodes as a whole."""
+    for key, value in values.items():
+        OmegaConf.update(cfg, key, value, merge=False, force_add=True)
+
+
+def _shown(key: str, value: Any) -> str:
+    if key == "optimizer.algorithm":
+        return "optimizer=adamw_8bit"
+    return f"{key}={str(value).lower() if isinstance(value, bool) else value}"
+
+
+def _gb(count: float) -> str:
+    return f"{count / 1e9:.2f}" if count < 9.95e9 else f"{count / 1e9:.1f}"

@@ -1,0 +1,195 @@
+"""Micro-batches and means that save memory are chosen by computed peaks, and what cannot fit is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from omegaconf import DictConfig, OmegaConf
+
+from cascade_train.__main__ import launch
+from cascade_train.assembly.planning import devices, fitting, memory
+from cascade_train.assembly.planning.devices import USABLE, Room, free_host_bytes, own_room
+from cascade_train.assembly.planning.fitting import Place, change, changed, check, choose, ladder, remedy
+from cascade_train.assembly.planning.memory import Memory, over_ranks
+from cascade_train.assembly.planning.rehearsal import Rehearsed, count_parameters
+from cascade_train.errors import ConfigError
+from tests.integration.runs import SMALL, read_metrics
+from tests.unit.config.composing import checked
+
+TINY = ("model=c_tiny", "model.image_size=512", "data=shapes", "train.global_batch_size=16", "train.precision=bf16")
+
+
+MEMORY: dict[str, tuple[Memory, Rehearsed]] = {}
+"""Of configurations that were rehearsed, which takes a second each."""
+
+
+@pytest.fixture(autouse=True)
+def _remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fitting, "memory_of", memory_of)
+
+
+def memory_of(cfg: DictConfig, *, on_cuda: bool = True) -> tuple[Memory, Rehearsed]:
+    trial = changed(cfg, {"train.micro_batch_size": None, "memory.budget_gb": None, "run.dir": "-"})
+    key = f"{on_cuda} {OmegaConf.to_yaml(trial)}"
+    if key not in MEMORY:
+        MEMORY[key] = memory.memory_of(cfg, on_cuda=on_cuda)
+    return MEMORY[key]
+
+
+def room_for(cfg: DictConfig, micro: int, *, on_cuda: bool = True) -> Room:
+    """Return a device that a micro-batch just fits."""
+    found, _ = memory_of(cfg, on_cuda=on_cuda)
+    need = found.total(micro, max(1, cfg.train.global_batch_size // micro))
+    share = USABLE if on_cuda else devices.HOST_USABLE
+    return Room(gb=need * 1.0001 / share / 1e9, on_cuda=on_cuda)
+
+
+def place(room: Room, *kept: str, ranks: int = 1) -> Place:
+    return Place(room=room, ranks=ranks, machine_ranks=ranks, kept=kept)
+
+
+def test_auto_is_the_largest_micro_batch_that_divides_and_fits():
+    cfg = checked(*TINY, "task=finetune", "train.micro_batch_size=auto")
+    assert cfg.train.micro_batch_size == "auto"
+    room = room_for(cfg, 4)
+    assert choose(cfg, place(room)).micro_batch_size == 4
+    assert choose(cfg, place(room)).values == {}
+    with pytest.raises(
+        ConfigError, match=r"micro_batch_size=auto: no micro-batch fits\. 1 a rank needs 0\.\d+ GB by its"
+    ):
+        choose(cfg, place(replace(room, gb=0.01)))
+
+
+def test_means_are_added_from_the_cheapest_until_the_training_fits():
+    cfg = checked(*TINY, "task=finetune", "ema.decay=0.9", "memory=24gb")
+    sets = [means.values for means in ladder(cfg, place(Room(gb=24, on_cuda=True)))]
+    names = [set(values) for values in sets]
+    exact = {"ema.device", "activation_checkpointing"}
+    assert names == [set(), {"ema.device"}, exact, exact | {"optimizer.algorithm"}, exact | {"parallel.cpu_offload"}]
+    sure = place(
+        Room(gb=24, on_cuda=True), "ema.device", "optimizer", "activation_checkpointing", "parallel.cpu_offload"
+    )
+    assert [means.values for means in ladder(cfg, sure)] == [{}]
+    on_cpu = [set(means.values) for means in ladder(cfg, place(Room(gb=24, on_cuda=False)))]
+    assert on_cpu == [set(), {"activation_checkpointing"}, {"activation_checkpointing", "optimizer.algorithm"}]
+    assert choose(cfg, place(Room(gb=80, on_cuda=True))).values == {}
+    for values, micro in ((sets[2], 4), (sets[3], 1), (sets[4], 1)):
+        room = room_for(changed(cfg, values), micro)
+        found = choose(changed(cfg, {"memory.budget_gb": room.gb}), place(Room(gb=80, on_cuda=True)))
+        assert (found.values, found.micro_batch_size) == (values, micro)
+
+
+def test_what_the_command_line_sets_stays():
+    cfg = checked(*TINY, "task=finetune", "memory=auto", "train.micro_batch_size=8", "activation_checkpointing=false")
+    room = room_for(changed(cfg, {"activation_checkpointing": True}), 4)
+    chosen = choose(cfg, place(room))
+    assert (chosen.values, chosen.micro_batch_size) == ({"activation_checkpointing": True}, 4)
+    kept = ("train.micro_batch_size", "activation_checkpointing", "optimizer.algorithm.betas", "parallel.cpu_offload")
+    with pytest.raises(ConfigError, match=r"memory\.budget_gb=auto: no micro-batch fits\. 8 a rank needs"):
+        choose(cfg, place(replace(room, gb=room.gb / 2), *kept))
+
+
+def test_a_tier_names_its_means_where_nothing_fits():
+    cfg = checked(*TINY, "task=lora", "memory=16gb", "optimizer=lion")
+    cfg.memory.budget_gb = 0.61
+    with pytest.raises(
+        ConfigError, match=r"budget_gb=0\.61: no micro-batch fits with activation_checkpointing=true paral"
+    ):
+        choose(cfg, place(Room(gb=24, on_cuda=True)))
+
+
+def test_moments_of_8_bits_take_adamw_s_settings_and_the_place_of_adamw_alone():
+    cfg = checked(*TINY, "task=finetune", "optimizer.algorithm.betas=[0.8,0.9]", "memory=auto")
+    change(cfg, list(ladder(cfg, place(Room(gb=24, on_cuda=True))))[2].values)
+    from_group = checked(*TINY, "task=finetune", "optimizer=adamw_8bit")
+    assert cfg.optimizer.algorithm == {**from_group.optimizer.algorithm, "betas": [0.8, 0.9]}
+
+
+def test_a_run_that_does_not_fit_is_refused_with_what_does():
+    cfg = checked(*TINY, "task=finetune")
+    assert cfg.train.micro_batch_size == 16
+    room = room_for(cfg, 2)
+    here = place(room)
+    choice = choose(cfg, here)
+    assert choice.micro_batch_size == 16
+    with pytest.raises(
+        ConfigError,
+        match=r"This run needs .* each rank has .* train\.micro_batch_size=16: train\.micro_batch_size=2 fits\.",
+    ):
+        check(cfg, choice, here)
+    assert remedy(cfg, here) == "train.micro_batch_size=2 fits"
+    check(cfg, choice, place(Room(gb=choice.bytes / 1e9 / 1.04, on_cuda=True)))
+    cfg.memory.allow_overflow = True
+    check(cfg, choice, here)
+
+
+def test_the_remedy_names_a_tier_where_no_micro_batch_fits(monkeypatch: pytest.MonkeyPatch):
+    cfg = checked(*TINY, "task=finetune", "ema.decay=0.9")
+    room = room_for(changed(cfg, {"ema.device": "cpu"}), 1)
+    choice = choose(cfg, place(room))
+    assert remedy(cfg, place(room)).startswith("memory=auto fits, by ema.device=cpu")
+    assert "no choice of memory= makes it fit" in remedy(cfg, place(replace(room, gb=0.2)))
+    names = [fitting._tier(gb) for gb in (15.8, 16.9, 25.2, 47.5, 85.0, 141.0)]
+    assert names == ["auto", "16gb", "24gb", "auto", "80gb", "auto"]
+
+
+def test_split_weights_are_divided_where_the_mode_does_it():
+    cfg = checked(*TINY, "task=finetune", "train.micro_batch_size=2", ranks=4)
+    alone, _ = memory_of(cfg)
+    needs = {}
+    for mode, offloaded in (("ddp", False), ("fsdp", False), ("auto", False), ("auto", True), ("hsdp", False)):
+        change(cfg, {"parallel.mode": mode, "parallel.cpu_offload": offloaded})
+        whole = memory_of(cfg)[0] if offloaded else alone
+        needs[mode, offloaded] = over_ranks(cfg, whole, 4, machine_ranks=2, device_gb=24).total(2)
+    assert needs["ddp", False] == needs["auto", False] == alone.total(2)
+    assert needs["fsdp", False] == alone.over(4).total(2) < needs["hsdp", False] == alone.over(2).total(2)
+    assert over_ranks(cfg, alone, 4, machine_ranks=4, device_gb=0.001).total(2) == needs["fsdp", False]
+
+
+def test_a_rank_has_its_share_of_what_is_free_on_its_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    free = free_host_bytes()
+    assert 10**8 < free < 2**50
+    assert own_room(torch.device("cpu"), 4).gb == pytest.approx(free / 4e9, rel=0.2)
+    assert not own_room(torch.device("cpu"), 1).on_cuda
+
+
+def test_parameters_are_counted_without_memory():
+    tiny = count_parameters(checked("model=c_tiny", "task=lora"))
+    assert tiny < fitting.CHECKED_PARAMETERS < count_parameters(checked("model=c_1b", "task=lora"))
+
+
+def test_a_run_has_the_number_that_was_chosen_and_a_resume_the_first(tmp_path: Path, monkeypatch, caplog):
+    cfg = checked(*SMALL, "task=finetune", "train.micro_batch_size=auto")
+    rooms = iter([room_for(cfg, 2, on_cuda=False), Room(gb=60.0, on_cuda=False)])
+    monkeypatch.setattr(fitting, "own_room", lambda *_: next(rooms))
+    command = [
+        *SMALL,
+        "task=finetune",
+        "train.micro_batch_size=auto",
+        "log.every_steps=1",
+        f"run.dir={tmp_path / 'run'}",
+    ]
+    with caplog.at_level("INFO"):
+        assert launch([*command, "train.max_steps=2"]) == 0
+    assert "micro_batch_size=2: 0.0" in caplog.text
+    saved = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert saved["train"]["micro_batch_size"] == 2
+    assert launch([*command, "train.max_steps=3"]) == 0
+    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["train"]["micro_batch_size"] == 2
+    rooms = iter([Room(gb=60.0, on_cuda=False)])
+    whole = tmp_path / "whole"
+    assert launch([*SMALL, "task=finetune", "train.max_steps=3", f"run.dir={whole}"]) == 0
+    for row, other in zip(read_metrics(tmp_path / "run"), read_metrics(whole), strict=True):
+        assert row["loss"] == pytest.approx(other["loss"], rel=1e-5)
+
+
+def test_a_start_that_cannot_fit_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.setattr(fitting, "own_room", lambda *_: Room(gb=0.02, on_cuda=False))
+    monkeypatch.setattr(fitting, "CHECKED_PARAMETERS", 0)
+    assert launch([*SMALL, "task=finetune", f"run.dir={tmp_path / 'run'}"]) == 2
+    assert "memory.allow_overflow=true starts it nevertheless." in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
