@@ -63,7 +63,7 @@ def preflight(cfg: DictConfig, *, ranks: int | None = None, components: Collecti
     _check_parallel(root, ranks)
     train = root.train
     own = None if train.micro_batch_size == AUTO else train.micro_batch_size
-    micro = split_batch(train.global_batch_size, own, ranks)  # type: ignore[arg-type]
+    micro = split_batch(train.global_batch_size, own, ranks)
     resolved.train.micro_batch_size = AUTO if train.micro_batch_size == AUTO else micro
     resolved.memory.budget_gb = root.memory.budget_gb
     resolved.train.precision = precision(root)

@@ -194,10 +194,10 @@ def _is_free(key: str, place: Place) -> bool:
 
 def _of_8_bits(optimizer: DictConfig) -> Values | None:
     """Return AdamW with moments of 8 bits in the place of torch's; None for other algorithms."""
-    algorithm = optimizer.get("algorithm") or {}
+    algorithm: Mapping[Any, Any] = optimizer.get("algorithm") or {}
     if algorithm.get("_target_") != "torch.optim.AdamW" or not {"betas", "eps"} <= set(algorithm):
         return None
-    settings = {"betas": list(algorithm.betas), "eps": algorithm.eps, "block_size": 64}
+    settings = {"betas": list(algorithm["betas"]), "eps": algorithm["eps"], "block_size": 64}
     target = "cascade_train.engine.algorithms.adamw_8bit.AdamW8bit"
     return {"_target_": target, "_partial_": True, **settings}
 

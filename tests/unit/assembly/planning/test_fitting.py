@@ -130,7 +130,6 @@ def test_a_run_that_does_not_fit_is_refused_with_what_does():
 def test_the_remedy_names_a_tier_where_no_micro_batch_fits(monkeypatch: pytest.MonkeyPatch):
     cfg = checked(*TINY, "task=finetune", "ema.decay=0.9")
     room = room_for(changed(cfg, {"ema.device": "cpu"}), 1)
-    choice = choose(cfg, place(room))
     assert remedy(cfg, place(room)).startswith("memory=auto fits, by ema.device=cpu")
     assert "no choice of memory= makes it fit" in remedy(cfg, place(replace(room, gb=0.2)))
     names = [fitting._tier(gb) for gb in (15.8, 16.9, 25.2, 47.5, 85.0, 141.0)]
