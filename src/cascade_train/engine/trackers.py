@@ -233,6 +233,7 @@ def swanlab(place: Place, config: Values) -> Calls:
         config=config,
         settings=swanlab.Settings(interactive=False, probe=probe, terminal={"proxy_type": "none"}),
     )
+    run._is_main_thread = False  # a thread finishes it, which may not put back the handler that it set for Ctrl-C
     end = {"Finished": "success", "Stopped": "aborted", "Failed": "crashed"}
     return Calls(
         run_id=run.id,
