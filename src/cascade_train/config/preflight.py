@@ -18,7 +18,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from cascade_train.config.components import check_component, check_is_component, construct, missing_message
-from cascade_train.config.groups import chosen, did_you_mean, option_targets
+from cascade_train.config.groups import chosen, did_you_mean, option_files, option_targets
 from cascade_train.config.schema import AUTO, COMPONENTS, ParallelMode, Precision, Root, TrackerName
 from cascade_train.config.targets import CONTRACTS, check_targets, class_constant, components_in, is_component
 from cascade_train.errors import ConfigError, install_hint
@@ -128,6 +128,7 @@ def _check_components(root: Root, keys: Collection[str], *, derived: Collection[
     refused = _refused(data, allowed, derived)
     check_targets(others, allowed)
     _check_objective_fits(root)
+    _check_noise_unit(root)
     refused = _refused(others, allowed, derived) or refused
     if refused is not None:
         raise refused
@@ -185,7 +186,7 @@ def _check_objective_fits(root: Root) -> None:
     if not denoises and class_constant(scoring, "fits") is None:
         return  # what it does not define is named by `_check_components`
     if not _scores(scoring, stage, reconstructs):
-        objectives = [o for o, t in option_targets("objective").items() if _scores(t, stage, reconstructs)]
+        objectives = [o for o, t in _objectives(root).items() if _scores(t, stage, reconstructs)]
         stages = {o: class_constant(t, "name") for o, t in option_targets("model").items()}
         models = [o for o, s in stages.items() if s in trained and _scores(scoring, s, reconstructs)]
         task, objective = (chosen(key, getattr(root, key)["_target_"]) for key in ("task", "objective"))
@@ -202,6 +203,31 @@ def _scores(objective: str, stage: str, reconstructs: Sequence[str]) -> bool:
     if class_constant(objective, "denoises"):
         return stage not in reconstructs and (fits is None or stage in fits)
     return bool(reconstructs) and stage in (fits or ())
+
+
+def _check_noise_unit(root: Root) -> None:
+    """Check that the network sees noise levels as it was made for, by `Stage.noise_unit` and `NoiseCondition.unit`."""
+    nodes = (root.model, root.task, root.objective, root.objective.get("noise_condition"))
+    if not all(is_component(node) for node in nodes):
+        return
+    model, task, _, condition = (node["_target_"] for node in nodes)
+    wanted, given = class_constant(model, "noise_unit"), class_constant(condition, "unit")
+    if wanted is None or given in (None, wanted):
+        return
+    stage, reconstructs = class_constant(model, "name"), class_constant(task, "reconstructs") or ()
+    fitting = [o for o, t in _objectives(root).items() if _scores(t, stage, reconstructs)]
+    raise ConfigError(
+        f"objective.noise_condition={condition.rpartition('.')[2]} gives the network a {given} for noise level, and "
+        f"that of {chosen('model', model)} was made for a {wanted}. Choose objective={_list(fitting)}."
+    )
+
+
+def _objectives(root: Root) -> dict[str, str]:
+    """Return the objectives that ship and their classes, but for those whose noise levels another network sees."""
+    wanted = class_constant(root.model["_target_"], "noise_unit")
+    conditions = {o: file.get("noise_condition") for o, file in option_files("objective").items()}
+    units = {o: class_constant(node["_target_"], "unit") if node else None for o, node in conditions.items()}
+    return {o: t for o, t in option_targets("objective").items() if wanted is None or units[o] in (None, wanted)}
 
 
 def _list(names: Sequence[str]) -> str:

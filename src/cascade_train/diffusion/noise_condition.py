@@ -10,11 +10,12 @@ from __future__ import annotations
 import abc
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from cascade_train.diffusion.schedule import cosine_constants, stable_diffusion_variances
+from cascade_train.diffusion.schedule import DDPMSchedule, cosine_constants, stable_diffusion_variances
 from cascade_train.options import check_above, check_increasing, check_within
 
 
@@ -25,7 +26,11 @@ class NoiseCondition(abc.ABC):
     Attributes:
         shift: the condition is that of logSNR + 2 ln(shift): the inverse of a schedule's shift.
         clamp_range: lowest and highest value; None = unlimited.
+        unit: what it counts: "time" in [0, 1], or "timestep" of a discrete schedule; None = anything else. A stage
+            refuses the other than its network was made for.
     """
+
+    unit: ClassVar[str | None] = None
 
     shift: float = 1.0
     clamp_range: list[float] | None = None
@@ -53,6 +58,8 @@ class CosineTimeCondition(NoiseCondition):
         s: the schedule's offset.
         clamp_range: lowest and highest value, of a^2 as well as of the time.
     """
+
+    unit = "time"
 
     s: float
 
@@ -95,6 +102,8 @@ class EDMSigmaCondition(NoiseCondition):
 class SigmoidCondition(NoiseCondition):
     """The noise's share of the variance, sigmoid(-logSNR)."""
 
+    unit = "time"
+
     def _value(self, logsnr_B: Tensor) -> Tensor:
         return (-logsnr_B).sigmoid()
 
@@ -109,6 +118,8 @@ class LogSNRCondition(NoiseCondition):
 class RectifiedFlowCondition(NoiseCondition):
     """Place on the straight line from noise (0) to data (1): the signal scale of `LerpScaling`."""
 
+    unit = "time"
+
     def _value(self, logsnr_B: Tensor) -> Tensor:
         return (logsnr_B / 2).sigmoid()
 
@@ -121,6 +132,8 @@ class StableDiffusionCondition(NoiseCondition):
         linear_range: the schedule's first and last beta.
         total_steps: the schedule's number of intervals.
     """
+
+    unit = "time"
 
     linear_range: list[float]
     total_steps: int
@@ -137,6 +150,28 @@ class StableDiffusionCondition(NoiseCondition):
         low_B, high_B = rising_N[upper_B - 1], rising_N[upper_B]
         place_B = upper_B - (high_B - var_B) / (high_B - low_B)
         return 1 - place_B.clamp(0, self.total_steps) / self.total_steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class DDPMTimestepCondition(NoiseCondition):
+    """The timestep at which a schedule has this logSNR, in [0, num_train_timesteps - 1]; Stable Diffusion's input.
+
+    Of the schedule's own noise levels it is the whole number; between them it is linear.
+
+    Attributes:
+        schedule: whose timesteps these are.
+    """
+
+    unit = "timestep"
+
+    schedule: DDPMSchedule
+
+    def _value(self, logsnr_B: Tensor) -> Tensor:
+        last = self.schedule.num_train_timesteps - 1
+        rising_N = self.schedule.knots(logsnr_B.device).flip(0)
+        upper_B = torch.searchsorted(rising_N, logsnr_B.contiguous()).clamp(1, last)
+        low_B, high_B = rising_N[upper_B - 1], rising_N[upper_B]
+        return (last - upper_B + (high_B - logsnr_B) / (high_B - low_B)).clamp(0, last)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,11 +19,16 @@ from cascade_train.diffusion.loss_weight import LossWeight
 from cascade_train.diffusion.noise import Noise, PlainNoise
 from cascade_train.diffusion.noise_condition import NoiseCondition
 from cascade_train.diffusion.scaling import Scaling, per_sample
-from cascade_train.diffusion.schedule import Schedule
-from cascade_train.diffusion.target import Target
+from cascade_train.diffusion.schedule import DDPMSchedule, EDMSampleSchedule, Schedule
+from cascade_train.diffusion.target import EDMTarget, EpsilonTarget, Target, VTarget, X0Target
 from cascade_train.diffusion.timestep_bias import TimestepBias
-from cascade_train.errors import RunError
+from cascade_train.errors import ConfigError, RunError
 from cascade_train.options import check_above, check_within
+
+PREDICTION_TYPES: Mapping[type[Target], str] = MappingProxyType(
+    {EpsilonTarget: "epsilon", VTarget: "v_prediction", X0Target: "sample"}
+)
+"""What diffusers' schedulers call the targets."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +68,8 @@ class Objective(AdaptiveParts):
             one too (Hoogeboom et al. 2023, eq. 4), where H W latents have the side sqrt(H W). None = no such shift.
         timestep_bias: which times are drawn more often; None = none.
         noise: what is added to latents in training; None = independent standard normals.
+        input_perturbation: scale of further noise in what the network sees, but not in its target (Ning et al. 2023,
+            gamma, 0.1 there); 0 = off.
 
     Attributes:
         denoises: whether it trains a network to denoise latents.
@@ -79,28 +87,47 @@ class Objective(AdaptiveParts):
     base_latent_size: float | None = None
     timestep_bias: TimestepBias | None = None
     noise: Noise | None = None
+    input_perturbation: float = 0.0
 
     def __post_init__(self) -> None:
         check_within("offset_noise", self.offset_noise, 0.0, 10.0)
+        check_within("input_perturbation", self.input_perturbation, 0.0, 10.0)
         check_above("shift", self.shift, 0.0)
         if self.base_latent_size is not None:
             check_above("base_latent_size", self.base_latent_size, 0.0)
+        zero_snr = isinstance(self.schedule, DDPMSchedule) and self.schedule.rescale_betas_zero_snr
+        if zero_snr and isinstance(self.target, EpsilonTarget):
+            raise ConfigError(
+                "schedule.rescale_betas_zero_snr=true: where the latents are noise alone, predicting it teaches "
+                "nothing; choose a target of velocity, such as objective=ddpm_v, or set it to false"
+            )
 
     def draw_noise(self, generators: Sequence[torch.Generator], shape: tuple[int, int, int]) -> Tensor:
         """Draw training noise, (B, C, H, W) fp32 on the host; see `Noise.draw`."""
         return (PlainNoise() if self.noise is None else self.noise).draw(generators, shape)
 
-    def diffuse(self, x0_BCHW: Tensor, noise_BCHW: Tensor, u_B: Tensor, offset_BC11: Tensor | None = None) -> Diffused:
+    def diffuse(
+        self,
+        x0_BCHW: Tensor,
+        noise_BCHW: Tensor,
+        u_B: Tensor,
+        offset_BC11: Tensor | None = None,
+        perturbation_BCHW: Tensor | None = None,
+    ) -> Diffused:
         """Add noise to clean latents, at the levels chosen by `u_B`, (B,) uniform in [0, 1).
 
         Latents and noise, standard normal, are (B, C, H, W); `offset_BC11` (B, C, 1, 1), standard normal, is needed
-        (RunError) where `offset_noise` is not 0.
+        (RunError) where `offset_noise` is not 0, and `perturbation_BCHW` (B, C, H, W) adds `input_perturbation`.
         """
         if self.offset_noise and offset_BC11 is None:
             raise RunError(f"offset_noise={self.offset_noise} needs normals of shape (B, C, 1, 1); pass them")
         u_B = u_B if self.timestep_bias is None else self.timestep_bias(u_B)
         logsnr_B = self.schedule.sample(u_B, shift=self.shift_for(*x0_BCHW.shape[-2:]))
-        return self.diffuse_at(x0_BCHW, noise_BCHW, logsnr_B, offset_BC11)
+        diffused = self.diffuse_at(x0_BCHW, noise_BCHW, logsnr_B, offset_BC11)
+        if perturbation_BCHW is None:
+            return diffused
+        b_B111 = self._scales(logsnr_B)[1]
+        return replace(diffused, noised=diffused.noised + b_B111 * self.input_perturbation * perturbation_BCHW)
 
     def shift_for(self, height: int, width: int) -> float:
         """Return the shift of training latents of this size."""
@@ -141,6 +168,27 @@ class Objective(AdaptiveParts):
         error_BCHW = (pred_BCHW.float() - diffused.target).square()
         loss_raw_B = error_BCHW.mean(dim=(1, 2, 3)) if mask_B1HW is None else masked_mean(error_BCHW, mask_B1HW)
         return loss_raw_B * diffused.loss_weight_B, loss_raw_B
+
+    def scheduler_config(self) -> dict[str, Any] | None:
+        """Return the configuration, with `_class_name`, of diffusers' scheduler that samples what this trains, or None.
+
+        With DDIM and as many steps, a divisor of the timesteps, its samples are those of `sample` with "ddim".
+        """
+        if isinstance(self.schedule, DDPMSchedule) and type(self.target) in PREDICTION_TYPES:
+            options = ("beta_schedule", "beta_start", "beta_end", "num_train_timesteps", "rescale_betas_zero_snr")
+            sampled = {
+                "clip_sample": False,
+                "set_alpha_to_one": True,
+                "timestep_spacing": "trailing",
+                "steps_offset": 1,
+            }
+            found = {"prediction_type": PREDICTION_TYPES[type(self.target)], **sampled}
+            return {"_class_name": "DDIMScheduler", **{key: getattr(self.schedule, key) for key in options}, **found}
+        if isinstance(self.schedule, EDMSampleSchedule) and isinstance(self.target, EDMTarget):
+            low, high = self.schedule.sigma_range
+            levels = {"sigma_min": low, "sigma_max": high, "sigma_data": self.target.sigma_data, "rho": self.schedule.p}
+            return {"_class_name": "EDMEulerScheduler", **levels, "prediction_type": "epsilon"}
+        return None
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore what `state_dict` returned; a RunError if the state belongs to another objective."""

@@ -21,7 +21,7 @@ class Scaling(abc.ABC):
 
     @abc.abstractmethod
     def __call__(self, logsnr_B: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (a_B, b_B), each (B,) fp32 in [0, 1], of (B,) logSNR."""
+        """Return (a_B, b_B), each (B,) fp32 in [0, 1] (`EDMScaling`: a may be larger), of (B,) logSNR."""
 
 
 class VPScaling(Scaling):
@@ -40,6 +40,28 @@ class LerpScaling(Scaling):
         """See `Scaling`."""
         half_B = logsnr_B.float() / 2
         return half_B.sigmoid(), (-half_B).sigmoid()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EDMScaling(Scaling):
+    """The input of EDM's preconditioning, c_in (x0 + sigma noise) (Karras et al. 2022, table 1).
+
+    logSNR is -2 ln(sigma); a = c_in = 1 / sqrt(sigma^2 + sigma_data^2), b = sigma a.
+
+    Attributes:
+        sigma_data: standard deviation of the latents, > 0; 1 makes this `VPScaling`.
+    """
+
+    sigma_data: float
+
+    def __post_init__(self) -> None:
+        check_above("sigma_data", self.sigma_data, 0.0)
+
+    def __call__(self, logsnr_B: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Scaling`."""
+        sigma_B = (-logsnr_B.float() / 2).exp()
+        a_B = 1 / (sigma_B**2 + self.sigma_data**2).sqrt()
+        return a_B, sigma_B * a_B
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,14 +10,15 @@ from __future__ import annotations
 import abc
 import math
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from cascade_train.diffusion.bucket import Adaptive
 from cascade_train.errors import ConfigError
-from cascade_train.options import check_above, check_increasing, check_within
+from cascade_train.options import check_above, check_choice, check_increasing, check_within
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,6 +253,81 @@ class StableDiffusionSchedule(Schedule):
         place_B = t_B * self.total_steps
         knot_B = place_B.long().clamp(max=self.total_steps - 1)
         return _logsnr_of_variance(torch.lerp(var_N[knot_B], var_N[knot_B + 1], place_B - knot_B))
+
+
+LOWEST_LOGSNR = -60.0
+"""In place of minus infinity: the signal is 1e-13 of the noise, which no fp32 sum shows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DDPMSchedule(Schedule):
+    """The timesteps of Ho et al. 2020, as diffusers' `DDPMScheduler` and `DDIMScheduler` have them.
+
+    Training draws each timestep equally often. A time t is timestep round(t * num_train_timesteps) - 1, which is
+    their "trailing" spacing.
+
+    Attributes:
+        beta_schedule: linear = the betas grow linearly, scaled_linear = their square roots do (Rombach et al. 2022),
+            squaredcos_cap_v2 = cosine in a^2 (Nichol & Dhariwal 2021, eq. 17), without range.
+        beta_start: first beta, in (0, 1).
+        beta_end: last beta, above the first.
+        num_train_timesteps: number of timesteps.
+        rescale_betas_zero_snr: stretch the signal scale so that the last timestep is noise alone (Lin et al. 2023,
+            algorithm 1).
+    """
+
+    beta_schedule: Literal["linear", "scaled_linear", "squaredcos_cap_v2"]
+    beta_start: float
+    beta_end: float
+    num_train_timesteps: int
+    rescale_betas_zero_snr: bool = False
+
+    def __post_init__(self) -> None:
+        check_choice("beta_schedule", self.beta_schedule, ("linear", "scaled_linear", "squaredcos_cap_v2"))
+        check_increasing("[beta_start, beta_end]", [self.beta_start, self.beta_end])
+        check_above("beta_start", self.beta_start, 0.0)
+        check_within("beta_end", self.beta_end, 0.0, 1.0)
+        check_above("num_train_timesteps", self.num_train_timesteps, 1)
+        super().__post_init__()
+
+    def knots(self, device: torch.device) -> Tensor:
+        """Return logSNR of each timestep, (N,) fp32, falling."""
+        options = (self.beta_schedule, self.beta_start, self.beta_end, self.num_train_timesteps)
+        return _ddpm_logsnr(*options, self.rescale_betas_zero_snr, device)
+
+    def _curve(self, t_B: Tensor) -> Tensor:
+        return self.knots(t_B.device)[(t_B * self.num_train_timesteps).round().long().sub(1).clamp(min=0)]
+
+    def sample(self, u_B: Tensor, *, shift: float = 1.0) -> Tensor:
+        """Return the training logSNR of uniform numbers: timestep floor((1 - u) * num_train_timesteps)."""
+        step_B = ((1 - u_B) * self.num_train_timesteps).long().clamp(max=self.num_train_timesteps - 1)
+        return self._limited(self.knots(u_B.device)[step_B] - 2 * math.log(shift * self.shift))
+
+
+@lru_cache(maxsize=32)
+def _ddpm_logsnr(kind: str, start: float, end: float, steps: int, zero_snr: bool, device: torch.device) -> Tensor:
+    """Return logSNR of each timestep, (N,) fp32; a^2 is rounded as diffusers rounds it."""
+    host = torch.device("cpu")
+    if kind == "squaredcos_cap_v2":
+        bar = [math.cos((i / steps + 0.008) / 1.008 * math.pi / 2) ** 2 for i in range(steps + 1)]
+        beta_N = torch.tensor(
+            [min(1 - bar[i + 1] / bar[i], 0.999) for i in range(steps)], dtype=torch.float32, device=host
+        )
+    elif kind == "scaled_linear":
+        beta_N = torch.linspace(start**0.5, end**0.5, steps, dtype=torch.float32, device=host) ** 2
+    else:
+        beta_N = torch.linspace(start, end, steps, dtype=torch.float32, device=host)
+    if zero_snr:
+        beta_N = _with_zero_terminal_snr(beta_N)
+    var_N = (1.0 - beta_N).cumprod(0).double()
+    return (var_N.log() - (-var_N).log1p()).clamp(min=LOWEST_LOGSNR).float().to(device)
+
+
+def _with_zero_terminal_snr(beta_N: Tensor) -> Tensor:
+    """Return betas (N,) whose last signal scale is 0 and whose first is unchanged (Lin et al. 2023, algorithm 1)."""
+    a_N = (1.0 - beta_N).cumprod(0).sqrt()
+    var_N = ((a_N - a_N[-1]) * (a_N[0] / (a_N[0] - a_N[-1]))) ** 2
+    return 1 - torch.cat([var_N[:1], var_N[1:] / var_N[:-1]])
 
 
 @dataclass(frozen=True, kw_only=True)

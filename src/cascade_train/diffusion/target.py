@@ -8,8 +8,11 @@ Shape legend: B batch, C channels, H W latent size; a and b are (B, 1, 1, 1).
 from __future__ import annotations
 
 import abc
+from dataclasses import dataclass
 
 from torch import Tensor
+
+from cascade_train.options import check_above
 
 
 class Target(abc.ABC):
@@ -90,3 +93,32 @@ class RectifiedFlowTarget(Target):
     def noise(self, pred_BCHW: Tensor, noised_BCHW: Tensor, a_B111: Tensor, b_B111: Tensor) -> Tensor:
         """See `Target.noise`."""
         return (noised_BCHW + a_B111 * pred_BCHW) / (a_B111 + b_B111)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EDMTarget(Target):
+    """What EDM's network itself predicts, (x0 - c_skip (x0 + sigma noise)) / c_out (Karras et al. 2022, table 1).
+
+    Needs `EDMScaling` of the same `sigma_data`, for which it is b x0 / sigma_data - a sigma_data noise. A constant loss
+    weight of 1 then is the paper's lambda in the loss of x0.
+
+    Attributes:
+        sigma_data: standard deviation of the latents, > 0.
+    """
+
+    sigma_data: float
+
+    def __post_init__(self) -> None:
+        check_above("sigma_data", self.sigma_data, 0.0)
+
+    def __call__(self, x0_BCHW: Tensor, noise_BCHW: Tensor, a_B111: Tensor, b_B111: Tensor) -> Tensor:
+        """See `Target`."""
+        return b_B111 / self.sigma_data * x0_BCHW - a_B111 * self.sigma_data * noise_BCHW
+
+    def x0(self, pred_BCHW: Tensor, noised_BCHW: Tensor, a_B111: Tensor, b_B111: Tensor) -> Tensor:
+        """See `Target.x0`."""
+        return self.sigma_data**2 * a_B111 * noised_BCHW + self.sigma_data * b_B111 * pred_BCHW
+
+    def noise(self, pred_BCHW: Tensor, noised_BCHW: Tensor, a_B111: Tensor, b_B111: Tensor) -> Tensor:
+        """See `Target.noise`."""
+        return b_B111 * noised_BCHW - self.sigma_data * a_B111 * pred_BCHW

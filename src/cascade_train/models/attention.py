@@ -116,3 +116,12 @@ _KERNELS: dict[str, Callable[[Tensor, Tensor, Tensor, float], Tensor]] = {
     "math": _math,
     "xformers": _xformers,
 }
+
+
+def draws_random_numbers(blocks: list[nn.Module]) -> bool:
+    """Return whether a recomputation must replay the generator: only dropout draws, also an adapter's."""
+    return any(
+        isinstance(module, nn.Dropout) and module.p > 0 and module.training
+        for block in blocks
+        for module in block.modules()
+    )

@@ -19,7 +19,7 @@ from diffusers.models.unets.unet_stable_cascade import StableCascadeUNet, Stable
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from cascade_train.models.attention import set_attention
+from cascade_train.models.attention import draws_random_numbers, set_attention
 
 VARIANTS = 16
 """Kinds of calls of a unit: training or not, with or without skip, a batch of 1, few or 16 and more, a side of 1."""
@@ -169,7 +169,7 @@ class CascadeUNet(StableCascadeUNet):
                     x = _resize(x, unit_skip)
                 arguments = (unit, kinds, x, walk.time, walk.clip, unit_skip, walk.next_control())
                 if recompute:
-                    keep_rng = _draws_random_numbers(unit)
+                    keep_rng = draws_random_numbers(unit)
                     x = checkpoint(self._run_unit, *arguments, use_reentrant=False, preserve_rng_state=keep_rng)
                 else:
                     x = self._run_unit(*arguments)
@@ -266,12 +266,3 @@ def _scale(scaler: nn.Module, x: Tensor) -> Tensor:
     for block in mapping.blocks:
         x = block(x.float()).to(x.dtype) if isinstance(block, nn.Upsample) else block(x)
     return x
-
-
-def _draws_random_numbers(blocks: list[nn.Module]) -> bool:
-    """Say whether a recomputation must replay the generator: only dropout draws, also an adapter's."""
-    return any(
-        isinstance(module, nn.Dropout) and module.p > 0 and module.training
-        for block in blocks
-        for module in block.modules()
-    )

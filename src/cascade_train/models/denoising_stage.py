@@ -1,10 +1,11 @@
-"""What Stage B and C share: a `CascadeUNet` under a text tower and a compressor.
+"""What denoising stages share: a network under a text tower and frozen parts; and what those of the cascade do.
 
-Must not live here: what is modelled and what it is conditioned on (stage_b.py, stage_c.py).
+Must not live here: what is modelled and what it is conditioned on (stage_b.py, stage_c.py, stable_diffusion.py).
 """
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,23 +24,19 @@ from cascade_train.models.stage import Images, Stage, Tokens, product
 from cascade_train.models.text_encoder import TextEncoder
 from cascade_train.options import File, Free
 
-TOWERS = ("text_encoder", "image_encoder")
-"""Parts that take the dtype of frozen modules; the others stay fp32, as in the original."""
-
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class DenoisingStage(Stage):
-    """A stage whose network is a `CascadeUNet`, with the original's initialisation where it has no weights.
+    """A stage whose network denoises what frozen parts make of images, under what they make of captions.
 
     Args:
-        network: architecture of the network.
-        kernels: "fused" = GELU, response norm and dropout of a residual block as one operator; "eager" = one by one.
         text_encoder: frozen text tower.
-        semantic_compressor: images to semantic latents.
 
     Attributes:
         frozen_parts: names of the parts beside the network.
+        towers: those of them that are built in the dtype of frozen modules; the others stay fp32.
         widths: an option of the network, and the part and its attribute that it must equal, of parts that there are.
+        multiple_of: what `image_multiple` is the stride of, for messages.
         encoded_by: the part that makes latents of images.
         decoded_by: the part that makes images of latents.
 
@@ -48,7 +45,9 @@ class DenoisingStage(Stage):
     """
 
     frozen_parts: ClassVar[tuple[str, ...]]
+    towers: ClassVar[tuple[str, ...]] = ("text_encoder", "image_encoder")
     widths: ClassVar[tuple[tuple[str, str, str], ...]]
+    multiple_of: ClassVar[str]
     encoded_by: ClassVar[str]
     decoded_by: ClassVar[str]
 
@@ -57,17 +56,14 @@ class DenoisingStage(Stage):
     seed: int
     random_encoders: bool
     weights: File[str | None]
-    kernels: Free[Literal["eager", "fused"]] = "eager"
-    network: CascadeUNetConfig
     text_encoder: TextEncoder
-    semantic_compressor: SemanticCompressor
 
     def __post_init__(self) -> None:
         self.network_config = self.network
         del self.network  # until `build` makes it of the architecture
         self._values: InitialValues
         self._frozen_dtype: torch.dtype
-        self.image_multiple = self.semantic_compressor.stride
+        self.image_multiple = getattr(self, self.multiple_of).stride
         self._parts = {name: part for name in self.frozen_parts if (part := getattr(self, name)) is not None}
         self._check()
         if self.random_encoders:
@@ -78,7 +74,7 @@ class DenoisingStage(Stage):
         if self.image_size < self.image_multiple or self.image_size % self.image_multiple:
             raise ValueError(
                 f"model.image_size={self.image_size}: must be a multiple of {self.image_multiple} pixels, "
-                "the stride of the semantic compressor"
+                f"the stride of model.{self.multiple_of}"
             )
         for key, name, attribute in self.widths:
             found = self.network_config.arguments[key]
@@ -103,26 +99,33 @@ class DenoisingStage(Stage):
     def _makers(self, device: torch.device, network_dtype: torch.dtype) -> dict[str, Callable[[], None]]:
         makers: dict[str, Callable[[], None]] = {"network": partial(self._build_network, network_dtype)}
         for name, part in self._parts.items():
-            dtype = {"dtype": self._frozen_dtype} if name in TOWERS else {}
+            dtype = {"dtype": self._frozen_dtype} if name in self.towers else {}
             makers[name] = partial(part.build, device=device, **dtype)
         return makers
 
     def tokenize(self, captions: Sequence[str]) -> Tokens:
         """Turn captions into token ids and attention mask, (B, L) int64 on the host; or find their products."""
-        return self.text_encoder.tokenize(captions) if self.caption_lookup is None else self.caption_lookup(captions)
+        return self._tokens_of(captions) if self.caption_lookup is None else self.caption_lookup(captions)
+
+    def _tokens_of(self, captions: Sequence[str]) -> Tokens:
+        return self.text_encoder.tokenize(captions)
 
     @torch.no_grad()
     def make_caption_products(self, captions: Sequence[str]) -> dict[str, Tensor]:
-        """Return those of `clip_text` (B, L, D) and `clip_text_pooled` (B, 1, D) that the stage is conditioned on."""
+        """Return what the stage is conditioned on of captions, see `caption_products`."""
         device = self.text_encoder.module.device
-        made = self._encode_text({name: ids.to(device) for name, ids in self.text_encoder.tokenize(captions).items()})
+        made = self._encode_text({name: ids.to(device) for name, ids in self._tokens_of(captions).items()})
         return {name: made[name] for name in self.caption_products}
 
     def _encode_text(self, tokens: Tokens) -> dict[str, Tensor]:
-        """Return `clip_text` and `clip_text_pooled` of tokens, or what a cache holds of them."""
+        """Return the products of tokens, or what a cache holds of them."""
         if self.caption_lookup is not None:
             return {name: tokens[name].to(self._frozen_dtype) for name in self.caption_products}
-        return dict(zip(("clip_text", "clip_text_pooled"), self.text_encoder.encode(tokens), strict=True))
+        return self._text_of(tokens)
+
+    @abc.abstractmethod
+    def _text_of(self, tokens: Tokens) -> dict[str, Tensor]:
+        """Return what the text towers make of tokens, by the names of `caption_products`."""
 
     def weight_specs(self) -> list[WeightsSpec]:
         """Return the files of the network and of the frozen parts, but for those that are left out."""
@@ -132,16 +135,9 @@ class DenoisingStage(Stage):
             return found
         return [WeightsSpec(key="model.weights", source=self.weights, part=self.part), *found]
 
+    @abc.abstractmethod
     def _build_network(self, dtype: torch.dtype) -> None:
-        from cascade_train.models.response_norm import set_kernels  # heavy: diffusers
-
-        self.network = self.network_config.build()
-        set_kernels(self.network, self.kernels)
-        nn.Module.to(self.network, dtype)  # diffusers' own `to` warns about modules to keep in fp32, without any
-        if self.weights is None:
-            self._values = DrawnValues(self.network, unet_rule(self.network_config.residual_blocks), seed=self.seed)
-        else:
-            self._values = StoredValues(self.network, self.weights, part=self.part)
+        """Make the network on the meta device, and `_values`, which `fill` writes into it."""
 
     def fill(self, shares: Shares) -> None:
         """Write the network's initial values, and then what adapters on it derive from them."""
@@ -179,3 +175,39 @@ class DenoisingStage(Stage):
         """Return (C, H, W) of the latent of an image of `height` x `width` pixels."""
         encoder = getattr(self, self.encoded_by)
         return encoder.latent_channels, -(-height // encoder.stride), -(-width // encoder.stride)
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class CascadeStage(DenoisingStage):
+    """A stage whose network is a `CascadeUNet`, with the original's initialisation where it has no weights.
+
+    Args:
+        network: architecture of the network.
+        kernels: "fused" = GELU, response norm and dropout of a residual block as one operator; "eager" = one by one.
+        semantic_compressor: images to semantic latents.
+    """
+
+    noise_unit = "time"
+    multiple_of = "semantic_compressor"
+
+    kernels: Free[Literal["eager", "fused"]] = "eager"
+    network: CascadeUNetConfig
+    semantic_compressor: SemanticCompressor
+
+    def _build_network(self, dtype: torch.dtype) -> None:
+        from cascade_train.models.response_norm import set_kernels  # heavy: diffusers
+
+        self.network = self.network_config.build()
+        set_kernels(self.network, self.kernels)
+        nn.Module.to(self.network, dtype)  # diffusers' own `to` warns about modules to keep in fp32, without any
+        if self.weights is None:
+            self._values = DrawnValues(self.network, unet_rule(self.network_config.residual_blocks), seed=self.seed)
+        else:
+            self._values = StoredValues(self.network, self.weights, part=self.part)
+
+    def _text_of(self, tokens: Tokens) -> dict[str, Tensor]:
+        """Return `clip_text` (B, L, D) and `clip_text_pooled` (B, 1, D)."""
+        text, pooled = self.text_encoder.encode(tokens)
+        if pooled is None:
+            raise AssertionError("a tower without projection is refused before")
+        return {"clip_text": text, "clip_text_pooled": pooled}

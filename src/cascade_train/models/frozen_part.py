@@ -12,8 +12,16 @@ import torch
 from torch import nn
 
 from cascade_train.errors import ConfigError
-from cascade_train.models.formats.weights import load_module
-from cascade_train.models.formats.weights_source import CONFIG_FILES, WeightsSpec, hub_files, is_hub_id, local_path
+from cascade_train.models.formats.single_file import is_single_file, read_text_tower
+from cascade_train.models.formats.weights import load_module, put_tensors
+from cascade_train.models.formats.weights_source import (
+    CONFIG_FILES,
+    WeightsSpec,
+    find_part,
+    hub_files,
+    is_hub_id,
+    local_path,
+)
 from cascade_train.models.initialize import FROZEN_SEED, convolution_rule, initialise, tower_rule
 from cascade_train.options import File
 
@@ -75,7 +83,8 @@ class ClipTower:
     """A frozen tower of CLIP with projection.
 
     Args:
-        weights: hub id (`owner/name[@revision]`) or local folder of transformers; null = values from a fixed seed.
+        weights: hub id (`owner/name[@revision]`) or local folder of transformers, a run, or a single file of Stable
+            Diffusion; null = values from a fixed seed.
         subfolder: folder within `weights`; null = its root.
         hidden_size: width of the tokens.
         intermediate_size: width inside the feed-forward layers.
@@ -100,7 +109,7 @@ class ClipTower:
     intermediate_size: int
     num_hidden_layers: int
     num_attention_heads: int
-    projection_dim: int
+    projection_dim: int | None
     hidden_act: str
 
     def __post_init__(self) -> None:
@@ -121,6 +130,8 @@ class ClipTower:
         """Return the files that `build` loads."""
         if self.weights is None:
             return []
+        if is_single_file(self.weights):
+            return [WeightsSpec(key=f"model.{self.key}.weights", source=self.weights)]
         where: dict[str, Any] = {"source": self.weights, "part": self.subfolder}
         return [WeightsSpec(key=f"model.{self.key}.weights", beside=CONFIG_FILES, **where)]
 
@@ -130,6 +141,12 @@ class ClipTower:
             with torch.device("meta"):
                 module = kind(config)
             initialise(module, tower_rule, device=device, dtype=dtype, seed=FROZEN_SEED)
+        elif is_single_file(self.weights):
+            with torch.device("meta"):
+                module = kind(config)
+            origin = f"model.{self.key}.weights={self.weights}"
+            values = read_text_tower(self.weights, module, part=self.key)
+            put_tensors(module, values, dtype=dtype, device=device, origin=origin)
         else:
             try:
                 folder, subfolder = local_folder(ClipTower.weight_specs(self)[0])
@@ -145,6 +162,9 @@ class ClipTower:
 
 def local_folder(spec: WeightsSpec) -> tuple[str, str]:
     """Return the folder and subfolder that transformers reads of a spec, of the hub as its files lie in the cache."""
-    if local_path(spec.source).exists() or not is_hub_id(spec.source):
+    path = local_path(spec.source)
+    if path.is_dir() and spec.part is not None:
+        return str(find_part(path, spec.part, spec.key)), ""
+    if path.exists() or not is_hub_id(spec.source):
         return spec.source, spec.part or ""
     return str(hub_files(spec)[0].parent), ""

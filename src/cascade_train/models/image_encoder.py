@@ -35,6 +35,7 @@ class ImageEncoder(ClipTower):
 
     key = "image_encoder"
 
+    projection_dim: int
     image_size_px: int
     patch_size_px: int
     antialias: bool = True

@@ -209,6 +209,23 @@ def torch_uniform(weight: Tensor) -> Fill:
     return Fill(kind="uniform", scale=1.0 / math.sqrt(fan_in(weight)))
 
 
+def torch_rule(network: nn.Module) -> Rule:
+    """Return torch's own fill of every linear and convolution layer and its bias; norms are one and zero.
+
+    So begin diffusers' networks.
+    """
+    layers = (nn.Linear, nn.Conv2d)
+    scales = {n: 1.0 / math.sqrt(fan_in(m.weight)) for n, m in network.named_modules() if isinstance(m, layers)}
+
+    def rule(name: str, parameter: nn.Parameter) -> Fill:
+        owner, _, leaf = name.rpartition(".")
+        if owner in scales:
+            return Fill(kind="uniform", scale=scales[owner])
+        return ONES if leaf == "weight" else ZEROS
+
+    return rule
+
+
 def tower_rule(name: str, parameter: nn.Parameter) -> Fill:
     """Return the fill of a frozen tower without stored weights: every layer keeps the scale of its input.
 

@@ -55,7 +55,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class Stage(abc.ABC):
-    """One stage of the cascade. The constructor is cheap; `build` makes and loads the modules.
+    """A stage of the cascade, or the model of another family. The constructor is cheap; `build` makes the modules.
 
     Args:
         image_size: side in pixels of the square training images; a multiple of the stage's stride.
@@ -67,11 +67,14 @@ class Stage(abc.ABC):
             file; null = from scratch.
 
     Attributes:
-        name: "stage_a", "stage_b" or "stage_c"; tasks name those that they fit.
+        name: "stage_a", "stage_b" or "stage_c" of the cascade, "stable_diffusion" or "stable_diffusion_xl"; tasks name
+            those that they fit.
         part: name of the folder that holds its network in pipelines and exports.
         image_multiple: both sides of an image must be multiples of this many pixels.
         image_keep_prob: share of training samples that keep their image condition, where a task names no other.
         guidance_scale: classifier-free guidance of samples, where `sample.guidance_scale` is null; None = none.
+        guidance_rescale: share of the guided prediction that gets the spread of the unguided one, see `guide`.
+        noise_unit: what its network sees as noise level, see `NoiseCondition.unit`; None = whatever the objective has.
         needs_image: whether the network sees an image in evaluation and sampling too, or text alone.
         denoises: whether the network denoises latents; else it has no conditions and no `predict`.
         latent_name: what the clean latents are called among the products.
@@ -84,12 +87,16 @@ class Stage(abc.ABC):
         caption_lookup: finds the products of captions in a cache, on the host; None = the stage makes them itself.
         network: exists after `build`, unless it is left out.
         text_encoder: of stages that see captions, and of what trains in it.
+        scheduler: diffusers' scheduler that samples as the objective does, as its configuration with `_class_name`, for
+            exports; set before those. None = there is none.
     """
 
     name: ClassVar[str]
     part: ClassVar[str]
     image_keep_prob: ClassVar[float]
     guidance_scale: ClassVar[float | None] = None
+    guidance_rescale: ClassVar[float] = 0.7
+    noise_unit: ClassVar[str | None] = None
     needs_image: ClassVar[bool]
     denoises: ClassVar[bool] = True
     latent_name: ClassVar[str]
@@ -106,6 +113,7 @@ class Stage(abc.ABC):
     seed: int
     network: Any
     text_encoder: TextEncoder
+    scheduler: Mapping[str, Any] | None = None
 
     @abc.abstractmethod
     def build(self, *, device: torch.device, network_dtype: torch.dtype, frozen_dtype: torch.dtype) -> None:
@@ -152,8 +160,12 @@ class Stage(abc.ABC):
         """Encode images, (B, 3, H, W) float in [0, 1] or cached, to clean latents x0, fp32. No gradient, no sync."""
 
     def draw(self, batch: Batch) -> Any:
-        """Make the stage's own random choices about the conditions of a training batch; None = it makes none."""
+        """Make the stage's own choices about the latents and conditions of a training batch; None = it makes none."""
         return None
+
+    def training_latents(self, images: Images, drawn: Any) -> Tensor:
+        """Encode as `encode`, by the choices of `draw` where the latents depend on any; by default they do not."""
+        return self.encode(images)
 
     @abc.abstractmethod
     def conditions(

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from cascade_train.batch import Batch
-from cascade_train.models.denoising_stage import DenoisingStage
+from cascade_train.models.denoising_stage import CascadeStage
 from cascade_train.models.latent_codec import LatentCodec
 from cascade_train.models.stage import Conditions, Images, Save, Tokens, to_device
 
@@ -37,7 +37,7 @@ class Drawn:
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class StageB(DenoisingStage):
+class StageB(CascadeStage):
     """Stage B of Stable Cascade, at any size.
 
     In training the semantic latents are those of a shrunken image (nearest neighbours), so that the network learns to

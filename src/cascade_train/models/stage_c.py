@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cascade_train.models.denoising_stage import DenoisingStage
+from cascade_train.models.denoising_stage import CascadeStage
 from cascade_train.models.image_encoder import ImageEncoder
 from cascade_train.models.previewer import Previewer
 from cascade_train.models.stage import Conditions, Images, Save, Tokens, product, to_device
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class StageC(DenoisingStage):
+class StageC(CascadeStage):
     """Stage C of Stable Cascade, at any size.
 
     Args:

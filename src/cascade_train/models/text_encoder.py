@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,9 +31,10 @@ LONG_PIECES = 3
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class TextEncoder(ClipTower):
-    """CLIP's text tower with projection, frozen (Stable Cascade, core: 77 tokens, padded, mask passed).
+    """CLIP's text tower, frozen; by default as Stable Cascade uses it (core: 77 tokens, padded, mask passed).
 
     Args:
+        projection_dim: width of the pooled text; null = a tower without projection, which has none.
         tokenizer: hub id (`owner/name[@revision]`) or local folder; null = the packaged one.
         tokenizer_subfolder: folder within `tokenizer`; null = its root.
         max_tokens: length to which captions are truncated and padded, start and end included.
@@ -40,9 +42,14 @@ class TextEncoder(ClipTower):
         long_captions: a caption is encoded in three pieces of `max_tokens` that follow each other, the pooled embedding
             being the first piece's; false = one piece, and what is longer is truncated. Always three, so that a sample
             does not depend on its neighbours.
+        hidden_layer: whose output is the text, counted from the end: -1 = the last layer, -2 = the one before
+            ("clip skip").
+        final_norm: whether the tower's last layer norm is applied to it.
+        mask_padding: whether padding is hidden from attention, as in the cascade; Stable Diffusion's towers see it.
+        pad_token: what fills captions up; null = the tokenizer's own.
 
     Raises:
-        ValueError: a size below one, or heads that do not divide the width.
+        ValueError: a size below one, heads that do not divide the width, or a layer that there is not.
     """
 
     key = "text_encoder"
@@ -52,10 +59,19 @@ class TextEncoder(ClipTower):
     max_tokens: int
     vocab_size: int
     long_captions: bool
+    hidden_layer: int = -1
+    final_norm: bool = False
+    mask_padding: bool = True
+    pad_token: str | None = None
 
     def __post_init__(self) -> None:
         if self.max_tokens < 3:
-            raise ValueError(f"text_encoder.max_tokens={self.max_tokens}: must be at least 3 (start, one token, end)")
+            raise ValueError(f"{self.key}.max_tokens={self.max_tokens}: must be at least 3 (start, one token, end)")
+        if not -self.num_hidden_layers <= self.hidden_layer <= -1:
+            raise ValueError(
+                f"{self.key}.hidden_layer={self.hidden_layer}: is counted from the end, give -1 (the last layer) to "
+                f"{-self.num_hidden_layers} (the first)"
+            )
         super().__post_init__()
         self.tokenizer_source = self.tokenizer
         del self.tokenizer  # until `build` loads it
@@ -74,29 +90,34 @@ class TextEncoder(ClipTower):
         if self.tokenizer_source is None:
             return specs
         where: dict[str, Any] = {"source": self.tokenizer_source, "part": self.tokenizer_subfolder}
-        key = "model.text_encoder.tokenizer"
+        key = f"model.{self.key}.tokenizer"
         return [*specs, WeightsSpec(key=key, beside=TOKENIZER_FILES, weights=False, **where)]
 
     def build(self, *, device: torch.device, dtype: torch.dtype) -> None:
         """Load the tokenizer and make the frozen tower; a ConfigError if they do not exist or do not fit each other."""
-        from transformers import CLIPTextConfig, CLIPTextModelWithProjection  # takes seconds
+        from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection  # takes seconds
 
         self.tokenizer = self._load_tokenizer()
         special = {name: getattr(self.tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-        config = CLIPTextConfig(
-            vocab_size=self.vocab_size, max_position_embeddings=self.max_tokens, **self.sizes, **special
-        )
-        self._make(CLIPTextModelWithProjection, config, device, dtype)
-        for key in ("vocab_size", "hidden_size", "projection_dim"):
+        sizes = {name: value for name, value in self.sizes.items() if value is not None}
+        config = CLIPTextConfig(vocab_size=self.vocab_size, max_position_embeddings=self.max_tokens, **sizes, **special)
+        has_projection = self.projection_dim is not None
+        self._make(CLIPTextModelWithProjection if has_projection else CLIPTextModel, config, device, dtype)
+        for key in ("vocab_size", "hidden_size", *(["projection_dim"] if has_projection else [])):
             if getattr(self.module.config, key) != getattr(self, key):
                 raise ConfigError(
-                    f"text_encoder.{key}={getattr(self, key)}: {self.weights} has {getattr(self.module.config, key)}; "
+                    f"{self.key}.{key}={getattr(self, key)}: {self.weights} has {getattr(self.module.config, key)}; "
                     "set the sizes of the tower that the weights belong to"
                 )
         # The pooled token is the first end of text; the legacy id 2 would pool at the highest id: an added token.
-        self.module.text_model.eos_token_id = self.module.config.eos_token_id = self.tokenizer.eos_token_id
-        # The states before are inputs of layers; a sharded tower must not take them for its results.
-        self.module.register_forward_hook(_keep_last_hidden_state)
+        self.tower.eos_token_id = self.module.config.eos_token_id = self.tokenizer.eos_token_id
+        # The other states are inputs of layers; a sharded tower must not take them for its results.
+        self.module.register_forward_hook(partial(_keep_hidden_state, layer=self.hidden_layer))
+
+    @property
+    def tower(self) -> Any:
+        """The layers and embeddings of the module, without its projection."""
+        return getattr(self.module, "text_model", self.module)
 
     def _load_tokenizer(self) -> CLIPTokenizer:
         from transformers import CLIPTokenizer
@@ -106,28 +127,29 @@ class TextEncoder(ClipTower):
         try:
             if self.tokenizer_source is not None:
                 folder, subfolder = local_folder(self.weight_specs()[-1])
-            tokenizer = CLIPTokenizer.from_pretrained(folder, subfolder=subfolder)
+            padding = {} if self.pad_token is None else {"pad_token": self.pad_token}
+            tokenizer = CLIPTokenizer.from_pretrained(folder, subfolder=subfolder, **padding)
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"text_encoder.tokenizer={source}: is neither a local folder nor a hub id that can be reached; "
+                f"{self.key}.tokenizer={source}: is neither a local folder nor a hub id that can be reached; "
                 f"null takes the packaged tokenizer ({error})"
             ) from error
         if len(tokenizer) <= len(tokenizer.all_special_tokens):  # transformers makes one of what it does not find
             raise ConfigError(
-                f"text_encoder.tokenizer={source}: there is no vocabulary; name the folder that holds vocab.json or "
+                f"{self.key}.tokenizer={source}: there is no vocabulary; name the folder that holds vocab.json or "
                 "tokenizer.json, or null for the packaged one"
             )
         packaged = self.tokenizer_source is None and self.weights is not None
         if len(tokenizer) > self.vocab_size or (packaged and len(tokenizer) != self.vocab_size):
             raise ConfigError(
-                f"text_encoder.vocab_size={self.vocab_size}: does not fit the {len(tokenizer)} tokens of {source}; "
-                "set text_encoder.tokenizer to the one that belongs to text_encoder.weights"
+                f"{self.key}.vocab_size={self.vocab_size}: does not fit the {len(tokenizer)} tokens of {source}; "
+                f"set {self.key}.tokenizer to the one that belongs to {self.key}.weights"
             )
         return tokenizer
 
     def units(self) -> list[list[nn.Module]]:
         """Return the tower's layers, each of which shards by itself, in execution order."""
-        return [[layer] for layer in self.module.text_model.encoder.layers]
+        return [[layer] for layer in self.tower.encoder.layers]
 
     def tokenize(self, captions: Sequence[str]) -> Tokens:
         """Turn captions into `input_ids` and `attention_mask`, (B, pieces * `max_tokens`) int64 on the host."""
@@ -152,26 +174,37 @@ class TextEncoder(ClipTower):
         remedy = "" if self.pieces > 1 else "; model.text_encoder.long_captions=true takes three times as many"
         return [f"{self._truncated} of {self._captions} captions were longer than {room} tokens and were cut{remedy}."]
 
-    def encode(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        """Encode (B, L) tokens to text (B, L, D) before the final layer norm and pooled text (B, 1, D').
+    def encode(self, tokens: Tokens) -> tuple[Tensor, Tensor | None]:
+        """Encode (B, L) tokens to text (B, L, D) and pooled text (B, 1, D'), None without projection.
 
         Each piece of `max_tokens` is encoded by itself; the pooled text is the first one's. Never syncs: the mask is
         made here, since transformers would ask the device whether anything is padded.
         """
         batch = len(tokens["input_ids"])
+        keep_PL = tokens["attention_mask"].reshape(-1, self.max_tokens)
         output = self.module(
             input_ids=tokens["input_ids"].reshape(-1, self.max_tokens),
-            attention_mask=causal_mask(tokens["attention_mask"].reshape(-1, self.max_tokens)),
+            attention_mask=causal_mask(keep_PL if self.mask_padding else torch.ones_like(keep_PL)),
             output_hidden_states=True,
         )
-        text_PLD = output.hidden_states[-1]
-        pooled_BPD = output.text_embeds.unflatten(0, (batch, -1))
-        return text_PLD.reshape(batch, -1, text_PLD.shape[-1]), pooled_BPD[:, :1]
+        text_PLD = output.hidden_states[0]
+        if self.final_norm:
+            text_PLD = output.last_hidden_state if self.hidden_layer == -1 else self.tower.final_layer_norm(text_PLD)
+        text_BLD = text_PLD.reshape(batch, -1, text_PLD.shape[-1])
+        if self.projection_dim is None:
+            return text_BLD, None
+        return text_BLD, output.text_embeds.unflatten(0, (batch, -1))[:, :1]
 
 
-def _keep_last_hidden_state(_module: nn.Module, _inputs: object, output: Any) -> Any:
+class SecondTextEncoder(TextEncoder):
+    """The second text tower of a model that has two; otherwise a `TextEncoder`."""
+
+    key = "text_encoder_2"
+
+
+def _keep_hidden_state(_module: nn.Module, _inputs: object, output: Any, *, layer: int) -> Any:
     if output.hidden_states is not None:
-        output.hidden_states = output.hidden_states[-1:]
+        output.hidden_states = (output.hidden_states[layer],)
     return output
 
 

@@ -21,9 +21,10 @@ from cascade_train.models.denoising_stage import DenoisingStage
 from cascade_train.models.formats.export import network_config
 from cascade_train.models.formats.lora_files import adapter_size, holds_lora
 from cascade_train.models.formats.weights import stored_size
-from cascade_train.models.formats.weights_source import NETWORK_PARTS, is_hub_id, is_packaged
+from cascade_train.models.formats.weights_source import NETWORK_PARTS, PIPELINE, is_hub_id, is_packaged
+from cascade_train.models.formats.weights_tensors import is_condition_unet
 
-PARTS = ("lora", *NETWORK_PARTS, "export")
+PARTS = ("lora", *NETWORK_PARTS, PIPELINE, "export")
 """Names of a run's folders between its configuration and its files."""
 
 
@@ -143,6 +144,9 @@ def run_of(path: Path) -> Path | None:
 
 
 def part_name(network: nn.Module) -> str:
-    """Return what the folder of a network is called in pipelines and exports: "prior" (Stage C) or "decoder"."""
-    prior, decoder = NETWORK_PARTS
-    return decoder if network_config(network)["clip_text_in_channels"] is None else prior
+    """Return what the folder of a network is called in pipelines and exports, one of `NETWORK_PARTS`."""
+    prior, decoder, unet = NETWORK_PARTS
+    config = network_config(network)
+    if is_condition_unet(config):
+        return unet
+    return decoder if config["clip_text_in_channels"] is None else prior

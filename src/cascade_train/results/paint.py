@@ -29,7 +29,7 @@ from cascade_train.distributed.parallelize import evaluating
 from cascade_train.distributed.process_group import World
 from cascade_train.engine.sampling import to_images
 from cascade_train.errors import ConfigError
-from cascade_train.models.denoising_stage import DenoisingStage
+from cascade_train.models.denoising_stage import CascadeStage
 from cascade_train.models.formats.export_pipelines import resolution_multiple
 from cascade_train.models.stage import Stage
 from cascade_train.models.stage_b import StageB
@@ -241,7 +241,7 @@ class Fingerprint:
     @classmethod
     def of(cls, stage: Stage) -> Fingerprint:
         """Return the fingerprint of a built stage's compressor."""
-        if not isinstance(stage, DenoisingStage):
+        if not isinstance(stage, CascadeStage):
             raise AssertionError(f"{stage.name} has no semantic compressor")
         compressor = stage.semantic_compressor
         hashed = hashlib.sha256(type(compressor).__name__.encode())

@@ -1,4 +1,4 @@
-"""Training of every weight of a stage's network; of Stage C's, `Finetune`.
+"""Training of every weight of a stage's network; of Stage C's and Stable Diffusion's, `Finetune`.
 
 Must not live here: the loss (text_to_image.py), and how a network is written for other programs (the stage).
 """
@@ -39,6 +39,6 @@ class WholeNetwork(TextToImage):
 
 
 class Finetune(WholeNetwork):
-    """Trains every weight of Stage C's network."""
+    """Trains every weight of the network of Stage C, or of Stable Diffusion's."""
 
-    fits = ("stage_c",)
+    fits = ("stage_c", "stable_diffusion", "stable_diffusion_xl")

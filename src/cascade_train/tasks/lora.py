@@ -60,7 +60,7 @@ class LoRA(TextToImage):
         seed: of the adapters' initial values.
     """
 
-    fits = ("stage_c", "stage_b")
+    fits = ("stage_c", "stage_b", "stable_diffusion", "stable_diffusion_xl")
     trains_network = False
 
     rank: int

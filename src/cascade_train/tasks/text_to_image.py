@@ -50,6 +50,7 @@ class PreparedBatch:
         drawn: the stage's own choices, see `Stage.draw`.
         cached: products of the images, from a cache.
         mask_B1HW: (B, 1, H, W) fp32 in [0, 1], weight of each place of the latents; None = 1 everywhere.
+        perturbation_BCHW: (B, C, H, W) fp32 standard normal; None where the objective does not perturb its input.
     """
 
     image_BCHW: Tensor | None
@@ -63,6 +64,7 @@ class PreparedBatch:
     drawn: Any = None
     cached: Products = field(default_factory=dict)
     mask_B1HW: Tensor | None = None
+    perturbation_BCHW: Tensor | None = None
 
     @property
     def images(self) -> Images:
@@ -99,6 +101,7 @@ class TextToImage(Task):
         """Take the built stage; a task extends this by what it freezes and adds."""
         super().attach(stage, objective, device)
         self.objective = objective
+        stage.scheduler = objective.scheduler_config()
         self._image_keep_prob = stage.image_keep_prob if self.image_keep_prob is None else self.image_keep_prob
         self._empty_tokens = self._tokens([""])
 
@@ -123,6 +126,9 @@ class TextToImage(Task):
             drawn=self.stage.draw(batch),
             cached={n: self._copy(batch.tensors[n]) for n in self.stage.image_products if n in batch.tensors},
             mask_B1HW=None if "mask" not in batch.tensors else latent_mask(self._copy(batch.tensors["mask"]), shape),
+            perturbation_BCHW=self._copy(batch.normal("input_perturbation", shape))
+            if self.objective.input_perturbation
+            else None,
         )
 
     def _latent_shape(self, batch: Batch) -> tuple[int, int, int]:
@@ -141,8 +147,10 @@ class TextToImage(Task):
             shown = images if self._image_keep_prob > 0.0 else None
             with torch.set_grad_enabled(self.trains_conditions):
                 cond = self.stage.conditions(tokens, shown, prepared.keep_image_B, prepared.drawn)
-            x0_BCHW = self.stage.encode(images)
-            diffused = self.objective.diffuse(x0_BCHW, prepared.noise_BCHW, prepared.timestep_B, prepared.offset_BC11)
+            x0_BCHW = self.stage.training_latents(images, prepared.drawn)
+            noise = (prepared.noise_BCHW, prepared.timestep_B, prepared.offset_BC11)
+            further = {} if prepared.perturbation_BCHW is None else {"perturbation_BCHW": prepared.perturbation_BCHW}
+            diffused = self.objective.diffuse(x0_BCHW, *noise, **further)
         control = self.control(prepared, training=True)
         pred_BCHW = self.stage.predict(diffused.noised, diffused.timestep_ratio_B, cond, control)
         loss_B, loss_raw_B = self.objective.loss(pred_BCHW, diffused, prepared.mask_B1HW)
@@ -295,6 +303,7 @@ class DiffusionPainter(Painter):
             noise=noise,
             shift=self.settings.shift,
             guidance_scale=self.settings.guidance_scale,
+            guidance_rescale=self.task.stage.guidance_rescale,
             sampler=self.settings.sampler,
             **({"steps": self.settings.steps} | start),
         )

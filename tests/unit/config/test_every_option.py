@@ -39,6 +39,7 @@ COMPANIONS = {
         for stage in class_constant(target, "fits")[:1]
     },
     "filter": {"task": "controlnet"},
+    **{f"objective={name}": {"model": "sd_tiny"} for name in ("ddpm", "ddpm_min_snr", "ddpm_v")},
 }
 """What else is chosen, in the place of `CHOSEN`, with an option or with any option of a group."""
 

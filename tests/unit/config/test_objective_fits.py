@@ -29,6 +29,17 @@ from tests.unit.config.composing import checked
             ["finetune", "c_tiny", "preview"],
             r"does not train model=c_tiny \(stage_c\)\. .*objective=adaptive, edm",
         ),
+        (
+            ["finetune", "sd_tiny", "gdf"],
+            r"^objective.noise_condition=CosineTimeCondition gives the network a time for noise level, and that of "
+            r"model=sd_tiny was made for a timestep\. Choose objective=ddpm, ddpm_min_snr, ddpm_v, edm or edm_sdxl\.$",
+        ),
+        (["finetune", "c_tiny", "ddpm_v"], r"Choose objective=adaptive, edm, edm_sdxl, gdf, .*, v or x0\.$"),
+        (
+            ["reconstruction", "sd_tiny", "ddpm"],
+            r"task=reconstruction trains .*but model=sd_tiny is stable_diffusion\.",
+        ),
+        (["controlnet", "sdxl_tiny", "ddpm"], r"Tasks that fit stable_diffusion_xl: finetune, lora;"),
     ],
 )
 def test_an_objective_for_something_else_is_refused(overrides, message):

@@ -15,7 +15,8 @@ from cascade_train.config.components import construct
 from cascade_train.diffusion.objective import Objective
 
 FOLDER = Path(__file__).resolve().parents[3] / "conf" / "objective"
-OBJECTIVES = ("adaptive", "edm", "gdf", "min_snr", "rectified_flow", "v", "x0")
+STABLE_DIFFUSION = ("ddpm", "ddpm_min_snr", "ddpm_v", "edm_sdxl")
+OBJECTIVES = tuple(sorted(("adaptive", "edm", "gdf", "min_snr", "rectified_flow", "v", "x0", *STABLE_DIFFUSION)))
 
 
 def shipped() -> list[str]:

@@ -8,6 +8,7 @@ import torch
 
 from cascade_train.diffusion.noise_condition import (
     CosineTimeCondition,
+    DDPMTimestepCondition,
     DiscreteCondition,
     EDMCondition,
     EDMSigmaCondition,
@@ -18,9 +19,10 @@ from cascade_train.diffusion.noise_condition import (
     StableDiffusionCondition,
 )
 from cascade_train.diffusion.scaling import LerpScaling
-from cascade_train.diffusion.schedule import CosineSchedule, StableDiffusionSchedule
+from cascade_train.diffusion.schedule import CosineSchedule, DDPMSchedule, StableDiffusionSchedule
 from cascade_train.errors import ConfigError
 
+DDPM = DDPMSchedule(beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012, num_train_timesteps=1000)
 COSINE = CosineTimeCondition(s=0.008)
 CONDITIONS: tuple[NoiseCondition, ...] = (
     COSINE,
@@ -30,6 +32,7 @@ CONDITIONS: tuple[NoiseCondition, ...] = (
     LogSNRCondition(),
     RectifiedFlowCondition(),
     StableDiffusionCondition(linear_range=[0.00085, 0.012], total_steps=1000),
+    DDPMTimestepCondition(schedule=DDPM),
     DiscreteCondition(condition=COSINE, steps=1000, continuous_range=[0.0, 1.0]),
 )
 LOGSNR = torch.linspace(-12, 12, 49)

@@ -10,6 +10,7 @@ from torch import Tensor
 from cascade_train.diffusion.schedule import (
     CosineLogSNRSchedule,
     CosineSchedule,
+    DDPMSchedule,
     EDMSampleSchedule,
     EDMTrainSchedule,
     InterpolatedSchedule,
@@ -34,6 +35,7 @@ SCHEDULES = {
     "edm_train": EDMTrainSchedule(sigma_range=[0.002, 80.0], p=7.0, mu=-1.2, std=1.2),
     "linear": LINEAR,
     "stable_diffusion": StableDiffusionSchedule(linear_range=[0.00085, 0.012], total_steps=1000),
+    "ddpm": DDPMSchedule(beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012, num_train_timesteps=1000),
     "interpolated": InterpolatedSchedule(first=COSINE, second=LINEAR, shifts=[1.0, 2.0]),
 }
 T = torch.linspace(0, 1, 301)

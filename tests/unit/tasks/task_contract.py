@@ -64,7 +64,7 @@ def make_batch(*indices: int, side: int = 96, captions: tuple[str, ...] | None =
 
 def batch_for(task: Task, *indices: int) -> Batch:
     """Return such a batch with what the data workers make of its pictures for the task."""
-    batch, transform = make_batch(*indices), task.sample_transform()
+    batch, transform = make_batch(*indices, side=task.stage.image_size), task.sample_transform()
     if transform is None or batch.image_BCHW is None:
         return batch
     pairs = zip(batch.image_BCHW.numpy(), batch.generators("transform"), strict=True)

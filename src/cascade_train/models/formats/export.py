@@ -18,14 +18,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from cascade_train.errors import RunError, unwritten
+from cascade_train.errors import ConfigError, RunError, unwritten
 from cascade_train.files.durable import replacing
 from cascade_train.models.formats.weights import open_weights, replace_prefix
-from cascade_train.models.formats.weights_tensors import map_keys, original_layout
+from cascade_train.models.formats.weights_tensors import is_condition_unet, map_keys, original_layout
 from cascade_train.models.latent_codec import ORIGINAL_NAMES
 
 if TYPE_CHECKING:
-    from diffusers import StableCascadeUNet
+    from diffusers import StableCascadeUNet, UNet2DConditionModel
     from diffusers.pipelines.deprecated.wuerstchen.modeling_paella_vq_model import PaellaVQModel
 
 NETWORK_FORMATS = ("diffusers", "original")
@@ -53,12 +53,17 @@ def network_config(network: nn.Module) -> dict[str, Any]:
     return dict(network.config)
 
 
-def build_plain_network(config: Mapping[str, Any], state: Mapping[str, Tensor] | None) -> StableCascadeUNet:
+def build_plain_network(
+    config: Mapping[str, Any], state: Mapping[str, Tensor] | None
+) -> StableCascadeUNet | UNet2DConditionModel:
     """Return diffusers' own class around `state` (sharing its memory); None = on the meta device."""
-    from diffusers import StableCascadeUNet
+    if is_condition_unet(config):
+        from diffusers import UNet2DConditionModel as Network
+    else:
+        from diffusers import StableCascadeUNet as Network
 
     with torch.device("meta"):
-        network = StableCascadeUNet.from_config({k: v for k, v in config.items() if not k.startswith("_")})
+        network = Network.from_config({k: v for k, v in config.items() if not k.startswith("_")})
     if state is not None:
         network.load_state_dict(state, strict=True, assign=True)
     return network.eval()
@@ -68,9 +73,11 @@ def save_network(state: Mapping[str, Tensor], config: Mapping[str, Any], out: Pa
     """Write a denoising network's weights alone, replacing `out`; return the largest relative difference.
 
     `state` is the whole state dict with diffusers' keys, on the host, in the dtype to be written. `format` is one of
-    `NETWORK_FORMATS`: "diffusers" makes a folder, "original" a file that ends in `.safetensors`. What reads back
-    differently is a RunError, and `out` is as it was.
+    `NETWORK_FORMATS`: "diffusers" makes a folder, "original" a file that ends in `.safetensors`, of the cascade's
+    networks alone (ConfigError). What reads back differently is a RunError, and `out` is as it was.
     """
+    if format == "original" and is_condition_unet(config):
+        raise ConfigError("format=original: is for networks of Stable Cascade; write this one with format=diffusers")
     network = build_plain_network(config, state)
     with (replaced_directory if format == "diffusers" else replaced_file)(out) as partial:
         if format == "diffusers":
@@ -140,12 +147,20 @@ def fixed_prediction(network: nn.Module) -> Tensor:
     The latent is the smallest that every level can halve; 4 x 4 for Stage C.
     """
     config, dtype, generator = network.config, network.dtype, torch.Generator().manual_seed(0)
-    is_stage_c = config.clip_text_in_channels is not None
-    side = 4 if is_stage_c else config.patch_size * 2 ** (len(config.block_out_channels) - 1)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(dtype)
 
+    if is_condition_unet(config):
+        side, text = 2 ** (len(config.block_out_channels) - 1), draw(1, 5, config.cross_attention_dim)
+        added = {}
+        if config.addition_embed_type is not None:
+            pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
+            added = {"added_cond_kwargs": {"text_embeds": draw(1, pooled), "time_ids": draw(1, 6)}}
+        latent = draw(1, config.in_channels, side, side)
+        return network(latent, torch.tensor([500]), text, **added, return_dict=False)[0].float()
+    is_stage_c = config.clip_text_in_channels is not None
+    side = 4 if is_stage_c else config.patch_size * 2 ** (len(config.block_out_channels) - 1)
     latent = draw(1, config.in_channels, side, side)
     conditions = {"clip_text_pooled": draw(1, 1, config.clip_text_pooled_in_channels)}
     if is_stage_c:

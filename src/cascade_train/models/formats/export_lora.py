@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,17 @@ from cascade_train.models.formats.export import (
     replaced_file,
 )
 from cascade_train.models.formats.lora_files import (
+    DIFFUSERS_FILE,
     SINGLE_FILE,
     module_shapes,
     read_lora,
+    write_diffusers_file,
     write_peft_folder,
     write_single_file,
 )
 from cascade_train.models.formats.lora_files_keyed import write_keyed, write_token_files
 from cascade_train.models.formats.lora_files_original import write_original
+from cascade_train.models.formats.weights_tensors import is_condition_unet
 from cascade_train.models.lora import LoraSpec, StoredLora, adapted_modules, magnitude_factor
 
 log = logging.getLogger(__name__)
@@ -41,15 +45,21 @@ def save_lora(
 ) -> float:
     """Write adapters as peft's folder and as one file with metadata, replacing `directory` at once.
 
-    Both are read back for a network of that diffusers config, and each layer's contribution is compared (RunError).
-    `metadata` is added to the single file's header.
+    Those of Stable Diffusion are there a third time, as diffusers' pipelines load them. All are read back for a network
+    of that diffusers config, and each layer's contribution is compared (RunError). `metadata` is added to the single
+    file's header.
     """
     modules = module_shapes(build_plain_network(network_config, None))
     with replaced_directory(directory) as partial:
         write_peft_folder(partial, lora)
         write_single_file(partial / SINGLE_FILE, lora, metadata)
         found = [read_lora(str(each), key="export", modules=modules) for each in (partial, partial / SINGLE_FILE)]
-        return max(lora_error(lora, each, directory) for each in found)
+        errors = [lora_error(lora, each, directory) for each in found]
+        if is_condition_unet(network_config):
+            write_diffusers_file(partial, lora)
+            again = read_lora(str(partial / DIFFUSERS_FILE), key="export", modules=modules)
+            errors.append(lora_error(replace(lora, tokens=None), again, directory))
+        return max(errors)
 
 
 def export_lora(

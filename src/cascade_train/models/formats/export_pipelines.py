@@ -115,12 +115,12 @@ def _folder_error(network: StableCascadeUNet, written: Path, directory: Path) ->
 def _prior_pipeline(network: StableCascadeUNet, stage: StageC) -> StableCascadePriorPipeline:
     tower = None if stage.image_encoder is None else stage.image_encoder.module
     return StableCascadePriorPipeline(
-        tokenizer=_tokenizer_of_length(stage.text_encoder),
-        text_encoder=_copy_on_host(stage.text_encoder.module, network.dtype),
+        tokenizer=tokenizer_of_length(stage.text_encoder),
+        text_encoder=copy_on_host(stage.text_encoder.module, network.dtype),
         prior=network,
         scheduler=DDPMWuerstchenScheduler(),
         resolution_multiple=resolution_multiple(stage),
-        image_encoder=None if tower is None else _copy_on_host(tower, network.dtype),
+        image_encoder=None if tower is None else copy_on_host(tower, network.dtype),
         feature_extractor=None if tower is None else _image_processor(tower.config.image_size),
     )
 
@@ -130,27 +130,28 @@ def _decoder_pipeline(network: StableCascadeUNet, stage: StageB) -> StableCascad
     published = isinstance(compressor, EfficientNetCompressor)
     return StableCascadeDecoderPipeline(
         decoder=network,
-        tokenizer=_tokenizer_of_length(stage.text_encoder),
-        text_encoder=_copy_on_host(stage.text_encoder.module, network.dtype),
+        tokenizer=tokenizer_of_length(stage.text_encoder),
+        text_encoder=copy_on_host(stage.text_encoder.module, network.dtype),
         scheduler=DDPMWuerstchenScheduler(),
-        vqgan=plain_vqgan(codec.arguments, _on_host(codec.module, network.dtype)),
+        vqgan=plain_vqgan(codec.arguments, on_host(codec.module, network.dtype)),
         latent_dim_scale=PUBLISHED_LATENT_SCALE if published else compressor.stride / codec.stride,
     )
 
 
-def _copy_on_host(tower: Any, dtype: torch.dtype) -> Any:
+def copy_on_host(tower: Any, dtype: torch.dtype) -> Any:
     """Return a CLIP tower of the network's dtype on the host: the pipeline feeds the network what the towers give."""
     with torch.device("meta"):
         copied = type(tower)(tower.config)
-    copied.load_state_dict(_on_host(tower, dtype), strict=True, assign=True)
+    copied.load_state_dict(on_host(tower, dtype), strict=True, assign=True)
     return copied.eval()
 
 
-def _on_host(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+def on_host(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return copies of a module's tensors in a dtype on the host, by name."""
     return {name: copy_to(value, dtype, torch.device("cpu")) for name, value in module.state_dict().items()}
 
 
-def _tokenizer_of_length(encoder: TextEncoder) -> Any:
+def tokenizer_of_length(encoder: TextEncoder) -> Any:
     """Return a copy of the tokenizer that pads to `max_tokens`: the pipeline has no other place for that length."""
     copied = copy.deepcopy(encoder.tokenizer)
     copied.model_max_length = encoder.max_tokens

@@ -40,12 +40,14 @@ from cascade_train.models.lora import (
 
 FORMAT = "cascade_train.lora/1"
 SINGLE_FILE = "lora.safetensors"
+DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 TOKENS_FILE = "tokens.safetensors"
 TEXT_ENCODER = "text_encoder"
 TOKEN_ROWS = "token_rows"
 
+DIFFUSERS_HEADER = "lora_adapter_metadata"
 _PEFT_PREFIX = "base_model.model."
 _ALPHA = "lora_alpha"
 """Of every adapter of a peft folder, from its configuration."""
@@ -87,6 +89,30 @@ def write_peft_folder(folder: Path, lora: StoredLora) -> None:
         _write_adapter(folder / TEXT_ENCODER, lora.text_encoder, lora.spec)
     if lora.tokens is not None:
         write_tensors(folder / TOKENS_FILE, {TOKEN_ROWS: lora.tokens.rows}, _token_header(lora.tokens))
+
+
+def write_diffusers_file(folder: Path, lora: StoredLora) -> None:
+    """Write adapters of Stable Diffusion as `load_lora_weights` of diffusers' pipelines reads them.
+
+    Rank and alpha lie in the header, as diffusers writes them; trained tokens have no place in it.
+    """
+    from peft import LoraConfig
+
+    spec, tensors, facts = lora.spec, dict[str, Tensor](), dict[str, object]()
+    for prefix, state in (("unet", lora.state), (TEXT_ENCODER, lora.text_encoder)):
+        names = adapted_modules(state)
+        if names:
+            config = LoraConfig(r=spec.rank, lora_alpha=spec.alpha, use_dora=spec.dora).to_dict()
+            config["target_modules"] = names
+            facts |= {f"{prefix}.{key}": value for key, value in config.items() if _is_plain(value)}
+        short = {name.replace(f"{_MAGNITUDE}.weight", _MAGNITUDE): value for name, value in state.items()}
+        tensors |= {f"{prefix}.{name}": value for name, value in short.items()}
+    header = {"format": "pt", DIFFUSERS_HEADER: json.dumps(facts, indent=2, sort_keys=True)}
+    write_tensors(folder / DIFFUSERS_FILE, tensors, header)
+
+
+def _is_plain(value: object) -> bool:
+    return value is None or isinstance(value, bool | int | float | str | list)
 
 
 def _write_adapter(folder: Path, state: Mapping[str, Tensor], spec: LoraSpec) -> None:
@@ -170,6 +196,8 @@ def _read_by_name(
     if header.get("format") == FORMAT:
         lora = replace(read_keyed(named, modules, origin, alpha=float(header["alpha"])), spec=_spec_of(header))
     elif is_keyed(named):
+        if DIFFUSERS_HEADER in header:
+            header = {**header, _ALPHA: str(json.loads(header[DIFFUSERS_HEADER])["unet.lora_alpha"])}
         lora = read_keyed(named, modules, origin, alpha=float(header[_ALPHA]) if _ALPHA in header else None)
     else:
         first = ", ".join(list(tensors)[:2]) or "nothing"

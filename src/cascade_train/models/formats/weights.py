@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
+from cascade_train.models.formats.single_file import unet_layout
 from cascade_train.models.formats.weights_source import find_weight_files
 from cascade_train.models.formats.weights_tensors import (
     SIZES,
@@ -20,12 +21,13 @@ from cascade_train.models.formats.weights_tensors import (
     Stored,
     StoredTensors,
     check_fit,
+    is_condition_unet,
     map_keys,
     own_names,
     recognise_size,
     shapes_of,
 )
-from cascade_train.models.initialize import InitialValues, Shares
+from cascade_train.models.initialize import InitialValues, Shares, materialise
 
 
 def open_weights(
@@ -38,6 +40,12 @@ def open_weights(
     return StoredTensors(find_weight_files(source, key=key, part=part), key=key, layout=layout)
 
 
+def network_layout(network: nn.Module) -> Layout:
+    """Return how the names of a stored denoising network become its own: the cascade's, or Stable Diffusion's."""
+    config = dict(network.config)
+    return unet_layout(config) if is_condition_unet(config) else map_keys
+
+
 def load_network(
     network: nn.Module,
     source: str,
@@ -47,12 +55,12 @@ def load_network(
     key: str = "model.weights",
     part: str = "network",
 ) -> None:
-    """Load a denoising network of Stage B or C in place, tensor by tensor; diffusers' keys or the original's.
+    """Load a denoising network in place, tensor by tensor; diffusers' keys or the original's.
 
     It may lie on the meta device. `dtype` None = that of the first stored tensor. A ConfigError names the model that
     other weights belong to.
     """
-    with open_weights(source, key=key, part=part, layout=map_keys) as tensors:
+    with open_weights(source, key=key, part=part, layout=network_layout(network)) as tensors:
         _check_network(network, tensors, f"{key}={source}")
         _put(network, tensors, dtype or tensors.read(next(iter(tensors.shapes()))).dtype, device)
 
@@ -67,7 +75,7 @@ def load_state(
 
 def read_network(network: nn.Module, source: str, *, key: str, part: str = "prior") -> Iterator[tuple[str, Tensor]]:
     """Yield name and whole fp32 value, on the host, of the stored tensors of a network, which may be sharded."""
-    with open_weights(source, key=key, part=part, layout=map_keys) as tensors:
+    with open_weights(source, key=key, part=part, layout=network_layout(network)) as tensors:
         _check_network(network, tensors, f"{key}={source}")
         for name in tensors.shapes():
             yield name, copy_to(tensors.read(name), torch.float32, torch.device("cpu"))
@@ -80,14 +88,14 @@ def stored_size(source: str, *, key: str, part: str = "network") -> str | None:
 
 
 class StoredValues(InitialValues):
-    """The values of a denoising network of Stage B or C that lie in files; arguments as for `load_network`.
+    """The values of a denoising network that lie in files; arguments as for `load_network`.
 
     Raises:
         ConfigError: no such weights, or weights of another model, naming it.
     """
 
     def __init__(self, network: nn.Module, source: str, *, key: str = "model.weights", part: str = "network") -> None:
-        self._tensors = open_weights(source, key=key, part=part, layout=map_keys)
+        self._tensors = open_weights(source, key=key, part=part, layout=network_layout(network))
         with self._tensors as tensors:
             _check_network(network, tensors, f"{key}={source}")
 
@@ -120,6 +128,16 @@ def load_module(
     with open_weights(source, key=key, part=part, layout=layout) as tensors:
         _check_shapes(module, tensors.shapes(), f"{key}={source}")
         _put(module, tensors, dtype, device)
+
+
+def put_tensors(
+    module: nn.Module, values: Mapping[str, Tensor], *, dtype: torch.dtype, device: torch.device, origin: str
+) -> None:
+    """Give a module on the meta device whole tensors under its own names; `origin` is for the ConfigError."""
+    _check_shapes(module, shapes_of(values), origin)
+    materialise(module, device, dtype)
+    for name, value in values.items():
+        set_tensor(module, name, copy_to(value, dtype, device))
 
 
 def replace_prefix(name: str, prefixes: Mapping[str, str]) -> str:

@@ -14,8 +14,11 @@ from cascade_train.files.untrusted import read_json
 from cascade_train.redaction import LONGEST_NAME, shortened
 
 SINGLE_FILE_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
-NETWORK_PARTS = ("prior", "decoder")
-"""Folders of pipelines and exports that hold a denoising network: Stage C's and Stage B's."""
+NETWORK_PARTS = ("prior", "decoder", "unet")
+"""Folders of pipelines and exports that hold a denoising network: Stage C's, Stage B's and Stable Diffusion's."""
+
+PIPELINE = "pipeline"
+"""Folder of an export that holds a whole model of another family than the cascade, with a folder for each part."""
 
 STEMS = ("diffusion_pytorch_model", "model", "pytorch_model")
 """Stems of weight files in folders of diffusers and transformers."""
@@ -119,12 +122,12 @@ def is_hub_id(source: str) -> bool:
 
 
 def _holds(folder: Path, part: str) -> bool:
-    return (folder / "export" / part).is_dir() or (folder / part).is_dir()
+    return any((folder / inside / part).is_dir() for inside in ("", "export", PIPELINE, f"export/{PIPELINE}"))
 
 
 def find_part(folder: Path, part: str, key: str) -> Path:
     """Return the folder of `part` ("prior", "lora") inside a run, an export or a pipeline; else `folder` itself."""
-    for candidate in (folder / "export" / part, folder / part):
+    for candidate in (folder / "export" / part, folder / part, folder / "export" / PIPELINE, folder / PIPELINE):
         if candidate.is_dir():
             return find_part(candidate, part, key)
     if (folder / "manifest.json").is_file():

@@ -220,6 +220,11 @@ def original_layout(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
     return layout
 
 
+def is_condition_unet(config: Mapping[str, Any]) -> bool:
+    """Return whether a diffusers config is Stable Diffusion's `UNet2DConditionModel`, not a network of the cascade."""
+    return "cross_attention_dim" in config
+
+
 def recognise_size(shapes: Mapping[str, Shape]) -> str | None:
     """Return the `model=` name of a published size; None = another size.
 

@@ -1,0 +1,191 @@
+"""Tasks on Stable Diffusion: their contracts, and a step as diffusers and torch alone compute it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import (
+    AutoencoderKL,
+    DDPMScheduler,
+    DiffusionPipeline,
+    StableDiffusionPipeline,
+    StableDiffusionXLPipeline,
+    UNet2DConditionModel,
+)
+from torch import Tensor
+from torch.nn import functional
+
+from cascade_train.batch import Batch
+from cascade_train.models.lora import adapted_layers
+from cascade_train.tasks.base import SampleSettings
+from tests.unit.tasks.task_contract import TaskContract, attached, component, make_batch
+
+FAMILIES = {"sd_tiny": StableDiffusionPipeline, "sdxl_tiny": StableDiffusionXLPipeline}
+PROMPTS = ["a small red circle", "a large blue square on a green background"]
+
+
+class TestFinetuneOfSd(TaskContract):
+    option, model, objective = "finetune", "sd_tiny", "ddpm"
+
+
+class TestFinetuneOfSdxl(TaskContract):
+    option, model, objective = "finetune", "sdxl_tiny", "ddpm_v"
+
+
+class TestLoraOfSdxl(TaskContract):
+    option, model, objective = "lora", "sdxl_tiny", "ddpm"
+    changes = {"cond_drop_prob": 0.0}
+    lr = 1e-2
+
+
+def framed_batch(side: int = 32) -> Batch:
+    """Return a batch of pictures of known sizes, each cropped at a place of its own."""
+    return replace(
+        make_batch(0, 1, 2, side=side),
+        original_size_B2=torch.tensor([[64, 48], [40, 100], [32, 32]]),
+        crop_B4=torch.tensor([[16, 0, 48, 48], [0, 30, 40, 40], [0, 0, 32, 32]]),
+    )
+
+
+TIME_IDS = torch.tensor([[64, 48, 11, 0, 32, 32], [40, 100, 0, 24, 32, 32], [32, 32, 0, 0, 32, 32]])
+"""As diffusers' train_text_to_image_sdxl.py has them: the picture is resized first, and the crop counts after it."""
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def left(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any, Path]:
+    """The name of a family, a task on it, and the pipeline that it leaves."""
+    task = attached(component("task", "finetune", cond_drop_prob=0.0), request.param, component("objective", "ddpm"))
+    export, folder = task.exports()["pipeline"], tmp_path_factory.mktemp(request.param)
+    export.write(export.module.state_dict(), folder / "pipeline")
+    return request.param, task, folder / "pipeline"
+
+
+def reference_loss(folder: Path, unet: UNet2DConditionModel, batch: Batch, prepared: Any) -> Tensor:
+    """Return the loss of each sample as diffusers' training scripts compute it from a pipeline's folder."""
+    pipeline = DiffusionPipeline.from_pretrained(folder)
+    scheduler = DDPMScheduler.from_config(pipeline.scheduler.config)
+    pixels = batch.image_BCHW.float() / 127.5 - 1
+    with torch.no_grad():
+        posterior = pipeline.vae.encode(pixels).latent_dist
+        latents = (posterior.mean + posterior.std * prepared.drawn["posterior"]) * pipeline.vae.config.scaling_factor
+        if "XL" in type(pipeline).__name__:
+            text, _, pooled, _ = pipeline.encode_prompt(list(batch.captions), do_classifier_free_guidance=False)
+            added = {"text_embeds": pooled, "time_ids": TIME_IDS.float()}
+        else:
+            text, _ = pipeline.encode_prompt(list(batch.captions), "cpu", 1, do_classifier_free_guidance=False)
+            added = None
+    timesteps = ((1 - prepared.timestep_B) * 1000).long()
+    noisy = scheduler.add_noise(latents, prepared.noise_BCHW, timesteps)
+    pred = unet(noisy, timesteps, text, added_cond_kwargs=added).sample
+    return functional.mse_loss(pred, prepared.noise_BCHW, reduction="none").mean(dim=(1, 2, 3))
+
+
+def test_a_training_step_is_that_of_diffusers_and_torch(left: tuple[str, Any, Path]) -> None:
+    _, task, folder = left
+    batch = framed_batch()
+    prepared = task.prepare_batch(batch)
+    network = task.stage.network
+    network.zero_grad()
+    output = task.loss(prepared)
+    output.loss_B.mean().backward()
+    unet = UNet2DConditionModel.from_pretrained(folder / "unet")
+    expected_B = reference_loss(folder, unet, batch, prepared)
+    expected_B.mean().backward()
+    torch.testing.assert_close(output.loss_B, expected_B, atol=1e-5, rtol=1e-5)
+    gradients = {name: parameter.grad for name, parameter in unet.named_parameters()}
+    assert len(gradients) == len(list(network.parameters())) > 50
+    for name, parameter in network.named_parameters():
+        scale = float(gradients[name].abs().max())
+        assert scale > 0, name
+        torch.testing.assert_close(parameter.grad, gradients[name], atol=1e-5 * max(1.0, scale), rtol=1e-4, msg=name)
+    network.zero_grad()
+
+
+def test_pictures_of_the_pipeline_are_those_of_our_sampler(left: tuple[str, Any, Path]) -> None:
+    family, task, folder = left
+    pipeline = FAMILIES[family].from_pretrained(folder)
+    pipeline.set_progress_bar_config(disable=True)
+    settings = SampleSettings(sampler="ddim", steps=5, guidance_scale=4.0, shift=1.0)
+    size = (32, 40)
+
+    def draws(_: str) -> list[torch.Generator]:
+        return [torch.Generator().manual_seed(seed) for seed in range(2)]
+
+    start = torch.stack([torch.randn(*task.stage.latent_shape(*size), generator=g) for g in draws("")])
+    ours = task.painter(settings, size).paint(PROMPTS, None, draws)
+    theirs = pipeline(
+        PROMPTS, latents=start, num_inference_steps=5, guidance_scale=4.0, height=32, width=40, output_type="pt"
+    ).images
+    assert ours.shape == theirs.shape == (2, 3, *size)
+    assert ours.std() > 0.01
+    torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=0)
+
+
+def test_the_captions_of_the_pipeline_are_encoded_as_in_training(left: tuple[str, Any, Path]) -> None:
+    family, task, folder = left
+    pipeline = FAMILIES[family].from_pretrained(folder)
+    found = pipeline.encode_prompt(PROMPTS, device="cpu", num_images_per_prompt=1, do_classifier_free_guidance=True)
+    cond = task.stage.conditions(task.stage.tokenize([*PROMPTS, "", ""]))
+    torch.testing.assert_close(torch.cat(found[:2]), cond["encoder_hidden_states"], atol=1e-5, rtol=1e-4)
+    if family == "sdxl_tiny":
+        torch.testing.assert_close(torch.cat(found[2:]), cond["text_embeds"], atol=1e-5, rtol=1e-4)
+
+
+def test_velocity_and_zero_terminal_snr_are_in_the_pipelines_scheduler(tmp_path: Path) -> None:
+    objective = component("objective", "ddpm_v", schedule={"rescale_betas_zero_snr": True})
+    task = attached(component("task", "finetune"), "sd_tiny", objective)
+    export = task.exports()["pipeline"]
+    export.write(export.module.state_dict(), tmp_path)
+    config = StableDiffusionPipeline.from_pretrained(tmp_path).scheduler.config
+    assert config["prediction_type"] == "v_prediction"
+    assert config["rescale_betas_zero_snr"]
+    assert config["timestep_spacing"] == "trailing"
+
+
+def test_a_network_of_edm_leaves_a_pipeline_with_its_scheduler(tmp_path: Path) -> None:
+    task = attached(component("task", "finetune"), "sdxl_tiny", component("objective", "edm_sdxl"))
+    export = task.exports()["pipeline"]
+    export.write(export.module.state_dict(), tmp_path)
+    scheduler = StableDiffusionXLPipeline.from_pretrained(tmp_path).scheduler
+    assert type(scheduler).__name__ == "EDMEulerScheduler"
+    assert (scheduler.config["sigma_data"], scheduler.config["sigma_max"]) == (0.5, 80.0)
+
+
+def test_a_network_whose_objective_diffusers_does_not_sample_is_left_alone(tmp_path: Path) -> None:
+    task = attached(component("task", "finetune"), "sd_tiny", component("objective", "edm"))
+    export = task.exports()["pipeline"]
+    export.write(export.module.state_dict(), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["unet"]
+
+
+def test_adapters_load_into_diffusers_pipeline(left: tuple[str, Any, Path], tmp_path: Path) -> None:
+    family, _, folder = left
+    options = {"module_filters": [".attn", "conv1"], "rank": 2, "alpha": 4.0}
+    task = attached(component("task", "lora", **options), family, component("objective", "ddpm"))
+    generator = torch.Generator().manual_seed(0)
+    for _, layer in adapted_layers(task.stage.network):
+        layer.lora_B["default"].weight.data.normal_(0.0, 0.1, generator=generator)
+    export = task.exports()["lora"]
+    export.write(export.module.state_dict(), tmp_path / "lora")
+    pipeline = FAMILIES[family].from_pretrained(folder)
+    cond = task.stage.conditions(task.stage.tokenize(PROMPTS))
+    latents, timestep = torch.randn(2, 4, 8, 8, generator=generator), torch.tensor([500.0, 10.0])
+    named = {"sample": latents, "timestep": timestep, "encoder_hidden_states": cond["encoder_hidden_states"]}
+    if family == "sdxl_tiny":
+        ids = torch.tensor([[32.0, 32, 0, 0, 32, 32]]).expand(2, 6)
+        named["added_cond_kwargs"] = {"text_embeds": cond["text_embeds"], "time_ids": ids}
+    before = pipeline.unet(**named).sample
+    pipeline.load_lora_weights(tmp_path / "lora", weight_name="pytorch_lora_weights.safetensors")
+    after = pipeline.unet(**named).sample
+    assert (after - before).abs().max() > 0.01
+    torch.testing.assert_close(after, task.stage.predict(latents, timestep, cond), atol=1e-5, rtol=1e-4)
+
+
+def test_an_autoencoder_is_of_its_own_class(left: tuple[str, Any, Path]) -> None:
+    loaded = AutoencoderKL.from_pretrained(left[2] / "vae")
+    found = left[1].stage.vae.module.state_dict()
+    assert all(torch.equal(value, found[name]) for name, value in loaded.state_dict().items())
