@@ -13,11 +13,14 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional
 
 from cascade_train.errors import ConfigError, install_hint
+from cascade_train.models.convolutional import ConvolutionalCompressor
 from cascade_train.models.formats.weights import copy_to, open_weights, set_tensor
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -153,11 +156,14 @@ def load_lpips(weights: str, *, device: torch.device, key: str) -> FeatureDistan
     return FeatureDistance(weights, device=device, linear=linear, key=key)
 
 
-def load_inception(weights: str, *, device: torch.device, key: str) -> Callable[[Tensor], Tensor]:
+def load_inception(
+    weights: str, *, device: torch.device, key: str, antialias: bool = False
+) -> Callable[[Tensor], Tensor]:
     """Return the features of FID's Inception V3: (B, 3, H, W) float, clamped to [0, 1], to (B, 2048) fp32.
 
-    Images are rounded to bytes and resized to 299 x 299 as in the first implementation (Heusel et al. 2017). `weights`
-    is a file with torch-fidelity's names, which are pytorch-fid's; else a ConfigError names `key`.
+    Images are rounded to bytes and resized to 299 x 299 as in the first implementation (Heusel et al. 2017), or, with
+    `antialias`, as by clean-fid (`resized_clean`). `weights` is a file with torch-fidelity's names, which are
+    pytorch-fid's; else a ConfigError names `key`.
     """
     if find_spec("torch_fidelity") is None:
         raise ConfigError(
@@ -177,12 +183,50 @@ def load_inception(weights: str, *, device: torch.device, key: str) -> Callable[
                 "weights-inception-2015-12-05-6726825d.pth, or null"
             ) from error
     module.to(device)
+    layers = nn.Sequential(*list(module.children())[:-1], nn.Flatten())  # as its forward, without the classifier
 
     @torch.no_grad()
     def features(image_BCHW: Tensor) -> Tensor:
         pixels_BCHW = (image_BCHW.float().clamp(0, 1) * 255).round().to(torch.uint8)
+        if antialias:
+            small_BCHW = torch.stack([resized_clean(pixels_CHW) for pixels_CHW in pixels_BCHW.cpu()]).to(device)
+            found_BD: Tensor = layers((small_BCHW - 128) / 128)
+            return found_BD
         features_BD: Tensor = module(pixels_BCHW)[0]
         return features_BD
+
+    return features
+
+
+def resized_clean(pixels_CHW: Tensor, side: int = 299) -> Tensor:
+    """Return a picture (3, H, W) uint8 as (3, side, side) fp32 in [0, 255], as clean-fid resizes it.
+
+    Antialiased bicubic, each channel as fp32 and not rounded (Parmar et al. 2022, section 3).
+    """
+    channels = [Image.fromarray(channel.astype(np.float32)) for channel in pixels_CHW.numpy()]
+    small = [np.asarray(each.resize((side, side), Image.Resampling.BICUBIC)).clip(0, 255) for each in channels]
+    return torch.from_numpy(np.stack(small))
+
+
+PACKAGED_FEATURES = "package:tiny"
+"""Names the compressor of the tiny cascade, whose features need no file."""
+
+
+def load_tiny_features(device: torch.device) -> Callable[[Tensor], Tensor]:
+    """Return features of the tiny cascade's semantic compressor: (B, 3, H, W) float in [0, 1] to (B, 64) fp32.
+
+    The latents of a picture resized to 96 x 96, averaged over its quarters. Distances of them compare tiny models with
+    each other, and with nothing else.
+    """
+    compressor = ConvolutionalCompressor(weights=PACKAGED_FEATURES)
+    compressor.build(device=device)
+
+    @torch.no_grad()
+    def features(image_BCHW: Tensor) -> Tensor:
+        small_BCHW = functional.interpolate(
+            image_BCHW.float(), (96, 96), mode="bilinear", align_corners=False, antialias=True
+        )
+        return functional.adaptive_avg_pool2d(compressor.encode(small_BCHW.clamp(0, 1)), 2).flatten(1)
 
     return features
 

@@ -14,7 +14,7 @@ from cascade_train.assembly.components import build_component, build_parts
 from cascade_train.assembly.model import build_phases
 from cascade_train.assembly.run import write_exports
 from cascade_train.diffusion.target import EpsilonTarget
-from cascade_train.distributed.process_group import process_group
+from cascade_train.distributed.process_group import World, process_group
 from cascade_train.engine.checkpoint.manifest import find_fault
 from cascade_train.engine.checkpoint.store import CheckpointStore
 from cascade_train.engine.phase import restore_training_state
@@ -38,21 +38,26 @@ def export_checkpoint(cfg: DictConfig, checkpoints: Path, *, step: int | None, o
         RunError: the checkpoint asked for is damaged, or what was written reads back differently.
     """
     with process_group() as world:
-        parts = build_parts(cfg)
-        phases = build_phases(cfg, parts, world)
-        store = CheckpointStore(checkpoints)
-        path = store.newest(has_optimizer=False) if step is None else checkpoints / f"step_{step}"
-        if path is None or not path.is_dir():
-            there = ", ".join(map(str, store.steps())) or "none"
-            raise ConfigError(
-                f"from={checkpoints.parent}: no checkpoint{'' if step is None else f' of step {step}'}; steps that are "
-                f"there: {there}."
-            )
-        if step is not None and (fault := find_fault(path)) is not None:
-            raise RunError(f"from={checkpoints.parent}: the checkpoint of step {step} is damaged: {fault}.")
-        restore_training_state(store, path, phases, parts.task, optimizer=False)
-        at = int(path.name.removeprefix("step_"))
-        write_exports(cfg, parts.task, phases, out, run=checkpoints.parent, step=at)
+        return export_step(cfg, checkpoints, world, step=step, out=out)
+
+
+def export_step(cfg: DictConfig, checkpoints: Path, world: World, *, step: int | None, out: Path) -> Path:
+    """Do as `export_checkpoint` on ranks that have met. Collective."""
+    parts = build_parts(cfg)
+    phases = build_phases(cfg, parts, world)
+    store = CheckpointStore(checkpoints)
+    path = store.newest(has_optimizer=False) if step is None else checkpoints / f"step_{step}"
+    if path is None or not path.is_dir():
+        there = ", ".join(map(str, store.steps())) or "none"
+        raise ConfigError(
+            f"from={checkpoints.parent}: no checkpoint{'' if step is None else f' of step {step}'}; steps that are "
+            f"there: {there}."
+        )
+    if step is not None and (fault := find_fault(path)) is not None:
+        raise RunError(f"from={checkpoints.parent}: the checkpoint of step {step} is damaged: {fault}.")
+    restore_training_state(store, path, phases, parts.task, optimizer=False)
+    at = int(path.name.removeprefix("step_"))
+    write_exports(cfg, parts.task, phases, out, run=checkpoints.parent, step=at)
     return path
 
 

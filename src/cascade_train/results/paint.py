@@ -180,7 +180,7 @@ def _images(painter: Painter, parts: Parts, orders: Iterable[Order], *, seed: in
     images: list[Image.Image] = []
     with evaluating([parts.stage.network]):
         for order in orders:
-            images += to_images(painter.paint(order.captions, None, _draws(seed, order, stream), order.guide))
+            images += to_images(painter.paint(order.captions, None, draws(seed, order, stream), order.guide))
     return images
 
 
@@ -218,16 +218,18 @@ def _semantic_latents(
     painted = []
     with evaluating([parts.stage.network]):
         for order in orders:
-            latent_BCHW = painter.latents(order.captions, None, _draws(seed, order, "generate"), order.guide)
+            latent_BCHW = painter.latents(order.captions, None, draws(seed, order, "generate"), order.guide)
             painted.append(replace(order, guide=Guide(semantic_BCHW=latent_BCHW.cpu())))
     return painted, Fingerprint.of(parts.stage)
 
 
-def _draws(seed: int, order: Order, stream: str) -> Draws:
-    def draws(_: str) -> list[torch.Generator]:
+def draws(seed: int, order: Order, stream: str) -> Draws:
+    """Return what the noise of an order's pictures comes from: `stream` names the stage that samples."""
+
+    def generators(_: str) -> list[torch.Generator]:
         return [torch.Generator().manual_seed(sample_seed(seed, 0, number, stream)) for number in order.numbers]
 
-    return draws
+    return generators
 
 
 @dataclass(frozen=True, kw_only=True)

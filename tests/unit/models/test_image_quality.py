@@ -16,7 +16,9 @@ from cascade_train.models.image_quality import (
     image_quality,
     load_inception,
     load_lpips,
+    load_tiny_features,
     psnr,
+    resized_clean,
 )
 from tests.unit.models.inception import untrained_inception
 
@@ -79,6 +81,35 @@ def test_features_are_those_of_the_library(tmp_path: Path, monkeypatch: pytest.M
     assert (found[0] - found[1]).abs().max() > 0
     pixels = ((image * 1.5 - 0.25).clamp(0, 1) * 255).round().byte()
     assert torch.equal(found, theirs(pixels)[0])
+
+
+def test_a_picture_is_resized_antialiased_as_clean_fid_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.randint(256, (3, 64, 48), generator=generator).byte()
+    for side in (20, 99):
+        bicubic = {"mode": "bicubic", "antialias": True, "align_corners": False}
+        wanted = torch.nn.functional.interpolate(pixels[None].double(), (side, side), **bicubic)[0].clamp(0, 255)
+        small = resized_clean(pixels, side)
+        assert small.shape == (3, side, side)
+        assert small.max() <= 255
+        assert (small != small.round()).any(), "nothing is rounded"
+        torch.testing.assert_close(small.double(), wanted, atol=1e-3, rtol=0)
+    whole = torch.randint(256, (1, 3, 299, 299), generator=generator)
+    assert torch.equal(resized_clean(whole[0].byte()), whole[0].float())
+    theirs = untrained_inception(monkeypatch)
+    save_file(theirs.state_dict(), tmp_path / "inception.safetensors")
+    features = load_inception(
+        str(tmp_path / "inception.safetensors"), device=torch.device("cpu"), key="features", antialias=True
+    )
+    torch.testing.assert_close(features(whole / 255), theirs(whole.byte())[0])
+
+
+def test_features_of_the_tiny_compressor_tell_pictures_apart() -> None:
+    features = load_tiny_features(torch.device("cpu"))
+    image = torch.rand(2, 3, 40, 48, generator=torch.Generator().manual_seed(0))
+    found = features(image)
+    assert found.shape == (2, 64)
+    assert (found[0] - found[1]).abs().max() > 0.01
 
 
 def test_another_network_is_refused_and_so_is_a_missing_library(

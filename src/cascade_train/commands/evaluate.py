@@ -1,0 +1,175 @@
+"""Make pictures with trained stages, or reconstruct them, and measure them.
+
+    cascade-train evaluate from=runs/x prompts=@captions.csv real=photos features=inception.pth clip=clip-vit-l
+
+What is made and measured, and how, lives in results/evaluation/.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cascade_train.commands.parts.command_line import Command, listed
+from cascade_train.commands.parts.painting import PaintingArgs, find_stages
+from cascade_train.config.saved import CONFIG_NAME, load_saved_config
+from cascade_train.config.schema import limit
+from cascade_train.data.prompts import read_prompts
+from cascade_train.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cascade_train.results.evaluation.judge import Settings
+
+RESIZES = ("clean", "tf1")
+
+
+@dataclass(kw_only=True)
+class EvaluateArgs(PaintingArgs):
+    """Make pictures with a Stage C, or reconstruct pictures with a Stage B or A, and measure them.
+
+    Continues where it was killed. Sampling is as the run's sample.* keys say where nothing is given.
+    """
+
+    source: str | None = None  # type: ignore[assignment]
+    """Stage that is judged: a run, its export, or published weights."""
+    watch: str | None = None
+    """Instead of from: a run whose checkpoints are judged as they appear, until it has finished."""
+    checkpoint: int | None = None
+    """Step of a checkpoint of the run to judge; null = its export."""
+    prompts: Any = field(default_factory=list)
+    """For a Stage C: a list, or @file with one in each line (txt) or row (csv, tsv, jsonl, parquet; @file:column); [] =
+    the captions of the real pictures."""
+    count: int = 1
+    """Images per prompt."""
+    samples: int | None = None
+    """How many prompts, the first ones, or real pictures, drawn by the seed, images are made of; null = all."""
+    real: Any = None
+    """Real pictures to compare with, or to reconstruct: a folder, tables (csv, tsv, jsonl, parquet) or tars, one or a
+    list; null = those that the run held out."""
+    real_samples: int | None = None
+    """How many of them, drawn by the seed; null = all."""
+    features: str | None = None
+    """File of FID's Inception V3, for FID, KID, precision and recall, of a Stage B or A rFID; package:tiny = the tiny
+    cascade's compressor in its place, to compare tiny models; null = not measured."""
+    resize: str = "clean"
+    """How pictures are resized for it: clean (antialiased, as clean-fid), or tf1 (as torch-fidelity, validate.rfid)."""
+    clip: str | None = None
+    """Folder of a CLIP of transformers, for CLIPScore; null = not measured."""
+    lpips: str | None = None
+    """File of torchvision's VGG-16, for LPIPS of a Stage B or A; null = not measured."""
+    out: str | None = None
+    """Folder of pictures and numbers; null = `<run>/evaluation/step_<n>`, or `evaluation` for anything else. A watch
+    makes a step_<n> in it."""
+    track: bool = True
+    """Add the numbers to the run's tracker, too."""
+    max_wait_hours: float | None = 12.0
+    """A watch ends after so long without a new checkpoint; null = no limit."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.source is None) == (self.watch is None):
+            raise ConfigError("evaluate needs from=<a run, export or weights>, or watch=<a run>, and not both.")
+        if self.checkpoint is not None and self.watch is not None:
+            raise ConfigError(f"checkpoint={self.checkpoint}: is for from=; watch= judges all. Leave it out.")
+        if self.resize not in RESIZES:
+            raise ConfigError(f"resize={self.resize} is unknown: choose {' or '.join(RESIZES)}.")
+        limit(self, "", "count", "samples", "real_samples", least=1)
+        limit(self, "", "max_wait_hours", above=0.0)
+        self.prompts = read_prompts(self.prompts)
+
+    def settings(self) -> Settings:
+        """Return what is evaluated and how."""
+        from cascade_train.results.evaluation.judge import Settings  # heavy: torch and everything above it
+
+        own = ("count", "samples", "real_samples", "seed", "batch_size", "height", "width", "compression")
+        networks = ("features", "resize", "clip", "lpips")
+        values = {key: getattr(self, key) for key in (*own, *networks)}
+        return Settings(**values, prompts=tuple(self.prompts), real=tuple(listed(self.real)))
+
+
+def evaluate(args: EvaluateArgs) -> int:
+    """Make what is missing, measure, print and keep the numbers; return 0.
+
+    Raises:
+        ConfigError: no trained stage where one is named, settings that do not fit it, or nothing to compare with.
+    """
+    run = run_folder(args)
+    if args.watch is not None or args.checkpoint is not None:
+        _judge_checkpoints(args, run)
+    else:
+        _judge_weights(args, run)
+    return 0
+
+
+def run_folder(args: EvaluateArgs) -> Path | None:
+    """Return the run that is judged; None = published weights, or an export that was moved away.
+
+    Raises:
+        ConfigError: no run where one is needed.
+    """
+    from cascade_train.results.find import run_of  # heavy: torch and everything above it
+
+    key, named = ("from", args.source) if args.watch is None else ("watch", args.watch)
+    found = run_of(Path(str(named)))
+    if found is not None and found.name == "export" and (found.parent / CONFIG_NAME).is_file():
+        found = found.parent
+    if found is not None and (found / "metrics.jsonl").is_file():
+        return found
+    if args.watch is not None or args.checkpoint is not None:
+        raise ConfigError(f"{key}={named}: no run with checkpoints. Name the folder of a run that has begun.")
+    return None
+
+
+def _judge_weights(args: EvaluateArgs, run: Path | None) -> None:
+    """Judge what a run exported, or other weights."""
+    from cascade_train.distributed.process_group import process_group  # heavy: torch and everything above it
+    from cascade_train.results.evaluation.judge import Judge
+    from cascade_train.results.evaluation.verdict import GRID, keep
+
+    model, decoder = find_stages(args)
+    step = None if run is None else exported_step(run)
+    name = "export" if step is None else f"step_{step}"
+    default = Path("evaluation") if run is None else run / "evaluation" / name
+    out = default if args.out is None else Path(args.out)
+    with process_group() as world:
+        found = Judge(args.settings(), world).judge(model, decoder, out)
+        if world.is_main:
+            found.write(out)
+            sys.stdout.write(f"{found.table()}\n{out}\n")
+        if run is not None and step is not None:
+            keep(found, run, step, out / GRID, track=args.track, is_main=world.is_main)
+
+
+def _judge_checkpoints(args: EvaluateArgs, run: Path | None) -> None:
+    """Judge one checkpoint of a run, or each as it appears."""
+    from cascade_train.distributed.process_group import process_group  # heavy: torch and everything above it
+    from cascade_train.results.evaluation.judge import Judge
+    from cascade_train.results.evaluation.watch import Watched, watch
+    from cascade_train.results.find import TrainedModel
+
+    assert run is not None, "refused before"
+    key = "from" if args.watch is None else "watch"
+    cfg = load_saved_config(run, allow_any_target=args.allow_any_target, key=key)
+    model, decoder = find_stages(args, TrainedModel(origin=f"{key}={run}", cfg=cfg, export=None))
+    out = run / "evaluation" if args.out is None else Path(args.out)
+    with process_group() as world:
+        judge = Judge(args.settings(), world)
+        watched = Watched(run=run, model=model, decoder=decoder, out=out, track=args.track)
+        if args.checkpoint is not None:
+            watched.judge(judge, args.checkpoint, world)
+            return
+        count = watch(watched, judge, world, max_wait_hours=args.max_wait_hours)
+    if world.is_main:
+        sys.stdout.write(f"{count} checkpoints of {run} judged\n")
+
+
+def exported_step(run: Path) -> int | None:
+    """Return the step that a run's export is of; None = unknown."""
+    path = run / "export" / "exported.json"
+    return json.loads(path.read_text(encoding="utf-8"))["step"] if path.is_file() else None
+
+
+COMMAND = Command(arguments=EvaluateArgs, run=evaluate, many_ranks=True)

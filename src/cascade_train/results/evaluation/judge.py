@@ -1,0 +1,308 @@
+"""One evaluation: what is made, what it is compared with, and its numbers. How each is done lies beside this file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from cascade_train.assembly.components import build_component
+from cascade_train.config.saved import to_plain
+from cascade_train.distributed.consensus import from_every_rank, from_rank_zero
+from cascade_train.distributed.process_group import World
+from cascade_train.errors import ConfigError
+from cascade_train.files.durable import write_durably
+from cascade_train.models.formats.weights_source import local_path
+from cascade_train.results.evaluation.measures import (
+    LEAST,
+    Networks,
+    caption_measures,
+    features_of,
+    load_networks,
+    pair_measures,
+    set_measures,
+)
+from cascade_train.results.evaluation.originals import Originals, open_originals
+from cascade_train.results.evaluation.pictures import Batch, Folder, Work, make_pictures, missing
+from cascade_train.results.evaluation.verdict import Verdict
+from cascade_train.results.find import TrainedModel
+from cascade_train.results.paint import Sizes, fit_sizes
+
+SETTINGS = "settings.json"
+"""What the pictures in a folder depend on, so that those of another evaluation are not mistaken for them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What is evaluated and how; see `EvaluateArgs`, whose keys these are."""
+
+    prompts: tuple[str, ...]
+    count: int
+    samples: int | None
+    real: tuple[str, ...]
+    real_samples: int | None
+    seed: int
+    batch_size: int
+    height: int | None
+    width: int | None
+    compression: float | None
+    features: str | None
+    resize: str
+    clip: str | None
+    lpips: str | None
+
+    @property
+    def networks(self) -> dict[str, str | None]:
+        """What measures, by key."""
+        return {"features": self.features, "resize": self.resize, "clip": self.clip, "lpips": self.lpips}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """What a stage does: `follows` pictures or paints from captions alone, and whether it `reconstructs` them."""
+
+    follows: bool
+    reconstructs: bool
+
+    @classmethod
+    def of(cls, model: TrainedModel) -> Kind:
+        """Return the kind of a trained model. Builds nothing."""
+        stage, objective = build_component(model.cfg, "model"), build_component(model.cfg, "objective")
+        task = build_component(model.cfg, "task").for_objective(objective)
+        reconstructs = stage.needs_image or not objective.denoises
+        return cls(follows=reconstructs or task.needs_image, reconstructs=reconstructs)
+
+
+class Judge:
+    """Judges models by the same settings; networks and features of the real pictures are kept from one to the next."""
+
+    def __init__(self, settings: Settings, world: World) -> None:
+        self.settings, self._world = settings, world
+        self._networks: Networks | None = None
+        self._originals: Originals | None = None
+        self._real: dict[int, Tensor] = {}
+
+    def judge(
+        self,
+        model: TrainedModel,
+        decoder: TrainedModel | None,
+        out: Path,
+        *,
+        stamp: str | None = None,
+        prepare: Callable[[], None] = lambda: None,
+    ) -> Verdict:
+        """Make what is missing in `out`, measure all of it, and return the numbers. Collective.
+
+        `stamp` names the weights of the model, None = by their files; `prepare` is called before they are loaded, if
+        they are.
+
+        Raises:
+            ConfigError: settings that do not fit the model, a network that cannot be had, or a folder with pictures of
+                other settings.
+        """
+        kind = Kind.of(model)
+        check_fits(self.settings, model, decoder, kind)
+        sizes = None if kind.follows else self._sizes(model, decoder)
+        networks = self._loaded_networks()
+        real = self._real_pictures(model, kind)
+        work = self._work(kind, real)
+        self._check_enough(work, real)
+        plain = plain_settings(self.settings, model, decoder, work, sizes, stamp)
+        from_rank_zero(lambda: claim(out, plain))
+        folder = Folder(out)
+        if todo := missing(work, folder):
+            prepare()
+            make_pictures(model, decoder, work, folder, todo=todo, sizes=sizes, world=self._world)
+        real = work.originals if kind.reconstructs else real
+        return Verdict(
+            origin=model.origin,
+            images=len(work.captions),
+            real=None if real is None else real.name,
+            real_images=0 if real is None else len(real),
+            networks=self.settings.networks,
+            measures=self._measure(networks, kind, work, folder, real),
+            settings=digest(plain),
+            captions=tuple(work.captions),
+        )
+
+    def _loaded_networks(self) -> Networks:
+        if self._networks is None:
+            chosen: dict[str, Any] = self.settings.networks
+            self._networks = load_networks(**chosen, device=self._world.device)
+        return self._networks
+
+    def _sizes(self, model: TrainedModel, decoder: TrainedModel | None) -> Sizes:
+        given = {key: getattr(self.settings, key) for key in ("height", "width", "compression")}
+        return fit_sizes(model, decoder, **given)
+
+    def _real_pictures(self, model: TrainedModel, kind: Kind) -> Originals | None:
+        """Return what is compared with; None = nothing is."""
+        settings = self.settings
+        if not (kind.follows or not settings.prompts or settings.features is not None):
+            return None
+        if self._originals is None:
+            opened = [open_originals(model.cfg, settings.real)]
+            from_every_rank(lambda: len(opened[0]))
+            self._originals = opened[0].first(settings.real_samples, seed=settings.seed)
+        return self._originals
+
+    def _work(self, kind: Kind, real: Originals | None) -> Work:
+        """Return what is to be made: of the prompts, else of the captions of real pictures, or those themselves."""
+        settings, source = self.settings, None
+        prompts: Sequence[str] = settings.prompts[: settings.samples]
+        if not settings.prompts:
+            assert real is not None, "captions come from somewhere"
+            source = real.first(settings.samples, seed=settings.seed)
+            prompts = self._captions(source)
+        if kind.follows:
+            assert source is not None, "prompts of one's own are refused"
+            batches = source.batches(settings.batch_size)
+        else:
+            prompts = [prompt for prompt in prompts for _ in range(settings.count)]
+            starts = range(0, len(prompts), settings.batch_size)
+            batches = [tuple(range(len(prompts)))[start : start + settings.batch_size] for start in starts]
+        return Work(captions=prompts, batches=batches, seed=settings.seed, originals=source if kind.follows else None)
+
+    def _captions(self, source: Originals) -> list[str]:
+        """Return the captions of all pictures, each read by one rank. Collective."""
+        ranks = self._world.ranks
+        parts = from_every_rank(lambda: source.captions(range(self._world.rank, len(source), ranks)))
+        return [parts[number % ranks][number // ranks] for number in range(len(source))]
+
+    def _check_enough(self, work: Work, real: Originals | None) -> None:
+        if self.settings.features is not None and real is not None and min(len(work.captions), len(real)) < LEAST:
+            raise ConfigError(
+                f"features={self.settings.features}: sets of {len(work.captions)} images and {len(real)} real pictures "
+                f"are too small to compare; at least {LEAST} of each are needed, and thousands for numbers that mean "
+                "something. Give more, or features=null."
+            )
+
+    def _measure(
+        self, networks: Networks, kind: Kind, work: Work, folder: Folder, real: Originals | None
+    ) -> dict[str, float]:
+        """Return the measures of pictures that are all there. Collective."""
+        found: dict[str, float] = {}
+
+        def read(batch: Batch) -> list[Tensor]:
+            return [folder.read(number) for number in batch]
+
+        if networks.features is not None and real is not None:
+            found |= self._set_measures(networks.features, kind, work, read, real)
+        if networks.clip is not None:
+            found |= caption_measures(work.batches, read, work.captions, networks.clip, self._world)
+        if kind.reconstructs and work.originals is not None:
+            found |= pair_measures(work.batches, read, pictures_of(work.originals), networks.lpips, self._world)
+        return found
+
+    def _set_measures(
+        self,
+        extract: Callable[[Tensor], Tensor],
+        kind: Kind,
+        work: Work,
+        read: Callable[[Batch], list[Tensor]],
+        real: Originals,
+    ) -> dict[str, float]:
+        made_ND = features_of(work.batches, read, extract, self._world)
+        if len(real) not in self._real:
+            batches = real.batches(self.settings.batch_size)
+            self._real[len(real)] = features_of(batches, pictures_of(real), extract, self._world)
+        found = from_rank_zero(lambda: set_measures(made_ND, self._real[len(real)]))
+        return {"rfid": found["fid"]} if kind.reconstructs else found
+
+
+def pictures_of(originals: Originals) -> Callable[[Batch], list[Tensor]]:
+    """Return what reads pictures, (3, H, W) uint8 each, by their numbers."""
+
+    def read(batch: Batch) -> list[Tensor]:
+        image_BCHW = originals.read(batch).image_BCHW
+        assert image_BCHW is not None, "originals are pictures"
+        return list(image_BCHW)
+
+    return read
+
+
+def check_fits(settings: Settings, model: TrainedModel, decoder: TrainedModel | None, kind: Kind) -> None:
+    """Refuse settings that mean nothing for a kind of model.
+
+    Raises:
+        ConfigError: names the key and what to do.
+    """
+    if not kind.reconstructs and settings.lpips is not None:
+        raise ConfigError(f"lpips={settings.lpips}: compares reconstructions with originals; for a Stage B or A.")
+    if not kind.reconstructs and settings.features is None and settings.clip is None:
+        raise ConfigError(
+            "features=null and clip=null measure nothing. Give features=<file of Inception V3> for FID, KID, precision "
+            "and recall, clip=<folder> for CLIPScore, or both."
+        )
+    if not kind.follows:
+        return
+    if settings.prompts or settings.count != 1 or decoder is not None:
+        key = "prompts" if settings.prompts else "decoder" if decoder is not None else f"count={settings.count}"
+        raise ConfigError(
+            f"{key}: is for a Stage C that paints from captions alone, and {model.origin} makes one picture of each "
+            "real one. Leave it out; real= names the pictures."
+        )
+    for key in ("height", "width", "compression"):
+        if getattr(settings, key) is not None:
+            raise ConfigError(f"{key}={getattr(settings, key)}: {model.origin} follows real pictures and their sizes.")
+
+
+def plain_settings(
+    settings: Settings,
+    model: TrainedModel,
+    decoder: TrainedModel | None,
+    work: Work,
+    sizes: Sizes | None,
+    stamp: str | None,
+) -> dict[str, Any]:
+    """Return what the pictures depend on, as JSON values."""
+    found: dict[str, Any] = {"from": [model.origin, stamp or weights_stamp(model)], "sample": _sampling(model)}
+    if decoder is not None:
+        codec = decoder.cfg.model.get("stage_a", {}).get("weights")
+        found |= {"decoder": [decoder.origin, weights_stamp(decoder), codec], "decoder_sample": _sampling(decoder)}
+    captions = hashlib.sha256("\0".join(work.captions).encode()).hexdigest()[:16]
+    shapes = None if sizes is None else [list(sizes.picture), list(sizes.painted)]
+    return found | {"seed": settings.seed, "captions": [len(work.captions), captions], "size": shapes}
+
+
+def _sampling(model: TrainedModel) -> dict[str, Any]:
+    sample = to_plain(model.cfg)["sample"]
+    return {key: sample[key] for key in ("sampler", "steps", "guidance_scale", "shift")}
+
+
+def weights_stamp(model: TrainedModel) -> str:
+    """Return a digest of names, sizes and times of the files that hold a model's weights; of the hub, their name."""
+    source = model.cfg.model.weights if model.export is None else str(model.export)
+    place = local_path(str(source))
+    files = sorted(path for path in place.rglob("*.safetensors")) if place.is_dir() else [place]
+    stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files if path.is_file()]
+    return digest([str(source), stats])
+
+
+def digest(value: Any) -> str:
+    """Return 16 hex digits that change with a JSON value."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def claim(out: Path, settings: Mapping[str, Any]) -> None:
+    """Make the folder of an evaluation, or continue in it; a ConfigError where it has pictures of other settings."""
+    path = out / SETTINGS
+    if path.is_file():
+        there = json.loads(path.read_text(encoding="utf-8"))
+        changed = sorted(key for key in {*there, *settings} if there.get(key) != settings.get(key))
+        if changed:
+            raise ConfigError(
+                f"out={out}: holds pictures of another evaluation, which differs in {', '.join(changed)}. Choose "
+                "another out=, or remove the folder."
+            )
+        return
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"out={out} cannot be a folder: {error.strerror}. Choose another.") from error
+    write_durably(path, json.dumps(settings, indent=2) + "\n")

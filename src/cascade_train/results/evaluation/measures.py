@@ -1,0 +1,168 @@
+"""The numbers of an evaluation, by the libraries that define them: sets of pictures, pairs, pictures and captions.
+
+Networks come from files that the user names; nothing is downloaded. What is compared with what is decided in judge.py.
+
+Shape legend: B pictures of a batch, N pictures of a set, D features, H W size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+from torch.nn.functional import interpolate
+
+from cascade_train.distributed.consensus import from_every_rank
+from cascade_train.distributed.process_group import World
+from cascade_train.errors import ConfigError, install_hint
+from cascade_train.models.clip_score import ClipScore
+from cascade_train.models.image_quality import (
+    PACKAGED_FEATURES,
+    check_installed,
+    image_quality,
+    load_inception,
+    load_lpips,
+    load_tiny_features,
+)
+
+NEIGHBOURS = 3
+"""Of precision and recall (Kynkäänniemi et al. 2019)."""
+
+KID_SUBSET = 1000
+"""Pictures of each of the 100 subsets over which KID is a mean, as in torch-fidelity; fewer where there are fewer."""
+
+LEAST = NEIGHBOURS + 1
+"""Pictures on each side that set measures need."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Networks:
+    """What measures; None = not measured.
+
+    Attributes:
+        features: maps pictures (B, 3, H, W) float in [0, 1] to (B, D) fp32.
+        clip: scores pictures (3, H, W) uint8 and captions, (B,).
+        lpips: maps pictures and originals (B, 3, H, W) float in [0, 1] to distances (B,).
+    """
+
+    features: Callable[[Tensor], Tensor] | None
+    clip: Callable[[Sequence[Tensor], Sequence[str]], Tensor] | None
+    lpips: Callable[[Tensor, Tensor], Tensor] | None
+
+
+def load_networks(
+    *, features: str | None, resize: str, clip: str | None, lpips: str | None, device: torch.device
+) -> Networks:
+    """Load the networks from what the keys of these names give.
+
+    Raises:
+        ConfigError: a file or folder that is not there or not of its kind, or a library that is not installed.
+    """
+    check_installed()
+    if features is not None and find_spec("torch_fidelity") is None:
+        raise ConfigError(
+            f"features={features}: FID, KID, precision and recall are computed by torch-fidelity, which is not "
+            f"installed. {install_hint('metrics')}."
+        )
+    extract = None
+    if features == PACKAGED_FEATURES:
+        extract = load_tiny_features(device)
+    elif features is not None:
+        extract = load_inception(features, device=device, key="features", antialias=resize == "clean")
+    return Networks(
+        features=extract,
+        clip=None if clip is None else ClipScore(clip, device=device, key="clip"),
+        lpips=None if lpips is None else load_lpips(lpips, device=device, key="lpips"),
+    )
+
+
+def features_of(
+    batches: Sequence[tuple[int, ...]],
+    read: Callable[[tuple[int, ...]], Iterable[Tensor]],
+    extract: Callable[[Tensor], Tensor],
+    world: World,
+) -> Tensor:
+    """Return features of the pictures of all batches in the order of their numbers, (N, D) fp32 on the host.
+
+    `read` returns pictures of one size, (3, H, W) uint8 each. Each rank reads its share of the batches. Collective.
+    """
+
+    def of(batch: tuple[int, ...]) -> Tensor:
+        return extract(torch.stack(list(read(batch))).to(world.device).float() / 255).float().cpu()
+
+    return _in_order(batches, of, world)
+
+
+def _in_order(batches: Sequence[tuple[int, ...]], of: Callable[[tuple[int, ...]], Tensor], world: World) -> Tensor:
+    """Return the rows that ranks make of their share of the batches, by the pictures' numbers. Collective."""
+    own = batches[world.rank :: world.ranks]
+    gathered = from_every_rank(lambda: [of(batch) for batch in own])
+    rows = [row for made in gathered for part in made for row in part]
+    numbers = [number for rank in range(world.ranks) for batch in batches[rank :: world.ranks] for number in batch]
+    return torch.stack([rows[place] for place in sorted(range(len(numbers)), key=numbers.__getitem__)])
+
+
+def set_measures(made_ND: Tensor, real_ND: Tensor) -> dict[str, float]:
+    """Return `fid`, `kid`, `kid_std`, `precision` and `recall` of features of two sets, by torch-fidelity.
+
+    At least `LEAST` pictures are in each. The subsets of KID are drawn by the library's own seed.
+    """
+    from torch_fidelity.metric_fid import KEY_METRIC_FID, fid_features_to_statistics, fid_statistics_to_metric
+    from torch_fidelity.metric_kid import KEY_METRIC_KID_MEAN, KEY_METRIC_KID_STD, kid_features_to_metric
+    from torch_fidelity.metric_prc import KEY_METRIC_PRECISION, KEY_METRIC_RECALL, prc_features_to_metric
+
+    moments = [fid_features_to_statistics(each) for each in (made_ND, real_ND)]
+    subset = min(KID_SUBSET, len(made_ND), len(real_ND))
+    kid = kid_features_to_metric(made_ND, real_ND, kid_subset_size=subset, verbose=False)
+    near = prc_features_to_metric(made_ND, real_ND, prc_neighborhood=NEIGHBOURS, verbose=False)
+    return {
+        "fid": fid_statistics_to_metric(*moments, verbose=False)[KEY_METRIC_FID],
+        "kid": kid[KEY_METRIC_KID_MEAN],
+        "kid_std": kid[KEY_METRIC_KID_STD],
+        "precision": near[KEY_METRIC_PRECISION],
+        "recall": near[KEY_METRIC_RECALL],
+    }
+
+
+def caption_measures(
+    batches: Sequence[tuple[int, ...]],
+    read: Callable[[tuple[int, ...]], Iterable[Tensor]],
+    captions: Sequence[str],
+    clip: Callable[[Sequence[Tensor], Sequence[str]], Tensor],
+    world: World,
+) -> dict[str, float]:
+    """Return `clip_score`, the mean over all pictures, 0 at least, as torchmetrics has it. Collective."""
+    score_N = _in_order(batches, lambda batch: clip(list(read(batch)), [captions[number] for number in batch]), world)
+    return {"clip_score": max(0.0, float(score_N.mean()))}
+
+
+def pair_measures(
+    batches: Sequence[tuple[int, ...]],
+    read: Callable[[tuple[int, ...]], Iterable[Tensor]],
+    originals: Callable[[tuple[int, ...]], Iterable[Tensor]],
+    lpips: Callable[[Tensor, Tensor], Tensor] | None,
+    world: World,
+) -> dict[str, float]:
+    """Return the means of `psnr`, `ssim` and `lpips` of pictures against their originals. Collective.
+
+    An original is brought to its picture's size by area, where that is smaller, as a preview is.
+    """
+    names = ["psnr", "ssim", *([] if lpips is None else ["lpips"])]
+
+    def of(batch: tuple[int, ...]) -> Tensor:
+        image_BCHW, original_BCHW = (
+            torch.stack(list(each(batch))).to(world.device).float() / 255 for each in (read, originals)
+        )
+        if image_BCHW.shape != original_BCHW.shape:
+            original_BCHW = interpolate(original_BCHW, image_BCHW.shape[-2:], mode="area")
+        found: Mapping[str, Tensor] = image_quality(image_BCHW, original_BCHW)
+        if lpips is not None:
+            with torch.no_grad():
+                found = {**found, "lpips": lpips(image_BCHW, original_BCHW)}
+        return torch.stack([found[name] for name in names], dim=1).cpu()
+
+    means = _in_order(batches, of, world).mean(dim=0).tolist()
+    return dict(zip(names, means, strict=True))

@@ -1,0 +1,119 @@
+"""The numbers of an evaluation, and where they are kept: its folder, the run's `evaluation.jsonl`, and its tracker."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from torchvision.transforms.functional import to_pil_image
+
+from cascade_train.config.saved import CONFIG_NAME, load_yaml
+from cascade_train.engine.checkpoint.folder import CheckpointFolder
+from cascade_train.engine.sampling import compose_grid
+from cascade_train.engine.tracking import build_tracker
+from cascade_train.errors import ConfigError
+from cascade_train.files.durable import append_durably, read_whole_lines, write_durably
+from cascade_train.results.evaluation.pictures import Folder
+
+log = logging.getLogger(__name__)
+
+METRICS, GRID, KEPT = "metrics.json", "grid.png", "evaluation.jsonl"
+
+PREFIX = "evaluate/"
+"""Of the measures' names in a run's file and tracker."""
+
+SHOWN = 12
+"""Pictures in the grid, the first ones."""
+
+SETS = ("fid", "kid", "kid_std", "precision", "recall", "rfid")
+"""Measures of sets, by a network's features."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What an evaluation found.
+
+    Attributes:
+        origin: the argument that named the model.
+        images: how many pictures were measured.
+        real: what they were compared with; None = nothing.
+        real_images: how many those are.
+        networks: what measured, as given: features, resize, clip, lpips.
+        measures: the numbers by name.
+        settings: digest of what the pictures depend on.
+        captions: theirs.
+    """
+
+    origin: str
+    images: int
+    real: str | None
+    real_images: int
+    networks: Mapping[str, str | None]
+    measures: Mapping[str, float]
+    settings: str
+    captions: tuple[str, ...]
+
+    def plain(self) -> dict[str, Any]:
+        """Return JSON values, without the captions; a number that is not finite is null."""
+        found = {key: value for key, value in asdict(self).items() if key != "captions"}
+        return found | {"measures": {n: x if math.isfinite(x) else None for n, x in self.measures.items()}}
+
+    def table(self) -> str:
+        """Return the numbers as lines, each with what it is of."""
+        lines = [f"{name:<12} {value:10.4f}   {self._meaning(name)}" for name, value in self.measures.items()]
+        return "\n".join([f"{self.images} images of {self.origin}", *lines])
+
+    def _meaning(self, name: str) -> str:
+        if name == "clip_score":
+            return f"images and their captions, by {self.networks['clip']}"
+        against = f"against {self.real_images} of {self.real}"
+        if name not in SETS:
+            return f"each {against}"
+        resize = "" if str(self.networks["features"]).startswith("package:") else f", resize={self.networks['resize']}"
+        return f"{against}, by {self.networks['features']}{resize}"
+
+    def write(self, folder: Path) -> None:
+        """Write `metrics.json` and `grid.png` into the folder that holds the pictures."""
+        pictures, shown = Folder(folder), range(min(SHOWN, self.images))
+        images = [to_pil_image(pictures.read(number)) for number in shown]
+        compose_grid([self.captions[number] for number in shown], {"image": images}).save(folder / GRID)
+        write_durably(folder / METRICS, json.dumps(self.plain(), indent=2) + "\n")
+
+
+def keep(verdict: Verdict, run: Path, step: int, grid: Path, *, track: bool, is_main: bool) -> None:
+    """Add the numbers to the `evaluation.jsonl` of a run and, with `track`, to its tracker, at a step. Collective."""
+    plain = verdict.plain()
+    numbers = {f"{PREFIX}{name}": value for name, value in plain.pop("measures").items()}
+    if is_main:
+        append_durably(run / KEPT, json.dumps({"step": step, **numbers, **plain}) + "\n")
+    if not track:
+        return
+    cfg: Any = OmegaConf.to_container(load_yaml(run / CONFIG_NAME))
+    newest = list(CheckpointFolder(run / "checkpoints").complete().values())[-1:]
+    if cfg["tracker"]["name"] == "none":
+        return
+    try:
+        tracker = build_tracker(
+            **{key: cfg["tracker"][key] for key in ("name", "project", "entity", "mode")},
+            run_name=cfg["run"]["name"],
+            directory=run,
+            run_id=newest[0].facts["tracker_run_id"] if newest else None,
+            config=cfg,
+        )
+    except ConfigError as error:
+        log.warning("The numbers are in %s, and not in the tracker: %s", run / KEPT, error)
+        return
+    tracker.log(numbers, step)
+    tracker.log_image("evaluation", grid, step)
+    tracker.finish()
+
+
+def judged(run: Path) -> list[dict[str, Any]]:
+    """Return the lines of a run's `evaluation.jsonl`."""
+    return [json.loads(line) for line in read_whole_lines(run / KEPT)]

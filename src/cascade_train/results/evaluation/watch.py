@@ -1,0 +1,128 @@
+"""The checkpoints of a run, each exported and judged; also as they appear, beside a training that goes on."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from cascade_train.config.schema import ParallelMode
+from cascade_train.distributed.consensus import from_rank_zero
+from cascade_train.distributed.process_group import World
+from cascade_train.engine.checkpoint.folder import CheckpointFolder
+from cascade_train.engine.checkpoint.manifest import MANIFEST_NAME, hash_file
+from cascade_train.errors import ConfigError, RunError
+from cascade_train.results.evaluation.judge import Judge
+from cascade_train.results.evaluation.verdict import GRID, Verdict, judged, keep
+from cascade_train.results.export import export_step
+from cascade_train.results.find import TrainedModel
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS = 10.0
+"""Between looks at the folder of checkpoints."""
+
+ROUND_SECONDS = 600.0
+"""How long other ranks wait for rank 0's looks at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watched:
+    """A run whose checkpoints are judged.
+
+    Attributes:
+        run: its folder.
+        model: its configuration; the weights are a checkpoint's.
+        out: folder that gets a `step_<n>` for each.
+        track: show the numbers in the run's tracker too.
+    """
+
+    run: Path
+    model: TrainedModel
+    decoder: TrainedModel | None
+    out: Path
+    track: bool
+
+    def judge(self, judge: Judge, step: int, world: World) -> Verdict:
+        """Export a checkpoint, judge it, keep the numbers, and print them. Collective.
+
+        Raises:
+            ConfigError: no such checkpoint.
+            RunError: it is damaged.
+        """
+        folder, checkpoints = self.out / f"step_{step}", self.run / "checkpoints"
+        weights = folder / "weights"
+        manifest = checkpoints / f"step_{step}" / MANIFEST_NAME
+        stamp = from_rank_zero(lambda: hash_file(manifest).sha256 if manifest.is_file() else None)
+
+        def prepare() -> None:
+            from_rank_zero(lambda: shutil.rmtree(weights, ignore_errors=True))  # of a killed evaluation
+            cfg = self.model.cfg.copy()
+            cfg.parallel.mode = ParallelMode.single if world.ranks == 1 else ParallelMode.auto
+            export_step(cfg, checkpoints, world, step=step, out=weights)
+
+        model = replace(self.model, origin=f"{self.model.origin}, step {step}", export=weights)
+        try:
+            found = judge.judge(model, self.decoder, folder, stamp=stamp or "gone", prepare=prepare)
+        finally:
+            if world.is_main:
+                shutil.rmtree(weights, ignore_errors=True)
+        if world.is_main:
+            found.write(folder)
+            sys.stdout.write(f"{found.table()}\n{folder}\n")
+            sys.stdout.flush()
+        keep(found, self.run, step, folder / GRID, track=self.track, is_main=world.is_main)
+        return found
+
+
+def watch(watched: Watched, judge: Judge, world: World, *, max_wait_hours: float | None) -> int:
+    """Judge each checkpoint of a run that is not judged yet, until the run has finished; return how many. Collective.
+
+    One that the same networks have judged already is done. One that retention deletes before it is read is left out,
+    with a warning. `max_wait_hours` without a new one end the watch; None = no limit.
+    """
+    tried, count, begun = set[int](), 0, time.monotonic()
+    done = from_rank_zero(
+        lambda: {line["step"] for line in judged(watched.run) if line["networks"] == judge.settings.networks}
+    )
+    while True:
+        step, has_ended = from_rank_zero(lambda: next_step(watched.run / "checkpoints", done | tried))
+        if step is not None:
+            tried.add(step)
+            count += _judged(watched, judge, step, world)
+            begun = time.monotonic()
+        elif has_ended or (max_wait_hours is not None and time.monotonic() - begun > 3600 * max_wait_hours):
+            return count
+
+
+def _judged(watched: Watched, judge: Judge, step: int, world: World) -> bool:
+    try:
+        watched.judge(judge, step, world)
+    except (ConfigError, RunError) as error:
+        if (watched.run / "checkpoints" / f"step_{step}").is_dir():
+            raise
+        log.warning("The checkpoint of step %d was deleted before it could be judged: %s", step, error)
+        return False
+    return True
+
+
+def next_step(
+    checkpoints: Path, done: set[int], *, sleep: Callable[[float], None] = time.sleep
+) -> tuple[int | None, bool]:
+    """Return the first complete checkpoint that is not done, waiting for one, and whether no other will come."""
+    waited = 0.0
+    while True:
+        complete = CheckpointFolder(checkpoints).complete()
+        left = [step for step in complete if step not in done]
+        if left:
+            return left[0], False
+        if any(manifest.facts.get("finished") for manifest in complete.values()):
+            return None, True
+        if waited >= ROUND_SECONDS:
+            return None, False
+        sleep(POLL_SECONDS)
+        waited += POLL_SECONDS

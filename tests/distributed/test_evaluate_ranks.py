@@ -1,0 +1,74 @@
+"""An evaluation makes the same pictures on any number of ranks, and after a kill those that are missing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.distributed.evaluate_hooks import WHOLE
+from tests.warm.programs import warm_programs
+
+pytestmark = pytest.mark.distributed
+
+PROMPTS = ["a red circle", "a blue star", "a green square", "a small red circle", "a big yellow triangle"]
+STEPS = ("steps=1", "decoder_steps=1", "sampler=ddim", "batch_size=2")
+CASCADE = ("evaluate", "from=package:tiny", "decoder=package:tiny", "features=package:tiny", *STEPS)
+SEMANTIC, VQ = 16, 4
+"""Channels of the latents of Stage C and of Stage B."""
+
+
+@pytest.fixture(scope="module")
+def evaluations(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of evaluations: `two` by two ranks, `again` killed on one rank and continued by two."""
+    folder = tmp_path_factory.mktemp("evaluations")
+    (folder / "prompts.txt").write_text("\n".join(PROMPTS))
+    (folder / "real").mkdir()
+    for number in range(5):
+        pixels = np.random.default_rng(number).integers(0, 255, (64, 64, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / "real" / f"noise {number}.png")
+    argv = [*CASCADE, f"prompts=@{folder}/prompts.txt", f"real={folder}/real"]
+    wanted = [
+        (2, None, "two"),
+        (1, "evaluate_hooks.die_while_writing", "again"),
+        (2, "evaluate_hooks.note_samples", "again"),
+    ]
+    runs = [
+        {"ranks": ranks, "hook": hook, "argv": [*argv, f"out={folder / name}"], "out": str(folder / f"notes_{number}")}
+        for number, (ranks, hook, name) in enumerate(wanted)
+    ]
+    (folder / "runs.json").write_text(json.dumps(runs))
+    command = [str(warm_programs() / "python"), str(Path(__file__).with_name("forked.py")), str(folder / "runs.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert json.loads((done.stdout.splitlines() or ["null"])[-1]) == [[0, 0], [-9], [0, 0]], said(folder) + done.stderr
+    return folder
+
+
+def said(folder: Path) -> str:
+    return "\n".join(path.read_text() for path in sorted(folder.glob("notes_*/said_?")))
+
+
+def test_a_killed_evaluation_continues_to_the_same_pictures_and_numbers(evaluations: Path) -> None:
+    first, again = (
+        {path.name: path.read_bytes() for path in sorted((evaluations / name / "pictures").glob("[0-9]*.png"))}
+        for name in ("two", "again")
+    )
+    assert list(first) == [f"{number:06d}.png" for number in range(len(PROMPTS))]
+    assert first == again
+    assert len(set(first.values())) == len(PROMPTS)
+    metrics = [json.loads((evaluations / name / "metrics.json").read_text()) for name in ("two", "again")]
+    assert metrics[0]["measures"] == metrics[1]["measures"]
+    assert metrics[0]["measures"].keys() == {"fid", "kid", "kid_std", "precision", "recall"}
+    assert not list(evaluations.glob("*/latents"))
+
+
+def test_what_was_there_is_not_made_again(evaluations: Path) -> None:
+    lines = [line for path in sorted(evaluations.glob("notes_2/sampled_?")) for line in path.read_text().splitlines()]
+    assert sorted(lines) == sorted([f"{VQ} {PROMPTS[2]}; {PROMPTS[3]}", f"{VQ} {PROMPTS[4]}"]), (
+        f"Stage C had sampled all; of Stage B's batches of two, {WHOLE} pictures fill one"
+    )
+    assert said(evaluations).count("5 images of from=package:tiny") == 2, "rank 0 alone speaks"

@@ -1,0 +1,227 @@
+"""`cascade-train evaluate`: numbers equal to their libraries' on the same pictures, reconstructions, watched runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+from cascade_train.commands.evaluate import EvaluateArgs, evaluate
+from cascade_train.config.saved import load_yaml
+from cascade_train.errors import ConfigError
+from cascade_train.models.clip_score import ClipScore
+from cascade_train.results.evaluation.watch import next_step
+from tests.distributed.test_modes import NARROW
+from tests.integration.runs import train
+from tests.integration.test_stage_a import NARROW as A_NARROW
+from tests.unit.models.inception import untrained_inception
+from tests.unit.models.test_clip_score import library_score, tiny_clip
+
+PROMPTS = ["a red circle", "a blue star", "a green square", "a small red circle", "a big yellow triangle"]
+FAST = {"steps": 1, "sampler": "ddim", "batch_size": 4}
+
+
+def draw(folder: Path, side: int = 96, count: int = 5) -> Path:
+    """Write square pictures of blocks of colour, captioned by their names."""
+    folder.mkdir()
+    for number in range(count):
+        blocks = np.random.default_rng(number).integers(0, 255, (4, 4, 3), dtype=np.uint8)
+        Image.fromarray(blocks).resize((side, side), Image.Resampling.NEAREST).save(folder / f"blocks {number}.png")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return draw(tmp_path_factory.mktemp("real") / "pictures")
+
+
+def judged(out: Path, **given: Any) -> dict[str, float]:
+    """Evaluate and return the numbers that were written."""
+    assert evaluate(EvaluateArgs(out=str(out), **{**FAST, **given})) == 0
+    assert (out / "grid.png").is_file()
+    return json.loads((out / "metrics.json").read_text())["measures"]
+
+
+def pixels(path: Path) -> torch.Tensor:
+    return torch.from_numpy(np.array(Image.open(path).convert("RGB"))).permute(2, 0, 1)
+
+
+@pytest.fixture(scope="module")
+def cascade(real: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Numbers of the tiny cascade by an Inception and a CLIP that nobody trained, and where the files lie."""
+    folder = tmp_path_factory.mktemp("cascade")
+    (folder / "prompts.csv").write_text("caption\n" + "\n".join(PROMPTS))
+    with pytest.MonkeyPatch.context() as patch:
+        inception = untrained_inception(patch)
+    state = {
+        name: value * 2.45 if name.endswith("conv.weight") else value for name, value in inception.state_dict().items()
+    }
+    torch.save(state, folder / "inception.pth")  # with a gain at which activations keep their scale
+    clip = tiny_clip(folder / "clip")
+    measures = judged(
+        folder / "out",
+        source="package:tiny",
+        decoder="package:tiny",
+        decoder_steps=1,
+        prompts=f"@{folder / 'prompts.csv'}",
+        real=str(real),
+        features=str(folder / "inception.pth"),
+        resize="tf1",
+        clip=clip,
+    )
+    return {"folder": folder, "measures": measures, "clip": clip}
+
+
+def test_distances_of_sets_are_those_of_torch_fidelity(cascade: dict[str, Any], real: Path) -> None:
+    from torch_fidelity import calculate_metrics
+
+    folder, measures = cascade["folder"], cascade["measures"]
+    theirs = calculate_metrics(
+        input1=str(folder / "out" / "pictures"),
+        input2=str(real),
+        feature_extractor_weights_path=str(folder / "inception.pth"),
+        **{"fid": True, "kid": True, "prc": True, "kid_subset_size": len(PROMPTS), "samples_shuffle": False},
+        **{"cuda": False, "verbose": False, "cache": False, "save_cpu_ram": True},
+    )
+    names = {"fid": "frechet_inception_distance", "kid": "kernel_inception_distance_mean"}
+    names |= {"kid_std": "kernel_inception_distance_std", "precision": "precision", "recall": "recall"}
+    assert measures["fid"] > 0.1
+    for name, other in names.items():
+        assert measures[name] == pytest.approx(theirs[other], rel=1e-3, abs=1e-9), name
+
+
+def test_the_clip_score_is_that_of_torchmetrics(cascade: dict[str, Any]) -> None:
+    score = ClipScore(cascade["clip"], device=torch.device("cpu"), key="clip")
+    images = [pixels(path) for path in sorted((cascade["folder"] / "out" / "pictures").glob("*.png"))]
+    assert len(images) == len(PROMPTS)
+    wanted = library_score(score, images, PROMPTS)
+    assert cascade["measures"]["clip_score"] == pytest.approx(wanted, abs=1e-3)
+
+
+def test_pictures_of_other_settings_are_not_mistaken(cascade: dict[str, Any], real: Path) -> None:
+    given = {"source": "package:tiny", "decoder": "package:tiny", "decoder_steps": 1, "prompts": PROMPTS}
+    with pytest.raises(ConfigError, match="out=.*out: holds pictures of another evaluation, which differs in seed"):
+        judged(cascade["folder"] / "out", **given, clip=cascade["clip"], seed=1)
+    numbers = judged(cascade["folder"] / "out", **given, clip=cascade["clip"])
+    assert numbers == {"clip_score": cascade["measures"]["clip_score"]}, "no other network, no other number"
+
+
+def test_stage_b_reconstructs_and_every_pair_is_measured(real: Path, tmp_path: Path) -> None:
+    from torchmetrics.functional.image import peak_signal_noise_ratio, structural_similarity_index_measure
+    from torchvision.models.vgg import cfgs, make_layers
+
+    torch.manual_seed(0)
+    vgg = {f"features.{name}": value for name, value in make_layers(cfgs["D"]).state_dict().items()}
+    save_file(vgg, tmp_path / "vgg.safetensors")
+    measures = judged(
+        tmp_path / "out",
+        source="package:tiny/decoder",
+        real=str(real),
+        samples=4,
+        features="package:tiny",
+        lpips=str(tmp_path / "vgg.safetensors"),
+    )
+    assert measures.keys() == {"rfid", "psnr", "ssim", "lpips"}
+    made = [pixels(path) for path in sorted((tmp_path / "out" / "pictures").glob("*.png"))]
+    originals = [pixels(path) for path in sorted(real.glob("*.png"))]
+    assert len(made) == 4
+    pairs = [min(originals, key=lambda each: (each.float() - image.float()).square().mean()) for image in made]
+    assert len({pair.numpy().tobytes() for pair in pairs}) == 4, "each picture is nearest to an original of its own"
+    images, wanted = (torch.stack(each).float() / 255 for each in (made, pairs))
+    psnr = peak_signal_noise_ratio(images, wanted, data_range=1.0, reduction="elementwise_mean", dim=(1, 2, 3))
+    assert measures["psnr"] == pytest.approx(float(psnr), abs=1e-3)
+    ssim = structural_similarity_index_measure(images, wanted, data_range=1.0)
+    assert measures["ssim"] == pytest.approx(float(ssim), abs=1e-4)
+
+
+def test_stage_a_reconstructs(real: Path, tmp_path: Path) -> None:
+    one_step = ("train.max_steps=1", "train.global_batch_size=2", "checkpoint.every_steps=null")
+    run = train(tmp_path / "a", "task=reconstruction", "model=a_tiny", *A_NARROW, *one_step)
+    measures = judged(tmp_path / "out", source=str(run), real=str(real))
+    assert measures.keys() == {"psnr", "ssim"}
+    assert 5 < measures["psnr"] < 40
+    assert json.loads((run / "evaluation.jsonl").read_text())["evaluate/psnr"] == measures["psnr"]
+
+
+def test_a_watched_run_is_judged_at_each_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (tmp_path / "prompts.txt").write_text("a red circle\na blue star\n")
+    held_out = ("validate.share=0.3", "data.samples=40", f"sample.prompts=@{tmp_path}/prompts.txt")
+    short = ("task=finetune", *NARROW, "train.max_steps=4", "train.global_batch_size=2", "ema.decay=0.5")
+    run = train(tmp_path / "run", *short, *held_out, "tracker=tensorboard")
+    assert load_yaml(run / "config.yaml").sample.prompts == ["a red circle", "a blue star"]
+    given = {"watch": str(run), "features": "package:tiny", "samples": 4, **FAST}
+    assert evaluate(EvaluateArgs(**given)) == 0
+    lines = [json.loads(line) for line in (run / "evaluation.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [2, 4]
+    assert lines[0]["evaluate/fid"] != lines[1]["evaluate/fid"]
+    assert lines[0]["real"] == "the run's held-out pictures"
+    assert not (run / "evaluation" / "step_4" / "weights").exists()
+    events = EventAccumulator(str(run / "tensorboard")).Reload()
+    shown = {event.step: event.value for event in events.Scalars("evaluate/fid")}
+    assert shown == pytest.approx({line["step"]: line["evaluate/fid"] for line in lines}, rel=1e-5)
+    assert len(events.Scalars("loss")) == 4, "the same run has its losses"
+    assert evaluate(EvaluateArgs(**given)) == 0
+    assert "0 checkpoints of" in capsys.readouterr().out.splitlines()[-1], "all are judged"
+
+    pictures = run / "evaluation" / "step_4" / "pictures"
+    exported = judged(tmp_path / "export", source=str(run), **{k: given[k] for k in ("features", "samples")})
+    assert exported["fid"] == pytest.approx(lines[1]["evaluate/fid"]), "the last checkpoint is what was exported"
+    for path in sorted(pictures.glob("*.png")):
+        assert torch.equal(pixels(path), pixels(tmp_path / "export" / "pictures" / path.name))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="from=run: no checkpoint of step 3; steps that are there: 2, 4"):
+        evaluate(EvaluateArgs(source="run", checkpoint=3, features="package:tiny", samples=4))
+
+
+def test_a_watch_waits_for_the_next_checkpoint(tmp_path: Path) -> None:
+    slept: list[float] = []
+    assert next_step(tmp_path / "none", set(), sleep=slept.append) == (None, False)
+    assert sum(slept) == 600
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "evaluate needs from=<a run, export or weights>, or watch=<a run>, and not both"),
+        ({"source": "a", "watch": "b"}, "evaluate needs from=<a run, export or weights>"),
+        ({"watch": "b", "checkpoint": 3}, "checkpoint=3: is for from=; watch= judges all. Leave it out"),
+        ({"watch": "/nowhere"}, "watch=/nowhere: no run with checkpoints. Name the folder of a run that has begun"),
+        ({"source": "c", "resize": "bilinear"}, "resize=bilinear is unknown: choose clean or tf1"),
+        ({"source": "c", "samples": 0}, "samples=0 must be 1 or more"),
+        ({"source": "c", "max_wait_hours": 0.0}, "max_wait_hours=0.0 must be greater than 0"),
+        ({"source": "package:tiny", "prompts": "a"}, "features=null and clip=null measure nothing. Give features"),
+        (
+            {"source": "package:tiny", "prompts": "a", "features": "package:tiny", "real": "{real}"},
+            "features=package:tiny: sets of 1 images and 5 real pictures are too small to compare; at least 4",
+        ),
+        ({"source": "package:tiny", "clip": "c", "lpips": "v"}, "lpips=v: compares reconstructions with originals"),
+        ({"source": "package:tiny", "features": "package:tiny", "real": "nowhere"}, "real=nowhere: data"),
+        ({"source": "package:tiny", "features": "none.pth"}, "features=none.pth"),
+        (
+            {"source": "package:tiny/decoder", "prompts": "a", "real": "{real}"},
+            "prompts: is for a Stage C that paints from captions alone, and from=package:tiny/decoder makes one",
+        ),
+        (
+            {"source": "package:tiny/decoder", "height": 64, "real": "{real}"},
+            "height=64: from=package:tiny/decoder follows real pictures and their sizes",
+        ),
+    ],
+)
+def test_what_cannot_be_judged_is_refused(
+    given: dict[str, Any], message: str, real: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    filled = {key: value.format(real=real) if isinstance(value, str) else value for key, value in given.items()}
+    with pytest.raises(ConfigError, match=message):
+        evaluate(EvaluateArgs(**filled))
+    assert not list(tmp_path.iterdir()), "nothing is left behind"
