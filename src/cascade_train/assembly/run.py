@@ -287,7 +287,8 @@ def build_validation(
             rank=world.rank,
             ranks=world.ranks,
         )
-        return HeldOut(open=feed.from_start, steps=feed.steps)
+        source = feed.source
+        return HeldOut(open=feed.from_start, steps=feed.steps, parts=source.part_names, part_of=source.part_of)
 
     return Validation(
         task=parts.task,

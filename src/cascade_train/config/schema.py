@@ -187,7 +187,8 @@ class CheckpointConfig:
     keep_best: int | None = None
     """Checkpoints with the best `best_metric` that stay too; null = none."""
     best_metric: str | None = None
-    """What they are ranked by: a key of `metrics.jsonl`, such as validate/loss."""
+    """What they are ranked by: a key of `metrics.jsonl`, such as validate/loss, or of `evaluation.jsonl`, such as
+    evaluate/fid, which counts at saves after it was found."""
     best_mode: BestMode = BestMode.min
     """min = small values are good, or max."""
     keep_optimizer: bool = True

@@ -56,6 +56,7 @@ class HeldOutFeed:
 
     steps: int  # global batches of one measurement
     feed: Feed
+    source: Source  # of the samples
 
     def from_start(self) -> Iterator[list[Batch]]:
         """Start over and yield this rank's micro-batches of `steps` global batches."""
@@ -117,7 +118,7 @@ class DataSet:
             whole_epochs=True,
         )
         self._open.append(feed)
-        return HeldOutFeed(steps=feed.steps_of_epochs(1), feed=feed)
+        return HeldOutFeed(steps=feed.steps_of_epochs(1), feed=feed, source=part.source)
 
     def shown_batch(self, count: int, *, seed: int) -> Batch:
         """Return up to `count` fixed samples of one shape to show, held-out ones where there are any."""

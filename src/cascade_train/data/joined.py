@@ -103,6 +103,15 @@ class JoinedSource(Source):
         raw = part.source.read(own_row)
         return raw if part.weight == 1.0 else replace(raw, weight=part.weight * raw.weight)
 
+    @property
+    def part_names(self) -> tuple[str, ...]:
+        """See `Source.part_names`: the last words of their keys."""
+        return tuple(key.rpartition(".")[2] for key in self.joined())
+
+    def part_of(self, row: int) -> int:
+        """See `Source.part_of`."""
+        return int(self._part[row])
+
     def captions_of(self, row: int) -> Captions:
         """Return the captions of the row's source."""
         part, own_row = self._place(row)

@@ -110,6 +110,15 @@ class Source(abc.ABC):
     def record(self) -> None:
         """Write down what a resumed run needs; called by one rank once the run directory is claimed."""
 
+    @property
+    def part_names(self) -> tuple[str, ...]:
+        """Names of the sources that this one joins, by which losses are told apart; empty = it is one alone."""
+        return ()
+
+    def part_of(self, row: int) -> int:
+        """Return the place among `part_names` of the source that a row of the index came from."""
+        raise AssertionError("asked for with part_names alone")
+
     def bucket_table(self, index: Index) -> BucketTable:
         """Return the sizes that the samples are trained at."""
         return self._bucket_table

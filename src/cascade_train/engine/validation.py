@@ -16,6 +16,9 @@ from cascade_train.batch import Batch
 from cascade_train.engine.phase import BoundPhase, averaged, evaluated
 from cascade_train.tasks.base import Painter, Task
 
+LOSS = "loss"
+"""The measure that is told apart by source."""
+
 Distance = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """Maps mean (D,) and covariance (D, D) of one set, and those of the other, to a scalar."""
 
@@ -52,10 +55,23 @@ class SetDistance:
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOut:
-    """Held-out batches, the same each time: `steps` global batches; `open` starts them over."""
+    """Held-out batches, the same each time: `steps` global batches; `open` starts them over.
+
+    `parts` are the names of the sources that the data joins, `part_of` maps the index of a sample to the place of its
+    own; none = one source alone.
+    """
 
     open: Callable[[], Iterable[list[Batch]]]
     steps: int
+    parts: Sequence[str] = ()
+    part_of: Callable[[int], int] = lambda index: 0
+
+    def masks(self, batch: Batch, device: torch.device) -> dict[str, Tensor]:
+        """Return which samples of a micro-batch came from each part, (B,) fp32 of 0 and 1 each."""
+        if not self.parts:
+            return {}
+        place_B = torch.tensor([self.part_of(index) for index in batch.index_B.tolist()]).to(device)
+        return {part: (place_B == place).float() for place, part in enumerate(self.parts)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,13 +144,18 @@ class Validation:
             return {f"{name}/{measure}": mean for measure, mean in means.items()}
 
     def _means(self, held_out: HeldOut, measure_of: Callable[[Batch], Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        sums: dict[str, Tensor] = {}
+        """Return means over all samples by measure, and each part's loss as `<part>/loss`; NaN = no sample."""
+        sums: dict[tuple[str, str], Tensor] = {}
         for _, micro_batches in zip(range(held_out.steps), held_out.open(), strict=False):
             for batch in micro_batches:
                 counted_B = counted(batch, self.device)
-                for measure, value_B in {**measure_of(batch), "": torch.ones_like(counted_B)}.items():
-                    sums[measure] = sums.get(measure, 0.0) + (value_B * counted_B).sum()
+                measures = {**measure_of(batch), "": torch.ones_like(counted_B)}
+                for part, mask_B in {"": counted_B, **held_out.masks(batch, self.device)}.items():
+                    for measure in [each for each in measures if not part or each in (LOSS, "")]:
+                        found = (measures[measure] * mask_B * counted_B).sum()
+                        sums[part, measure] = sums.get((part, measure), 0.0) + found
         total = torch.stack(list(sums.values()))
         dist.all_reduce(total)
-        count = total[list(sums).index("")]
-        return {measure: total_of_it / count for measure, total_of_it in zip(sums, total, strict=True) if measure}
+        totals = dict(zip(sums, total, strict=True))
+        means = {key: total_of_it / totals[key[0], ""] for key, total_of_it in totals.items() if key[1]}
+        return {f"{part}/{measure}" if part else measure: mean for (part, measure), mean in means.items()}

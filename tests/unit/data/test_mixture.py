@@ -92,6 +92,15 @@ def test_rows_read_from_their_source_with_its_captions_and_weight() -> None:
     assert all(index.name(row).partition("/")[2] == source.read(row).key for row in range(7))
 
 
+def test_each_row_has_the_source_that_it_came_from() -> None:
+    source = mixture({"cats": 4, "dogs": 7}, repeats={"cats": 2})
+    index = source.open()
+    names = [source.part_names[source.part_of(row)] for row in range(len(index))]
+    assert names == [key.decode().partition("/")[0] for key in index.keys.tolist()]
+    assert Counter(names) == {"cats": 8, "dogs": 7}
+    assert shapes(samples=3).part_names == ()
+
+
 def test_every_window_holds_the_share_and_keeps_what_lies_together_close(tmp_path: Path) -> None:
     for shard in range(8):
         tars.write(tmp_path / f"{shard}.tar", tars.samples(range(shard * 300, shard * 300 + 300)))

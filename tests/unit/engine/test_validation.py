@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cascade_train.engine.validation import SetDistance
+from cascade_train.batch import Batch
+from cascade_train.engine.validation import HeldOut, SetDistance, Validation
 from cascade_train.models.image_quality import frechet_distance
 
 
@@ -43,3 +44,45 @@ def test_each_time_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     for first, second in ((image, original), (original, original)):
         gathered.add(first, second, torch.ones(6))
         assert gathered.take().item() == pytest.approx(wanted(first, second), abs=1e-6)
+
+
+class ToyTask:
+    """Measures what the keys of samples say."""
+
+    def prepare_batch(self, batch: Batch) -> Batch:
+        return batch
+
+    def measures(self, prepared: Batch, logsnr: object) -> dict[str, Tensor]:
+        loss_B = torch.tensor([float(key) for key in prepared.keys])
+        return {"loss": loss_B, "loss_logsnr_0": 2 * loss_B}
+
+
+def toy_batch(losses: list[float], first: int, weights: list[float] | None = None) -> Batch:
+    index_B = torch.arange(first, first + len(losses))
+    return Batch(
+        image_BCHW=None,
+        captions=("",) * len(losses),
+        keys=tuple(map(str, losses)),
+        epoch_B=torch.zeros_like(index_B),
+        index_B=index_B,
+        seed=0,
+        weight_B=None if weights is None else torch.tensor(weights),
+    )
+
+
+def test_the_loss_of_each_joined_source_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda tensor: tensor)
+    batches = [[toy_batch([1.0, 2.0, 6.0], 0)], [toy_batch([4.0, 100.0], 3, weights=[1.0, 0.0])]]
+    options = {"phases": [], "logsnr": [0.0], "device": torch.device("cpu")}
+    one = Validation(task=ToyTask(), held_out=HeldOut(open=lambda: batches, steps=2), **options)  # type: ignore[arg-type]
+    assert one.run() == {"validate/loss": 13 / 4, "validate/loss_logsnr_0": 26 / 4}
+    joined = HeldOut(open=lambda: batches, steps=2, parts=("cats", "dogs", "birds"), part_of=lambda row: row % 2)
+    found = Validation(task=ToyTask(), held_out=joined, **options).run()  # type: ignore[arg-type]
+    assert list(found) == [
+        *("validate/loss", "validate/loss_logsnr_0"),
+        *("validate/cats/loss", "validate/dogs/loss", "validate/birds/loss"),
+    ]
+    assert found["validate/cats/loss"] == (1 + 6) / 2
+    assert found["validate/dogs/loss"] == (2 + 4) / 2, "a sample of weight 0 only fills its batch"
+    assert torch.as_tensor(found["validate/birds/loss"]).isnan(), "no sample, no number"
+    assert {name: found[name] for name in one.run()} == one.run()

@@ -11,7 +11,7 @@ import mmap
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +23,12 @@ log = logging.getLogger(__name__)
 
 BEST = "best"
 """The fact of a manifest that ranks its checkpoint: {metric, value, step}."""
+
+EVALUATIONS = "evaluation.jsonl"
+"""Beside the folder of checkpoints: what evaluations have found, a line for each."""
+
+EVALUATED = "evaluate/"
+"""What the names of their numbers begin with; in the facts of a manifest, those of its step, which no file holds."""
 
 _VISIBLE = re.compile(r"step_(\d+)")
 _HIDDEN = re.compile(r"\.step_(\d+)\.(saving|replaced|deleting|slimming)")
@@ -50,9 +56,14 @@ class CheckpointFolder:
         return dict(sorted((int(match[1]), path) for match, path in matches if match))
 
     def complete(self) -> dict[int, Manifest]:
-        """Return the manifests of the checkpoints whose files have their sizes, by step in order."""
-        paths = self.visible()
-        return {s: read_manifest(path) for s, path in paths.items() if find_fault(path, hashes=False) is None}
+        """Return the manifests of the checkpoints whose files have their sizes, by step in order.
+
+        Numbers of later evaluations are among their facts, as `EVALUATED`.
+        """
+        found = {s: read_manifest(p) for s, p in self.visible().items() if find_fault(p, hashes=False) is None}
+        judged = evaluations(self.directory.with_name(EVALUATIONS))
+        facts = {s: {**each.facts, EVALUATED: judged[s]} for s, each in found.items() if s in judged}
+        return {s: replace(each, facts=facts.get(s, each.facts)) for s, each in found.items()}
 
     def prepare(self, hidden: Path) -> None:
         """Clear what crashes left behind, and make an empty hidden directory."""
@@ -105,7 +116,7 @@ class Retention:
         keep_last: number of newest ones; None = all.
         keep_every_steps: also those whose step is a multiple of this; None = no others.
         keep_best: number of best ones by `best_metric`; None = no others.
-        best_metric: a key of `metrics.jsonl`.
+        best_metric: a key of `metrics.jsonl` or of `evaluation.jsonl`.
         best_mode: whether small or large values are good.
         keep_optimizer: false = those that stay, but not as one of the newest, lose their optimizer state.
     """
@@ -152,9 +163,25 @@ class Retention:
 
 
 def best_value(manifest: Manifest, metric: str | None) -> float | None:
-    """Return the metric's value that a checkpoint was saved with; None where it has none of this metric."""
+    """Return the metric's value that a checkpoint was saved with, or judged by; None where it has none."""
+    judged = manifest.facts.get(EVALUATED, {})
+    if metric in judged:
+        return float(judged[metric])
     best = manifest.facts.get(BEST)
     return best["value"] if best is not None and best["metric"] == metric else None
+
+
+def evaluations(path: Path) -> dict[int, dict[str, float]]:
+    """Return the numbers of evaluations by step and name, the latest of each; torn lines do not count."""
+    found: dict[int, dict[str, float]] = {}
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        numbers = {name: x for name, x in row.items() if name.startswith(EVALUATED) and x is not None}
+        found[row["step"]] = found.get(row["step"], {}) | numbers
+    return found
 
 
 def last_logged(path: Path, metric: str, *, step: int) -> dict[str, Any] | None:

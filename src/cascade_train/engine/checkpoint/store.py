@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from cascade_train.distributed.consensus import from_every_rank, from_rank_zero, own_group
-from cascade_train.engine.checkpoint.folder import BEST, CheckpointFolder, Retention, last_logged
+from cascade_train.engine.checkpoint.folder import BEST, EVALUATED, CheckpointFolder, Retention, last_logged
 from cascade_train.engine.checkpoint.loading import drop_optimizer, load_files
 from cascade_train.engine.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -230,7 +230,7 @@ class CheckpointStore:
     def _ranking(self, step: int) -> Mapping[str, Any]:
         """Return the fact that ranks this checkpoint; none, with one warning, where the metric was not logged yet."""
         metric = self._retention.best_metric
-        if metric is None or self._metrics is None:
+        if metric is None or self._metrics is None or metric.startswith(EVALUATED):
             return {}
         found = last_logged(self._metrics, metric, step=step)
         if found is None and not self._has_warned:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +126,7 @@ class Judge:
             real_images=0 if real is None else len(real),
             networks=self.settings.networks,
             measures=self._measure(networks, kind, work, folder, real),
-            settings=digest(plain),
+            settings=asked(self.settings, model, decoder),
             captions=tuple(work.captions),
         )
 
@@ -252,6 +252,12 @@ def check_fits(settings: Settings, model: TrainedModel, decoder: TrainedModel | 
             raise ConfigError(f"{key}={getattr(settings, key)}: {model.origin} follows real pictures and their sizes.")
 
 
+def asked(settings: Settings, model: TrainedModel, decoder: TrainedModel | None) -> str:
+    """Return a digest of how models are judged, whatever their weights are."""
+    behind = None if decoder is None else [*_names(decoder), _sampling(decoder)]
+    return digest([asdict(settings), _sampling(model), behind])
+
+
 def plain_settings(
     settings: Settings,
     model: TrainedModel,
@@ -263,11 +269,15 @@ def plain_settings(
     """Return what the pictures depend on, as JSON values."""
     found: dict[str, Any] = {"from": [model.origin, stamp or weights_stamp(model)], "sample": _sampling(model)}
     if decoder is not None:
-        codec = decoder.cfg.model.get("stage_a", {}).get("weights")
-        found |= {"decoder": [decoder.origin, weights_stamp(decoder), codec], "decoder_sample": _sampling(decoder)}
+        found |= {"decoder": [*_names(decoder), weights_stamp(decoder)], "decoder_sample": _sampling(decoder)}
     captions = hashlib.sha256("\0".join(work.captions).encode()).hexdigest()[:16]
     shapes = None if sizes is None else [list(sizes.picture), list(sizes.painted)]
     return found | {"seed": settings.seed, "captions": [len(work.captions), captions], "size": shapes}
+
+
+def _names(decoder: TrainedModel) -> list[str | None]:
+    """Return what a Stage B and its Stage A were named."""
+    return [decoder.origin, decoder.cfg.model.get("stage_a", {}).get("weights")]
 
 
 def _sampling(model: TrainedModel) -> dict[str, Any]:

@@ -66,6 +66,11 @@ class Folder:
 
     path: Path
 
+    def make(self) -> None:
+        """Make the folder, where it is missing."""
+        for name in ("pictures", "latents"):
+            (self.path / name).mkdir(parents=True, exist_ok=True)
+
     def picture(self, number: int) -> Path:
         """Return the place of a picture."""
         return self.path / "pictures" / f"{number:06d}.png"
@@ -116,9 +121,7 @@ def make_pictures(
     Raises:
         ConfigError: weights that are not there or do not fit, or stages that were not made for each other.
     """
-    from_rank_zero(
-        lambda: [(folder.path / name).mkdir(parents=True, exist_ok=True) for name in ("pictures", "latents")]
-    )
+    from_rank_zero(folder.make)
     if decoder is None:
         _in_one_stage(model, work, folder, todo, sizes, world)
     else:
@@ -134,11 +137,9 @@ def _in_one_stage(
     with _loaded(model, world) as parts:
 
         def paint(batch: Batch) -> None:
-            order, image_BCHW = work.order(batch), None
-            if work.originals is not None:
-                image_BCHW = _on(parts, work.originals.read(batch).image_BCHW)
-            size = sizes.painted if image_BCHW is None and sizes is not None else image_BCHW.shape[-2:]
-            painter = build_painter(model.cfg, parts, size)
+            order, size = work.order(batch), None if sizes is None else sizes.painted
+            image_BCHW = None if work.originals is None else _on(parts, work.originals.read(batch).image_BCHW)
+            painter = build_painter(model.cfg, parts, size if image_BCHW is None else image_BCHW.shape[-2:])
             folder.save(batch, painter.paint(order.captions, image_BCHW, draws(work.seed, order, "generate")))
 
         _deal(todo, paint, world)

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from torchvision.transforms.functional import to_pil_image
 
 from cascade_train.config.saved import CONFIG_NAME, load_yaml
-from cascade_train.engine.checkpoint.folder import CheckpointFolder
+from cascade_train.engine.checkpoint.folder import EVALUATED, EVALUATIONS, CheckpointFolder
 from cascade_train.engine.sampling import compose_grid
 from cascade_train.engine.tracking import build_tracker
 from cascade_train.errors import ConfigError
@@ -23,10 +23,7 @@ from cascade_train.results.evaluation.pictures import Folder
 
 log = logging.getLogger(__name__)
 
-METRICS, GRID, KEPT = "metrics.json", "grid.png", "evaluation.jsonl"
-
-PREFIX = "evaluate/"
-"""Of the measures' names in a run's file and tracker."""
+METRICS, GRID = "metrics.json", "grid.png"
 
 SHOWN = 12
 """Pictures in the grid, the first ones."""
@@ -46,7 +43,7 @@ class Verdict:
         real_images: how many those are.
         networks: what measured, as given: features, resize, clip, lpips.
         measures: the numbers by name.
-        settings: digest of what the pictures depend on.
+        settings: digest of how it was judged, whatever the weights.
         captions: theirs.
     """
 
@@ -89,9 +86,9 @@ class Verdict:
 def keep(verdict: Verdict, run: Path, step: int, grid: Path, *, track: bool, is_main: bool) -> None:
     """Add the numbers to the `evaluation.jsonl` of a run and, with `track`, to its tracker, at a step. Collective."""
     plain = verdict.plain()
-    numbers = {f"{PREFIX}{name}": value for name, value in plain.pop("measures").items()}
+    numbers = {f"{EVALUATED}{name}": value for name, value in plain.pop("measures").items()}
     if is_main:
-        append_durably(run / KEPT, json.dumps({"step": step, **numbers, **plain}) + "\n")
+        append_durably(run / EVALUATIONS, json.dumps({"step": step, **numbers, **plain}) + "\n")
     if not track:
         return
     cfg: Any = OmegaConf.to_container(load_yaml(run / CONFIG_NAME))
@@ -107,7 +104,7 @@ def keep(verdict: Verdict, run: Path, step: int, grid: Path, *, track: bool, is_
             config=cfg,
         )
     except ConfigError as error:
-        log.warning("The numbers are in %s, and not in the tracker: %s", run / KEPT, error)
+        log.warning("The numbers are in %s, and not in the tracker: %s", run / EVALUATIONS, error)
         return
     tracker.log(numbers, step)
     tracker.log_image("evaluation", grid, step)
@@ -116,4 +113,4 @@ def keep(verdict: Verdict, run: Path, step: int, grid: Path, *, track: bool, is_
 
 def judged(run: Path) -> list[dict[str, Any]]:
     """Return the lines of a run's `evaluation.jsonl`."""
-    return [json.loads(line) for line in read_whole_lines(run / KEPT)]
+    return [json.loads(line) for line in read_whole_lines(run / EVALUATIONS)]

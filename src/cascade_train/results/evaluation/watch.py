@@ -16,7 +16,7 @@ from cascade_train.distributed.process_group import World
 from cascade_train.engine.checkpoint.folder import CheckpointFolder
 from cascade_train.engine.checkpoint.manifest import MANIFEST_NAME, hash_file
 from cascade_train.errors import ConfigError, RunError
-from cascade_train.results.evaluation.judge import Judge
+from cascade_train.results.evaluation.judge import Judge, asked
 from cascade_train.results.evaluation.verdict import GRID, Verdict, judged, keep
 from cascade_train.results.export import export_step
 from cascade_train.results.find import TrainedModel
@@ -82,13 +82,12 @@ class Watched:
 def watch(watched: Watched, judge: Judge, world: World, *, max_wait_hours: float | None) -> int:
     """Judge each checkpoint of a run that is not judged yet, until the run has finished; return how many. Collective.
 
-    One that the same networks have judged already is done. One that retention deletes before it is read is left out,
+    One that was judged in the same way already is done. One that retention deletes before it is read is left out,
     with a warning. `max_wait_hours` without a new one end the watch; None = no limit.
     """
     tried, count, begun = set[int](), 0, time.monotonic()
-    done = from_rank_zero(
-        lambda: {line["step"] for line in judged(watched.run) if line["networks"] == judge.settings.networks}
-    )
+    same = asked(judge.settings, watched.model, watched.decoder)
+    done = from_rank_zero(lambda: {line["step"] for line in judged(watched.run) if line["settings"] == same})
     while True:
         step, has_ended = from_rank_zero(lambda: next_step(watched.run / "checkpoints", done | tried))
         if step is not None:

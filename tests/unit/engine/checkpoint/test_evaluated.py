@@ -1,0 +1,26 @@
+"""Checkpoints are ranked by what an evaluation found of them later."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from cascade_train.engine.checkpoint.folder import CheckpointFolder, Retention, best_value
+from cascade_train.engine.checkpoint.manifest import Manifest, read_manifest, write_manifest
+
+
+def test_the_best_by_an_evaluation_stay(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path / "checkpoints")
+    for step in (1, 2, 3, 4):
+        folder.path(step).mkdir(parents=True)
+        write_manifest(folder.path(step), Manifest(step=step, files={}, facts={}))
+    rule = Retention(keep_last=1, keep_best=1, best_metric="evaluate/fid")
+    assert [s for s, reasons in rule.reasons(folder.complete()).items() if reasons] == [4], "none is judged yet"
+    rows = [{"step": step, "evaluate/fid": fid} for step, fid in ((1, 9.0), (2, 5.0), (3, 7.0), (3, None), (1, 6.0))]
+    text = "\n".join([*map(json.dumps, rows), '{"step": 4, "evalua'])
+    (tmp_path / "evaluation.jsonl").write_text(text)
+    found = folder.complete()
+    assert [best_value(found[step], "evaluate/fid") for step in found] == [6.0, 5.0, 7.0, None]
+    reasons = rule.reasons(found)
+    assert reasons == {1: [], 2: ["number 1 by evaluate/fid"], 3: [], 4: ["newest 1"]}
+    assert read_manifest(folder.path(2)).facts == {}, "the file is as it was saved"
