@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,12 @@ def group_options(group: str) -> list[str]:
 def option_files(group: str) -> dict[str, Any]:
     """Return what the files of the options that `conf/` itself offers in a group hold, by option."""
     files = {option: conf_dir() / group / f"{option}.yaml" for option in group_options(group)}
-    return {option: OmegaConf.to_container(OmegaConf.load(file)) for option, file in files.items() if file.is_file()}
+    return {option: _held(file, file.stat().st_mtime_ns) for option, file in files.items() if file.is_file()}
+
+
+@functools.lru_cache(maxsize=256)
+def _held(file: Path, _changed_ns: int) -> Any:
+    return OmegaConf.to_container(OmegaConf.load(file))
 
 
 def option_targets(group: str) -> dict[str, str]:

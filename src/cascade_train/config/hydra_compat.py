@@ -6,14 +6,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import omegaconf._utils
+import omegaconf.base
 import yaml
 from hydra import __version__
+from hydra._internal import defaults_list
 from hydra._internal.hydra import Hydra
+from omegaconf import DictConfig
+from omegaconf.grammar_parser import parse
 
 HAS_WHITELIST = tuple(int(part) for part in __version__.split(".")[:2]) >= (1, 4)
 
@@ -42,6 +47,28 @@ class YamlLoader(*_BASES):  # type: ignore[misc]
             if hasattr(self._stream, "seek"):
                 self._stream.seek(0)
             return _Plain(self._stream).get_single_data()
+
+
+_parsed_once = functools.lru_cache(maxsize=1024)(parse)
+_map_choices: Any = getattr(defaults_list, "_create_interpolation_map", None)
+
+
+def quicken() -> None:
+    """Let Hydra and OmegaConf do what they do, without what they do in vain.
+
+    Files are read by libyaml; an interpolation, which a composition meets many times, is parsed once, since trees are
+    only read; and 1.3 lists the choices so far for a file whose defaults refer to them, not for every file.
+    """
+    omegaconf._utils.get_yaml_loader = lambda: YamlLoader
+    omegaconf.base.parse = omegaconf._utils.parse = _parsed_once
+    if _map_choices is not None:
+        defaults_list._create_interpolation_map = _choices_where_asked  # type: ignore[assignment]
+
+
+def _choices_where_asked(overrides: Any, defaults: Sequence[Any], self_added: bool) -> DictConfig:
+    asked = any(default.is_interpolation() for default in defaults)
+    choices: DictConfig = _map_choices(overrides, defaults, self_added) if asked else DictConfig({})
+    return choices
 
 
 @contextmanager

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import NoReturn
 
 import hydra
-import omegaconf._utils
 from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
@@ -26,7 +25,7 @@ from omegaconf import DictConfig
 
 from cascade_train.config.error_messages import exit_code
 from cascade_train.config.groups import conf_dir, groups
-from cascade_train.config.hydra_compat import BASE, CALLBACKS, YamlLoader, composed_once
+from cascade_train.config.hydra_compat import BASE, CALLBACKS, composed_once, quicken
 from cascade_train.config.overrides import check_not_expanded, check_not_hydras, with_paths_quoted
 from cascade_train.config.schema import Root
 from cascade_train.config.sweep import check_launcher, is_main, sweeps_saved_redacted
@@ -98,12 +97,12 @@ def _compose(argv: Sequence[str], job: Callable[[DictConfig], int]) -> None:
 
 
 def register_schema() -> None:
-    """Make the typed root known to Hydra under the name `schema`, and let OmegaConf read files by libyaml.
+    """Make the typed root known to Hydra under the name `schema`, and both of its libraries quicker.
 
     Hydra copies the sources of its configuration for every look at a group, a hundred times for `--help`. The store of
     typed nodes, which it only reads, and copies node by node when it does, is then shared instead.
     """
-    omegaconf._utils.get_yaml_loader = lambda: YamlLoader
+    quicken()
     store = ConfigStore.instance()
     if "schema.yaml" not in store.repo:
         store.store(name="schema", node=Root)
