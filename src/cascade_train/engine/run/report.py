@@ -7,6 +7,7 @@ draws the charts from the page's own JSON.
 from __future__ import annotations
 
 import base64
+import functools
 import io
 import json
 import logging
@@ -27,6 +28,7 @@ from cascade_train.files.untrusted import read_json, read_yaml
 from cascade_train.redaction import redact, redacted
 
 if TYPE_CHECKING:
+    import jinja2
     from PIL import Image
 
 log = logging.getLogger(__name__)
@@ -70,13 +72,17 @@ def write_page(path: Path, data: Data) -> None:
 
 def page(data: Data) -> str:
     """Return the HTML page of `run_data`, or of a sweep's data."""
+    return _template().render(data=data, config=yaml.safe_dump(data["config"], sort_keys=False, allow_unicode=True))
+
+
+@functools.cache
+def _template() -> jinja2.Template:
     import jinja2  # heavy: not at the start of a run
 
     environment = jinja2.Environment(autoescape=True)
     environment.policies["json.dumps_kwargs"] = {}  # in the order of the data
     environment.filters["shown"] = lambda value: value if isinstance(value, str) else json.dumps(value)
-    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
-    return template.render(data=data, config=yaml.safe_dump(data["config"], sort_keys=False, allow_unicode=True))
+    return environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
 
 
 def hidden(text: Data) -> Data:
