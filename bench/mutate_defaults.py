@@ -134,8 +134,8 @@ def judge(change: Change, tests: ModuleType) -> str:
         group, _, option = change.file.partition("/")
         shown = COMPOSED_BY.get(change.file, (group, option))
         tried = {JUDGES[0]: lambda: tests.test_every_default_of_a_file_is_in_a_list(change.file)}
-        if shown in tests.OPTIONS:
-            tried[JUDGES[1]] = lambda: tests.test_a_composition_has_the_listed_values(*shown)
+        if shown in tests.test_every_option.OPTIONS:
+            tried[JUDGES[1]] = lambda: tests.test_every_option.listed_composition(*shown)
     for name, test in tried.items():
         try:
             test()

@@ -13,6 +13,7 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
+from bench.soak_ranks import SMALL_NETWORK
 from cascade_train.__main__ import launch
 from tests.warm.programs import warm_programs
 
@@ -23,6 +24,8 @@ SMALL = (
     "sample.every_steps=null",
     "checkpoint.every_steps=2",
 )
+NARROW = tuple(each for each in SMALL_NETWORK if each.startswith(("model.weights", "model.network")))
+"""Of the smallest Stage C its network alone, untrained; encoders and sizes of pictures are those of c_tiny."""
 TIMING = ("images_per_second", "data_wait_share")
 """Metrics that are read off a clock and differ between equal runs."""
 

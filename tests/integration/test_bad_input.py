@@ -77,8 +77,8 @@ def test_unknown_weights_are_refused(refuse, tmp_path):
 
 
 def test_weights_of_another_model_are_refused(refuse, tmp_path):
-    origin = train(tmp_path / "origin", "task=finetune", "train.max_steps=1")
-    said = refuse("task=finetune", f"model.weights={origin}", "model.network.block_out_channels=[64,64]")
+    origin = train(tmp_path / "origin", *FINETUNE, "train.max_steps=1")
+    said = refuse(*FINETUNE, f"model.weights={origin}", "model.network.block_out_channels=[64,64]")
     assert "model.weights" in said or "shape" in said
 
 

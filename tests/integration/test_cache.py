@@ -13,7 +13,7 @@ from cascade_train.models.convolutional import ConvolutionalCompressor
 from cascade_train.models.image_encoder import ImageEncoder
 from cascade_train.models.latent_codec import VQGAN
 from cascade_train.models.text_encoder import TextEncoder
-from tests.integration.runs import SMALL, read_metrics, train
+from tests.integration.runs import NARROW, SMALL, read_metrics, train
 from tests.unit.data.tars import picture, write
 from tests.unit.models.test_stage_c import TINY_VISION
 
@@ -21,6 +21,7 @@ VISION = ",".join(f"{key}:{'null' if value is None else value}" for key, value i
 MODEL = ("model=c_tiny", f"model.image_encoder={{{VISION}}}")
 SHAPES = ("data=shapes", "data.samples=24", "data.image_size=96")
 RUN = (
+    *NARROW,
     f"model.image_encoder={{{VISION}}}",
     "task.image_keep_prob=0.5",
     "task.cond_drop_prob=0.3",

@@ -7,11 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bench.soak_ranks import SMALL_NETWORK
-from tests.integration.runs import SMALL
+from tests.integration.runs import NARROW, SMALL
 from tests.warm.programs import warm_programs
 
-NARROW = [override for override in SMALL_NETWORK if override.startswith(("model.weights", "model.network"))]
 RUNS = {
     "lora": ("task=lora", "task.train_tokens=[['[star]','star']]", "task.text_encoder_filters=[.self_attn]"),
     "control": (*NARROW, "task=controlnet", "filter@task.filter=canny", "task.bottleneck=small"),

@@ -1,14 +1,14 @@
 """Published networks train an adapter and a control network within a stated memory, with small images."""
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from tests.warm.programs import warm_programs
 
 pytestmark = [
     pytest.mark.slow,
@@ -92,8 +92,7 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dic
     fitting = [name for name, (peak_gib, _) in RUNS.items() if free_gib > peak_gib + 1]
     starts = {name: [*RUNS[name][1], *SMALL, f"run.dir={folder / name}"] for name in fitting}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, json.dumps(starts)],
-        env={**os.environ, "OMP_NUM_THREADS": str(os.cpu_count() or 1)},
+        [str(warm_programs() / "python"), "-c", SCRIPT, json.dumps(starts)],
         capture_output=True,
         text=True,
         timeout=900,

@@ -9,16 +9,19 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from cascade_train.commands.generate import GenerateArgs, generate
-from tests.integration.runs import read_metrics, train
+from tests.integration.runs import NARROW, read_metrics, train
 
 TOKENS = 'task.train_tokens=[["[sides]","^left</w>"],["^(red|on|background)</w>",null]]'
-LORA = ("experiment=tiny_token", "run.name=run", TOKENS, "sample.every_steps=4", "sample.steps=2", "sample.count=1")
+LORA = (
+    *("experiment=tiny_token", *NARROW, "run.name=run", TOKENS),
+    *("sample.every_steps=4", "sample.steps=2", "sample.count=1"),
+)
 FULL = ("task.dora=true", "task.text_encoder_filters=[.self_attn]", "task.dropout=0.1", "ema.decay=0.5")
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    return train(tmp_path_factory.mktemp("base") / "run", "task=finetune", "optimizer.lr=3e-3")
+    return train(tmp_path_factory.mktemp("base") / "run", *NARROW, "task=finetune", "optimizer.lr=3e-3")
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +68,8 @@ def test_the_token_is_known_when_painting_and_to_a_run_that_starts_from_it(base,
 
 def test_cut_captions_are_reported_at_the_log_cadence(tmp_path, caplog):
     caplog.set_level(logging.WARNING)
-    train(tmp_path / "run", "task=lora", "model.text_encoder.max_tokens=8", "log.every_steps=2", "train.max_steps=2")
+    short = ("model.text_encoder.max_tokens=8", "log.every_steps=2", "train.max_steps=2")
+    train(tmp_path / "run", *NARROW, "task=lora", *short)
     assert "captions were longer than 6 tokens and were cut" in caplog.text
 
 

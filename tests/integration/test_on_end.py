@@ -1,5 +1,6 @@
 """The command of `run.on_end`, from the command line to what it was told."""
 
+from bench.soak_ranks import SMALL_NETWORK
 from cascade_train.__main__ import launch
 from cascade_train.config.saved import load_saved_config
 from tests.integration.runs import SMALL
@@ -8,7 +9,8 @@ TELL = 'run.on_end="echo $CASCADE_TRAIN_EVENT $CASCADE_TRAIN_STEP $CASCADE_TRAIN
 
 
 def run(folder, *overrides):
-    return launch([*SMALL, "task=finetune", "data.num_workers=0", f"run.dir={folder}", TELL, *overrides])
+    common = [*SMALL, *SMALL_NETWORK, "task=finetune", "data.num_workers=0"]
+    return launch([*common, f"run.dir={folder}", TELL, *overrides])
 
 
 def test_a_run_that_stops_and_finishes_tells_its_command_each_time(tmp_path, monkeypatch, caplog):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.soak_ranks import SMALL_NETWORK
 from cascade_train.__main__ import launch
 from tests.integration.runs import SMALL, read_metrics, train
 from tests.unit.data import tars
@@ -18,7 +19,8 @@ DAMAGED = ("a.tar:0004", "a.tar:0009", "a.tar:0013", "a.tar:0017")
 @pytest.fixture
 def data(tmp_path: Path) -> list[str]:
     path = tars.write(tmp_path / "a.tar", tars.samples(range(24), damaged=[4, 9, 13, 17]))
-    return ["task=finetune", "data=webdataset", f"data.urls={path}", "data.num_workers=0", "log.every_steps=1"]
+    options = ["data=webdataset", f"data.urls={path}", "data.num_workers=0", "log.every_steps=1"]
+    return [*SMALL_NETWORK, "task=finetune", *options]
 
 
 def listed(run: Path) -> dict[str, int]:

@@ -12,6 +12,7 @@ import boto3
 import pytest
 from hydra.utils import instantiate
 
+from bench.soak_ranks import SMALL_NETWORK
 from cascade_train.__main__ import launch
 from cascade_train.assembly import run as build
 from tests.integration.runs import SMALL, read_metrics, train
@@ -28,6 +29,7 @@ AS_WRITTEN = ["s3://path/to/your/first/dataset/on/s3", "s3://path/to/your/second
 OFFICIAL_FILES = {name: official(name, webdataset_path=AS_WRITTEN) for name in RECIPES}
 """The original's eleven training files, with the paths of data that they have."""
 DATA = (
+    *SMALL_NETWORK,
     "task=finetune",
     "data=webdataset",
     "data.num_workers=0",

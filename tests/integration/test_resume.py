@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 
@@ -99,9 +100,15 @@ def test_killed_after_step_three_of_eight_and_continued_gives_the_same_run(tmp_p
     assert all(torch.equal(weight, weights[name]) for name, weight in exported_weights(whole).items())
 
 
-def test_the_newest_checkpoint_that_verifies_is_taken(tmp_path, caplog):
+@pytest.fixture(scope="module")
+def origin(tmp_path_factory):
+    """A finished run with all of its checkpoints, which nobody changes."""
+    return train(tmp_path_factory.mktemp("origin") / "run", *FINETUNE, "checkpoint.keep_last=null")
+
+
+def test_the_newest_checkpoint_that_verifies_is_taken(origin, tmp_path, caplog):
     whole = train(tmp_path / "whole", *FINETUNE, "train.max_steps=6", "checkpoint.keep_last=null")
-    run = train(tmp_path / "run", *FINETUNE, "checkpoint.keep_last=null")
+    run = shutil.copytree(origin, tmp_path / "run")
     damaged = next(path for path in (run / "checkpoints" / "step_4").iterdir() if path.suffix == ".distcp")
     content = bytearray(damaged.read_bytes())
     content[len(content) // 2] ^= 1
@@ -111,8 +118,7 @@ def test_the_newest_checkpoint_that_verifies_is_taken(tmp_path, caplog):
     assert read_metrics(run) == read_metrics(whole)
 
 
-def test_a_new_run_starts_from_a_named_checkpoint(tmp_path):
-    origin = train(tmp_path / "origin", *FINETUNE, "checkpoint.keep_last=null")
+def test_a_new_run_starts_from_a_named_checkpoint(origin, tmp_path):
     step_2 = origin / "checkpoints" / "step_2"
     branch = train(tmp_path / "branch", *FINETUNE, f"run.resume={step_2}", "run.name=branch")
     assert [row["step"] for row in read_metrics(branch)] == [3, 4]
@@ -144,13 +150,11 @@ def test_every_objective_continues_with_other_micro_batches_and_workers(tmp_path
         assert one == pytest.approx(other, rel=1e-3)
 
 
-def test_optimizer_settings_of_the_new_start_count(tmp_path):
-    whole = train(tmp_path / "whole", *FINETUNE)
-
+def test_optimizer_settings_of_the_new_start_count(origin, tmp_path):
     def rows(change):
-        return read_metrics(train(cut_back(whole, tmp_path / change, 2), *FINETUNE, change))
+        return read_metrics(train(cut_back(origin, tmp_path / change, 2), *FINETUNE, change))
 
-    same, faster, decaying = read_metrics(whole), rows("optimizer.lr=2e-3"), rows("optimizer.weight_decay=5000")
+    same, faster, decaying = read_metrics(origin), rows("optimizer.lr=2e-3"), rows("optimizer.weight_decay=5000")
     assert [row["lr"] for row in faster] == [1e-4, 1e-4, 2e-3, 2e-3]
     for changed in (faster, decaying):
         assert changed[2] == {**same[2], "lr": changed[2]["lr"]}, "the loss of step 3 precedes its update"
@@ -219,7 +223,7 @@ def die_in_step(monkeypatch, number):
     monkeypatch.setattr(Trainer, "train_step", dying)
 
 
-def test_a_run_that_died_before_its_exports_writes_them_at_the_next_start(tmp_path, monkeypatch):
+def test_a_run_that_died_before_its_exports_writes_them_at_the_next_start(origin, tmp_path, monkeypatch):
     def die(*_):
         raise RunError("a stroke of lightning")
 
@@ -228,7 +232,7 @@ def test_a_run_that_died_before_its_exports_writes_them_at_the_next_start(tmp_pa
     monkeypatch.undo()
     run = train(tmp_path / "run", *FINETUNE)
     assert [row["step"] for row in read_metrics(run)] == [1, 2, 3, 4]
-    weights = exported_weights(train(tmp_path / "whole", *FINETUNE))
+    weights = exported_weights(origin)
     assert all(torch.equal(value, weights[name]) for name, value in exported_weights(run).items())
 
 

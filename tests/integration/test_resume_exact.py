@@ -19,7 +19,7 @@ from safetensors import safe_open
 from cascade_train.assembly import run as build
 from cascade_train.engine.checkpoint.manifest import read_manifest
 from cascade_train.engine.tracking import Tracker
-from tests.integration.runs import cut_back, read_metrics, train
+from tests.integration.runs import NARROW, cut_back, read_metrics, train
 from tests.unit.data import tars
 
 STEPS = 3
@@ -31,7 +31,8 @@ LORA = ("task=lora", "model.weights={base}", "task.rank=2", "task.dropout=0.5", 
 TOKENS = 'task.train_tokens=[["[sides]","^left</w>"],["^(red|on|background)</w>",null]]'
 RUNS = {
     "finetune": (
-        *("task=finetune", "objective=adaptive", "optimizer.lr=1e-3", "data.num_workers=2", "data.flip_prob=0.5"),
+        *("task=finetune", "model.weights={base}", "objective=adaptive", "optimizer.lr=1e-3"),
+        *("data.num_workers=2", "data.flip_prob=0.5"),
         *("lr_scheduler=cosine", "lr_scheduler.warmup_steps=2", "data.samples=10", "model.network.dropout=[0.1,0.1]"),
         *("validate.share=0.3", "validate.samples=2", "validate.every_steps=1", "validate.logsnr=[0]"),
     ),
@@ -40,7 +41,10 @@ RUNS = {
         *(*LORA, "ema.decay=null", "optimizer=schedule_free", "optimizer.lr=1e-2", "lr_scheduler.warmup_steps=2"),
         *("validate.share=0.3", "validate.samples=2", "validate.every_steps=1", "validate.logsnr=[0]"),
     ),
-    "tokens": ("experiment=tiny_token", *LORA[1:], TOKENS, "task.dora=true", "task.text_encoder_filters=[.self_attn]"),
+    "tokens": (
+        *("experiment=tiny_token", *NARROW, *LORA[1:], TOKENS, "task.dora=true"),
+        "task.text_encoder_filters=[.self_attn]",
+    ),
     "controlnet_on_streams": (
         *("task=controlnet", "filter@task.filter=canny", "task.bottleneck=small", "model.weights={base}"),
         *("data=webdataset", 'data.urls=["pipe:cat {tar}"]', "optimizer.lr=1e-2"),
@@ -61,9 +65,8 @@ STOPS = {name: random.Random(f"where {name} stops").randrange(1, STEPS) for name
 def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A network whose last layer is not zero any more, so that what lies in front of it learns, and a tar."""
     folder = tmp_path_factory.mktemp("before")
-    base = train(
-        folder / "base", "task=finetune", "train.max_steps=2", "train.global_batch_size=2", "optimizer.lr=3e-3"
-    )
+    short = ("train.max_steps=2", "train.global_batch_size=2", "optimizer.lr=3e-3")
+    base = train(folder / "base", *NARROW, "task=finetune", *short)
     return {"base": base, "tar": tars.write(folder / "a.tar", [file for key in range(20) for file in chequered(key)])}
 
 
@@ -103,7 +106,7 @@ def content(file: Path) -> tuple[dict[str, str] | None, dict[str, bytes]]:
 @pytest.mark.usefixtures("tracked")
 def test_stopped_and_continued_is_never_stopped(name: str, places: dict[str, Path], tmp_path: Path) -> None:
     name, _, stop = name.rpartition("_at_")
-    model = () if any(each.startswith(("model=", "experiment=")) for each in RUNS[name]) else ("model=c_tiny",)
+    model = () if any(each.startswith(("model=", "experiment=")) for each in RUNS[name]) else ("model=c_tiny", *NARROW)
     given = [*model, *SHORT, *(each.format(**places) for each in RUNS[name])]
     whole = train(tmp_path / "whole", *given, f"checkpoint.every_steps={stop}")
     parts = train(cut_back(whole, tmp_path / "parts", int(stop)), *given, "checkpoint.every_steps=null")

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from cascade_train.__main__ import launch
-from tests.integration.runs import SMALL, read_metrics, train
+from tests.integration.runs import NARROW, SMALL, read_metrics, train
 from tests.unit.data import tars
 
 NORMAL = 44
@@ -93,6 +93,7 @@ def test_a_rough_set_trains_and_counts_what_it_could_not_use(rough, tmp_path, ca
     caplog.set_level(logging.WARNING)
     run = train(
         tmp_path / "run",
+        *NARROW,
         "task=finetune",
         "data=webdataset",
         f"data.urls={rough}",
@@ -122,6 +123,7 @@ def test_masked_mirrored_and_salient_pictures_train_and_waiting_is_measured(tmp_
     tar = tars.write(tmp_path / "set" / "masked.tar", sorted(files))
     run = train(
         tmp_path / "run",
+        *NARROW,
         "task=finetune",
         "data=webdataset",
         f"data.urls={tar}",

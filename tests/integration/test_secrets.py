@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from bench.soak_ranks import SMALL_NETWORK
 from cascade_train.__main__ import launch
 from cascade_train.engine.run import environment
 from tests.integration.runs import SMALL
@@ -26,6 +27,7 @@ def overrides(tar: Path, *, header: str = HEADER, signature: str = SIGNATURE) ->
     command = f"cat {shlex.quote(str(tar))} && : {shlex.quote(notes[0])} {shlex.quote(notes[1])}"
     return [
         *SMALL,
+        *SMALL_NETWORK,
         "task=finetune",
         "data=webdataset",
         f'data.urls=["pipe:{command}"]',

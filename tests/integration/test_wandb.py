@@ -10,12 +10,16 @@ from typing import Any
 
 import pytest
 
+from bench.soak_ranks import SMALL_NETWORK
 from cascade_train.__main__ import launch
 from tests.integration.runs import SMALL, train
 
 pytest.importorskip("wandb", reason="needs cascade-train[wandb]")
 
-OFFLINE = ("task=finetune", "data.num_workers=0", "tracker=wandb", "tracker.project=tests", "tracker.mode=offline")
+OFFLINE = (
+    *(*SMALL_NETWORK, "task=finetune", "data.num_workers=0"),
+    *("tracker=wandb", "tracker.project=tests", "tracker.mode=offline"),
+)
 BLOCK, HEADER = 32768, struct.Struct("<IHB")
 
 

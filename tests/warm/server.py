@@ -32,7 +32,8 @@ from typing import Any
 
 LASTING = ("site-packages", "dist-packages", "/lib/python3", "/src/cascade_train/")
 """Modules that lie below one of these are kept imported; those of a command's own folder are not."""
-FIRST = ["cascade_train.assembly.run", "torch.distributed.run"]
+FIRST = ["cascade_train.assembly.run", "torch.distributed.run", "cascade_train.models.response_norm"]
+"""What trainings need; that of the networks brings what is heavy in diffusers and transformers."""
 
 
 def keep_imported(names: list[str]) -> None:
@@ -42,6 +43,13 @@ def keep_imported(names: list[str]) -> None:
             with suppress(Exception), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 importlib.import_module(name)
+
+
+def compose_once() -> None:
+    """Compose a configuration, so that commands find Hydra's plugins and its parsers ready, which begin slowly."""
+    from cascade_train.config.saved import composed
+
+    composed(["model=c_tiny", "task=finetune", "run.name=none"])
 
 
 def worth_keeping(before: set[str]) -> list[str]:
@@ -155,6 +163,7 @@ def main() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as a start of its own sets it: torch reads it once
     gc.disable()  # here; what is imported stays
     keep_imported(FIRST)
+    compose_once()
     while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
         connection, _ = listener.accept()
         take_leave()

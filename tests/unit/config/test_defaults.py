@@ -1,4 +1,7 @@
-"""Every number that ships is the original's, or is listed with the reason why it is not."""
+"""Every number that ships is the original's, or is listed with the reason why it is not.
+
+That compositions have the listed values: test_every_option.py, with what else is asked of each.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import ast
 
 import pytest
 
+from tests.unit.config import test_every_option
 from tests.unit.config.composing import composed
 from tests.unit.config.defaults import (
     CHOSEN,
@@ -14,7 +18,6 @@ from tests.unit.config.defaults import (
     canonical,
     defaults,
     differences,
-    expected,
     listed,
     python_defaults,
     python_expression,
@@ -22,7 +25,6 @@ from tests.unit.config.defaults import (
     shipped,
     shipped_files,
 )
-from tests.unit.config.test_every_option import OPTIONS, overrides
 
 
 @pytest.mark.parametrize("file", shipped_files())
@@ -32,14 +34,6 @@ def test_every_default_of_a_file_is_in_a_list(file: str) -> None:
     assert not unlisted, f"add them to tests/golden/original/chosen.yaml, with the reason: {unlisted}"
     changed = {key: value for key, value in found.items() if canonical(key, value) != canonical(key, lists[key])}
     assert not changed
-
-
-@pytest.mark.parametrize(("group", "option"), OPTIONS)
-def test_a_composition_has_the_listed_values(group: str, option: str) -> None:
-    cfg = composed(*overrides(group, option))
-    values = expected(cfg)
-    assert len(values) > 60
-    assert not differences(cfg, values)
 
 
 def test_every_default_in_python_is_in_a_list() -> None:
@@ -66,4 +60,4 @@ def test_the_lists_speak_of_what_ships_and_give_reasons() -> None:
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_that_ships_has_every_value_of_the_official_file(name: str) -> None:
     values = {k: v for k, v in recipe_values(name).items() if not k.startswith("defaults.")}
-    assert not differences(composed(*overrides("experiment", name)), values)
+    assert not differences(composed(*test_every_option.overrides("experiment", name)), values)

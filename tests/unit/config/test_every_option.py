@@ -4,12 +4,14 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+from omegaconf import DictConfig
 
 from cascade_train.config.groups import conf_dir, group_options, groups, option_targets
 from cascade_train.config.preflight import EXTRAS, preflight
 from cascade_train.config.targets import class_constant
 from cascade_train.errors import ConfigError
 from tests.unit.config.composing import checked, composed
+from tests.unit.config.defaults import differences, expected
 
 CHOSEN = {"model": "c_tiny", "task": "finetune"}
 OFFICIAL = (
@@ -86,6 +88,15 @@ def overrides(group: str, option: str) -> list[str]:
     return [*(f"{MOUNTED.get(key, key)}={value}" for key, value in chosen.items()), *NEEDED.get(choice, [])]
 
 
+def listed_composition(group: str, option: str) -> DictConfig:
+    """Compose an option, and hold it to the lists of defaults, which test_defaults.py holds to be complete."""
+    cfg = composed(*overrides(group, option))
+    values = expected(cfg)
+    assert len(values) > 60
+    assert not differences(cfg, values)
+    return cfg
+
+
 @pytest.fixture(autouse=True)
 def _every_extra_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     find_spec = importlib.util.find_spec
@@ -103,9 +114,9 @@ def test_every_file_is_tried():
 
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
-def test_option_composes_and_passes_preflight(group: str, option: str):
-    cfg = checked(*overrides(group, option))
-    assert cfg.run.dir == f"runs/{cfg.run.name}"
+def test_option_composes_with_the_listed_values_and_passes_preflight(group: str, option: str):
+    ready = preflight(listed_composition(group, option), ranks=1)
+    assert ready.run.dir == f"runs/{ready.run.name}"
 
 
 @pytest.mark.parametrize(("model", "task"), PAIRS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -39,11 +40,23 @@ def component(group: str, option: str, **changes: Any) -> Any:
     return construct(config.node)
 
 
-def attached(task: Task, model: str, objective: Any = None) -> Task:
-    """Return the task on a freshly built stage whose every network weight is drawn from N(0, 0.1)."""
-    stage = build_stage(model)
-    for name, parameter in stage.network.named_parameters():
-        fill_(parameter, Fill(kind="normal", scale=0.1), 0, name)
+@functools.cache
+def drawn(name: str, shape: torch.Size) -> Tensor:
+    """Return the values of a parameter, which nobody changes."""
+    values = torch.empty(shape)
+    fill_(values, Fill(kind="normal", scale=0.1), 0, name)
+    return values
+
+
+def attached(task: Task, model: str, objective: Any = None, **changes: Any) -> Task:
+    """Return the task on a freshly built stage whose every network weight is drawn from N(0, 0.1).
+
+    `changes` are of the model's node.
+    """
+    stage = build_stage(model, changes)
+    with torch.no_grad():
+        for name, parameter in stage.network.named_parameters():
+            parameter.copy_(drawn(name, parameter.shape))
     task.attach(stage, component("objective", "gdf") if objective is None else objective, CPU)
     return task
 
