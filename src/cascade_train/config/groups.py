@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import functools
 from collections.abc import Iterable
@@ -43,7 +44,8 @@ def group_options(group: str) -> list[str]:
 def option_files(group: str) -> dict[str, Any]:
     """Return what the files of the options that `conf/` itself offers in a group hold, by option."""
     files = {option: conf_dir() / group / f"{option}.yaml" for option in group_options(group)}
-    return {option: _held(file, file.stat().st_mtime_ns) for option, file in files.items() if file.is_file()}
+    held = {option: _held(file, file.stat().st_mtime_ns) for option, file in files.items() if file.is_file()}
+    return copy.deepcopy(held)
 
 
 @functools.lru_cache(maxsize=256)

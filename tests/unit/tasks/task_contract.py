@@ -48,12 +48,9 @@ def drawn(name: str, shape: torch.Size) -> Tensor:
     return values
 
 
-def attached(task: Task, model: str, objective: Any = None, **changes: Any) -> Task:
-    """Return the task on a freshly built stage whose every network weight is drawn from N(0, 0.1).
-
-    `changes` are of the model's node.
-    """
-    stage = build_stage(model, changes)
+def attached(task: Task, model: str, objective: Any = None) -> Task:
+    """Return the task on a freshly built stage whose every network weight is drawn from N(0, 0.1)."""
+    stage = build_stage(model)
     with torch.no_grad():
         for name, parameter in stage.network.named_parameters():
             parameter.copy_(drawn(name, parameter.shape))

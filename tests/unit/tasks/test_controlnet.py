@@ -23,16 +23,6 @@ from tests.unit.models.stages import build_stage
 from tests.unit.tasks.task_contract import CPU, TaskContract, attached, batch_for, component, make_batch, trainable
 
 SMALL = {"bottleneck": "small"}
-SHALLOW = {
-    "weights": None,
-    "network": {
-        "block_out_channels": [32, 32],
-        "num_attention_heads": [2, 2],
-        "down_num_layers_per_block": [1, 1],
-        "up_num_layers_per_block": [1, 1],
-    },
-}
-"""Changes of the model that leave one unit of each kind, where each is compiled."""
 
 
 class Mean(ImageFilter):
@@ -71,11 +61,11 @@ class TestControlNetUnderLatentsWithEveryMapDroppedNowAndThen(TestControlNet):
         return make(filter=Latent(), bottleneck="simple", control_drop_prob=0.5)
 
 
-def make(filter: ControlFilter | None = None, model: dict[str, Any] | None = None, **changes: Any) -> Any:  # noqa: A002
-    """Return an attached task, with a filter of this file's own by default; `model` are changes of its node."""
+def make(filter: ControlFilter | None = None, **changes: Any) -> Any:  # noqa: A002 - the user's key
+    """Return an attached task, with a filter of this file's own by default."""
     given = component("task", "controlnet", **SMALL | changes)
     given.filter = Mean() if filter is None else filter
-    return attached(given, "c_tiny", **(model or {}))
+    return attached(given, "c_tiny")
 
 
 def audible(task: Any) -> Any:
@@ -132,7 +122,7 @@ def compiled(stage: Any, task: Any) -> None:
 @pytest.mark.filterwarnings("ignore")  # the compiler warns about its own parts
 @pytest.mark.parametrize("change", [plain, recomputed, compiled])
 def test_at_step_zero_the_generators_output_is_bit_for_bit_its_own(change: Callable[[Any, Any], None]) -> None:
-    task, alone = make(model=SHALLOW), attached(component("task", "finetune"), "c_tiny", **SHALLOW)
+    task, alone = make(), attached(component("task", "finetune"), "c_tiny")
     for stage in (task.stage, alone.stage):
         spread(stage.network)
         change(stage, task)
@@ -153,7 +143,7 @@ def spread(network: nn.Module) -> None:
 @pytest.mark.filterwarnings("ignore")  # the compiler warns about its own parts
 @pytest.mark.parametrize("change", [plain, recomputed, compiled])
 def test_gradients_reach_every_weight_and_none_of_a_bf16_generator(change: Callable[[Any, Any], None]) -> None:
-    stage = build_stage("c_tiny", SHALLOW, dtype=torch.bfloat16)
+    stage = build_stage("c_tiny", dtype=torch.bfloat16)
     spread(stage.network)
     task = component("task", "controlnet", **SMALL)
     task.filter = Mean()
