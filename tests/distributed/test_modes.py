@@ -52,6 +52,10 @@ TOKENS = (
     "task.text_encoder_filters=[.self_attn]",
 )
 B_TINY = ("model=b_tiny", "task=reconstruction", *SHORT, *B_NARROW, "ema.decay=0.5")
+XL_TINY = (
+    *("model=sdxl_tiny", "task=finetune", "train.max_steps=2", "checkpoint.every_steps=null", "ema.decay=0.5"),
+    "activation_checkpointing=true",
+)
 HYBRID = ("parallel=hsdp", "parallel.shard_size=2")
 RUNS = {
     "base": (1, None, BASE),
@@ -76,6 +80,9 @@ RUNS = {
     "b_alone": (1, None, B_TINY),
     "b_hybrid": (2, None, (*B_TINY, *HYBRID)),
     "b_fsdp": (4, "count_loading", (*B_TINY, "parallel=fsdp", "train.micro_batch_size=1")),
+    "xl_alone": (1, None, XL_TINY),
+    "xl_fsdp": (2, "count_loading", (*XL_TINY, "parallel=fsdp", "train.micro_batch_size=2")),
+    "xl_ddp": (4, None, (*XL_TINY, "parallel=ddp")),
 }
 
 
@@ -145,6 +152,7 @@ ALONE = {
     "tokens": "tokens_alone",
     **dict.fromkeys(("control", "control_ddp"), "control_alone"),
     **dict.fromkeys(("b_hybrid", "b_fsdp"), "b_alone"),
+    **dict.fromkeys(("xl_fsdp", "xl_ddp"), "xl_alone"),
 }
 """Runs on several ranks, and the same on one: every mode and every task on 2 and on 4 ranks."""
 
@@ -154,6 +162,7 @@ EXPORTED = {
     "tokens_alone": "lora/lora.safetensors",
     "control_alone": "controlnet/controlnet.safetensors",
     "b_alone": "decoder/decoder/diffusion_pytorch_model.safetensors",
+    "xl_alone": "pipeline/unet/diffusion_pytorch_model.safetensors",
 }
 
 
@@ -180,7 +189,7 @@ def test_adapters_of_both_modules_and_tokens_are_left_behind(runs):
     assert names == {"down_blocks", "up_blocks", "text_encoder", "token_rows"}
 
 
-@pytest.mark.parametrize(("name", "shards"), [("dora_fsdp", 4), ("b_fsdp", 4), ("control", 2)])
+@pytest.mark.parametrize(("name", "shards"), [("dora_fsdp", 4), ("b_fsdp", 4), ("control", 2), ("xl_fsdp", 2)])
 def test_no_rank_has_memory_for_more_than_its_share_of_the_network(runs, name, shards):
     ranks = notes(runs, name)
     assert len(ranks) == shards

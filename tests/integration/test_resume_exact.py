@@ -53,6 +53,15 @@ RUNS = {
         *("task=reconstruction", "model=b_tiny", "data=mixture", "data.shares={{a: 0.7, b: 0.3}}"),
         *("+data@data.sources.a=shapes", "+data@data.sources.b=shapes", "data.sources.b.seed=1"),
     ),
+    "stable_diffusion": (
+        *("task=finetune", "model=sd_tiny", "objective=ddpm_min_snr", "objective.offset_noise=0.1", "data.crop=random"),
+        *("objective.input_perturbation=0.1", "optimizer.lr=1e-3", "activation_checkpointing=true"),
+        *("validate.share=0.3", "validate.samples=2", "validate.every_steps=1", "validate.logsnr=[0]"),
+    ),
+    "stable_diffusion_xl_lora": (
+        *("task=lora", "model=sdxl_tiny", "task.rank=2", "task.dropout=0.5", "task.dora=true", "optimizer.lr=1e-2"),
+        *("train.precision=bf16", "activation_checkpointing=true"),
+    ),
     "previewer": (
         *("task=reconstruction", "model=c_tiny", "objective=preview", "model.previewer.weights=null"),
         *("task.train_compressor=true", "objective.latent_noise=0.1"),

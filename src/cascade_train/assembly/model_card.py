@@ -47,6 +47,7 @@ USES = {
     "lora.kohya.safetensors": "`lora.kohya.safetensors` is a LoRA of Stage C for sd-scripts and ComfyUI.",
     "lora.original.safetensors": "`lora.original.safetensors` is a LoRA of Stage C for the original code.",
     "controlnet": "`controlnet/controlnet.safetensors` is a control network of Stage C, in the original's layout.",
+    "pipeline": "`pipeline/` is the whole model: `DiffusionPipeline.from_pretrained('pipeline')` of diffusers.",
     "vqgan": "`vqgan/` is Stage A: `PaellaVQModel.from_pretrained('vqgan')` of diffusers.",
     "stage_a": "`stage_a/stage_a.safetensors` is Stage A for the original code and for ComfyUI, as a VAE.",
     "semantic_compressor": "`semantic_compressor/` is a semantic compressor, for cascade_train.",
@@ -97,10 +98,11 @@ def _front_matter(names: Sequence[str], model: Mapping[str, Any]) -> dict[str, A
         found = {"base_model": base.repo, "base_model_relation": relation}
     if _loads_published(model):
         found |= LICENSE
-    in_diffusers = set(names) & {"prior", "decoder", "combined", "vqgan"}
+    in_diffusers = set(names) & {"prior", "decoder", "combined", "vqgan", "pipeline"}
     library = "diffusers" if in_diffusers else "peft" if "lora" in names else "cascade_train"
     paints = {} if kind in ("vqgan", "stage_a") else {"pipeline_tag": "text-to-image"}
-    return {**found, "library_name": library, **paints, "tags": ["stable-cascade", kind, "cascade_train"]}
+    family = "stable-diffusion" if ".stable_diffusion." in str(model.get("_target_")) else "stable-cascade"
+    return {**found, "library_name": library, **paints, "tags": [family, kind, "cascade_train"]}
 
 
 def _loads_published(model: Mapping[str, Any]) -> bool:

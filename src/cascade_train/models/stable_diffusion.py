@@ -58,6 +58,7 @@ class StableDiffusion(DenoisingStage):
     noise_unit = "timestep"
     needs_image = False
     latent_name = "latent"
+    always_frozen = frozenset({"text_encoder"})
 
     network: ConditionUNetConfig
     vae: KLAutoencoder

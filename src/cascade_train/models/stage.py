@@ -83,6 +83,7 @@ class Stage(abc.ABC):
         caption_products: the same of a caption alone.
         why_not_cached: why there are no `image_products`, for messages.
         encodes_nothing: parts that no product needs.
+        always_frozen: parts in which no task trains anything yet.
         left_out: parts that `build` leaves out; set before it.
         caption_lookup: finds the products of captions in a cache, on the host; None = the stage makes them itself.
         network: exists after `build`, unless it is left out.
@@ -104,6 +105,7 @@ class Stage(abc.ABC):
     caption_products: Mapping[str, str] = MappingProxyType({})
     why_not_cached: str = "it makes nothing of a picture alone"
     encodes_nothing: ClassVar[frozenset[str]] = frozenset({"network"})
+    always_frozen: ClassVar[frozenset[str]] = frozenset()
     left_out: frozenset[str] = frozenset()
     caption_lookup: Callable[[Sequence[str]], Tokens] | None = None
     image_size: int

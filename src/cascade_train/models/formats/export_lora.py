@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cascade_train.errors import RunError
+from cascade_train.errors import ConfigError, RunError
 from cascade_train.models.formats.export import (
     build_plain_network,
     checked_error,
@@ -76,6 +76,10 @@ def export_lora(
     `<stem>.embeddings` where the format has no place for them; for anything else it has none for, a ConfigError.
     `metadata` is added to the header. What reads back differently is a RunError.
     """
+    if format in ("comfyui", "original") and is_condition_unet(network.config):
+        raise ConfigError(
+            f"format={format}: is for adapters of the cascade; of this network ComfyUI reads format=kohya"
+        )
     if format == "peft":
         return save_lora(lora, network.config, out, metadata)
     modules, keyed = module_shapes(network), format in ("comfyui", "kohya")

@@ -81,10 +81,15 @@ def write_keyed(path: Path, lora: StoredLora, metadata: Mapping[str, str], *, st
         "ss_network_module": "networks.lora",
         "ss_network_dim": str(lora.spec.rank),
         "ss_network_alpha": str(lora.spec.alpha),
-        "modelspec.architecture": "stable-cascade/lora",
+        "modelspec.architecture": f"{'stable-diffusion' if is_of_unet(lora.spec.targets) else 'stable-cascade'}/lora",
         "base_size": lora.spec.base_size or "",
     }
     write_tensors(path, tensors, {**metadata, **header})
+
+
+def is_of_unet(targets: Iterable[str]) -> bool:
+    """Return whether adapted modules are those of Stable Diffusion's network, and not of the cascade's."""
+    return any(".attentions." in name or ".resnets." in name for name in targets)
 
 
 def write_token_files(folder: Path, lora: StoredLora) -> None:

@@ -1,0 +1,100 @@
+"""Runs of Stable Diffusion from the command line: sampled, merged, cached, planned and continued from."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import StableDiffusionPipeline
+from safetensors.torch import load_file
+
+from cascade_train.__main__ import launch
+from tests.integration.runs import read_metrics, train
+
+SHORT = (
+    *("train.global_batch_size=4", "train.max_steps=2", "data.num_workers=0", "checkpoint.every_steps=null"),
+    *("optimizer.lr=1e-3", "data.samples=12"),
+)
+UNET = Path("unet/diffusion_pytorch_model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(tmp_path_factory.mktemp("sd") / "sd", "model=sd_tiny", "task=finetune", *SHORT, "sample.steps=2",
+                 "sample.every_steps=2", "sample.count=2")  # fmt: skip
+
+
+def test_a_run_leaves_samples_and_a_pipeline(run: Path) -> None:
+    assert (run / "samples" / "step_2" / "grid.png").is_file()
+    pipeline = StableDiffusionPipeline.from_pretrained(run / "export" / "pipeline")
+    assert pipeline.scheduler.config["prediction_type"] == "epsilon"
+    assert "stable-diffusion" in (run / "export" / "README.md").read_text()
+
+
+def test_its_pictures_are_made_again_and_its_network_is_written_in_bf16(run: Path, tmp_path: Path) -> None:
+    asked = ["prompts=[a red circle]", "steps=2", "height=32", "width=48", f"out={tmp_path / 'images'}"]
+    assert launch(["generate", f"from={run}", *asked]) == 0
+    assert len(list((tmp_path / "images").glob("0*.png"))) == 1
+    assert launch(["export", f"from={run / 'export'}", "format=diffusers", "dtype=bf16", f"out={tmp_path}"]) == 0
+    written = load_file(tmp_path / UNET)
+    first = load_file(run / "export" / "pipeline" / UNET)
+    assert all(torch.equal(value, first[name].bfloat16()) for name, value in written.items())
+
+
+def test_adapters_on_it_train_and_merge(run: Path, tmp_path: Path) -> None:
+    parts = ("model.vae.weights=null", "model.text_encoder.weights=null")
+    lora = train(
+        tmp_path / "lora",
+        "model=sd_tiny",
+        "task=lora",
+        *SHORT,
+        f"model.weights={run}",
+        "sample.every_steps=null",
+        *parts,
+    )
+    assert all(row["grad_norm"] > 0 for row in read_metrics(lora))
+    assert launch(["export", f"from={lora}", "format=kohya"]) == 0
+    kohya = lora / "export" / "lora.kohya.safetensors"
+    for name, source in (("one", lora), ("other", kohya)):
+        assert launch(["merge", f"from={run}", f"lora={source}", f"out={tmp_path / name}"]) == 0
+    merged, again = (load_file(tmp_path / name / UNET.name) for name in ("one", "other"))
+    base = load_file(run / "export" / "pipeline" / UNET)
+    moved = {name for name, value in merged.items() if not torch.equal(value, base[name])}
+    assert moved
+    assert all(".attn" in name for name in moved)
+    assert all(torch.equal(again[name], value) for name, value in merged.items())
+    assert launch(["export", f"from={lora}", "format=comfyui"]) == 2
+
+
+def test_a_cache_trains_as_its_pictures_do(run: Path, tmp_path: Path) -> None:
+    common = ("model=sd_tiny", "task=finetune", "data.samples=12")
+    assert launch(["cache", *common, f"out={tmp_path / 'cache'}"]) == 0
+    cached = train(
+        tmp_path / "cached",
+        *common[:2],
+        *SHORT[:-1],
+        "data=cached",
+        f"data.path={tmp_path / 'cache'}",
+        "sample.every_steps=null",
+    )
+    rows = [(row["loss"], row["grad_norm"]) for row in read_metrics(run)]
+    assert [(row["loss"], row["grad_norm"]) for row in read_metrics(cached)] == [pytest.approx(row) for row in rows]
+
+
+def test_memory_is_computed_before_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch(["plan", "model=sd15", "task=finetune", "debug=random_weights", "train.global_batch_size=1"]) == 0
+    said = capsys.readouterr().out
+    assert "Finetune of StableDiffusion, 512 px, bf16" in said
+    assert re.search(r"network +859,520,964 +859,520,964", said), said
+
+
+@pytest.mark.parametrize("option", ["task.train_tokens=[[a,null]]", "task.text_encoder_filters=[.self_attn]"])
+def test_text_towers_are_frozen(option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch(["model=sd_tiny", "task=lora", option, f"run.dir={tmp_path / 'run'}", *SHORT]) == 2
+    assert (
+        "asks for training in model.text_encoder, which for stable_diffusion is always frozen"
+        in capsys.readouterr().err
+    )
+    assert not (tmp_path / "run").exists()
