@@ -146,6 +146,7 @@ def pushed_with_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     ("arguments", "message"),
     [
         (["c_3"], "model=c_3: no such option. Did you mean c_3b?"),
+        (["c_tiny", "model=c_3b"], "c_tiny and model=c_3b both name a model. Leave one out."),
         ([], "download needs models: cascade-train download c_3b."),
         (["c_tiny", "model.weights=owner/other:prior"], "RepositoryNotFoundError"),
         (["c_tiny", f"model.weights={PINNED}:absent.safetensors"], "has no absent.safetensors at cccc"),

@@ -116,9 +116,10 @@ def _training(plain: Mapping[str, Any], metrics: Mapping[str, float]) -> str:
     """Return what was trained on what, and how it ended."""
     model, task, data = (str(plain[node]["_target_"]).rpartition(".")[2] for node in ("model", "task", "data"))
     batch, lr = plain["train"]["global_batch_size"], plain["optimizer"]["lr"]
+    weights, side = (plain["model"].get(key) for key in ("weights", "image_size"))  # a stage of one's own may lack both
     lines = [
-        f"- {task} of {model}, from `{plain['model']['weights'] or 'random values'}`",
-        f"- data: {data}, pictures of {plain['model']['image_size']} px",
+        f"- {task} of {model}, from `{weights or 'random values'}`",
+        f"- data: {data}{'' if side is None else f', pictures of {side} px'}",
         f"- batches of {batch}, learning rate {lr:g}, {plain['train']['precision']}, seed {plain['run']['seed']}",
         *(f"- {name}: {value:.4g}" for name, value in metrics.items()),
     ]

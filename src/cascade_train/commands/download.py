@@ -109,6 +109,8 @@ def runs_of(rest: list[str]) -> list[list[str]]:
     for model in words:
         if model not in known:
             raise ConfigError(f"model={model}: no such option.{did_you_mean(model, known)}")
+    if words and (twice := [each for each in given if each.startswith("model=")]):
+        raise ConfigError(f"{words[0]} and {twice[0]} both name a model. Leave one out.")
     own = ["run.name=download", "train.global_batch_size=1", *given]
     runs = [[f"model={model}", *own] for model in words] or [own]
     return [with_defaults({"task": "finetune" if is_stage_c(run) else "reconstruction"}, run) for run in runs]

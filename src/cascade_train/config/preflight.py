@@ -281,6 +281,12 @@ def _check_schedule_free(root: Root, keys: Collection[str]) -> None:
             f"ema.decay={root.ema.decay} would average weights that do not count: {name} averages them itself, and its "
             "average is sampled, validated and exported. Set ema.decay=null."
         )
+    after_steps = root.objective.get("revive_after_steps") if "objective" in keys else None
+    if after_steps is not None:
+        raise ConfigError(
+            f"objective.revive_after_steps={after_steps} would write codes that {name} takes back, since it "
+            "steps weights of its own. Set objective.revive_after_steps=null, or choose another optimizer."
+        )
 
 
 def _check_parallel(root: Root, ranks: int) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import logging
 import re
 import shutil
 from collections.abc import Sequence
@@ -73,6 +74,7 @@ class HubSource:
         from huggingface_hub import _CACHED_NO_EXIST, hf_hub_download, try_to_load_from_cache
         from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
+        _log_as_others()
         if try_to_load_from_cache(self.repo, name, revision=self.asked) is _CACHED_NO_EXIST:
             return None
         try:
@@ -93,6 +95,7 @@ class HubSource:
         """
         from huggingface_hub import hf_hub_download
 
+        _log_as_others()
         there = (self.folder() or self._cache()) / name
         if verify and there.is_file() and find_fault(there) is not None:
             _remove(there)
@@ -142,6 +145,11 @@ def find_fault(path: Path) -> str | None:
     with path.open("rb") as file:
         found = hashlib.file_digest(file, lambda: digest).hexdigest()
     return None if found == expected else f"its hash is {found[:12]}…, not {expected[:12]}…"
+
+
+def _log_as_others() -> None:
+    """Take away the client's own handler: it shows, with all secrets, what the root's handler shows too."""
+    logging.getLogger("huggingface_hub").handlers.clear()
 
 
 def _remove(path: Path) -> None:

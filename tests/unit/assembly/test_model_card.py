@@ -93,6 +93,13 @@ def test_a_card_neither_changes_the_run_nor_needs_it_undamaged(tmp_path: Path) -
     assert width_of(tmp_path / "out" / SAMPLES) == 1
 
 
+def test_a_stage_of_ones_own_has_a_card(tmp_path: Path) -> None:
+    run = run_with(tmp_path / "run")
+    (run / "config.yaml").write_text(yaml.safe_dump({**CONFIG, "model": {"_target_": "mine.Stage"}}))
+    made = card(run, tmp_path / "out", ["prior"])
+    assert "- Lora of Stage, from `random values`\n- data: WebDataset\n" in made.text
+
+
 def test_the_card_of_an_earlier_step_knows_nothing_of_later_ones(tmp_path: Path) -> None:
     made = card(run_with(tmp_path / "run"), tmp_path / "out", ["prior"], step=1)
     assert "- loss: 0.1429" in made.text

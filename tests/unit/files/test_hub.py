@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -96,6 +97,16 @@ def test_a_damaged_file_is_found_and_downloaded_again(hub: Hub) -> None:
     assert "its hash is" in str(find_fault(path))
     assert source.fetch("big.safetensors", verify=True).read_bytes() == BIG
     assert find_fault(path) is None
+
+
+def test_what_the_client_logs_is_shown_once_and_by_handlers_that_hide_secrets(
+    hub: Hub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    client = logging.getLogger("huggingface_hub")
+    client.addHandler(logging.StreamHandler())  # as it does when it is imported
+    HubSource("owner/name", COMMIT, "").fetch("big.safetensors")
+    client.warning("GET https://host/big?X-Amz-Signature=0123456789ab")
+    assert "0123456789ab" not in capsys.readouterr().err
 
 
 def test_a_rate_limit_is_waited_for_as_long_as_the_hub_says(hub: Hub, waits: list[float]) -> None:

@@ -11,7 +11,7 @@ import os
 import shutil
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,7 @@ class RunDirectory:
         resume_from: a verified checkpoint to continue from; None = from the start.
         finished: the run has reached its end already; there is nothing to do.
         created: this claim made the directory.
+        before: what this claim changed of a run that it continues: contents by the names of files, None = no file.
         lock: keeps other processes out; held by rank 0.
     """
 
@@ -70,6 +71,7 @@ class RunDirectory:
     finished: bool
     created: bool
     lock: RunLock
+    before: Mapping[str, str | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.checkpoints = self.path / _CHECKPOINTS
@@ -104,11 +106,16 @@ class RunDirectory:
 
     @contextmanager
     def withdrawn_on_failure(self) -> Iterator[None]:
-        """Withdraw when the block, the start after the claim, fails, so that it leaves nothing."""
+        """Withdraw when the block, the start after the claim, fails, so that it leaves nothing new."""
         try:
             yield
         except Exception:
             self.withdraw()
+            for name, text in self.before.items() if dist.get_rank() == 0 else ():
+                if text is None:
+                    (self.path / name).unlink(missing_ok=True)
+                else:
+                    write_durably(self.path / name, text)
             raise
 
 
@@ -205,9 +212,16 @@ def _continue_run(
     if checkpoint is not None and directory in checkpoint.parents:
         _report_lost_metrics(directory, read_manifest(checkpoint).step, saved)
     finished = checkpoint is not None and _is_finished(directory, checkpoint, saved, config)
+    before = {name: _text(directory / name) for name in (_CONFIG, _HISTORY)}
     if not finished:
         _record_continuation(directory, config, differences, checkpoint)
-    return RunDirectory(path=directory, resume_from=checkpoint, finished=finished, created=False, lock=lock)
+    return RunDirectory(
+        path=directory, resume_from=checkpoint, finished=finished, created=False, lock=lock, before=before
+    )
+
+
+def _text(path: Path) -> str | None:
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
 
 
 def _is_finished(directory: Path, checkpoint: Path, saved: dict[str, Any], config: dict[str, Any]) -> bool:

@@ -104,6 +104,22 @@ def test_a_run_continues_from_its_newest_checkpoint_that_verifies(directory):
     assert [(line["step"], line["changes"]) for line in history(directory)] == [(4, {})]
 
 
+def test_a_run_is_as_before_where_a_start_that_would_continue_it_fails(directory):
+    claim(directory, config=CONFIG, resume="auto")
+    save(directory, 2)
+    for continued in (False, True):
+        if continued:
+            claim(directory, config=CONFIG, resume="auto").lock.release()
+        kept = {path.name: path.read_bytes() for path in directory.iterdir() if path.suffix in (".yaml", ".jsonl")}
+        run = claim(directory, config=changed(optimizer__lr=1e-4), resume="auto")
+        assert (directory / "config.yaml").read_bytes() != kept["config.yaml"]
+        with pytest.raises(ConfigError, match="another model"), run.withdrawn_on_failure():
+            raise ConfigError("the checkpoint is of another model")
+        assert {name: (directory / name).read_bytes() for name in kept} == kept
+        assert (directory / "config_history.jsonl").exists() == continued
+        run.lock.release()
+
+
 def test_a_run_that_died_before_its_first_checkpoint_starts_over(directory):
     claim(directory, config=CONFIG, resume="auto")
     run = claim(directory, config=CONFIG, resume="auto")
