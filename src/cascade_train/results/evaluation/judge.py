@@ -133,7 +133,9 @@ class Judge:
     def _loaded_networks(self) -> Networks:
         if self._networks is None:
             chosen: dict[str, Any] = self.settings.networks
-            self._networks = load_networks(**chosen, device=self._world.device)
+            loaded: list[Networks] = []
+            from_every_rank(lambda: loaded.append(load_networks(**chosen, device=self._world.device)))
+            [self._networks] = loaded
         return self._networks
 
     def _sizes(self, model: TrainedModel, decoder: TrainedModel | None) -> Sizes:
@@ -146,8 +148,8 @@ class Judge:
         if not (kind.follows or not settings.prompts or settings.features is not None):
             return None
         if self._originals is None:
-            opened = [open_originals(model.cfg, settings.real)]
-            from_every_rank(lambda: len(opened[0]))
+            opened: list[Originals] = []
+            from_every_rank(lambda: opened.append(open_originals(model.cfg, settings.real)))
             self._originals = opened[0].first(settings.real_samples, seed=settings.seed)
         return self._originals
 
@@ -164,8 +166,8 @@ class Judge:
             batches = source.batches(settings.batch_size)
         else:
             prompts = [prompt for prompt in prompts for _ in range(settings.count)]
-            starts = range(0, len(prompts), settings.batch_size)
-            batches = [tuple(range(len(prompts)))[start : start + settings.batch_size] for start in starts]
+            numbers, size = range(len(prompts)), settings.batch_size
+            batches = [tuple(numbers[start : start + size]) for start in numbers[::size]]
         return Work(captions=prompts, batches=batches, seed=settings.seed, originals=source if kind.follows else None)
 
     def _captions(self, source: Originals) -> list[str]:
