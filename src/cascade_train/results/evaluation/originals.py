@@ -21,7 +21,7 @@ from cascade_train.data.order.plan import Step
 from cascade_train.data.source import Source
 from cascade_train.errors import ConfigError, RunError
 
-KINDS = {".csv": "table", ".tsv": "table", ".jsonl": "table", ".ndjson": "table", ".parquet": "parquet"}
+KINDS = {".csv": "csv", ".tsv": "csv", ".jsonl": "csv", ".ndjson": "csv", ".parquet": "parquet"}
 """Option of `data` that reads a file, by its extension; a folder is data=folder, all else tars."""
 
 AS_THEY_ARE = {"crop": "center", "flip_prob": 0.0}
