@@ -131,8 +131,16 @@ def shard(cfg: DictConfig, phases: list[Phase], mesh: DeviceMesh, offload: Offlo
 
 
 def stored_dtype(cfg: DictConfig, parts: Parts) -> torch.dtype:
-    """Return the dtype that the network's weights are kept in: fp32 where they train, as masters."""
-    return torch.float32 if parts.task.trains_network else compute_dtype(cfg)
+    """Return the dtype that the network's weights are kept in: where they train that of `train.master_weights`.
+
+    Raises:
+        ConfigError: bf16 where the network does not train, or computes in fp32.
+    """
+    stored, trains = DTYPES[cfg.train.master_weights.value], parts.task.trains_network
+    if stored == torch.bfloat16 and not (trains and compute_dtype(cfg) == stored):
+        reason = f"train.precision={cfg.train.precision.value} computes in fp32" if trains else "no network trains here"
+        raise ConfigError(f"train.master_weights=bf16 is for networks that train in bf16: {reason}. Set it to fp32.")
+    return stored if trains else compute_dtype(cfg)
 
 
 def bind(cfg: DictConfig, phase: Phase, parts: Parts) -> BoundPhase:
@@ -152,7 +160,7 @@ def bind(cfg: DictConfig, phase: Phase, parts: Parts) -> BoundPhase:
             from_every_rank(partial(ema.start_from, parts.task.initial_average(cfg.ema.weights)))
     return BoundPhase(
         phase,
-        optimizer=spec.build(parameters, cfg.train.global_batch_size),
+        optimizer=spec.build(parameters, cfg.train.global_batch_size, seed=cfg.run.seed),
         base_lr=spec.base_lr(cfg.train.global_batch_size),
         lr_schedule=parts.lr_schedule,
         ema=ema,

@@ -13,6 +13,7 @@ from typing import Any
 from cascade_train.errors import ConfigError
 
 Precision = StrEnum("Precision", ["auto", "bf16", "fp32"])
+MasterWeights = StrEnum("MasterWeights", ["fp32", "bf16"])
 ParallelMode = StrEnum("ParallelMode", ["auto", "single", "ddp", "fsdp", "hsdp"])
 Compile = StrEnum("Compile", ["off", "regional"])
 Attention = StrEnum("Attention", ["sdpa", "xformers", "math"])
@@ -105,8 +106,10 @@ class TrainConfig:
     max_grad_norm: float | None
     """Global gradient norm above which gradients are scaled down; null = off."""
     precision: Precision
-    """bf16, fp32, or auto = the precision that the model is meant for (bf16, and fp32 for tiny models). Trained weights
-    are fp32 masters in all of them."""
+    """bf16, fp32, or auto = the precision that the model is meant for (bf16, and fp32 for tiny models)."""
+    master_weights: MasterWeights = MasterWeights.fp32
+    """Format that a network that trains is kept in: fp32, or bf16 with updates that are rounded stochastically: 6 bytes
+    less a parameter."""
 
     def __post_init__(self) -> None:
         number_or_auto(self, "train", "micro_batch_size", int)

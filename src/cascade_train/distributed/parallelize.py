@@ -59,7 +59,8 @@ def parallelize(
     if is_whole(mesh, offload):
         move([*root.parameters(), *root.buffers()], _device_of(mesh))
         group = mesh.get_group(0) if mesh.size() > 1 else None
-        if group is not None or any(parameter.dtype != compute_dtype for parameter in root.parameters()):
+        casts = compute_dtype != torch.float32 or any(p.dtype != compute_dtype for p in root.parameters())
+        if group is not None or casts:
             _WHOLE[root] = ref(Whole(root, units, compute_dtype=compute_dtype, group=group))
         return
     unit_policy, root_policy = (
@@ -158,7 +159,7 @@ def materialise(root: nn.Module, device: torch.device) -> dict[str, tuple[torch.
             if parameter.is_meta:
                 memory = torch.empty_like(local(parameter.detach()), device=device)
                 setattr(owner, leaf, nn.Parameter(like(parameter, memory), requires_grad=parameter.requires_grad))
-                shares[f"{prefix}.{leaf}".removeprefix(".")] = (memory, _first_row(parameter))
+                shares[f"{prefix}.{leaf}".removeprefix(".")] = (memory, first_row(parameter))
     return shares
 
 
@@ -170,7 +171,7 @@ def refuse_meta(roots: Mapping[str, nn.Module]) -> None:
             raise AssertionError(f"{len(left)} tensors have no values: {', '.join(left[:3])}")
 
 
-def _first_row(parameter: nn.Parameter) -> int:
+def first_row(parameter: nn.Parameter) -> int:
     """Return the number of the first row (of the first dimension) that this rank holds; FSDP2 splits like `chunk`."""
     if not isinstance(parameter, DTensor):
         return 0
@@ -343,7 +344,11 @@ def lend(shards: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
 @torch.no_grad()
 def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the norm () of all gradients, over all ranks, with one exchange. Collective."""
-    norm = torch.nn.utils.get_total_norm([local(gradient) for gradient in gradients])
+    shards = [local(gradient) for gradient in gradients]
+    if any(shard.dtype == torch.bfloat16 for shard in shards):
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(shards, 2, torch.float32)))
+    else:
+        norm = torch.nn.utils.get_total_norm(shards)
     mesh = next((gradient.device_mesh for gradient in gradients if isinstance(gradient, DTensor)), None)
     if mesh is None or mesh.size(-1) == 1:
         return norm

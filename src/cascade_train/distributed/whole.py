@@ -40,7 +40,8 @@ class Bucket:
         """Begin to add the gradients over a group's ranks."""
         self._sent = [master for master in self.masters if master.grad is not None]
         if self._sent:
-            self._flat = torch.cat([_gradient(master).flatten() for master in self._sent])
+            flat = torch.cat([_gradient(master).flatten() for master in self._sent])
+            self._flat = flat.float() if flat.dtype == torch.bfloat16 else flat
             for master in self._sent:
                 master.grad = None
             self._work = dist.all_reduce(self._flat, group=group, async_op=True)
@@ -52,7 +53,7 @@ class Bucket:
         self._work.wait()
         parts = self._flat.div_(ranks).split([master.numel() for master in self._sent])
         for master, part in zip(self._sent, parts, strict=True):
-            master.grad = part.view_as(master)
+            master.grad = part.view_as(master).to(master.dtype)
         self._flat, self._work, self._sent = None, None, []
 
 

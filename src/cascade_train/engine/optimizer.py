@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
@@ -99,10 +100,10 @@ class OptimizerSpec:
         """Return the learning rate before the schedule."""
         return self.lr * global_batch_size if self.scale_lr else self.lr
 
-    def build(self, parameters: Mapping[str, nn.Parameter], global_batch_size: int) -> Optimizer:
+    def build(self, parameters: Mapping[str, nn.Parameter], global_batch_size: int, *, seed: int = 0) -> Optimizer:
         """Return the algorithm over two groups, with and without weight decay; empty groups are left out. Collective.
 
-        An elementwise algorithm gets the `shard_of` each parameter.
+        An elementwise algorithm gets the `shard_of` each parameter. Weights in bf16 are rounded stochastically.
 
         Raises:
             ConfigError: the algorithm refuses these parameters, or needs whole weights where they are sharded.
@@ -111,7 +112,8 @@ class OptimizerSpec:
 
         from cascade_train.distributed.parallelize import shard_of
 
-        parameters = {name: shard_of(p) if self._by_element(name, p) else p for name, p in parameters.items()}
+        whole = parameters
+        parameters = {name: shard_of(p) if self._by_element(name, p) else p for name, p in whole.items()}
         decayed = {name: p for name, p in parameters.items() if self.decay_all or decays(name, p)}
         kept = {name: p for name, p in parameters.items() if name not in decayed}
         groups = [
@@ -128,6 +130,8 @@ class OptimizerSpec:
                 f"optimizer.algorithm={name} cannot train these weights: {reason}. Remedy: another algorithm,"
                 " such as torch.optim.AdamW; or this one without fused, where it was given"
             ) from error
+        if any(p.dtype == torch.bfloat16 for p in parameters.values()):
+            optimizer = self._rounding(optimizer, whole, parameters, seed)
         mesh = next((p.device_mesh for p in parameters.values() if isinstance(p, DTensor)), None)
         if mesh is None or self._works_on(mesh, min(len(p) for p in parameters.values() if isinstance(p, DTensor))):
             return optimizer
@@ -141,6 +145,30 @@ class OptimizerSpec:
             f" sharded over {mesh.size(-1)} ranks. Remedy: parallel=ddp, where they fit a device; another "
             "algorithm, such as torch.optim.AdamW; or this one without fused, where it was given"
         )
+
+    def _rounding(
+        self,
+        optimizer: Optimizer,
+        whole: Mapping[str, nn.Parameter],
+        parameters: Mapping[str, nn.Parameter],
+        seed: int,
+    ) -> Optimizer:
+        """Return the algorithm with weights in bf16, which it must treat one by one.
+
+        Raises:
+            ConfigError: it looks at several weights together, or averages them itself.
+        """
+        from cascade_train.distributed.parallelize import first_row
+        from cascade_train.engine.algorithms.stochastic_rounding import StochasticRounding
+
+        alone = self.made is torch.optim.Adafactor or all(self._by_element(name, p) for name, p in whole.items())
+        if not alone or isinstance(optimizer, Averaging):
+            raise ConfigError(
+                f"train.master_weights=bf16: {self.made.__name__} needs fp32 masters. Set train.master_weights=fp32, "
+                "or another optimizer: adamw, adamw_8bit, adafactor or lion."
+            )
+        places = {p: (name, first_row(whole[name]) * math.prod(p.shape[1:])) for name, p in parameters.items()}
+        return StochasticRounding(optimizer, places, seed=seed)
 
     def bytes_per_parameter(self, device: torch.device) -> float:
         """Return the bytes of state for each number of a large matrix, found by a step on a small one."""
@@ -189,7 +217,8 @@ def decays(name: str, parameter: nn.Parameter) -> bool:
 
 def settings(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Return, per parameter group, the constructor's arguments: the configuration, not the progress."""
-    names = inspect.signature(type(optimizer).__init__).parameters.keys() - {"params"}
+    algorithm = getattr(optimizer, "inner", optimizer)
+    names = inspect.signature(type(algorithm).__init__).parameters.keys() - {"params"}
     return [{name: group[name] for name in names & group.keys()} for group in optimizer.param_groups]
 
 

@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from cascade_train.config.components import construct
+from cascade_train.distributed import parallelize as seam
 from cascade_train.distributed.parallelize import local, parallelize
 from cascade_train.engine.lr_schedule import ConstantSchedule
 from cascade_train.engine.phase import BoundPhase, trainable_parameters
@@ -51,10 +52,19 @@ class Small(nn.Module):
         return outputs if self.row is None else outputs + self.row(inputs)
 
 
-def bound(option: str, mesh: Any, *, start_step: int = 1, row: bool = True, **changes: Any) -> BoundPhase:
+def bound(
+    option: str,
+    mesh: Any,
+    *,
+    start_step: int = 1,
+    row: bool = True,
+    dtype: torch.dtype = torch.float32,
+    stored: torch.dtype | None = None,
+    **changes: Any,
+) -> BoundPhase:
     """Return a phase on a new network, with the matrix of a single row or without; on one rank's mesh it is whole."""
-    network = Small(row=row)
-    parallelize(network, [], mesh=mesh, compute_dtype=torch.float32, reshard_after_forward=True, compile_units=False)
+    network = Small(row=row).to(dtype if stored is None else stored)
+    parallelize(network, [], mesh=mesh, compute_dtype=dtype, reshard_after_forward=True, compile_units=False)
     phase = Phase(name="main", modules={"n": network}, units={"n": []}, loss=network, start_step=start_step)
     chosen = spec(option, **changes)
     return BoundPhase(
@@ -73,12 +83,19 @@ def train(phase: BoundPhase, steps: range, *, rank: int = 0, ranks: int = 1) -> 
     inputs, wanted = (torch.randn(128, size, generator=generator).chunk(ranks)[rank] for size in (64, 3))
     losses = []
     for step in steps:
-        loss = (phase.phase.loss(inputs) - wanted).square().mean()
+        dtype = computes_in(phase)
+        loss = (phase.phase.loss(inputs.to(dtype)) - wanted).square().mean()
         loss.backward()
         phase.clip()
         phase.update(step, 100, torch.tensor(0.0))
         losses.append(loss.item())
     return losses
+
+
+def computes_in(phase: BoundPhase) -> torch.dtype:
+    """Return the dtype of a phase's forward pass."""
+    whole = seam._whole(phase.phase.modules["n"])
+    return next(iter(phase.parameters.values())).dtype if whole is None else whole._dtype
 
 
 def weights(phase: BoundPhase) -> list[torch.Tensor]:

@@ -19,6 +19,7 @@ from cascade_train.assembly.planning.memory import Memory, memory_of, over_ranks
 from cascade_train.assembly.planning.rehearsal import Rehearsed, count_parameters
 from cascade_train.config.groups import typed_keys
 from cascade_train.config.schema import AUTO
+from cascade_train.config.targets import class_constant
 from cascade_train.distributed.consensus import from_every_rank, from_rank_zero
 from cascade_train.distributed.process_group import World
 from cascade_train.errors import LESS_MEMORY, ConfigError
@@ -35,7 +36,9 @@ MOST_OFF = 0.05
 CHECKED_PARAMETERS = 20 * 10**6
 """Of all modules: a start with fewer is not computed beforehand."""
 
-CHOSEN = ("ema.device", "activation_checkpointing", "optimizer.algorithm", "parallel.cpu_offload")
+CHOSEN = (
+    *("ema.device", "activation_checkpointing", "optimizer.algorithm", "train.master_weights", "parallel.cpu_offload"),
+)
 """Keys that means set."""
 
 TIERS_GB = (16, 24, 48, 80)
@@ -171,8 +174,8 @@ def _rehearsed(cfg: DictConfig, means: Means, place: Place, room: Room, sizes: S
 def ladder(cfg: DictConfig, place: Place) -> Iterator[Means]:
     """Yield sets of means, from what costs nothing to what costs most; of what the user set none is changed.
 
-    First those that leave a run's numbers as they are, one after the other; then with moments of 8 bits; last with
-    weights and optimizer on the host instead, where every step waits for the bus.
+    First those that leave a run's numbers as they are, one after the other; then with moments of 8 bits, and weights in
+    bf16; last with weights and optimizer on the host instead, where every step waits for the bus.
     """
     values: Values = {}
     yield Means(values={})
@@ -181,9 +184,18 @@ def ladder(cfg: DictConfig, place: Place) -> Iterator[Means]:
     if not cfg.activation_checkpointing and _is_free("activation_checkpointing", place):
         yield Means(values=(values := {**values, "activation_checkpointing": True}))
     if (algorithm := _of_8_bits(cfg.optimizer)) and _is_free("optimizer.algorithm", place):
-        yield Means(values={**values, "optimizer.algorithm": algorithm}, exact=False)
+        small = {**values, "optimizer.algorithm": algorithm}
+        yield Means(values=small, exact=False)
+        if _is_free("train.master_weights", place) and _trains_in_bf16(cfg):
+            yield Means(values={**small, "train.master_weights": "bf16"}, exact=False)
     if place.room.on_cuda and not cfg.parallel.cpu_offload and _is_free("parallel.cpu_offload", place):
         yield Means(values={**values, "parallel.cpu_offload": True}, exact=False)
+
+
+def _trains_in_bf16(cfg: DictConfig) -> bool:
+    """Return whether a network trains that computes in bf16, on fp32 masters."""
+    trains = class_constant(cfg.task._target_, "trains_network")
+    return bool(trains) and (cfg.train.precision, cfg.train.master_weights) == ("bf16", "fp32")
 
 
 def _is_free(key: str, place: Place) -> bool:

@@ -36,6 +36,7 @@ ADDED = {
     **{"model.image_encoder.antialias": True, "task.init": "kaiming", "model.kernels": "eager"},
     "compile_fallback": False,  # without effect where nothing is compiled
     "run.on_end": None,
+    "train.master_weights": "fp32",
     "memory.budget_gb": None,
     "memory.allow_overflow": False,
 }

@@ -1,0 +1,140 @@
+"""Weights in bf16: rounding is unbiased, and the same however weights are divided; runs learn and resume to the bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from cascade_train.assembly.components import build_parts
+from cascade_train.assembly.model import stored_dtype
+from cascade_train.distributed import parallelize as seam
+from cascade_train.distributed.process_group import build_mesh
+from cascade_train.engine.algorithms.stochastic_rounding import StochasticRounding, random_bits, rounded
+from cascade_train.engine.checkpoint.store import CheckpointStore
+from cascade_train.errors import ConfigError
+from tests.integration.runs import cut_back, exported_weights, read_metrics
+from tests.integration.runs import train as train_run
+from tests.unit.config.composing import checked
+from tests.unit.engine.algorithms import bound, same, spec, train, weights
+
+CPU = torch.device("cpu")
+BF16 = torch.bfloat16
+ROUNDED = ("adamw", "adamw_8bit", "lion", "adafactor")
+
+
+def test_values_between_two_of_bf16_are_rounded_up_in_proportion():
+    count = 2**18
+    for value in (1.0 + 2**-10, 1.0 + 3 * 2**-10, -2.0 - 2**-9, 3e-5):
+        found = rounded(torch.full((count,), value), random_bits(7, 0, count, CPU)).double()
+        low, high = found.min().item(), found.max().item()
+        assert low < value < high
+        deviation = (high - low) / 2 / count**0.5
+        assert abs(found.mean().item() - value) < 4 * deviation
+    over_steps = torch.stack([rounded(torch.tensor([1.0 + 2**-9]), random_bits(key, 3, 1, CPU)) for key in range(4096)])
+    assert abs(over_steps.double().mean().item() - (1.0 + 2**-9)) < 4 * 2**-8 / 4096**0.5
+
+
+def test_what_bf16_holds_stays_and_bits_are_uniform():
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(0)).to(BF16)
+    kept = torch.cat([values, torch.tensor([0.0, torch.inf, -torch.inf], dtype=BF16)])
+    assert torch.equal(rounded(kept.float(), random_bits(1, 0, len(kept), CPU)), kept)
+    bits = random_bits(2**32 - 1, 2**31 - 50000, 100000, CPU)  # beyond int32 too
+    counts = np.bincount(bits.numpy() >> 8, minlength=256)
+    assert bits.min() >= 0
+    assert ((counts - 100000 / 256) ** 2 / (100000 / 256)).sum() < 350  # chi-squared with 255 degrees, p < 1e-4
+
+
+@pytest.mark.parametrize("option", ["adamw", "adamw_8bit"])
+def test_bits_do_not_depend_on_how_rows_are_divided(option: str):
+    whole = nn.Parameter(torch.randn(6, 128, generator=torch.Generator().manual_seed(3)).to(BF16))
+    parts = [nn.Parameter(part.clone()) for part in whole.detach().split([4, 2, 0])]
+    states = []
+    for parameters in ([whole], parts):
+        algorithm = spec(option, lr=1e-4).algorithm([{"params": list(parameters), "weight_decay": 0.1}], lr=1e-4)
+        firsts = np.cumsum([0, *(len(p) * 128 for p in parameters)])
+        places = {p: ("weight", int(first)) for p, first in zip(parameters, firsts, strict=False)}
+        optimizer = StochasticRounding(algorithm, places, seed=5)
+        for step in range(3):
+            gradient = torch.randn(6, 128, generator=torch.Generator().manual_seed(step)).to(BF16)
+            for parameter, each in zip(parameters, gradient.split([len(p) for p in parameters]), strict=True):
+                parameter.grad = each.clone()
+            optimizer.step()
+        states.append(optimizer.state_dict())
+    assert torch.equal(whole, torch.cat(parts))
+    assert states[0]["param_groups"][0]["rounding"] == states[1]["param_groups"][0]["rounding"] == 3
+    moments = {v.dtype for v in states[0]["state"][0].values() if v.ndim}
+    assert moments == ({torch.float32} if option == "adamw" else {torch.uint8, torch.float32})
+
+
+@pytest.mark.parametrize("option", ROUNDED)
+def test_it_learns_and_resumes_to_the_bit_whole_and_sharded(world, tmp_path, monkeypatch, option: str):
+    mesh, store = build_mesh(world, (1, 1)), CheckpointStore(tmp_path)
+    phase = bound(option, mesh, dtype=BF16)
+    assert isinstance(phase.optimizer, StochasticRounding)
+    losses = train(phase, range(1, 3))
+    path = store.save(2, phase.state_dict(), {})
+    losses += train(phase, range(3, 8))
+    assert losses[-1] < losses[0]
+    for sharded in (False, True) if option != "adafactor" else (False,):
+        monkeypatch.setattr(seam, "is_whole", lambda *_, whole=not sharded: whole)
+        resumed = bound(option, mesh, dtype=BF16)
+        state = resumed.state_dict()
+        store.load(path, state)
+        resumed.load_state_dict(state)
+        assert losses[2:] == train(resumed, range(3, 8))
+        assert same(weights(phase), weights(resumed))
+
+
+@pytest.mark.parametrize("option", ["prodigy", "muon", "schedule_free"])
+def test_what_looks_at_several_weights_needs_masters(world, option: str):
+    with pytest.raises(ConfigError, match=r"train\.master_weights=bf16: \w+ needs fp32 masters\. Set train\.master_we"):
+        bound(option, build_mesh(world, (1, 1)), dtype=BF16)
+
+
+def test_small_steps_are_not_lost():
+    exact, weight = nn.Parameter(torch.ones(4096)), nn.Parameter(torch.ones(4096, dtype=BF16))
+    nearest = torch.ones(4096, dtype=BF16)
+    optimizer = StochasticRounding(torch.optim.SGD([weight], lr=1e-4), {weight: ("w", 0)}, seed=0)
+    for _ in range(100):
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        exact.data -= 1e-4
+        nearest -= 1e-4
+    assert nearest.float().mean() == 1.0
+    assert weight.float().mean().item() == pytest.approx(exact.mean().item(), abs=2e-4)
+
+
+def test_300_steps_follow_those_on_fp32_masters(world):
+    mesh = build_mesh(world, (1, 1))
+    exact = np.array(train(bound("adamw", mesh, lr=2e-4, dtype=BF16, stored=torch.float32), range(1, 301)))
+    found = np.array(train(bound("adamw", mesh, lr=2e-4, dtype=BF16), range(1, 301)))
+    assert exact[-20:].mean() < 0.5 * exact[:20].mean()
+    for start in range(0, 300, 50):
+        assert found[start : start + 50].mean() == pytest.approx(exact[start : start + 50].mean(), rel=0.02)
+
+
+RUN = ("task=finetune", "train.precision=bf16", "train.master_weights=bf16", "train.global_batch_size=2")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["task=lora"], r"networks that train in bf16: no network trains here\. Set it to fp32"),
+        (["train.precision=fp32"], r"networks that train in bf16: train\.precision=fp32 computes in fp32"),
+    ],
+)
+def test_masters_are_for_networks_that_train_in_bf16(changes, message):
+    cfg = checked("model=c_tiny", *RUN, *changes)
+    with pytest.raises(ConfigError, match=message):
+        stored_dtype(cfg, build_parts(cfg))
+
+
+def test_a_run_resumes_to_the_bit_and_holds_no_masters(tmp_path):
+    run = train_run(tmp_path / "run", *RUN, "optimizer=adamw_8bit", "ema.decay=0.9")
+    copy = cut_back(run, tmp_path / "copy", 2)
+    train_run(copy, *RUN, "optimizer=adamw_8bit", "ema.decay=0.9")
+    assert read_metrics(copy) == read_metrics(run)
+    for name, value in exported_weights(run).items():
+        assert torch.equal(value, exported_weights(copy)[name])
