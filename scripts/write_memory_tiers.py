@@ -29,7 +29,8 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "memory.md"
 FIRST, LAST = "<!-- tiers: computed -->", "<!-- end -->"
 RUNS = (
     *((model, task) for model in ("c_1b", "c_3b") for task in ("lora", "controlnet", "finetune")),
-    *((model, "reconstruction") for model in ("a", "b_700m", "b_3b")),
+    ("a", "reconstruction"),
+    *((model, task) for model in ("b_700m", "b_3b") for task in ("lora", "reconstruction")),
 )
 SHORT = {
     "ema.device": "average on the host",

@@ -345,6 +345,7 @@ def lend(shards: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
 def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the norm () of all gradients, over all ranks, with one exchange. Collective."""
     shards = [local(gradient) for gradient in gradients]
+    norm: torch.Tensor
     if any(shard.dtype == torch.bfloat16 for shard in shards):
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(shards, 2, torch.float32)))
     else:
