@@ -106,15 +106,30 @@ def fit(cfg: DictConfig, world: World) -> None:
     rooms = from_every_rank(partial(own_room, world.device, world.machine_ranks))
     room = min(rooms, key=lambda each: each.gb)
     place = Place(room=room, ranks=world.ranks, machine_ranks=world.machine_ranks, kept=typed_keys())
-    values, notes = from_rank_zero(partial(_decided, cfg, place))
+    values, notes = from_rank_zero(partial(_known, cfg, place))
     change(cfg, values)
     for note in notes if world.is_main else ():
         log.info("%s", note)
 
 
-def _decided(cfg: DictConfig, place: Place) -> tuple[Values, list[str]]:
-    """Return what to set, and what to say of it."""
+def _known(cfg: DictConfig, place: Place) -> tuple[Values, list[str]]:
+    """Return what to set, and what to say of it, where a step can be rehearsed at all."""
     is_open = cfg.train.micro_batch_size == AUTO or cfg.memory.budget_gb is not None
+    try:
+        return _decided(cfg, place, is_open)
+    except ConfigError:
+        raise
+    except Exception as error:  # a class of the user's own may need the values of tensors
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        if is_open:
+            raise ConfigError(
+                f"The memory of this training cannot be computed beforehand ({reason}). Set train.micro_batch_size to "
+                "a number, and memory=none."
+            ) from error
+        return {}, [f"The memory of this training is not computed beforehand ({reason})."]
+
+
+def _decided(cfg: DictConfig, place: Place, is_open: bool) -> tuple[Values, list[str]]:
     if not is_open and count_parameters(cfg) < CHECKED_PARAMETERS:
         return {}, []
     first = _first_choice(cfg, place)

@@ -192,3 +192,19 @@ def test_a_start_that_cannot_fit_leaves_nothing(tmp_path: Path, monkeypatch: pyt
     assert launch([*SMALL, "task=finetune", f"run.dir={tmp_path / 'run'}"]) == 2
     assert "memory.allow_overflow=true starts it nevertheless." in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_a_training_that_cannot_be_rehearsed_starts_unless_something_is_to_be_chosen(monkeypatch: pytest.MonkeyPatch):
+    def reads_a_value(cfg: DictConfig, *, on_cuda: bool = True) -> tuple[Memory, Rehearsed]:
+        raise RuntimeError("Tensor.item() cannot be called on meta tensors")
+
+    monkeypatch.setattr(fitting, "CHECKED_PARAMETERS", 0)
+    monkeypatch.setattr(fitting, "memory_of", reads_a_value)
+    here = place(Room(gb=24.0, on_cuda=True))
+    values, (note,) = fitting._known(checked(*TINY, "task=lora"), here)
+    assert values == {}
+    assert "is not computed beforehand (RuntimeError: Tensor.item() cannot be called on meta tensors)" in note
+    with pytest.raises(
+        ConfigError, match=r"cannot be computed beforehand \(RuntimeError: Tensor\.item.* Set train\.micro"
+    ):
+        fitting._known(checked(*TINY, "task=lora", "train.micro_batch_size=auto"), here)
