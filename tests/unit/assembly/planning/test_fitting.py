@@ -68,16 +68,16 @@ def test_means_are_added_from_the_cheapest_until_the_training_fits():
     cfg = checked(*TINY, "task=finetune", "ema.decay=0.9", "memory=24gb")
     sets = [means.values for means in ladder(cfg, place(Room(gb=24, on_cuda=True)))]
     names = [set(values) for values in sets]
-    exact = {"ema.device", "activation_checkpointing"}
-    assert names == [set(), {"ema.device"}, exact, exact | {"optimizer.algorithm"}, exact | {"parallel.cpu_offload"}]
-    sure = place(
-        Room(gb=24, on_cuda=True), "ema.device", "optimizer", "activation_checkpointing", "parallel.cpu_offload"
-    )
-    assert [means.values for means in ladder(cfg, sure)] == [{}]
+    exact, small = {"ema.device", "activation_checkpointing"}, {"optimizer.algorithm"}
+    rounding = {*small, "train.master_weights"}
+    assert names == [set(), {"ema.device"}, exact, exact | small, exact | rounding, exact | {"parallel.cpu_offload"}]
+    kept = ("ema.device", "optimizer", "activation_checkpointing", "parallel.cpu_offload")
+    assert [means.values for means in ladder(cfg, place(Room(gb=24, on_cuda=True), *kept))] == [{}]
     on_cpu = [set(means.values) for means in ladder(cfg, place(Room(gb=24, on_cuda=False)))]
-    assert on_cpu == [set(), {"activation_checkpointing"}, {"activation_checkpointing", "optimizer.algorithm"}]
+    recomputing = {"activation_checkpointing"}
+    assert on_cpu == [set(), recomputing, recomputing | small, recomputing | rounding]
     assert choose(cfg, place(Room(gb=80, on_cuda=True))).values == {}
-    for values, micro in ((sets[2], 4), (sets[3], 1), (sets[4], 1)):
+    for values, micro in ((sets[2], 4), (sets[3], 1), (sets[4], 1), (sets[5], 1)):
         room = room_for(changed(cfg, values), micro)
         found = choose(changed(cfg, {"memory.budget_gb": room.gb}), place(Room(gb=80, on_cuda=True)))
         assert (found.values, found.micro_batch_size) == (values, micro)
