@@ -54,11 +54,11 @@ class Means:
 
     Attributes:
         values: what is set.
-        exact: whether the numbers of a run stay, up to rounding.
+        is_cheap: whether a run's numbers stay, up to rounding, and nearly its speed.
     """
 
     values: Values
-    exact: bool = True
+    is_cheap: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,11 +157,11 @@ def choose(cfg: DictConfig, place: Place) -> Choice:
     room = place.room if budget in (None, AUTO) else Room(gb=budget, on_cuda=place.room.on_cuda)
     best = least = None
     for means in ladder(cfg, place) if budget is not None else [Means(values={})]:
-        if best is not None and not means.exact:
+        if best is not None and not means.is_cheap:
             break
         least = _rehearsed(cfg, means, place, room, sizes)
         fits = least.bytes <= room.usable_bytes
-        if fits and (not means.exact or least.micro_batch_size >= min(ENOUGH, sizes[-1])):
+        if fits and (not means.is_cheap or least.micro_batch_size >= min(ENOUGH, sizes[-1])):
             return least
         best = best or (least if fits else None)
     assert least is not None
@@ -200,11 +200,11 @@ def ladder(cfg: DictConfig, place: Place) -> Iterator[Means]:
         yield Means(values=(values := {**values, "activation_checkpointing": True}))
     if (algorithm := _of_8_bits(cfg.optimizer)) and _is_free("optimizer.algorithm", place):
         small = {**values, "optimizer.algorithm": algorithm}
-        yield Means(values=small, exact=False)
+        yield Means(values=small, is_cheap=False)
         if _is_free("train.master_weights", place) and _trains_in_bf16(cfg):
-            yield Means(values={**small, "train.master_weights": "bf16"}, exact=False)
+            yield Means(values={**small, "train.master_weights": "bf16"}, is_cheap=False)
     if place.room.on_cuda and not cfg.parallel.cpu_offload and _is_free("parallel.cpu_offload", place):
-        yield Means(values={**values, "parallel.cpu_offload": True}, exact=False)
+        yield Means(values={**values, "parallel.cpu_offload": True}, is_cheap=False)
 
 
 def _trains_in_bf16(cfg: DictConfig) -> bool:
