@@ -14,12 +14,16 @@ from pathlib import Path
 
 from cascade_train.signals import set_handlers, stop_at_once
 
+SELDOM = 100_000
+"""Objects made before a command looks for garbage: a fifth of its start would be looking at what imports keep."""
+
 
 def main() -> None:
     """Do what the command line says and exit: 0 done, 1 failed, 2 refused, 75 stopped, 130 interrupted."""
     if not sys.flags.safe_path and not {"", str(Path.cwd())} & set(sys.path):
         sys.path.append(str(Path.cwd()))  # modules of a user's own, which `python -m` finds without this
     if not is_training(sys.argv[1:]):
+        gc.set_threshold(SELDOM)
         sys.exit(launch(sys.argv[1:]))
     set_handlers(stop_at_once)
     gc.disable()  # a fifth of the start is collecting what imports make and keep; assembly.run enables it

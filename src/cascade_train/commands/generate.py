@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cascade_train.commands.parts.command_line import Command, listed
@@ -19,6 +20,8 @@ from cascade_train.data.prompts import read_prompts
 from cascade_train.errors import ConfigError
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
+
     from cascade_train.results.find import TrainedModel
     from cascade_train.results.paint import Order
 
@@ -79,13 +82,21 @@ class GenerateArgs(PaintingArgs):
 
 
 def generate(args: GenerateArgs) -> int:
-    """Write `<prompt number>_<image number>.png` and a labelled `grid.png` into `out`; return 0.
+    """Write the images of `painted` into `out`, and return 0."""
+    images = painted(args, args.out)
+    sys.stdout.write(f"{len(images)} images and grid.png lie in {args.out}\n")
+    return 0
+
+
+def painted(args: GenerateArgs, out: str | None) -> list[Image]:
+    """Return the images, `count` of each prompt after those of the one before it.
+
+    In a folder `out` each becomes `<prompt number>_<image number>.png`, and all a labelled `grid.png`; None = no files.
 
     Raises:
         ConfigError: no trained stage where one is named, or arguments that it refuses.
     """
     from cascade_train.distributed.process_group import process_group
-    from cascade_train.engine.sampling import compose_grid
     from cascade_train.results.paint import fit_sizes, paint, paint_cascade  # heavy: torch and everything above it
 
     model, decoder = find_stages(args)
@@ -94,17 +105,24 @@ def generate(args: GenerateArgs) -> int:
     sizes = fit_sizes(model, decoder, **given)
     orders = make_orders(args, sizes.painted, model.cfg.model.image_size)
     with process_group() as world:
-        out = make_folder(args.out)
+        folder = None if out is None else make_folder(out)
         if decoder is None:
             images = paint(model, orders, sizes=sizes, seed=args.seed, world=world)
         else:
             images = paint_cascade(model, decoder, orders, sizes=sizes, seed=args.seed, world=world)
+    if folder is not None:
+        write(images, args, folder)
+    return images
+
+
+def write(images: list[Image], args: GenerateArgs, folder: Path) -> None:
+    """Write images by the numbers of their prompts, and a grid of them all."""
+    from cascade_train.engine.sampling import compose_grid
+
     for place, image in enumerate(images):
-        image.save(out / f"{place // args.count:02d}_{place % args.count:02d}.png")
+        image.save(folder / f"{place // args.count:02d}_{place % args.count:02d}.png")
     columns = {f"image {number}": images[number :: args.count] for number in range(args.count)}
-    compose_grid(args.prompts, columns).save(out / "grid.png")
-    sys.stdout.write(f"{len(images)} images and grid.png lie in {out}\n")
-    return 0
+    compose_grid(args.prompts, columns).save(folder / "grid.png")
 
 
 def make_orders(args: GenerateArgs, size: tuple[int, int], side: int) -> Iterator[Order]:

@@ -12,13 +12,18 @@ import json
 import os
 import sys
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf
 
-from cascade_train.commands.inspect import allow_unreadable, library_log
+from cascade_train.assembly.planning.devices import DEVICES
+from cascade_train.commands.inspect import library_log
 from cascade_train.commands.parts.command_line import Command
 from cascade_train.config.schema import limit
 from cascade_train.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cascade_train.assembly.planning.plan import Plan
 
 NOT_GIVEN = "(not given)"
 """In the place of a file that the run needs and a plan does not."""
@@ -39,27 +44,28 @@ class PlanArgs:
 
     def __post_init__(self) -> None:
         limit(self, "", "ranks", least=1)
+        if self.device not in DEVICES:
+            raise ConfigError(f"device={self.device} is unknown: choose {', '.join(DEVICES)}.")
 
 
 def plan(args: PlanArgs, cfg: DictConfig) -> int:
-    """Print the plan and return 0; a ConfigError for an unknown device, and where the run would be refused."""
-    from cascade_train.assembly.planning.devices import DEVICES  # heavy: torch and everything above it
-    from cascade_train.assembly.planning.plan import make_plan
-    from cascade_train.assembly.planning.samples import look
-
-    if args.device not in DEVICES:
-        raise ConfigError(f"device={args.device} is unknown: choose {', '.join(DEVICES)}.")
-    samples = None
-    if args.samples:
-        allow_unreadable(cfg.data)
-        with library_log() as log:
-            samples = look(cfg, log)
-    found = make_plan(cfg, ranks=ranks_of(args), device=args.device, samples=samples)
-    if args.json:
-        sys.stdout.write(f"{json.dumps(dataclasses.asdict(found), indent=2)}\n")
-    else:
-        sys.stdout.write("\n".join([*found.lines(), ""]))
+    """Print the plan and return 0; raises as `planned`."""
+    found = planned(args, cfg)
+    text = json.dumps(dataclasses.asdict(found), indent=2) if args.json else str(found)
+    sys.stdout.write(f"{text}\n")
     return 0
+
+
+def planned(args: PlanArgs, cfg: DictConfig) -> Plan:
+    """Return the plan of a configuration from `checked`; a ConfigError where the run would be refused."""
+    from cascade_train.assembly.planning.plan import make_plan  # heavy: torch and everything above it
+    from cascade_train.assembly.planning.samples import Samples, look
+
+    samples = Samples(notes=["not opened"])
+    if args.samples:
+        with library_log() as log:
+            samples = look(cfg, log, ranks=ranks_of(args))
+    return make_plan(cfg, ranks=ranks_of(args), device=args.device, samples=samples)
 
 
 def checked(args: PlanArgs, cfg: DictConfig) -> DictConfig:

@@ -91,6 +91,19 @@ def _with_remedy(error: Exception) -> Exception:
     return error
 
 
+def in_our_words(error: Exception) -> Exception:
+    """Return the error of this library that says what another one's means; ours, and defects, as they are."""
+    error = _worker_death(error)
+    text = None if isinstance(error, ConfigError | RunError) else explain(error)
+    if text is None:
+        return error
+    return (RunError if _is_of_runtime(error) else ConfigError)(logged(text))
+
+
+def _is_of_runtime(error: Exception) -> bool:
+    return isinstance(error, BrokenPipeError | RuntimeError) or (isinstance(error, OSError) and error.errno in NO_ROOM)
+
+
 def _origin_in_interrupt(error: BaseException | None) -> KeyboardInterrupt | None:
     """Return the interrupt that a library made an error of; None where there was none."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
@@ -126,8 +139,7 @@ def _report(error: Exception) -> int:
             time.sleep(SECONDS_FOR_RANK_ZERO)
     if isinstance(error, RankLostError):
         return error.code
-    at_runtime = isinstance(error, BrokenPipeError | RuntimeError)
-    return 1 if at_runtime or (isinstance(error, OSError) and error.errno in NO_ROOM) else 2
+    return 1 if _is_of_runtime(error) else 2
 
 
 def _say(paragraph: str) -> None:

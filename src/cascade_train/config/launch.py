@@ -50,9 +50,7 @@ def compose_and_run(
     it was interrupted. `check` checks in the place of preflight.
     """
     register_schema()
-    adopt_slurm_step()
-    one_thread_a_rank()
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else C++ stack traces precede the message of a rank
+    prepare_process()
     argv = with_implied_choices(with_paths_quoted(argv))
     raw = "HYDRA_FULL_ERROR" in os.environ
     asked_for_help = not HELP.isdisjoint(argv)
@@ -85,6 +83,13 @@ def compose_and_run(
             return exit_code(functools.partial(_compose, argv, job), remedy=remedy)
     except SystemExit as stop:
         return int(stop.code or 0)
+
+
+def prepare_process() -> None:
+    """Set what torch and its launchers read from the environment, before it is imported."""
+    adopt_slurm_step()
+    one_thread_a_rank()
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else C++ stack traces precede the message of a rank
 
 
 def _compose(argv: Sequence[str], job: Callable[[DictConfig], int]) -> None:

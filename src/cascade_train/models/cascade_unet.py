@@ -15,11 +15,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from diffusers.models.unets.unet_stable_cascade import StableCascadeUNet, StableCascadeUNetOutput, UpDownBlock2d
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from cascade_train.models.attention import draws_random_numbers, set_attention
+from cascade_train.models.package import without_siblings
+
+with without_siblings("diffusers.models.unets"):
+    from diffusers.models.unets.unet_stable_cascade import (
+        SDCascadeResBlock,
+        StableCascadeUNet,
+        StableCascadeUNetOutput,
+        UpDownBlock2d,
+    )
+
+__all__ = ["CascadeUNet", "SDCascadeResBlock"]
 
 VARIANTS = 16
 """Kinds of calls of a unit: training or not, with or without skip, a batch of 1, few or 16 and more, a side of 1."""

@@ -17,9 +17,10 @@ from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
-from diffusers.models.unets.unet_stable_cascade import SDCascadeResBlock
 from torch import Tensor, nn
 from torch.library import Library, register_fake
+
+from cascade_train.models.cascade_unet import SDCascadeResBlock
 
 EPSILON = 1e-6
 _HAS_TRITON = find_spec("triton") is not None

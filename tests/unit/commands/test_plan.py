@@ -68,9 +68,10 @@ def test_an_unknown_device_and_what_a_training_refuses_are_refused(capsys):
 
 def test_checkpoints_that_stay_follow_the_rule_of_the_run():
     rule = ("task=lora", "model=c_tiny", "checkpoint.every_steps=10", "checkpoint.keep_every_steps=30")
-    assert _kept(composed(*rule), 95) == 4
-    assert _kept(composed(*rule, "checkpoint.keep_last=null"), 95) == 10
-    assert _kept(composed(*rule, "checkpoint.keep_best=1", "checkpoint.best_metric=loss"), 95) == 5
+    assert _kept(composed(*rule), 95) == (2, 2)
+    assert _kept(composed(*rule, "checkpoint.keep_last=null"), 95) == (10, 0)
+    assert _kept(composed(*rule, "checkpoint.keep_best=1", "checkpoint.best_metric=loss"), 95) == (2, 3)
+    assert _kept(composed(*rule, "checkpoint.every_steps=null"), 95) == (1, 0)
 
 
 def test_durations_are_read_at_a_glance():

@@ -49,6 +49,11 @@ class Live(TorchDispatchMode):
         self._died: list[int] = []
         self._labels: list[str] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Leave out the wrapper that keeps `torch.compile` away from each operation: here nothing is compiled."""
+        return False
+
     def __enter__(self) -> Live:
         """Begin; storages that are resized, as FSDP2's are, are recorded too."""
         self._resize = resize = torch.UntypedStorage.resize_

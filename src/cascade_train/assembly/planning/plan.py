@@ -38,13 +38,14 @@ class Plan:
         fits: the largest micro-batch that divides a rank's share of the batch and fits the device; None = none does.
         largest: by number of ranks and gigabytes of a device, the largest micro-batch that fits; None = none does.
         steps: optimizer steps.
-        samples: of the data, where it is there.
+        samples: what is known of the data.
         tflop: of a sample, forward and backward, encoders too.
         seconds_per_step: at the assumed share of the device's peak.
         device: its name.
         ranks: of the run.
         checkpoint_bytes: of one checkpoint.
         checkpoints: that stay.
+        disk_bytes: of these; without `checkpoint.keep_optimizer`, older ones are smaller.
         export_bytes: of what trained.
         warnings: sentences.
         chosen: what `memory` chose.
@@ -58,19 +59,24 @@ class Plan:
     largest: Mapping[int, Mapping[int, int | None]]
     steps: int
     global_batch_size: int
-    samples: Samples | None
+    samples: Samples
     tflop: float
     seconds_per_step: float
     device: str
     ranks: int
     checkpoint_bytes: int
     checkpoints: int
+    disk_bytes: int
     export_bytes: int
     warnings: Sequence[str]
     chosen: str | None = None
 
+    def __str__(self) -> str:
+        """Return the plan as text."""
+        return "\n".join(self.lines())
+
     def lines(self) -> Iterator[str]:
-        """Yield the plan as text."""
+        """Yield the plan as lines of text."""
         yield self.title
         yield from () if self.chosen is None else (self.chosen,)
         yield from ("", *_table(["Parameters", "all", "train"], self._parameter_rows()))
@@ -99,10 +105,7 @@ class Plan:
     def _length_lines(self) -> Iterator[str]:
         samples = self.steps * self.global_batch_size
         yield f"Length   {self.steps:,} steps of {self.global_batch_size:,}: {samples:,} samples"
-        if self.samples is not None:
-            yield from (f"Data     {line}" for line in self.samples.lines(samples))
-        else:
-            yield "Data     not opened"
+        yield from (f"Data     {line}" for line in self.samples.lines(self.steps))
         whole = self.seconds_per_step * self.steps
         yield (
             f"Time     {_duration(self.seconds_per_step)} a step, {_duration(whole)} in all, on {self.ranks} x"
@@ -111,10 +114,9 @@ class Plan:
         )
 
     def _disk_lines(self) -> Iterator[str]:
-        whole = self.checkpoint_bytes * self.checkpoints
         yield (
-            f"Disk     {_gb(whole)} GB: {self.checkpoints} checkpoints of {_gb(self.checkpoint_bytes)} GB that stay,"
-            f" one more while a save is written; {_gb(self.export_bytes)} GB of trained weights in the export"
+            f"Disk     {_gb(self.disk_bytes)} GB: {self.checkpoints} checkpoints of {_gb(self.checkpoint_bytes)} GB"
+            f" that stay, one more while saving; {_gb(self.export_bytes)} GB of trained weights in the export"
         )
 
 
@@ -125,7 +127,7 @@ ASSUMPTIONS = (
 )
 
 
-def make_plan(cfg: DictConfig, *, ranks: int, device: str, samples: Samples | None) -> Plan:
+def make_plan(cfg: DictConfig, *, ranks: int, device: str, samples: Samples) -> Plan:
     """Return the plan of a checked configuration on a number of ranks of a device."""
     room = Room(gb=DEVICES[device].gb, on_cuda=True)
     place = Place(room=room, ranks=ranks, machine_ranks=min(ranks, MACHINE_RANKS), kept=typed_keys())
@@ -137,6 +139,8 @@ def make_plan(cfg: DictConfig, *, ranks: int, device: str, samples: Samples | No
     micro = {n: size for n in sorted({*RANKS, ranks}) if (size := _micro(batch, given, n))}
     layouts = {n: over_ranks(cfg, memory, n, machine_ranks=min(n, MACHINE_RANKS), device_gb=room.gb) for n in micro}
     peaks = {n: layouts[n].peak(size, batch // n // size) for n, size in micro.items()}
+    newest, older = _kept(cfg, _steps(cfg, samples))
+    older_bytes = steps.checkpoint_bytes if cfg.checkpoint.keep_optimizer else steps.weights_bytes
     every = cfg.checkpoint.every_steps
     per_step = steps.flops * batch / (ranks * DEVICES[device].tflops * 1e12 * ASSUMED_MFU)
     found = Plan(
@@ -156,7 +160,8 @@ def make_plan(cfg: DictConfig, *, ranks: int, device: str, samples: Samples | No
         device=device,
         ranks=ranks,
         checkpoint_bytes=steps.checkpoint_bytes,
-        checkpoints=_kept(cfg, _steps(cfg, samples)),
+        checkpoints=newest + older,
+        disk_bytes=newest * steps.checkpoint_bytes + older * older_bytes,
         export_bytes=steps.export_bytes,
         warnings=(),
         chosen=chosen,
@@ -182,24 +187,25 @@ def _largest(memory: Memory, gb: int, share: int) -> int | None:
     return memory.largest(gb * 1e9 * USABLE, range(1, share + 1), share)
 
 
-def _steps(cfg: DictConfig, samples: Samples | None) -> int:
-    limits = [cfg.train.max_steps]
-    if cfg.train.max_epochs is not None and samples is not None and samples.count is not None:
-        limits.append(-(-samples.count * cfg.train.max_epochs // cfg.train.global_batch_size))
-    if (seen := cfg.data.get("num_examples_to_see")) is not None:
-        limits.append(-(-seen // cfg.train.global_batch_size))
-    return int(min(limits))
+def _steps(cfg: DictConfig, samples: Samples) -> int:
+    """Return the optimizer steps of a run; without its data, what its other limits say."""
+    if samples.steps is not None:
+        return samples.steps
+    seen = cfg.data.get("num_examples_to_see")
+    return int(
+        cfg.train.max_steps if seen is None else min(cfg.train.max_steps, -(-seen // cfg.train.global_batch_size))
+    )
 
 
-def _kept(cfg: DictConfig, steps: int) -> int:
-    """Return how many checkpoints stay at the end of a run."""
+def _kept(cfg: DictConfig, steps: int) -> tuple[int, int]:
+    """Return how many checkpoints stay at the end of a run for being new, and at most how many for another reason."""
     rule = cfg.checkpoint
     every = rule.every_steps or steps
     saved = sorted({*range(every, steps + 1, every), steps})
-    stay = set(saved if rule.keep_last is None else saved[-rule.keep_last :])
-    if rule.keep_every_steps is not None:
-        stay |= {step for step in saved if step % rule.keep_every_steps == 0}
-    return min(len(saved), len(stay) + (rule.keep_best or 0))
+    newest = saved if rule.keep_last is None else saved[-rule.keep_last :]
+    older = saved[: len(saved) - len(newest)]
+    regular = [step for step in older if rule.keep_every_steps is not None and step % rule.keep_every_steps == 0]
+    return len(newest), min(len(older), len(regular) + (rule.keep_best or 0))
 
 
 def _warnings(cfg: DictConfig, plan: Plan, between_saves: float | None) -> Iterator[str]:
@@ -212,8 +218,9 @@ def _warnings(cfg: DictConfig, plan: Plan, between_saves: float | None) -> Itera
             f"checkpoint.every_steps={cfg.checkpoint.every_steps} saves {_gb(plan.checkpoint_bytes)} GB every"
             f" {_duration(between_saves)}."
         )
-    if plan.samples is not None:
-        yield from plan.samples.warnings(plan.global_batch_size)
+    if cfg.train.max_epochs is not None and plan.samples.steps is None:
+        yield f"train.max_epochs={cfg.train.max_epochs} may end the run before: its data is not known here."
+    yield from plan.samples.warnings(plan.global_batch_size)
     if cfg.compile.value == "regional":
         yield "compile=regional needs less memory than is counted here."
 

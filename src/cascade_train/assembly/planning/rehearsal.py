@@ -56,6 +56,7 @@ class Rehearsed:
         parameters: of each module, how many there are, and how many of them train.
         gathered: bytes of what a rank gathers at once, where weights are split.
         checkpoint_bytes: of a checkpoint, over all ranks.
+        weights_bytes: of one without the optimizer's state.
         export_bytes: of the trained weights that are exported.
     """
 
@@ -64,6 +65,7 @@ class Rehearsed:
     parameters: Mapping[str, tuple[int, int]]
     gathered: int
     checkpoint_bytes: int
+    weights_bytes: int
     export_bytes: int
 
 
@@ -99,6 +101,7 @@ def rehearse(cfg: DictConfig, parts: Parts, batches: Sequence[Batch], *, on_cuda
             parameters=run.parameters,
             gathered=run.gathered,
             checkpoint_bytes=_bytes(training_state(run.phases, parts.task)),
+            weights_bytes=_bytes(training_state(run.phases, parts.task, optimizer=False)),
             export_bytes=sum(map(_export_bytes, parts.task.exports().values())),
         )
 

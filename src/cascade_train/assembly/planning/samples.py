@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from omegaconf import DictConfig
+import numpy as np
+import torch
+from omegaconf import DictConfig, OmegaConf
 
 from cascade_train.assembly.components import build_component
-from cascade_train.data.data_set import open_data_set
+from cascade_train.batch import sample_seed
+from cascade_train.data.data_set import Rows, open_data_set
+from cascade_train.data.sample import UnreadableSampleError
 from cascade_train.errors import ConfigError
 
-SURVEYED = 64
+READ = 64
 """Samples whose captions are read."""
 
 SHOWN = 6
@@ -23,77 +28,127 @@ class Samples:
     """What is known of the samples.
 
     Attributes:
-        count: of an epoch; None = not known, since they are streamed.
-        notes: what opening the data logged, such as how many samples a filter keeps.
+        count: of an epoch; None = not known.
+        steps: of the run, as it will count them; None = not known.
+        epoch_steps: optimizer steps of an epoch.
+        notes: why they are not known, or what opening the data logged, such as how many samples a filter keeps.
         buckets: training sizes, height and width in pixels, and how many samples each has, most first.
+        leftover: what becomes of samples that fill no global batch, as `data.leftover` says.
         long: of `read` captions, how many have more tokens than the text encoder takes.
         read: captions that were read.
-        max_tokens: of the text encoder.
+        max_tokens: that the text encoder takes, start and end included.
+        can_take_more: whether the text encoder would take more, as long captions.
     """
 
-    count: int | None
+    count: int | None = None
+    steps: int | None = None
+    epoch_steps: float | None = None
     notes: Sequence[str] = ()
     buckets: Sequence[tuple[int, int, int]] = ()
+    leftover: str = "carry"
     long: int = 0
     read: int = 0
     max_tokens: int = 77
+    can_take_more: bool = False
 
-    def lines(self, seen: int) -> Iterator[str]:
-        """Yield lines about a run that sees so many samples."""
-        if self.count is None:
-            yield "streamed, number of samples unknown"
-            return
-        sizes = ", ".join(f"{height}x{width}: {count:,}" for height, width, count in self.buckets[:SHOWN])
-        more = "" if len(self.buckets) <= SHOWN else f", and {len(self.buckets) - SHOWN} more sizes"
-        yield f"{self.count:,} samples, {seen / self.count:.3g} epochs; {sizes}{more}"
+    def lines(self, steps: int) -> Iterator[str]:
+        """Yield lines about a run of so many steps."""
+        if self.count is not None and self.epoch_steps is not None:
+            sizes = ", ".join(f"{height}x{width}: {count:,}" for height, width, count in self.buckets[:SHOWN])
+            more = "" if len(self.buckets) <= SHOWN else f", and {len(self.buckets) - SHOWN} more sizes"
+            yield f"{self.count:,} samples, {steps / self.epoch_steps:.3g} epochs; {sizes}{more}"
         yield from self.notes
 
     def warnings(self, global_batch_size: int) -> Iterator[str]:
         """Yield what is worth a warning."""
         small = [count for *_, count in self.buckets if count < global_batch_size]
-        if small:
+        if small and self.leftover != "flush":
+            what = "never come" if self.leftover == "drop" else "come with those of later epochs"
             yield (
                 f"{len(small)} of {len(self.buckets)} training sizes have fewer samples than a global batch of"
-                f" {global_batch_size}: theirs come with those of later epochs (data.leftover)."
+                f" {global_batch_size}: theirs {what} (data.leftover={self.leftover})."
             )
         if self.long:
-            yield (
-                f"{self.long} of {self.read} captions have more than {self.max_tokens} tokens and are cut;"
-                " model.text_encoder.long_captions=true takes three times as many."
-            )
+            remedy = "; model.text_encoder.long_captions=true takes three times as many" if self.can_take_more else ""
+            yield f"{self.long} of {self.read} captions have more than {self.max_tokens} tokens and are cut{remedy}."
 
 
-def look(cfg: DictConfig, log: Sequence[str]) -> Samples | None:
-    """Open the data of a run, as the run does, where it is on this machine; None = it is not.
+def look(cfg: DictConfig, log: Sequence[str], *, ranks: int) -> Samples:
+    """Open the data of a run on `ranks`, as the run does, where it is on this machine.
 
-    `log` is what the library logs about data meanwhile. Raises as `Source.open`.
+    `log` is what the library logs about data meanwhile. Raises as the run does where data that is there cannot be used.
     """
-    places = cfg.data.get("urls") or cfg.data.get("path") or ""
-    if any(text.startswith("pipe:") or "://" in text for text in ([places] if isinstance(places, str) else places)):
-        return None
+    remote = next((place for place in _places(OmegaConf.to_container(cfg.data, resolve=True)) if "://" in place), None)
+    if remote is not None:
+        return Samples(notes=["not opened: it is not on this machine"])
     source = build_component(cfg, "data")
     try:
         source.check()
-    except (ConfigError, OSError):
-        return None
-    part = open_data_set(source, share=cfg.validate.share, held_out=None).training
+    except (ConfigError, OSError) as error:
+        return Samples(notes=[f"not opened: {error}"])
+    share = None if cfg.validate.urls is not None else cfg.validate.share
+    data = open_data_set(source, share=share, held_out=None)
+    data.check_sides(build_component(cfg, "model").image_multiple)
+    batch = {key: cfg.train[key] for key in ("global_batch_size", "micro_batch_size")}
+    feed = data.training.load(seed=cfg.run.seed, rank=0, ranks=ranks, **batch)
+    limits = {key: cfg.train[key] for key in ("max_steps", "max_epochs", "global_batch_size")}
+    steps = data.last_step(feed, **limits)
+    part = data.training
     if not part.index.rows_are_samples:
-        return Samples(count=None)
-    if source.is_cache:
-        return Samples(count=len(part.rows), notes=log)
-    from cascade_train.data.survey import survey  # they take a second
+        return Samples(steps=steps, notes=["streamed, number of samples unknown"])
+    carries = source.leftover == "carry"
+    known = {
+        "count": len(part.rows),
+        "steps": steps,
+        "epoch_steps": len(part.rows) / batch["global_batch_size"] if carries else float(feed.steps_of_epochs(1)),
+        "notes": log,
+        "buckets": _sizes(part),
+        "leftover": source.leftover,
+    }
+    return Samples(**known, **({} if source.is_cache else _lengths(cfg, part)))
+
+
+def _places(node: Any) -> Iterator[str]:
+    """Yield what a data node, or one within it, names as its files, commands with a scheme of their own."""
+    for key, value in node.items() if isinstance(node, Mapping) else ():
+        if key in ("urls", "path"):
+            places = [value] if isinstance(value, str) else value or []
+            yield from (place.replace("pipe:", "pipe://", 1) for place in places)
+        else:
+            yield from _places(value)
+
+
+def _sizes(part: Rows) -> list[tuple[int, int, int]]:
+    """Return height and width in pixels of each training size that occurs, and its number of samples, most first."""
+    width_N, height_N = (part.index.table[name][part.rows] for name in ("width", "height"))
+    table = part.source.bucket_table(part.index)
+    count_K = np.bincount(table.nearest(width_N, height_N), minlength=len(table.sizes_K2))
+    order = [place for place in np.argsort(-count_K, kind="stable").tolist() if count_K[place]]
+    return [(*table.sizes_K2[place].tolist(), int(count_K[place])) for place in order]
+
+
+def _lengths(cfg: DictConfig, part: Rows) -> dict[str, Any]:
+    """Return how many of some captions, evenly spread, have more tokens than the text encoder takes."""
+    from cascade_train.models.text_encoder import LONG_PIECES  # heavy: transformers
     from cascade_train.models.token_count import token_counter
 
-    found = survey(part, read=SURVEYED, seed=cfg.run.seed)
-    encoder = cfg.model.get("text_encoder") or {}
-    count = token_counter(encoder.get("tokenizer"), encoder.get("tokenizer_subfolder"))
-    most = encoder.get("max_tokens", 77) * (3 if encoder.get("long_captions") else 1)
-    tokens = count(list(found.captions.values()))
-    return Samples(
-        count=found.samples,
-        notes=log,
-        buckets=[(each.height, each.width, each.samples) for each in found.buckets],
-        long=sum(each > most for each in tokens),
-        read=len(tokens),
-        max_tokens=most,
-    )
+    encoder = cfg.model.get("text_encoder")
+    if encoder is None:
+        return {}
+    captions = []
+    for place in np.unique(np.linspace(0, len(part.rows) - 1, READ).round().astype(np.int64)).tolist():
+        row = int(part.rows[place])
+        generator = torch.Generator().manual_seed(sample_seed(cfg.run.seed, 0, row, "caption"))
+        try:
+            captions.append(part.source.captions_of(row)(part.source.read(row), generator))
+        except (UnreadableSampleError, OSError):  # the run replaces it
+            continue
+    tokens = token_counter(encoder.get("tokenizer"), encoder.get("tokenizer_subfolder"))(captions)
+    is_long = bool(encoder.get("long_captions"))
+    most = (encoder.max_tokens - 2) * (LONG_PIECES if is_long else 1) + 2
+    return {
+        "long": sum(each > most for each in tokens),
+        "read": len(tokens),
+        "max_tokens": most,
+        "can_take_more": not is_long,
+    }

@@ -21,14 +21,19 @@ IN_PLACE: list[Spec] = []
 
 
 class Shapes:
-    """Runs operations on the meta device; those that make new tensors of known inputs are not run again."""
+    """Runs operations on the meta device; those that make new tensors of known inputs are not run again.
+
+    The value of a tensor without memory is 1 where an optimizer asks for it, as it is in a step that changes weights.
+    """
 
     def __init__(self) -> None:
         self._known: dict[Any, tuple[bool, list[Spec]]] = {}
-        self._refused: set[Any] = set()  # they return their inputs' memory, change it, or make something else
+        self._refused: set[Any] = set()  # they return their inputs' memory, or change it
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return what an operation returns."""
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return torch.ones((), dtype=args[0].dtype).item()
         if func in self._refused:
             return func(*args, **kwargs)
         try:
@@ -48,14 +53,13 @@ class Shapes:
 
     def _remember(self, func: Any, key: Any, made: Any, args: Any) -> None:
         results = [made] if isinstance(made, Tensor) else made
-        if args and made is args[0] and _key(made) == key[1][0]:
+        if args and made is args[0] and made.is_meta and _key(made) == key[1][0]:
             self._known[key] = True, IN_PLACE
             return
         inputs = {tensor.untyped_storage()._cdata for tensor in _tensors(args)}
-        is_plain = isinstance(made, Tensor | tuple) and all(_is_new(each, inputs) for each in results)
-        if func._schema.is_mutable or not is_plain:
+        if func._schema.is_mutable or any(tensor.untyped_storage()._cdata in inputs for tensor in _tensors([made])):
             self._refused.add(func)
-        else:
+        elif isinstance(made, Tensor | tuple) and all(map(_is_plain, results)):
             specs = [(r.shape, r.stride(), r.dtype) if isinstance(r, Tensor) else r for r in results]
             self._known[key] = isinstance(made, Tensor), specs
 
@@ -64,10 +68,9 @@ def _made(spec: Spec) -> Any:
     return torch.empty_strided(spec[0], spec[1], dtype=spec[2], device=META) if isinstance(spec, tuple) else spec
 
 
-def _is_new(result: Any, inputs: set[int]) -> bool:
-    if not isinstance(result, Tensor):
-        return result is None or isinstance(result, int)
-    return result.is_meta and result.untyped_storage()._cdata not in inputs
+def _is_plain(result: Any) -> bool:
+    """Return whether a result is a tensor without memory, or no tensor at all."""
+    return result.is_meta if isinstance(result, Tensor) else result is None or isinstance(result, int)
 
 
 def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:

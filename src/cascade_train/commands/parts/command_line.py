@@ -165,7 +165,22 @@ def parse(schema: type[S], argv: Sequence[str]) -> S:
     """
     cfg = OmegaConf.structured(schema)
     for argument in argv:
-        _set(cfg, argument)
+        key, equals, value = argument.partition("=")
+        if not equals or key.startswith("-"):
+            raise ConfigError(f"{argument!r} is not an argument. Write key=value; --help lists the keys.")
+        _set(cfg, key, value, read=_value)
+    return _object(schema, cfg)
+
+
+def filled(schema: type[S], values: Mapping[str, Any]) -> S:
+    """Return an instance of a dataclass filled from values by key; otherwise as `parse`."""
+    cfg = OmegaConf.structured(schema)
+    for key, value in values.items():
+        _set(cfg, key, value, read=lambda given: given)
+    return _object(schema, cfg)
+
+
+def _object(schema: type[S], cfg: DictConfig) -> S:
     missing = sorted(OmegaConf.missing_keys(cfg))
     if missing:
         meaning = attribute_docs(schema).get(missing[0].partition(".")[0], "").rstrip(".")
@@ -191,20 +206,18 @@ def _meaning(schema: type) -> str:
     return " ".join((schema.__doc__ or "").split())
 
 
-def _set(cfg: DictConfig, argument: str) -> None:
-    key, equals, value = argument.partition("=")
+def _set(cfg: DictConfig, key: str, value: Any, *, read: Callable[[Any], Any]) -> None:
     field = ALIASES.get(key, key)
-    if not equals or key.startswith("-"):
-        raise ConfigError(f"{argument!r} is not an argument. Write key=value; --help lists the keys.")
     known = list(cfg.keys())  # `in cfg` is false for a missing value
     if field.partition(".")[0] not in known or key in ALIASES.values():
         raise ConfigError(f"{key} is unknown.{did_you_mean(key, [_typed(str(other)) for other in known])}")
     try:
-        OmegaConf.update(cfg, field, _value(value))
+        OmegaConf.update(cfg, field, read(value))
     except (OmegaConfBaseException, yaml.YAMLError) as error:
         quoted = shlex.quote(f'{key}="{value}"')
         reason = str(error).splitlines()[0].rstrip(".:")
-        raise ConfigError(f"{argument!r} cannot be read: {reason}. A text with symbols is written {quoted}.") from error
+        given = repr(f"{key}={value}")
+        raise ConfigError(f"{given} cannot be read: {reason}. A text with symbols is written {quoted}.") from error
 
 
 def _value(text: str) -> Any:

@@ -69,3 +69,13 @@ def test_operations_on_known_shapes_are_not_run_again_and_make_the_same():
     assert len(ran) == 1
     assert [(r.shape, r.stride(), r.dtype) for r in first] == [(r.shape, r.stride(), r.dtype) for r in again]
     assert again[0].untyped_storage()._cdata != first[0].untyped_storage()._cdata
+
+
+def test_what_has_memory_is_changed_each_time_and_what_has_none_is_one():
+    shapes, add = Shapes(), torch.ops.aten.add_.Tensor
+    step = torch.zeros(())
+    for _ in range(3):
+        shapes.run(add, (step, torch.ones(())), {})
+    read = torch.ops.aten._local_scalar_dense.default
+    assert shapes.run(read, (step,), {}) == 3.0
+    assert shapes.run(read, (step.to(META),), {}) == 1.0

@@ -102,6 +102,14 @@ def test_memory_is_what_the_numbers_of_parameters_say():
     assert AVERAGE not in host.peak(1)
 
 
+@pytest.mark.parametrize(("option", "low", "high"), [("adafactor", 0.5, 3.5), ("prodigy", 16, 16.1)])
+def test_optimizers_that_read_a_value_are_rehearsed(option: str, low: float, high: float):
+    """Bytes for each trained weight: rows and columns; two moments, the first weights and a sum."""
+    memory, steps = memory_of(checked("model=c_tiny", "task=lora", f"optimizer={option}", "lr_scheduler=constant"))
+    trained = sum(trains for _, trains in steps.parameters.values())
+    assert low <= memory.peak(1)[OPTIMIZER] / trained <= high
+
+
 def test_the_largest_micro_batch_is_the_last_that_fits():
     curve = np.array([0.0, 10.0])
     memory = Memory(fixed={GRADIENTS: curve, BATCH: curve * 0}, each={GRADIENTS: curve * 0, BATCH: curve}, context=0)

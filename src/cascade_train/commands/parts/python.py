@@ -1,0 +1,230 @@
+"""What `from cascade_train import …` gives: commands as functions, for scripts and notebooks.
+
+Lives here: overrides in, values out. Errors are exceptions, and nothing ends the process. What a command does stands in
+its own file.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, open_dict
+
+from cascade_train.commands.parts.command_line import filled
+from cascade_train.config.error_messages import in_our_words
+from cascade_train.config.groups import conf_dir
+from cascade_train.config.hydra_compat import BASE
+from cascade_train.config.launch import prepare_process, register_schema, with_implied_choices
+from cascade_train.config.overrides import check_not_hydras, with_paths_quoted
+from cascade_train.config.preflight import preflight
+from cascade_train.config.sweep import is_main
+from cascade_train.errors import ConfigError
+from cascade_train.redaction import show_log
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from cascade_train.assembly.planning.plan import Plan
+
+ORIGIN = "_hydra"
+"""Attribute of a configuration that `compose` returned: what Hydra knows of its overrides and choices."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a training left, from its files.
+
+    Attributes:
+        path: its folder.
+        metrics: newest value of each metric, such as `loss`, with the `step` it ended at.
+        stopped: why and where it stopped before its last step, in a sentence; None = it did not.
+        export: folder of what it trained, for `generate`, diffusers and others; None = not written yet.
+    """
+
+    path: Path
+    metrics: dict[str, float]
+    stopped: str | None
+    export: Path | None
+
+    @classmethod
+    def of(cls, path: str | Path) -> Run:
+        """Return what the folder of a run holds; a ConfigError where it is none."""
+        from cascade_train.engine.run.report import read_mapping
+
+        folder = Path(path).absolute()
+        if not (folder / "config.yaml").is_file():
+            raise ConfigError(f"{path} is not the folder of a run: there is no config.yaml in it.")
+        reason, export = read_mapping(folder / "stopped.json").get("reason"), folder / "export"
+        metrics = {name: value for row in rows_of(folder) for name, value in row.items()}
+        return cls(path=folder, metrics=metrics, stopped=reason, export=export if export.is_dir() else None)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the metrics of each optimizer step, in order."""
+        return rows_of(self.path)
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    """Return the metrics of each optimizer step of a run; none before the first."""
+    from cascade_train.engine.run.report import read_rows
+
+    return read_rows(folder / "metrics.jsonl")
+
+
+def compose(*overrides: str, config_dir: str | Path | None = None) -> DictConfig:
+    """Return the configuration of a training, checked; values that follow others go on following them.
+
+    Args:
+        overrides: as on the command line, `task=lora`, `train.max_steps=100`.
+        config_dir: folder with groups of your own, as `--config-dir`.
+
+    Raises:
+        ConfigError: what the command line would refuse.
+    """
+    cfg = _composed(overrides, config_dir)
+    _checked(cfg, preflight)
+    return cfg
+
+
+def train(*overrides: str | DictConfig, config_dir: str | Path | None = None) -> Run:
+    """Train to the end, or to a stop by a signal, and return what the run left. Collective.
+
+    Ctrl-C, or the interruption of a notebook's cell, ends the run after the step, saved; the same call continues it.
+
+    Args:
+        overrides: as for `compose`, or one configuration that it returned.
+        config_dir: as for `compose`.
+
+    Raises:
+        ConfigError: something to change; a refused start leaves no folder.
+        RunError: a failure at run time.
+        KeyboardInterrupt: a signal before the first step, or a second one.
+    """
+    from cascade_train.commands.train import train as train_command
+
+    cfg = _checked(_given(overrides, config_dir), preflight)
+    show_log(logging.INFO if is_main() else logging.WARNING)
+    with _explained(), _hydra(vars(cfg).get(ORIGIN)):
+        train_command(cfg)
+    return Run.of(cfg.run.dir)
+
+
+def plan(
+    *overrides: str | DictConfig,
+    ranks: int | None = None,
+    device: str = "h100",
+    samples: bool = True,
+    config_dir: str | Path | None = None,
+) -> Plan:
+    """Return memory, time and disk of a training before it begins; `print` shows it as `cascade-train plan` does.
+
+    Args:
+        overrides: as for `train`; files that the run must name may be left out.
+        ranks: processes of the run; None = as many as torchrun has started, else 1.
+        device: what it is to run on: h100, h200, a100 or rtx4090.
+        samples: open the data, where it is on this machine.
+        config_dir: as for `compose`.
+
+    Raises:
+        ConfigError: what a training on so many ranks would refuse.
+    """
+    from cascade_train.commands.plan import PlanArgs, checked, planned
+
+    args = PlanArgs(ranks=ranks, device=device, samples=samples)
+    cfg = _checked(_given(overrides, config_dir), partial(checked, args))
+    with _explained():
+        return planned(args, cfg)
+
+
+def generate(source: str | Path | Run, prompts: str | Sequence[str] = (), **options: Any) -> list[Image]:
+    """Return images of trained stages, `count` for each prompt.
+
+    Args:
+        source: a run, its export, or published weights.
+        prompts: a prompt, or several.
+        options: the others of `cascade-train generate`, by name; `out` writes the images, and a grid, to a folder.
+
+    Raises:
+        ConfigError: no trained stage there, or an option that it refuses.
+    """
+    from cascade_train.commands.generate import GenerateArgs, painted
+
+    out = options.pop("out", None)
+    named = str(source.path if isinstance(source, Run) else source)
+    listed = [prompts] if isinstance(prompts, str) else list(prompts)
+    with _explained():
+        args = filled(GenerateArgs, {"from": named, "prompts": listed, **options})
+        return painted(args, None if out is None else str(out))
+
+
+def _given(overrides: Sequence[str | DictConfig], config_dir: str | Path | None) -> DictConfig:
+    """Return the configuration that overrides, or a configuration in their place, describe."""
+    texts = [each for each in overrides if isinstance(each, str)]
+    if len(texts) == len(overrides):
+        return _composed(texts, config_dir)
+    cfg = overrides[0]
+    if not isinstance(cfg, DictConfig) or len(overrides) > 1:
+        raise ConfigError("give overrides as texts, key=value; or one configuration of compose() and nothing else.")
+    return cfg
+
+
+def _composed(overrides: Sequence[str], config_dir: str | Path | None) -> DictConfig:
+    """Return the configuration that overrides describe, not checked."""
+    register_schema()
+    prepare_process()
+    with _explained(), _hydra(None):
+        if flag := next((each for each in overrides if each.startswith("-")), None):
+            raise ConfigError(f"{flag!r} is an option of the command line, and no override, key=value.")
+        check_not_hydras(overrides)
+        choices = with_implied_choices(with_paths_quoted(overrides))
+        for each in OverridesParser.create().parse_overrides(choices):
+            if each.is_sweep_override():
+                raise ConfigError(f"{each.input_line} has several values: call this for each of them, in a loop.")
+        if config_dir is not None:
+            choices.append(f"hydra.searchpath=['file://{Path(config_dir).absolute()}']")
+        with hydra.initialize_config_dir(str(conf_dir()), **BASE):
+            cfg = hydra.compose("config", choices, return_hydra_config=True)
+        HydraConfig.instance().set_config(cfg)
+        with open_dict(cfg):
+            del cfg["hydra"]
+        cfg.run.name = cfg.run.name  # what follows from Hydra's choices follows from these
+        vars(cfg)[ORIGIN] = HydraConfig.instance().cfg
+    return cfg
+
+
+def _checked(cfg: DictConfig, check: Callable[[DictConfig], DictConfig]) -> DictConfig:
+    """Return a configuration as `check` does, all values resolved."""
+    with _explained(), _hydra(vars(cfg).get(ORIGIN)):
+        ready = check(cfg)
+    vars(ready)[ORIGIN] = vars(cfg).get(ORIGIN)
+    return ready
+
+
+@contextmanager
+def _hydra(state: Any) -> Iterator[None]:
+    """Let Hydra's view of what was composed be this one for the block."""
+    held = HydraConfig.instance()
+    before, held.cfg = held.cfg, state
+    try:
+        yield
+    finally:
+        held.cfg = before
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Raise the errors of other libraries that mean something to a user as ours."""
+    try:
+        yield
+    except Exception as error:
+        if (ours := in_our_words(error)) is error:
+            raise
+        raise ours from error
