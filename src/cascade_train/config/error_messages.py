@@ -93,7 +93,7 @@ def _with_remedy(error: Exception) -> Exception:
 
 def in_our_words(error: Exception) -> Exception:
     """Return the error of this library that says what another one's means; ours, and defects, as they are."""
-    error = _worker_death(error)
+    error = _with_remedy(error)
     text = None if isinstance(error, ConfigError | RunError) else explain(error)
     if text is None:
         return error

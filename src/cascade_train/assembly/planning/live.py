@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from cascade_train.distributed.parallelize import local
+
 CUDA_BLOCK_BYTES = 512
 """torch's CUDA allocator rounds each storage up to a multiple of this."""
 
@@ -85,9 +87,9 @@ class Live(TorchDispatchMode):
         return made
 
     def note(self, values: Iterable[Any]) -> None:
-        """Record the storages of the tensors among some values, each once."""
+        """Record the storages of the tensors among some values, each once; of a DTensor, this rank's part."""
         for value in values:
-            if isinstance(value, Tensor) and (storage := value.untyped_storage())._cdata not in self._numbers:
+            if isinstance(value, Tensor) and (storage := local(value).untyped_storage())._cdata not in self._numbers:
                 self._begin(storage)
 
     def _begin(self, storage: torch.UntypedStorage) -> None:

@@ -110,12 +110,13 @@ class Plan:
         yield (
             f"Time     {_duration(self.seconds_per_step)} a step, {_duration(whole)} in all, on {self.ranks} x"
             f" {self.device} at {ASSUMED_MFU:.0%} of {DEVICES[self.device].tflops:g} TFLOP/s (assumed);"
-            f" {self.tflop:.2f} TFLOP a sample"
+            f" {self.tflop:.4g} TFLOP a sample"
         )
 
     def _disk_lines(self) -> Iterator[str]:
+        what = "checkpoint" if self.checkpoints == 1 else "checkpoints"
         yield (
-            f"Disk     {_gb(self.disk_bytes)} GB: {self.checkpoints} checkpoints of {_gb(self.checkpoint_bytes)} GB"
+            f"Disk     {_gb(self.disk_bytes)} GB: {self.checkpoints} {what} of {_gb(self.checkpoint_bytes)} GB"
             f" that stay, one more while saving; {_gb(self.export_bytes)} GB of trained weights in the export"
         )
 
@@ -238,7 +239,8 @@ def _name(node: Any) -> str:
 
 
 def _gb(count: float) -> str:
-    return f"{count / 1e9:.2f}" if count < 9.95e9 else f"{count / 1e9:.1f}"
+    gb = count / 1e9
+    return f"{gb:.1f}" if gb >= 9.95 else f"{gb:.2f}" if gb >= 0.095 or gb == 0 else f"{gb:.1g}"
 
 
 def _duration(seconds: float) -> str:

@@ -1,0 +1,38 @@
+"""What `cascade-train plan` computes for weights that are split is what a rank of FSDP2 holds."""
+
+import pytest
+
+from cascade_train.assembly.planning.memory import memory_of
+from tests.distributed.test_modes import fork, notes
+from tests.unit.config.composing import checked
+
+pytestmark = pytest.mark.distributed
+
+WIDE = (
+    *("model=c_tiny", "model.weights=null", "data.num_workers=0", "model.text_encoder.num_hidden_layers=1"),
+    *("model.network.block_out_channels=[256,256]", "model.network.num_attention_heads=[4,4]", "task=finetune"),
+    *("train.global_batch_size=8", "parallel=fsdp"),
+)
+RUNS = {
+    "fp32": (),
+    "bf16": ("train.precision=bf16",),
+    "accumulated": ("train.precision=bf16", "train.micro_batch_size=2", "activation_checkpointing=true"),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    more = ("train.max_steps=2", "checkpoint.every_steps=null")
+    starts = {name: (2, "memory_hooks.note_peak", (*WIDE, *own, *more)) for name, own in RUNS.items()}
+    return fork(tmp_path_factory.mktemp("plan"), starts)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_peak_of_a_split_step_is_within_a_tenth_of_the_computed_one(runs, name):
+    cfg = checked(*WIDE, *RUNS[name], ranks=2)
+    memory, _ = memory_of(cfg, on_cuda=False)
+    micro = cfg.train.micro_batch_size
+    computed = memory.over(2).total(micro, 4 // micro)
+    peaks = notes(runs, name)
+    assert len(peaks) == 2
+    assert peaks == pytest.approx([computed, computed], rel=0.1)
