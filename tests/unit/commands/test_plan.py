@@ -56,7 +56,22 @@ def test_the_data_is_looked_at_where_it_is(capsys, tmp_path: Path):
     assert "1 of 3 captions have more than 24 tokens and are cut" in text
     assert "1 of 1 training sizes have fewer samples than a global batch of 12" in text
     assert "train.global_batch_size=12 cannot be split over 8 ranks." in text
-    assert "Data     not opened" in planned(capsys, *arguments, "train.global_batch_size=12", "samples=false")
+    assert "Data     not opened\n" in planned(capsys, *arguments, "train.global_batch_size=12", "samples=false")
+    long = ("model.text_encoder.long_captions=true", "data.leftover=flush", "train.max_epochs=4")
+    text = planned(capsys, *arguments, *long, "train.global_batch_size=2")
+    assert "1 of 3 captions have more than 68 tokens and are cut." in text
+    assert "Length   8 steps of 2: 16 samples\nData     3 samples, 4 epochs; 96x96: 3" in text
+    assert launch(["plan", *arguments, "data.leftover=drop", "train.global_batch_size=12"]) == 2
+    assert "data.leftover=drop would drop every sample" in capsys.readouterr().err
+
+
+def test_data_that_is_not_here_is_left_alone_and_what_that_means_is_said(capsys, tmp_path: Path):
+    stores = ("data=mixture", "+data@data.sources.a=webdataset", "data.sources.a.urls=[s3://bucket/a.tar]")
+    text = planned(capsys, "task=lora", "model=c_tiny", *stores, "train.max_epochs=2")
+    assert "Data     not opened: it is not on this machine" in text
+    assert "! train.max_epochs=2 may end the run before: its data is not known here." in text
+    text = planned(capsys, "task=lora", "model=c_tiny", "data=folder", f"data.path={tmp_path / 'nowhere'}")
+    assert f"Data     not opened: data.path={tmp_path / 'nowhere'} is not a folder" in text
 
 
 def test_an_unknown_device_and_what_a_training_refuses_are_refused(capsys):

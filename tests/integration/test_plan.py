@@ -1,0 +1,57 @@
+"""`cascade-train plan` of every recipe of the original at its full size: what it says, and in what time."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from bench.memory import RECIPES
+from bench.start import NEEDS
+from cascade_train import plan
+from cascade_train.__main__ import launch
+from tests.integration.runs import SMALL, train
+
+MOST_OF_NEEDS = 1.5
+"""CPU time of a plan beside that of importing what a training needs: each is a third of the ten seconds or less."""
+
+
+@pytest.fixture(scope="module")
+def needs() -> float:
+    """CPU seconds of importing torch, diffusers' network and transformers' towers."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    subprocess.run([sys.executable, "-c", NEEDS], check=True)
+    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_is_planned_in_time(recipe: str, needs: float, capsys, tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    begun = time.process_time()
+    assert launch(["plan", f"experiment={recipe}", "ranks=8"]) == 0
+    taken = time.process_time() - begun
+    text = capsys.readouterr().out
+    assert text.startswith(f"{recipe}: ")
+    assert "8 ranks" in text
+    assert "Data     not opened: data.urls=(not given)" in text
+    assert not list(tmp_path.iterdir())
+    assert taken < MOST_OF_NEEDS * needs
+
+
+def test_a_plan_says_what_the_run_then_does(tmp_path: Path):
+    """Steps, samples and size of a checkpoint, where epochs end before the steps and small shapes are dropped."""
+    own = ("task=finetune", "train.max_steps=50", "train.max_epochs=2", "data.leftover=drop", "data.samples=21")
+    more = ("data.num_workers=0", "checkpoint.keep_last=null", "ema.decay=0.9")
+    found = plan(*SMALL, *own, *more)
+    run = train(tmp_path / "run", *own, *more)
+    checkpoints = sorted((run / "checkpoints").glob("step_*"))
+    assert found.steps == int(checkpoints[-1].name.removeprefix("step_")) == 4
+    assert len(checkpoints) == found.checkpoints == 2
+    written = sum(file.stat().st_size for folder in checkpoints for file in folder.rglob("*"))
+    assert found.disk_bytes == pytest.approx(written, rel=0.05)
+    exported = sum(file.stat().st_size for file in (run / "export/prior/prior").rglob("*.safetensors"))
+    assert found.export_bytes == pytest.approx(exported, rel=0.05)
