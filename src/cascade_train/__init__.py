@@ -1,6 +1,6 @@
 """cascade_train: composed research training for every part of Stable Cascade.
 
-    from cascade_train import compose, generate, plan, train
+    from cascade_train import compose, evaluate, generate, plan, train
 
 Nothing is imported before a name is asked for: `cascade-train` starts through this package too.
 """
@@ -8,11 +8,11 @@ Nothing is imported before a name is asked for: `cascade-train` starts through t
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cascade_train.commands.parts.python import Run, compose, generate, plan, train
+    from cascade_train.commands.parts.python import Run, compose, evaluate, generate, plan, train
     from cascade_train.errors import ConfigError, RunError
 
 __version__ = "0.1.0"
-__all__ = ["ConfigError", "Run", "RunError", "compose", "generate", "plan", "train"]
+__all__ = ["ConfigError", "Run", "RunError", "compose", "evaluate", "generate", "plan", "train"]
 
 
 def __getattr__(name: str) -> Any:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hydra.core.hydra_config import HydraConfig
 
-from cascade_train import ConfigError, Run, compose, generate, plan, train
+from cascade_train import ConfigError, Run, compose, evaluate, generate, plan, train
 from tests.integration.runs import SMALL, read_metrics
 
 LORA = ("task=lora", *SMALL, "train.max_steps=2", "data.num_workers=0")
@@ -43,6 +43,10 @@ def test_a_notebook_composes_trains_and_generates(tmp_path: Path, monkeypatch: p
     assert [image.tobytes() for image in same] == [image.tobytes() for image in images]
     assert sorted(path.name for path in (tmp_path / "images").iterdir()) == ["00_00.png", "00_01.png", "grid.png"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["images", "runs"]
+    again = {"real": tmp_path / "images", "features": "package:tiny", "count": 2, "steps": 1, "batch_size": 2}
+    found = evaluate(first, "a red circle", **again)
+    assert found.images == 2
+    assert found.measures["fid"] >= 0.0
     assert HydraConfig.instance().cfg is before
 
 

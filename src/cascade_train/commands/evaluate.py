@@ -22,6 +22,7 @@ from cascade_train.errors import ConfigError
 
 if TYPE_CHECKING:
     from cascade_train.results.evaluation.judge import Settings
+    from cascade_train.results.evaluation.verdict import Verdict
 
 RESIZES = ("clean", "tf1")
 
@@ -91,17 +92,21 @@ class EvaluateArgs(PaintingArgs):
 
 
 def evaluate(args: EvaluateArgs) -> int:
-    """Make what is missing, measure, print and keep the numbers; return 0.
+    """Evaluate, and return 0; raises as `judged`."""
+    judged(args)
+    return 0
+
+
+def judged(args: EvaluateArgs) -> Verdict | None:
+    """Make what is missing, measure, print and keep the numbers; return them, None of a watch.
 
     Raises:
         ConfigError: no trained stage where one is named, settings that do not fit it, or nothing to compare with.
     """
     run = run_folder(args)
     if args.watch is not None or args.checkpoint is not None:
-        _judge_checkpoints(args, run)
-    else:
-        _judge_weights(args, run)
-    return 0
+        return _judge_checkpoints(args, run)
+    return _judge_weights(args, run)
 
 
 def run_folder(args: EvaluateArgs) -> Path | None:
@@ -123,7 +128,7 @@ def run_folder(args: EvaluateArgs) -> Path | None:
     return None
 
 
-def _judge_weights(args: EvaluateArgs, run: Path | None) -> None:
+def _judge_weights(args: EvaluateArgs, run: Path | None) -> Verdict:
     """Judge what a run exported, or other weights."""
     from cascade_train.distributed.process_group import process_group  # heavy: torch and everything above it
     from cascade_train.results.evaluation.judge import Judge
@@ -141,9 +146,10 @@ def _judge_weights(args: EvaluateArgs, run: Path | None) -> None:
             sys.stdout.write(f"{found.table()}\n{out}\n")
         if run is not None and step is not None:
             keep(found, run, step, out / GRID, track=args.track, is_main=world.is_main)
+    return found
 
 
-def _judge_checkpoints(args: EvaluateArgs, run: Path | None) -> None:
+def _judge_checkpoints(args: EvaluateArgs, run: Path | None) -> Verdict | None:
     """Judge one checkpoint of a run, or each as it appears."""
     from cascade_train.distributed.process_group import process_group  # heavy: torch and everything above it
     from cascade_train.results.evaluation.judge import Judge
@@ -159,11 +165,11 @@ def _judge_checkpoints(args: EvaluateArgs, run: Path | None) -> None:
         judge = Judge(args.settings(), world)
         watched = Watched(run=run, model=model, decoder=decoder, out=out, track=args.track)
         if args.checkpoint is not None:
-            watched.judge(judge, args.checkpoint, world)
-            return
+            return watched.judge(judge, args.checkpoint, world)
         count = watch(watched, judge, world, max_wait_hours=args.max_wait_hours)
     if world.is_main:
         sys.stdout.write(f"{count} checkpoints of {run} judged\n")
+    return None
 
 
 def exported_step(run: Path) -> int | None:

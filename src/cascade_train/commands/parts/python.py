@@ -6,9 +6,10 @@ its own file.
 
 from __future__ import annotations
 
+import io
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from cascade_train.assembly.planning.plan import Plan
+    from cascade_train.results.evaluation.verdict import Verdict
 
 ORIGIN = "_hydra"
 """Attribute of a configuration that `compose` returned: what Hydra knows of its overrides and choices."""
@@ -149,7 +151,7 @@ def generate(source: str | Path | Run, prompts: str | Sequence[str] = (), **opti
 
     Args:
         source: a run, its export, or published weights.
-        prompts: a prompt, or several.
+        prompts: one, several, or `@file`.
         options: the others of `cascade-train generate`, by name; `out` writes the images, and a grid, to a folder.
 
     Raises:
@@ -158,11 +160,39 @@ def generate(source: str | Path | Run, prompts: str | Sequence[str] = (), **opti
     from cascade_train.commands.generate import GenerateArgs, painted
 
     out = options.pop("out", None)
-    named = str(source.path if isinstance(source, Run) else source)
-    listed = [prompts] if isinstance(prompts, str) else list(prompts)
     with _explained():
-        args = filled(GenerateArgs, {"from": named, "prompts": listed, **options})
+        args = filled(GenerateArgs, {"from": _named(source), "prompts": _listed(prompts), **options})
         return painted(args, None if out is None else str(out))
+
+
+def evaluate(source: str | Path | Run, prompts: str | Sequence[str] = (), **options: Any) -> Verdict:
+    """Measure pictures of trained stages, and return the numbers, as `measures` by name. Continues where it was killed.
+
+    Args:
+        source: a run, its export, or published weights.
+        prompts: for a Stage C, one or several, or `@file`; none = the captions of the real pictures.
+        options: the others of `cascade-train evaluate`, by name, such as `real` and `features`.
+
+    Raises:
+        ConfigError: no trained stage there, an option that it refuses, or nothing to compare with.
+    """
+    from cascade_train.commands.evaluate import EvaluateArgs, judged
+
+    with _explained(), redirect_stdout(io.StringIO()):
+        args = filled(EvaluateArgs, {"from": _named(source), "prompts": _listed(prompts), **options})
+        found = judged(args)
+    assert found is not None, "a watch has no source"
+    return found
+
+
+def _named(source: str | Path | Run) -> str:
+    return str(source.path if isinstance(source, Run) else source)
+
+
+def _listed(prompts: str | Sequence[str]) -> str | list[str]:
+    """Return prompts as a command takes them: a list, or `@file`."""
+    one = isinstance(prompts, str)
+    return prompts if one and prompts.startswith("@") else [prompts] if one else list(prompts)
 
 
 def _given(overrides: Sequence[str | DictConfig], config_dir: str | Path | None) -> DictConfig:
