@@ -148,7 +148,7 @@ def page(result: dict[str, object], taken: dict[str, list[float]], claims: dict[
 NOTE = """What is left lies in libraries that cannot be asked for less: `transformers` lists all its models, imports its
 generation (and with it `torch._dynamo`, which `torch.optim` would import at its first step anyway), `accelerate`, and
 `torchvision` and `boto3` where they are installed. `diffusers.models.unets` would import all its networks and `peft`;
-one module of it is imported without the others (`src/cascade_train/models/package.py`), which "needs" does not do.
+one module of it is imported without the others (`src/cascade_train/files/package.py`), which "needs" does not do.
 """
 
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from cascade_train.files.package import without_siblings
 from cascade_train.models.attention import draws_random_numbers, set_attention
-from cascade_train.models.package import without_siblings
 
 with without_siblings("diffusers.models.unets"):
     from diffusers.models.unets.unet_stable_cascade import (

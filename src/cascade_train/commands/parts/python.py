@@ -191,8 +191,9 @@ def _named(source: str | Path | Run) -> str:
 
 def _listed(prompts: str | Sequence[str]) -> str | list[str]:
     """Return prompts as a command takes them: a list, or `@file`."""
-    one = isinstance(prompts, str)
-    return prompts if one and prompts.startswith("@") else [prompts] if one else list(prompts)
+    if isinstance(prompts, str):
+        return prompts if prompts.startswith("@") else [prompts]
+    return list(prompts)
 
 
 def _given(overrides: Sequence[str | DictConfig], config_dir: str | Path | None) -> DictConfig:

@@ -6,7 +6,7 @@ import importlib
 import sys
 from pathlib import Path
 
-from cascade_train.models.package import without_siblings
+from cascade_train.files.package import without_siblings
 
 
 def test_one_module_is_imported_alone_and_the_package_later_finds_it(tmp_path: Path, monkeypatch):
