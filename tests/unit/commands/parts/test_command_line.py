@@ -117,7 +117,7 @@ def test_a_file_named_like_a_number_is_no_path(tmp_path: Path, monkeypatch: pyte
         (["trian", "task=lora"], "'trian' is not a command. Did you mean train?"),
         (
             ["foo"],
-            "'foo' is not a command. Commands: cache, checkpoints, download, export, generate, inspect, merge,",
+            "'foo' is not a command. Commands: cache, checkpoints, download, evaluate, export, generate, inspect,",
         ),
         (["checkpoints", "lss"], "checkpoints lss is unknown. Did you mean ls?"),
         (["generate", "prompts"], "'prompts' is not an argument. Write key=value"),
@@ -131,7 +131,7 @@ def test_what_is_no_command_is_refused_with_what_there_is(
 
 
 def test_every_command_is_listed_and_declared(capsys: pytest.CaptureFixture[str]):
-    known = "cache checkpoints download export generate inspect merge pack plan recipe report shapes train"
+    known = "cache checkpoints download evaluate export generate inspect merge pack plan recipe report shapes train"
     assert list(commands()) == known.split()
     assert launch(["--help"]) == 0
     listed = capsys.readouterr().out
