@@ -1,4 +1,4 @@
-"""Write the tables of docs/buckets.md, commands.md, config.md, keys.md and objectives.md from their sources.
+"""Write the tables of some pages of docs/, listed in PAGES, from their sources.
 
     python scripts/write_reference.py
 
@@ -23,6 +23,8 @@ from omegaconf import MISSING, OmegaConf
 from cascade_train.commands.parts.command_line import ALIASES, Command
 from cascade_train.config.help import commands
 from cascade_train.config.meanings import attribute_docs, meaning_of
+from cascade_train.config.recipes.recipe import NAMES, Kind, shown
+from cascade_train.config.recipes.table import SYSTEMS, load_table
 from cascade_train.data.buckets import PRESETS, Buckets, bucket_size
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -200,11 +202,58 @@ def bucket_sizes() -> Iterator[str]:
         yield f"| {ratio} | {' | '.join(f'{width} x {height}' for height, width in sizes)} |"
 
 
+def migration() -> Iterator[str]:
+    """Yield a section for each trainer whose files are read: its keys, and what becomes of them."""
+    for table in sorted(map(load_table, SYSTEMS), key=lambda table: str(table["title"]).lower()):
+        yield from (
+            "",
+            f"### {table['title']}",
+            "",
+            f"Reads: {table['reads']}",
+            "",
+            "| Its key | Here | |",
+            "|---|---|---|",
+        )
+        told: dict[tuple[str, str], list[str]] = {}
+        for section in ("keys", "data"):
+            for key, entry in table.get(section, {}).items():
+                told.setdefault(_entry(entry), []).append(f"`{key}`")
+        yield from (f"| {', '.join(dict.fromkeys(keys))} | {ours} | {why} |" for (ours, why), keys in told.items())
+        for when, name in (("Where a file says nothing", "silent"), ("Whatever a file says", "always")):
+            known = {key: value for key, value in table.get(name, {}).items() if value is not None}
+            values = ", ".join(f"`{key}={shown(value)}`" for key, value in known.items())
+            yield from ("", f"{when}: {values}.") if values else ()
+    yield ""
+
+
+def _entry(entry: Any) -> tuple[str, str]:
+    """Return what an entry of a table of keys comes to here, and a sentence."""
+    entry = {"to": entry} if isinstance(entry, str) else entry
+    named = [entry[key] for key in ("to", "ddpm") if key in entry] or list(entry.get("also", {}))
+    for value in entry.get("values", {}).values():
+        named += value if isinstance(value, dict) and "to" not in entry else ()
+    words = str(entry.get("read", ""))
+    named += [name.rstrip("=") for name in NAMES.findall(words)]
+    ours = ", ".join(f"`{'data' if name.startswith('.') else ''}{name}`" for name in dict.fromkeys(named))
+    kinds = {key: Kind[key.upper()] for key in ("unneeded", "missing", "yours") if key in entry}
+    why = next((f"{entry[key]}" for key in kinds), "" if len(words.split()) == len(named) else words)
+    label = next((str(kind) for kind in kinds.values()), "")
+    if "same" in entry:
+        same = " or ".join(f"`{shown(value)}`" for value in _listed(entry["same"]))
+        return ours or label, _cell(f"{same} is what happens here; else: {why}")
+    return ours or label, _cell(f"else: {why}" if ours and kinds else why)
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
 PAGES = {
     "docs/keys.md": {"components": components},
     "docs/buckets.md": {"sizes": bucket_sizes},
     "docs/commands.md": {"commands": command_list, "options": command_options},
     "docs/config.md": {"groups": groups, "keys": keys},
+    "docs/migration.md": {"migration": migration},
     "docs/objectives.md": {"objectives": objectives},
 }
 

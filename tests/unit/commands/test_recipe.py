@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from cascade_train.__main__ import launch
-from cascade_train.commands import recipe
+from cascade_train.config.recipes import reading
 from cascade_train.config.saved import to_plain
 from tests.unit.config.composing import checked, composed
 from tests.unit.config.defaults import RECIPES, differences, recipe_values
@@ -112,8 +112,9 @@ def test_what_has_no_equivalent_is_printed(tmp_path: Path, capsys: pytest.Captur
     given = official("finetune_c_3b_v", captions_getter=["old_caption", "captions_getter"], dtype="bfloat16", odd_key=3)
     assert run(tmp_path, given)[0] == 0
     text = capsys.readouterr().out
-    for line in ("odd_key: has no equivalent", "captions_getter: ['old", "dtype: bfloat16", "output_path: sample grids",
-                 "webdataset_path: s3:// is read", "edm_objective: the original cannot load"):  # fmt: skip
+    for line in ("odd_key: it is not in the table of Stable Cascade's", "captions_getter: ['old",
+                 "dtype: trained weights stay fp32", "output_path: sample grids",
+                 "s3:// is read through boto3", "edm_objective: the original cannot load"):  # fmt: skip
         assert line in text
     kept = yaml.safe_load((tmp_path / "conf" / "experiment" / "mine.yaml").read_text())
     assert "odd_key" not in kept
@@ -128,7 +129,8 @@ def test_keys_of_a_controlnet_are_translated(tmp_path: Path) -> None:
     kept = yaml.safe_load((tmp_path / "conf" / "experiment" / "mine.yaml").read_text())
     assert {"override /task": "controlnet"} in kept["defaults"]
     assert {"override /filter@task.filter": "inpaint"} in kept["defaults"]
-    assert kept["task"]["filter"] == {"threshold": [0.04, 0.4], "p_outpaint": 0.4}
+    cfg = checked("experiment=mine", extra=tmp_path / "conf")
+    assert (cfg.task.filter.threshold, cfg.task.filter.p_outpaint) == ([0.04, 0.4], 0.4)
     assert (kept["task"]["blocks"], kept["task"]["bottleneck"]) == ([0, 4, 51, 55], "simple")
     assert kept["objective"] == {"offset_noise": 0.1}
 
@@ -152,7 +154,7 @@ def test_a_key_that_the_task_does_not_take_is_left_out_and_named(
 ) -> None:
     code, folder = run(tmp_path, official("finetune_b_3b", previewer_checkpoint_path="models/previewer.safetensors"))
     assert code == 0
-    text = "model.previewer.weights: models/previewer.safetensors is left out: model=b_3b takes no such key"
+    text = "previewer_checkpoint_path: model.previewer.weights=models/previewer.safetensors is left out: model=b_3b"
     assert text in capsys.readouterr().out
     assert "previewer" not in checked("experiment=mine", extra=folder).model
 
@@ -160,7 +162,7 @@ def test_a_key_that_the_task_does_not_take_is_left_out_and_named(
 def test_a_list_of_urls_in_a_file_is_left_to_the_user(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, folder = run(tmp_path, official("finetune_c_3b", webdataset_path="sets.yml"))
     assert code == 0
-    assert "webdataset_path: is left to you: data.urls=[...], the entries of sets.yml" in capsys.readouterr().out
+    assert "webdataset_path: data.urls=[...], the entries of sets.yml" in capsys.readouterr().out
     assert checked("experiment=mine", "data.urls=[a.tar]", extra=folder).data.urls == ["a.tar"]
 
 
@@ -195,8 +197,8 @@ def test_what_open_diffusion_says_about_pictures_to_look_at_is_named(
     given = OPEN_DIFFUSION.replace('eval_caption_file: "???"', "eval_caption_file: captions.csv, num_eval_images: 9")
     assert run(tmp_path, given)[0] == 0
     text = capsys.readouterr().out
-    assert "experiment.eval_caption_file: is left to you: sample.prompts=[...] takes the captions" in text
-    assert "experiment.num_eval_images: has no equivalent: a grid has sample.count pictures" in text
+    assert "experiment.eval_caption_file: sample.prompts=[...] takes the captions" in text
+    assert "experiment.num_eval_images: a grid has sample.count pictures" in text
 
 
 def test_the_file_of_open_diffusion_is_translated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -214,9 +216,19 @@ def test_the_file_of_open_diffusion_is_translated(tmp_path: Path, capsys: pytest
     )
     assert cfg.model.network.block_out_channels == [1536, 1536]
     text = capsys.readouterr().out
-    assert "model: describes Stable Diffusion" in text
+    assert "model.unet.target: describes Stable Diffusion" in text
     assert "wandb.api_key: never copied" in text
     assert "secret-key" not in text + (tmp_path / "conf" / "experiment" / "mine.yaml").read_text()
+
+
+def test_open_diffusions_network_is_told_by_its_width(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wide = OPEN_DIFFUSION.replace("target: UNet2DConditionModel", "params: {cross_attention_dim: 1024}")
+    code, folder = run(tmp_path, wide)
+    assert code == 0
+    cfg = checked("experiment=mine", extra=folder)
+    assert cfg.model.network.cross_attention_dim == 1024
+    assert cfg.objective.schedule._target_.endswith("DDPMSchedule")
+    assert "a network from nothing: model.weights=null" in capsys.readouterr().out
 
 
 def test_the_template_with_everything_left_open_is_translated(tmp_path: Path) -> None:
@@ -297,14 +309,14 @@ def test_the_originals_choice_of_captions_is_taken_over(tmp_path: Path) -> None:
 def test_interpolations_are_followed_so_far_and_no_text_grows_without_end() -> None:
     doubled = {"a0": "x" * 10} | {f"a{i}": f"${{a{i - 1}}}${{a{i - 1}}}" for i in range(1, 60)}
     began = time.process_time()
-    found = recipe.resolved(
+    found = reading.resolved(
         doubled | {"loop": "${loop}", "odd": "${a.b[0]}", "deep": {"to": "${deep.from}", "from": 3}}
     )
     assert time.process_time() - began < 1.0
     assert found["a3"] == "x" * 80
     assert found["a59"] == found["loop"] == found["odd"] == "???"
     assert found["deep"] == {"to": 3, "from": 3}
-    assert max(len(str(value)) for value in found.values()) <= recipe.LONGEST
+    assert max(len(str(value)) for value in found.values()) <= reading.LONGEST
 
 
 def test_keys_and_values_with_control_characters_are_shown_as_text(

@@ -11,7 +11,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cascade_train.config.recipes.recipe import Recipe, load_table
+from cascade_train.config.recipes.recipe import Kind, Recipe
+from cascade_train.config.recipes.table import load_table, take
 from cascade_train.errors import ConfigError
 
 TABLE = load_table("official")
@@ -33,7 +34,7 @@ def from_official(source: Mapping[str, Any], *, ranks: int, behaviour: str) -> R
     """
     given = {key: value for key, value in source.items() if value is not None}
     recipe = Recipe(groups=_groups(given))
-    recipe.take(given, TABLE)
+    take(recipe, given, TABLE)
     recipe.values |= _values(given, ranks) | _ema(given) | _control(given)
     _note(given, recipe)
     switches = original_behaviour(given, task=recipe.groups["task"], is_stage_b=_is_stage_b(given))
@@ -122,32 +123,29 @@ def _control(given: Mapping[str, Any]) -> dict[str, Any]:
 def _note(given: Mapping[str, Any], recipe: Recipe) -> None:
     name = given.get("controlnet_filter")
     if name in TABLE["filter_files"]:
-        recipe.notes["controlnet_filter"] = TABLE["filter_files"][name]
+        recipe.note("controlnet_filter", TABLE["filter_files"][name])
     elif name is not None and name not in TABLE["filters"]:
-        recipe.notes["controlnet_filter"] = (
-            f"{name} is no filter of the original: name your class by task.filter._target_ (docs/add-a-filter.md)"
+        recipe.note(
+            "controlnet_filter",
+            f"{name} is no filter of the original: name your class by task.filter._target_ (docs/add-a-filter.md)",
         )
     if "captions_getter" in given and caption_keys(given["captions_getter"]) is None:
-        recipe.notes["captions_getter"] = (
+        recipe.note(
+            "captions_getter",
             f"{given['captions_getter']} is not taken over, and captions are read from .txt: data.captions.key names a"
-            " key of the json, or several with weights, and data.captions.template puts texts together"
+            " key of the json, or several with weights, and data.captions.template puts texts together",
         )
-    if "dtype" in given:
-        recipe.notes["dtype"] = f"{given['dtype']}: trained weights stay fp32, compute is train.precision"
     urls = given.get("webdataset_path", [])
     if isinstance(urls, str) and urls.strip().endswith(".yml"):
-        recipe.notes["webdataset_path"] = (
-            f"is left to you: data.urls=[...], the entries of {recipe.values.pop('data.urls')}"
-        )
+        recipe.note("webdataset_path", f"data.urls=[...], the entries of {recipe.values.pop('data.urls')}")
     for url in [urls] if isinstance(urls, str) else urls:
         if url.startswith("s3:"):
-            recipe.notes["webdataset_path"] = "s3:// is read through boto3: install the extra s3"
+            recipe.note("webdataset_path", f"data.urls={urls}: s3:// is read through boto3, install the extra s3")
         elif url.startswith("http"):
-            recipe.notes["webdataset_path"] = f"{url} is not read by itself: stream it through pipe:curl in data.urls"
+            recipe.note("webdataset_path", f"{url} is not read by itself: stream it through pipe:curl in data.urls")
     if given.get("edm_objective"):
-        recipe.notes["edm_objective"] = (
-            "the original cannot load this key; taken as its file's name says: a velocity target"
-        )
+        why = "the original cannot load this key; taken as its file's name says: a velocity target"
+        recipe.note("edm_objective", why, Kind.TAKEN)
 
 
 BEHAVIOURS = ("original", "ours")

@@ -1,0 +1,42 @@
+"""What other trainers' files become trains: small twins of them, on pictures in a folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cascade_train.__main__ import launch
+from tests.unit.data import tars
+from tests.unit.data.test_folder import write
+
+KOHYA: dict[str, Any] = {
+    "network_module": "networks.lora", "network_dim": 2, "unet_lr": 1e-4, "train_data_dir": "data", "resolution": 96,
+    "max_train_steps": 2, "train_batch_size": 2, "gradient_accumulation_steps": 2, "min_snr_gamma": 5,
+    "shuffle_caption": True, "keep_tokens": 1, "flip_aug": True, "mixed_precision": "no", "output_dir": "kohya",
+}  # fmt: skip
+EVERYDREAM: dict[str, Any] = {
+    "data_root": "data", "max_epochs": 1, "batch_size": 3, "resolution": 96, "resume_ckpt": "sd", "flip_p": 0.5,
+    "zero_frequency_noise_ratio": 0.02, "pyramid_noise_discount": 0.3, "run_name": "everydream",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "run", "steps"),
+    [(KOHYA, "kohya", 2), (EVERYDREAM, "runs/everydream", 2)],
+)
+def test_a_small_twin_of_its_file_trains(
+    given: dict[str, Any], run: str, steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for number, folder in enumerate(["1_cats", "1_cats", "2_dogs", "2_dogs", "2_dogs", "2_dogs"]):
+        write(Path(f"data/{folder}/{number}.png"), tars.picture(96, 96, tint=40 * number))
+        write(Path(f"data/{folder}/{number}.txt"), f"a cat, {number}, red")
+    Path("given.json").write_text(json.dumps(given))
+    assert launch(["recipe", "import", "given.json", "out=conf/experiment/mine.yaml", "model=c_tiny"]) == 0
+    small = ["data.num_workers=0", "sample.every_steps=null", "checkpoint.every_steps=null"]
+    assert launch(["--config-dir", "conf", "experiment=mine", *small]) == 0
+    lines = [json.loads(line) for line in Path(run, "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, steps + 1))
