@@ -1,8 +1,9 @@
-"""Look at data before training: unreadable files, sizes, captions, a batch.
+"""Look at data before training: unreadable files, duplicates, shapes, captions, a batch.
 
     cascade-train inspect data.urls=… out=inspect.html
 
-Opens the data as a training does and writes a page. No model is built, no weights are read.
+Opens the data as a training does and writes a page, and a list for data.quarantine. No model is built, no weights are
+read.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,10 @@ from omegaconf import DictConfig, ListConfig
 from cascade_train.commands.parts.command_line import Command
 from cascade_train.config.schema import limit
 from cascade_train.errors import ConfigError, RunError
+from cascade_train.options import check_choice
+
+FAULTS = ("unreadable", "duplicates", "near", "empty", "long")
+"""What may be listed for data.quarantine."""
 
 DEFAULTS = {"model": "c_3b", "task": "finetune"}
 """What is composed where nothing is chosen; only sizes and the tokenizer follow from it."""
@@ -27,7 +32,7 @@ DEFAULTS = {"model": "c_3b", "task": "finetune"}
 
 @dataclass(kw_only=True)
 class InspectArgs:
-    """Look at data before training on it; writes a page with what is unreadable, sizes, captions and a batch."""
+    """Look at data before training on it; writes a page with what is wrong, sizes, captions and a batch."""
 
     out: str = "inspect.html"
     """Page to write."""
@@ -35,9 +40,18 @@ class InspectArgs:
     """Pictures to read and decode, evenly spread over the data; null = all."""
     pictures: int = 16
     """Pictures of a batch to show."""
+    quarantine: str | None = None
+    """List to write of the samples that a training should leave out, by data.quarantine; null = none."""
+    faults: list[str] = field(default_factory=lambda: ["unreadable", "duplicates"])
+    """What is listed there: unreadable, duplicates (all but the first), near (all but the largest of those that look
+    alike), empty and long (captions)."""
+    captions: str | None = None
+    """File to write with each caption that was read, its sample, and the file, key or template that it came from."""
 
     def __post_init__(self) -> None:
         limit(self, "", "read", "pictures", least=1)
+        for fault in self.faults:
+            check_choice("faults", fault, FAULTS)
 
 
 def inspect(args: InspectArgs, cfg: DictConfig) -> int:
@@ -49,7 +63,8 @@ def inspect(args: InspectArgs, cfg: DictConfig) -> int:
     """
     from cascade_train.assembly.components import build_component  # heavy: torch and everything above it
     from cascade_train.data.data_set import open_data_set
-    from cascade_train.data.survey import Report, survey
+    from cascade_train.data.survey.look import survey
+    from cascade_train.data.survey.report import Report
     from cascade_train.models.token_count import token_counter
 
     allow_unreadable(cfg.data)
@@ -73,10 +88,24 @@ def inspect(args: InspectArgs, cfg: DictConfig) -> int:
         counted_by=count.name,
         log=tuple(log),
         batch=batch,
+        unfilled=unfilled(data.training.shapes, cfg) if cfg.data.get("leftover") == "drop" else 0,
     )
-    write_page(Path(args.out), report.page())
-    sys.stdout.write("\n".join([*report.lines(), f"{args.out} shows it all.", ""]))
+    write("out", args.out, report.page())
+    told = [*report.lines(), f"{args.out} shows it all."]
+    if args.captions is not None:
+        write("captions", args.captions, report.rows())
+        told.append(f"{args.captions} has every caption that was read, and where it came from.")
+    if args.quarantine is not None:
+        lines = report.quarantine(args.faults)
+        write("quarantine", args.quarantine, lines)
+        told.append(f"{lines.count(chr(10))} samples to leave out: data.quarantine={args.quarantine}")
+    sys.stdout.write("\n".join([*told, ""]))
     return 0
+
+
+def unfilled(shapes: Any, cfg: DictConfig) -> int:
+    """Return how many samples of an epoch fill no global batch of their shape."""
+    return int((shapes % cfg.train.global_batch_size).sum())
 
 
 def allow_unreadable(node: Any) -> None:
@@ -103,13 +132,14 @@ def library_log() -> Iterator[list[str]]:
         logger.removeHandler(handler)
 
 
-def write_page(path: Path, page: str) -> None:
-    """Write a page; a RunError where it cannot be written."""
+def write(key: str, name: str, text: str) -> None:
+    """Write a file that an argument names; a RunError where it cannot be written."""
+    path = Path(name)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(page, encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise RunError(f"out={path} cannot be written: {error.strerror}.") from error
+        raise RunError(f"{key}={path} cannot be written: {error.strerror}.") from error
 
 
 COMMAND = Command(arguments=InspectArgs, run=inspect, run_defaults=DEFAULTS)

@@ -73,25 +73,33 @@ class Captions:
 
     def __call__(self, raw: RawSample, generator: torch.Generator) -> str:
         """Return the caption of a sample; an UnreadableSampleError where it lacks a key, or no text is there."""
-        caption = self.tags.apply(self._chosen(raw, generator), raw.values, generator)
-        template = self._templates[drawn([1.0] * len(self._templates), generator)]
-        caption = "".join(literal + _filled(name, caption, raw.values) for literal, name in template)
+        return self.traced(raw, generator)[0]
+
+    def traced(self, raw: RawSample, generator: torch.Generator) -> tuple[str, str]:
+        """Return the caption of a sample, and where it came from: its file or key, and what was drawn or added."""
+        chosen, origin = self._chosen(raw, generator)
+        caption = self.tags.apply(chosen, raw.values, generator)
+        place = drawn([1.0] * len(self._templates), generator)
+        caption = "".join(literal + _filled(name, caption, raw.values) for literal, name in self._templates[place])
         try:
             caption.encode()
         except UnicodeEncodeError as error:  # json may hold halves of characters, which no file and no tokenizer takes
             raise UnreadableSampleError(f"its caption is no Unicode text: {error.reason}") from error
-        return caption
+        tagged = ["tags shuffled or dropped"] if not self.tags.is_constant else []
+        filled = [f"template {place + 1} of {len(self._templates)}"] if self.template is not None else []
+        return caption, ", ".join([origin, *tagged, *filled])
 
-    def _chosen(self, raw: RawSample, generator: torch.Generator) -> str:
+    def _chosen(self, raw: RawSample, generator: torch.Generator) -> tuple[str, str]:
+        """Return the text, and where it came from."""
         values = {key: raw.caption if key == TEXT else value_of(raw.values, key) for key in self._keys}
         found = {key: value for key, value in values.items() if value is not None}
         if not found:
             raise UnreadableSampleError(f"it lacks {' and '.join(self._keys)}, which data.captions.key names")
         key = list(found)[drawn([self._keys[key] for key in found], generator)]
-        value = found[key]
+        value, origin = found[key], raw.caption_from if key == TEXT else f"key {key}"
         if isinstance(value, str):
             if self.choose == "whole":
-                return value
+                return value, origin
             texts = [(line.strip(), 1.0) for line in value.splitlines() if line.strip()] or [("", 1.0)]
         elif self.choose == "whole":
             raise UnreadableSampleError(
@@ -101,7 +109,7 @@ class Captions:
         elif not (texts := weighted_texts(value, key)):
             raise UnreadableSampleError(f"{key} holds no caption")
         position = drawn([weight for _, weight in texts], generator) if self.choose == "random" else 0
-        return texts[position][0]
+        return texts[position][0], f"{origin}, one of several" if len(texts) > 1 else origin
 
 
 def _parsed_template(text: str) -> list[tuple[str, str | None]]:

@@ -120,10 +120,15 @@ class PictureFolder(FileSource):
         return RawSample(
             image=self.limits.read(self._root / name, "image"),
             caption=self.caption(name, entry),
+            caption_from=self.caption_from_of(entry),
             key=self._index.name(row),
             mask=self.limits.read(self._root / beside(name, MASK), "mask") if entry["mask"] else None,
             values=self.values_of(row) if self.captions.needs_values else {},
         )
+
+    def caption_from_of(self, entry: np.void) -> str:
+        """Return where `caption` found the caption of a picture."""
+        return f"{CAPTION_FILES[entry['caption']]} beside the picture" if entry["caption"] else "the picture's name"
 
     def values_of(self, row: int) -> Mapping[str, Any]:
         """Return the values of the json or yaml beside a picture, none where there is no such file."""
@@ -178,6 +183,10 @@ class Folder(PictureFolder):
                 self.path, len(named) - len(missing), len(usable), ", ".join(CAPTION_FILES[1:]), first_names(named),
             )  # fmt: skip
         return usable
+
+    def caption_from_of(self, entry: np.void) -> str:
+        """See `PictureFolder.caption_from_of`."""
+        return "the picture's name" if self.caption_from == "name" else super().caption_from_of(entry)
 
     def caption(self, name: str, entry: np.void) -> str:
         """See `PictureFolder.caption`."""

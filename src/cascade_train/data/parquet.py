@@ -127,6 +127,7 @@ class Parquet(TableSource):
         return RawSample(
             image=image,
             caption=self._caption(values),
+            caption_from=f"column {self.caption_column}",
             key=self._index.name(row),
             values={key: value for key, value in _present(values).items() if key != self.image_column},
         )

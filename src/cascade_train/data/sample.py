@@ -35,6 +35,7 @@ class RawSample:
     Attributes:
         image: an encoded picture (jpg, png, webp), or (H, W, 3) uint8 RGB; None where `tensors` replace it.
         mask: where the loss counts: an encoded picture of the image's size, or (H, W) uint8; None = everywhere.
+        caption_from: where its source found the caption: a kind of file, a column.
         values: what else is known of the sample (its json, its columns), for captions and their templates.
         tensors: arrays that go into the batch as they are, by name (what a cache holds).
     """
@@ -43,6 +44,7 @@ class RawSample:
     caption: str  # the text, without dropout
     key: str  # where the sample came from, for messages
     weight: float = 1.0  # of its loss
+    caption_from: str = "its source"
     mask: bytes | np.ndarray | None = None
     values: Mapping[str, Any] = field(default_factory=dict)
     tensors: Mapping[str, np.ndarray] = field(default_factory=dict)

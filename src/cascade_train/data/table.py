@@ -90,6 +90,7 @@ class Table(TableSource):
         return RawSample(
             image=self.limits.read(root / str(values[self.image_column]), "image"),
             caption=self._caption(values),
+            caption_from=f"column {self.caption_column}",
             key=self._index.name(row),
             mask=self.limits.read(root / str(mask), "mask") if mask else None,
             values=values,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -14,7 +15,8 @@ from cascade_train.__main__ import launch
 from cascade_train.commands.inspect import DEFAULTS
 from cascade_train.commands.parts.command_line import with_defaults
 from cascade_train.data.data_set import open_data_set
-from cascade_train.data.survey import _histogram, survey
+from cascade_train.data.survey.look import survey
+from cascade_train.data.survey.report import histogram
 from cascade_train.models.token_count import token_counter
 from tests.unit.data import tars
 from tests.unit.data.test_folder import folder, write
@@ -104,21 +106,22 @@ def test_the_page_stands_alone_and_shows_a_batch(seen: tuple[Page, Path]) -> Non
 def test_histograms_count_sizes_shapes_and_tokens(seen: tuple[Page, Path]) -> None:
     text = seen[0].text
     assert "up to 25611" in text  # the label and the count of the shorter sides: 12 pictures, one without a header
-    assert _histogram(np.array([1, 5, 5.5, 10, 11]), [5, 10]) == [("up to 5", 2), ("5 to 10", 2), ("above 10", 1)]
+    assert histogram(np.array([1, 5, 5.5, 10, 11]), [5, 10]) == [("up to 5", 2), ("5 to 10", 2), ("above 10", 1)]
 
 
 def test_findings_are_told_as_text_and_nothing_else_is_where_all_is_well(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tars.write(tmp_path / "a.tar", tars.samples(range(5)))
-    assert launch(["inspect", *SMALL, f"data.urls={path}", f"out={tmp_path / 'page.html'}", "read=3"]) == 0
+    fitting = ["data.aspect_ratios=[3/4]", "data.buckets.multiple_px=8"]
+    assert launch(["inspect", *SMALL, f"data.urls={path}", f"out={tmp_path / 'page.html'}", "read=3", *fitting]) == 0
     text = capsys.readouterr().out
     assert "Data of WebDataset, for pictures of" in text
     assert "5 samples in an epoch, 5 different pictures\n3 of them read and decoded\n1 training sizes;" in text
     assert "nothing found that is worth a look" in text
     bad = tars.write(tmp_path / "b.tar", tars.samples(range(40, 60), damaged=range(45, 60)))
     assert launch(["inspect", *SMALL, f"data.urls={bad}", f"out={tmp_path / 'page.html'}", "read=null"]) == 0
-    assert "! 15 cannot be read: b.tar:0045 (" in capsys.readouterr().out
+    assert "! [75 % of an epoch] 15 cannot be read: b.tar:0045 (" in capsys.readouterr().out
 
 
 def test_data_too_damaged_for_a_batch_still_has_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,7 +130,7 @@ def test_data_too_damaged_for_a_batch_still_has_a_page(tmp_path: Path, capsys: p
     assert launch(["inspect", *SMALL, *arguments]) == 0
     text = capsys.readouterr().out
     assert "No batch could be made: " in text
-    assert "! 1 cannot be read: root:a red thing.png (not a picture" in text
+    assert "! [100 % of an epoch] 1 cannot be read: root:a red thing.png (not a picture" in text
     assert (tmp_path / "page.html").stat().st_size > 1000
 
 
@@ -174,6 +177,7 @@ def test_tokens_are_counted_by_the_model_where_it_is_here(tmp_path: Path) -> Non
     [
         (["read=0"], "read=0 must be 1 or more", 2),
         (["pictures=0"], "pictures=0 must be 1 or more", 2),
+        (["faults=[ugly]"], "faults=ugly is unknown; choose one of unreadable, duplicates, near", 2),
         (["data=folder", "data.path=absent"], "data.path=absent is not a folder", 2),
         (["out=/proc/no/page.html", "data.samples=4"], "out=/proc/no/page.html cannot be written", 1),
     ],
@@ -194,3 +198,62 @@ def test_defaults_stand_back_for_choices() -> None:
 def test_help_lists_its_own_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     assert launch(["inspect", "--help"]) == 0
     assert "Pictures to read and decode" in capsys.readouterr().out
+
+
+def test_what_costs_most_comes_first_and_what_helps_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "root"
+    for number in range(8):
+        write(root / f"{number}.png", tars.picture(96, 48, tint=30 * number))
+        write(root / f"{number}.txt", f"a picture, {number}, red" if number else "star " * 90)
+    write(root / "copy.png", (root / "1.png").read_bytes())
+    write(root / "copy.caption", "a copy, of one")
+    lists = {"quarantine": tmp_path / "list.jsonl", "captions": tmp_path / "lists/captions.jsonl"}
+    arguments = [
+        "data=folder",
+        f"data.path={root}",
+        "data.leftover=drop",
+        "train.global_batch_size=4",
+        "data.captions.tags.separator=','",
+    ]
+    files = [
+        *(f"{key}={path}" for key, path in lists.items()),
+        f"out={tmp_path / 'page.html'}",
+        "faults=[duplicates,long]",
+    ]
+    assert (
+        launch(
+            [
+                "inspect",
+                *SMALL,
+                *arguments,
+                "data.captions.tags.shuffle=true",
+                "data.captions.template='x {caption}'",
+                *files,
+            ]
+        )
+        == 0
+    )
+    text = capsys.readouterr().out
+    findings = [line for line in text.splitlines() if line.startswith("! ")]
+    costs = [float(re.match(r"! \[(\S+) % of an epoch\]", line)[1]) for line in findings]
+    assert costs == sorted(costs, reverse=True)
+    assert findings[0].startswith("! [50 % of an epoch] 9 samples lose more than 10% to cropping")
+    assert "data.aspect_ratios=original leaves 0 of them" in findings[0]
+    assert "1 samples fill no batch of their shape and are dropped" in text
+    assert "captions come from .txt beside the picture, tags shuffled or dropped, template 1 of 1 (8); .caption" in text
+    rows = [json.loads(line) for line in lists["captions"].read_text().splitlines()]
+    assert len(rows) == 9
+    assert {
+        "sample": "root:copy.png",
+        "from": ".caption beside the picture, tags shuffled or dropped, template 1 of 1",
+    }.items() <= rows[-1].items()
+    listed = {row["sample"]: row["reason"] for row in map(json.loads, lists["quarantine"].read_text().splitlines())}
+    assert listed == {"root:copy.png": "the same as root:1.png", "root:0.png": "its caption has 93 tokens"}
+    left = [f"data.quarantine={lists['quarantine']}", "out=" + str(tmp_path / "again.html")]
+    assert launch(["inspect", *SMALL, *arguments, *left]) == 0
+    text = capsys.readouterr().out
+    assert "7 samples in an epoch" in text
+    assert "contents come more than once" not in text
+    assert "<th>data.aspect_ratios</th>" in (tmp_path / "again.html").read_text()

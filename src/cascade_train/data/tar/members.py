@@ -192,7 +192,9 @@ def raw_sample(parts: Mapping[str, bytes], key: str, *, needs_values: bool) -> R
         caption = parts["caption"].decode().strip()
     except UnicodeDecodeError as error:
         raise UnreadableSampleError(f"the caption is not UTF-8: {error}") from error
-    return RawSample(image=parts["image"], caption=caption, key=key, values=values, mask=parts.get("mask"))
+    return RawSample(
+        image=parts["image"], caption=caption, caption_from=".txt", key=key, values=values, mask=parts.get("mask")
+    )
 
 
 def write_tar(path: Path, samples: Iterable[Mapping[str, Any]]) -> Path:

@@ -1,0 +1,1 @@
+"""What a set of samples is like: looked at, compared, and laid out as `cascade-train inspect` reports it."""

@@ -1,0 +1,187 @@
+"""What samples are like: sizes and shapes from the index, the rest from reading some of them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from cascade_train.batch import sample_seed
+from cascade_train.data.buckets import PRESETS, BucketTable
+from cascade_train.data.data_set import Rows
+from cascade_train.data.decoding.decode import decode
+from cascade_train.data.sample import UnreadableSampleError
+from cascade_train.data.survey.near import Look, alike, look_of
+
+MUCH = 0.1
+"""Share of a picture that counts as much to crop away."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketCount:
+    """A training size in pixels, its samples, and how many of them are smaller than it."""
+
+    height: int
+    width: int
+    samples: int
+    enlarged: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shapes:
+    """What a choice of `data.aspect_ratios` does to the pictures of known size."""
+
+    aspect_ratios: str  # as an override has it
+    sizes: int  # training sizes that occur
+    cropped: float  # mean share of a picture that is cropped away
+    much: int  # samples that lose more than `MUCH`
+    enlarged: int  # samples that are smaller than their size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    """A caption as in the first epoch, and where it came from: a file, a key, and whether it was drawn."""
+
+    caption: str
+    origin: str
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Survey:
+    """What a set of samples is like."""
+
+    samples: int  # of an epoch
+    pictures: int  # different pictures among them: repeats count once
+    width_N: np.ndarray  # of the pictures in pixels, upright; 0 where the header cannot be read
+    height_N: np.ndarray  # the same
+    buckets: tuple[BucketCount, ...]  # the training sizes that occur, most samples first
+    shapes: tuple[Shapes, ...]  # the chosen ones first, then others
+    read: int  # how many pictures were read and decoded
+    unreadable: tuple[tuple[str, str], ...]  # name and reason of those that could not be
+    rotated: tuple[str, ...]  # names of those that EXIF rotates
+    twice: tuple[tuple[str, ...], ...]  # names of pictures with the same content, together
+    near: tuple[tuple[str, ...], ...]  # names of pictures that look alike, the largest first
+    texts: dict[str, Text]  # name -> caption of those that could be read
+
+    @property
+    def captions(self) -> dict[str, str]:
+        """Name -> caption of the pictures that could be read."""
+        return {name: text.caption for name, text in self.texts.items()}
+
+    @property
+    def cropped(self) -> float:
+        """Mean share of a picture that is cropped away."""
+        return self.shapes[0].cropped
+
+
+def survey(part: Rows, *, read: int | None, seed: int) -> Survey:
+    """Look at samples that are not a stream; `read` pictures are read and decoded, evenly spread, None = all.
+
+    The seed is that of the first epoch's captions.
+    """
+    rows = _different(part)
+    chosen = rows if read is None else rows[np.unique(np.linspace(0, len(rows) - 1, read).round().astype(np.int64))]
+    unreadable, rotated, texts = list[tuple[str, str]](), list[str](), dict[str, Text]()
+    same, looks = defaultdict[bytes, list[str]](list), dict[str, tuple[Look, int]]()
+    height, width = part.source.bucket_table(part.index).sizes_K2[0].tolist()
+    for row in chosen.tolist():
+        name = part.index.name(row)
+        try:
+            raw = part.source.read(row)
+            content = raw.image.tobytes() if isinstance(raw.image, np.ndarray) else raw.image or b""
+            alone = same[hashlib.blake2b(content, digest_size=16).digest()]
+            alone.append(name)
+            if raw.image is not None:
+                picture = decode(raw.image, (height, width), max_pixels=part.source.max_pixels)
+                rotated += [name] if picture.rotated else []
+                if len(alone) == 1:
+                    looks[name] = look_of(picture.pixels), picture.size[0] * picture.size[1]
+            generator = torch.Generator().manual_seed(sample_seed(seed, 0, row, "caption"))
+            caption, origin = part.source.captions_of(row).traced(raw, generator)
+            texts[name] = Text(caption=caption, origin=origin)
+        except (UnreadableSampleError, OSError) as error:
+            unreadable.append((name, str(error)))
+    return Survey(
+        samples=len(part.rows),
+        pictures=len(rows),
+        width_N=part.index.table["width"][rows].astype(np.int64),
+        height_N=part.index.table["height"][rows].astype(np.int64),
+        buckets=_buckets(part),
+        shapes=_shapes(part),
+        read=len(chosen),
+        unreadable=tuple(unreadable),
+        rotated=tuple(rotated),
+        twice=tuple(tuple(names) for names in same.values() if len(names) > 1),
+        near=_near(looks),
+        texts=texts,
+    )
+
+
+def _different(part: Rows) -> np.ndarray:
+    """Return the first row of each sample; two tars may have a key in common."""
+    fields = [name for name in part.index.table.dtype.names or () if name != "shard"]
+    places = part.index.table[fields][part.rows].tolist()
+    first: dict[tuple[str, Any], int] = {}
+    for row, place in zip(part.rows.tolist(), places, strict=True):
+        first.setdefault((part.index.name(row), place), row)
+    return np.array(list(first.values()), dtype=np.int64)
+
+
+def _near(looks: dict[str, tuple[Look, int]]) -> tuple[tuple[str, ...], ...]:
+    """Return the names of pictures that look alike, in groups, those of most pixels first."""
+    names = list(looks)
+    groups = alike([look for look, _ in looks.values()])
+    return tuple(tuple(sorted((names[i] for i in group), key=lambda name: -looks[name][1])) for group in groups)
+
+
+def _buckets(part: Rows) -> tuple[BucketCount, ...]:
+    """Return the training sizes of all samples."""
+    width_N, height_N = (part.index.table[name][part.rows].astype(np.int64) for name in ("width", "height"))
+    table = part.source.bucket_table(part.index)
+    bucket_N = table.nearest(width_N, height_N)
+    enlarged_N = table.enlargement(bucket_N, width_N, height_N) > 1.0
+    height_K, width_K = table.sizes_K2.T
+    counts = [
+        BucketCount(
+            height=int(height_K[bucket]),
+            width=int(width_K[bucket]),
+            samples=int((bucket_N == bucket).sum()),
+            enlarged=int(enlarged_N[bucket_N == bucket].sum()),
+        )
+        for bucket in np.unique(bucket_N).tolist()
+    ]
+    return tuple(sorted(counts, key=lambda each: -each.samples))
+
+
+def _shapes(part: Rows) -> tuple[Shapes, ...]:
+    """Return what the chosen aspect ratios do to the pictures, and what the others that have a name would."""
+    width_N, height_N = (part.index.table[name][part.rows].astype(np.int64) for name in ("width", "height"))
+    known = (width_N > 0) & (height_N > 0)
+    sizes = width_N[known], height_N[known]
+    source = part.source
+    found = [_shape(str(source.aspect_ratios or "null"), source.bucket_table(part.index), *sizes)]
+    for name, ratios in {"null": None, **{preset: preset for preset in PRESETS}}.items():
+        if name != found[0].aspect_ratios:
+            try:
+                found.append(_shape(name, source.buckets.table(source.image_size, ratios), *sizes))
+            except ValueError:  # a ratio too extreme for so small a picture
+                continue
+    return tuple(found)
+
+
+def _shape(name: str, table: BucketTable, width_N: np.ndarray, height_N: np.ndarray) -> Shapes:
+    bucket_N = table.nearest(width_N, height_N)
+    height_of, width_of = table.sizes_K2[bucket_N].T
+    wider = (width_N * height_of) / np.maximum(height_N * width_of, 1)
+    lost = 1 - np.minimum(wider, 1 / np.maximum(wider, 1e-9))
+    return Shapes(
+        aspect_ratios=name,
+        sizes=len(np.unique(bucket_N)),
+        cropped=float(lost.mean()) if len(lost) else 0.0,
+        much=int((lost > MUCH).sum()),
+        enlarged=int((table.enlargement(bucket_N, width_N, height_N) > 1.0).sum()),
+    )
