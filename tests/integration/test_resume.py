@@ -132,17 +132,19 @@ def test_adapters_in_an_untrained_network_are_warned_about(tmp_path, caplog):
 
 
 OBJECTIVES = ["adaptive", "edm", "gdf", "min_snr", "rectified_flow", "v", "x0"]
+OF_STABLE_DIFFUSION = ["ddpm", "ddpm_v", "edm_sdxl"]
 
 
 def test_every_objective_is_among_those_that_continue(repository):
-    elsewhere = ["preview", "vqgan"]  # a previewer's, in test_resume_exact.py, and Stage A's, in test_stage_a.py
+    elsewhere = ["ddpm_min_snr", "preview", "vqgan"]  # in test_resume_exact.py, the last in test_stage_a.py
     found = sorted(path.stem for path in (repository / "conf" / "objective").glob("*.yaml"))
-    assert found == sorted([*OBJECTIVES, *elsewhere])
+    assert found == sorted([*OBJECTIVES, *OF_STABLE_DIFFUSION, *elsewhere])
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("objective", [*OBJECTIVES, *OF_STABLE_DIFFUSION])
 def test_every_objective_continues_with_other_micro_batches_and_workers(tmp_path, objective):
-    overrides = [*FINETUNE, f"objective={objective}", "optimizer.lr=1e-3", "train.max_steps=2"]
+    network = ("model=sd_tiny", "task=finetune") if objective in OF_STABLE_DIFFUSION else FINETUNE
+    overrides = [*network, f"objective={objective}", "optimizer.lr=1e-3", "train.max_steps=2"]
     whole = train(tmp_path / "whole", *overrides, "train.micro_batch_size=4", "checkpoint.every_steps=1")
     begun = cut_back(whole, tmp_path / "parts", 1)
     parts = train(begun, *overrides, "train.micro_batch_size=2", "data.num_workers=1")
