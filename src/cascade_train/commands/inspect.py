@@ -1,4 +1,4 @@
-"""Look at data before training: unreadable files, duplicates, shapes, captions, a batch.
+"""Look at data before training: what cannot be read, is there twice or is cut.
 
     cascade-train inspect data.urls=… out=inspect.html
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +67,8 @@ class Room:
 def own_room(device: torch.device, machine_ranks: int) -> Room:
     """Return what is free on a device, with this process's own context; on a CPU, a rank's share of what is."""
     if device.type == "cuda":
+        import torch
+
         free, whole = torch.cuda.mem_get_info(device)
         return Room(gb=min(whole, free + CONTEXT_BYTES) / 1e9, on_cuda=True)
     return Room(gb=free_host_bytes() / machine_ranks / 1e9, on_cuda=False)

@@ -30,12 +30,14 @@ from cascade_train.assembly.planning.live import CUDA_BLOCK_BYTES, Live
 from cascade_train.assembly.planning.shapes import META, Shapes
 from cascade_train.batch import Batch
 from cascade_train.config.saved import to_plain
+from cascade_train.config.targets import class_constant
 from cascade_train.data.cached import Cached
 from cascade_train.data.data_set import open_data_set
 from cascade_train.distributed.parallelize import make_copies, reshard, set_gradient_sync
 from cascade_train.engine.optimizer import fill_state
 from cascade_train.engine.phase import training_state
 from cascade_train.filters.base import CONTROL, ControlFilter, ControlMap, Encode, arrived
+from cascade_train.models.denoising_stage import DenoisingStage
 from cascade_train.tasks.base import Export, Phase
 from cascade_train.tasks.controlnet import ControlNet
 
@@ -262,8 +264,10 @@ def unloaded(cfg: DictConfig) -> DictConfig:
 
 
 def count_parameters(cfg: DictConfig) -> int:
-    """Return the number of parameters of a run's network and frozen parts."""
+    """Return the number of parameters of a run's network and frozen parts; of the network where its data is a cache."""
     stage = build_parts(unloaded(cfg)).stage
+    if isinstance(stage, DenoisingStage) and class_constant(cfg.data._target_, "is_cache"):
+        stage.left_out |= frozenset(stage.frozen_parts)
     stage.build(device=META, network_dtype=torch.float32, frozen_dtype=torch.float32)
     network = {} if "network" in stage.left_out else {"network": stage.network}
     modules = {**stage.frozen_modules(), **network}.values()
