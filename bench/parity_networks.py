@@ -19,10 +19,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from bench.parity_case import Comparison, NotCoveredError, Outcome, Variant
-from cascade_train.models.cascade_unet import CascadeUNet
 from cascade_train.models.cascade_unet_config import BLOCK_TYPES, CascadeUNetConfig
 from cascade_train.models.formats.weights import load_module, load_network
 from cascade_train.models.formats.weights_tensors import map_keys
+from cascade_train.models.networks.cascade_unet import CascadeUNet
 from cascade_train.models.previewer import PreviewNetwork
 from cascade_train.models.semantic_compressor import EfficientNetCompressor
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 if TYPE_CHECKING:
-    from cascade_train.models.cascade_unet import CascadeUNet
+    from cascade_train.models.networks.cascade_unet import CascadeUNet
 
 BLOCK_TYPES = ("SDCascadeResBlock", "SDCascadeTimestepBlock", "SDCascadeAttnBlock")
 """Order of the blocks of a unit; a level without attention leaves out the last."""
@@ -131,8 +131,8 @@ class CascadeUNetConfig:
 
     def build(self) -> CascadeUNet:
         """Make the network on the meta device, without memory and without values."""
-        from cascade_train.models.attention import drop_probabilities
-        from cascade_train.models.cascade_unet import CascadeUNet
+        from cascade_train.models.networks.attention import drop_probabilities
+        from cascade_train.models.networks.cascade_unet import CascadeUNet
 
         with torch.device("meta"):
             network = CascadeUNet(**self.arguments)

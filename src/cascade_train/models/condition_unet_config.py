@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 if TYPE_CHECKING:
-    from cascade_train.models.condition_unet import ConditionUNet
+    from cascade_train.models.networks.condition_unet import ConditionUNet
 
 DOWN, CROSS_DOWN = "DownBlock2D", "CrossAttnDownBlock2D"
 UP, CROSS_UP = "UpBlock2D", "CrossAttnUpBlock2D"
@@ -101,7 +101,7 @@ class ConditionUNetConfig:
 
     def build(self) -> ConditionUNet:
         """Make the network on the meta device, without memory and without values."""
-        from cascade_train.models.condition_unet import ConditionUNet
+        from cascade_train.models.networks.condition_unet import ConditionUNet
 
         with torch.device("meta"):
             return ConditionUNet(**self.arguments)

@@ -195,7 +195,7 @@ class CascadeStage(DenoisingStage):
     semantic_compressor: SemanticCompressor
 
     def _build_network(self, dtype: torch.dtype) -> None:
-        from cascade_train.models.response_norm import set_kernels  # heavy: diffusers
+        from cascade_train.models.networks.response_norm import set_kernels  # heavy: diffusers
 
         self.network = self.network_config.build()
         set_kernels(self.network, self.kernels)

@@ -11,8 +11,8 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from cascade_train.models.efficientnet import FixedBatchNorm2d
 from cascade_train.models.frozen_part import FrozenPart
+from cascade_train.models.networks.efficientnet import FixedBatchNorm2d
 
 
 class Previewer(FrozenPart):

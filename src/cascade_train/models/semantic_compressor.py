@@ -13,8 +13,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from cascade_train.models.efficientnet import build_features
 from cascade_train.models.frozen_part import FrozenPart
+from cascade_train.models.networks.efficientnet import build_features
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)

@@ -76,7 +76,7 @@ class StageA(Stage):
 
     def build(self, *, device: torch.device, network_dtype: torch.dtype, frozen_dtype: torch.dtype) -> None:
         """Make the network on the meta device, then load or initialise it on `device`."""
-        from cascade_train.models.vq_network import VQNetwork, vq_rule  # heavy: diffusers
+        from cascade_train.models.networks.vq_network import VQNetwork, vq_rule  # heavy: diffusers
 
         with torch.device("meta"):
             network = VQNetwork(**self.arguments)

@@ -1,6 +1,6 @@
 """A control network beside a frozen Stage C: samples follow a map that a filter makes of a picture.
 
-Must not live here: the loss (text_to_image.py), the network (models/controlnet.py) and the filters (filters/).
+Must not live here: the loss (text_to_image.py), the network (models/networks/controlnet.py) and the filters (filters/).
 
 Shape legend: B batch, C channels of the map, H W image size, h w size of the map.
 """
@@ -19,7 +19,9 @@ from cascade_train.batch import Batch, SampleTransform, sample_seed
 from cascade_train.diffusion.objective import Objective
 from cascade_train.errors import ConfigError
 from cascade_train.filters.base import CONTROL, ControlFilter, ControlMap, transform_images
-from cascade_train.models.controlnet import (
+from cascade_train.models.formats.controlnet_files import StoredControl, read_control, save_control
+from cascade_train.models.formats.weights_tensors import recognise_size
+from cascade_train.models.networks.controlnet import (
     Bottleneck,
     ControlNetwork,
     ControlSpec,
@@ -27,9 +29,7 @@ from cascade_train.models.controlnet import (
     build_control_network,
     mirrored_blocks,
 )
-from cascade_train.models.efficientnet import load_features
-from cascade_train.models.formats.controlnet_files import StoredControl, read_control, save_control
-from cascade_train.models.formats.weights_tensors import recognise_size
+from cascade_train.models.networks.efficientnet import load_features
 from cascade_train.models.stage import Stage
 from cascade_train.options import File
 from cascade_train.tasks.base import Export, Guide, ImageMaker, Phase, Predictor

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from cascade_train.batch import Batch
-from cascade_train.models.discriminator import PatchDiscriminator, build_discriminator
 from cascade_train.models.image_quality import FeatureDistance, image_quality
+from cascade_train.models.networks.discriminator import PatchDiscriminator, build_discriminator
+from cascade_train.models.networks.vq_network import count_codes, revive, unused_since
 from cascade_train.models.stage import Save, Stage
 from cascade_train.models.stage_a import StageA
-from cascade_train.models.vq_network import count_codes, revive, unused_since
 from cascade_train.options import File, check_within
 from cascade_train.tasks.base import Draws, Export, Phase, SampleSettings, StepOutput, Task, weighted
 from cascade_train.tasks.pictures import PictureObjective, PictureTask, PreparedPictures, RoundTrip

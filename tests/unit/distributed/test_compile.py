@@ -13,8 +13,8 @@ from torch._dynamo.utils import counters
 from cascade_train.data.buckets import Buckets
 from cascade_train.distributed.parallelize import compile_units_of
 from cascade_train.errors import RunError
-from cascade_train.models.cascade_unet import CascadeUNet
-from cascade_train.models.response_norm import set_kernels
+from cascade_train.models.networks.cascade_unet import CascadeUNet
+from cascade_train.models.networks.response_norm import set_kernels
 from tests.unit.models.stages import filled_network, network_inputs
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the compiler warns about its own parts

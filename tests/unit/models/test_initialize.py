@@ -25,7 +25,7 @@ from cascade_train.models.initialize import (
 )
 from cascade_train.models.lora import MAGNITUDE, begin_magnitudes, inject_lora
 from cascade_train.models.stage import Stage
-from tests.unit.models.networks import empty_network, original_state, small_network
+from tests.unit.models.small_networks import empty_network, original_state, small_network
 from tests.unit.models.stages import build_stage, tiny_network
 
 CPU = torch.device("cpu")

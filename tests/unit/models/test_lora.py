@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from cascade_train.errors import ConfigError
-from cascade_train.models.cascade_unet import CascadeUNet
 from cascade_train.models.formats.export_lora import merge_lora_into
 from cascade_train.models.lora import (
     ADAPTER,
@@ -21,7 +20,8 @@ from cascade_train.models.lora import (
     lora_spec,
     select_modules,
 )
-from tests.unit.models.networks import empty_network, predict, small_network
+from cascade_train.models.networks.cascade_unet import CascadeUNet
+from tests.unit.models.small_networks import empty_network, predict, small_network
 
 
 def inject(network: nn.Module, module_filters: list[str] | None = None, **changes: Any) -> list[str]:

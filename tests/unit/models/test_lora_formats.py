@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cascade_train.errors import ConfigError
-from cascade_train.models.cascade_unet import CascadeUNet
 from cascade_train.models.formats.export import build_plain_network, fixed_prediction
 from cascade_train.models.formats.export_lora import lora_error
 from cascade_train.models.formats.lora_files import (
@@ -37,7 +36,8 @@ from cascade_train.models.lora import (
     inject_lora,
     lora_spec,
 )
-from tests.unit.models.networks import empty_network, load_lora, small_network
+from cascade_train.models.networks.cascade_unet import CascadeUNet
+from tests.unit.models.small_networks import empty_network, load_lora, small_network
 
 TOKENS = TrainedTokens(strings=("[fernando]",), ids=(49408,), is_new=(True,), rows=torch.linspace(0, 1, 24)[None])
 TEXT = {

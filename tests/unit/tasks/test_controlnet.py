@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
 from cascade_train.filters.base import ControlFilter, ControlMap, Encode, ImageFilter
-from cascade_train.models.controlnet import ControlNetwork
+from cascade_train.models.networks.controlnet import ControlNetwork
 from cascade_train.tasks.base import Guide
 from tests.unit.models.stages import build_stage
 from tests.unit.tasks.task_contract import CPU, TaskContract, attached, batch_for, component, make_batch, trainable

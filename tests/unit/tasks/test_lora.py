@@ -12,7 +12,7 @@ import torch
 from cascade_train.errors import ConfigError
 from cascade_train.models.lora import adapted_layers
 from cascade_train.tasks.lora import LoRA
-from tests.unit.models.networks import load_lora
+from tests.unit.models.small_networks import load_lora
 from tests.unit.models.stages import build_stage
 from tests.unit.tasks.task_contract import TaskContract, attached, component, make_batch, trainable
 

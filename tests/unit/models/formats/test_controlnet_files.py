@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cascade_train.errors import ConfigError, RunError
-from cascade_train.models.controlnet import ControlNetwork, ControlSpec, build_control_network
 from cascade_train.models.formats import controlnet_files
 from cascade_train.models.formats.controlnet_files import StoredControl, read_control, save_control
+from cascade_train.models.networks.controlnet import ControlNetwork, ControlSpec, build_control_network
 
 KEY = "task.weights"
 PUBLISHED = (0, 4, 8, 12, 51, 55, 59, 63)

@@ -23,15 +23,15 @@ from transformers import (
 )
 
 from cascade_train.errors import RunError
-from cascade_train.models.cascade_unet import CascadeUNet
 from cascade_train.models.formats import export_lora, export_pipelines
 from cascade_train.models.formats.export import build_plain_network, replaced_directory, replaced_file
 from cascade_train.models.formats.export_lora import save_lora
 from cascade_train.models.formats.export_pipelines import save_prior
 from cascade_train.models.formats.weights import load_network
 from cascade_train.models.lora import StoredLora, adapter_state, inject_lora, lora_spec
+from cascade_train.models.networks.cascade_unet import CascadeUNet
 from cascade_train.models.token_count import FOLDER
-from tests.unit.models.networks import empty_network, predict, small_network
+from tests.unit.models.small_networks import empty_network, predict, small_network
 
 MAX_TOKENS = 12
 

@@ -11,15 +11,15 @@ import torch
 from safetensors.torch import load_file
 
 from cascade_train.errors import ConfigError, RunError
-from cascade_train.models.cascade_unet import CascadeUNet
 from cascade_train.models.formats import export
 from cascade_train.models.formats import export_lora as export_lora_module
 from cascade_train.models.formats.export import fixed_prediction, original_state, save_network
 from cascade_train.models.formats.export_lora import LORA_FORMATS, export_lora, merge_all
 from cascade_train.models.formats.lora_files import adapter_size, holds_lora, module_shapes, read_lora
 from cascade_train.models.formats.weights import load_state, stored_size
-from tests.unit.models import networks
-from tests.unit.models.networks import SMALL_B, empty_network, load_lora, small_network
+from cascade_train.models.networks.cascade_unet import CascadeUNet
+from tests.unit.models import small_networks
+from tests.unit.models.small_networks import SMALL_B, empty_network, load_lora, small_network
 from tests.unit.models.test_lora_formats import TOKENS, adapted, stored
 
 
@@ -29,7 +29,7 @@ def test_a_single_file_has_the_original_names_and_comes_back(stage: str, tmp_pat
     state = {name: value.bfloat16() for name, value in network.state_dict().items()}
     out = tmp_path / "stage.safetensors"
     assert save_network(state, network.config, out, format="original") < 1e-2
-    found, expected = load_file(out), networks.original_state(state)
+    found, expected = load_file(out), small_networks.original_state(state)
     assert found.keys() == expected.keys()
     assert ("clip_mapper.weight" in found) == (stage == "b")
     assert all(torch.equal(found[name], value) for name, value in expected.items())

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from cascade_train.models.cascade_unet import CascadeUNet
+from cascade_train.models.networks.cascade_unet import CascadeUNet
 from tests.unit.models.stages import filled_network, network_inputs
 
 

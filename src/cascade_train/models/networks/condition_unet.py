@@ -18,7 +18,7 @@ from diffusers import UNet2DConditionModel
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from cascade_train.models.attention import draws_random_numbers, set_attention
+from cascade_train.models.networks.attention import draws_random_numbers, set_attention
 
 
 class ConditionUNet(UNet2DConditionModel):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.library import Library, register_fake
 
-from cascade_train.models.cascade_unet import SDCascadeResBlock
+from cascade_train.models.networks.cascade_unet import SDCascadeResBlock
 
 EPSILON = 1e-6
 _HAS_TRITON = find_spec("triton") is not None
@@ -81,7 +81,7 @@ def _kernels(h_BHWK: Tensor) -> Any:
     """Return the module of kernels for a tensor, None where torch does it."""
     if not (_HAS_TRITON and h_BHWK.is_cuda and h_BHWK.dtype != torch.float64):
         return None
-    from cascade_train.models import response_norm_triton
+    from cascade_train.models.networks import response_norm_triton
 
     return response_norm_triton
 

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
-from cascade_train.models.efficientnet import STEM, FixedBatchNorm2d, build_control_features, load_features
+from cascade_train.models.networks.efficientnet import STEM, FixedBatchNorm2d, build_control_features, load_features
 
 KEY = "task.backbone_weights"
 

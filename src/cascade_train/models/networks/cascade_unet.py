@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from cascade_train.files.package import without_siblings
-from cascade_train.models.attention import draws_random_numbers, set_attention
+from cascade_train.models.networks.attention import draws_random_numbers, set_attention
 
 with without_siblings("diffusers.models.unets"):
     from diffusers.models.unets.unet_stable_cascade import (

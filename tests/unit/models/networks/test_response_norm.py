@@ -13,8 +13,8 @@ import torch
 from diffusers.models.unets.unet_stable_cascade import GlobalResponseNorm, SDCascadeResBlock
 from torch import Tensor, nn
 
-from cascade_train.models import response_norm as module
-from cascade_train.models.response_norm import FusedChannelwise, response_norm, set_kernels
+from cascade_train.models.networks import response_norm as module
+from cascade_train.models.networks.response_norm import FusedChannelwise, response_norm, set_kernels
 from tests.unit.models.stages import filled_network, network_inputs
 
 CHANNELS = 24
@@ -137,7 +137,7 @@ def test_it_compiles_as_one_graph(p: float) -> None:
 
 def check_kernels() -> None:
     """Compare the Triton kernels with torch, where triton's interpreter runs them on the host."""
-    from cascade_train.models import response_norm_triton as kernels
+    from cascade_train.models.networks import response_norm_triton as kernels
 
     for p in (0.0, 0.3):
         expected = measured(response_norm, torch.float64, p)
@@ -150,7 +150,7 @@ def check_kernels() -> None:
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 def test_the_kernels_compute_what_torch_computes() -> None:
-    code = "from tests.unit.models.test_response_norm import check_kernels; check_kernels()"
+    code = "from tests.unit.models.networks.test_response_norm import check_kernels; check_kernels()"
     environment = os.environ | {"TRITON_INTERPRET": "1"}  # to be set before triton is imported
     found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr

@@ -2,8 +2,8 @@ import pytest
 import torch
 from diffusers import StableCascadeUNet
 
-from cascade_train.models import cascade_unet
-from cascade_train.models.cascade_unet import CascadeUNet
+from cascade_train.models.networks import cascade_unet
+from cascade_train.models.networks.cascade_unet import CascadeUNet
 from tests.unit.models.stages import filled_network, network_inputs
 
 

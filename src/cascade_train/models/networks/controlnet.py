@@ -15,8 +15,8 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from cascade_train.models.efficientnet import build_control_features
 from cascade_train.models.initialize import ONES, ZEROS, Fill, Rule, convolution_rule, initialise, torch_uniform
+from cascade_train.models.networks.efficientnet import build_control_features
 
 Bottleneck = Literal["effnet", "simple", "large", "small"]
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cascade_train.models import controlnet
-from cascade_train.models.controlnet import (
+from cascade_train.models.networks import controlnet
+from cascade_train.models.networks.controlnet import (
     ControlNetwork,
     ControlSpec,
     block_widths,

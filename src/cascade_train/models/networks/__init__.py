@@ -1,0 +1,1 @@
+"""Networks as torch modules: what stages, encoders and tasks build."""
