@@ -48,12 +48,24 @@ USES = {
     "lora.original.safetensors": "`lora.original.safetensors` is a LoRA of Stage C for the original code.",
     "controlnet": "`controlnet/controlnet.safetensors` is a control network of Stage C, in the original's layout.",
     "pipeline": "`pipeline/` is the whole model: `DiffusionPipeline.from_pretrained('pipeline')` of diffusers.",
+    "unet": "`unet/` is a network of Stable Diffusion: `UNet2DConditionModel.from_pretrained('unet')` of diffusers.",
     "vqgan": "`vqgan/` is Stage A: `PaellaVQModel.from_pretrained('vqgan')` of diffusers.",
     "stage_a": "`stage_a/stage_a.safetensors` is Stage A for the original code and for ComfyUI, as a VAE.",
     "semantic_compressor": "`semantic_compressor/` is a semantic compressor, for cascade_train.",
     "previewer": "`previewer/` is a previewer of Stage C's latents, for cascade_train.",
 }
 """What an export is and what loads it, by its name."""
+
+OF_STABLE_DIFFUSION = {
+    "lora": "`lora/` is a LoRA of Stable Diffusion: `pipeline.load_lora_weights('lora')` of diffusers, with the base's "
+    "pipeline. New tokens lie in files of their own beside it.",
+    "lora.safetensors": "`lora.safetensors` is a LoRA of Stable Diffusion in one file, for cascade_train.",
+    "lora.kohya.safetensors": "`lora.kohya.safetensors` is a LoRA of Stable Diffusion for sd-scripts, ComfyUI and other "
+    "interfaces.",
+}
+"""The same where it is another for Stable Diffusion."""
+
+STABLE_DIFFUSION = "stable-diffusion"
 
 SHOWN = ("model", "task", "objective", "data", "train", "optimizer", "lr_scheduler", "ema")
 """Nodes of the configuration that decide what was learned."""
@@ -81,7 +93,8 @@ def write_card(out: Path, names: Sequence[str], *, source: str, run: Path | None
     ]
     parts += [f"![Samples]({SAMPLES})\n"] if folder is not None else []
     parts += ["## Use\n", "In a copy of this folder (`hf download <repository> --local-dir .`):\n"]
-    parts += ["".join(f"- {USES.get(name, f'`{name}` is for cascade_train.')}\n" for name in names)]
+    uses = USES | OF_STABLE_DIFFUSION if _family(plain.get("model", {})) == STABLE_DIFFUSION else USES
+    parts += ["".join(f"- {uses.get(name, f'`{name}` is for cascade_train.')}\n" for name in names)]
     if plain:
         metrics = {} if run is None else _metrics(run, step)
         shown = {key: plain[key] for key in SHOWN if key in plain}
@@ -98,11 +111,17 @@ def _front_matter(names: Sequence[str], model: Mapping[str, Any]) -> dict[str, A
         found = {"base_model": base.repo, "base_model_relation": relation}
     if _loads_published(model):
         found |= LICENSE
-    in_diffusers = set(names) & {"prior", "decoder", "combined", "vqgan", "pipeline"}
+    family = _family(model)
+    its_own = {"lora", "controlnet"} if family == STABLE_DIFFUSION else set()
+    in_diffusers = set(names) & ({"prior", "decoder", "combined", "vqgan", "pipeline", "unet"} | its_own)
     library = "diffusers" if in_diffusers else "peft" if "lora" in names else "cascade_train"
     paints = {} if kind in ("vqgan", "stage_a") else {"pipeline_tag": "text-to-image"}
-    family = "stable-diffusion" if ".stable_diffusion." in str(model.get("_target_")) else "stable-cascade"
     return {**found, "library_name": library, **paints, "tags": [family, kind, "cascade_train"]}
+
+
+def _family(model: Mapping[str, Any]) -> str:
+    """Return the hub's tag of a model's family, by its node of the configuration."""
+    return STABLE_DIFFUSION if ".stable_diffusion." in str(model.get("_target_")) else "stable-cascade"
 
 
 def _loads_published(model: Mapping[str, Any]) -> bool:
