@@ -65,6 +65,7 @@ class Batch:
         original_size_B2: (B, 2) int64 on the host, height and width in pixels before cropping, upright; None = unknown.
         crop_B4: (B, 4) int64 on the host, top, left, height and width of the crop in the original's pixels; None =
             unknown.
+        flipped_B: (B,) bool on the host, whether the crop was then mirrored left to right; None = none was.
         skipped: unreadable samples that others in this batch replace.
     """
 
@@ -78,6 +79,7 @@ class Batch:
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     original_size_B2: Tensor | None = None
     crop_B4: Tensor | None = None
+    flipped_B: Tensor | None = None
     skipped: tuple[Unreadable, ...] = ()
 
     def __len__(self) -> int:

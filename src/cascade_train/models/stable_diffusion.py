@@ -247,10 +247,15 @@ def size_ids(batch: Batch) -> Tensor:
     """Return SDXL's conditions of a batch of pictures with known sizes, (B, 6) fp32 on the host, in pixels.
 
     Height and width of the original; top and left of the crop, after the picture was resized so that its crop has the
-    batch's size; height and width of the batch. A picture that was mirrored has the crop of the one that was not.
+    batch's size; height and width of the batch. Left is counted in the picture as it is shown: of a mirrored one from
+    what was its right, as diffusers' train_text_to_image_sdxl.py mirrors before it crops.
     """
     assert batch.image_BCHW is not None and batch.original_size_B2 is not None and batch.crop_B4 is not None  # noqa: PT018
     target_2 = torch.tensor(batch.image_BCHW.shape[-2:])
     corner_B2, box_B2 = batch.crop_B4.split(2, dim=1)
+    if batch.flipped_B is not None:
+        right_B = batch.original_size_B2[:, 1] - batch.crop_B4[:, 1] - batch.crop_B4[:, 3]
+        left_B = torch.where(batch.flipped_B, right_B, corner_B2[:, 1])
+        corner_B2 = torch.stack([corner_B2[:, 0], left_B], dim=1)
     moved_B2 = (corner_B2 * target_2 / box_B2).round()
     return torch.cat([batch.original_size_B2, moved_B2, target_2.expand_as(corner_B2)], dim=1).float()

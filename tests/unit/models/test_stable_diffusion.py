@@ -38,6 +38,10 @@ class TestSdxlTiny(StageContract):
             crop_B4=torch.tensor([[16, 0, 48, 48], [0, 30, 40, 40]]),
         )
         assert size_ids(batch).tolist() == [[64, 48, 11, 0, 32, 32], [40, 100, 0, 24, 32, 32]]
+        aside = replace(batch, crop_B4=torch.tensor([[16, 0, 48, 48], [0, 10, 40, 40]]))
+        mirrored = size_ids(replace(aside, flipped_B=torch.tensor([True, True])))
+        assert mirrored.tolist() == [[64, 48, 11, 0, 32, 32], [40, 100, 0, 40, 32, 32]]
+        assert torch.equal(size_ids(replace(aside, flipped_B=torch.tensor([False, False]))), size_ids(aside))
         tokens, latents = stage.tokenize(["a red circle"] * 2), torch.randn(2, 4, 8, 8)
         drawn = stage.draw(batch)
         framed = stage.conditions(tokens, drawn=drawn)

@@ -48,6 +48,7 @@ class Framed:
     mask: np.ndarray | None  # (1, H, W) uint8, 255 where the loss counts; None where the sample has no mask
     size: tuple[int, int]  # height and width of the whole picture in pixels, upright
     box: Box  # the part that was taken, in pixels of the whole picture
+    flipped: bool  # whether that part was mirrored left to right
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +75,7 @@ class Framing:
             mask=None if mask is None else self._mask(mask, decoded.size, box, (height, width), flip=flip),
             size=decoded.size,
             box=box,
+            flipped=flip,
         )
 
     def _box(self, pixels: np.ndarray, size: tuple[int, int], target: tuple[int, int], draw: Draw) -> Box:

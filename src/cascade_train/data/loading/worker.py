@@ -166,6 +166,7 @@ def _stacked(samples: list[_Sample]) -> dict[str, Any]:
         "tensors": tensors,
         "original_size_B2": torch.tensor([each.size for each in framed], dtype=torch.int64),
         "crop_B4": torch.tensor(boxes, dtype=torch.int64),
+        "flipped_B": torch.tensor([each.flipped for each in framed], dtype=torch.bool),
     }
 
 

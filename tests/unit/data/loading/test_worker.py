@@ -99,6 +99,8 @@ def test_sizes_and_crops_are_in_pixels_of_the_whole_upright_picture(tmp_path: Pa
     assert batch.crop_B4 is not None
     assert batch.original_size_B2.tolist() == [[900, 600]] * 2
     assert batch.crop_B4.tolist() == [[150, 0, 600, 600]] * 2
+    assert batch.flipped_B is not None
+    assert not batch.flipped_B.any()
 
 
 def test_mirroring_is_drawn_anew_each_epoch_and_repeats_in_a_resume(tmp_path: Path) -> None:
@@ -115,6 +117,8 @@ def test_mirroring_is_drawn_anew_each_epoch_and_repeats_in_a_resume(tmp_path: Pa
     assert len(kinds) == 2
     assert torch.equal(kinds[0], kinds[1].flip(-1))
     assert 4 <= (images == kinds[0]).all(dim=(1, 2, 3)).sum() <= 20
+    flipped = torch.cat([batch.flipped_B for step in whole for batch in step if batch.flipped_B is not None])
+    assert len({(flag, bool((image == kinds[0]).all())) for flag, image in zip(flipped.tolist(), images)}) == 2
     assert [content(step) for step in steps(4, 2)] == [content(step) for step in whole[4:]]
 
 
