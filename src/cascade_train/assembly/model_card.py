@@ -49,6 +49,7 @@ USES = {
     "controlnet": "`controlnet/controlnet.safetensors` is a control network of Stage C, in the original's layout.",
     "pipeline": "`pipeline/` is the whole model: `DiffusionPipeline.from_pretrained('pipeline')` of diffusers.",
     "unet": "`unet/` is a network of Stable Diffusion: `UNet2DConditionModel.from_pretrained('unet')` of diffusers.",
+    "vae": "`vae/` is an autoencoder of Stable Diffusion: `AutoencoderKL.from_pretrained('vae')` of diffusers.",
     "vqgan": "`vqgan/` is Stage A: `PaellaVQModel.from_pretrained('vqgan')` of diffusers.",
     "stage_a": "`stage_a/stage_a.safetensors` is Stage A for the original code and for ComfyUI, as a VAE.",
     "semantic_compressor": "`semantic_compressor/` is a semantic compressor, for cascade_train.",
@@ -113,15 +114,16 @@ def _front_matter(names: Sequence[str], model: Mapping[str, Any]) -> dict[str, A
         found |= LICENSE
     family = _family(model)
     its_own = {"lora", "controlnet"} if family == STABLE_DIFFUSION else set()
-    in_diffusers = set(names) & ({"prior", "decoder", "combined", "vqgan", "pipeline", "unet"} | its_own)
+    in_diffusers = set(names) & ({"prior", "decoder", "combined", "vqgan", "vae", "pipeline", "unet"} | its_own)
     library = "diffusers" if in_diffusers else "peft" if "lora" in names else "cascade_train"
-    paints = {} if kind in ("vqgan", "stage_a") else {"pipeline_tag": "text-to-image"}
+    paints = {} if kind in ("vqgan", "stage_a", "vae") else {"pipeline_tag": "text-to-image"}
     return {**found, "library_name": library, **paints, "tags": [family, kind, "cascade_train"]}
 
 
 def _family(model: Mapping[str, Any]) -> str:
     """Return the hub's tag of a model's family, by its node of the configuration."""
-    return STABLE_DIFFUSION if ".stable_diffusion." in str(model.get("_target_")) else "stable-cascade"
+    module = str(model.get("_target_")).rpartition(".")[0]
+    return STABLE_DIFFUSION if module.endswith((".stable_diffusion", ".stage_vae")) else "stable-cascade"
 
 
 def _loads_published(model: Mapping[str, Any]) -> bool:

@@ -53,18 +53,8 @@ class KLAutoencoder(LatentCodec):
     norm_num_groups: int
 
     def __post_init__(self) -> None:
-        if not self.scaling_factor > 0.0:
-            raise ValueError(f"vae.scaling_factor={self.scaling_factor}: multiplies the latents, give one above 0")
-        if any(width % self.norm_num_groups for width in self.block_out_channels):
-            raise ValueError(
-                f"vae.norm_num_groups={self.norm_num_groups}: must divide the widths {self.block_out_channels}"
-            )
-        levels = len(self.block_out_channels)
-        self.stride = 2 ** (levels - 1)
-        own = ("scaling_factor", "latent_channels", "block_out_channels", "layers_per_block", "norm_num_groups")
-        self.arguments: dict[str, Any] = {name: getattr(self, name) for name in own}
-        self.arguments["down_block_types"] = ["DownEncoderBlock2D"] * levels
-        self.arguments["up_block_types"] = ["UpDecoderBlock2D"] * levels
+        self.arguments = kl_arguments(self, key=self.key)
+        self.stride = 2 ** (len(self.block_out_channels) - 1)
 
     def build(self, *, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
         """Make the module on `device` with its weights, or values from a fixed seed; a ConfigError if they do not fit.
@@ -101,3 +91,18 @@ class KLAutoencoder(LatentCodec):
     def decode(self, latent_BCHW: Tensor) -> Tensor:
         """Decode (B, C, H, W) to (B, 3, stride H, stride W) fp32, not clamped."""
         return (self.module.decode((latent_BCHW / self.scaling_factor).to(self.module.dtype)).sample.float() + 1) / 2
+
+
+def kl_arguments(options: Any, *, key: str) -> dict[str, Any]:
+    """Return the arguments of an `AutoencoderKL` among the attributes of an object; ValueErrors name `key`."""
+    widths, groups = options.block_out_channels, options.norm_num_groups
+    if not options.scaling_factor > 0.0:
+        raise ValueError(f"{key}.scaling_factor={options.scaling_factor}: multiplies the latents, give one above 0")
+    if any(width % groups for width in widths):
+        raise ValueError(f"{key}.norm_num_groups={groups}: must divide the widths {widths}")
+    own = ("scaling_factor", "latent_channels", "block_out_channels", "layers_per_block", "norm_num_groups")
+    return {
+        **{name: getattr(options, name) for name in own},
+        "down_block_types": ["DownEncoderBlock2D"] * len(widths),
+        "up_block_types": ["UpDecoderBlock2D"] * len(widths),
+    }

@@ -67,8 +67,8 @@ class Stage(abc.ABC):
             file; null = from scratch.
 
     Attributes:
-        name: "stage_a", "stage_b" or "stage_c" of the cascade, "stable_diffusion" or "stable_diffusion_xl"; tasks name
-            those that they fit.
+        name: "stage_a", "stage_b" or "stage_c" of the cascade, "stable_diffusion", "stable_diffusion_xl" or "vae";
+            tasks name those that they fit.
         part: name of the folder that holds its network in pipelines and exports.
         image_multiple: both sides of an image must be multiples of this many pixels.
         image_keep_prob: share of training samples that keep their image condition, where a task names no other.

@@ -1,6 +1,6 @@
 """Base of the objectives and tasks that score pictures themselves, and denoise nothing.
 
-Must not live here: any one of them (vqgan.py, preview.py).
+Must not live here: any one of them (autoencoding.py, preview.py).
 
 Shape legend: B batch, H W image size.
 """

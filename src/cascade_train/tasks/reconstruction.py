@@ -1,6 +1,6 @@
 """Training of what turns latents back into images: Stage B's network, or what an objective of pictures trains.
 
-Must not live here: the loss (text_to_image.py), and what trains by other objectives (vqgan.py, preview.py).
+Must not live here: the loss (text_to_image.py), and what trains by other objectives (autoencoding.py, preview.py).
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ class Reconstruction(WholeNetwork):
     """Trains every weight of Stage B's network to reconstruct images from their semantic latents and captions.
 
     An objective of pictures replaces this task by its own: `objective=vqgan` trains Stage A,
-    `objective=preview` Stage C's previewer. The semantic compressor may train along with Stage B, as in Würstchen
-    (Pernias et al. 2023), or with a previewer; Stage C is trained on its latents afterwards.
+    `objective=autoencoder_kl` Stable Diffusion's autoencoder, `objective=preview` Stage C's previewer. The semantic
+    compressor may train along with Stage B, as in Würstchen (Pernias et al. 2023), or with a previewer; Stage C is
+    trained on its latents afterwards.
 
     Args:
         cond_drop_prob: share of samples whose caption is replaced by the empty one, in [0, 1]; null = 0.05. For Stage
@@ -46,8 +47,8 @@ class Reconstruction(WholeNetwork):
             their statistics. False = it stays as it is, which every published Stage C needs.
     """
 
-    fits = ("stage_a", "stage_b", "stage_c")
-    reconstructs = ("stage_a", "stage_c")
+    fits = ("stage_a", "stage_b", "stage_c", "vae")
+    reconstructs = ("stage_a", "stage_c", "vae")
 
     def __init__(
         self, *, cond_drop_prob: float | None, image_keep_prob: float | None, train_compressor: bool = False

@@ -33,9 +33,10 @@ CONTROLNETS = {
 
 COMPANIONS = {
     **{f"model={m}": {"task": "reconstruction"} for m in ("a", "a_tiny", "b_3b", "b_700m", "b_tiny")},
+    **{f"model={m}": {"task": "reconstruction"} for m in ("vae_sd", "vae_sdxl", "vae_tiny")},
     "task=reconstruction": {"model": "b_tiny"},
     **{
-        f"objective={name}": {"model": f"{stage[-1]}_tiny", "task": "reconstruction"}
+        f"objective={name}": {"model": f"{stage.removeprefix('stage_')}_tiny", "task": "reconstruction"}
         for name, target in option_targets("objective").items()
         if not class_constant(target, "denoises")
         for stage in class_constant(target, "fits")[:1]

@@ -118,7 +118,7 @@ def save_vqgan(
         else:
             model.save_pretrained(partial)
             loaded = type(model).from_pretrained(partial).eval()
-        return read_back_error(model, loaded, directory, _reconstruction)
+        return read_back_error(model, loaded, directory, reconstruction)
 
 
 def plain_vqgan(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> PaellaVQModel:
@@ -172,7 +172,8 @@ def fixed_prediction(network: nn.Module) -> Tensor:
 
 
 @torch.no_grad()
-def _reconstruction(model: nn.Module) -> Tensor:
+def reconstruction(model: nn.Module) -> Tensor:
+    """Return what an autoencoder of diffusers makes of a fixed picture, (1, 3, H, W)."""
     return model(torch.rand(1, 3, _PROBE_PX, _PROBE_PX, generator=torch.Generator().manual_seed(0))).sample
 
 

@@ -11,10 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import diffusers
+import torch
 from diffusers import AutoencoderKL, StableDiffusionPipeline, StableDiffusionXLPipeline, UNet2DConditionModel
 from torch import Tensor
 
-from cascade_train.models.formats.export import build_plain_network, quiet, read_back_error, replaced_directory
+from cascade_train.models.formats.export import (
+    build_plain_network,
+    quiet,
+    read_back_error,
+    reconstruction,
+    replaced_directory,
+)
 from cascade_train.models.formats.export_pipelines import copy_on_host, on_host, tokenizer_of_length
 
 if TYPE_CHECKING:
@@ -38,6 +45,18 @@ def save_pipeline(stage: StableDiffusion, state: Mapping[str, Tensor], directory
             _pipeline(network, stage, dict(stage.scheduler)).save_pretrained(partial)
         loaded = UNet2DConditionModel.from_pretrained(partial / "unet", torch_dtype=network.dtype)
         return read_back_error(network, loaded, directory)
+
+
+def save_vae(config: Mapping[str, Any], state: Mapping[str, Tensor], directory: Path) -> float:
+    """Write a folder that `AutoencoderKL.from_pretrained` loads, as `save_pipeline` does, of these arguments."""
+    with torch.device("meta"):
+        model = AutoencoderKL(**config)
+    model.load_state_dict(dict(state), strict=True, assign=True)
+    model = model.requires_grad_(requires_grad=False).eval()
+    with replaced_directory(directory) as partial, quiet():
+        model.save_pretrained(partial)
+        loaded = AutoencoderKL.from_pretrained(partial, torch_dtype=model.dtype)
+        return read_back_error(model, loaded, directory, reconstruction)
 
 
 def _pipeline(network: UNet2DConditionModel, stage: StableDiffusion, scheduler: dict[str, Any]) -> Any:

@@ -63,7 +63,7 @@ class ConditionUNet(UNet2DConditionModel):
     def set_recomputing(self, enabled: bool) -> None:
         """Recompute residual and transformer blocks in backward instead of keeping their activations."""
         if enabled:
-            self.enable_gradient_checkpointing(_recomputed)
+            self.enable_gradient_checkpointing(recomputed)
         else:
             self.disable_gradient_checkpointing()
 
@@ -81,6 +81,7 @@ def _units_of(block: nn.Module) -> Iterator[nn.Module]:
         yield from getattr(block, name, None) or ()
 
 
-def _recomputed(module: nn.Module, *arguments: Any) -> Any:
+def recomputed(module: nn.Module, *arguments: Any) -> Any:
+    """Run a module of diffusers so that backward recomputes its activations; for `enable_gradient_checkpointing`."""
     keep_rng = draws_random_numbers([module])
     return checkpoint(module.__call__, *arguments, use_reentrant=False, preserve_rng_state=keep_rng)

@@ -1,0 +1,88 @@
+"""The network of Stable Diffusion's autoencoder as it trains: diffusers' `AutoencoderKL`, all of it through `forward`.
+
+Must not live here: losses (tasks/autoencoder_kl.py), and the autoencoder as a frozen part (autoencoder_kl.py).
+
+Shape legend: B batch, C latent channels, H W image size, h w latent size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from diffusers import AutoencoderKL
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+from torch import Tensor, nn
+
+from cascade_train.models.networks.attention import set_attention
+from cascade_train.models.networks.condition_unet import recomputed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reconstructed:
+    """What the network makes of images.
+
+    Attributes:
+        image_BCHW: (B, 3, H, W) fp32 reconstructions in [0, 1], not clamped.
+        mean_BChw: (B, C, h, w) fp32 means of the latents, before the scaling factor.
+        std_BChw: (B, C, h, w) fp32 standard deviations of the latents.
+        kl_B: (B,) fp32 divergence from the standard normal distribution, summed over a sample's latents.
+    """
+
+    image_BCHW: Tensor
+    mean_BChw: Tensor
+    std_BChw: Tensor
+    kl_B: Tensor
+
+
+class KLNetwork(AutoencoderKL):
+    """Diffusers' `AutoencoderKL`, whose units are the levels of encoder and decoder, with their names and config."""
+
+    def units(self) -> list[list[nn.Module]]:
+        """Return the levels, in execution order, one each."""
+        encoder, decoder = self.encoder, self.decoder
+        levels = [*encoder.down_blocks, encoder.mid_block, decoder.mid_block, *decoder.up_blocks]
+        return [[level] for level in levels]
+
+    def encoder_modules(self) -> list[nn.Module]:
+        """Return what makes latents."""
+        return [self.encoder, self.quant_conv]
+
+    def decoder_modules(self) -> list[nn.Module]:
+        """Return what makes images of latents."""
+        return [self.post_quant_conv, self.decoder]
+
+    def set_attention(self, name: str) -> None:
+        """Choose the attention kernel, see `attention.set_attention`."""
+        set_attention(self, name)
+
+    def set_recomputing(self, enabled: bool) -> None:
+        """Recompute the levels in backward instead of keeping their activations."""
+        if enabled:
+            self.enable_gradient_checkpointing(recomputed)
+        else:
+            self.disable_gradient_checkpointing()
+
+    def forward(self, sample: Tensor, *, normal_BChw: Tensor | None = None, only: str | None = None) -> Any:
+        """Encode, draw latents and decode; everything through `forward`, so that a sharded network is gathered.
+
+        `sample` is (B, 3, H, W) float in [0, 1]. `normal_BChw`, (B, C, h, w) standard normal, says where in their
+        distribution the latents lie; None = at its mean. Returns a `Reconstructed`, but with `only="encode"` the means
+        (B, C, h, w) alone, and with "decode" images (B, 3, H, W) fp32 of latents (B, C, h, w).
+        """
+        if only == "decode":
+            return self._images_of(sample)
+        dtype = self.encoder.conv_in.weight.dtype
+        moments = self.quant_conv(self.encoder((2 * sample - 1).to(dtype)))
+        posterior = DiagonalGaussianDistribution(moments.float())
+        if only == "encode":
+            return posterior.mean.clone()  # FSDP warns of views
+        latent = posterior.mean if normal_BChw is None else posterior.mean + posterior.std * normal_BChw
+        image_BCHW = self._images_of(latent)
+        return Reconstructed(
+            image_BCHW=image_BCHW, mean_BChw=posterior.mean, std_BChw=posterior.std, kl_B=posterior.kl()
+        )
+
+    def _images_of(self, latent_BChw: Tensor) -> Tensor:
+        made: Tensor = self.decoder(self.post_quant_conv(latent_BChw.to(self.post_quant_conv.weight.dtype)))
+        return (made.float() + 1) / 2
