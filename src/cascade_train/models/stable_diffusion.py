@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from pathlib import Path
 from typing import ClassVar, Literal
 
 import torch
@@ -139,9 +139,12 @@ class StableDiffusion(DenoisingStage):
 
     def exports(self) -> Mapping[str, Save]:
         """Return `pipeline`, a folder that diffusers' pipeline of this family loads."""
+        return {"pipeline": self._save}
+
+    def _save(self, state: Mapping[str, Tensor], directory: Path) -> float:
         from cascade_train.models.formats.export_stable_diffusion import save_pipeline  # heavy: diffusers' pipelines
 
-        return {"pipeline": partial(save_pipeline, self)}
+        return save_pipeline(self, state, directory)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -82,6 +82,9 @@ class StageC(CascadeStage):
 
     def exports(self) -> Mapping[str, Save]:
         """Return `prior`, a folder that diffusers' prior pipeline loads."""
+        return {self.part: self._save}
+
+    def _save(self, state: Mapping[str, Tensor], directory: Path) -> float:
         from cascade_train.models.formats.export_pipelines import save_prior  # heavy: diffusers' pipelines
 
-        return {self.part: partial(save_prior, self)}
+        return save_prior(self, state, directory)

@@ -5,9 +5,10 @@ Lives here: the choice, and the refusal of what cannot fit. Must not live here: 
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from cascade_train.assembly.planning.devices import Room, own_room
 from cascade_train.assembly.planning.memory import Memory, memory_of, over_ranks
 from cascade_train.assembly.planning.rehearsal import Rehearsed, count_parameters
 from cascade_train.config.groups import typed_keys
+from cascade_train.config.saved import to_plain
 from cascade_train.config.schema import AUTO
 from cascade_train.config.targets import class_constant
 from cascade_train.distributed.consensus import from_every_rank, from_rank_zero
@@ -93,6 +95,16 @@ class Place:
     machine_ranks: int
     kept: Collection[str] = ()
     """Keys and groups that the user set."""
+    known: dict[str, tuple[Memory, Rehearsed]] = field(default_factory=dict, compare=False, repr=False)
+    """What was rehearsed, which no micro-batch and no budget changes."""
+
+    def memory_of(self, cfg: DictConfig) -> tuple[Memory, Rehearsed]:
+        """Return the memory of a rank that holds all weights, and the steps, each configuration rehearsed once."""
+        same = changed(cfg, {"train.micro_batch_size": None, "memory.budget_gb": None})
+        key = json.dumps(to_plain(same), default=str)
+        if key not in self.known:
+            self.known[key] = memory_of(cfg, on_cuda=self.room.on_cuda)
+        return self.known[key]
 
 
 def fit(cfg: DictConfig, world: World) -> None:
@@ -179,7 +191,7 @@ def _is_open(cfg: DictConfig, place: Place) -> bool:
 def _rehearsed(cfg: DictConfig, means: Means, place: Place, room: Room, sizes: Sequence[int]) -> Choice:
     """Return the largest micro-batch that fits with some means, or the smallest where none does."""
     trial, share = changed(cfg, means.values), cfg.train.global_batch_size // place.ranks
-    whole, steps = memory_of(trial, on_cuda=place.room.on_cuda)
+    whole, steps = place.memory_of(trial)
     memory = over_ranks(trial, whole, place.ranks, machine_ranks=place.machine_ranks, device_gb=room.gb)
     size = memory.largest(room.usable_bytes, sizes, share) or sizes[0]
     need = memory.total(size, share // size)

@@ -28,6 +28,8 @@ class Live(TorchDispatchMode):
         label: what storages that begin now belong to.
         counts: whether floating-point operations are counted.
         flops: how many there were, a multiply-add counted as two.
+        samples: of the batch that runs, where it divides no size but the batch's, which are told apart by that; None =
+            they are not.
         tick: operations so far that made a storage.
     """
 
@@ -39,10 +41,12 @@ class Live(TorchDispatchMode):
             run: runs an operation with its arguments; None = as it is.
         """
         super().__init__()
+        self.samples: int | None = None
         self._run = run
         self._ticks = False  # whether the next new storage is the first of an operation
         self.label, self.tick = "", 0
-        self.counts, self.flops = False, 0
+        self.counts, self.flops, self._flops_of_samples = False, 0, 0
+        self._known_flops: dict[Any, int] = {}  # torch's own count is slower than the operation
         self._block = block_bytes
         self._numbers: dict[int, int] = {}  # of the living storages
         self._ends: dict[int, weakref.ref[Any]] = {}
@@ -83,7 +87,12 @@ class Live(TorchDispatchMode):
         self._ticks = True
         self.note([made] if isinstance(made, Tensor) else made if isinstance(made, tuple | list) else ())
         if self.counts and (count := flop_registry.get(func._overloadpacket)) is not None:
-            self.flops += _flops(func, count, args, kwargs, made)
+            key = (id(func), *map(_shape, args))
+            if key not in self._known_flops:
+                self._known_flops[key] = _flops(func, count, args, kwargs, made)
+            flops = self._known_flops[key]
+            self.flops += flops
+            self._flops_of_samples += flops if self.samples is not None and flops % self.samples == 0 else 0
         return made
 
     def note(self, values: Iterable[Any]) -> None:
@@ -95,10 +104,10 @@ class Live(TorchDispatchMode):
     def _begin(self, storage: torch.UntypedStorage) -> None:
         self.tick += self._ticks
         self._ticks = False
-        key, blocks = storage._cdata, -(-storage.nbytes() // self._block)
+        key = storage._cdata
         self._numbers[key] = len(self._size)
         self._ends[key] = weakref.ref(storage, lambda _: self._end(key))
-        self._size.append(blocks * self._block)
+        self._size.append(storage.nbytes())
         self._born.append(self.tick)
         self._died.append(-1)
         self._labels.append(self.label)
@@ -113,13 +122,22 @@ class Live(TorchDispatchMode):
             if self._labels[number] == old:
                 self._labels[number] = new
 
-    def curves(self, begin: int) -> dict[str, np.ndarray]:
+    def flops_of(self, samples: int) -> int:
+        """Return `flops` as if the batch had so many samples."""
+        if self.samples is None:
+            return self.flops
+        return self.flops - self._flops_of_samples + self._flops_of_samples // self.samples * samples
+
+    def curves(self, begin: int, samples: int | None = None) -> dict[str, np.ndarray]:
         """Return the bytes that live when each operation from number `begin` on has ended, (T,) int64 by label.
 
-        What an operation frees lives with what it makes.
+        What an operation frees lives with what it makes. `samples`: as if the batch had so many; None = as it was.
         """
         end = self.tick + 2
         size, born, died = (np.array(values, dtype=np.int64) for values in (self._size, self._born, self._died))
+        if samples is not None and self.samples is not None:
+            size = np.where(size % self.samples == 0, size // self.samples * samples, size)
+        size = -(-size // self._block) * self._block
         died = np.where(died < 0, end, died)
         labels = np.array(self._labels)
         found = {}
@@ -128,6 +146,10 @@ class Live(TorchDispatchMode):
             change = np.bincount(born[mine], size[mine], end + 1) - np.bincount(died[mine], size[mine], end + 1)
             found[label] = change.cumsum().astype(np.int64)[begin : self.tick + 1]
         return found
+
+
+def _shape(value: Any) -> Any:
+    return value.shape if isinstance(value, Tensor) else tuple(value) if isinstance(value, list) else value
 
 
 def _flops(func: Any, count: Any, args: Any, kwargs: Any, made: Any) -> int:

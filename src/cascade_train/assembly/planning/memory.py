@@ -15,6 +15,7 @@ import numpy as np
 from omegaconf import DictConfig
 
 from cascade_train.assembly.components import build_parts
+from cascade_train.assembly.planning.batches import blank_batch, cached_batches
 from cascade_train.assembly.planning.devices import CONTEXT_BYTES
 from cascade_train.assembly.planning.rehearsal import (
     ACTIVATIONS,
@@ -25,8 +26,6 @@ from cascade_train.assembly.planning.rehearsal import (
     OPTIMIZER,
     WEIGHTS,
     Rehearsed,
-    blank_batch,
-    cached_batches,
     rehearse,
     unloaded,
 )

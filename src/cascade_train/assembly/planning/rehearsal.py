@@ -6,12 +6,11 @@ run is made to do that. Must not live here: what is concluded (memory.py).
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,29 +22,22 @@ from torch.nn import functional
 from torch.optim import optimizer
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from cascade_train.assembly.cache_identity import take_cache
-from cascade_train.assembly.components import Parts, build_component, build_parts
+from cascade_train.assembly.components import Parts, build_parts
 from cascade_train.assembly.model import bind, build_modules, compute_dtype, shard, stored_dtype
+from cascade_train.assembly.planning.batches import PRIME, NoFilter, of_size, on_meta, sides_of
 from cascade_train.assembly.planning.live import CUDA_BLOCK_BYTES, Live
 from cascade_train.assembly.planning.shapes import META, Shapes
 from cascade_train.batch import Batch
-from cascade_train.config.saved import to_plain
 from cascade_train.config.targets import class_constant
-from cascade_train.data.cached import Cached
-from cascade_train.data.data_set import open_data_set
 from cascade_train.distributed.parallelize import make_copies, reshard, set_gradient_sync
 from cascade_train.engine.optimizer import fill_state
 from cascade_train.engine.phase import training_state
-from cascade_train.filters.base import CONTROL, ControlFilter, ControlMap, Encode, arrived
 from cascade_train.models.denoising_stage import DenoisingStage
 from cascade_train.tasks.base import Export, Phase
 from cascade_train.tasks.controlnet import ControlNet
 
 WEIGHTS, COPIES, GRADIENTS, OPTIMIZER = "weights", "copies in the dtype of compute", "gradients", "optimizer"
 AVERAGE, ENCODERS, BATCH, ACTIVATIONS, UPDATE = "average", "encoders", "batch", "activations", "update"
-
-ON_HOST = ("keep_image_B",)
-"""Fields of prepared batches that a loss reads on the host."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,15 +63,21 @@ class Rehearsed:
     export_bytes: int
 
 
-def rehearse(cfg: DictConfig, parts: Parts, batches: Sequence[Batch], *, on_cuda: bool = True) -> Rehearsed:
+def rehearse(
+    cfg: DictConfig, parts: Parts, batches: Sequence[Batch], *, on_cuda: bool = True, at_once: bool | None = None
+) -> Rehearsed:
     """Take a step of a checked configuration with each of some micro-batches, on one rank with whole weights.
 
     Args:
         cfg: from `unloaded`.
         parts: of it, not built yet.
-        batches: from `blank_batch` or `cached_batches`.
+        batches: two at least, from `blank_batch` or `cached_batches`.
         on_cuda: count what a CUDA device keeps; False = what this CPU does.
+        at_once: take one step of `PRIME` samples that tells of all sizes; None = where all classes are this library's,
+            since others may do something else for each number of samples.
     """
+    if at_once is None:
+        at_once = all(map(_is_ours, (parts.stage, parts.task, parts.objective)))
     with ExitStack() as stack:
         stack.enter_context(_fused_on_meta())
         stack.enter_context(torch.random.fork_rng(devices=[]))
@@ -89,17 +87,24 @@ def rehearse(cfg: DictConfig, parts: Parts, batches: Sequence[Batch], *, on_cuda
         mesh = DeviceMesh("cpu", [[0]], mesh_dim_names=("replicate", "shard"), _init_backend=False, _rank=0)
         parts.task.device = torch.device("cpu")
         prepared = [parts.task.prepare_batch(batch) for batch in batches]
+        sizes = [len(batch) for batch in batches]
+        whole = of_size(PRIME, prepared, sizes) if at_once else None
         parts.task.device = META
         stack.enter_context(_kernels(on_cuda=on_cuda))
         live = stack.enter_context(Live(block_bytes=CUDA_BLOCK_BYTES if on_cuda else 1, run=Shapes().run))
         run = _Run(cfg, parts, live, mesh)
-        curves = [run.step(each) for each in prepared[:-1]]
-        live.counts = True
-        curves.append(run.step(prepared[-1]))
+        if whole is not None and all(side % PRIME for side in run.sides() | sides_of(tree_iter(vars(prepared[0])))):
+            live.samples, live.counts = PRIME, True
+            begin = run.step(whole)
+            curves = [live.curves(begin, size) for size in sizes]
+        else:
+            curves = [live.curves(run.step(each)) for each in prepared[:-1]]
+            live.counts = True
+            curves.append(live.curves(run.step(prepared[-1])))
         live.counts = False
         return Rehearsed(
             curves=curves,
-            flops=live.flops / len(batches[-1]),
+            flops=live.flops_of(sizes[-1]) / sizes[-1],
             parameters=run.parameters,
             gathered=run.gathered,
             checkpoint_bytes=_bytes(training_state(run.phases, parts.task)),
@@ -163,11 +168,16 @@ class _Run:
             elif _is_ours(value) and id(value) not in seen:
                 self._take_below(value, seen)
 
-    def step(self, prepared: Any) -> dict[str, np.ndarray]:
-        """Take an optimizer step on one micro-batch, as the loop does; return its curves."""
+    def sides(self) -> set[int]:
+        """Return the lengths of all dimensions of what was taken."""
+        return sides_of(self._met)
+
+    def step(self, prepared: Any) -> int:
+        """Take an optimizer step on one micro-batch, as the loop does; return the number of its first operation."""
         live = self._live
         live.label = BATCH
-        prepared = _on_meta(prepared)
+        prepared = on_meta(prepared)
+        live.note(tensor for tensor in tree_iter(vars(prepared)) if isinstance(tensor, Tensor) and tensor.is_meta)
         begin = live.tick
         for bound in self.phases:
             live.label = ACTIVATIONS
@@ -179,17 +189,7 @@ class _Run:
             live.label = UPDATE
             bound.clip()
             bound.update(bound.phase.start_step + 1, bound.phase.start_step + 1, torch.zeros((), device=META))
-        return live.curves(begin)
-
-
-def _on_meta(value: Any) -> Any:
-    """Return a prepared batch without memory, but for what a loss reads on the host."""
-    changed = {
-        field.name: tree_map_only(Tensor, lambda tensor: tensor.to(META), getattr(value, field.name))
-        for field in dataclasses.fields(value)
-        if field.name not in ON_HOST
-    }
-    return dataclasses.replace(value, **changed)
+        return begin
 
 
 def _counted(parts: Parts, phases: Sequence[Phase]) -> dict[str, tuple[int, int]]:
@@ -272,61 +272,6 @@ def count_parameters(cfg: DictConfig) -> int:
     network = {} if "network" in stage.left_out else {"network": stage.network}
     modules = {**stage.frozen_modules(), **network}.values()
     return sum(parameter.numel() for module in modules for parameter in module.parameters())
-
-
-def blank_batch(cfg: DictConfig, parts: Parts, size: int) -> Batch:
-    """Return a batch of blank samples of the largest shape, whose draws need the most memory."""
-    source = build_component(cfg, "data")
-    height, width = max(source.bucket_table(None).sizes_K2.tolist(), key=lambda each: each[0] * each[1])
-    tensors: dict[str, Tensor] = {}
-    if isinstance(parts.task, ControlNet):
-        of_pictures = parts.task.bottleneck in ("effnet", "small")
-        sides = (height, width) if of_pictures else parts.stage.latent_shape(height, width)[1:]
-        tensors[CONTROL] = torch.zeros(size, parts.task.filter.channels, *sides)
-    return Costly(
-        image_BCHW=torch.zeros(size, 3, height, width, dtype=torch.uint8),
-        captions=("a caption",) * size,
-        keys=tuple(map(str, range(size))),
-        epoch_B=torch.zeros(size, dtype=torch.int64),
-        index_B=torch.arange(size),
-        seed=0,
-        tensors=tensors,
-    )
-
-
-def cached_batches(cfg: DictConfig, parts: Parts, sizes: Sequence[int]) -> list[Batch]:
-    """Return batches of a cache, which parts that are not built yet are then to read from.
-
-    Args:
-        cfg: whose data is a cache, with the weights that it names.
-        parts: of it or of `unloaded(cfg)`.
-        sizes: of the batches.
-
-    Raises:
-        ConfigError: the cache is not there, or does not fit the run.
-    """
-    data = open_data_set(build_component(cfg, "data"), share=None, held_out=None)
-    take_cache(to_plain(cfg), parts.stage, parts.task, cast("Cached", data.training.source))
-    return [Costly(**vars(data.shown_batch(size, seed=cfg.run.seed))) for size in sizes]
-
-
-class Costly(Batch):
-    """A batch whose draws take the most memory: every image is a condition, and none shrinks."""
-
-    def uniform(self, purpose: str) -> Tensor:
-        """Return the end of [0, 1) that costs more, (B,)."""
-        return torch.full((len(self),), 1.0 - 1e-6 if purpose == "shrink" else 0.0)
-
-
-class NoFilter(ControlFilter):
-    """Takes maps as they are, in the place of a filter whose files may not be here."""
-
-    def __init__(self, instead_of: ControlFilter) -> None:
-        self.channels = instead_of.channels
-
-    def build(self, *, device: torch.device, encode: Encode) -> ControlMap:
-        """Return the maps of the batch."""
-        return arrived
 
 
 @contextmanager

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from omegaconf import DictConfig
 from torch import Tensor
 from torch.utils._pytree import tree_iter
 
-from cascade_train.assembly.components import build_parts
+from cascade_train.assembly.components import Parts, build_parts
+from cascade_train.assembly.planning.batches import blank_batch
 from cascade_train.assembly.planning.live import Live
 from cascade_train.assembly.planning.memory import Memory, between, memory_of
 from cascade_train.assembly.planning.rehearsal import (
@@ -21,12 +24,15 @@ from cascade_train.assembly.planning.rehearsal import (
     GRADIENTS,
     OPTIMIZER,
     WEIGHTS,
-    blank_batch,
+    Rehearsed,
     rehearse,
     unloaded,
 )
 from cascade_train.distributed import parallelize
 from cascade_train.engine.loop import Trainer
+from cascade_train.tasks.base import StepOutput
+from cascade_train.tasks.finetune import Finetune
+from cascade_train.tasks.text_to_image import PreparedBatch
 from tests.integration.runs import train
 from tests.unit.config.composing import checked
 
@@ -78,13 +84,51 @@ def test_computed_memory_is_that_of_a_real_step(name: str, tmp_path: Path, monke
     assert memory.total(micro, 8 // micro) == pytest.approx(sum(seen["curves"].values()).max(), rel=0.1)
 
 
+class Splitting(Finetune):
+    """A task of a user's own, which makes more tensors of more samples."""
+
+    def loss(self, prepared: PreparedBatch) -> StepOutput:
+        """Return the loss of the samples, each copied by itself."""
+        output = super().loss(prepared)
+        return replace(output, loss_B=torch.stack([loss.clone() for loss in output.loss_B]))
+
+
+def rehearsed(cfg: DictConfig, parts: Parts, *sizes: int, at_once: bool | None) -> Rehearsed:
+    cfg = unloaded(cfg)
+    return rehearse(cfg, parts, [blank_batch(cfg, parts, n) for n in sizes], on_cuda=False, at_once=at_once)
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        ("model=c_tiny", "task=finetune", "train.precision=bf16", "optimizer=muon", "activation_checkpointing=true"),
+        ("model=b_tiny", "task=reconstruction", "model.semantic_noise=0.1"),
+    ],
+)
+def test_a_prime_number_of_samples_tells_the_memory_of_all(own: tuple[str, ...]):
+    cfg = checked(*own)
+    found = rehearsed(cfg, build_parts(unloaded(cfg)), 2, 3, at_once=None)
+    in_turn = rehearsed(cfg, build_parts(unloaded(cfg)), 2, 2, 3, at_once=False)
+    assert found.flops == pytest.approx(in_turn.flops, rel=1e-12)
+    for mine, theirs in zip(found.curves, in_turn.curves[1:], strict=True):
+        assert set(mine) == set(theirs)
+        off = sum(theirs.values()) - sum(mine.values())
+        assert 0 <= off.min() <= off.max() <= 16, "scalars of the step before"
+
+
 def test_two_micro_batches_tell_the_memory_of_a_third():
-    cfg = unloaded(checked("model=c_tiny", "task=finetune", "train.precision=bf16"))
-    parts = build_parts(cfg)
-    steps = rehearse(cfg, parts, [blank_batch(cfg, parts, size) for size in (2, 3, 16)], on_cuda=False)
+    cfg = checked("model=c_tiny", "task=finetune", "train.precision=bf16")
+    steps = rehearsed(cfg, build_parts(unloaded(cfg)), 2, 3, 16, at_once=False)
     memory = between(*steps.curves[:2], sizes=(2, 3))
     assert len({len(curves[WEIGHTS]) for curves in steps.curves}) == 1
     assert memory.total(16) - memory.context == pytest.approx(sum(steps.curves[2].values()).max(), rel=1e-6)
+
+
+def test_a_class_of_the_user_s_own_may_go_through_samples_one_by_one():
+    parts = build_parts(unloaded(cfg := checked("model=c_tiny", "task=finetune")))
+    own = Splitting(**{name: getattr(parts.task, name) for name in ("cond_drop_prob", "image_keep_prob")})
+    steps = rehearsed(cfg, replace(parts, task=own), 2, 3, at_once=None)
+    assert len({len(curves[WEIGHTS]) for curves in steps.curves}) == 2
 
 
 def test_memory_is_what_the_numbers_of_parameters_say():
