@@ -1,8 +1,8 @@
-# The verbs of this project. CI calls the same ones: .ci/run installs a SLURM, then `make test`.
+# The verbs of this project. CI calls the same ones: .ci/run installs a SLURM, then `make test` and `make recipes`.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup test canary soak demo docs lint format clean
+.PHONY: help setup test recipes canary soak demo docs lint format clean
 
 # The first Python >= 3.11 found; PYTHON=/path/to/python chooses another.
 ifndef PYTHON
@@ -29,6 +29,9 @@ setup:  ## make .venv with everything in it (about a minute where packages are c
 
 test: setup  ## set up and run all tests that this machine can run
 	$(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+
+recipes: setup  ## set up and run what `make test` leaves out: every published recipe and network at its full size
+	$(BIN)/python -m pytest --recipes $(PYTEST_ARGS)
 
 canary: setup  ## run the unit tests on the newest of everything, in .canary, and say which library broke what
 	@$(BIN)/python scripts/canary.py -n $(WORKERS) $(PYTEST_ARGS)

@@ -91,8 +91,8 @@ def expect(end: End, codes: tuple[int, ...], notes: Path) -> None:
 def pass_tests() -> dict[str, Any]:
     """Run the tests of several ranks once, two files at a time, and return how it went.
 
-    Those that repeat something themselves are slow: this soak in small, and ranks that end again and again. What killed
-    and hindered ranks do is left out, since that is what the soak itself repeats.
+    Slow is what repeats something itself: this soak in small. What killed and hindered ranks do is left out, since that
+    is what the soak itself repeats.
     """
     chosen = ["tests/distributed", "-m", "distributed and not slow", "--ignore=tests/distributed/test_faults.py"]
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "2", *chosen]

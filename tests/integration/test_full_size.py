@@ -11,6 +11,7 @@ import torch
 from tests.warm.programs import warm_programs
 
 pytestmark = [
+    pytest.mark.recipes,
     pytest.mark.slow,
     pytest.mark.skipif(
         not torch.ops.mkldnn._is_mkldnn_bf16_supported(),

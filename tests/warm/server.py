@@ -162,6 +162,7 @@ def main() -> None:
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # else a look at the devices spoils them for forks
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as a start of its own sets it: torch reads it once
     gc.disable()  # here; what is imported stays
+    gc.set_threshold(10_000, 20, 50)  # in commands: most end before there is much
     keep_imported(FIRST)
     compose_once()
     while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:

@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from omegaconf import OmegaConf
 
 from cascade_train.config.saved import CONFIG_NAME, load_yaml
 from cascade_train.engine.run.report import newest_grid, read_metrics
 from cascade_train.files.durable import write_durably
 from cascade_train.files.hub import parse_source
+from cascade_train.files.plain_yaml import to_yaml
 from cascade_train.redaction import redacted
 
 CARD, SAMPLES = "README.md", "samples.png"
@@ -89,7 +89,7 @@ def write_card(out: Path, names: Sequence[str], *, source: str, run: Path | None
         shutil.copyfile(folder / "grid.png", out / SAMPLES)
     title = plain["run"]["name"] if plain else "Stable Cascade weights"
     parts = [
-        f"---\n{yaml.safe_dump(_front_matter(names, plain.get('model', {'weights': source})), sort_keys=False)}---\n",
+        f"---\n{to_yaml(_front_matter(names, plain.get('model', {'weights': source})))}---\n",
         f"# {title}\n",
     ]
     parts += [f"![Samples]({SAMPLES})\n"] if folder is not None else []
@@ -169,5 +169,5 @@ def _without_places(value: Any) -> Any:
 
 
 def _details(plain: Mapping[str, Any]) -> str:
-    text = yaml.safe_dump(dict(plain), sort_keys=False)
+    text = to_yaml(dict(plain))
     return f"<details><summary>Configuration</summary>\n\n```yaml\n{text}```\n\n</details>\n"

@@ -13,6 +13,7 @@ from typing import Any
 
 import omegaconf._utils
 import omegaconf.base
+import omegaconf.omegaconf
 import yaml
 from hydra import __version__
 from hydra._internal import defaults_list
@@ -49,6 +50,11 @@ class YamlLoader(*_BASES):  # type: ignore[misc]
             return _Plain(self._stream).get_single_data()
 
 
+class YamlDumper(yaml.CDumper if yaml.__with_libyaml__ else yaml.Dumper):  # type: ignore[misc]
+    """OmegaConf's representation of texts by libyaml's emitter, where PyYAML has it: the same values, sooner."""
+
+
+YamlDumper.add_representer(str, omegaconf._utils.OmegaConfDumper.str_representer)
 _parsed_once = functools.lru_cache(maxsize=1024)(parse)
 _map_choices: Any = getattr(defaults_list, "_create_interpolation_map", None)
 
@@ -56,10 +62,11 @@ _map_choices: Any = getattr(defaults_list, "_create_interpolation_map", None)
 def quicken() -> None:
     """Let Hydra and OmegaConf do what they do, without what they do in vain.
 
-    Files are read by libyaml; an interpolation, which a composition meets many times, is parsed once, since trees are
-    only read; and 1.3 lists the choices so far for a file whose defaults refer to them, not for every file.
+    Files are read and written by libyaml; an interpolation, which a composition meets many times, is parsed once, since
+    trees are only read; and 1.3 lists the choices so far for a file whose defaults refer to them, not for every file.
     """
     omegaconf._utils.get_yaml_loader = lambda: YamlLoader
+    omegaconf.omegaconf.get_omega_conf_dumper = lambda: YamlDumper  # type: ignore[assignment]
     omegaconf.base.parse = omegaconf._utils.parse = _parsed_once
     if _map_choices is not None:
         defaults_list._create_interpolation_map = _choices_where_asked  # type: ignore[assignment]

@@ -32,6 +32,7 @@ from cascade_train.config.sweeps.ranking import Result, measured, metric_of, ran
 from cascade_train.config.sweeps.slurm import ON_SLURM, SlurmJob, adopt_slurm_step, requeue, slurm_jobs
 from cascade_train.errors import STOPPED, ConfigError, RunError, install_hint, unwritten
 from cascade_train.files.durable import write_durably
+from cascade_train.files.plain_yaml import to_yaml
 from cascade_train.redaction import redact_argument, redacted
 
 LOOKING = {"--cfg", "-c", "--info", "-i", "--help", "-h", "--hydra-help"}
@@ -237,7 +238,7 @@ def sweeps_saved_redacted() -> Iterator[None]:
             save(config, f, resolve)
         elif is_main():
             plain = redacted(OmegaConf.to_container(config, resolve=resolve, enum_to_str=True))
-            write_whole(Path(f), yaml.safe_dump(plain, sort_keys=False, allow_unicode=True))
+            write_whole(Path(f), to_yaml(plain, allow_unicode=True))
 
     OmegaConf.save = staticmethod(save_redacted)  # type: ignore[method-assign]
     try:

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 from PIL import Image
 
 from cascade_train.engine.run.config_difference import flatten
+from cascade_train.files.plain_yaml import to_yaml
 
 Values = dict[str, Any]
 
@@ -249,7 +249,7 @@ def tensorboard(place: Place, config: Values) -> Calls:
     from torch.utils.tensorboard import SummaryWriter
 
     writers: list[Any] = [SummaryWriter(place.folder)]
-    writers[-1].add_text("config", f"```yaml\n{yaml.safe_dump(config, sort_keys=False)}```", 0)
+    writers[-1].add_text("config", f"```yaml\n{to_yaml(config)}```", 0)
 
     def numbers(values: Values, step: int) -> None:
         for name, value in values.items():

@@ -1,14 +1,17 @@
-"""YAML by libyaml: the values and the messages of OmegaConf's own loader, and files as they are now."""
+"""YAML by libyaml: the values and the messages of OmegaConf's own loader, its texts, and files as they are now."""
 
 from pathlib import Path
 
 import pytest
 import yaml
 from omegaconf import OmegaConf
+from omegaconf._utils import OmegaConfDumper
 
 from cascade_train.config.groups import conf_dir
 from cascade_train.config.hydra_compat import YamlLoader, _Plain
 from cascade_train.config.launch import register_schema
+from cascade_train.config.saved import composed, to_plain
+from cascade_train.files.plain_yaml import to_yaml
 
 
 def test_every_file_of_conf_has_the_same_values_by_both_parsers():
@@ -43,3 +46,43 @@ def test_a_file_that_changes_is_read_as_it_is_now(tmp_path: Path):
     for value in (1, 2):
         (tmp_path / "a.yaml").write_text(f"a: {value}\n")
         assert OmegaConf.load(tmp_path / "a.yaml") == {"a": value}
+
+
+TEXTS = [
+    "1e3",
+    "1_000",
+    "0o7",
+    "yes",
+    "null",
+    "~",
+    "",
+    " x",
+    "a: b",
+    "é 図 😀",
+    "a\nb\n",
+    "'",
+    "word " * 60,
+    "${a.b}",
+    "1:30",
+]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_texts_are_written_so_that_they_are_read_as_texts(text: str):
+    register_schema()
+    written = OmegaConf.to_yaml({"key": [text], text: 1})
+    assert yaml.load(written, _Plain) == {"key": [text], text: 1}  # noqa: S506
+    assert yaml.safe_load(to_yaml({"key": [text], text: 1})) == {"key": [text], text: 1}
+
+
+def test_configurations_are_written_as_the_plain_emitter_does():
+    register_schema()
+    cfg = composed(["model=c_tiny", "task=lora", "data.captions.template='a photo of {caption}'"])
+    plain = to_plain(cfg)
+    assert OmegaConf.to_yaml(cfg, resolve=True) == yaml.dump(
+        OmegaConf.to_container(cfg, resolve=True, enum_to_str=True),
+        Dumper=OmegaConfDumper,
+        allow_unicode=True,
+        sort_keys=False,
+    )
+    assert to_yaml(plain) == yaml.safe_dump(plain, sort_keys=False)

@@ -58,6 +58,7 @@ def test_a_json_that_does_not_fit_into_memory_is_one_error(monkeypatch: pytest.M
         raise MemoryError
 
     monkeypatch.setattr("cascade_train.files.untrusted.json.loads", full)
+    monkeypatch.setattr("cascade_train.files.untrusted.yaml.parse", lambda *_: full(""))
     monkeypatch.setattr("cascade_train.files.untrusted._Loader.get_single_data", lambda self: full(""))
     with pytest.raises(ValueError, match="cannot be read .MemoryError"):
         read_json("1")

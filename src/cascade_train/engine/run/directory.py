@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import yaml
 
 from cascade_train.distributed.consensus import from_rank_zero
 from cascade_train.engine.checkpoint.manifest import find_fault, read_manifest
@@ -30,6 +29,7 @@ from cascade_train.engine.run.lock import LOCK_NAME, RunLock, check_folder, not_
 from cascade_train.engine.trackers import TRACKERS
 from cascade_train.errors import ConfigError, RunError
 from cascade_train.files.durable import append_durably, write_durably
+from cascade_train.files.plain_yaml import to_yaml
 from cascade_train.files.untrusted import read_yaml
 from cascade_train.redaction import redacted
 from cascade_train.signals import held_back
@@ -327,7 +327,7 @@ def _create(directory: Path, config: dict[str, Any]) -> None:
     beside = directory.with_name(f".{directory.name}.{os.getpid()}.claim")
     try:
         beside.mkdir(parents=True)
-        write_durably(beside / _CONFIG, yaml.safe_dump(config, sort_keys=False))
+        write_durably(beside / _CONFIG, to_yaml(config))
         write_durably(beside / _ENVIRONMENT, json.dumps(describe_environment(), indent=2) + "\n")
         beside.rename(directory)
     except OSError as error:
@@ -355,7 +355,7 @@ def _record_continuation(
     try:
         append_durably(directory / _HISTORY, json.dumps(line) + "\n")
         if differences:
-            write_durably(directory / _CONFIG, yaml.safe_dump(config, sort_keys=False))
+            write_durably(directory / _CONFIG, to_yaml(config))
     except OSError as error:
         raise ConfigError(f"run.dir={directory} is not writable: {error}. Remedy: make it so, or a new run") from error
     if differences:

@@ -34,7 +34,7 @@ def describe_environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {**{name: _version(name) for name in _PACKAGES}, "torch": torch.__version__},
-        "git_commit": _git_commit(Path(__file__).resolve()),
+        "git_commit": _own_commit(),
         "command_line": [redact_argument(argument) for argument in sys.orig_argv],
         "ranks": dist.get_world_size(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
@@ -49,6 +49,12 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+@functools.cache
+def _own_commit() -> str | None:
+    """Return the commit of the code that runs: as it was at the first run of this process, which loaded it."""
+    return _git_commit(Path(__file__).resolve())
 
 
 def _git_commit(file: Path) -> str | None:

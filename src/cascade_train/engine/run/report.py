@@ -20,10 +20,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from cascade_train.engine.run.config_difference import find_differences
 from cascade_train.files.durable import replacing
+from cascade_train.files.plain_yaml import to_yaml
 from cascade_train.files.untrusted import read_json, read_yaml
 from cascade_train.redaction import redact, redacted
 
@@ -72,7 +71,7 @@ def write_page(path: Path, data: Data) -> None:
 
 def page(data: Data) -> str:
     """Return the HTML page of `run_data`, or of a sweep's data."""
-    return _template().render(data=data, config=yaml.safe_dump(data["config"], sort_keys=False, allow_unicode=True))
+    return _template().render(data=data, config=to_yaml(data["config"], allow_unicode=True))
 
 
 @functools.cache

@@ -1,0 +1,15 @@
+"""YAML of plain values, written by libyaml where PyYAML has it: the same values, many times as fast."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+_DUMPER: Any = yaml.CSafeDumper if yaml.__with_libyaml__ else yaml.SafeDumper
+
+
+def to_yaml(value: Any, *, allow_unicode: bool = False) -> str:
+    """Return a YAML text of nested dicts, lists and plain values, keys in their order."""
+    text: str = yaml.dump(value, Dumper=_DUMPER, sort_keys=False, allow_unicode=allow_unicode)
+    return text
