@@ -1,4 +1,4 @@
-"""`cascade-train plan` of the original's recipes at their full size: one of each kind, and how long each of all takes."""
+"""`cascade-train plan` of the original's recipes at full size: one of each kind; and in what time each of them."""
 
 from __future__ import annotations
 

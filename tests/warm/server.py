@@ -13,7 +13,9 @@ from __future__ import annotations
 import atexit
 import gc
 import importlib
+import io
 import json
+import logging
 import multiprocessing
 import os
 import random
@@ -26,9 +28,10 @@ import sys
 import threading
 import traceback
 import warnings
-from contextlib import suppress
+from contextlib import redirect_stderr, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 LASTING = ("site-packages", "dist-packages", "/lib/python3", "/src/cascade_train/")
 """Modules that lie below one of these are kept imported; those of a command's own folder are not."""
@@ -45,11 +48,39 @@ def keep_imported(names: list[str]) -> None:
                 importlib.import_module(name)
 
 
-def compose_once() -> None:
-    """Compose a configuration, so that commands find Hydra's plugins and its parsers ready, which begin slowly."""
-    from cascade_train.config.saved import composed
+SMALLEST = (
+    *("task=finetune", "model=c_tiny", "model.weights=null", "model.image_size=32", "train.global_batch_size=2"),
+    *("model.text_encoder.num_hidden_layers=1", "model.network.block_out_channels=[32,32]", "train.max_steps=1"),
+    *("model.network.num_attention_heads=[1,1]", "model.network.down_num_layers_per_block=[1,1]"),
+    *("model.network.up_num_layers_per_block=[1,1]", "sample.every_steps=null"),
+)
 
-    composed(["model=c_tiny", "task=finetune", "run.name=none"])
+
+def train_once(folder: Path) -> None:
+    """Train a step, plain and sharded, so that commands find ready what begins slowly: half of what a start costs.
+
+    Nothing else of it is left: no thread, no handler of the log, no state of random numbers.
+    """
+    import torch
+
+    from cascade_train.__main__ import launch
+    from cascade_train.distributed import parallelize
+
+    if torch.cuda.is_available():
+        return  # a device that this process has used is lost to forks
+    before = torch.get_rng_state()
+    with warnings.catch_warnings(), redirect_stderr(io.StringIO()) as said:
+        warnings.simplefilter("ignore")
+        for name, kept in (("plain", parallelize.is_whole), ("sharded", lambda *_: False)):
+            with patch.object(parallelize, "is_whole", kept):
+                assert launch([*SMALLEST, f"run.dir={folder / name}"]) == 0, said.getvalue()
+            shutil.rmtree(folder / name)
+    torch.set_rng_state(before)
+    logging.captureWarnings(False)
+    logging.getLogger().handlers.clear()
+    logging.getLogger("cascade_train").setLevel(logging.NOTSET)
+    gc.disable()
+    assert threading.active_count() == 1
 
 
 def worth_keeping(before: set[str]) -> list[str]:
@@ -164,7 +195,7 @@ def main() -> None:
     gc.disable()  # here; what is imported stays
     gc.set_threshold(10_000, 20, 50)  # in commands: most end before there is much
     keep_imported(FIRST)
-    compose_once()
+    train_once(folder)
     while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
         connection, _ = listener.accept()
         take_leave()

@@ -66,7 +66,7 @@ def quicken() -> None:
     trees are only read; and 1.3 lists the choices so far for a file whose defaults refer to them, not for every file.
     """
     omegaconf._utils.get_yaml_loader = lambda: YamlLoader
-    omegaconf.omegaconf.get_omega_conf_dumper = lambda: YamlDumper  # type: ignore[assignment]
+    omegaconf.omegaconf.get_omega_conf_dumper = lambda: YamlDumper
     omegaconf.base.parse = omegaconf._utils.parse = _parsed_once
     if _map_choices is not None:
         defaults_list._create_interpolation_map = _choices_where_asked  # type: ignore[assignment]

@@ -63,8 +63,8 @@ def read_yaml(text: str | bytes) -> Any:
         ValueError: it is no YAML, has aliases or too long a number, is nested too deeply, or does not fit into memory.
     """
     if _is_harmless(text):
-        with suppress(Exception):  # said below, in words of PyYAML's own
-            return yaml.load(text, FAST_LOADER)
+        with suppress(ValueError):  # said below, in words of PyYAML's own
+            return _parsed(text, "get_single_data", FAST_LOADER)
     return _parsed(text, "get_single_data")
 
 
@@ -89,10 +89,10 @@ def _is_harmless(text: str | bytes) -> bool:
     return True
 
 
-def _parsed(text: str | bytes, what: str) -> Any:
+def _parsed(text: str | bytes, what: str, kind: Any = _Loader) -> Any:
     """Return the result of a method of PyYAML, which raises errors of many kinds, such as for dates."""
     try:
-        loader = _Loader(text)
+        loader = kind(text)
         try:
             return getattr(loader, what)()
         finally:

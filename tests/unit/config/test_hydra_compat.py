@@ -77,7 +77,7 @@ def test_texts_are_written_so_that_they_are_read_as_texts(text: str):
 
 def test_configurations_are_written_as_the_plain_emitter_does():
     register_schema()
-    cfg = composed(["model=c_tiny", "task=lora", "data.captions.template='a photo of {caption}'"])
+    cfg = composed(["model=c_tiny", "task=lora", "run.name=x", "data.captions.template='a photo of {caption}'"])
     plain = to_plain(cfg)
     assert OmegaConf.to_yaml(cfg, resolve=True) == yaml.dump(
         OmegaConf.to_container(cfg, resolve=True, enum_to_str=True),

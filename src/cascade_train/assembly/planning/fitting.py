@@ -46,6 +46,9 @@ CHOSEN = (
 TIERS_GB = (16, 24, 48, 80)
 """Options of `memory`."""
 
+_COUNTED: dict[str, int] = {}
+"""Parameters, by the configuration of a model and whether its data is a cache."""
+
 Values = dict[str, Any]
 """Values of the configuration, by key."""
 
@@ -142,7 +145,7 @@ def _known(cfg: DictConfig, place: Place) -> tuple[Values, list[str]]:
 
 
 def _decided(cfg: DictConfig, place: Place, is_open: bool) -> tuple[Values, list[str]]:
-    if not is_open and count_parameters(cfg) < CHECKED_PARAMETERS:
+    if not is_open and _counted(cfg) < CHECKED_PARAMETERS:
         return {}, []
     first = _first_choice(cfg, place)
     choice = choose(changed(cfg, {**first, "memory.budget_gb": None} if first else {}), place)
@@ -152,6 +155,14 @@ def _decided(cfg: DictConfig, place: Place, is_open: bool) -> tuple[Values, list
     said = f"micro_batch_size={choice.micro_batch_size}: {of_device}"
     chosen = f"memory={cfg.memory.budget_gb} chose {choice.names()}"
     return values, [said, *([chosen] if cfg.memory.budget_gb is not None else [])]
+
+
+def _counted(cfg: DictConfig) -> int:
+    """Return the number of parameters of a model, which is built for that once in a process, as by runs of a sweep."""
+    key = f"{class_constant(cfg.data._target_, 'is_cache')} {OmegaConf.to_container(cfg.model, resolve=True)}"
+    if key not in _COUNTED:
+        _COUNTED[key] = count_parameters(cfg)
+    return _COUNTED[key]
 
 
 def choose(cfg: DictConfig, place: Place) -> Choice:
