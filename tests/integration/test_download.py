@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import shutil
@@ -19,8 +20,11 @@ from transformers import CLIPTextConfig, CLIPTextModelWithProjection
 from cascade_train.__main__ import launch
 from cascade_train.commands.export import ExportArgs, export
 from cascade_train.errors import ConfigError
+from cascade_train.files.hub import parse_source
+from cascade_train.files.web import WebFile
 from cascade_train.models.formats.weights_source import TOKENIZER_FILES, find_weight_files
 from cascade_train.models.token_count import FOLDER
+from cascade_train.results.evaluation.published import CLIP, NETWORKS
 from tests.integration.runs import SMALL
 from tests.loopback_hub import COMMIT, Hub, point_to, serving
 
@@ -150,6 +154,7 @@ def pushed_with_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
         ([], "download needs models: cascade-train download c_3b."),
         (["c_tiny", "model.weights=owner/other:prior"], "RepositoryNotFoundError"),
         (["c_tiny", f"model.weights={PINNED}:absent.safetensors"], "has no absent.safetensors at cccc"),
+        (["incepton"], "model=incepton: no such option. Did you mean inception?"),
     ],
 )
 def test_what_cannot_be_downloaded_is_refused_with_code_2(
@@ -179,4 +184,52 @@ def test_a_cut_for_good_ends_with_code_2_and_the_next_call_completes_it(
 
 def test_models_without_files_of_the_hub_need_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert launch(["download", "c_tiny", "b_tiny", "a_tiny"]) == 0
+    assert "To fetch: 0.0 MiB." in capsys.readouterr().out
+
+
+def test_the_networks_of_evaluations_are_downloaded_and_named(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("config.json", "model.safetensors", "preprocessor_config.json", "vocab.json", "inception.pth"):
+        hub.files[f"clip/{name}"] = name.encode() * 400
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
+    content = hub.files["clip/inception.pth"]
+    file = WebFile(f"{hub.url}/owner/name/resolve/main/clip/inception.pth", hashlib.sha256(content).hexdigest())
+    assert {name: key for name, (key, _) in NETWORKS.items()} == {
+        "inception": "features",
+        "clip": "clip",
+        "vgg16": "lpips",
+    }
+    monkeypatch.setitem(NETWORKS, "inception", ("features", file))
+    monkeypatch.setitem(NETWORKS, "clip", ("clip", dataclasses.replace(CLIP, source=f"{PINNED}:clip")))
+    assert launch(["download", "inception", "clip"]) == 0
+    said = capsys.readouterr().out
+    assert "5 files are here and match their hashes" in said
+    assert f"evaluate takes inception as features={file.path}\n" in said
+    folder = Path(said.partition("evaluate takes clip as clip=")[2].strip())
+    assert {path.name for path in folder.iterdir()} == {
+        "config.json", "model.safetensors", "preprocessor_config.json", "vocab.json",
+    }  # fmt: skip
+    assert launch(["download", "inception", "clip"]) == 0
+    assert "to fetch" not in capsys.readouterr().out
+    hub.refusal = (503, {})
+    file.path.unlink()
+    assert launch(["download", "inception"]) == 2
+    assert "features=http" in (said := capsys.readouterr().err)
+    assert "HTTPError" in said
+
+
+def test_published_networks_are_pinned() -> None:
+    for _, network in NETWORKS.values():
+        if isinstance(network, WebFile):
+            stem = network.name.removesuffix(".pth")
+            assert network.sha256.startswith(stem.rpartition("-")[2]), "as torch.hub names files"
+            assert len(network.sha256) == 64
+        else:
+            assert parse_source(network.source).commit == network.source.partition("@")[2]
+
+
+def test_an_experiment_needs_no_data_to_be_downloaded(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["model.weights=package:tiny", "model=c_tiny", "data=webdataset", "tracker=wandb"]
+    assert launch(["download", "task=controlnet", "filter@task.filter=inpaint", "task.filter.weights=???", *given]) == 0
     assert "To fetch: 0.0 MiB." in capsys.readouterr().out

@@ -1,28 +1,36 @@
-"""Download what models need from the hub, and check it.
+"""Download what models and evaluations need, and check it.
 
-    cascade-train download c_3b b_3b
+    cascade-train download c_3b b_3b inception clip
 
-Nothing is loaded; what comes here, and how, is decided in assembly/loaded_weights.py and files/hub.py.
+Nothing is loaded; what comes here, and how, is decided in assembly/loaded_weights.py, results/evaluation/published.py
+and files/.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 from cascade_train.commands.parts.command_line import Command, with_defaults
 from cascade_train.config.groups import did_you_mean, group_options
 from cascade_train.errors import ConfigError
-from cascade_train.files.hub import HubSource, free_bytes, unavailable
+from cascade_train.files.hub import free_bytes, unavailable
+from cascade_train.files.web import WebFile
+from cascade_train.models.formats.weights_source import WeightsSpec, hub_names, local_path
+from cascade_train.results.evaluation.published import NETWORKS
 
 MIB = 2**20
 
 
 @dataclass(kw_only=True)
 class DownloadArgs:
-    """Download what models need from the hub at the revisions that they name; other arguments are those of a run.
+    """Download what models need from the hub at the revisions that they name, and the networks of evaluations.
 
-    Models are words (c_3b b_3b); keys of a training (task=lora model=c_3b) name what that training needs.
+    Models and networks are words (c_3b b_3b inception clip vgg16); keys of a training (task=lora model=c_3b, or
+    experiment=finetune_c_3b) name what that training needs.
     """
 
     dry_run: bool = False
@@ -31,13 +39,14 @@ class DownloadArgs:
 
 @dataclass(frozen=True)
 class _Item:
-    """A file to have: where it is on the hub, its size in bytes, whether it is in the cache, and the key it is for."""
+    """A file to have: where it is published, its size in bytes, whether it is here, the key it is for, what gets it."""
 
-    source: HubSource
-    name: str
+    where: str
     size: int
     is_here: bool
     origin: str
+    fetch: Callable[[], Path]
+    disk: tuple[Path, int]  # the folder that it goes to, and the room there
 
 
 def download(args: DownloadArgs, rest: list[str]) -> int:
@@ -48,67 +57,105 @@ def download(args: DownloadArgs, rest: list[str]) -> int:
     """
     items = _items(rest)
     for item in items:
-        where = f"{item.source.repo}@{(item.source.commit or item.source.asked)[:12]}:{item.name}"
-        sys.stdout.write(f"{item.size / MIB:10,.1f} MiB  {'here    ' if item.is_here else 'to fetch'}  {where}\n")
-    missing = sum(item.size for item in items if not item.is_here)
-    folder, free = free_bytes()
-    sys.stdout.write(f"To fetch: {missing / MIB:,.1f} MiB. Free for {folder}: {free / MIB:,.1f} MiB.\n")
-    sys.stdout.flush()
-    if missing > free:
-        raise ConfigError(
-            f"{missing / MIB:,.1f} MiB do not fit into {folder}, which has {free / MIB:,.1f} MiB. Free space, or set "
-            "HF_HOME to a folder on another disk."
-        )
+        sys.stdout.write(f"{item.size / MIB:10,.1f} MiB  {'here    ' if item.is_here else 'to fetch'}  {item.where}\n")
+    for folder, free in dict([item.disk for item in items] or [free_bytes()]).items():
+        missing = sum(item.size for item in items if not item.is_here and item.disk[0] == folder)
+        sys.stdout.write(f"To fetch: {missing / MIB:,.1f} MiB. Free for {folder}: {free / MIB:,.1f} MiB.\n")
+        sys.stdout.flush()
+        if missing > free:
+            raise ConfigError(
+                f"{missing / MIB:,.1f} MiB do not fit into {folder}, which has {free / MIB:,.1f} MiB. Free space, or "
+                "set HF_HOME (of the hub) or TORCH_HOME (of torch.hub) to a folder on another disk."
+            )
     if args.dry_run:
         return 0
     for item in items:
         try:
-            item.source.fetch(item.name, verify=True)
+            item.fetch()
         except ConfigError:
             raise
         except Exception as error:  # of the client or the network
             raise unavailable(item.origin, error) from error
     sys.stdout.write(f"{len(items)} files are here and match their hashes; HF_HUB_OFFLINE=1 works from now on.\n")
+    for name in [word for word in rest if word in NETWORKS]:
+        sys.stdout.write(f"evaluate takes {name} as {_argument(name)}\n")
     return 0
 
 
 def _items(rest: list[str]) -> list[_Item]:
-    """Return each file once, in the order in which models load them."""
+    """Return each file once, in the order in which models load them, and then the networks of evaluations."""
     from cascade_train.assembly.components import build_parts  # heavy: torch and everything above it
     from cascade_train.assembly.loaded_weights import weight_specs
     from cascade_train.config.saved import composed
-    from cascade_train.models.formats.weights_source import hub_names, local_path
 
-    items: dict[tuple[str, str, str], _Item] = {}
+    items: dict[str, _Item] = {}
     for overrides in runs_of(rest):
-        cfg = composed(overrides)
+        cfg = composed(overrides, may_miss=True)
         for spec in weight_specs(cfg, build_parts(cfg)):
-            if local_path(spec.source).exists():
-                continue
-            source, names = hub_names(spec)
-            for name in names:
-                origin = f"{spec.key}={spec.source}"
-                try:
-                    info = source.look(name)
-                except Exception as error:  # of the client or the network
-                    raise unavailable(origin, error) from error
-                if info is None:
-                    raise ConfigError(f"{origin}: {source.repo} has no {name} at {source.asked}; name another file")
-                item = _Item(source, name, info.file_size or 0, is_here=info.is_cached, origin=origin)
-                items.setdefault((source.repo, source.asked, name), item)
+            if not local_path(spec.source).exists():
+                items |= {item.where: item for item in _of_hub(spec)}
+    for name in [word for word in rest if word in NETWORKS]:
+        key, network = NETWORKS[name]
+        found = _of_hub(network) if isinstance(network, WeightsSpec) else [_of_web(key, network)]
+        items |= {item.where: item for item in found}
     return list(items.values())
+
+
+def _of_hub(spec: WeightsSpec) -> Iterator[_Item]:
+    """Yield the files of a spec that names the hub."""
+    source, names = hub_names(spec)
+    origin = f"{spec.key}={spec.source}"
+    for name in names:
+        try:
+            info = source.look(name)
+        except Exception as error:  # of the client or the network
+            raise unavailable(origin, error) from error
+        if info is None:
+            raise ConfigError(f"{origin}: {source.repo} has no {name} at {source.asked}; name another file")
+        yield _Item(
+            where=f"{source.repo}@{(source.commit or source.asked)[:12]}:{name}",
+            size=info.file_size or 0,
+            is_here=info.is_cached,
+            origin=origin,
+            fetch=partial(source.fetch, name, verify=True),
+            disk=free_bytes(),
+        )
+
+
+def _of_web(key: str, file: WebFile) -> _Item:
+    origin = f"{key}={file.url}"
+    try:
+        size = file.size()
+    except OSError as error:
+        raise unavailable(origin, error) from error
+    disk = file.path.parent, file.free_bytes()
+    return _Item(file.url, size, is_here=file.path.is_file(), origin=origin, fetch=file.fetch, disk=disk)
+
+
+def _argument(name: str) -> str:
+    """Return what `cascade-train evaluate` takes a network by."""
+    key, network = NETWORKS[name]
+    if isinstance(network, WebFile):
+        return f"{key}={network.path}"
+    source, names = hub_names(network)
+    return f"{key}={source.fetch(names[0]).parent}"
 
 
 def runs_of(rest: list[str]) -> list[list[str]]:
     """Return the overrides of the training of each model that is named, or of the one that the arguments are."""
-    words = [argument for argument in rest if "=" not in argument]
+    words = [argument for argument in rest if "=" not in argument and argument not in NETWORKS]
     given = [argument for argument in rest if "=" in argument]
     known = group_options("model")
     if not rest:
-        raise ConfigError(f"download needs models: cascade-train download c_3b. Models: {', '.join(known)}.")
+        raise ConfigError(
+            f"download needs models: cascade-train download c_3b. Models: {', '.join(known)}. Networks of evaluations: "
+            f"{', '.join(NETWORKS)}."
+        )
     for model in words:
         if model not in known:
-            raise ConfigError(f"model={model}: no such option.{did_you_mean(model, known)}")
+            raise ConfigError(f"model={model}: no such option.{did_you_mean(model, [*known, *NETWORKS])}")
+    if not words and not given:
+        return []
     if words and (twice := [each for each in given if each.startswith("model=")]):
         raise ConfigError(f"{words[0]} and {twice[0]} both name a model. Leave one out.")
     own = ["run.name=download", "train.global_batch_size=1", *given]

@@ -129,11 +129,17 @@ def published_config(model: str, weights: str) -> DictConfig:
     return composed(overrides, weights=weights)
 
 
-def composed(overrides: list[str], **model: str) -> DictConfig:
-    """Return the checked configuration of a look at what overrides name; `model` are values below that node."""
+def composed(overrides: list[str], *, may_miss: bool = False, **model: str) -> DictConfig:
+    """Return the checked configuration of a look at what overrides name; `model` are values below that node.
+
+    `may_miss`: of what nobody has set, such as the place of the data, only what belongs to the model counts.
+    """
     register_schema()
     with initialize_config_dir(str(conf_dir()), **BASE):
         cfg = compose("config", overrides)
+    for key in OmegaConf.missing_keys(cfg) if may_miss else ():
+        if not key.startswith("model.") and not key.endswith("_target_"):
+            OmegaConf.update(cfg, key, "unset")
     cfg.model.update(model)
     cfg.parallel = ALONE
     return preflight(cfg, ranks=1, components=LOOKED_AT)
