@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,13 @@ from torch_fidelity import FeatureExtractorBase, calculate_metrics, register_fea
 
 from cascade_train.commands.evaluate import EvaluateArgs, evaluate
 from cascade_train.config.saved import load_yaml
+from cascade_train.engine.checkpoint.folder import CheckpointFolder
+from cascade_train.engine.checkpoint.manifest import Manifest, write_manifest
 from cascade_train.errors import ConfigError
 from cascade_train.models.clip_score import ClipScore
+from cascade_train.models.formats.weights_source import local_path
 from cascade_train.models.image_quality import load_tiny_features
+from cascade_train.results import export
 from cascade_train.results.evaluation.watch import next_step
 from tests.distributed.test_modes import NARROW
 from tests.integration.runs import train
@@ -128,7 +133,9 @@ def test_pictures_of_other_settings_are_not_mistaken(cascade: dict[str, Any], re
     assert numbers == {"clip_score": cascade["measures"]["clip_score"]}, "no other network, no other number"
 
 
-def test_stage_b_reconstructs_and_every_pair_is_measured(real: Path, tmp_path: Path) -> None:
+def test_stage_b_reconstructs_and_every_pair_is_measured(
+    real: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from torchmetrics.functional.image import peak_signal_noise_ratio, structural_similarity_index_measure
     from torchvision.models.vgg import cfgs, make_layers
 
@@ -154,6 +161,16 @@ def test_stage_b_reconstructs_and_every_pair_is_measured(real: Path, tmp_path: P
     assert measures["psnr"] == pytest.approx(float(psnr), abs=1e-3)
     ssim = structural_similarity_index_measure(images, wanted, data_range=1.0)
     assert measures["ssim"] == pytest.approx(float(ssim), abs=1e-4)
+
+    monkeypatch.chdir(tmp_path)
+    others = draw(tmp_path / "pictures", side=95)  # of the same names and captions
+    given = {"source": "package:tiny/decoder", "samples": 4}
+    with pytest.raises(ConfigError, match="out=.*out: holds pictures of another evaluation, which differs in real"):
+        judged(tmp_path / "out", **given, real=str(others))
+    with pytest.raises(ConfigError, match="another evaluation, which differs in codec"):
+        judged(
+            tmp_path / "out", **given, real=str(real), codec=shutil.copytree(local_path("package:tiny/vqgan"), "codec")
+        )
 
 
 def test_stage_a_reconstructs(real: Path, tmp_path: Path) -> None:
@@ -197,14 +214,57 @@ def test_a_watched_run_is_judged_at_each_checkpoint(
     for path in sorted(pictures.glob("*.png")):
         assert torch.equal(pixels(path), pixels(tmp_path / "export" / "pictures" / path.name))
     monkeypatch.chdir(tmp_path)
+    made = {path: path.stat().st_mtime_ns for path in pictures.glob("*.png")}
+    assert evaluate(EvaluateArgs(source="run", **{k: given[k] for k in ("features", "samples", *FAST)})) == 0
+    assert {path: path.stat().st_mtime_ns for path in pictures.glob("*.png")} == made, "of the same weights: kept"
     with pytest.raises(ConfigError, match="from=run: no checkpoint of step 3; steps that are there: 2, 4"):
         evaluate(EvaluateArgs(source="run", checkpoint=3, features="package:tiny", samples=4))
+    assert not (run / "evaluation" / "step_3").exists()
+    a_checkpoint_may_go_while_it_is_judged(run, given, monkeypatch)
+
+
+def a_checkpoint_may_go_while_it_is_judged(run: Path, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Watch in another way, while retention deletes the first checkpoint as its files are being read."""
+    load = export.restore_training_state
+
+    def deleting(store: Any, path: Path, *rest: Any, **options: Any) -> Any:
+        if path.name == "step_2":
+            shutil.rmtree(path)
+        return load(store, path, *rest, **options)
+
+    monkeypatch.setattr(export, "restore_training_state", deleting)
+    before = len((run / "evaluation.jsonl").read_text().splitlines())
+    assert evaluate(EvaluateArgs(**{**given, "seed": 3}, out="seeds")) == 0
+    lines = [json.loads(line) for line in (run / "evaluation.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines[before:]] == [4]
 
 
 def test_a_watch_waits_for_the_next_checkpoint(tmp_path: Path) -> None:
     slept: list[float] = []
     assert next_step(tmp_path / "none", set(), sleep=slept.append) == (None, False)
     assert sum(slept) == 600
+
+
+def test_a_watch_of_a_finished_run_that_is_continued_goes_on(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path / "checkpoints")
+
+    def save(step: int, *, finished: bool) -> None:
+        folder.path(step).mkdir(parents=True)
+        write_manifest(folder.path(step), Manifest(step=step, files={}, facts={"finished": finished}))
+
+    def looked(done: set[int]) -> tuple[int | None, bool]:
+        return next_step(folder.directory, done, sleep=lambda seconds: None)
+
+    save(4, finished=True)
+    assert looked({4}) == (None, True)
+    (tmp_path / ".lock").touch()
+    assert looked({4}) == (None, False), "the run has begun again"
+    (tmp_path / ".lock").unlink()
+    save(5, finished=False)
+    assert looked({4}) == (5, False)
+    assert looked({4, 5}) == (None, False), "killed, and not at its new end"
+    save(6, finished=True)
+    assert looked({4, 5, 6}) == (None, True)
 
 
 @pytest.mark.parametrize(

@@ -46,18 +46,24 @@ def export_step(cfg: DictConfig, checkpoints: Path, world: World, *, step: int |
     parts = build_parts(cfg)
     phases = build_phases(cfg, parts, world)
     store = CheckpointStore(checkpoints)
-    path = store.newest(has_optimizer=False) if step is None else checkpoints / f"step_{step}"
-    if path is None or not path.is_dir():
-        there = ", ".join(map(str, store.steps())) or "none"
-        raise ConfigError(
-            f"from={checkpoints.parent}: no checkpoint{'' if step is None else f' of step {step}'}; steps that are "
-            f"there: {there}."
-        )
+    path = find_checkpoint(store, step)
     if step is not None and (fault := find_fault(path)) is not None:
         raise RunError(f"from={checkpoints.parent}: the checkpoint of step {step} is damaged: {fault}.")
     restore_training_state(store, path, phases, parts.task, optimizer=False)
     at = int(path.name.removeprefix("step_"))
     write_exports(cfg, parts.task, phases, out, run=checkpoints.parent, step=at)
+    return path
+
+
+def find_checkpoint(store: CheckpointStore, step: int | None) -> Path:
+    """Return the folder of the checkpoint of a step, None = of the newest; a ConfigError where there is none."""
+    path = store.newest(has_optimizer=False) if step is None else store.directory / f"step_{step}"
+    if path is None or not path.is_dir():
+        there = ", ".join(map(str, store.steps())) or "none"
+        raise ConfigError(
+            f"from={store.directory.parent}: no checkpoint{'' if step is None else f' of step {step}'}; steps that are "
+            f"there: {there}."
+        )
     return path
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from cascade_train.engine.checkpoint.manifest import Manifest, find_fault, read_manifest
+from cascade_train.engine.checkpoint.manifest import Manifest, whole_manifest
 from cascade_train.errors import ConfigError
 from cascade_train.files.durable import sync
 
@@ -60,7 +60,8 @@ class CheckpointFolder:
 
         Numbers of later evaluations are among their facts, as `EVALUATED`.
         """
-        found = {s: read_manifest(p) for s, p in self.visible().items() if find_fault(p, hashes=False) is None}
+        manifests = {step: whole_manifest(path) for step, path in self.visible().items()}
+        found = {step: manifest for step, manifest in manifests.items() if manifest is not None}
         judged = evaluations(self.directory.with_name(EVALUATIONS))
         facts = {s: {**each.facts, EVALUATED: judged[s]} for s, each in found.items() if s in judged}
         return {s: replace(each, facts=facts.get(s, each.facts)) for s, each in found.items()}

@@ -132,6 +132,19 @@ def find_fault(directory: Path, *, hashes: bool = True) -> str | None:
         manifest = read_manifest(directory)
     except RunError as error:
         return str(error)
+    return _first_fault(directory, manifest, hashes=hashes)
+
+
+def whole_manifest(directory: Path) -> Manifest | None:
+    """Return the manifest of a checkpoint whose files have their sizes; None of another, or one that is going."""
+    try:
+        manifest = read_manifest(directory)
+    except RunError:
+        return None
+    return manifest if _first_fault(directory, manifest, hashes=False) is None else None
+
+
+def _first_fault(directory: Path, manifest: Manifest, *, hashes: bool) -> str | None:
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
         faults = pool.map(lambda item: _file_fault(directory / item[0], item[1], hashes=hashes), manifest.files.items())
         return next((fault for fault in faults if fault is not None), None)

@@ -128,6 +128,8 @@ class Judge:
             measures=self._measure(networks, kind, work, folder, real),
             settings=asked(self.settings, model, decoder),
             captions=tuple(work.captions),
+            count=self.settings.count,
+            originals=None if work.originals is None else pictures_of(work.originals),
         )
 
     def _loaded_networks(self) -> Networks:
@@ -256,8 +258,8 @@ def check_fits(settings: Settings, model: TrainedModel, decoder: TrainedModel | 
 
 def asked(settings: Settings, model: TrainedModel, decoder: TrainedModel | None) -> str:
     """Return a digest of how models are judged, whatever their weights are."""
-    behind = None if decoder is None else [*_names(decoder), _sampling(decoder)]
-    return digest([asdict(settings), _sampling(model), behind])
+    behind = None if decoder is None else [weights_stamp(decoder), _codec(decoder), _sampling(decoder)]
+    return digest([asdict(settings), _sampling(model), _codec(model), behind])
 
 
 def plain_settings(
@@ -269,17 +271,19 @@ def plain_settings(
     stamp: str | None,
 ) -> dict[str, Any]:
     """Return what the pictures depend on, as JSON values."""
-    found: dict[str, Any] = {"from": [model.origin, stamp or weights_stamp(model)], "sample": _sampling(model)}
+    found: dict[str, Any] = {"from": stamp or weights_stamp(model), "sample": _sampling(model), "codec": _codec(model)}
     if decoder is not None:
-        found |= {"decoder": [*_names(decoder), weights_stamp(decoder)], "decoder_sample": _sampling(decoder)}
+        found |= {"decoder": weights_stamp(decoder), "codec": _codec(decoder), "decoder_sample": _sampling(decoder)}
     captions = hashlib.sha256("\0".join(work.captions).encode()).hexdigest()[:16]
     shapes = None if sizes is None else [list(sizes.picture), list(sizes.painted)]
-    return found | {"seed": settings.seed, "captions": [len(work.captions), captions], "size": shapes}
+    followed = None if work.originals is None else work.originals.digest
+    return found | {"seed": settings.seed, "captions": [len(work.captions), captions], "size": shapes, "real": followed}
 
 
-def _names(decoder: TrainedModel) -> list[str | None]:
-    """Return what a Stage B and its Stage A were named."""
-    return [decoder.origin, decoder.cfg.model.get("stage_a", {}).get("weights")]
+def _codec(model: TrainedModel) -> str | None:
+    """Return a digest of the weights of the Stage A that a Stage B decodes by; None = the model names none."""
+    named = model.cfg.model.get("stage_a", {}).get("weights")
+    return None if named is None else _stamp(str(named))
 
 
 def _sampling(model: TrainedModel) -> dict[str, Any]:
@@ -289,11 +293,14 @@ def _sampling(model: TrainedModel) -> dict[str, Any]:
 
 def weights_stamp(model: TrainedModel) -> str:
     """Return a digest of names, sizes and times of the files that hold a model's weights; of the hub, their name."""
-    source = model.cfg.model.weights if model.export is None else str(model.export)
-    place = local_path(str(source))
+    return _stamp(str(model.cfg.model.weights if model.export is None else model.export))
+
+
+def _stamp(source: str) -> str:
+    place = local_path(source)
     files = sorted(path for path in place.rglob("*.safetensors")) if place.is_dir() else [place]
     stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files if path.is_file()]
-    return digest([str(source), stats])
+    return digest([str(place.resolve()) if place.exists() else source, stats])
 
 
 def digest(value: Any) -> str:

@@ -5,6 +5,7 @@ Shape legend: B batch, N pictures, H W size in pixels.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -42,6 +43,14 @@ class Originals:
         self._sizes_N2: np.ndarray = table.sizes_K2[table.nearest(width_N, height_N)]
         none = {(int(height), int(width)): np.zeros(0, dtype=np.int64) for height, width in table.sizes_K2}
         self._reader = MicroBatches(rows.source, rows.index, stand_ins=none, seed=0)
+
+    @property
+    def digest(self) -> str:
+        """16 hex digits that change when a picture is added, removed, renamed or of another size."""
+        state = hashlib.sha256(self._rows.index.digest.encode())
+        for array in (self._rows.rows, self._sizes_N2):
+            state.update(np.ascontiguousarray(array).tobytes())
+        return state.hexdigest()[:16]
 
     def __len__(self) -> int:
         return len(self._rows.rows)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
+from PIL import Image
+from torch import Tensor
 from torchvision.transforms.functional import to_pil_image
 
 from cascade_train.config.saved import CONFIG_NAME, load_yaml
@@ -25,8 +27,8 @@ log = logging.getLogger(__name__)
 
 METRICS, GRID = "metrics.json", "grid.png"
 
-SHOWN = 12
-"""Pictures in the grid, the first ones."""
+ROWS, COLUMNS = 12, 8
+"""Of the grid at most: prompts, the first ones, and pictures of each."""
 
 SETS = ("fid", "kid", "kid_std", "precision", "recall", "rfid")
 """Measures of sets, by a network's features."""
@@ -45,6 +47,8 @@ class Verdict:
         measures: the numbers by name.
         settings: digest of how it was judged, whatever the weights.
         captions: theirs.
+        count: pictures of each prompt, one behind the other.
+        originals: reads the pictures, (3, H, W) uint8, that those of some numbers follow; None = they follow none.
     """
 
     origin: str
@@ -55,11 +59,14 @@ class Verdict:
     measures: Mapping[str, float]
     settings: str
     captions: tuple[str, ...]
+    count: int
+    originals: Callable[[tuple[int, ...]], list[Tensor]] | None
 
     def plain(self) -> dict[str, Any]:
-        """Return JSON values, without the captions; a number that is not finite is null."""
-        found = {key: value for key, value in asdict(self).items() if key != "captions"}
-        return found | {"measures": {n: x if math.isfinite(x) else None for n, x in self.measures.items()}}
+        """Return JSON values, without what is made of each picture; a number that is not finite is null."""
+        finite = {name: value if math.isfinite(value) else None for name, value in self.measures.items()}
+        told = {key: getattr(self, key) for key in ("origin", "images", "real", "real_images", "networks", "settings")}
+        return {**told, "measures": finite}
 
     def table(self) -> str:
         """Return the numbers as lines, each with what it is of."""
@@ -77,10 +84,19 @@ class Verdict:
 
     def write(self, folder: Path) -> None:
         """Write `metrics.json` and `grid.png` into the folder that holds the pictures."""
-        pictures, shown = Folder(folder), range(min(SHOWN, self.images))
-        images = [to_pil_image(pictures.read(number)) for number in shown]
-        compose_grid([self.captions[number] for number in shown], {"image": images}).save(folder / GRID)
+        firsts = range(0, self.images, self.count)[:ROWS]
+        compose_grid([self.captions[number] for number in firsts], self._columns(folder, firsts)).save(folder / GRID)
         write_durably(folder / METRICS, json.dumps(self.plain(), indent=2) + "\n")
+
+    def _columns(self, folder: Path, firsts: range) -> dict[str, list[Image.Image]]:
+        """Return the columns of the grid: the original, where there is one, and the pictures of a prompt."""
+        read, columns = Folder(folder).read, dict[str, list[Image.Image]]()
+        if self.originals is not None:
+            columns["original"] = [to_pil_image(self.originals((number,))[0]) for number in firsts]
+        for place in range(min(self.count, COLUMNS)):
+            title = "image" if self.count == 1 else f"image {place + 1}"
+            columns[title] = [to_pil_image(read(number + place)) for number in firsts]
+        return columns
 
 
 def keep(verdict: Verdict, run: Path, step: int, grid: Path, *, track: bool, is_main: bool) -> None:

@@ -15,10 +15,11 @@ from cascade_train.distributed.consensus import from_rank_zero
 from cascade_train.distributed.process_group import World
 from cascade_train.engine.checkpoint.folder import CheckpointFolder
 from cascade_train.engine.checkpoint.manifest import MANIFEST_NAME, hash_file
-from cascade_train.errors import ConfigError, RunError
+from cascade_train.engine.checkpoint.store import CheckpointStore
+from cascade_train.engine.run.lock import LOCK_NAME
 from cascade_train.results.evaluation.judge import Judge, asked
 from cascade_train.results.evaluation.verdict import GRID, Verdict, judged, keep
-from cascade_train.results.export import export_step
+from cascade_train.results.export import export_step, find_checkpoint
 from cascade_train.results.find import TrainedModel
 
 log = logging.getLogger(__name__)
@@ -56,8 +57,7 @@ class Watched:
         """
         folder, checkpoints = self.out / f"step_{step}", self.run / "checkpoints"
         weights = folder / "weights"
-        manifest = checkpoints / f"step_{step}" / MANIFEST_NAME
-        stamp = from_rank_zero(lambda: hash_file(manifest).sha256 if manifest.is_file() else None)
+        stamp = from_rank_zero(lambda: stamp_of(find_checkpoint(CheckpointStore(checkpoints), step)))
 
         def prepare() -> None:
             from_rank_zero(lambda: shutil.rmtree(weights, ignore_errors=True))  # of a killed evaluation
@@ -67,7 +67,7 @@ class Watched:
 
         model = replace(self.model, origin=f"{self.model.origin}, step {step}", export=weights)
         try:
-            found = judge.judge(model, self.decoder, folder, stamp=stamp or "gone", prepare=prepare)
+            found = judge.judge(model, self.decoder, folder, stamp=stamp, prepare=prepare)
         finally:
             if world.is_main:
                 shutil.rmtree(weights, ignore_errors=True)
@@ -101,7 +101,7 @@ def watch(watched: Watched, judge: Judge, world: World, *, max_wait_hours: float
 def _judged(watched: Watched, judge: Judge, step: int, world: World) -> bool:
     try:
         watched.judge(judge, step, world)
-    except (ConfigError, RunError) as error:
+    except Exception as error:  # of many kinds, where files vanish that are being read
         if (watched.run / "checkpoints" / f"step_{step}").is_dir():
             raise
         log.warning("The checkpoint of step %d was deleted before it could be judged: %s", step, error)
@@ -109,17 +109,27 @@ def _judged(watched: Watched, judge: Judge, step: int, world: World) -> bool:
     return True
 
 
+def stamp_of(checkpoint: Path) -> str | None:
+    """Return what changes with the weights of a checkpoint, the hash of its manifest; None where it has none."""
+    manifest = checkpoint / MANIFEST_NAME
+    return hash_file(manifest).sha256 if manifest.is_file() else None
+
+
 def next_step(
     checkpoints: Path, done: set[int], *, sleep: Callable[[float], None] = time.sleep
 ) -> tuple[int | None, bool]:
-    """Return the first complete checkpoint that is not done, waiting for one, and whether no other will come."""
+    """Return the first complete checkpoint that is not done, waiting for one, and whether no other will come.
+
+    No other comes to a run whose last one is that of its end, unless it is being continued.
+    """
     waited = 0.0
     while True:
         complete = CheckpointFolder(checkpoints).complete()
         left = [step for step in complete if step not in done]
         if left:
             return left[0], False
-        if any(manifest.facts.get("finished") for manifest in complete.values()):
+        newest = list(complete.values())[-1:]
+        if newest and newest[0].facts.get("finished") and not (checkpoints.parent / LOCK_NAME).exists():
             return None, True
         if waited >= ROUND_SECONDS:
             return None, False
