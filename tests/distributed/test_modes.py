@@ -56,6 +56,11 @@ XL_TINY = (
     *("model=sdxl_tiny", "task=finetune", "train.max_steps=2", "checkpoint.every_steps=null", "ema.decay=0.5"),
     "activation_checkpointing=true",
 )
+SD_CONTROL = (
+    *("model=sd_tiny", "task=controlnet", "train.max_steps=2", "checkpoint.every_steps=null", "ema.decay=0.5"),
+    *("activation_checkpointing=true", "optimizer=torch", "optimizer.algorithm._target_=torch.optim.SGD"),
+    *("optimizer.lr=1", "optimizer.weight_decay=0"),
+)
 HYBRID = ("parallel=hsdp", "parallel.shard_size=2")
 RUNS = {
     "base": (1, None, BASE),
@@ -83,6 +88,8 @@ RUNS = {
     "xl_alone": (1, None, XL_TINY),
     "xl_fsdp": (2, "count_loading", (*XL_TINY, "parallel=fsdp", "train.micro_batch_size=2")),
     "xl_ddp": (4, None, (*XL_TINY, "parallel=ddp")),
+    "sd_control_alone": (1, None, SD_CONTROL),
+    "sd_control": (2, None, (*SD_CONTROL, "parallel=fsdp", "train.micro_batch_size=2")),
 }
 
 
@@ -153,6 +160,7 @@ ALONE = {
     **dict.fromkeys(("control", "control_ddp"), "control_alone"),
     **dict.fromkeys(("b_hybrid", "b_fsdp"), "b_alone"),
     **dict.fromkeys(("xl_fsdp", "xl_ddp"), "xl_alone"),
+    "sd_control": "sd_control_alone",
 }
 """Runs on several ranks, and the same on one: every mode and every task on 2 and on 4 ranks."""
 
@@ -163,6 +171,7 @@ EXPORTED = {
     "control_alone": "controlnet/controlnet.safetensors",
     "b_alone": "decoder/decoder/diffusion_pytorch_model.safetensors",
     "xl_alone": "pipeline/unet/diffusion_pytorch_model.safetensors",
+    "sd_control_alone": "controlnet/diffusion_pytorch_model.safetensors",
 }
 
 

@@ -62,6 +62,10 @@ RUNS = {
         *("task=lora", "model=sdxl_tiny", "task.rank=2", "task.dropout=0.5", "task.dora=true", "optimizer.lr=1e-2"),
         *("train.precision=bf16", "activation_checkpointing=true"),
     ),
+    "controlnet_of_stable_diffusion": (
+        *("task=controlnet", "model=sd_tiny", "train.precision=bf16", "activation_checkpointing=true"),
+        *("optimizer.lr=1e-2", "task.control_drop_prob=0.3"),
+    ),
     "previewer": (
         *("task=reconstruction", "model=c_tiny", "objective=preview", "model.previewer.weights=null"),
         *("task.train_compressor=true", "objective.latent_noise=0.1"),

@@ -36,16 +36,12 @@ def build_parts(cfg: DictConfig) -> Parts:
     """Construct the components of a run; cheap, and where their arguments are checked.
 
     Raises:
-        ConfigError: an argument that a component refuses, with the name of its node; a part of the model that the task
-            would train, and that is always frozen.
+        ConfigError: an argument that a component refuses, with the name of its node, or that means nothing for the
+            stage.
     """
     stage, objective = build_component(cfg, "model"), build_component(cfg, "objective")
     task = build_component(cfg, "task").for_objective(objective)
-    if frozen := sorted(task.trained_parts() & stage.always_frozen):
-        raise ConfigError(
-            f"task: asks for training in model.{frozen[0]}, which for {stage.name} is always frozen. Leave "
-            "task.text_encoder_filters and task.train_tokens null."
-        )
+    task.check_stage(stage)
     stage.left_out = task.unbuilt_parts()
     return Parts(
         stage=stage,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cascade_train.diffusion.bucket import Adaptive, AdaptiveParts
-from cascade_train.diffusion.loss_weight import LossWeight
+from cascade_train.diffusion.loss_weight import LossWeight, MinSNRGammaLossWeight
 from cascade_train.diffusion.noise import Noise, PlainNoise
 from cascade_train.diffusion.noise_condition import NoiseCondition
 from cascade_train.diffusion.scaling import Scaling, per_sample
@@ -29,6 +29,9 @@ PREDICTION_TYPES: Mapping[type[Target], str] = MappingProxyType(
     {EpsilonTarget: "epsilon", VTarget: "v_prediction", X0Target: "sample"}
 )
 """What diffusers' schedulers call the targets."""
+
+SHORT_NAMES: Mapping[str, type[Target]] = MappingProxyType({"epsilon": EpsilonTarget, "v": VTarget, "x0": X0Target})
+"""What `MinSNRGammaLossWeight` calls them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +104,14 @@ class Objective(AdaptiveParts):
                 "schedule.rescale_betas_zero_snr=true: where the latents are noise alone, predicting it teaches "
                 "nothing; choose a target of velocity, such as objective=ddpm_v, or set it to false"
             )
+        if isinstance(self.loss_weight, MinSNRGammaLossWeight):
+            named = self.loss_weight.target
+            ours = next((name for name, kind in SHORT_NAMES.items() if isinstance(self.target, kind)), named)
+            if named != ours:
+                raise ConfigError(
+                    f"loss_weight.target={named}: the weight is written for another target than "
+                    f"{type(self.target).__name__}, what the network predicts; set loss_weight.target={ours}"
+                )
 
     def draw_noise(self, generators: Sequence[torch.Generator], shape: tuple[int, int, int]) -> Tensor:
         """Draw training noise, (B, C, H, W) fp32 on the host; see `Noise.draw`."""

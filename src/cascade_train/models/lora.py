@@ -149,12 +149,20 @@ def begin_magnitudes(network: nn.Module, values: InitialValues, shares: Shares) 
 
 
 def share_down_halves(network: nn.Module) -> None:
-    """Let k and v of every adapted attention use the A of q, in place (the original adapts them as one layer)."""
+    """Let k and v of every adapted attention use the A of q, in place (the original adapts them as one layer).
+
+    A ConfigError where those take other inputs than q, such as text.
+    """
     layers = dict(adapted_layers(network))
     for name, layer in layers.items():
         for projection in ("to_k", "to_v") if name.endswith(".to_q") else ():
             other = layers.get(f"{name.removesuffix('to_q')}{projection}")
             if other is not None:
+                if other.lora_A[ADAPTER].weight.shape != layer.lora_A[ADAPTER].weight.shape:
+                    raise ConfigError(
+                        f"task.joint_qkv=true: {name} and {projection} take different inputs, of latents and of text, "
+                        "which have no half in common; set it to false"
+                    )
                 other.lora_A[ADAPTER].weight = layer.lora_A[ADAPTER].weight
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,9 @@ from cascade_train.models.formats.weights import StoredValues
 from cascade_train.models.initialize import DrawnValues, torch_rule
 from cascade_train.models.stage import Conditions, Images, Save, Tokens, to_device
 from cascade_train.models.text_encoder import SecondTextEncoder
+
+if TYPE_CHECKING:
+    from cascade_train.models.control.base import Control, ControlOptions
 
 Drawn = dict[str, Tensor]
 """Choices about a training batch, on the host: `posterior`, (B, C, H, W) fp32 standard normal; `time_ids`, (B, 6)."""
@@ -66,6 +69,7 @@ class StableDiffusion(DenoisingStage):
     def __post_init__(self) -> None:
         self.image_products = {"latent": "vae"} | ({"latent_std": "vae"} if self.vae.sample_posterior else {})
         self.caption_products = {"text": "text_encoder"}
+        self._control: Control | None = None
         super().__post_init__()
         for name, part in self._parts.items():
             if part.weights is None and not self.random_encoders:
@@ -83,9 +87,18 @@ class StableDiffusion(DenoisingStage):
         else:
             self._values = StoredValues(self.network, self.weights, part=self.part)
 
+    def _networks(self) -> list[Any]:
+        return [self.network, *([] if self._control is None else [self._control.module])]
+
+    def set_attention(self, name: str) -> None:
+        """Choose the attention kernel of the network and its control network, see `attention.set_attention`."""
+        for network in self._networks():
+            network.set_attention(name)
+
     def set_activation_checkpointing(self, enabled: bool) -> None:
         """Recompute the activations of residual and transformer blocks in backward instead of keeping them."""
-        self.network.set_recomputing(enabled)
+        for network in self._networks():
+            network.set_recomputing(enabled)
 
     def draw(self, batch: Batch) -> Drawn:
         """Draw where in their distribution the latents lie, unless they are its means."""
@@ -133,9 +146,24 @@ class StableDiffusion(DenoisingStage):
         control: dict[int, Tensor] | None = None,
     ) -> Tensor:
         """Run the network on noised latents (B, C, H, W) at (B,) fp32 timesteps; same shape out."""
-        if control is not None:
-            raise AssertionError(f"{self.name} takes no control maps, and its control networks were to be refused")
-        return self.network(noised_BCHW, timestep_ratio_B, **cond)
+        return self.network(noised_BCHW, timestep_ratio_B, **self.inputs(noised_BCHW, cond), control=control)
+
+    def inputs(self, noised_BCHW: Tensor, cond: Conditions) -> Conditions:
+        """Return all that the network and its control network are conditioned on, for noised latents (B, C, H, W)."""
+        return cond
+
+    def check_control(self, options: ControlOptions) -> None:
+        """Refuse what is for Stage C's control networks."""
+        from cascade_train.models.control.stable_diffusion import check_options  # heavy: diffusers
+
+        check_options(options, self.name)
+
+    def add_control(self, options: ControlOptions, device: torch.device) -> Control:
+        """Return a control network, see `UNetControl`; attention and recomputing are chosen for it too."""
+        from cascade_train.models.control.stable_diffusion import UNetControl  # heavy: diffusers
+
+        self._control = UNetControl(self, options, device)
+        return self._control
 
     def exports(self) -> Mapping[str, Save]:
         """Return `pipeline`, a folder that diffusers' pipeline of this family loads."""
@@ -185,6 +213,13 @@ class StableDiffusionXL(StableDiffusion):
                 f"model.network.cross_attention_dim={config.cross_attention_dim}: must equal {width}, the hidden sizes "
                 "of both text towers together"
             )
+        for key in ("max_tokens", "long_captions"):
+            first, second = (getattr(tower, key) for tower in towers)
+            if first != second:
+                raise ValueError(
+                    f"model.text_encoder_2.{key}={second}: must be that of model.text_encoder, {first}, since the "
+                    "texts of both towers lie side by side"
+                )
         pooled, each = self.text_encoder_2.projection_dim, config.addition_time_embed_dim
         found = config.projection_class_embeddings_input_dim
         if pooled is None or each is None or config.addition_embed_type is None or found != pooled + 6 * each:
@@ -231,19 +266,16 @@ class StableDiffusionXL(StableDiffusion):
             cond["time_ids"] = to_device(drawn["time_ids"], made["text"].device)
         return cond
 
-    def predict(
-        self,
-        noised_BCHW: Tensor,
-        timestep_ratio_B: Tensor,
-        cond: Conditions,
-        control: dict[int, Tensor] | None = None,
-    ) -> Tensor:
-        """Run the network; without `time_ids` for whole pictures of the latents' size, as diffusers' pipeline does."""
-        if "time_ids" not in cond:
-            sides = [side * self.vae.stride for side in noised_BCHW.shape[-2:]]
-            ids_6 = torch.tensor([*sides, 0, 0, *sides], dtype=torch.float32)
-            cond = {**cond, "time_ids": to_device(ids_6, noised_BCHW.device).expand(len(noised_BCHW), 6)}
-        return super().predict(noised_BCHW, timestep_ratio_B, cond, control)
+    def inputs(self, noised_BCHW: Tensor, cond: Conditions) -> Conditions:
+        """Return conditions with `time_ids`; where they had none, of whole pictures of the latents' size.
+
+        As diffusers' pipeline does.
+        """
+        if "time_ids" in cond:
+            return cond
+        sides = [side * self.vae.stride for side in noised_BCHW.shape[-2:]]
+        ids_6 = torch.tensor([*sides, 0, 0, *sides], dtype=torch.float32)
+        return {**cond, "time_ids": to_device(ids_6, noised_BCHW.device).expand(len(noised_BCHW), 6)}
 
 
 def size_ids(batch: Batch) -> Tensor:

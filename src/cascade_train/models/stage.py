@@ -21,10 +21,17 @@ from cascade_train.models.formats.weights_source import WeightsSpec
 from cascade_train.models.initialize import Shares
 
 if TYPE_CHECKING:
+    from cascade_train.models.control.base import Control, ControlOptions
     from cascade_train.models.text_encoder import TextEncoder
 
 Conditions = dict[str, Tensor]
 """Keyword arguments of the network beside the noised latent and the timestep ratio."""
+
+Steering = Callable[[Tensor, Tensor, Conditions], dict[int, Tensor]]
+"""Maps noised latents (B, C, H, W), timestep ratios (B,) and conditions to what is added in the network, by place.
+
+The latents may be several copies of the batch that is steered, one after the other.
+"""
 
 Tokens = dict[str, Tensor]
 """What the tokenizer makes of captions: `input_ids` and `attention_mask`, (B, L) int64.
@@ -183,6 +190,13 @@ class Stage(abc.ABC):
         W) float in [0, 1] or cached, None = no image condition (zeros), count for samples in `keep_image_B`, (B,)
         bool on the host; None = all. `drawn` is from `draw`, in training; None = without random choices.
         """
+
+    def check_control(self, options: ControlOptions) -> None:
+        """Refuse options that mean nothing for this stage's control networks (ConfigError); called before `build`."""
+
+    def add_control(self, options: ControlOptions, device: torch.device) -> Control:
+        """Return a control network for the built stage on `device`; a ConfigError if one that is named does not fit."""
+        raise AssertionError(f"{self.name} has no control networks, and was to be refused")
 
     @abc.abstractmethod
     def latent_shape(self, height: int, width: int) -> tuple[int, int, int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from cascade_train.models.denoising_stage import CascadeStage
 from cascade_train.models.image_encoder import ImageEncoder
 from cascade_train.models.previewer import Previewer
 from cascade_train.models.stage import Conditions, Images, Save, Tokens, product, to_device
+
+if TYPE_CHECKING:
+    from cascade_train.models.control.base import Control, ControlOptions
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -79,6 +82,12 @@ class StageC(CascadeStage):
             chosen = images[rows] if isinstance(images, Tensor) else {"clip_img": images["clip_img"][rows]}
             image = image.index_copy(0, rows, product(chosen, "clip_img", self.image_encoder.encode).to(text.dtype))
         return {"clip_text": text, "clip_text_pooled": pooled, "clip_img": image}
+
+    def add_control(self, options: ControlOptions, device: torch.device) -> Control:
+        """Return a control network, see `FeatureControl`."""
+        from cascade_train.models.control.stage_c import FeatureControl  # heavy: files of weights
+
+        return FeatureControl(self.network, options, device)
 
     def exports(self) -> Mapping[str, Save]:
         """Return `prior`, a folder that diffusers' prior pipeline loads."""

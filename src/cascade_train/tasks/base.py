@@ -170,6 +170,14 @@ class Task(abc.ABC):
         """Return the task that trains by an objective, by default itself; a ConfigError for options without use."""
         return self
 
+    def check_stage(self, stage: Stage) -> None:
+        """Refuse options that mean nothing for a stage, which is constructed and not built yet (ConfigError)."""
+        if frozen := sorted(self.trained_parts() & stage.always_frozen):
+            raise ConfigError(
+                f"task: asks for training in model.{frozen[0]}, which for {stage.name} is always frozen. Leave "
+                "task.text_encoder_filters and task.train_tokens null."
+            )
+
     def attach(self, stage: Stage, objective: Any, device: torch.device) -> None:
         """Take the built stage; a task extends this by what it freezes and adds. Called once, before sharding."""
         if stage.name not in self.fits:

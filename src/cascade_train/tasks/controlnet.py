@@ -1,16 +1,16 @@
-"""A control network beside a frozen Stage C: samples follow a map that a filter makes of a picture.
+"""A control network beside a frozen network: samples follow a map that a filter makes of a picture.
 
-Must not live here: the loss (text_to_image.py), the network (models/networks/controlnet.py) and the filters (filters/).
+Must not live here: the loss (text_to_image.py), what a control network is (models/control/) and the filters (filters/).
 
 Shape legend: B batch, C channels of the map, H W image size, h w size of the map.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,23 +19,12 @@ from cascade_train.batch import Batch, SampleTransform, sample_seed
 from cascade_train.diffusion.objective import Objective
 from cascade_train.errors import ConfigError
 from cascade_train.filters.base import CONTROL, ControlFilter, ControlMap, transform_images
-from cascade_train.models.formats.controlnet_files import StoredControl, read_control, save_control
-from cascade_train.models.formats.weights_tensors import recognise_size
-from cascade_train.models.networks.controlnet import (
-    Bottleneck,
-    ControlNetwork,
-    ControlSpec,
-    block_widths,
-    build_control_network,
-    mirrored_blocks,
-)
-from cascade_train.models.networks.efficientnet import load_features
-from cascade_train.models.stage import Stage
+from cascade_train.models.control.base import Control, ControlOptions
+from cascade_train.models.networks.controlnet import Bottleneck
+from cascade_train.models.stage import Conditions, Stage, Steering
 from cascade_train.options import File
 from cascade_train.tasks.base import Export, Guide, ImageMaker, Phase, Predictor
 from cascade_train.tasks.text_to_image import PreparedBatch, TextToImage
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,18 +42,21 @@ class PreparedControl(PreparedBatch):
 
 @dataclass(kw_only=True, eq=False)
 class ControlNet(TextToImage):
-    """Trains a control network; Stage C's network is frozen, with its dropout off.
+    """Trains a control network; the stage's network is frozen, with its dropout off.
+
+    That of Stable Diffusion is diffusers' `ControlNetModel` (Zhang et al. 2023), a copy of the network's way down,
+    which takes maps of the picture's size; grey ones become three equal channels.
 
     Args:
         filter: makes the maps of pictures.
-        blocks: indices of the network's residual blocks that are controlled, in order of execution, down then up;
-            null = those of `weights`, else the original's eight, scaled to the model.
-        bottleneck: what makes features of a map: effnet (EfficientNet-V2-S) and small (five convolutions, for tiny
-            models) take maps of the picture's size, simple and large of the latent's.
+        blocks: of Stage C: indices of the network's residual blocks that are controlled, in order of execution, down
+            then up; null = those of `weights`, else the original's eight, scaled to the model.
+        bottleneck: of Stage C: what makes features of a map: effnet (EfficientNet-V2-S) and small (five convolutions,
+            for tiny models) take maps of the picture's size, simple and large of the latent's.
         backbone_weights: initial values of effnet: imagenet (torchvision's, downloaded), or a file or hub id of
             EfficientNet-V2-S, such as the semantic compressor's; null = values from the seed.
-        weights: a control network to start from: a run, its export, a local file or one on the hub, ours or the
-            original's; null = a new one, which begins without effect.
+        weights: a control network to start from: a run, its export, a local file or one on the hub, ours, the
+            original's, or, of Stable Diffusion, a folder of diffusers; null = a new one, which begins without effect.
         control_drop_prob: share of samples whose map is 0 in training, in [0, 1].
         seed: of a new control network's values.
 
@@ -72,7 +64,7 @@ class ControlNet(TextToImage):
         ValueError: a number out of range, or backbone weights for a bottleneck that has none.
     """
 
-    fits = ("stage_c",)
+    fits = ("stage_c", "stable_diffusion", "stable_diffusion_xl")
     trains_network = False
     needs_image = True
 
@@ -96,66 +88,37 @@ class ControlNet(TextToImage):
             raise ValueError(
                 f"backbone_weights={self.backbone_weights}: are for bottleneck=effnet, not {self.bottleneck}; null"
             )
-        self.controlnet: ControlNetwork
-        self._base_size: str | None
+        self._control: Control
         self._transform: SampleTransform | None = None
         self._map: ControlMap
+
+    @property
+    def controlnet(self) -> Any:
+        """The module that trains."""
+        return self._control.module
+
+    def check_stage(self, stage: Stage) -> None:
+        """Refuse options that mean nothing for the stage's control networks."""
+        super().check_stage(stage)
+        stage.check_control(self._options())
 
     def attach(self, stage: Stage, objective: Objective, device: torch.device) -> None:
         """Take the built stage, freeze it, and add the control network; see `Task.attach`."""
         super().attach(stage, objective, device)
         stage.network.requires_grad_(requires_grad=False).eval()
-        self._base_size = recognise_size({name: tuple(p.shape) for name, p in stage.network.named_parameters()})
         self._map = self.filter.build(device=device, encode=stage.encode)
-        if self.weights is None:
-            self.controlnet = self._new()
-        else:
-            self._install(read_control(self.weights, key="task.weights", blocks=self.blocks), "task.weights")
+        self._control = stage.add_control(self._options(), device)
 
-    def _new(self) -> ControlNetwork:
-        widths = self._widths()
-        blocks = mirrored_blocks(len(widths)) if self.blocks is None else tuple(self.blocks)
-        _check_blocks(blocks, len(widths), f"task.blocks={list(blocks)}")
-        spec = ControlSpec(
+    def _options(self) -> ControlOptions:
+        return ControlOptions(
             channels=self.filter.channels,
+            filter=self.filter.node(),
+            weights=self.weights,
+            blocks=self.blocks,
             bottleneck=self.bottleneck,
-            blocks=blocks,
-            widths=tuple(widths[block] for block in blocks),
+            backbone_weights=self.backbone_weights,
+            seed=self.seed,
         )
-        network = build_control_network(spec, device=self.device, seed=self.seed)
-        if self.backbone_weights is not None:
-            load_features(network.backbone, self.backbone_weights, key="task.backbone_weights")
-        return network
-
-    def _widths(self) -> list[int]:
-        return block_widths(self.stage.network.config)
-
-    def _install(self, stored: StoredControl, key: str) -> None:
-        spec, widths = stored.spec, self._widths()
-        if set(spec.widths) <= set(widths):
-            _check_blocks(spec.blocks, len(widths), f"{key} with the blocks {list(spec.blocks)}")
-        if spec.widths != tuple(widths[block] if 0 <= block < len(widths) else None for block in spec.blocks):
-            fits = {2048: "; use model=c_3b", 1536: "; use model=c_1b"}.get(spec.widths[0], "")
-            raise ConfigError(
-                f"{key}: this control network is for blocks {list(spec.blocks)} of width {spec.widths[0]}, the model "
-                f"has {len(widths)} of width {widths[0]}{fits}"
-            )
-        if spec.channels != self.filter.channels:
-            by = f", which {stored.filter['_target_']} made" if stored.filter else ""
-            raise ConfigError(
-                f"{key}: this control network takes maps of {spec.channels} channels{by}, task.filter makes "
-                f"{self.filter.channels}; choose its filter, filter@task.filter="
-            )
-        if spec.bottleneck != self.bottleneck:
-            raise ConfigError(f"{key}: this control network has task.bottleneck={spec.bottleneck}; set it so")
-        if stored.filter is None:
-            log.warning("%s: does not say what made its maps, and is now given %s", key, self.filter.node())
-        elif stored.filter != self.filter.node():
-            log.warning("%s: was trained on maps of %s, and is now given %s", key, stored.filter, self.filter.node())
-        with torch.device("meta"):
-            network = ControlNetwork(spec)
-        network.load_state_dict(stored.state, assign=True)
-        self.controlnet = network.float().to(self.device)
 
     def sample_transform(self) -> SampleTransform:
         """Return the filter's half that runs in the data workers."""
@@ -176,7 +139,7 @@ class ControlNet(TextToImage):
     def phases(self) -> list[Phase]:
         """Return the one phase; the frozen network is a root beside the control network, so that both shard."""
         modules = {"network": self.stage.network, "controlnet": self.controlnet}
-        units = {"network": self.stage.units(), "controlnet": self.controlnet.units()}
+        units = {"network": self.stage.units(), "controlnet": self._control.units()}
         return [Phase(name="train", modules=modules, units=units, loss=self.loss)]
 
     def prepare_batch(self, batch: Batch) -> PreparedControl:
@@ -194,26 +157,22 @@ class ControlNet(TextToImage):
     def _made(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: self._copy(value) for name, value in tensors.items() if name.startswith("control_")}
 
-    def control(self, prepared: PreparedBatch, *, training: bool) -> dict[int, Tensor]:
-        """Return the control network's features of the maps, of which some are 0 in training."""
+    def steering(self, prepared: PreparedBatch, *, training: bool) -> Steering:
+        """Return what the control network adds under the maps, of which some are 0 in training."""
         if not isinstance(prepared, PreparedControl):
             raise AssertionError("a batch that this task did not prepare")
         control_BCHW = prepared.control_BCHW
         if training and self.control_drop_prob > 0.0:
             control_BCHW = control_BCHW * ~prepared.drop_control_B[:, None, None, None]
-        maps: dict[int, Tensor] = self.controlnet(control_BCHW)
-        return maps
+        return self._control.steer(control_BCHW)
 
     @torch.no_grad()
-    def predictor(
-        self, captions: Sequence[str], image_BCHW: Tensor | None, control: dict[int, Tensor] | None = None
-    ) -> Predictor:
-        """Return predictions under captions and pictures' maps or `control`, and these alone; ConfigError if none."""
-        if control is None:
-            if image_BCHW is None:
-                raise ConfigError("a control network paints under an image; give image=… to filter, or control=…")
-            control = self.controlnet(self._maps(image_BCHW, range(len(image_BCHW))))
-        return self.predictor_under(captions, None, control)
+    def predictor(self, captions: Sequence[str], image_BCHW: Tensor | None) -> Predictor:
+        """Return predictions under captions and pictures' maps, and these alone; a ConfigError if there are none."""
+        if image_BCHW is None:
+            raise ConfigError("a control network paints under an image; give image=… to filter, or control=…")
+        maps_BCHW = self._maps(image_BCHW, range(len(image_BCHW)))
+        return self.predictor_under(captions, None, self._control.steer(maps_BCHW))
 
     @torch.no_grad()
     def guided_predictor(self, captions: Sequence[str], guide: Guide) -> Predictor:
@@ -229,8 +188,8 @@ class ControlNet(TextToImage):
                 f"{wanted}; give image=…, of which it makes them"
             )
         maps_BCHW = given_BCHW if guide.is_map else self._maps(given_BCHW, guide.numbers)
-        control = {block: guide.strength * value for block, value in self.controlnet(maps_BCHW).items()}
-        return self.predictor_under(captions, self._variation(guide), control)
+        steering = scaled(self._control.steer(maps_BCHW), guide.strength)
+        return self.predictor_under(captions, self._variation(guide), steering)
 
     @torch.no_grad()
     def shown(self, image_BCHW: Tensor) -> Mapping[str, Tensor]:
@@ -244,24 +203,18 @@ class ControlNet(TextToImage):
         return self._map(image_BCHW, self._made(transform_images(self.sample_transform(), pixels_BCHW, generators)))
 
     def exports(self) -> Mapping[str, Export]:
-        """Return `controlnet`, a folder with one file in the original's layout and our metadata."""
-        return {"controlnet": Export(module=self.controlnet, write=self._write)}
+        """Return `controlnet`, a folder: of Stage C with a file in the original's layout, else diffusers'."""
+        return {"controlnet": Export(module=self.controlnet, write=self._control.write)}
 
     def load_export(self, export: Path) -> None:
         """Load the control network of a run's `export/controlnet`."""
-        self._install(read_control(str(export), key="from"), f"from={export}")
-
-    def _write(self, state: Mapping[str, Tensor], directory: Path) -> float:
-        stored = StoredControl(
-            spec=self.controlnet.spec, state=state, base_size=self._base_size, filter=self.filter.node()
-        )
-        return save_control(stored, directory)
+        self._control.load(str(export), key="from")
 
 
-def _check_blocks(blocks: Sequence[int], executed: int, origin: str) -> None:
-    unknown = [block for block in blocks if not 0 <= block < executed]
-    if unknown:
-        raise ConfigError(
-            f"{origin}: this model executes {executed} residual blocks, 0 to {executed - 1}, and {unknown[0]} is none "
-            "of them; name others, or choose a deeper model"
-        )
+def scaled(steering: Steering, strength: float) -> Steering:
+    """Return what a control network adds, times a factor."""
+
+    def weaker(noised_BCHW: Tensor, timestep_ratio_B: Tensor, cond: Conditions) -> dict[int, Tensor]:
+        return {n: strength * value for n, value in steering(noised_BCHW, timestep_ratio_B, cond).items()}
+
+    return weaker

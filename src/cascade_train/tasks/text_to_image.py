@@ -20,7 +20,7 @@ from cascade_train.batch import Batch
 from cascade_train.diffusion.objective import Diffused, Objective
 from cascade_train.diffusion.sampler import ImageNoise, sample
 from cascade_train.errors import ConfigError
-from cascade_train.models.stage import Images, Products, Stage, Tokens
+from cascade_train.models.stage import Conditions, Images, Products, Stage, Steering, Tokens
 from cascade_train.tasks.base import (
     Draws,
     Guide,
@@ -97,6 +97,14 @@ class TextToImage(Task):
         self._empty_tokens: Tokens
         self.trains_conditions = False
 
+    def check_stage(self, stage: Stage) -> None:
+        """Refuse a share of images as conditions where they are none, and training in what is always frozen."""
+        super().check_stage(stage)
+        if self.image_keep_prob and stage.image_keep_prob == 0.0:
+            raise ConfigError(
+                f"task.image_keep_prob={self.image_keep_prob}: an image is no condition of {stage.name}; leave it null"
+            )
+
     def attach(self, stage: Stage, objective: Objective, device: torch.device) -> None:
         """Take the built stage; a task extends this by what it freezes and adds."""
         super().attach(stage, objective, device)
@@ -151,8 +159,8 @@ class TextToImage(Task):
             noise = (prepared.noise_BCHW, prepared.timestep_B, prepared.offset_BC11)
             further = {} if prepared.perturbation_BCHW is None else {"perturbation_BCHW": prepared.perturbation_BCHW}
             diffused = self.objective.diffuse(x0_BCHW, *noise, **further)
-        control = self.control(prepared, training=True)
-        pred_BCHW = self.stage.predict(diffused.noised, diffused.timestep_ratio_B, cond, control)
+        steering = self.steering(prepared, training=True)
+        pred_BCHW = self._predict(diffused.noised, diffused.timestep_ratio_B, cond, steering)
         loss_B, loss_raw_B = self.objective.loss(pred_BCHW, diffused, prepared.mask_B1HW)
         self.objective.after_micro_batch(diffused.logsnr_B, loss_raw_B)
         report = {"loss_raw": loss_raw_B.detach(), "logsnr": diffused.logsnr_B}
@@ -176,13 +184,19 @@ class TextToImage(Task):
         logsnr_B = torch.full_like(prepared.timestep_B, logsnr)
         diffused: Diffused = self.objective.diffuse_at(x0_BCHW, prepared.noise_BCHW, logsnr_B, prepared.offset_BC11)
         cond = self.stage.conditions(prepared.tokens, images if self.stage.needs_image else None)
-        control = self.control(prepared, training=False)
-        pred_BCHW = self.stage.predict(diffused.noised, diffused.timestep_ratio_B, cond, control)
+        steering = self.steering(prepared, training=False)
+        pred_BCHW = self._predict(diffused.noised, diffused.timestep_ratio_B, cond, steering)
         return self.objective.loss(pred_BCHW, diffused, prepared.mask_B1HW)[1]
 
-    def control(self, prepared: PreparedBatch, *, training: bool) -> dict[int, Tensor] | None:
-        """Return maps to add in the network, by index of the executed block, some of them dropped in training."""
+    def steering(self, prepared: PreparedBatch, *, training: bool) -> Steering | None:
+        """Return what is added in the network under a batch's maps, some dropped in training; None = nothing."""
         return None
+
+    def _predict(
+        self, noised_BCHW: Tensor, timestep_ratio_B: Tensor, cond: Conditions, steering: Steering | None
+    ) -> Tensor:
+        control = None if steering is None else steering(noised_BCHW, timestep_ratio_B, cond)
+        return self.stage.predict(noised_BCHW, timestep_ratio_B, cond, control)
 
     def painter(self, settings: SampleSettings, size: Sequence[int]) -> DiffusionPainter:
         """Return what denoises latents of pictures of (height, width) pixels and decodes them."""
@@ -200,21 +214,20 @@ class TextToImage(Task):
 
     @torch.no_grad()
     def predictor_under(
-        self, captions: Sequence[str], images: Images | None, control: dict[int, Tensor] | None = None
+        self, captions: Sequence[str], images: Images | None, steering: Steering | None = None
     ) -> Predictor:
         """Return predictions under B captions and images, and without both, from one forward pass.
 
-        Images are (B, 3, H, W) float in [0, 1], or the stage's products of them; None = none. `control` maps are added
-        in the network for both predictions.
+        Images are (B, 3, H, W) float in [0, 1], or the stage's products of them; None = none. `steering` is of both
+        predictions.
         """
         tokens = self._tokens([*captions, *[""] * len(captions)])
         keep_B = torch.arange(2 * len(captions)) < len(captions)
         cond = self.stage.conditions(tokens, None if images is None else _twice(images), keep_B)
-        both = None if control is None else {block: value.repeat(2, 1, 1, 1) for block, value in control.items()}
 
         @torch.no_grad()
         def predict(noised_BCHW: Tensor, timestep_ratio_B: Tensor) -> tuple[Tensor, Tensor]:
-            pred_BCHW = self.stage.predict(noised_BCHW.repeat(2, 1, 1, 1), timestep_ratio_B.repeat(2), cond, both)
+            pred_BCHW = self._predict(noised_BCHW.repeat(2, 1, 1, 1), timestep_ratio_B.repeat(2), cond, steering)
             with_caption_BCHW, without_BCHW = pred_BCHW.float().chunk(2)
             return with_caption_BCHW, without_BCHW
 

@@ -39,7 +39,7 @@ from tests.unit.config.composing import checked
             ["reconstruction", "sd_tiny", "ddpm"],
             r"task=reconstruction trains .*but model=sd_tiny is stable_diffusion\.",
         ),
-        (["controlnet", "sdxl_tiny", "ddpm"], r"Tasks that fit stable_diffusion_xl: finetune, lora;"),
+        (["reconstruction", "sdxl_tiny", "ddpm"], r"Tasks that fit stable_diffusion_xl: controlnet, finetune, lora;"),
     ],
 )
 def test_an_objective_for_something_else_is_refused(overrides, message):

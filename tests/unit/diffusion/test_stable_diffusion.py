@@ -182,3 +182,10 @@ def test_edm_scaling_of_unit_data_keeps_the_variance() -> None:
 def test_values_out_of_range_are_refused(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+def test_min_snr_is_written_for_what_the_network_predicts(build: Build) -> None:
+    with pytest.raises(
+        ConfigError, match=r"loss_weight\.target=v: .* EpsilonTarget, .* set loss_weight\.target=epsilon"
+    ):
+        build("ddpm_min_snr", loss_weight={"target": "v"})

@@ -153,6 +153,11 @@ def test_every_part_of_a_pipeline_follows_the_networks_weights() -> None:
         ("sd_tiny", {"text_encoder": {"hidden_layer": -3}}, "hidden_layer=-3: is counted from the end, give -1"),
         ("sd_tiny", {"text_encoder": {"hidden_layer": 0}}, "hidden_layer=0: is counted from the end, give -1"),
         ("sdxl_tiny", {"network": {"cross_attention_dim": 32}}, "must equal 80, the hidden sizes of both text towers"),
+        (
+            "sdxl_tiny",
+            {"text_encoder": {"long_captions": True}},
+            r"text_encoder_2\.long_captions=False: must be that of model\.text_encoder, True",
+        ),
         ("sdxl_tiny", {"text_encoder_2": {"projection_dim": None}}, "=None and six times model.network.addition_time"),
     ],
 )

@@ -324,7 +324,7 @@ def test_a_bare_file_is_asked_about_and_its_filter_is_doubted(
     with pytest.raises(ConfigError, match=r"4 projections of task.bottleneck=small for maps of 3 channels"):
         make(weights=path)
     with pytest.raises(
-        ConfigError, match=r"task.weights with the blocks \[0, 1, 6, 9\]: this model executes 8 .* 9 is"
+        ConfigError, match=r"task.weights=.* with the blocks \[0, 1, 6, 9\]: this model executes 8 .* 9 is"
     ):
         make(weights=path, blocks=[0, 1, 6, 9])
     with pytest.raises(ConfigError, match=r"takes maps of 3 channels, task.filter makes 16; choose its filter"):
@@ -352,7 +352,7 @@ def test_arguments_that_make_no_sense_are_refused(changes: dict[str, Any], messa
 def test_an_efficientnet_takes_its_trained_values(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, str]] = []
     monkeypatch.setattr(
-        "cascade_train.tasks.controlnet.load_features", lambda _, source, key: asked.append((source, key))
+        "cascade_train.models.control.stage_c.load_features", lambda _, source, key: asked.append((source, key))
     )
     task = make(bottleneck="effnet", backbone_weights="imagenet")
     assert asked == [("imagenet", "task.backbone_weights")]

@@ -20,8 +20,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from cascade_train.batch import Batch
+from cascade_train.errors import ConfigError
 from cascade_train.models.lora import adapted_layers
 from cascade_train.tasks.base import SampleSettings
+from tests.unit.models.stages import make_stage
 from tests.unit.tasks.task_contract import TaskContract, attached, component, make_batch
 
 FAMILIES = {"sd_tiny": StableDiffusionPipeline, "sdxl_tiny": StableDiffusionXLPipeline}
@@ -179,10 +181,21 @@ def test_adapters_load_into_diffusers_pipeline(left: tuple[str, Any, Path], tmp_
         ids = torch.tensor([[32.0, 32, 0, 0, 32, 32]]).expand(2, 6)
         named["added_cond_kwargs"] = {"text_embeds": cond["text_embeds"], "time_ids": ids}
     before = pipeline.unet(**named).sample
-    pipeline.load_lora_weights(tmp_path / "lora", weight_name="pytorch_lora_weights.safetensors")
+    pipeline.load_lora_weights(tmp_path / "lora")
     after = pipeline.unet(**named).sample
     assert (after - before).abs().max() > 0.01
     torch.testing.assert_close(after, task.stage.predict(latents, timestep, cond), atol=1e-5, rtol=1e-4)
+
+
+def test_queries_of_latents_share_nothing_with_keys_of_text() -> None:
+    with pytest.raises(ConfigError, match="take different inputs, of latents and of text"):
+        attached(component("task", "lora", joint_qkv=True), "sd_tiny", component("objective", "ddpm"))
+
+
+def test_an_image_is_no_condition() -> None:
+    task = component("task", "finetune", image_keep_prob=0.5)
+    with pytest.raises(ConfigError, match=r"image_keep_prob=0\.5: an image is no condition of stable_diffusion;"):
+        task.check_stage(make_stage("sd_tiny"))
 
 
 def test_an_autoencoder_is_of_its_own_class(left: tuple[str, Any, Path]) -> None:

@@ -80,6 +80,7 @@ class NoFilter(ControlFilter):
 
     def __init__(self, instead_of: ControlFilter) -> None:
         self.channels = instead_of.channels
+        self.node = instead_of.node  # type: ignore[method-assign]
 
     def build(self, *, device: torch.device, encode: Encode) -> ControlMap:
         """Return the maps of the batch."""

@@ -35,6 +35,7 @@ class ConditionUNet(UNet2DConditionModel):
         encoder_hidden_states: Tensor,
         text_embeds: Tensor | None = None,
         time_ids: Tensor | None = None,
+        control: dict[int, Tensor] | None = None,
     ) -> Tensor:
         """Predict the diffusion target, of the shape of `sample`, in the dtype of the weights.
 
@@ -44,17 +45,28 @@ class ConditionUNet(UNet2DConditionModel):
             encoder_hidden_states: (B, L, D) text.
             text_embeds: (B, D') pooled text, with `time_ids` (SDXL).
             time_ids: (B, 6) height and width of the original, top and left of the crop, height and width of the target.
+            control: what is added to each skip connection, from the top, and last to the middle block's output.
         """
         dtype = self.conv_in.weight.dtype
         added = None if time_ids is None or text_embeds is None else {"text_embeds": text_embeds, "time_ids": time_ids}
-        text = encoder_hidden_states.to(dtype)
-        found: Tensor = super().forward(sample.to(dtype), timestep, text, added_cond_kwargs=added, return_dict=False)[0]
+        residuals: dict[str, Any] = {}
+        if control is not None:
+            *skips, middle = (control[place].to(dtype) for place in range(len(control)))
+            residuals = {"down_block_additional_residuals": skips, "mid_block_additional_residual": middle}
+        found: Tensor = super().forward(
+            sample.to(dtype),
+            timestep,
+            encoder_hidden_states.to(dtype),
+            added_cond_kwargs=added,
+            return_dict=False,
+            **residuals,
+        )[0]
         return found
 
     def units(self) -> list[list[nn.Module]]:
         """Return each unit, a list of one module, in order of execution."""
         blocks = [*self.down_blocks, self.mid_block, *self.up_blocks]
-        return [[unit] for block in blocks for unit in _units_of(block)]
+        return [[unit] for block in blocks for unit in units_of(block)]
 
     def set_attention(self, name: str) -> None:
         """Choose the attention kernel, see `attention.set_attention`."""
@@ -68,7 +80,7 @@ class ConditionUNet(UNet2DConditionModel):
             self.disable_gradient_checkpointing()
 
 
-def _units_of(block: nn.Module) -> Iterator[nn.Module]:
+def units_of(block: nn.Module) -> Iterator[nn.Module]:
     """Yield the units of a level in order of execution: a residual block and its transformer, in turns, then samplers.
 
     The middle has one more residual block, at the end.
