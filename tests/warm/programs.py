@@ -31,7 +31,7 @@ def warm_programs() -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.exists():
             start_server(folder)
-    keep = os.open(folder / "asked_for", os.O_WRONLY)
+    keep = os.open(folder / "asked_for", os.O_WRONLY | os.O_NONBLOCK)  # an error where the server has died
     atexit.register(os.close, keep)
     return folder
 

@@ -209,6 +209,7 @@ def main() -> None:
         connection.close()
     gc.unfreeze()
     shutil.rmtree(folder)
+    folder.with_suffix(".lock").unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

@@ -13,12 +13,34 @@ from cascade_train.engine.phase import trainable_parameters
 from cascade_train.errors import ConfigError
 from cascade_train.tasks.finetune import Finetune
 from tests.unit.models.stages import build_stage
-from tests.unit.tasks.task_contract import TaskContract, attached, component
+from tests.unit.tasks.task_contract import CPU, TaskContract, attached, batch_for, component
 
 
 class TestFinetune(TaskContract):
     option = "finetune"
     model = "c_tiny"
+
+
+OBJECTIVES = {
+    "c_tiny": ("gdf", "min_snr", "rectified_flow", "v", "x0"),
+    "sd_tiny": ("ddpm_v",),
+    "sdxl_tiny": ("edm_sdxl",),
+}
+"""Those that keep nothing between steps, so that a run continues with them as with any other: test_resume.py."""
+
+
+@pytest.mark.parametrize("model", OBJECTIVES)
+def test_objectives_keep_nothing_and_do_not_depend_on_how_a_batch_is_divided(model: str) -> None:
+    stage = attached(component("task", "finetune"), model).stage
+    for name in OBJECTIVES[model]:
+        task = component("task", "finetune")
+        task.attach(stage, component("objective", name), CPU)
+        (phase,) = task.phases()
+        batches = (batch_for(task, *ids) for ids in ((0, 1, 2, 3), (3, 1), (0, 2)))
+        whole, *parts = (phase.loss(task.prepare_batch(batch)).loss_B.detach() for batch in batches)
+        torch.testing.assert_close(whole[[3, 1, 0, 2]], torch.cat(parts), rtol=1e-4, atol=1e-6, msg=name)
+        assert whole.unique().numel() == 4
+        assert not task.state_dict(), name
 
 
 def test_every_weight_of_the_network_trains_in_train_mode() -> None:
