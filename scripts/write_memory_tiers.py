@@ -12,12 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from cascade_train.assembly.planning import fitting
 from cascade_train.assembly.planning.devices import Room
 from cascade_train.assembly.planning.fitting import TIERS_GB, Place, changed, choose
-from cascade_train.assembly.planning.memory import Memory, memory_of
+from cascade_train.assembly.planning.memory import Memory
 from cascade_train.assembly.planning.rehearsal import Rehearsed
 from cascade_train.config.groups import conf_dir
 from cascade_train.config.hydra_compat import BASE
@@ -31,6 +30,7 @@ RUNS = (
     *((model, task) for model in ("c_1b", "c_3b") for task in ("lora", "controlnet", "finetune")),
     ("a", "reconstruction"),
     *((model, task) for model in ("b_700m", "b_3b") for task in ("lora", "reconstruction")),
+    *((model, task) for model in ("sd15", "sd21_base", "sdxl") for task in ("lora", "finetune")),
 )
 SHORT = {
     "ema.device": "average on the host",
@@ -42,31 +42,18 @@ SHORT = {
 """Means, as the table has them."""
 
 
-def remembering() -> None:
-    """Let the choice rehearse each configuration once, whatever the tier."""
-    known: dict[str, tuple[Memory, Rehearsed]] = {}
-
-    def remembered(cfg: DictConfig, *, on_cuda: bool = True) -> tuple[Memory, Rehearsed]:
-        same = changed(cfg, {"train.micro_batch_size": None, "memory.budget_gb": None})
-        key = OmegaConf.to_yaml(same)
-        if key not in known:
-            known[key] = memory_of(cfg, on_cuda=on_cuda)
-        return known[key]
-
-    fitting.memory_of = remembered
-
-
 def row(model: str, task: str) -> str:
     """Return the line of a model and task."""
     register_schema()
     with initialize_config_dir(str(conf_dir()), **BASE):
         cfg = preflight(compose("config", [f"model={model}", f"task={task}", "run.name=tier"]), ranks=1)
-    return f"| `{model}` | `{task}` | {' | '.join(cell(cfg, gb) for gb in TIERS_GB)} |"
+    known: dict[str, tuple[Memory, Rehearsed]] = {}
+    return f"| `{model}` | `{task}` | {' | '.join(cell(cfg, gb, known) for gb in TIERS_GB)} |"
 
 
-def cell(cfg: DictConfig, gb: int) -> str:
-    """Return what a tier chooses: means, micro-batch and computed peak in GB."""
-    place = Place(room=Room(gb=float(gb), on_cuda=True), ranks=1, machine_ranks=1)
+def cell(cfg: DictConfig, gb: int, known: dict[str, tuple[Memory, Rehearsed]]) -> str:
+    """Return what a tier chooses: means, micro-batch and computed peak in GB; `known`: what was rehearsed."""
+    place = Place(room=Room(gb=float(gb), on_cuda=True), ranks=1, machine_ranks=1, known=known)
     try:
         choice = choose(changed(cfg, {"memory.budget_gb": float(gb)}), place)
     except ConfigError:
@@ -77,7 +64,6 @@ def cell(cfg: DictConfig, gb: int) -> str:
 
 def lines() -> Iterator[str]:
     """Yield the table."""
-    remembering()
     yield f"| `model` | `task` | {' | '.join(f'`memory={gb}gb`' for gb in TIERS_GB)} |"
     yield f"|---|---|{'---|' * len(TIERS_GB)}"
     yield from (row(model, task) for model, task in RUNS)

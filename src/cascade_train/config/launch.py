@@ -71,7 +71,8 @@ def compose_and_run(
             sys.stdout.write(help_text(cfg))
             return 0
         code = checked(cfg) if raw else exit_code(functools.partial(checked, cfg), remedy=remedy)
-        if code and HydraConfig.get().mode != RunMode.MULTIRUN:  # a sweep's codes are read by sweep.SweepResults
+        hydra_cfg = HydraConfig.get()
+        if code and not (hydra_cfg.mode == RunMode.MULTIRUN and hydra_cfg.callbacks):  # sweep.SweepResults reads codes
             raise SystemExit(code)
         return code
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
 
 import yaml
@@ -64,6 +65,16 @@ def check_launcher(argv: Sequence[str]) -> None:
             raise ConfigError(
                 f"{ON_SLURM} needs {command}, which is not on the PATH. Start the sweep where jobs are submitted from."
             )
+
+
+@contextmanager
+def leaving_no_results(argv: Sequence[str]) -> Iterator[list[str]]:
+    """Yield a command line whose sweep leaves no folder, for commands that train nothing; others as they are."""
+    if not {"--multirun", "-m"} & set(argv):
+        yield list(argv)
+        return
+    with TemporaryDirectory() as folder:
+        yield [*argv, f"hydra.sweep.dir={folder}", "~hydra.callbacks.sweep"]
 
 
 class SweepResults(Callback):

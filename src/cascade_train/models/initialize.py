@@ -117,6 +117,8 @@ def materialise(module: nn.Module, device: torch.device, dtype: torch.dtype) -> 
 def initialise(module: nn.Module, rule: Rule, *, device: torch.device, dtype: torch.dtype, seed: int) -> None:
     """Give a module on the meta device memory on `device` and fill every parameter by `rule`."""
     materialise(module, device, dtype)
+    if device.type == "meta":  # nothing has values there
+        return
     DrawnValues(module, rule, seed=seed).fill({name: (p, 0) for name, p in module.named_parameters()})
 
 
@@ -124,7 +126,9 @@ class DrawnValues(InitialValues):
     """The values of an untrained module, which may lie on the meta device: each parameter by `rule`."""
 
     def __init__(self, module: nn.Module, rule: Rule, *, seed: int) -> None:
-        self._fills = {name: (rule(name, p), p.numel(), p[0].numel()) for name, p in module.named_parameters()}
+        self._fills = {
+            name: (rule(name, p), p.numel(), math.prod(p.shape[1:])) for name, p in module.named_parameters()
+        }
         self._seed = seed
 
     def fill(self, shares: Shares) -> None:

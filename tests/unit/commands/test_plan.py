@@ -81,6 +81,20 @@ def test_an_unknown_device_and_what_a_training_refuses_are_refused(capsys):
     assert "cannot be split equally over 3 ranks" in capsys.readouterr().err
 
 
+def test_a_sweep_of_plans_prints_each_leaves_nothing_and_ends_with_the_first_that_is_refused(
+    capsys, tmp_path: Path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    sweep = ("-m", "task=lora", "model=c_tiny", "samples=false")
+    text = planned(capsys, *sweep, "train.global_batch_size=8,16")
+    assert "steps of 8:" in text
+    assert "steps of 16:" in text
+    assert not list(tmp_path.iterdir())
+    assert launch(["plan", *sweep, "train.global_batch_size=0,16"]) == 2
+    assert "steps of 16:" not in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
 def test_checkpoints_that_stay_follow_the_rule_of_the_run():
     rule = ("task=lora", "model=c_tiny", "checkpoint.every_steps=10", "checkpoint.keep_every_steps=30")
     assert _kept(composed(*rule), 95) == (2, 2)

@@ -6,7 +6,8 @@ Lives here: the record, and curves of it. Must not live here: what is run while 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,27 @@ from cascade_train.distributed.parallelize import local
 
 CUDA_BLOCK_BYTES = 512
 """torch's CUDA allocator rounds each storage up to a multiple of this."""
+
+
+@dataclass(eq=False)
+class Part:
+    """What begins and ends between two moments, each as its tick from the first on, and its bytes.
+
+    Attributes:
+        begin: numbers of its first tick, storage and end; and of operations that were counted before, of samples too.
+        length: ticks.
+        flops: operations counted, and those of samples.
+        inner: storages that begin and end.
+        begun: storages that begin and live on: number, tick, bytes.
+        ended: storages that were there before and end: number, tick, bytes.
+    """
+
+    begin: tuple[int, int, int, int, int]
+    length: int = 0
+    flops: tuple[int, int] = (0, 0)
+    inner: Sequence[tuple[int, int, int]] = ()
+    begun: Sequence[tuple[int, int, int]] = ()
+    ended: Sequence[tuple[int, int, int]] = ()
 
 
 class Live(TorchDispatchMode):
@@ -54,6 +76,8 @@ class Live(TorchDispatchMode):
         self._born: list[int] = []
         self._died: list[int] = []
         self._labels: list[str] = []
+        self._ended: list[int] = []  # numbers, as they ended
+        self._is_quiet = False
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -102,19 +126,67 @@ class Live(TorchDispatchMode):
                 self._begin(storage)
 
     def _begin(self, storage: torch.UntypedStorage) -> None:
-        self.tick += self._ticks
+        self.tick += self._ticks and not self._is_quiet
         self._ticks = False
         key = storage._cdata
-        self._numbers[key] = len(self._size)
         self._ends[key] = weakref.ref(storage, lambda _: self._end(key))
-        self._size.append(storage.nbytes())
-        self._born.append(self.tick)
-        self._died.append(-1)
-        self._labels.append(self.label)
+        self._numbers[key] = self._add(storage.nbytes(), self.tick, -1)
 
     def _end(self, key: int) -> None:
-        self._died[self._numbers.pop(key)] = self.tick + 1
+        number = self._numbers.pop(key)
+        self._died[number] = self.tick + 1
+        self._ended.append(number)
         del self._ends[key]
+
+    def begin_part(self, *, quiet: bool = False) -> Part:
+        """Begin a part; `quiet`: time stands still in it, until `copy_part` ends it."""
+        self._is_quiet = quiet
+        return Part(begin=(self.tick, len(self._size), len(self._ended), self.flops, self._flops_of_samples))
+
+    def end_part(self, part: Part) -> Part:
+        """Return a part with what began and ended in it."""
+        tick, first, ends, flops, of_samples = part.begin
+        new = range(first, len(self._size))
+        part.length = self.tick - tick
+        part.flops = self.flops - flops, self._flops_of_samples - of_samples
+        part.inner = [(self._born[n] - tick, self._died[n] - tick, self._size[n]) for n in new if self._died[n] >= 0]
+        part.begun = [(n, self._born[n] - tick, self._size[n]) for n in new if self._died[n] < 0]
+        part.ended = [(n, self._died[n] - tick, self._size[n]) for n in self._ended[ends:] if n < first]
+        return part
+
+    def copy_part(self, known: Part, part: Part, waiting: Sequence[int]) -> list[int] | None:
+        """End a quiet part as if what is known of another had happened in it; None where it does not fit.
+
+        `waiting` are storages that do not exist, made by an earlier copy, and end in this one; returned are those that
+        this one makes, since the other's live on.
+        """
+        tick, first, ends, flops, of_samples = part.begin
+        self._is_quiet = False
+        began = [n for n in range(first, len(self._size)) if self._died[n] < 0]
+        ended = [n for n in self._ended[ends:] if n < first] + list(waiting)
+        for number in range(first, len(self._size)):
+            if self._died[number] >= 0:
+                self._size[number] = 0
+        begun, gone = _by_size(known.begun), _by_size(known.ended)
+        for numbers, times, places in ((began, self._born, begun), (ended, self._died, gone)):
+            for number in numbers:
+                if not places.get(self._size[number]):
+                    return None
+                times[number] = tick + places[self._size[number]].pop()
+        if any(gone.values()):
+            return None
+        self.tick = tick + known.length
+        self.flops, self._flops_of_samples = flops + known.flops[0], of_samples + known.flops[1]
+        for born, died, size in known.inner:
+            self._add(size, tick + born, tick + died)
+        return [self._add(size, tick + born, -1) for size, places in begun.items() for born in places]
+
+    def _add(self, size: int, born: int, died: int) -> int:
+        self._size.append(size)
+        self._born.append(born)
+        self._died.append(died)
+        self._labels.append(self.label)
+        return len(self._size) - 1
 
     def relabel(self, old: str, new: str) -> None:
         """Let what lives now under one label belong to another."""
@@ -146,6 +218,14 @@ class Live(TorchDispatchMode):
             change = np.bincount(born[mine], size[mine], end + 1) - np.bincount(died[mine], size[mine], end + 1)
             found[label] = change.cumsum().astype(np.int64)[begin : self.tick + 1]
         return found
+
+
+def _by_size(storages: Sequence[tuple[int, int, int]]) -> dict[int, list[int]]:
+    """Return the ticks of storages by their bytes, the last one last."""
+    found: dict[int, list[int]] = {}
+    for _, tick, size in storages:
+        found.setdefault(size, []).append(tick)
+    return {size: sorted(ticks) for size, ticks in found.items()}
 
 
 def _shape(value: Any) -> Any:

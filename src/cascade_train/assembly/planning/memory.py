@@ -29,6 +29,7 @@ from cascade_train.assembly.planning.rehearsal import (
     rehearse,
     unloaded,
 )
+from cascade_train.assembly.planning.repeats import Unlike
 from cascade_train.config.targets import class_constant
 from cascade_train.distributed.parallelize import FITS_SHARE
 
@@ -122,17 +123,24 @@ def over_ranks(cfg: DictConfig, memory: Memory, ranks: int, *, machine_ranks: in
 
 def memory_of(cfg: DictConfig, *, on_cuda: bool = True) -> tuple[Memory, Rehearsed]:
     """Rehearse a checked configuration; return the memory of one rank, whose weights are whole, and the steps."""
+    try:
+        steps = _steps(cfg, on_cuda=on_cuda, shortened=True)
+    except Unlike:
+        steps = _steps(cfg, on_cuda=on_cuda, shortened=False)
+    memory = between(*steps.curves, sizes=SIZES)
+    on_host = set(STATE) if cfg.parallel.cpu_offload else {AVERAGE} if cfg.ema.device is not None else set()
+    context = CONTEXT_BYTES if on_cuda else 0
+    return dataclasses.replace(memory, gathered=steps.gathered, on_host=frozenset(on_host), context=context), steps
+
+
+def _steps(cfg: DictConfig, *, on_cuda: bool, shortened: bool) -> Rehearsed:
     bare = unloaded(cfg)
     parts = build_parts(bare)
     if class_constant(cfg.data._target_, "is_cache"):
         batches = cached_batches(cfg, parts, SIZES)
     else:
         batches = [blank_batch(bare, parts, size) for size in SIZES]
-    steps = rehearse(bare, parts, batches, on_cuda=on_cuda)
-    memory = between(*steps.curves, sizes=SIZES)
-    on_host = set(STATE) if cfg.parallel.cpu_offload else {AVERAGE} if cfg.ema.device is not None else set()
-    context = CONTEXT_BYTES if on_cuda else 0
-    return dataclasses.replace(memory, gathered=steps.gathered, on_host=frozenset(on_host), context=context), steps
+    return rehearse(bare, parts, batches, on_cuda=on_cuda, shortened=shortened)
 
 
 def between(small: Mapping[str, np.ndarray], large: Mapping[str, np.ndarray], *, sizes: tuple[int, int]) -> Memory:

@@ -26,13 +26,14 @@ from cascade_train.assembly.components import Parts, build_parts
 from cascade_train.assembly.model import bind, build_modules, compute_dtype, shard, stored_dtype
 from cascade_train.assembly.planning.batches import PRIME, NoFilter, of_size, on_meta, sides_of
 from cascade_train.assembly.planning.live import CUDA_BLOCK_BYTES, Live
-from cascade_train.assembly.planning.shapes import META, Shapes
+from cascade_train.assembly.planning.repeats import Repeats
+from cascade_train.assembly.planning.shapes import META, Running, Shapes
 from cascade_train.batch import Batch
 from cascade_train.config.targets import class_constant
 from cascade_train.distributed.parallelize import make_copies, reshard, set_gradient_sync
 from cascade_train.engine.optimizer import fill_state
 from cascade_train.engine.phase import training_state
-from cascade_train.models.denoising_stage import DenoisingStage
+from cascade_train.models.denoising_stage import CascadeStage, DenoisingStage
 from cascade_train.tasks.base import Export, Phase
 from cascade_train.tasks.controlnet import ControlNet
 
@@ -64,7 +65,13 @@ class Rehearsed:
 
 
 def rehearse(
-    cfg: DictConfig, parts: Parts, batches: Sequence[Batch], *, on_cuda: bool = True, at_once: bool | None = None
+    cfg: DictConfig,
+    parts: Parts,
+    batches: Sequence[Batch],
+    *,
+    on_cuda: bool = True,
+    at_once: bool | None = None,
+    shortened: bool = True,
 ) -> Rehearsed:
     """Take a step of a checked configuration with each of some micro-batches, on one rank with whole weights.
 
@@ -75,6 +82,10 @@ def rehearse(
         on_cuda: count what a CUDA device keeps; False = what this CPU does.
         at_once: take one step of `PRIME` samples that tells of all sizes; None = where all classes are this library's,
             since others may do something else for each number of samples.
+        shortened: leave out units that repeat others, in a step of `PRIME` samples.
+
+    Raises:
+        Unlike: a unit that was left out repeats none; to be rehearsed anew, and not shortened.
     """
     if at_once is None:
         at_once = all(map(_is_ours, (parts.stage, parts.task, parts.objective)))
@@ -83,7 +94,8 @@ def rehearse(
         stack.enter_context(torch.random.fork_rng(devices=[]))
         if isinstance(parts.task, ControlNet):
             parts.task.filter = NoFilter(parts.task.filter)
-        build_modules(cfg, parts, META, network_dtype=stored_dtype(cfg, parts))
+        with Running(shapes := Shapes()):
+            build_modules(cfg, parts, META, network_dtype=stored_dtype(cfg, parts))
         mesh = DeviceMesh("cpu", [[0]], mesh_dim_names=("replicate", "shard"), _init_backend=False, _rank=0)
         parts.task.device = torch.device("cpu")
         prepared = [parts.task.prepare_batch(batch) for batch in batches]
@@ -91,10 +103,13 @@ def rehearse(
         whole = of_size(PRIME, prepared, sizes) if at_once else None
         parts.task.device = META
         stack.enter_context(_kernels(on_cuda=on_cuda))
-        live = stack.enter_context(Live(block_bytes=CUDA_BLOCK_BYTES if on_cuda else 1, run=Shapes().run))
+        live = stack.enter_context(Live(block_bytes=CUDA_BLOCK_BYTES if on_cuda else 1, run=shapes.run))
         run = _Run(cfg, parts, live, mesh)
         if whole is not None and all(side % PRIME for side in run.sides() | sides_of(tree_iter(vars(prepared[0])))):
             live.samples, live.counts = PRIME, True
+            if shortened and isinstance(parts.stage, CascadeStage) and "network" not in parts.stage.left_out:
+                network: Any = parts.stage.network
+                network.run_unit = Repeats(live)
             begin = run.step(whole)
             curves = [live.curves(begin, size) for size in sizes]
         else:
@@ -102,13 +117,16 @@ def rehearse(
             live.counts = True
             curves.append(live.curves(run.step(prepared[-1])))
         live.counts = False
+        state = training_state(run.phases, parts.task)
+        optimizers = [each.pop("optimizer") for each in state["phases"].values()]
+        weights_bytes = _bytes(state)
         return Rehearsed(
             curves=curves,
             flops=live.flops_of(sizes[-1]) / sizes[-1],
             parameters=run.parameters,
             gathered=run.gathered,
-            checkpoint_bytes=_bytes(training_state(run.phases, parts.task)),
-            weights_bytes=_bytes(training_state(run.phases, parts.task, optimizer=False)),
+            checkpoint_bytes=weights_bytes + _bytes(optimizers),
+            weights_bytes=weights_bytes,
             export_bytes=sum(map(_export_bytes, parts.task.exports().values())),
         )
 

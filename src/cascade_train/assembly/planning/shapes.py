@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 META = torch.device("meta")
 
@@ -62,6 +63,23 @@ class Shapes:
         elif isinstance(made, Tensor | tuple) and all(map(_is_plain, results)):
             specs = [(r.shape, r.stride(), r.dtype) if isinstance(r, Tensor) else r for r in results]
             self._known[key] = isinstance(made, Tensor), specs
+
+
+class Running(TorchDispatchMode):
+    """Runs the operations of a block by `Shapes`."""
+
+    def __init__(self, shapes: Shapes) -> None:
+        super().__init__()
+        self._shapes = shapes
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """See `Live`."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Return what an operation returns."""
+        return self._shapes.run(func, args, kwargs or {})
 
 
 def _made(spec: Spec) -> Any:

@@ -113,6 +113,7 @@ def _call(command: Command, argv: Sequence[str], *, help_head: str) -> int:
         show_log(logging.INFO if command.shows_log else logging.WARNING)
         return command.run(parse(command.arguments, _with_keys(command, argv, usage=help_head.rstrip())))
     from cascade_train.config.launch import compose_and_run
+    from cascade_train.config.sweep import leaving_no_results
 
     names = {_typed(field.name) for field in dataclasses.fields(command.arguments)}
     own = [argument for argument in argv if argument.partition("=")[0] in names]
@@ -122,8 +123,8 @@ def _call(command: Command, argv: Sequence[str], *, help_head: str) -> int:
         show_log(logging.WARNING)
         return command.run(arguments, rest)
     check = None if command.check is None else partial(command.check, arguments)
-    argv = with_defaults(command.run_defaults, rest)
-    return compose_and_run(argv, partial(command.run, arguments), remedy="", check=check)
+    with leaving_no_results(with_defaults(command.run_defaults, rest)) as argv:
+        return compose_and_run(argv, partial(command.run, arguments), remedy="", check=check)
 
 
 def with_defaults(defaults: Mapping[str, str], argv: Sequence[str]) -> list[str]:

@@ -50,6 +50,9 @@ class CascadeUNet(StableCascadeUNet):
     """The compiled function of a unit; None = not compiled, or block by block."""
     _is_compiled = False
 
+    run_unit: Callable[[Callable[..., Tensor], Sequence[Any], Sequence[list[nn.Module]], int], Tensor] | None = None
+    """What runs a unit in training, as `Repeats` of a rehearsal does; None = it runs itself."""
+
     def compile_units(self, *, each_block: bool = False, **options: Any) -> int:
         """Compile each unit as one function, or each block by itself, for all sizes from the start.
 
@@ -159,6 +162,11 @@ class CascadeUNet(StableCascadeUNet):
         side = {"SDCascadeResBlock": skip, "SDCascadeTimestepBlock": time, "SDCascadeAttnBlock": clip}
         return (self._run_blocks or _run_blocks)(blocks, [side[kind] for kind in kinds], x)
 
+    def _recomputed(self, blocks: list[nn.Module], *arguments: Any) -> Tensor:
+        keep_rng = draws_random_numbers(blocks)
+        made: Tensor = checkpoint(self._run_unit, blocks, *arguments, use_reentrant=False, preserve_rng_state=keep_rng)
+        return made
+
     def _run_level(
         self,
         blocks: nn.ModuleList,
@@ -173,16 +181,18 @@ class CascadeUNet(StableCascadeUNet):
         for repeat in range(len(repeat_mappers) + 1):
             if self._is_compiled:  # of one layout and no view of another, as between units: one graph serves for all
                 x = x.clone(memory_format=torch.channels_last)
-            for index, unit in enumerate(self._split(blocks, level)):
+            units = self._split(blocks, level)
+            for index, unit in enumerate(units):
                 unit_skip = skip if index == 0 else None
                 if unit_skip is not None:
                     x = _resize(x, unit_skip)
+                uncontrolled = walk.uncontrolled()
                 arguments = (unit, kinds, x, walk.time, walk.clip, unit_skip, walk.next_control())
-                if recompute:
-                    keep_rng = draws_random_numbers(unit)
-                    x = checkpoint(self._run_unit, *arguments, use_reentrant=False, preserve_rng_state=keep_rng)
+                run = self._recomputed if recompute else self._run_unit
+                if self.run_unit is None:
+                    x = run(*arguments)
                 else:
-                    x = self._run_unit(*arguments)
+                    x = self.run_unit(run, arguments, units[index + 1 :], uncontrolled)
             if repeat < len(repeat_mappers):
                 x = repeat_mappers[repeat](x)
         return x
@@ -252,6 +262,10 @@ class _Walk:
         self.clip = clip
         self._control = control
         self._executed = 0
+
+    def uncontrolled(self) -> int:
+        """Return how many blocks there are from the next on to one with a map; many without maps behind it."""
+        return min((index - self._executed for index in self._control if index >= self._executed), default=1 << 30)
 
     def next_control(self) -> Tensor | None:
         self._executed += 1

@@ -1,0 +1,103 @@
+"""What `cascade-train plan` takes for each of the original's recipes, as JSON and a page.
+
+python bench/plan.py --out bench/results/plan.md
+
+Each plan is a process of its own; before each, another one only imports what a training needs, as `bench/start.py` has
+it. Run it on an idle machine: a plan is to answer within ten seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `bench` is a package of this checkout
+
+from bench.memory import RECIPES
+from bench.soak import commit
+from bench.start import NEEDS
+
+MOST_SECONDS = 10.0
+
+Taken = tuple[float, float]
+"""Seconds of wall time, and of the CPU as user."""
+
+
+def taken(arguments: Sequence[str], folder: Path) -> Taken:
+    """Return what one Python process takes."""
+    begun, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{arguments[-1]} ended with {done.returncode}: {done.stderr.decode()}")
+    return time.monotonic() - begun, resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
+
+
+def measure(folder: Path) -> tuple[dict[str, Taken], list[Taken]]:
+    """Return what each recipe takes, and what the imports took before each, after one that only fills caches."""
+    taken(("-c", NEEDS), folder)
+    plans, imports = {}, []
+    for recipe in RECIPES:
+        imports.append(taken(("-c", NEEDS), folder))
+        plans[recipe] = taken(("-m", "cascade_train", "plan", f"experiment={recipe}"), folder)
+    return plans, imports
+
+
+def page(facts: dict[str, str], plans: dict[str, Taken], imports: Sequence[Taken]) -> str:
+    """Return the page."""
+    wall, cpu = (statistics.median(column) for column in zip(*imports, strict=True))
+    rows = [f"| {name} | {own:.1f} | {user:.1f} | {user / cpu:.2f} |" for name, (own, user) in plans.items()]
+    return "\n".join(
+        [
+            "# What a plan takes",
+            "",
+            f"    {facts['command']}",
+            "",
+            f"Commit {facts['commit']}, {facts['date']}. {facts['machine']}.",
+            "",
+            "Seconds of `cascade-train plan experiment=…`, each in a process of its own, of the wall and of the CPU as",
+            "user, and the latter beside importing what a training needs (`bench/start.py`), which ran before each.",
+            "",
+            "| recipe | wall | CPU | CPU / imports |",
+            "|---|---|---|---|",
+            *rows,
+            f"| the imports alone, median | {wall:.1f} | {cpu:.1f} | |",
+            "",
+            f"At most {MOST_SECONDS:g} seconds are allowed, on an idle machine.",
+            "",
+        ]
+    )
+
+
+def main() -> int:
+    """Measure, print JSON, write the page; 1 = a plan took too long."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        plans, imports = measure(Path(folder))
+    facts = {
+        "command": " ".join(["python", "bench/plan.py", *sys.argv[1:]]),
+        "commit": commit(),
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
+    }
+    print(json.dumps({**facts, "plans": plans, "imports": imports}, indent=1))
+    if arguments.out:
+        arguments.out.write_text(page(facts, plans, imports), encoding="utf-8")
+    return int(any(wall > MOST_SECONDS for wall, _ in plans.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
