@@ -10,7 +10,7 @@ pytestmark = pytest.mark.distributed
 
 WIDE = (
     *("model=c_tiny", "model.weights=null", "data.num_workers=0", "model.text_encoder.num_hidden_layers=1"),
-    *("model.network.block_out_channels=[256,256]", "model.network.num_attention_heads=[4,4]", "task=finetune"),
+    *("model.network.block_out_channels=[128,128]", "model.network.num_attention_heads=[2,2]", "task=finetune"),
     *("train.global_batch_size=8", "parallel=fsdp"),
 )
 RUNS = {

@@ -7,15 +7,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.distributed.test_modes import B_NARROW
 from tests.integration.runs import NARROW, SMALL
+from tests.integration.test_stage_a import NARROW as A_NARROW
 from tests.warm.programs import warm_programs
 
 RUNS = {
-    "lora": ("task=lora", "task.train_tokens=[['[star]','star']]", "task.text_encoder_filters=[.self_attn]"),
+    "lora": (*NARROW, "task=lora", "task.train_tokens=[['[star]','star']]", "task.text_encoder_filters=[.self_attn]"),
     "control": (*NARROW, "task=controlnet", "filter@task.filter=canny", "task.bottleneck=small"),
     "prior": (*NARROW, "task=finetune", "objective=gdf"),
-    "decoder": ("task=reconstruction", "model=b_tiny", "objective=gdf"),
-    "codec": ("task=reconstruction", "model=a_tiny"),
+    "decoder": ("task=reconstruction", "model=b_tiny", *B_NARROW, "objective=gdf"),
+    "codec": ("task=reconstruction", "model=a_tiny", *(f"model.{each}" for each in A_NARROW)),
 }
 SCRIPT = f"""
 import sys
