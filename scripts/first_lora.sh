@@ -1,10 +1,13 @@
 #!/usr/bin/env bash
-# The pictures of docs/first-lora.md: prompts before training, after training on stars alone, and with other pictures mixed in.
-# A few minutes on two CPU cores, offline. scripts/first_lora.sh [folder to work in]
+# The picture of docs/first-lora.md, first_lora.png: prompts before training, after training on stars alone, and with others mixed in.
+# A few minutes on two CPU cores, offline. Arguments: a folder to work in, runs/first_lora if none is given, and overrides of both
+# trainings: scripts/first_lora.sh /tmp/tried train.max_steps=2
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
-mkdir -p "${1:-$root/runs/first_lora}"
-cd "${1:-$root/runs/first_lora}"
+folder=${1:-$root/runs/first_lora}
+shift || true
+mkdir -p "$folder"
+cd "$folder"
 export PATH="$root/.venv/bin:$PATH" OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES="" HF_HUB_OFFLINE=1
 
 prompts='prompts=["a large green star in the center on a black background",
@@ -20,14 +23,13 @@ if [ ! -d stars ]; then
   tar -xf drawn/shapes-000000.tar -C others
   for caption in $(grep -l star others/*.txt); do mv "${caption%.txt}".* stars/; done
 fi
-cascade-train "${common[@]}" data.path=stars train.max_steps=300 run.name=stars
+cascade-train "${common[@]}" data=folder data.path=stars train.max_steps=300 run.name=stars "$@"
 cascade-train "${common[@]}" data=regularised data@data.source=folder data.source.path=stars \
-  data@data.regularisation=folder data.regularisation.path=others data.share=0.4 train.max_steps=800 run.name=kept
+  data@data.regularisation=folder data.regularisation.path=others data.share=0.4 train.max_steps=800 run.name=kept "$@"
 paint package:tiny before
 paint runs/stars after
 paint runs/kept kept
-python - "$root/docs/images/first_lora.png" <<'PYTHON'
-import sys
+python - <<'PYTHON'
 from PIL import Image, ImageDraw
 
 columns, side = ("before", "after", "kept"), 192
@@ -37,5 +39,5 @@ for x, (folder, title) in enumerate(zip(columns, ("before", "stars alone", "with
     for y in range(3):
         picture = Image.open(f"{folder}/{y:02d}_00.png").resize((side, side), Image.Resampling.NEAREST)
         sheet.paste(picture, (x * (side + 8), y * (side + 8) + 20))
-sheet.save(sys.argv[1])
+sheet.save("first_lora.png")
 PYTHON

@@ -19,7 +19,7 @@ from tests.style.source import ROOT
 
 PAGES = pages()
 READ_ONLY = [block for page in PAGES for block in blocks_of(page) if not block.runs]
-LEFT_ALONE = ("git ", "cd ", "python3 -m venv", "pip install", ".venv/bin/", "wandb ")
+LEFT_ALONE = ("git ", "cd ", "apt-get install ", "python3 -m venv", "pip install", ".venv/bin/", "wandb ")
 """Beginnings of commands in read-only blocks that this test does not look into."""
 
 SEARCHED = (
@@ -122,6 +122,17 @@ def test_every_page_is_linked_from_the_tour() -> None:
     pages_there = {page.name for page in (ROOT / "docs").glob("*.md")} - {"index.md"}
     assert len(pages_there) > 15
     assert pages_there <= linked
+
+
+def test_the_script_of_the_first_lora_trains_as_its_page_says() -> None:
+    script = re.split(r"[\s()]+", (ROOT / "scripts/first_lora.sh").read_text())
+    commands = [command for block in blocks_of(ROOT / "docs/first-lora.md") for command in block.commands]
+    trainings = [overrides for each in commands if "run.name=" in each and (overrides := training_overrides(each))]
+    tiny = [overrides for overrides in trainings if "model=c_tiny" in overrides]
+    assert len(tiny) == 3
+    said = {word for overrides in tiny for word in overrides if not word.startswith(("train.max_steps=", "sample."))}
+    assert said - set(script) == set()
+    assert {"train.max_steps=300", "train.max_steps=800"} <= set(script)
 
 
 def test_every_recipe_is_on_its_page() -> None:
