@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -74,13 +75,13 @@ def rows_of(run: Path) -> list[dict[str, float]]:
 
 
 def training_line(name: str, run: Path) -> str:
-    """Return the line of a run in the table of trainings."""
+    """Return the line of a run in the table of trainings; its minutes are those at the median speed, without pauses."""
     rows, cfg = rows_of(run), load_saved_config(run)
     batch = cfg.train.global_batch_size
-    seconds = sum(batch / row["images_per_second"] for row in rows if row["images_per_second"])
+    speed = float(np.median([row["images_per_second"] for row in rows if row["images_per_second"]]))
     near = max(1, len(rows) // 50)
     first, last = (float(np.mean([row["loss_raw"] for row in part])) for part in (rows[:near], rows[-near:]))
-    cells = [STAGES[name], f"{len(rows)} x {batch}", f"{seconds / 60:.0f}", f"{len(rows) * batch / seconds:.0f}"]
+    cells = [STAGES[name], f"{len(rows)} x {batch}", f"{len(rows) * batch / speed / 60:.0f}", f"{speed:.0f}"]
     return f"| {' | '.join(cells)} | {first:.4f} | {last:.4f} | {validated(name, rows)} |"
 
 
@@ -134,6 +135,21 @@ def retrieval_line(name: str, found: np.ndarray, truth: Pictures, captions: Sequ
     return f"| {name} | {len(captions)} | {shares[0]:.0f} | {shares[1]:.0f} | {chance:.1f}, {5 * chance:.1f} |"
 
 
+def shown(
+    captions: Sequence[str], whole: np.ndarray, preview: np.ndarray, truth: Pictures, train: Pictures
+) -> tuple[dict[str, np.ndarray], list[str]]:
+    """Return rows of pictures for the first captions, and the names of the training pictures nearest to them."""
+    count = len(captions)
+    near = distances(preview[:count], train.images_NHW3).argmin(axis=1)
+    rows = {
+        "the emoji": truth.of(captions),
+        "C and its previewer": preview[:count],
+        "C, B and A": whole[:count],
+        "nearest in training": train.images_NHW3[near],
+    }
+    return rows, [train.captions[place] for place in near]
+
+
 def sheet(captions: Sequence[str], rows: Mapping[str, np.ndarray]) -> Image.Image:
     """Return one picture: a column for each caption, a titled row for each kind."""
     image = Image.new("RGB", (LABEL_PX + CELL_PX * len(captions), TITLE_PX + CELL_PX * len(rows)), "white")
@@ -169,6 +185,13 @@ def evaluations(work: Path) -> list[str]:
     return lines
 
 
+def data_lines(work: Path, truth: Mapping[str, Pictures]) -> list[str]:
+    """Return how many pictures and tokens there are."""
+    counts = ", ".join(f"{len(pictures.captions)} {part}" for part, pictures in truth.items())
+    vocabulary = json.loads((work / "emoji/tokenizer/tokenizer.json").read_text())["model"]["vocab"]
+    return [f"Pictures: {counts}. Tokens of the tokenizer: {len(vocabulary)}."]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Paint, compare, print the page, write it and the pictures, and return 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -179,46 +202,43 @@ def main(argv: Sequence[str] | None = None) -> int:
     runs = {name: args.work / f"runs/emoji_{name}" for name in STAGES}
     side = load_saved_config(runs["c"]).model.image_size
     truth = {part: read_pictures(args.work / "emoji" / part, side) for part in SETS}
+    judged = args.work / "runs/judged"
     retrieved, nearest = [], {}
     for part in SETS:
-        # As many training pictures as held-out ones, evenly spread.
-        spread = truth[part].captions[:: max(1, len(truth[part].captions) // 100)]
+        # About as many training pictures as held-out ones, evenly spread.
+        spread = truth[part].captions[:: max(1, len(truth[part].captions) // 80)]
         captions = list(dict.fromkeys([*SHOWN[part], *spread]))
-        base = args.work / "runs/judged"
-        preview = paint(captions, base / f"preview_{part}", source=str(runs["c"]))
-        whole = paint(captions, base / f"painted_{part}", source=str(runs["c"]), decoder=str(runs["b"]))
-        retrieved.append(retrieval_line(part.replace("_", " "), whole, truth[part], captions))
-        count = len(SHOWN[part])
-        near = distances(whole[:count], truth["train"].images_NHW3).argmin(axis=1)
-        sheet(
-            SHOWN[part],
-            {
-                "the emoji": truth[part].of(SHOWN[part]),
-                "C, B and A": whole[:count],
-                "C and its previewer": preview[:count],
-                "nearest in training": truth["train"].images_NHW3[near],
-            },
-        ).save(args.images / f"tutorial_{part}.webp", quality=80)
-        nearest[part] = [truth["train"].captions[place] for place in near]
+        preview = paint(captions, judged / f"preview_{part}", source=str(runs["c"]))
+        whole = paint(captions, judged / f"painted_{part}", source=str(runs["c"]), decoder=str(runs["b"]))
+        for way, found in (("C, B and A", whole), ("C and its previewer", preview)):
+            retrieved.append(retrieval_line(f"{part.replace('_', ' ')} | {way}", found, truth[part], captions))
+        rows, nearest[part] = shown(SHOWN[part], whole, preview, truth[part], truth["train"])
+        sheet(SHOWN[part], rows).save(args.images / f"tutorial_{part}.webp", quality=80)
     seen = SHOWN["held_out"]
-    sheet(seen, reconstructions(args.work / "runs/judged", truth["held_out"], seen)).save(
-        args.images / "tutorial_reconstructed.webp", quality=80
-    )
-    text = "\n".join(page(runs, args.work, retrieved, nearest)) + "\n"
+    rows = reconstructions(judged, truth["held_out"], seen)
+    sheet(seen, rows).save(args.images / "tutorial_reconstructed.webp", quality=80)
+    text = "\n".join(page(runs, data_lines(args.work, truth), evaluations(args.work), retrieved, nearest)) + "\n"
     print(text)
     args.out.write_text(text)
     return 0
 
 
 def page(
-    runs: Mapping[str, Path], work: Path, retrieved: Sequence[str], nearest: Mapping[str, Sequence[str]]
+    runs: Mapping[str, Path],
+    data: Sequence[str],
+    reconstructed: Sequence[str],
+    retrieved: Sequence[str],
+    nearest: Mapping[str, Sequence[str]],
 ) -> list[str]:
     """Return the lines of the page."""
     return [
         "# The tutorial's cascade of emoji",
         "",
-        "`python bench/tutorial.py`,",
-        f"commit {commit()}, {datetime.now(UTC):%Y-%m-%d}, one thread of {os.cpu_count()} cores that others used too.",
+        "`python bench/tutorial.py --out bench/results/tutorial.md --images docs/images`,",
+        f"commit {commit()}, {datetime.now(UTC):%Y-%m-%d}; one thread on {platform.machine()}, {os.cpu_count()} cores",
+        "that other programs used too. Minutes are those at the median speed, without pauses.",
+        "",
+        *data,
         "",
         "| trained | steps x batch | minutes | pictures/s | loss, first | last | held out: first, best, last |",
         "|---|---|---|---|---|---|---|",
@@ -226,10 +246,10 @@ def page(
         "",
         "| reconstructed by | training: dB | SSIM | held out: dB | SSIM |",
         "|---|---|---|---|---|",
-        *evaluations(work),
+        *reconstructed,
         "",
-        "| captions of | painted | own picture nearest, % | among 5 nearest, % | by chance |",
-        "|---|---|---|---|---|",
+        "| captions of | painted by | painted | own picture nearest, % | among 5 nearest, % | by chance |",
+        "|---|---|---|---|---|---|",
         *retrieved,
         "",
         *(f"Nearest training pictures, {part}: {', '.join(names)}." for part, names in nearest.items()),

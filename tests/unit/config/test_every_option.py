@@ -31,6 +31,8 @@ CONTROLNETS = {
 }
 """The original's ControlNets, and the files that their filters need."""
 
+OF_A_TUTORIAL = ("emoji_a", "emoji_b", "emoji_c", "emoji_compressor")
+
 COMPANIONS = {
     **{f"model={m}": {"task": "reconstruction"} for m in ("a", "a_tiny", "b_3b", "b_700m", "b_tiny")},
     **{f"model={m}": {"task": "reconstruction"} for m in ("vae_sd", "vae_sdxl", "vae_tiny")},
@@ -53,7 +55,7 @@ NEEDED = {
     "data=mixture": ["+data@data.sources.a=shapes"],
     "tracker=wandb": ["tracker.project=p"],
     "optimizer=torch": ["optimizer.algorithm._target_=torch.optim.SGD"],
-    **{f"experiment={name}": ["data.urls=[a.tar]"] for name in OFFICIAL},
+    **{f"experiment={name}": ["data.urls=[a.tar]"] for name in (*OFFICIAL, *OF_A_TUTORIAL)},
     **{f"filter={name}": ["task.filter.weights=a.onnx"] for name in ("depth", "pose", "sketch")},
     "filter=identity": ["task.filter.detector=a.onnx", "task.filter.recogniser=b.onnx"],
     "filter=network": ["task.filter.network._target_=torch.nn.Identity"],
