@@ -2,8 +2,8 @@
 
 python bench/plan.py --out bench/results/plan.md
 
-Each plan is a process of its own; before each, another one only imports what a training needs, as `bench/start.py` has
-it. Run it on an idle machine: a plan is to answer within ten seconds.
+Each plan is a process of its own; before every third, another one only imports what a training needs, as
+`bench/start.py` has it. Run it on an idle machine: a plan is to answer within ten seconds.
 """
 
 from __future__ import annotations
@@ -45,12 +45,14 @@ def taken(arguments: Sequence[str], folder: Path) -> Taken:
 
 
 def measure(folder: Path) -> tuple[dict[str, Taken], list[Taken]]:
-    """Return what each recipe takes, and what the imports took before each, after one that only fills caches."""
+    """Return what each recipe takes, and what the imports took between them, after one that only fills caches."""
     taken(("-c", NEEDS), folder)
     plans, imports = {}, []
-    for recipe in RECIPES:
-        imports.append(taken(("-c", NEEDS), folder))
+    for number, recipe in enumerate(RECIPES):
+        if number % 3 == 0:
+            imports.append(taken(("-c", NEEDS), folder))
         plans[recipe] = taken(("-m", "cascade_train", "plan", f"experiment={recipe}"), folder)
+        print(recipe, plans[recipe], imports[-1], file=sys.stderr)
     return plans, imports
 
 
@@ -64,10 +66,10 @@ def page(facts: dict[str, str], plans: dict[str, Taken], imports: Sequence[Taken
             "",
             f"    {facts['command']}",
             "",
-            f"Commit {facts['commit']}, {facts['date']}. {facts['machine']}.",
+            f"Commit {facts['commit']}, {facts['date']}. {facts['machine']}, load {facts['load']} (before, after).",
             "",
             "Seconds of `cascade-train plan experiment=…`, each in a process of its own, of the wall and of the CPU as",
-            "user, and the latter beside importing what a training needs (`bench/start.py`), which ran before each.",
+            "user, and the latter beside importing what a training needs (`bench/start.py`), which ran in between.",
             "",
             "| recipe | wall | CPU | CPU / imports |",
             "|---|---|---|---|",
@@ -85,9 +87,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    load = [os.getloadavg()[0]]
     with tempfile.TemporaryDirectory() as folder:
         plans, imports = measure(Path(folder))
+    load.append(os.getloadavg()[0])
     facts = {
+        "load": " and ".join(f"{each:.1f}" for each in load),
         "command": " ".join(["python", "bench/plan.py", *sys.argv[1:]]),
         "commit": commit(),
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
