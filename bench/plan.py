@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -44,16 +44,17 @@ def taken(arguments: Sequence[str], folder: Path) -> Taken:
     return time.monotonic() - begun, resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
 
 
-def measure(folder: Path) -> tuple[dict[str, Taken], list[Taken]]:
-    """Return what each recipe takes, and what the imports took between them, after one that only fills caches."""
+def measure(folder: Path, plans: dict[str, Taken], imports: list[Taken]) -> Iterator[str]:
+    """Measure the recipes one after the other, and the imports before every third; yield the name of each that is done.
+
+    The first process only fills caches.
+    """
     taken(("-c", NEEDS), folder)
-    plans, imports = {}, []
     for number, recipe in enumerate(RECIPES):
         if number % 3 == 0:
             imports.append(taken(("-c", NEEDS), folder))
         plans[recipe] = taken(("-m", "cascade_train", "plan", f"experiment={recipe}"), folder)
-        print(recipe, plans[recipe], imports[-1], file=sys.stderr)
-    return plans, imports
+        yield recipe
 
 
 def page(facts: dict[str, str], plans: dict[str, Taken], imports: Sequence[Taken]) -> str:
@@ -66,7 +67,7 @@ def page(facts: dict[str, str], plans: dict[str, Taken], imports: Sequence[Taken
             "",
             f"    {facts['command']}",
             "",
-            f"Commit {facts['commit']}, {facts['date']}. {facts['machine']}, load {facts['load']} (before, after).",
+            f"Commit {facts['commit']}, {facts['date']}. {facts['machine']}, load {facts['load']}.",
             "",
             "Seconds of `cascade-train plan experiment=…`, each in a process of its own, of the wall and of the CPU as",
             "user, and the latter beside importing what a training needs (`bench/start.py`), which ran in between.",
@@ -87,20 +88,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    load = [os.getloadavg()[0]]
-    with tempfile.TemporaryDirectory() as folder:
-        plans, imports = measure(Path(folder))
-    load.append(os.getloadavg()[0])
+    plans: dict[str, Taken] = {}
+    imports: list[Taken] = []
+    load = f"{os.getloadavg()[0]:.1f}"
     facts = {
-        "load": " and ".join(f"{each:.1f}" for each in load),
         "command": " ".join(["python", "bench/plan.py", *sys.argv[1:]]),
         "commit": commit(),
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
     }
+    with tempfile.TemporaryDirectory() as folder:
+        for recipe in measure(Path(folder), plans, imports):  # what is cut short leaves what was measured by then
+            print(recipe, plans[recipe], imports[-1], file=sys.stderr)
+            facts["load"] = f"{load} before, {os.getloadavg()[0]:.1f} after"
+            if arguments.out:
+                arguments.out.write_text(page(facts, plans, imports), encoding="utf-8")
     print(json.dumps({**facts, "plans": plans, "imports": imports}, indent=1))
-    if arguments.out:
-        arguments.out.write_text(page(facts, plans, imports), encoding="utf-8")
     return int(any(wall > MOST_SECONDS for wall, _ in plans.values()))
 
 
