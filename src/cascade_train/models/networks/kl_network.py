@@ -75,13 +75,11 @@ class KLNetwork(AutoencoderKL):
         dtype = self.encoder.conv_in.weight.dtype
         moments = self.quant_conv(self.encoder((2 * sample - 1).to(dtype)))
         posterior = DiagonalGaussianDistribution(moments.float())
+        mean_BChw, std_BChw = posterior.mean.clone(), posterior.std  # a clone, since FSDP warns of views
         if only == "encode":
-            return posterior.mean.clone()  # FSDP warns of views
-        latent = posterior.mean if normal_BChw is None else posterior.mean + posterior.std * normal_BChw
-        image_BCHW = self._images_of(latent)
-        return Reconstructed(
-            image_BCHW=image_BCHW, mean_BChw=posterior.mean, std_BChw=posterior.std, kl_B=posterior.kl()
-        )
+            return mean_BChw
+        image_BCHW = self._images_of(mean_BChw if normal_BChw is None else mean_BChw + std_BChw * normal_BChw)
+        return Reconstructed(image_BCHW=image_BCHW, mean_BChw=mean_BChw, std_BChw=std_BChw, kl_B=posterior.kl())
 
     def _images_of(self, latent_BChw: Tensor) -> Tensor:
         made: Tensor = self.decoder(self.post_quant_conv(latent_BChw.to(self.post_quant_conv.weight.dtype)))
