@@ -27,11 +27,12 @@ from bench.tiny_cascade import commit, painted
 from cascade_train.commands.generate import GenerateArgs, generate
 from cascade_train.config.saved import load_saved_config
 
-STAGES = {"a": "A", "compressor": "compressor and previewer", "c": "C", "b": "B"}
+STAGES = {"compressor": "compressor and previewer", "c": "C", "a": "A", "b": "B"}
 MEASURES = {"a": ("psnr", "dB"), "compressor": ("psnr", "dB"), "c": ("loss", "loss")}
 """What each run validates on held-out pictures."""
 
-RECONSTRUCTED = {"a": "A", "compressor": "compressor, previewer", "b": "B and A"}
+RECONSTRUCTED = {"a": "A", "b": "B and A"}
+SAID = ("emoji/inspect.txt", "emoji/plan.txt")
 SETS = ("train", "held_out", "combinations")
 CELL_PX, LABEL_PX, TITLE_PX = 80, 86, 36
 COMPARED_PX = 32
@@ -45,7 +46,7 @@ SHOWN = {
         *("woman firefighter", "man mechanic", "black cat", "two-thirty"),
     ),
 }
-"""Captions on the page, chosen before anything was trained."""
+"""Captions on the page, chosen before anything was painted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +77,8 @@ def rows_of(run: Path) -> list[dict[str, float]]:
 
 def training_line(name: str, run: Path) -> str:
     """Return the line of a run in the table of trainings; its minutes are those at the median speed, without pauses."""
-    rows, cfg = rows_of(run), load_saved_config(run)
-    batch = cfg.train.global_batch_size
+    rows = rows_of(run)
+    batch = rows[-1]["samples_seen"] // len(rows)
     speed = float(np.median([row["images_per_second"] for row in rows if row["images_per_second"]]))
     near = max(1, len(rows) // 50)
     first, last = (float(np.mean([row["loss_raw"] for row in part])) for part in (rows[:near], rows[-near:]))
@@ -86,13 +87,12 @@ def training_line(name: str, run: Path) -> str:
 
 
 def validated(name: str, rows: Sequence[Mapping[str, float]]) -> str:
-    """Return what a run measured on held-out pictures: first, best and last."""
+    """Return what a run measured on held-out pictures: first, half-way and last."""
     if name not in MEASURES:
         return ""
     measure, unit = MEASURES[name]
     found = [row[f"validate/{measure}"] for row in rows if f"validate/{measure}" in row]
-    best = min(found) if measure == "loss" else max(found)
-    return f"{found[0]:.2f}, {best:.2f}, {found[-1]:.2f} {unit}"
+    return f"{found[0]:.2f}, {found[(len(found) - 1) // 2]:.2f}, {found[-1]:.2f} {unit}"
 
 
 def reconstructions(judged: Path, truth: Pictures, captions: Sequence[str]) -> dict[str, np.ndarray]:
@@ -133,6 +133,18 @@ def retrieval_line(name: str, found: np.ndarray, truth: Pictures, captions: Sequ
     chance = 100 / len(truth.captions)
     shares = [100 * float((rank_N < best).mean()) for best in (1, 5)]
     return f"| {name} | {len(captions)} | {shares[0]:.0f} | {shares[1]:.0f} | {chance:.1f}, {5 * chance:.1f} |"
+
+
+def last_grid(run: Path, count: int) -> dict[str, np.ndarray]:
+    """Return the pictures of a run's last grid of samples, (N, H, W, 3) uint8, by whose weights painted them."""
+    folder = max((run / "samples").iterdir(), key=lambda path: int(path.name.removeprefix("step_")))
+    kinds = {"the weights": "sample", "their average": "ema_sample"}
+    return {
+        title: np.stack(
+            [np.asarray(Image.open(folder / f"{row:02d}_{kind}.png").convert("RGB")) for row in range(count)]
+        )
+        for title, kind in kinds.items()
+    }
 
 
 def shown(
@@ -181,15 +193,16 @@ def evaluations(work: Path) -> list[str]:
         for part in ("train", "held_out"):
             found[part] = json.loads((work / f"runs/judged/{name}_{part}/metrics.json").read_text())
         pairs = [f"{found[part]['measures']['psnr']:.1f} | {found[part]['measures']['ssim']:.2f}" for part in found]
-        lines.append(f"| {STAGES[name]} | {' | '.join(pairs)} |")
+        lines.append(f"| {RECONSTRUCTED[name]} | {' | '.join(pairs)} |")
     return lines
 
 
 def data_lines(work: Path, truth: Mapping[str, Pictures]) -> list[str]:
-    """Return how many pictures and tokens there are."""
+    """Return how many pictures and tokens there are, and what `inspect` and `plan` said."""
     counts = ", ".join(f"{len(pictures.captions)} {part}" for part, pictures in truth.items())
     vocabulary = json.loads((work / "emoji/tokenizer/tokenizer.json").read_text())["model"]["vocab"]
-    return [f"Pictures: {counts}. Tokens of the tokenizer: {len(vocabulary)}."]
+    said = [line for name in SAID for line in ("", "```", *(work / name).read_text().splitlines(), "```")]
+    return [f"Pictures: {counts}. Tokens of the tokenizer: {len(vocabulary)}.", *said]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -214,6 +227,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             retrieved.append(retrieval_line(f"{part.replace('_', ' ')} | {way}", found, truth[part], captions))
         rows, nearest[part] = shown(SHOWN[part], whole, preview, truth[part], truth["train"])
         sheet(SHOWN[part], rows).save(args.images / f"tutorial_{part}.webp", quality=80)
+    prompts = list(load_saved_config(runs["c"]).sample.prompts)
+    sheet(prompts, last_grid(runs["c"], len(prompts))).save(args.images / "tutorial_grid.webp", quality=80)
     seen = SHOWN["held_out"]
     rows = reconstructions(judged, truth["held_out"], seen)
     sheet(seen, rows).save(args.images / "tutorial_reconstructed.webp", quality=80)
@@ -240,7 +255,7 @@ def page(
         "",
         *data,
         "",
-        "| trained | steps x batch | minutes | pictures/s | loss, first | last | held out: first, best, last |",
+        "| trained | steps x batch | minutes | pictures/s | loss, first | last | held out: first, half-way, last |",
         "|---|---|---|---|---|---|---|",
         *(training_line(name, run) for name, run in runs.items()),
         "",
