@@ -40,7 +40,11 @@ class Given:
 def system_of(source: Any) -> str | None:
     """Return whose a configuration is, by its keys; None where it is nobody's that is known."""
     if isinstance(source, list):
-        return "simpletuner" if any({"instance_data_dir", "dataset_type"} & each.keys() for each in source) else None
+        return (
+            "simpletuner"
+            if any({"instance_data_dir", "dataset_type", "caption_strategy"} & each.keys() for each in source)
+            else None
+        )
     keys = {str(key).removeprefix("--") for key in source}
     inner = {key for value in source.values() if isinstance(value, dict) for key in value}
     signs = {
@@ -49,7 +53,8 @@ def system_of(source: Any) -> str | None:
         "simpletuner": bool(keys & {"model_family", "data_backend_config", "dataloader_config"}),
         "everydream": bool(keys & {"data_root", "resume_ckpt", "cond_dropout"}),
         "kohya": bool(
-            (keys | inner) & {"datasets", "pretrained_model_name_or_path", "train_data_dir", "network_module"}
+            (keys | inner)
+            & {"datasets", "pretrained_model_name_or_path", "train_data_dir", "network_module", "optimizer_args"}
         ),
     }
     return next((system for system, fits in signs.items() if fits), None)

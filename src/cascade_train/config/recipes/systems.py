@@ -149,6 +149,12 @@ def _finish_everydream(recipe: Recipe, given: Values, path: Path) -> None:
     for key, ours in (("sample_steps", "sample.every_steps"), ("log_step", "log.every_steps")):
         if given.get(key) not in OFF:
             recipe.put(key, {ours: _updates(given, key, "grad_accum")})
+    if given.get("validation.val_split_mode", "automatic") != "automatic" or "validate.share" not in recipe.values:
+        for key, ours in (("auto_split_proportion", "validate.share"), ("validate_training", "validate.every_steps")):
+            if recipe.values.pop(ours, None) is not None:
+                recipe.note(
+                    f"validation.{key}", "nothing is held out: validate.every_steps, with validate.urls of tars"
+                )
     _prompts(recipe, given, "sample_prompts", path)
 
 
@@ -181,11 +187,42 @@ def _finish_mindone(recipe: Recipe, given: Values, _: Path) -> None:
     recipe.groups["data"] = "webdataset" if "wds" in kind.lower() or "webdataset" in kind.lower() else "csv"
     if given.get("data_path"):
         table = {
-            "data.path": f"{given['data_path'].rstrip('/')}/img_txt.csv",
+            "data.path": _tables(str(given["data_path"])),
             "data.image_column": "dir",
             "data.caption_column": "text",
         }
         recipe.put("data_path", {"data.urls": given["data_path"]} if recipe.groups["data"] == "webdataset" else table)
+    if "DreamBooth" in kind:
+        recipe.groups["data"] = "folder"
+        prompt = str(given.get("instance_prompt") or "").replace("{", "{{").replace("}", "}}")
+        recipe.put("instance_prompt", {"data.captions.template": prompt} if prompt else {})
+        recipe.put(
+            "instance_data_path", {"data.path": given["instance_data_path"]} if "instance_data_path" in given else {}
+        )
+    _other_parts(recipe, given, kind)
+
+
+def _tables(folder: str) -> list[str] | str:
+    """Return the tables of a folder, all of which MindONE reads, as one where there is one or it is not here."""
+    found = [str(path) for path in sorted(Path(folder).glob("*.csv"))]
+    return found if len(found) > 1 else (found or [f"{folder.rstrip('/')}/img_txt.csv"])[0]
+
+
+def _other_parts(recipe: Recipe, given: Values, kind: str) -> None:
+    """Say which parts of a model MindONE trains that the recipe does not."""
+    key, instead = "model.params.conditioner_config.params.emb_models", recipe.groups["task"]
+    if "TextualInversion" in kind:
+        recipe.note(key, "it learns a token: task=lora task.train_tokens=[['[mine]', '^dog</w>']]", Kind.MISSING)
+        recipe.remarks.append(f"The file learns a new token, and this experiment is a task={instead} in its place.")
+    elif any(each.get("is_trainable") for each in given.get(key) or [] if isinstance(each, dict)):
+        recipe.note(
+            key, "text encoders train by adapters alone: task=lora task.text_encoder_filters=[.self_attn]", Kind.MISSING
+        )
+    if "ControlNet" in kind:
+        recipe.note("model.params.network_config.target", "a control network: task=controlnet filter=...", Kind.MISSING)
+        recipe.remarks.append(
+            f"The file trains a control network, and this experiment is a task={instead} in its place."
+        )
 
 
 def _finish_onetrainer(recipe: Recipe, given: Values, path: Path) -> None:

@@ -132,6 +132,13 @@ def side(value: Any) -> int:
     return sides[0] if sides[0] == sides[-1] else 32 * max(1, round(math.sqrt(sides[0] * sides[1]) / 32))
 
 
+def shapes(value: Any) -> Any:
+    """Return sizes [height, width] as width over height; true as all shapes that have a name, false as none."""
+    if isinstance(value, list):
+        return [f"{int(width)}/{int(height)}" for height, width in value]
+    return "wide" if value else None
+
+
 def without_switches(text: Any) -> list[str]:
     """Return the prompts of a text, or of its lines, without comments and options such as --w 512."""
     lines = text if isinstance(text, list) else str(text).splitlines()
@@ -141,6 +148,7 @@ def without_switches(text: Any) -> list[str]:
 
 CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "side": side,
+    "shapes": shapes,
     "thousandth": lambda value: float(value) / 1000,
     "one_more": lambda value: value + 1,
     "upscale": lambda value: 1.0 + float(value),

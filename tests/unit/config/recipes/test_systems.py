@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from cascade_train.__main__ import launch
@@ -530,3 +531,67 @@ def test_mindones_edm_and_onetrainers_stable_diffusion(tmp_path: Path, capsys: p
     assert "weight: a checkpoint of MindSpore" in said
     assert "loss_weight_fn: the weight P2 is Stable Cascade's: objective=ddpm" in said
     assert "base_model_name: they are the model's own" in said
+
+
+def test_an_everydream_file_that_validates_on_a_folder_of_its_own_holds_nothing_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manual = {
+        "validate_training": "true",
+        "val_split_mode": "manual",
+        "val_data_root": "val",
+        "val_split_proportion": 0.2,
+    }
+    files = {"train.json": {**EVERYDREAM, "useadam8bit": True}, "optimizer.json": {}, "validation.json": manual}
+    cfg = imported(tmp_path, files, "model=c_1b")
+    check(cfg, {"validate.share": None, "validate.every_steps": None})
+    said = capsys.readouterr().out
+    assert "validation.auto_split_proportion: nothing is held out: validate.every_steps, with validate.urls" in said
+    assert "validation.manual_data_root: pack the folder as tars" in said
+    assert "useadam8bit: optimizer=adamw_8bit" in said
+
+
+def test_mindones_sizes_tables_and_what_else_it_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("b.csv", "a.csv"):
+        (tmp_path / name).write_text("dir,text\n")
+    source = yaml.safe_load(MINDONE)
+    params = source["data"]["dataset_config"]["params"]
+    params["multi_aspect"] = [[704, 1408], [1024, 1024]]
+    source["model"]["params"]["conditioner_config"] = {"params": {"emb_models": [{"is_trainable": True}]}}
+    cfg = imported(tmp_path, {"x.yaml": yaml.safe_dump(source)}, "model=c_1b", f"flags=--data_path {tmp_path}")
+    assert cfg.data.aspect_ratios == ["1408/704", "1024/1024"]
+    assert cfg.data.path == [str(tmp_path / "a.csv"), str(tmp_path / "b.csv")]
+    assert "emb_models: text encoders train by adapters alone" in capsys.readouterr().out
+
+    def kind(name: str, flags: str) -> DictConfig:
+        source["data"]["dataset_config"]["target"] = f"gm.data.dataset.Text2ImageDataset{name}"
+        return imported(tmp_path, {"x.yaml": yaml.safe_dump(source)}, "model=c_1b", f"flags={flags}")
+
+    cfg = kind("DreamBooth", "--instance_data_path dog --instance_prompt 'a sks dog'")
+    assert cfg.data._target_.endswith(".Folder")
+    check(cfg, {"data.path": "dog", "data.captions.template": "a sks dog"})
+    kind("ControlNet", f"--data_path {tmp_path}")
+    kind("TextualInversion", f"--data_path {tmp_path}")
+    said = capsys.readouterr().out
+    assert "The file trains a control network, and this experiment is a task=lora in its place." in said
+    assert "The file learns a new token, and this experiment is a task=lora in its place." in said
+
+
+def test_simpletuner_switches_a_cadence_off_by_zero(tmp_path: Path) -> None:
+    files = {"config.json": {**SIMPLETUNER, "validation_step_interval": 0}, "backends.json": BACKENDS}
+    check(imported(tmp_path, files), {"sample.every_steps": None})
+
+
+def test_a_list_of_backends_of_the_hub_is_known_as_simpletuners(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    backend = {
+        "id": "a",
+        "type": "huggingface",
+        "dataset_name": "x/y",
+        "caption_strategy": "filename",
+        "resolution": 512,
+    }
+    (tmp_path / "backends.json").write_text(json.dumps([backend]))
+    assert launch(["recipe", "import", str(tmp_path / "backends.json"), f"out={tmp_path}/experiment/x.yaml"]) == 0
+    assert "dataset_name: download the data set as files" in capsys.readouterr().out
