@@ -99,7 +99,7 @@ def _table_rows(path: Path, where: str) -> Iterator[Row]:
     if path.suffix.lower() not in DELIMITERS:
         known = ", ".join((TEXT, *DELIMITERS, PARQUET))
         raise ConfigError(f"{where}: is no file that prompts are read from. Give one ending in {known}.")
-    for start, _, values in TableFile(path, key=where).rows():
+    for start, _, values in TableFile(path, key=where, whole=True).rows():
         yield partial(_line_at, path, start), values
 
 
@@ -128,6 +128,10 @@ def _column(columns: Mapping[str, Any], named: str | None, where: str) -> str:
             f"{where}: has no column {named}; it has {', '.join(has) or 'none'}. Name one behind a colon."
         )
     found = [name for wanted in COLUMNS for name in has if name.lower() == wanted] if named is None else [named]
+    if not found and len(has) == 1 and ";" in has[0]:
+        raise ConfigError(
+            f"{where}: its one column is {has[0]!r}; cells of a .csv are separated by commas. Save it so."
+        )
     if not found and len(has) != 1:
         raise ConfigError(
             f"{where}: which column holds the prompts? It has {', '.join(has)}. Name one: {where}:<column>."

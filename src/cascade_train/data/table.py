@@ -104,14 +104,17 @@ DELIMITERS = {".csv": ",", ".tsv": "\t", ".jsonl": None, ".ndjson": None}
 class TableFile:
     """A table in a file in UTF-8; its cells may be quoted and span lines."""
 
-    def __init__(self, path: Path, *, key: str = "data.path") -> None:
-        """Raise a ConfigError, naming `key`, where the extension is unknown, or there is no such file."""
+    def __init__(self, path: Path, *, key: str = "data.path", whole: bool = False) -> None:
+        """Raise a ConfigError, naming `key`, where the extension is unknown, or there is no such file.
+
+        `whole`: a row with more cells than there are columns is no row of the table; else they do not count.
+        """
         if path.suffix.lower() not in DELIMITERS:
             known = ", ".join(DELIMITERS)
             raise ConfigError(f"{key}={path} is no table that can be read: give a file ending in {known}")
         if not path.is_file():
             raise ConfigError(f"{key}={path} is not there; paths are relative to the current folder, {Path.cwd()}")
-        self.path, self._key, self._delimiter = path, key, DELIMITERS[path.suffix.lower()]
+        self.path, self._key, self._delimiter, self._whole = path, key, DELIMITERS[path.suffix.lower()], whole
 
     def rows(self) -> Iterator[tuple[int, int, Mapping[str, Any]]]:
         """Read start and size in bytes of each row, and its values by column; empty lines do not count.
@@ -151,6 +154,11 @@ class TableFile:
             self._columns = next(reader, [])
             yield None
             for cells in reader:
+                if self._whole and any(cells[len(self._columns) :]):
+                    raise ConfigError(
+                        f"{self._key}: {self.path}, line {reader.line_num} has {len(cells)} cells, and the first line"
+                        f" names {len(self._columns)} columns; a cell with a {self._delimiter!r} in it must be quoted"
+                    )
                 yield dict(zip(self._columns, cells, strict=False)) if cells else None
         except csv.Error as error:
             raise ConfigError(
