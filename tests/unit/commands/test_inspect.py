@@ -134,6 +134,15 @@ def test_data_too_damaged_for_a_batch_still_has_a_page(tmp_path: Path, capsys: p
     assert (tmp_path / "page.html").stat().st_size > 1000
 
 
+def test_an_endless_caption_is_cut_on_the_page_alone(tmp_path: Path) -> None:
+    write(tmp_path / "root/a.png", tars.picture())
+    write(tmp_path / "root/a.txt", "z" * 100_000)
+    arguments = ["data=folder", f"data.path={tmp_path / 'root'}", f"captions={tmp_path / 'captions.jsonl'}"]
+    assert launch(["inspect", *SMALL, *arguments, f"out={tmp_path / 'page.html'}"]) == 0
+    assert (tmp_path / "page.html").stat().st_size < 20_000
+    assert "z" * 100_000 in (tmp_path / "captions.jsonl").read_text()
+
+
 def test_a_survey_says_how_pictures_fit_their_sizes(tmp_path: Path) -> None:
     for number in range(3):
         write(tmp_path / f"root/wide {number}.png", tars.picture(64, 32, tint=number))

@@ -24,6 +24,8 @@ from cascade_train.data.survey.look import MUCH, Survey
 
 NAMES_IN_TEXT = 5
 NAMES_ON_PAGE = 200
+LONGEST = 200
+"""Characters of a caption or word on the page."""
 WORDS = 20
 SIDES_PX = (256, 384, 512, 768, 1024, 1536, 2048, 4096)
 MEGAPIXELS = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
@@ -204,11 +206,12 @@ class Report:
             ("Width / height", histogram(width_N / height_N, RATIOS)),
             ("Where captions come from", self.origins),
             (f"Tokens of captions, by {self.counted_by}", histogram(np.array(self.tokens), limits)),
-            ("Commonest captions", [(text[:200], count) for text, count in Counter(captions).most_common(10)]),
+            ("Commonest captions", Counter(captions).most_common(10)),
             ("Commonest words, by captions that have them", words.most_common(WORDS)),
         ]
         template = jinja2.Environment(autoescape=True).from_string(PAGE.read_text(encoding="utf-8"))
-        return template.render(report=self, charts=charts, pictures=list(self._pictures()), names_shown=NAMES_ON_PAGE)
+        shown = {"names_shown": NAMES_ON_PAGE, "longest": LONGEST}
+        return template.render(report=self, charts=charts, pictures=list(self._pictures()), **shown)
 
     def _pictures(self) -> Iterator[tuple[str, str, str]]:
         """Yield picture, name and caption of the batch."""
