@@ -199,7 +199,12 @@ def test_a_pickle_that_another_program_compressed_is_read_as_it_is(tmp_path: Pat
 def test_a_zip_that_is_cut_short_is_refused(tmp_path: Path) -> None:
     torch.save({"a": torch.arange(6.0)}, tmp_path / "a.pt")
     whole = (tmp_path / "a.pt").read_bytes()
-    for name, content in (("end.pt", whole[:-30]), ("begin.pt", whole[300:]), ("empty.pt", b"")):
+    for name, content in (
+        ("end.pt", whole[:-30]),
+        ("begin.pt", whole[300:]),
+        ("empty.pt", b""),
+        ("no.pt", b"junk" * 100),
+    ):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ConfigError, match="cannot be read as weights alone"):
             load_pickle(tmp_path / name, "model.weights")
