@@ -13,12 +13,12 @@ WORDS = ["square", "white", "large", "left", "right", "top", "bottom"]
 """Few kinds of pictures, which a network learns in few steps; backgrounds are of any colour."""
 
 SHORT = (
-    *("data=shapes", f"data.only=[{','.join(WORDS)}]", "train.global_batch_size=16", "lr_scheduler.warmup_steps=10"),
+    *("data=shapes", f"data.only=[{','.join(WORDS)}]", "train.global_batch_size=8", "lr_scheduler.warmup_steps=10"),
     *("checkpoint.every_steps=null", "sample.every_steps=null", "run.seed=0"),
 )
 CANNY = (
     "experiment=tiny_canny",
-    "train.max_steps=110",
+    "train.max_steps=90",
     "optimizer.lr=5e-3",
     "task.cond_drop_prob=1",
     "sample.steps=10",
@@ -28,7 +28,7 @@ CANNY = (
 @pytest.mark.slow
 def test_samples_follow_the_edges_that_they_are_given(tmp_path: Path) -> None:
     run = train(tmp_path / "control", *SHORT, *CANNY)
-    image_BCHW = pictures(96, WORDS)
+    image_BCHW = pictures(48, WORDS)
     followed, error = margin(*paint(run, image_BCHW, 1.0))
     assert followed > 0.1
     assert followed > 6 * error, "more than chance"

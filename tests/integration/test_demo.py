@@ -8,7 +8,7 @@ from bench.demo import BASE, Table, judged, missed, new_scenes, other_scenes, pa
 from cascade_train.results.find import find_model
 from tests.integration.runs import train
 
-NEW, OTHERS = 16, 16
+NEW, OTHERS = 10, 10
 
 
 @pytest.fixture(scope="module")
