@@ -15,7 +15,9 @@ import functools
 import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 HIDDEN = "<redacted>"
@@ -203,6 +205,26 @@ def show_log(level: int) -> None:
     for handler in logging.getLogger().handlers:
         handler.addFilter(_REDACTING)
     logging.getLogger("cascade_train").setLevel(level)
+
+
+@contextmanager
+def log_shown(level: int) -> Iterator[None]:
+    """Show the log as `show_log` does for the block; then handlers, level and warnings are as they were."""
+    root, ours = logging.getLogger(), logging.getLogger("cascade_train")
+    handlers, ours_before, root_before, showing = [*root.handlers], ours.level, root.level, warnings.showwarning
+    plain = [handler for handler in handlers if _REDACTING not in handler.filters]
+    show_log(level)
+    try:
+        yield
+    finally:
+        for handler in plain:
+            handler.removeFilter(_REDACTING)
+        for handler in [] if handlers else [*root.handlers]:
+            root.removeHandler(handler)
+        ours.setLevel(ours_before)
+        root.setLevel(root_before)
+        if warnings.showwarning is not showing:
+            logging.captureWarnings(False)
 
 
 def _program_and_tars(command: str) -> str:

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
+import logging
+import signal
 import subprocess
 import sys
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
+import hydra
 import pytest
+import torch
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 
-from cascade_train import ConfigError, Run, compose, evaluate, generate, plan, train
+from cascade_train import ConfigError, Run, RunError, compose, evaluate, generate, plan, train
+from cascade_train.commands.parts import python
+from cascade_train.config.groups import typed_keys
+from cascade_train.config.hydra_compat import BASE
+from cascade_train.distributed.process_group import process_group
+from cascade_train.signals import STOP_SIGNALS
+from cascade_train.tasks.text_to_image import TextToImage
 from tests.integration.runs import SMALL, read_metrics
 
 LORA = ("task=lora", *SMALL, "train.max_steps=2", "data.num_workers=0")
@@ -83,6 +100,66 @@ def test_what_the_command_line_refuses_is_raised(tmp_path: Path, monkeypatch: py
     with pytest.raises(ConfigError, match="is not the folder of a run"):
         Run.of("runs/a")
     assert not list(tmp_path.iterdir())
+
+
+def test_what_is_no_override_is_refused():
+    for given in (["task=lora"], {"task": "lora"}, None):
+        for call in (compose, train, plan):
+            with pytest.raises(ConfigError, match=r"one after the other \(of a list: \*overrides\)"):
+                call(given)
+    with pytest.raises(ConfigError, match="prompts=5 must be a text"):
+        generate("runs/a", 5)
+
+
+def test_a_host_program_keeps_its_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As in Jupyter: within a running loop; with Hydra, a log and random states of its own; after a failure too."""
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(7)
+    gc.disable()
+
+    def seen() -> list[Any]:
+        root = logging.getLogger()
+        log = [[*root.handlers], root.level, [handler.filters[:] for handler in root.handlers], warnings.showwarning]
+        flags = [torch.backends.cuda.matmul.fp32_precision, torch.get_deterministic_debug_mode(), gc.isenabled()]
+        own = [logging.getLogger("cascade_train").level, Path.cwd(), torch.get_default_dtype()]
+        handlers = [signal.getsignal(each) for each in STOP_SIGNALS]
+        return [*log, *flags, *own, handlers, torch.get_rng_state().tolist(), GlobalHydra.instance().hydra]
+
+    async def cell(*overrides: str) -> Run:
+        return train(*LORA, *overrides)
+
+    with hydra.initialize_config_dir(str(tmp_path), **BASE):
+        before = seen()
+        assert asyncio.run(cell("run.name=in_a_loop", "run.deterministic=true")).stopped is None
+        assert seen() == before
+        with monkeypatch.context() as patched:
+            patched.setattr(TextToImage, "loss", Mock(side_effect=RuntimeError("kernel died")))
+            with pytest.raises(RuntimeError, match="kernel died"):
+                train(*LORA, "run.name=failed")
+        assert seen() == before
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(train, *LORA, "run.name=failed").result().stopped is None
+        assert len(generate("runs/failed", "a circle", steps=1)) == 1
+        assert seen() == before
+    gc.enable()
+    with process_group(), pytest.raises(RunError, match="has joined a process group already"):
+        train(*LORA, "run.name=second")
+    assert not (tmp_path / "runs/second").exists()
+
+
+def test_what_is_set_in_a_configuration_counts_as_typed():
+    cfg = compose("task=lora", "model=c_tiny", "memory=auto", "train={global_batch_size: 8, micro_batch_size: 4}")
+    cfg.activation_checkpointing = False
+    varied = cfg.copy()
+    varied.optimizer.lr = 1e-3
+    with python._hydra(python._state(varied)):
+        typed = typed_keys()
+    assert {"task", "memory", "train.micro_batch_size", "train.global_batch_size", "optimizer.lr"} <= typed
+    assert "activation_checkpointing" not in typed, "false already"
+    varied.activation_checkpointing = True
+    with python._hydra(python._state(varied)):
+        assert set(HydraConfig.get().overrides.task[-2:]) == {"activation_checkpointing=true", "optimizer.lr=0.001"}
+    assert python._state(cfg).hydra.overrides.task[-1].startswith("train={")
 
 
 def test_groups_of_ones_own_are_found(tmp_path: Path):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import difflib
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 import cascade_train
@@ -80,7 +81,24 @@ def chosen(group: str, target: str) -> str:
 def typed_keys() -> set[str]:
     """Return the keys and groups that the command line sets; none where Hydra did not start this run."""
     typed = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
-    return {override.partition("=")[0].lstrip("+~").partition("@")[0] for override in typed}
+    return {key for override in typed for key in _keys_of(override)}
+
+
+def _keys_of(override: str) -> Iterator[str]:
+    """Yield the key of an override, and those below it that its value, a mapping, sets."""
+    name, _, text = override.partition("=")
+    key = name.lstrip("+~").partition("@")[0]
+    yield key
+    if text.startswith("{"):
+        below = OverridesParser.create().parse_override(override).value()
+        yield from (f"{key}.{path}" for path in _paths(below))
+
+
+def _paths(node: Any) -> Iterator[str]:
+    """Yield the dotted keys of a mapping, without that of what is none."""
+    for key, value in node.items() if isinstance(node, dict) else ():
+        yield str(key)
+        yield from (f"{key}.{path}" for path in _paths(value))
 
 
 def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:

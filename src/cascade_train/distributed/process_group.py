@@ -64,8 +64,13 @@ def process_group() -> Iterator[World]:
 
     Raises:
         ConfigError: two ranks have the same GPU.
-        RunError: the ranks do not find each other.
+        RunError: the ranks do not find each other, or this process has joined another group.
     """
+    if dist.is_initialized():
+        raise RunError(
+            "this process has joined a process group already: another training of this library runs in it, in a thread,"
+            " or a program that calls it has made one. Wait for it, or train in a process of its own"
+        )
     allow_tf32()
     world = _join()
     try:

@@ -6,9 +6,11 @@ its own file.
 
 from __future__ import annotations
 
+import copy
 import io
+import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
@@ -16,11 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hydra
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from cascade_train.commands.parts.command_line import filled
+from cascade_train.commands.parts.host import settings_kept
 from cascade_train.config.error_messages import in_our_words
 from cascade_train.config.groups import conf_dir
 from cascade_train.config.hydra_compat import BASE
@@ -28,8 +32,9 @@ from cascade_train.config.launch import prepare_process, register_schema, with_i
 from cascade_train.config.overrides import check_not_hydras, with_paths_quoted
 from cascade_train.config.preflight import preflight
 from cascade_train.config.sweep import is_main
+from cascade_train.engine.run.config_difference import flatten
 from cascade_train.errors import ConfigError
-from cascade_train.redaction import show_log
+from cascade_train.redaction import log_shown
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -37,8 +42,25 @@ if TYPE_CHECKING:
     from cascade_train.assembly.planning.plan import Plan
     from cascade_train.results.evaluation.verdict import Verdict
 
-ORIGIN = "_hydra"
-"""Attribute of a configuration that `compose` returned: what Hydra knows of its overrides and choices."""
+ORIGIN = "cascade_train"
+"""Attribute of the metadata of a configuration that `compose` returned, and of its copies: its `Origin`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """How a configuration was composed.
+
+    Attributes:
+        hydra: what Hydra knows of its overrides and choices.
+        values: its values by key, as they are written.
+    """
+
+    hydra: Any
+    values: Mapping[str, Any]
+
+    def __deepcopy__(self, memo: Any) -> Origin:
+        """Return this: copies of a configuration share it."""
+        return self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +121,9 @@ def compose(*overrides: str, config_dir: str | Path | None = None) -> DictConfig
 def train(*overrides: str | DictConfig, config_dir: str | Path | None = None) -> Run:
     """Train to the end, or to a stop by a signal, and return what the run left. Collective.
 
-    Ctrl-C, or the interruption of a notebook's cell, ends the run after the step, saved; the same call continues it.
+    Ctrl-C, or the interruption of a notebook's cell, ends the run after the step, saved; the same call continues it. In
+    another thread than the main one there are no signals. `run.max_hours` counts from the start of the process.
+    Random states and switches of torch, the log and handlers of signals are afterwards as they were before.
 
     Args:
         overrides: as for `compose`, or one configuration that it returned.
@@ -107,16 +131,17 @@ def train(*overrides: str | DictConfig, config_dir: str | Path | None = None) ->
 
     Raises:
         ConfigError: something to change; a refused start leaves no folder.
-        RunError: a failure at run time.
+        RunError: a failure at run time, or another training or process group in this process.
         KeyboardInterrupt: a signal before the first step, or a second one.
     """
     from cascade_train.commands.train import train as train_command
 
-    cfg = _checked(_given(overrides, config_dir), preflight)
-    show_log(logging.INFO if is_main() else logging.WARNING)
-    with _explained(), _hydra(vars(cfg).get(ORIGIN)):
+    given = _given(overrides, config_dir)
+    cfg, folder = _checked(given, preflight), Path.cwd()
+    log = log_shown(logging.INFO if is_main() else logging.WARNING)
+    with settings_kept(), log, _explained(), _hydra(_state(given)):
         train_command(cfg)
-    return Run.of(cfg.run.dir)
+    return Run.of(folder / cfg.run.dir)
 
 
 def plan(
@@ -160,7 +185,7 @@ def generate(source: str | Path | Run, prompts: str | Sequence[str] = (), **opti
     from cascade_train.commands.generate import GenerateArgs, painted
 
     out = options.pop("out", None)
-    with _explained():
+    with settings_kept(), _explained():
         args = filled(GenerateArgs, {"from": _named(source), "prompts": _listed(prompts), **options})
         return painted(args, None if out is None else str(out))
 
@@ -178,7 +203,7 @@ def evaluate(source: str | Path | Run, prompts: str | Sequence[str] = (), **opti
     """
     from cascade_train.commands.evaluate import EvaluateArgs, judged
 
-    with _explained(), redirect_stdout(io.StringIO()):
+    with settings_kept(), _explained(), redirect_stdout(io.StringIO()):
         args = filled(EvaluateArgs, {"from": _named(source), "prompts": _listed(prompts), **options})
         found = judged(args)
     assert found is not None, "a watch has no source"
@@ -193,6 +218,8 @@ def _listed(prompts: str | Sequence[str]) -> str | list[str]:
     """Return prompts as a command takes them: a list, or `@file`."""
     if isinstance(prompts, str):
         return prompts if prompts.startswith("@") else [prompts]
+    if not isinstance(prompts, Sequence):
+        raise ConfigError(f"prompts={prompts!r} must be a text, or a list of texts.")
     return list(prompts)
 
 
@@ -203,8 +230,14 @@ def _given(overrides: Sequence[str | DictConfig], config_dir: str | Path | None)
         return _composed(texts, config_dir)
     cfg = overrides[0]
     if not isinstance(cfg, DictConfig) or len(overrides) > 1:
-        raise ConfigError("give overrides as texts, key=value; or one configuration of compose() and nothing else.")
+        raise ConfigError(NO_OVERRIDES.format(given=type(cfg).__name__))
     return cfg
+
+
+NO_OVERRIDES = (
+    "give overrides as texts, key=value, one after the other (of a list: *overrides); or one configuration of compose()"
+    " and nothing else. This is a {given}."
+)
 
 
 def _composed(overrides: Sequence[str], config_dir: str | Path | None) -> DictConfig:
@@ -212,6 +245,8 @@ def _composed(overrides: Sequence[str], config_dir: str | Path | None) -> DictCo
     register_schema()
     prepare_process()
     with _explained(), _hydra(None):
+        if odd := [type(each).__name__ for each in overrides if not isinstance(each, str)]:
+            raise ConfigError(NO_OVERRIDES.format(given=odd[0]))
         if flag := next((each for each in overrides if each.startswith("-")), None):
             raise ConfigError(f"{flag!r} is an option of the command line, and no override, key=value.")
         check_not_hydras(overrides)
@@ -227,16 +262,37 @@ def _composed(overrides: Sequence[str], config_dir: str | Path | None) -> DictCo
         with open_dict(cfg):
             del cfg["hydra"]
         cfg.run.name = cfg.run.name  # what follows from Hydra's choices follows from these
-        vars(cfg)[ORIGIN] = HydraConfig.instance().cfg
+        setattr(cfg._metadata, ORIGIN, Origin(hydra=HydraConfig.instance().cfg, values=_written(cfg)))
     return cfg
+
+
+def _written(cfg: DictConfig) -> dict[str, Any]:
+    """Return the values of a configuration by key, as they are written."""
+    return flatten(OmegaConf.to_container(cfg, resolve=False))  # type: ignore[arg-type]
+
+
+def _state(cfg: DictConfig) -> Any:
+    """Return what Hydra knows of a configuration; what was set since it was composed counts as an override."""
+    origin: Origin | None = getattr(cfg._metadata, ORIGIN, None)
+    if origin is None:
+        return None
+    since = {key: value for key, value in _written(cfg).items() if origin.values.get(key, origin) != value}
+    if not since:
+        return origin.hydra
+    state = copy.deepcopy(origin.hydra)
+    OmegaConf.set_readonly(state.hydra, False)
+    state.hydra.overrides.task.extend([f"{key}={_text(value)}" for key, value in since.items()])
+    return state
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def _checked(cfg: DictConfig, check: Callable[[DictConfig], DictConfig]) -> DictConfig:
     """Return a configuration as `check` does, all values resolved."""
-    with _explained(), _hydra(vars(cfg).get(ORIGIN)):
-        ready = check(cfg)
-    vars(ready)[ORIGIN] = vars(cfg).get(ORIGIN)
-    return ready
+    with _explained(), _hydra(_state(cfg)):
+        return check(cfg)
 
 
 @contextmanager
@@ -252,10 +308,14 @@ def _hydra(state: Any) -> Iterator[None]:
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """Raise the errors of other libraries that mean something to a user as ours."""
+    """Raise the errors of other libraries that mean something to a user as ours; a host's own Hydra is put aside."""
+    held = GlobalHydra.instance()
+    before, held.hydra = held.hydra, None
     try:
         yield
     except Exception as error:
         if (ours := in_our_words(error)) is error:
             raise
         raise ours from error
+    finally:
+        GlobalHydra.instance().hydra = before  # its own contexts put a copy in its place
