@@ -15,12 +15,18 @@ from cascade_train.engine.phase import BoundPhase
 from tests.unit.engine.algorithms import NEED_WHOLE, OPTIONS, bound, same, train, weights
 
 MODES = {"ddp": (2, 1), "fsdp": (1, 2)}
+ROUNDED = ("adamw", "adamw_8bit", "lion")
 STEPS, MORE = range(1, 4), range(4, 6)
 
 
 def new(option: str, mesh: Any) -> BoundPhase:
     """Return a new phase; Muon needs as many rows as ranks."""
     return bound(option, mesh, row=option != "muon")
+
+
+def rounded(option: str, mesh: Any) -> BoundPhase:
+    """Return a new phase whose weights train in bf16."""
+    return bound(option, mesh, dtype=torch.bfloat16)
 
 
 def whole(phase: BoundPhase) -> dict[str, torch.Tensor]:
@@ -63,5 +69,10 @@ def train_every_option(out: Path) -> None:
                     every = [None] * world.ranks
                     dist.all_gather_object(every, (at_start, exact))
                     found[f"{option} {mode} to {other}"] = (every, whole(moved))
+        for option in ROUNDED:
+            for mode, mesh in meshes.items():
+                phase = rounded(option, mesh)
+                train(phase, range(1, 6), **place)
+                found[f"rounded {option} {mode}"] = whole(phase)
     if world.rank == 0:
         torch.save(found, out / "found.pt")

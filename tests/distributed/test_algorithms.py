@@ -5,7 +5,7 @@ import torch
 
 from cascade_train.distributed.parallelize import local
 from cascade_train.distributed.process_group import build_mesh, process_group
-from tests.distributed.algorithm_hooks import new
+from tests.distributed.algorithm_hooks import ROUNDED, new, rounded
 from tests.distributed.test_modes import fork
 from tests.unit.engine.algorithms import NEED_WHOLE, OPTIONS, train
 
@@ -34,3 +34,17 @@ def test_two_ranks_end_where_one_does_in_every_mode_and_move(found, option):
             assert ranks == [(True, True)] * 2, key
         for name, value in alone.items():
             torch.testing.assert_close(each[name], value, rtol=1e-3, atol=2e-4, msg=f"{key} {name}")
+
+
+@pytest.mark.parametrize("option", ROUNDED)
+def test_weights_in_bf16_are_rounded_alike_in_every_mode(found, option):
+    """Nearly every weight to the bit: gradients differ in their last bits, which seldom moves a weight."""
+    with process_group() as world:
+        phase = rounded(option, build_mesh(world, (1, 1)))
+        train(phase, range(1, 6))
+    alone = {name: local(p.detach()) for name, p in phase.parameters.items()}
+    ddp, fsdp = (found[f"rounded {option} {mode}"] for mode in ("ddp", "fsdp"))
+    for first, second, least in ((ddp, fsdp, 0.99), (alone, ddp, 0.5)):
+        one, other = (torch.cat([each[name].flatten() for name in alone]).float() for each in (first, second))
+        assert (one == other).float().mean() > least
+        assert (one - other).norm() < 0.05 * one.norm()

@@ -106,20 +106,30 @@ class Ema:
 
     @contextmanager
     def swapped(self, roots: Sequence[nn.Module]) -> Iterator[None]:
-        """Swap weights and average for the block; both are restored bit for bit."""
-        self._swap(roots)
+        """Swap weights and average for the block; both are restored bit for bit.
+
+        Weights of fewer bits than the average are kept beside it, one more copy of them.
+        """
+        narrow: dict[str, Tensor] = {}
+        self._swap(roots, narrow)
         try:
             yield
         finally:
-            self._swap(roots)
+            self._swap(roots, narrow)
 
     @torch.no_grad()
-    def _swap(self, roots: Sequence[nn.Module]) -> None:
+    def _swap(self, roots: Sequence[nn.Module], narrow: dict[str, Tensor]) -> None:
         reshard(roots)
         self.settle()
         for name, parameter in self._parameters.items():
             shard, average = local(parameter.detach()), self._average[name]
-            kept = shard.to(device=average.device, dtype=average.dtype, copy=True)
+            if shard.dtype != average.dtype:
+                kept = narrow.pop(name, None)
+                if kept is None:
+                    narrow[name] = shard.to(average.device, copy=True)
+                shard.copy_(average if kept is None else kept)
+                continue
+            kept = shard.to(average.device, copy=True)
             shard.copy_(average)
             average.copy_(kept)
 

@@ -75,16 +75,18 @@ class StageA(Stage):
         self.arguments = vq_arguments(self)
 
     def build(self, *, device: torch.device, network_dtype: torch.dtype, frozen_dtype: torch.dtype) -> None:
-        """Make the network on the meta device, then load or initialise it on `device`."""
+        """Make the network on the meta device, then load or initialise it on `device`; statistics of norms are fp32."""
         from cascade_train.models.networks.vq_network import VQNetwork, vq_rule  # heavy: diffusers
 
         with torch.device("meta"):
             network = VQNetwork(**self.arguments)
         if self.weights is None:
-            initialise(network, vq_rule, device=device, dtype=network_dtype, seed=self.seed)
+            initialise(network, vq_rule, device=device, dtype=torch.float32, seed=self.seed)
         else:
             where = {"device": device, "key": "model.weights", "part": self.part}
-            load_module(network, self.weights, dtype=network_dtype, renamed=ORIGINAL_NAMES, **where)
+            load_module(network, self.weights, dtype=torch.float32, renamed=ORIGINAL_NAMES, **where)
+        for parameter in network.parameters():
+            parameter.data = parameter.data.to(network_dtype)
         self.network = network.train()
 
     def weight_specs(self) -> list[WeightsSpec]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from hashlib import blake2b
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +15,7 @@ from cascade_train.assembly.model import stored_dtype
 from cascade_train.distributed import parallelize as seam
 from cascade_train.distributed.process_group import build_mesh
 from cascade_train.engine.algorithms.stochastic_rounding import StochasticRounding, random_bits, rounded
+from cascade_train.engine.average import Ema
 from cascade_train.engine.checkpoint.store import CheckpointStore
 from cascade_train.errors import ConfigError
 from tests.integration.runs import cut_back, exported_weights, read_metrics
@@ -35,6 +38,29 @@ def test_values_between_two_of_bf16_are_rounded_up_in_proportion():
         assert abs(found.mean().item() - value) < 4 * deviation
     over_steps = torch.stack([rounded(torch.tensor([1.0 + 2**-9]), random_bits(key, 3, 1, CPU)) for key in range(4096)])
     assert abs(over_steps.double().mean().item() - (1.0 + 2**-9)) < 4 * 2**-8 / 4096**0.5
+
+
+def test_what_is_no_number_stays_none_whatever_its_bits():
+    patterns = torch.tensor([0x7FFFFFFF, -1, 0x7F800001, 0x7FC00000], dtype=torch.int32)  # the first is CUDA's
+    assert rounded(patterns.view(torch.float32), random_bits(1, 0, 4, CPU)).isnan().all()
+    largest = torch.finfo(torch.float32).max
+    found = rounded(torch.tensor([largest, -largest, 1e-40]), torch.full((3,), 0xFFFF, dtype=torch.int32))
+    assert found[:2].tolist() == [torch.inf, -torch.inf]
+    assert 0.0 < found[2].item() < 2e-40
+
+
+def test_bits_of_steps_names_and_neighbours_are_not_correlated():
+    count = 2**16
+    keys = [int.from_bytes(blake2b(text.encode(), digest_size=4).digest(), "little") for text in ("0 1 a", "0 2 a")]
+    first, *others = (
+        random_bits(key, begin, count, CPU).double() for key, begin in ((keys[0], 0), (keys[1], 0), (keys[0], 1))
+    )
+    for other in (
+        *others,
+        random_bits(1, 0, count, CPU).double(),
+        random_bits(keys[0], 2**32 + 5, count, CPU).double(),
+    ):
+        assert abs(torch.corrcoef(torch.stack([first, other]))[0, 1].item()) < 4 / count**0.5
 
 
 def test_what_bf16_holds_stays_and_bits_are_uniform():
@@ -130,6 +156,19 @@ def test_masters_are_for_networks_that_train_in_bf16(changes, message):
     cfg = checked("model=c_tiny", *RUN, *changes)
     with pytest.raises(ConfigError, match=message):
         stored_dtype(cfg, build_parts(cfg))
+
+
+def test_a_look_at_the_average_leaves_it_in_fp32():
+    weight = nn.Parameter(torch.randn(64, generator=torch.Generator().manual_seed(0)).to(BF16))
+    ema = Ema({"w": weight}, decay=0.999, start_step=0, every_steps=1, device=None)
+    weight.data += 1.0
+    ema.update(1)
+    trained, average = weight.detach().clone(), ema.state_dict()["w"].clone()
+    with ema.swapped([nn.ParameterList([weight])]):
+        assert torch.equal(weight, average.to(BF16))
+    assert torch.equal(weight, trained)
+    assert torch.equal(ema.state_dict()["w"], average)
+    assert not torch.equal(average, average.to(BF16).float())
 
 
 def test_a_run_resumes_to_the_bit_and_holds_no_masters(tmp_path):

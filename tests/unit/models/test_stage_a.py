@@ -53,6 +53,18 @@ def test_latents_and_pictures_have_their_shapes_and_ranges(stage: Any, images: t
     assert stage.encode(images[:1]).shape == (1, 4, 8, 12)
 
 
+def test_statistics_of_norms_stay_fp32_where_weights_are_bf16(images: torch.Tensor) -> None:
+    stage = make_stage("a_tiny")
+    stage.build(device=CPU, network_dtype=torch.bfloat16, frozen_dtype=torch.bfloat16)
+    assert {parameter.dtype for parameter in stage.network.parameters()} == {torch.bfloat16}
+    buffers = {name: buffer.dtype for name, buffer in stage.network.named_buffers() if buffer.is_floating_point()}
+    assert len(buffers) == 2
+    assert set(buffers.values()) == {torch.float32}
+    exact = make_stage("a_tiny")
+    exact.build(device=CPU, network_dtype=torch.float32, frozen_dtype=torch.float32)
+    torch.testing.assert_close(stage.encode(images), exact.encode(images), rtol=0.1, atol=0.05)
+
+
 def test_the_scale_divides_latents_and_leaves_pictures_alone(stage: Any, images: torch.Tensor) -> None:
     other = build_stage("a_tiny", {"scale_factor": stage.scale_factor / 2})
     other.network = stage.network

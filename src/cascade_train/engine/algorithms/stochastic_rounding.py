@@ -37,8 +37,13 @@ def random_bits(key: int, first: int, count: int, device: torch.device) -> Tenso
 
 
 def rounded(value: Tensor, bits: Tensor) -> Tensor:
-    """Return fp32 values in bf16, away from zero with the probability of what is cut off; `bits` from `random_bits`."""
-    return ((value.view(torch.int32) + bits) & -(1 << CUT)).view(torch.float32).to(torch.bfloat16)
+    """Return fp32 values in bf16, away from zero with the probability of what is cut off; `bits` from `random_bits`.
+
+    Beyond the largest number of bf16 that is infinite. What is no number stays none: CUDA's has all bits set, and a sum
+    with others would be a zero.
+    """
+    up = ((value.view(torch.int32) + bits) & -(1 << CUT)).view(torch.float32)
+    return torch.where(value.isnan(), value, up).to(torch.bfloat16)
 
 
 class StochasticRounding(Optimizer):
