@@ -55,6 +55,12 @@ STOPPED_IN_ORDER = "Stopped as asked, and saved. The same command continues."
 DEAD_WORKER = re.compile(r"DataLoader worker \(pid")
 """What torch raises, from its handler of signals, when a worker process has died."""
 
+NO_MEMORY = re.compile(
+    r"DefaultCPUAllocator: (can't allocate|not enough) memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED"
+    r"|Unable to allocate .* for an array"
+)
+"""What torch, CUDA's libraries and numpy raise where memory runs out outside of torch's allocator for CUDA."""
+
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -80,7 +86,8 @@ def exit_code(action: Callable[[], Any], *, remedy: str = "") -> int:
 
 def _with_remedy(error: Exception) -> Exception:
     """Return what torch raises when a data worker dies or memory runs out, with the remedy; others as they are."""
-    if type(error).__name__ == "OutOfMemoryError":  # torch's, which is not imported here
+    is_torchs = type(error).__name__ == "OutOfMemoryError"  # which is not imported here
+    if is_torchs or (isinstance(error, RuntimeError | MemoryError) and NO_MEMORY.search(str(error))):
         reason = _one_line(error).partition(". Of the allocated")[0].rstrip(".")
         return RunError(f"{reason}. Needs less memory: {LESS_MEMORY}. cascade-train plan says what needs how much.")
     if isinstance(error, RuntimeError) and DEAD_WORKER.match(str(error)):

@@ -321,3 +321,22 @@ def test_memory_that_runs_out_is_explained_with_what_needs_less(capsys: pytest.C
     assert "Needs less memory: train.micro_batch_size=auto (gradient accumulation), activation_ch" in said
     assert "Of the allocated" not in said
     assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you tr"
+        ),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("CUDA error: out of memory"),
+        MemoryError("Unable to allocate 3.00 TiB for an array with shape (1, 2) and data type float32"),
+    ],
+)
+def test_memory_that_runs_out_elsewhere_is_explained_too(error: Exception, capsys: pytest.CaptureFixture[str]):
+    def fail() -> None:
+        raise error
+
+    assert exit_code(fail) == 1
+    assert "Needs less memory: train.micro_batch_size=auto" in capsys.readouterr().err
