@@ -134,6 +134,14 @@ def test_data_too_damaged_for_a_batch_still_has_a_page(tmp_path: Path, capsys: p
     assert (tmp_path / "page.html").stat().st_size > 1000
 
 
+def test_a_large_group_is_named_by_its_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in range(8):
+        write(tmp_path / f"root/{number}.png", tars.picture(64, 48))
+    arguments = ["data=folder", f"data.path={tmp_path / 'root'}", f"out={tmp_path / 'page.html'}"]
+    assert launch(["inspect", *SMALL, *arguments]) == 0
+    assert "root:0.png = root:1.png = root:2.png = root:3.png = root:4.png = 3 more\n" in capsys.readouterr().out
+
+
 def test_an_endless_caption_is_cut_on_the_page_alone(tmp_path: Path) -> None:
     write(tmp_path / "root/a.png", tars.picture())
     write(tmp_path / "root/a.txt", "z" * 100_000)

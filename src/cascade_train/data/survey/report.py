@@ -100,8 +100,8 @@ class Report:
 
     def _of_pictures(self) -> dict[str, Finding]:
         found, read = self.survey, max(1, self.survey.read)
-        same = tuple(" = ".join(names) for names in found.twice)
-        near = tuple(" ~ ".join(names) for names in found.near)
+        same = tuple(_joined(" = ", names) for names in found.twice)
+        near = tuple(_joined(" ~ ", names) for names in found.near)
         copies, likes = (
             tuple((name, f"{word} {names[0]}") for names in groups for name in names[1:])
             for groups, word in ((found.twice, "the same as"), (found.near, "looks like"))
@@ -218,6 +218,12 @@ class Report:
         if self.batch is not None and self.batch.image_BCHW is not None:
             images = map(_encoded, self.batch.image_BCHW.numpy())
             yield from zip(images, self.batch.keys, self.batch.captions, strict=True)
+
+
+def _joined(sign: str, names: Sequence[str]) -> str:
+    """Return the first names of a group, and how many more there are."""
+    more = [f"{len(names) - NAMES_IN_TEXT} more"] if len(names) > NAMES_IN_TEXT else []
+    return sign.join([*names[:NAMES_IN_TEXT], *more])
 
 
 def _lines_of(finding: Finding) -> Iterator[str]:
