@@ -37,6 +37,7 @@ SHORT = {
     "activation_checkpointing": "checkpointing",
     "optimizer.algorithm": "8-bit AdamW",
     "train.master_weights": "bf16 weights",
+    "train.base_weights": "8-bit base",
     "parallel.cpu_offload": "offload",
 }
 """Means, as the table has them."""

@@ -24,6 +24,8 @@ from cascade_train.engine.average import Ema
 from cascade_train.engine.optimizer import OptimizerSpec
 from cascade_train.engine.phase import BoundPhase, trainable_parameters
 from cascade_train.errors import ConfigError
+from cascade_train.models.formats.int8 import fill_codes, quantize
+from cascade_train.models.lora import MAGNITUDE
 from cascade_train.models.stage import Stage
 from cascade_train.tasks.base import Phase
 
@@ -49,7 +51,7 @@ def fill(stage: Stage, device: torch.device) -> None:
     if "network" in stage.left_out:
         return
     shares = materialise(stage.network, device)
-    from_every_rank(partial(stage.fill, shares))
+    from_every_rank(partial(fill_codes, stage.fill, shares))
     refuse_meta({"network": stage.network})
 
 
@@ -83,6 +85,7 @@ def build_phases(cfg: DictConfig, parts: Parts, world: World) -> list[BoundPhase
     is sharded on the meta device, before it has memory.
     """
     build_model(cfg, parts, world, network_dtype=stored_dtype(cfg, parts))
+    from_every_rank(partial(quantize_base, cfg, parts))
     frozen = not parts.task.trains_network and "network" not in parts.stage.left_out
     if world.is_main and cfg.model.weights is None and frozen:
         log.warning(
@@ -141,6 +144,29 @@ def stored_dtype(cfg: DictConfig, parts: Parts) -> torch.dtype:
         reason = f"train.precision={cfg.train.precision.value} computes in fp32" if trains else "no network trains here"
         raise ConfigError(f"train.master_weights=bf16 is for networks that train in bf16: {reason}. Set it to fp32.")
     return stored if trains else compute_dtype(cfg)
+
+
+def quantize_base(cfg: DictConfig, parts: Parts) -> None:
+    """Put the linear layers of a built, frozen network into the format of `train.base_weights`.
+
+    Those outside of its units, which map its conditions, stay.
+
+    Raises:
+        ConfigError: the network is not frozen, or its weights have magnitudes that train.
+    """
+    if cfg.train.base_weights is None:
+        return
+    if parts.task.trains_network or "network" in parts.stage.left_out:
+        raise ConfigError(
+            "train.base_weights=int8 is for a frozen network, with task=lora or task=controlnet: here none is. Set it "
+            "to null."
+        )
+    if any(MAGNITUDE in name for name, _ in parts.stage.network.named_parameters()):
+        raise ConfigError(
+            "train.base_weights=int8: task.dora=true takes the lengths of the weights' rows as they are. Set "
+            "train.base_weights=null, or task.dora=false."
+        )
+    quantize(module for unit in parts.stage.units() for module in unit)
 
 
 def bind(cfg: DictConfig, phase: Phase, parts: Parts) -> BoundPhase:

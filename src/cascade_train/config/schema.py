@@ -14,6 +14,7 @@ from cascade_train.errors import ConfigError
 
 Precision = StrEnum("Precision", ["auto", "bf16", "fp32"])
 MasterWeights = StrEnum("MasterWeights", ["fp32", "bf16"])
+BaseWeights = StrEnum("BaseWeights", ["int8"])
 ParallelMode = StrEnum("ParallelMode", ["auto", "single", "ddp", "fsdp", "hsdp"])
 Compile = StrEnum("Compile", ["off", "regional"])
 Attention = StrEnum("Attention", ["sdpa", "xformers", "math"])
@@ -46,6 +47,8 @@ def number_or_auto(config: object, node: str, key: str, kind: type[int] | type[f
         return
     try:
         number = kind(str(value))
+        if not math.isfinite(number):
+            raise ValueError
     except ValueError:
         words = "a whole number" if kind is int else "a number"
         raise ConfigError(f"{node}.{key}={value} must be {words}, {AUTO} or null.") from None
@@ -110,6 +113,9 @@ class TrainConfig:
     master_weights: MasterWeights = MasterWeights.fp32
     """Format that a network that trains is kept in: fp32, or bf16 with updates that are rounded stochastically: 6 bytes
     less a parameter."""
+    base_weights: BaseWeights | None = None
+    """Format of the linear layers of a network that is frozen, below adapters or beside a control network: int8 = codes
+    with a scale for each 64 numbers of a row; null = that of compute."""
 
     def __post_init__(self) -> None:
         number_or_auto(self, "train", "micro_batch_size", int)

@@ -5,21 +5,24 @@ Lives here: the choice, and the refusal of what cannot fit. Must not live here: 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 
+from cascade_train.assembly.components import build_parts
 from cascade_train.assembly.planning.devices import Room, own_room
 from cascade_train.assembly.planning.memory import Memory, memory_of, over_ranks
-from cascade_train.assembly.planning.rehearsal import Rehearsed, count_parameters
+from cascade_train.assembly.planning.rehearsal import Rehearsed, count_parameters, unloaded
 from cascade_train.config.groups import typed_keys
-from cascade_train.config.saved import to_plain
+from cascade_train.config.saved import CONFIG_NAME, to_plain
 from cascade_train.config.schema import AUTO
 from cascade_train.config.targets import class_constant
 from cascade_train.distributed.consensus import from_every_rank, from_rank_zero
@@ -38,9 +41,10 @@ MOST_OFF = 0.05
 CHECKED_PARAMETERS = 20 * 10**6
 """Of all modules: a start with fewer is not computed beforehand."""
 
-CHOSEN = (
-    *("ema.device", "activation_checkpointing", "optimizer.algorithm", "train.master_weights", "parallel.cpu_offload"),
-)
+BOUND = ("optimizer.algorithm", "train.master_weights", "train.base_weights")
+"""Keys that means set and that a run cannot change when it continues: its checkpoints hold what follows from them."""
+
+CHOSEN = ("ema.device", "activation_checkpointing", "parallel.cpu_offload", *BOUND)
 """Keys that means set."""
 
 TIERS_GB = (16, 24, 48, 80)
@@ -86,7 +90,7 @@ class Choice:
 
     def names(self) -> str:
         """Return the means, as keys are set."""
-        return " ".join(_shown(key, value) for key, value in self.values.items()) or "nothing more"
+        return _names(self.values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +117,7 @@ class Place:
 def fit(cfg: DictConfig, world: World) -> None:
     """Choose what fits the devices of a run, in place, and refuse a run that cannot fit. Collective.
 
-    Nothing is loaded or written. What an earlier start of the same run chose stays.
+    Nothing is loaded or written. What a run that continues here began with stays, where it still fits.
 
     Raises:
         ConfigError: it does not fit; names what does.
@@ -147,13 +151,17 @@ def _known(cfg: DictConfig, place: Place) -> tuple[Values, list[str]]:
 def _decided(cfg: DictConfig, place: Place, is_open: bool) -> tuple[Values, list[str]]:
     if not is_open and _counted(cfg) < CHECKED_PARAMETERS:
         return {}, []
-    first = _first_choice(cfg, place)
-    choice = choose(changed(cfg, {**first, "memory.budget_gb": None} if first else {}), place)
-    values = {**first, **choice.values, "train.micro_batch_size": choice.micro_batch_size}
+    bound, first = _earlier(cfg, place)
+    stays, place = changed(cfg, bound), dataclasses.replace(place, kept={*place.kept, *bound})
+    choice = _still(stays, first, place)
+    if choice is None:
+        choice, first = choose(stays, place), {}
+    values = {**bound, **first, **choice.values, "train.micro_batch_size": choice.micro_batch_size}
     check(changed(cfg, values), choice, place)
     of_device = f"{_gb(choice.bytes)} of {_gb(place.room.gb * 1e9)} GB by its computed peak"
     said = f"micro_batch_size={choice.micro_batch_size}: {of_device}"
-    chosen = f"memory={cfg.memory.budget_gb} chose {choice.names()}"
+    new = {key: value for key, value in values.items() if key in CHOSEN and OmegaConf.select(cfg, key) != value}
+    chosen = f"memory={cfg.memory.budget_gb} chose {_names(new)}"
     return values, [said, *([chosen] if cfg.memory.budget_gb is not None else [])]
 
 
@@ -165,11 +173,21 @@ def _counted(cfg: DictConfig) -> int:
     return _COUNTED[key]
 
 
+def _still(cfg: DictConfig, first: Values, place: Place) -> Choice | None:
+    """Return what an earlier start chose, where there was one and it still fits."""
+    try:
+        choice = choose(changed(cfg, {**first, "memory.budget_gb": None}), place) if first else None
+    except ConfigError:  # of no micro-batch that divides
+        return None
+    return choice if choice is not None and (_is_held(choice, place) or cfg.memory.allow_overflow) else None
+
+
 def choose(cfg: DictConfig, place: Place) -> Choice:
     """Return the cheapest means, and the largest micro-batch, with which a training fits its budget.
 
     Means that leave its numbers as they are may be added for a micro-batch of `ENOUGH`; others only where nothing else
-    fits. A configuration that leaves nothing open comes back as it is, whether it fits or not.
+    fits. A configuration that leaves nothing open comes back as it is, whether it fits or not; with
+    `memory.allow_overflow` one of which nothing fits comes back with the last means.
 
     Raises:
         ConfigError: nothing fits.
@@ -188,7 +206,7 @@ def choose(cfg: DictConfig, place: Place) -> Choice:
             return least
         best = best or (least if fits else None)
     assert least is not None
-    if best is None and (is_open or budget is not None):
+    if best is None and (is_open or budget is not None) and not cfg.memory.allow_overflow:
         raise ConfigError(_nothing_fits(cfg, least, room))
     return best or least
 
@@ -203,7 +221,8 @@ def _rehearsed(cfg: DictConfig, means: Means, place: Place, room: Room, sizes: S
     """Return the largest micro-batch that fits with some means, or the smallest where none does."""
     trial, share = changed(cfg, means.values), cfg.train.global_batch_size // place.ranks
     whole, steps = place.memory_of(trial)
-    memory = over_ranks(trial, whole, place.ranks, machine_ranks=place.machine_ranks, device_gb=room.gb)
+    has_gb = place.room.gb if place.room.on_cuda else math.inf  # the device decides the mode, not the budget
+    memory = over_ranks(trial, whole, place.ranks, machine_ranks=place.machine_ranks, device_gb=has_gb)
     size = memory.largest(room.usable_bytes, sizes, share) or sizes[0]
     need = memory.total(size, share // size)
     return Choice(values=means.values, micro_batch_size=size, bytes=need, whole=whole, steps=steps)
@@ -212,22 +231,45 @@ def _rehearsed(cfg: DictConfig, means: Means, place: Place, room: Room, sizes: S
 def ladder(cfg: DictConfig, place: Place) -> Iterator[Means]:
     """Yield sets of means, from what costs nothing to what costs most; of what the user set none is changed.
 
-    First those that leave a run's numbers as they are, one after the other; then with moments of 8 bits, and weights in
-    bf16; last with weights and optimizer on the host instead, where every step waits for the bus.
+    First those that leave a run's numbers as they are, one after the other; then with a frozen network in 8 bits, with
+    moments of 8 bits, and weights in bf16; last with weights and optimizer on the host instead, where every step waits
+    for the bus.
     """
     values: Values = {}
     yield Means(values={})
     if place.room.on_cuda and cfg.ema.decay is not None and cfg.ema.device is None and _is_free("ema.device", place):
         yield Means(values=(values := {"ema.device": "cpu"}))
-    if not cfg.activation_checkpointing and _is_free("activation_checkpointing", place):
+    if not cfg.activation_checkpointing and _is_free("activation_checkpointing", place) and _builds_network(cfg):
         yield Means(values=(values := {**values, "activation_checkpointing": True}))
+    if _is_free("train.base_weights", place) and _can_quantize(cfg):
+        yield Means(values=(base := {**values, "train.base_weights": "int8"}), is_cheap=False)
+    else:
+        base = values
     if (algorithm := _of_8_bits(cfg.optimizer)) and _is_free("optimizer.algorithm", place):
-        small = {**values, "optimizer.algorithm": algorithm}
+        small = {**base, "optimizer.algorithm": algorithm}
         yield Means(values=small, is_cheap=False)
         if _is_free("train.master_weights", place) and _trains_in_bf16(cfg):
             yield Means(values={**small, "train.master_weights": "bf16"}, is_cheap=False)
-    if place.room.on_cuda and not cfg.parallel.cpu_offload and _is_free("parallel.cpu_offload", place):
+    offloads = place.room.on_cuda and not _needs_whole(cfg.optimizer)
+    if offloads and not cfg.parallel.cpu_offload and _is_free("parallel.cpu_offload", place):
         yield Means(values={**values, "parallel.cpu_offload": True}, is_cheap=False)
+
+
+def _builds_network(cfg: DictConfig) -> bool:
+    """Return whether the run has the stage's network, which checkpointing recomputes; a previewer's has none."""
+    return "network" not in build_parts(unloaded(cfg)).stage.left_out
+
+
+def _needs_whole(optimizer: DictConfig) -> bool:
+    """Return whether the algorithm refuses offloaded weights."""
+    target = (optimizer.get("algorithm") or {}).get("_target_")
+    return target == "torch.optim.Adafactor" or bool(target and class_constant(target, "needs_whole"))
+
+
+def _can_quantize(cfg: DictConfig) -> bool:
+    """Return whether a network is frozen whose linear layers can be in 8 bits, and are not yet."""
+    trains = class_constant(cfg.task._target_, "trains_network")
+    return not trains and cfg.train.base_weights is None and not cfg.task.get("dora") and _builds_network(cfg)
 
 
 def _trains_in_bf16(cfg: DictConfig) -> bool:
@@ -245,7 +287,8 @@ def _is_free(key: str, place: Place) -> bool:
 def _of_8_bits(optimizer: DictConfig) -> Values | None:
     """Return AdamW with moments of 8 bits in the place of torch's; None for other algorithms."""
     algorithm: Mapping[Any, Any] = optimizer.get("algorithm") or {}
-    if algorithm.get("_target_") != "torch.optim.AdamW" or not {"betas", "eps"} <= set(algorithm):
+    is_plain = algorithm.get("_target_") == "torch.optim.AdamW" and not algorithm.get("amsgrad")
+    if not is_plain or not {"betas", "eps"} <= set(algorithm):
         return None
     settings = {"betas": list(algorithm["betas"]), "eps": algorithm["eps"], "block_size": 64}
     target = "cascade_train.engine.algorithms.adamw_8bit.AdamW8bit"
@@ -258,11 +301,10 @@ def check(cfg: DictConfig, choice: Choice, place: Place) -> None:
     Raises:
         ConfigError: names what fits.
     """
-    need, gb = choice.bytes, place.room.gb
-    if need <= gb * 1e9 * (1.0 + MOST_OFF):
+    if _is_held(choice, place):
         return
     said = (
-        f"This run needs {_gb(need)} GB by its computed peak, and each rank has {_gb(gb * 1e9)}, at "
+        f"This run needs {_gb(choice.bytes)} GB by its computed peak, and each rank has {_gb(place.room.gb * 1e9)}, at "
         f"train.micro_batch_size={choice.micro_batch_size}: {remedy(cfg, place)}. memory.allow_overflow=true starts it "
         "nevertheless."
     )
@@ -271,25 +313,25 @@ def check(cfg: DictConfig, choice: Choice, place: Place) -> None:
     log.warning("%s", said)
 
 
+def _is_held(choice: Choice, place: Place) -> bool:
+    """Return whether a device holds a computed peak, which may be a little too high."""
+    return choice.bytes <= place.room.gb * 1e9 * (1.0 + MOST_OFF)
+
+
 def remedy(cfg: DictConfig, place: Place) -> str:
-    """Return what makes a run fit that does not: a micro-batch, else a tier, else what is to be tried."""
+    """Return what makes a run fit that does not: a micro-batch, else means, else what is to be tried."""
+    cfg = changed(cfg, {"memory.allow_overflow": False})
     trial = changed(cfg, {"train.micro_batch_size": AUTO, "memory.budget_gb": None})
     try:
         return f"train.micro_batch_size={choose(trial, place).micro_batch_size} fits"
     except ConfigError:
-        trial = changed(cfg, {"memory.budget_gb": AUTO})
+        trial = changed(cfg, {"memory.budget_gb": AUTO, "train.micro_batch_size": AUTO})
     try:
         found = choose(trial, place)
     except ConfigError:
         return f"no choice of memory= makes it fit. What needs less: {LESS_MEMORY}"
     size = f"train.micro_batch_size={found.micro_batch_size}"
-    return f"memory={_tier(place.room.gb)} fits, by {found.names()} at {size}"
-
-
-def _tier(gb: float) -> str:
-    """Return the option of `memory` for a device."""
-    below = max((tier for tier in TIERS_GB if tier <= gb), default=0)
-    return f"{below}gb" if below > 0.8 * gb else AUTO
+    return f"memory=auto fits, by {found.names()} at {size}"
 
 
 def _nothing_fits(cfg: DictConfig, least: Choice, room: Room) -> str:
@@ -303,20 +345,37 @@ def _nothing_fits(cfg: DictConfig, least: Choice, room: Room) -> str:
     )
 
 
-def _first_choice(cfg: DictConfig, place: Place) -> Values:
-    """Return what an earlier start of this run chose, where it was asked for the same; else nothing."""
-    file, budget = Path(cfg.run.dir) / "config.yaml", cfg.memory.budget_gb
+def _earlier(cfg: DictConfig, place: Place) -> tuple[Values, Values]:
+    """Return what stays of the run whose checkpoint this start continues: what must, and what else it chose.
+
+    Of what the user sets now, nothing; and nothing before the first checkpoint. The second is of this run alone, where
+    it was asked for the same.
+    """
+    file, budget = _continued(cfg), cfg.memory.budget_gb
     try:
-        saved = OmegaConf.create(read_yaml(file.read_bytes()) if file.is_file() else {})
+        saved = OmegaConf.create(read_yaml(file.read_bytes()) if file is not None else {})
     except ValueError:
-        return {}  # what is wrong is said where the run is continued
+        saved = OmegaConf.create()  # what is wrong is said where the run is continued
+    free = [key for key in CHOSEN if budget is not None and _is_free(key, place)]
+    found = {key: value for key in free if (value := OmegaConf.select(saved, key, default=MISSING)) != MISSING}
+    bound = {key: value for key, value in found.items() if key in BOUND}
     micro = OmegaConf.select(saved, "train.micro_batch_size")
-    if not isinstance(micro, int) or OmegaConf.select(saved, "memory.budget_gb") != budget:
-        return {}
+    is_same = file is not None and file.parent == Path(cfg.run.dir)
+    if not is_same or not isinstance(micro, int) or OmegaConf.select(saved, "memory.budget_gb") != budget:
+        return bound, {}
     divides = (cfg.train.global_batch_size // place.ranks) % micro == 0  # other ranks may continue
-    found = {"train.micro_batch_size": micro if divides else AUTO} if _is_open(cfg, place) else {}
-    keys = [key for key in CHOSEN if budget is not None and _is_free(key, place)]
-    return {**found, **{key: OmegaConf.select(saved, key) for key in keys}}
+    sizes = {"train.micro_batch_size": micro if divides else AUTO} if _is_open(cfg, place) else {}
+    return bound, {**sizes, **found}
+
+
+def _continued(cfg: DictConfig) -> Path | None:
+    """Return the configuration of the run from whose checkpoint this one goes on; None = it starts anew."""
+    folder, resume = Path(cfg.run.dir), cfg.run.resume
+    if any(folder.glob("checkpoints/step_*")):
+        return folder / CONFIG_NAME
+    origin = None if resume in ("auto", "never") else Path(resume)
+    places = () if origin is None else (origin, *origin.absolute().parents[1:2])  # a run, or a checkpoint of one
+    return next((place / CONFIG_NAME for place in places if (place / CONFIG_NAME).is_file()), None)
 
 
 def changed(cfg: DictConfig, values: Mapping[str, Any]) -> DictConfig:
@@ -330,6 +389,10 @@ def change(cfg: DictConfig, values: Mapping[str, Any]) -> None:
     """Set values of a configuration, nodes as a whole."""
     for key, value in values.items():
         OmegaConf.update(cfg, key, value, merge=False, force_add=True)
+
+
+def _names(values: Values) -> str:
+    return " ".join(_shown(key, value) for key, value in values.items()) or "nothing more"
 
 
 def _shown(key: str, value: Any) -> str:

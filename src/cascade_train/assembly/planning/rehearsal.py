@@ -23,7 +23,7 @@ from torch.optim import optimizer
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from cascade_train.assembly.components import Parts, build_parts
-from cascade_train.assembly.model import bind, build_modules, compute_dtype, shard, stored_dtype
+from cascade_train.assembly.model import bind, build_modules, compute_dtype, quantize_base, shard, stored_dtype
 from cascade_train.assembly.planning.batches import PRIME, NoFilter, of_size, on_meta, sides_of
 from cascade_train.assembly.planning.live import CUDA_BLOCK_BYTES, Live
 from cascade_train.assembly.planning.repeats import Repeats
@@ -96,6 +96,7 @@ def rehearse(
             parts.task.filter = NoFilter(parts.task.filter)
         with Running(shapes := Shapes()):
             build_modules(cfg, parts, META, network_dtype=stored_dtype(cfg, parts))
+            quantize_base(cfg, parts)
         mesh = DeviceMesh("cpu", [[0]], mesh_dim_names=("replicate", "shard"), _init_backend=False, _rank=0)
         parts.task.device = torch.device("cpu")
         prepared = [parts.task.prepare_batch(batch) for batch in batches]

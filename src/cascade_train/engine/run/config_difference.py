@@ -37,6 +37,7 @@ ADDED = {
     "compile_fallback": False,  # without effect where nothing is compiled
     "run.on_end": None,
     "train.master_weights": "fp32",
+    "train.base_weights": None,
     "memory.budget_gb": None,
     "memory.allow_overflow": False,
 }

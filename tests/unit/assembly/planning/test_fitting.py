@@ -33,7 +33,8 @@ def _remembered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def memory_of(cfg: DictConfig, *, on_cuda: bool = True) -> tuple[Memory, Rehearsed]:
-    trial = changed(cfg, {"train.micro_batch_size": None, "memory.budget_gb": None, "run.dir": "-"})
+    beside = {"memory.budget_gb": None, "memory.allow_overflow": False, "run.dir": "-", "run.resume": "auto"}
+    trial = changed(cfg, {"train.micro_batch_size": None, **beside})
     key = f"{on_cuda} {OmegaConf.to_yaml(trial)}"
     if key not in MEMORY:
         MEMORY[key] = memory.memory_of(cfg, on_cuda=on_cuda)
@@ -127,13 +128,78 @@ def test_a_run_that_does_not_fit_is_refused_with_what_does():
     check(cfg, choice, here)
 
 
-def test_the_remedy_names_a_tier_where_no_micro_batch_fits(monkeypatch: pytest.MonkeyPatch):
+def test_the_remedy_names_means_where_no_micro_batch_fits():
     cfg = checked(*TINY, "task=finetune", "ema.decay=0.9")
-    room = room_for(changed(cfg, {"ema.device": "cpu"}), 1)
-    assert remedy(cfg, place(room)).startswith("memory=auto fits, by ema.device=cpu")
-    assert "no choice of memory= makes it fit" in remedy(cfg, place(replace(room, gb=0.2)))
-    names = [fitting._tier(gb) for gb in (15.8, 16.9, 25.2, 47.5, 85.0, 141.0)]
-    assert names == ["auto", "16gb", "24gb", "auto", "80gb", "auto"]
+    here = place(room_for(changed(cfg, {"ema.device": "cpu"}), 1), "train.micro_batch_size")
+    assert remedy(cfg, here) == "memory=auto fits, by ema.device=cpu at train.micro_batch_size=1"
+    assert "no choice of memory= makes it fit" in remedy(cfg, place(replace(here.room, gb=0.2)))
+
+
+def test_a_budget_does_not_change_how_ranks_share_weights():
+    """The run decides that by its device, which may be larger than the budget."""
+    cfg = checked(*TINY, "task=finetune", "memory.budget_gb=0.61", "train.micro_batch_size=2", ranks=4)
+    whole, _ = memory_of(cfg)
+    room, small = Room(gb=80, on_cuda=True), Room(gb=0.61, on_cuda=True)
+    found = fitting._rehearsed(cfg, fitting.Means(values={}), place(room, ranks=4), small, [2])
+    assert found.bytes == whole.total(2, 2) > whole.over(4).total(2, 2)
+    on_cpu = Room(gb=0.001, on_cuda=False)
+    found = fitting._rehearsed(cfg, fitting.Means(values={}), place(on_cpu, ranks=4), on_cpu, [2])
+    assert found.bytes == memory_of(cfg, on_cuda=False)[0].total(2, 2), "on a CPU each rank holds all"
+
+
+def test_means_that_the_run_would_refuse_are_not_tried():
+    keys = {}
+    for name, changes in {
+        "previewer": ("task=reconstruction", "model=c_tiny", "objective=preview"),
+        "came": ("task=finetune", "model=c_tiny", "optimizer=came"),
+        "amsgrad": ("task=finetune", "model=c_tiny", "+optimizer.algorithm.amsgrad=true"),
+    }.items():
+        sets = ladder(checked(*changes, "memory=auto"), place(Room(gb=24, on_cuda=True)))
+        keys[name] = {key for means in sets for key in means.values}
+    assert keys["previewer"] == {"optimizer.algorithm", "parallel.cpu_offload"}
+    assert keys["came"] == {"activation_checkpointing"}
+    assert keys["amsgrad"] == {"activation_checkpointing", "parallel.cpu_offload"}
+
+
+def test_an_overflow_that_is_allowed_starts_with_the_last_means(caplog):
+    cfg = checked(*TINY, "task=finetune", "ema.decay=0.9", "memory=auto", "memory.allow_overflow=true")
+    here = place(Room(gb=0.3, on_cuda=True))
+    values, _ = fitting._known(cfg, here)
+    assert (values["train.micro_batch_size"], values["parallel.cpu_offload"]) == (1, True)
+    assert "no choice of memory= makes it fit" in caplog.text
+
+
+def continuing(cfg: DictConfig, saved: DictConfig, room: Room, *, step: int | None) -> dict[str, object]:
+    """Return what is set for a run with a checkpoint of a step, None = with none, of a saved configuration."""
+    folder = Path(cfg.run.dir)
+    folder.joinpath("checkpoints", *([] if step is None else [f"step_{step}"])).mkdir(parents=True, exist_ok=True)
+    OmegaConf.save(saved, folder / "config.yaml")
+    return fitting._known(cfg, place(room))[0]
+
+
+def test_a_run_that_continues_keeps_what_its_checkpoints_hold(tmp_path: Path):
+    cfg = checked(*TINY, "task=finetune", "ema.decay=0.9", "memory=auto", f"run.dir={tmp_path / 'run'}")
+    small = fitting._of_8_bits(cfg.optimizer)
+    bound = {"optimizer.algorithm": small, "train.master_weights": "bf16", "train.base_weights": None}
+    means = {"ema.device": "cpu", "activation_checkpointing": True, **bound}
+    saved = changed(cfg, {**means, "train.micro_batch_size": 8})
+    tight, large = room_for(saved, 1), Room(gb=80, on_cuda=True)
+    assert continuing(cfg, saved, large, step=None) == {"train.micro_batch_size": 16}, "no checkpoint: chosen anew"
+    kept = continuing(cfg, saved, large, step=2)
+    assert {key: kept[key] for key in saved_keys(means)} == {**means, "train.micro_batch_size": 8}
+    again = continuing(cfg, saved, tight, step=2)
+    assert {key: again[key] for key in saved_keys(means)} == {**means, "train.micro_batch_size": 1}, "it fits no more"
+    other = changed(cfg, {"memory.budget_gb": 48.0})
+    chosen = continuing(other, saved, large, step=2)
+    assert chosen == {**bound, "train.micro_batch_size": 16}
+    began = changed(cfg, {"run.dir": str(tmp_path / "new"), "run.resume": str(tmp_path / "run/checkpoints/step_2")})
+    values, notes = fitting._known(began, place(large))
+    assert values == chosen
+    assert notes[1] == "memory=auto chose optimizer=adamw_8bit train.master_weights=bf16"
+
+
+def saved_keys(means: dict[str, object]) -> tuple[str, ...]:
+    return (*means, "train.micro_batch_size")
 
 
 def test_split_weights_are_divided_where_the_mode_does_it():

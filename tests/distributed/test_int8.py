@@ -1,0 +1,41 @@
+"""Adapters on a frozen network in 8 bits: two ranks, with the network whole or sharded, do what one does."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.distributed.test_modes import NARROW, fork
+from tests.integration.runs import read_metrics
+
+pytestmark = pytest.mark.distributed
+
+OWN = (
+    *("task=lora", "train.base_weights=int8", "train.precision=bf16", "optimizer.lr=1e-2", "train.global_batch_size=4"),
+    *("train.max_steps=3", "checkpoint.every_steps=null", "activation_checkpointing=true", *NARROW),
+)
+RUNS = {
+    "alone": (1, None, OWN),
+    "ddp": (2, None, (*OWN, "parallel=ddp")),
+    "fsdp": (2, "look_at_dtypes", (*OWN, "parallel=fsdp")),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Where the runs lie."""
+    return fork(tmp_path_factory.mktemp("int8"), RUNS)
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_two_ranks_train_on_codes_what_one_does(runs, mode):
+    alone, found = (read_metrics(runs / name) for name in ("alone", mode))
+    for one, other in zip(alone, found, strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], rel=2e-2)
+    one, other = (load_file(runs / name / "export/lora/adapter_model.safetensors") for name in ("alone", mode))
+    for name, value in one.items():
+        torch.testing.assert_close(other[name], value, rtol=0.1, atol=2e-2)
+
+
+def test_sharded_codes_stay_codes(runs):
+    notes = (runs / "fsdp_notes" / "dtypes_0").read_text()
+    assert '"frozen": ["torch.bfloat16", "torch.int8"]' in notes
