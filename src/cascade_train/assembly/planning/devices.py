@@ -5,6 +5,7 @@ And the memory that a rank of a run has here.
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,25 +54,33 @@ class Room:
     Attributes:
         gb: of its device, in 10^9 bytes; on a CPU, of what is free on its host.
         on_cuda: whether it is a GPU's.
+        host_gb: of its share of what is free on its host, beside a GPU.
     """
 
     gb: float
     on_cuda: bool
+    host_gb: float = math.inf
 
     @property
     def usable_bytes(self) -> float:
         """What a run may fill."""
         return self.gb * 1e9 * (USABLE if self.on_cuda else HOST_USABLE)
 
+    @property
+    def usable_host_bytes(self) -> float:
+        """What a run may put on the host of a GPU."""
+        return self.host_gb * 1e9 * HOST_USABLE
+
 
 def own_room(device: torch.device, machine_ranks: int) -> Room:
     """Return what is free on a device, with this process's own context; on a CPU, a rank's share of what is."""
+    host = free_host_bytes() / machine_ranks / 1e9
     if device.type == "cuda":
         import torch
 
         free, whole = torch.cuda.mem_get_info(device)
-        return Room(gb=min(whole, free + CONTEXT_BYTES) / 1e9, on_cuda=True)
-    return Room(gb=free_host_bytes() / machine_ranks / 1e9, on_cuda=False)
+        return Room(gb=min(whole, free + CONTEXT_BYTES) / 1e9, on_cuda=True, host_gb=host)
+    return Room(gb=host, on_cuda=False)
 
 
 def free_host_bytes() -> int:

@@ -9,7 +9,7 @@ import dataclasses
 import json
 import logging
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,10 +17,10 @@ from typing import Any
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from cascade_train.assembly.components import build_parts
 from cascade_train.assembly.planning.devices import Room, own_room
+from cascade_train.assembly.planning.means import BOUND, CHOSEN, Means, Values, is_free, ladder, names_of
 from cascade_train.assembly.planning.memory import Memory, memory_of, over_ranks
-from cascade_train.assembly.planning.rehearsal import Rehearsed, count_parameters, unloaded
+from cascade_train.assembly.planning.rehearsal import Rehearsed, count_parameters
 from cascade_train.config.groups import typed_keys
 from cascade_train.config.saved import CONFIG_NAME, to_plain
 from cascade_train.config.schema import AUTO
@@ -41,33 +41,11 @@ MOST_OFF = 0.05
 CHECKED_PARAMETERS = 20 * 10**6
 """Of all modules: a start with fewer is not computed beforehand."""
 
-BOUND = ("optimizer.algorithm", "train.master_weights", "train.base_weights")
-"""Keys that means set and that a run cannot change when it continues: its checkpoints hold what follows from them."""
-
-CHOSEN = ("ema.device", "activation_checkpointing", "parallel.cpu_offload", *BOUND)
-"""Keys that means set."""
-
 TIERS_GB = (16, 24, 48, 80)
 """Options of `memory`."""
 
 _COUNTED: dict[str, int] = {}
-"""Parameters, by the configuration of a model and whether its data is a cache."""
-
-Values = dict[str, Any]
-"""Values of the configuration, by key."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Means:
-    """What saves memory.
-
-    Attributes:
-        values: what is set.
-        is_cheap: whether a run's numbers stay, up to rounding, and nearly its speed.
-    """
-
-    values: Values
-    is_cheap: bool = True
+"""Parameters, by the classes of a run, the configuration of its model and whether its data is a cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +56,7 @@ class Choice:
         values: of the configuration that the choice changes.
         micro_batch_size: of the run.
         bytes: of a rank's computed peak.
+        host_bytes: of what a rank has in host memory.
         whole: memory of a rank that holds all weights.
         steps: what was rehearsed.
     """
@@ -85,12 +64,13 @@ class Choice:
     values: Values
     micro_batch_size: int
     bytes: int
+    host_bytes: int
     whole: Memory
     steps: Rehearsed
 
     def names(self) -> str:
         """Return the means, as keys are set."""
-        return _names(self.values)
+        return names_of(self.values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +103,7 @@ def fit(cfg: DictConfig, world: World) -> None:
         ConfigError: it does not fit; names what does.
     """
     rooms = from_every_rank(partial(own_room, world.device, world.machine_ranks))
-    room = min(rooms, key=lambda each: each.gb)
+    room = dataclasses.replace(min(rooms, key=lambda each: each.gb), host_gb=min(each.host_gb for each in rooms))
     place = Place(room=room, ranks=world.ranks, machine_ranks=world.machine_ranks, kept=typed_keys())
     values, notes = from_rank_zero(partial(_known, cfg, place))
     change(cfg, values)
@@ -161,13 +141,14 @@ def _decided(cfg: DictConfig, place: Place, is_open: bool) -> tuple[Values, list
     of_device = f"{_gb(choice.bytes)} of {_gb(place.room.gb * 1e9)} GB by its computed peak"
     said = f"micro_batch_size={choice.micro_batch_size}: {of_device}"
     new = {key: value for key, value in values.items() if key in CHOSEN and OmegaConf.select(cfg, key) != value}
-    chosen = f"memory={cfg.memory.budget_gb} chose {_names(new)}"
+    chosen = f"memory={cfg.memory.budget_gb} chose {names_of(new)}"
     return values, [said, *([chosen] if cfg.memory.budget_gb is not None else [])]
 
 
 def _counted(cfg: DictConfig) -> int:
     """Return the number of parameters of a model, which is built for that once in a process, as by runs of a sweep."""
-    key = f"{class_constant(cfg.data._target_, 'is_cache')} {OmegaConf.to_container(cfg.model, resolve=True)}"
+    of_run = class_constant(cfg.data._target_, "is_cache"), cfg.task._target_, cfg.objective._target_
+    key = f"{of_run} {OmegaConf.to_container(cfg.model, resolve=True)}"
     if key not in _COUNTED:
         _COUNTED[key] = count_parameters(cfg)
     return _COUNTED[key]
@@ -197,17 +178,17 @@ def choose(cfg: DictConfig, place: Place) -> Choice:
     sizes = [size for size in range(1, share + 1) if share % size == 0] if is_open else [cfg.train.micro_batch_size]
     room = place.room if budget in (None, AUTO) else Room(gb=budget, on_cuda=place.room.on_cuda)
     best = least = None
-    for means in ladder(cfg, place) if budget is not None else [Means(values={})]:
+    for means in ladder(cfg, place.room, place.kept) if budget is not None else [Means(values={})]:
         if best is not None and not means.is_cheap:
             break
         least = _rehearsed(cfg, means, place, room, sizes)
-        fits = least.bytes <= room.usable_bytes
+        fits = least.bytes <= room.usable_bytes and least.host_bytes <= place.room.usable_host_bytes
         if fits and (not means.is_cheap or least.micro_batch_size >= min(ENOUGH, sizes[-1])):
             return least
         best = best or (least if fits else None)
     assert least is not None
     if best is None and (is_open or budget is not None) and not cfg.memory.allow_overflow:
-        raise ConfigError(_nothing_fits(cfg, least, room))
+        raise ConfigError(_nothing_fits(cfg, least, dataclasses.replace(room, host_gb=place.room.host_gb)))
     return best or least
 
 
@@ -225,74 +206,8 @@ def _rehearsed(cfg: DictConfig, means: Means, place: Place, room: Room, sizes: S
     memory = over_ranks(trial, whole, place.ranks, machine_ranks=place.machine_ranks, device_gb=has_gb)
     size = memory.largest(room.usable_bytes, sizes, share) or sizes[0]
     need = memory.total(size, share // size)
-    return Choice(values=means.values, micro_batch_size=size, bytes=need, whole=whole, steps=steps)
-
-
-def ladder(cfg: DictConfig, place: Place) -> Iterator[Means]:
-    """Yield sets of means, from what costs nothing to what costs most; of what the user set none is changed.
-
-    First those that leave a run's numbers as they are, one after the other; then with a frozen network in 8 bits, with
-    moments of 8 bits, and weights in bf16; last with weights and optimizer on the host instead, where every step waits
-    for the bus.
-    """
-    values: Values = {}
-    yield Means(values={})
-    if place.room.on_cuda and cfg.ema.decay is not None and cfg.ema.device is None and _is_free("ema.device", place):
-        yield Means(values=(values := {"ema.device": "cpu"}))
-    if not cfg.activation_checkpointing and _is_free("activation_checkpointing", place) and _builds_network(cfg):
-        yield Means(values=(values := {**values, "activation_checkpointing": True}))
-    if _is_free("train.base_weights", place) and _can_quantize(cfg):
-        yield Means(values=(base := {**values, "train.base_weights": "int8"}), is_cheap=False)
-    else:
-        base = values
-    if (algorithm := _of_8_bits(cfg.optimizer)) and _is_free("optimizer.algorithm", place):
-        small = {**base, "optimizer.algorithm": algorithm}
-        yield Means(values=small, is_cheap=False)
-        if _is_free("train.master_weights", place) and _trains_in_bf16(cfg):
-            yield Means(values={**small, "train.master_weights": "bf16"}, is_cheap=False)
-    offloads = place.room.on_cuda and not _needs_whole(cfg.optimizer)
-    if offloads and not cfg.parallel.cpu_offload and _is_free("parallel.cpu_offload", place):
-        yield Means(values={**values, "parallel.cpu_offload": True}, is_cheap=False)
-
-
-def _builds_network(cfg: DictConfig) -> bool:
-    """Return whether the run has the stage's network, which checkpointing recomputes; a previewer's has none."""
-    return "network" not in build_parts(unloaded(cfg)).stage.left_out
-
-
-def _needs_whole(optimizer: DictConfig) -> bool:
-    """Return whether the algorithm refuses offloaded weights."""
-    target = (optimizer.get("algorithm") or {}).get("_target_")
-    return target == "torch.optim.Adafactor" or bool(target and class_constant(target, "needs_whole"))
-
-
-def _can_quantize(cfg: DictConfig) -> bool:
-    """Return whether a network is frozen whose linear layers can be in 8 bits, and are not yet."""
-    trains = class_constant(cfg.task._target_, "trains_network")
-    return not trains and cfg.train.base_weights is None and not cfg.task.get("dora") and _builds_network(cfg)
-
-
-def _trains_in_bf16(cfg: DictConfig) -> bool:
-    """Return whether a network trains that computes in bf16, on fp32 masters."""
-    trains = class_constant(cfg.task._target_, "trains_network")
-    return bool(trains) and (cfg.train.precision, cfg.train.master_weights) == ("bf16", "fp32")
-
-
-def _is_free(key: str, place: Place) -> bool:
-    """Return whether the user set neither a key nor something in it, nor, of an optimizer, its group."""
-    blocking = {key, "optimizer"} if key.startswith("optimizer") else {key}
-    return not any(typed in blocking or typed.startswith(f"{key}.") for typed in place.kept)
-
-
-def _of_8_bits(optimizer: DictConfig) -> Values | None:
-    """Return AdamW with moments of 8 bits in the place of torch's; None for other algorithms."""
-    algorithm: Mapping[Any, Any] = optimizer.get("algorithm") or {}
-    is_plain = algorithm.get("_target_") == "torch.optim.AdamW" and not algorithm.get("amsgrad")
-    if not is_plain or not {"betas", "eps"} <= set(algorithm):
-        return None
-    settings = {"betas": list(algorithm["betas"]), "eps": algorithm["eps"], "block_size": 64}
-    target = "cascade_train.engine.algorithms.adamw_8bit.AdamW8bit"
-    return {"_target_": target, "_partial_": True, **settings}
+    beside = memory.host_bytes()
+    return Choice(values=means.values, micro_batch_size=size, bytes=need, host_bytes=beside, whole=whole, steps=steps)
 
 
 def check(cfg: DictConfig, choice: Choice, place: Place) -> None:
@@ -338,9 +253,12 @@ def _nothing_fits(cfg: DictConfig, least: Choice, room: Room) -> str:
     budget = cfg.memory.budget_gb
     asked = "train.micro_batch_size=auto" if budget is None else f"memory.budget_gb={budget}"
     tried = f" with {least.names()}" if least.values else ""
+    host = ""
+    if least.host_bytes > room.usable_host_bytes:
+        host = f", beside {_gb(least.host_bytes)} of the {_gb(room.usable_host_bytes)} GB that it may fill of its host"
     return (
         f"{asked}: no micro-batch fits{tried}. {least.micro_batch_size} a rank needs {_gb(least.bytes)} GB by its "
-        f"computed peak, and a run may fill {_gb(room.usable_bytes)} of {_gb(room.gb * 1e9)}. What needs less: "
+        f"computed peak, and a run may fill {_gb(room.usable_bytes)} of {_gb(room.gb * 1e9)}{host}. What needs less: "
         f"{LESS_MEMORY}."
     )
 
@@ -356,7 +274,7 @@ def _earlier(cfg: DictConfig, place: Place) -> tuple[Values, Values]:
         saved = OmegaConf.create(read_yaml(file.read_bytes()) if file is not None else {})
     except ValueError:
         saved = OmegaConf.create()  # what is wrong is said where the run is continued
-    free = [key for key in CHOSEN if budget is not None and _is_free(key, place)]
+    free = [key for key in CHOSEN if budget is not None and is_free(key, place.kept)]
     found = {key: value for key in free if (value := OmegaConf.select(saved, key, default=MISSING)) != MISSING}
     bound = {key: value for key, value in found.items() if key in BOUND}
     micro = OmegaConf.select(saved, "train.micro_batch_size")
@@ -389,16 +307,6 @@ def change(cfg: DictConfig, values: Mapping[str, Any]) -> None:
     """Set values of a configuration, nodes as a whole."""
     for key, value in values.items():
         OmegaConf.update(cfg, key, value, merge=False, force_add=True)
-
-
-def _names(values: Values) -> str:
-    return " ".join(_shown(key, value) for key, value in values.items()) or "nothing more"
-
-
-def _shown(key: str, value: Any) -> str:
-    if key == "optimizer.algorithm":
-        return "optimizer=adamw_8bit"
-    return f"{key}={str(value).lower() if isinstance(value, bool) else value}"
 
 
 def _gb(count: float) -> str:

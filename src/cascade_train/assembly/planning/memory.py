@@ -87,6 +87,10 @@ class Memory:
         """Return the bytes of the peak."""
         return sum(self.peak(micro_batch_size, accumulated).values())
 
+    def host_bytes(self) -> int:
+        """Return the bytes of what lies in host memory."""
+        return round(sum(float(self.fixed[name].max()) for name in self.on_host if name in self.fixed))
+
     def largest(self, limit_bytes: float, sizes: Sequence[int], samples: int) -> int | None:
         """Return the largest of some micro-batch sizes, which rise, whose peak is within a limit; None = none is.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,9 +12,10 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from cascade_train.__main__ import launch
-from cascade_train.assembly.planning import devices, fitting, memory
+from cascade_train.assembly.planning import devices, fitting, means, memory
 from cascade_train.assembly.planning.devices import USABLE, Room, free_host_bytes, own_room
-from cascade_train.assembly.planning.fitting import Place, change, changed, check, choose, ladder, remedy
+from cascade_train.assembly.planning.fitting import Place, change, changed, check, choose, remedy
+from cascade_train.assembly.planning.means import Means, _of_8_bits
 from cascade_train.assembly.planning.memory import Memory, over_ranks
 from cascade_train.assembly.planning.rehearsal import Rehearsed, count_parameters
 from cascade_train.errors import ConfigError
@@ -53,6 +55,10 @@ def place(room: Room, *kept: str, ranks: int = 1) -> Place:
     return Place(room=room, ranks=ranks, machine_ranks=ranks, kept=kept)
 
 
+def ladder(cfg: DictConfig, here: Place) -> Iterator[Means]:
+    return means.ladder(cfg, here.room, here.kept)
+
+
 def test_auto_is_the_largest_micro_batch_that_divides_and_fits():
     cfg = checked(*TINY, "task=finetune", "train.micro_batch_size=auto")
     assert cfg.train.micro_batch_size == "auto"
@@ -82,6 +88,19 @@ def test_means_are_added_from_the_cheapest_until_the_training_fits():
         room = room_for(changed(cfg, values), micro)
         found = choose(changed(cfg, {"memory.budget_gb": room.gb}), place(Room(gb=80, on_cuda=True)))
         assert (found.values, found.micro_batch_size) == (values, micro)
+
+
+def test_a_host_that_is_too_small_gets_no_weights():
+    cfg = checked(*TINY, "task=finetune", "ema.decay=0.9", "memory=auto")
+    room = room_for(changed(cfg, {"ema.device": "cpu", "activation_checkpointing": True}), 4)
+    assert choose(cfg, place(room)).values["ema.device"] == "cpu"
+    room = replace(
+        room_for(changed(cfg, {"activation_checkpointing": True, "parallel.cpu_offload": True}), 1), host_gb=0.01
+    )
+    with pytest.raises(
+        ConfigError, match=r"may fill 0\.\d+ of 0\.\d+, beside 0\.0\d of the 0\.01 GB .* of its host\. What"
+    ):
+        choose(cfg, place(room))
 
 
 def test_what_the_command_line_sets_stays():
@@ -140,10 +159,10 @@ def test_a_budget_does_not_change_how_ranks_share_weights():
     cfg = checked(*TINY, "task=finetune", "memory.budget_gb=0.61", "train.micro_batch_size=2", ranks=4)
     whole, _ = memory_of(cfg)
     room, small = Room(gb=80, on_cuda=True), Room(gb=0.61, on_cuda=True)
-    found = fitting._rehearsed(cfg, fitting.Means(values={}), place(room, ranks=4), small, [2])
+    found = fitting._rehearsed(cfg, Means(values={}), place(room, ranks=4), small, [2])
     assert found.bytes == whole.total(2, 2) > whole.over(4).total(2, 2)
     on_cpu = Room(gb=0.001, on_cuda=False)
-    found = fitting._rehearsed(cfg, fitting.Means(values={}), place(on_cpu, ranks=4), on_cpu, [2])
+    found = fitting._rehearsed(cfg, Means(values={}), place(on_cpu, ranks=4), on_cpu, [2])
     assert found.bytes == memory_of(cfg, on_cuda=False)[0].total(2, 2), "on a CPU each rank holds all"
 
 
@@ -179,16 +198,18 @@ def continuing(cfg: DictConfig, saved: DictConfig, room: Room, *, step: int | No
 
 def test_a_run_that_continues_keeps_what_its_checkpoints_hold(tmp_path: Path):
     cfg = checked(*TINY, "task=finetune", "ema.decay=0.9", "memory=auto", f"run.dir={tmp_path / 'run'}")
-    small = fitting._of_8_bits(cfg.optimizer)
+    small = _of_8_bits(cfg.optimizer)
     bound = {"optimizer.algorithm": small, "train.master_weights": "bf16", "train.base_weights": None}
-    means = {"ema.device": "cpu", "activation_checkpointing": True, **bound}
-    saved = changed(cfg, {**means, "train.micro_batch_size": 8})
+    set_before = {"ema.device": "cpu", "activation_checkpointing": True, **bound}
+    saved = changed(cfg, {**set_before, "train.micro_batch_size": 8})
     tight, large = room_for(saved, 1), Room(gb=80, on_cuda=True)
     assert continuing(cfg, saved, large, step=None) == {"train.micro_batch_size": 16}, "no checkpoint: chosen anew"
     kept = continuing(cfg, saved, large, step=2)
-    assert {key: kept[key] for key in saved_keys(means)} == {**means, "train.micro_batch_size": 8}
+    assert {key: kept[key] for key in saved_keys(set_before)} == {**set_before, "train.micro_batch_size": 8}
     again = continuing(cfg, saved, tight, step=2)
-    assert {key: again[key] for key in saved_keys(means)} == {**means, "train.micro_batch_size": 1}, "it fits no more"
+    assert {key: again[key] for key in saved_keys(set_before)} == {**set_before, "train.micro_batch_size": 1}, (
+        "it fits no more"
+    )
     other = changed(cfg, {"memory.budget_gb": 48.0})
     chosen = continuing(other, saved, large, step=2)
     assert chosen == {**bound, "train.micro_batch_size": 16}
