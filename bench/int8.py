@@ -76,7 +76,7 @@ def main() -> None:
         (f"int8, blocks of {blocks}", torch.bfloat16, blocks),
         ("int8, rows", torch.bfloat16, sys.maxsize),
     ):
-        trial = copy.deepcopy(made).to(dtype)
+        trial = nn.Module.to(copy.deepcopy(made), dtype)  # diffusers' own warns
         if block is not None:
             int8.BLOCK = block
             trial = copy.deepcopy(made)
