@@ -49,6 +49,8 @@ USES = {
     "controlnet": "`controlnet/controlnet.safetensors` is a control network of Stage C, in the original's layout.",
     "pipeline": "`pipeline/` is the whole model: `DiffusionPipeline.from_pretrained('pipeline')` of diffusers.",
     "unet": "`unet/` is a network of Stable Diffusion: `UNet2DConditionModel.from_pretrained('unet')` of diffusers.",
+    "pipeline.safetensors": "`pipeline.safetensors` is the whole model in one file: `from_single_file` of diffusers' "
+    "pipelines, and a checkpoint for ComfyUI.",
     "vae": "`vae/` is an autoencoder of Stable Diffusion: `AutoencoderKL.from_pretrained('vae')` of diffusers.",
     "vqgan": "`vqgan/` is Stage A: `PaellaVQModel.from_pretrained('vqgan')` of diffusers.",
     "stage_a": "`stage_a/stage_a.safetensors` is Stage A for the original code and for ComfyUI, as a VAE.",

@@ -23,7 +23,14 @@ from cascade_train.files.hub import HubSource, parse_source, push_folder
 COMBINED = "combined"
 """Format of Stage C, B and A in one folder, and its name in `out`."""
 
-NETWORK = {"diffusers": "{part}", "original": "{part}.original.safetensors"}
+SINGLE_FILE = "single_file"
+"""Format of a whole pipeline of Stable Diffusion in one file."""
+
+NETWORK = {
+    "diffusers": "{part}",
+    "original": "{part}.original.safetensors",
+    SINGLE_FILE: "pipeline.safetensors",
+}
 LORA = {
     "peft": "lora",
     "single": "lora.safetensors",
@@ -41,7 +48,8 @@ class ExportArgs(WeightsArgs):
     source: str
     """A run, or weights or adapters in any format that is read: an export, a folder, a file, a hub id."""
     format: Any = None
-    """Formats to write, one or a list. Weights: diffusers, original. Adapters: peft, single, comfyui, kohya, original.
+    """Formats to write, one or a list. Weights: diffusers, original; of Stable Diffusion single_file, all of it in one.
+    Adapters: peft, single, comfyui, kohya, original.
     combined, alone: Stage C with decoder=…, for diffusers' combined pipeline.
     null = what a run leaves by itself: diffusers, or peft with a single file in it."""
     decoder: str | None = None
@@ -101,7 +109,7 @@ def export(args: ExportArgs) -> int:
     elif not args.formats():
         raise ConfigError(f"from={source}: is no run with checkpoints; say what to write it as, e.g. format=original.")
     if args.formats() not in ([], [COMBINED]):
-        written = _convert(args, str(out if is_run else source), out)
+        written = _write_formats(args, str(out if is_run else source), out)
     _finish(args, out, written, all_of_run=is_run)
     return 0
 
@@ -140,7 +148,28 @@ def _export_checkpoint(args: ExportArgs, run: Path, out: Path) -> None:
     sys.stdout.write(f"{checkpoint.name} of {run} is exported to {out}\n")
 
 
-def _convert(args: ExportArgs, source: str, out: Path) -> list[str]:
+def _write_formats(args: ExportArgs, source: str, out: Path) -> list[str]:
+    others = [name for name in args.formats() if name != SINGLE_FILE]
+    written = _single_file(args, source, out) if SINGLE_FILE in args.formats() else []
+    return [*written, *(_convert(args, others, source, out) if others else [])]
+
+
+def _single_file(args: ExportArgs, source: str, out: Path) -> list[str]:
+    from cascade_train.models.formats.export import DTYPES
+    from cascade_train.models.formats.export_single_file import save_single_file
+    from cascade_train.models.formats.weights_source import find_pipeline  # heavy: torch and diffusers
+
+    folder, name = find_pipeline(source), NETWORK[SINGLE_FILE]
+    if folder is None:
+        raise ConfigError(
+            f"format={SINGLE_FILE}: from={source} holds no pipeline of Stable Diffusion, and nothing else is written "
+            "so. Name a run of task=finetune, its export, or a pipeline's folder."
+        )
+    print_error(out / name, save_single_file(folder, out / name, dtype=DTYPES.get(args.dtype or "")))
+    return [name]
+
+
+def _convert(args: ExportArgs, formats: list[str], source: str, out: Path) -> list[str]:
     from cascade_train.models.formats.export import DTYPES, network_config, save_network
     from cascade_train.models.formats.export_lora import export_lora
     from cascade_train.models.formats.lora_files import holds_lora, module_shapes, read_lora
@@ -150,20 +179,20 @@ def _convert(args: ExportArgs, source: str, out: Path) -> list[str]:
     network = stored_network(source, model=args.model, key="from", allow_any_target=args.allow_any_target)
     is_lora = holds_lora(source)
     names = LORA if is_lora else NETWORK
-    for name in args.formats():
+    for name in formats:
         if name not in names:
             kind = "adapters" if is_lora else "a network's weights"
             raise ConfigError(f"format={name}: from={source} holds {kind}, whose formats are {', '.join(names)}.")
     if is_lora:
         lora = read_lora(source, key="from", modules=module_shapes(network), module_filters=args.module_filters)
-        for name in args.formats():
+        for name in formats:
             path = out / names[name]
             print_error(path, export_lora(lora, network, path, format=name, metadata={}))
-        return [names[name] for name in args.formats()]
+        return [names[name] for name in formats]
     config = network_config(network)
     state = load_state(network, source, dtype=DTYPES.get(args.dtype or ""), key="from")
     has_pipeline = Path(source) == out and args.dtype is None  # a run's, where its network alone would go
-    files = {name: names[name].format(part=part_name(network)) for name in args.formats()}
+    files = {name: names[name].format(part=part_name(network)) for name in formats}
     for name, file in files.items():
         if not (has_pipeline and name == "diffusers"):
             print_error(out / file, save_network(state, config, out / file, format=name))

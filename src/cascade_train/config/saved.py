@@ -10,6 +10,7 @@ import io
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -126,11 +127,13 @@ def published_config(model: str, weights: str) -> DictConfig:
     overrides = [f"model={model}", f"task={task}", "run.name=published", "train.global_batch_size=1"]
     if model in TINY_RECIPES:
         overrides.append(f"experiment={TINY_RECIPES[model]}")
-    return composed(overrides, weights=weights)
+    return composed(overrides, {"model.weights": weights})
 
 
-def composed(overrides: list[str], *, may_miss: bool = False, **model: str) -> DictConfig:
-    """Return the checked configuration of a look at what overrides name; `model` are values below that node.
+def composed(
+    overrides: list[str], changed: Mapping[str, Any] = MappingProxyType({}), *, may_miss: bool = False
+) -> DictConfig:
+    """Return the checked configuration of a look at what overrides name; `changed` are values by dotted key.
 
     `may_miss`: of what nobody has set, such as the place of the data, only what belongs to the model counts.
     """
@@ -140,7 +143,8 @@ def composed(overrides: list[str], *, may_miss: bool = False, **model: str) -> D
     for key in OmegaConf.missing_keys(cfg) if may_miss else ():
         if not key.startswith("model.") and not key.endswith("_target_"):
             OmegaConf.update(cfg, key, "unset")
-    cfg.model.update(model)
+    for key, value in changed.items():
+        OmegaConf.update(cfg, key, value)
     cfg.parallel = ALONE
     return preflight(cfg, ranks=1, components=LOOKED_AT)
 

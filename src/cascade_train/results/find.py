@@ -21,8 +21,9 @@ from cascade_train.models.denoising_stage import DenoisingStage
 from cascade_train.models.formats.export import network_config
 from cascade_train.models.formats.lora_files import adapter_size, holds_lora
 from cascade_train.models.formats.weights import stored_size
-from cascade_train.models.formats.weights_source import NETWORK_PARTS, PIPELINE, is_hub_id, is_packaged
+from cascade_train.models.formats.weights_source import NETWORK_PARTS, PIPELINE, find_pipeline, is_hub_id, is_packaged
 from cascade_train.models.formats.weights_tensors import is_condition_unet
+from cascade_train.results.pipelines import pipeline_config
 
 PARTS = ("lora", *NETWORK_PARTS, PIPELINE, "export")
 """Names of a run's folders between its configuration and its files."""
@@ -64,6 +65,8 @@ def find_model(source: str, *, key: str, part: str, allow_any_target: bool = Fal
 
 def _published(source: str, key: str, part: str) -> DictConfig:
     """Return the configuration of weights of a published size, with the frozen parts that lie beside them."""
+    if (pipeline := find_pipeline(source)) is not None:
+        return pipeline_config(pipeline)
     packaged = "b_tiny" if "decoder" in (part, Path(source).name) else "c_tiny"
     model = packaged if is_packaged(source) else stored_size(source, key=key, part=part)
     if model is None:
@@ -106,8 +109,12 @@ def stored_network(source: str, *, model: str | None, key: str, allow_any_target
         ConfigError: nothing there, or tensors of no published size and no `model`.
     """
     run = run_of(Path(source))
+    cfg: DictConfig | None = None
     if model is None and run is not None:
         cfg = load_saved_config(run, allow_any_target=allow_any_target)
+    elif model is None and (pipeline := find_pipeline(source)) is not None:
+        cfg = pipeline_config(pipeline)
+    if cfg is not None:
         stage = build_component(cfg, "model")
         if not isinstance(stage, DenoisingStage) or not build_component(cfg, "objective").denoises:
             raise ConfigError(

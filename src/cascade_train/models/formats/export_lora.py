@@ -85,7 +85,8 @@ def export_lora(
     modules, keyed = module_shapes(network), format in ("comfyui", "kohya")
     with replaced_file(out) as partial:
         if keyed:
-            write_keyed(partial, lora, metadata, style=format)
+            is_xl = format == "kohya" and network.config.get("addition_embed_type") is not None
+            write_keyed(partial, lora, metadata, style="kohya_sdxl" if is_xl else format, modules=modules)
         elif format == "original":
             write_original(partial, lora, modules, metadata)
         else:

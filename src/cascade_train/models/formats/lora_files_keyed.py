@@ -2,7 +2,8 @@
 
 Both spell a module's path with underscores. ComfyUI maps `lora_prior_unet_` and `lora_unet_` onto the names of its own
 Stage C, and `lora_prior_te_` onto its text encoder (comfy/lora.py); kohya's branch for the cascade writes `lora_unet_`
-and `lora_te_` (networks/lora.py). Both keep q, k and v apart below `attention.attn` and call the output `out_proj`.
+and `lora_te_` (networks/lora.py). Both keep q, k and v apart below `attention.attn` and call the output `out_proj`. Of
+Stable Diffusion kohya writes diffusers' names, of XL the original's, and `lora_te1_` for the first text encoder.
 """
 
 from __future__ import annotations
@@ -16,11 +17,16 @@ import torch
 from torch import Tensor
 
 from cascade_train.errors import ConfigError
+from cascade_train.models.formats.original_names import unet_modules
 from cascade_train.models.formats.weights_tensors import write_tensors
 from cascade_train.models.lora import LoraSpec, StoredLora, adapted_modules
 
-PREFIXES = {"comfyui": ("lora_prior_unet_", "lora_prior_te_"), "kohya": ("lora_unet_", "lora_te_")}
-"""Format -> prefixes of the network's and of the text encoder's modules."""
+PREFIXES = {
+    "comfyui": ("lora_prior_unet_", "lora_prior_te_"),
+    "kohya": ("lora_unet_", "lora_te_"),
+    "kohya_sdxl": ("lora_unet_", "lora_te1_"),
+}
+"""Style -> prefixes of the network's and of the text encoder's modules."""
 
 _HALVES = {
     ".lora_down.weight": "down",
@@ -60,16 +66,22 @@ def foreign_name(name: str, *, is_stage_b: bool = False) -> str:
     return "clip_mapper" if is_stage_b and name == "clip_txt_pooled_mapper" else name
 
 
-def write_keyed(path: Path, lora: StoredLora, metadata: Mapping[str, str], *, style: str) -> None:
+def write_keyed(
+    path: Path, lora: StoredLora, metadata: Mapping[str, str], *, style: str, modules: Iterable[str] = ()
+) -> None:
     """Write adapters under ComfyUI's or kohya's names; `style` is a key of `PREFIXES`.
+
+    `modules` are all of the network, in whose style "kohya_sdxl" some have names by their place among the others.
 
     Trained tokens are not part of these formats, see `write_token_files`. `metadata` is added to the header.
     """
     is_stage_b = any(name.startswith("clip_mapper") for name in lora.spec.targets)
+    originals = unet_modules(modules) if style == "kohya_sdxl" else {}
     tensors: dict[str, Tensor] = {}
     for prefix, state in zip(PREFIXES[style], (lora.state, lora.text_encoder), strict=True):
         for name in adapted_modules(state):
-            stem = prefix + foreign_name(name, is_stage_b=is_stage_b).replace(".", "_")
+            foreign = originals.get(name) or foreign_name(name, is_stage_b=is_stage_b)
+            stem = prefix + foreign.replace(".", "_")
             up = state[f"{name}.lora_B.weight"]
             tensors[f"{stem}.lora_down.weight"] = state[f"{name}.lora_A.weight"]
             tensors[f"{stem}.lora_up.weight"] = up
@@ -145,6 +157,9 @@ def _collect(tensors: Mapping[str, Tensor], origin: str) -> dict[str, Adapter]:
 def _known_names(modules: Iterable[str]) -> dict[str, str]:
     """Return every spelling of the network's modules -> our name."""
     names: dict[str, str] = {}
+    modules = list(modules)
+    originals = unet_modules(modules) if is_of_unet(modules) else {}
+    names |= {f"{PREFIXES['kohya'][0]}{each.replace('.', '_')}": name for name, each in originals.items()}
     for module in modules:
         for spelling in {module, foreign_name(module), foreign_name(module, is_stage_b=True)}:
             names |= {f"{prefix}{spelling}": module for prefix in ("", *_DOTTED)}
@@ -154,7 +169,7 @@ def _known_names(modules: Iterable[str]) -> dict[str, str]:
 
 def _text_name(stem: str) -> str | None:
     """Return the text encoder's module that a stored name means; None = not one of its modules."""
-    for prefix in (*(text for _, text in PREFIXES.values()), "lora_te1_"):
+    for _, prefix in PREFIXES.values():
         inner = stem.removeprefix(prefix)
         if inner == stem:
             continue

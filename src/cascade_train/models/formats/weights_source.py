@@ -20,6 +20,12 @@ NETWORK_PARTS = ("prior", "decoder", "unet")
 PIPELINE = "pipeline"
 """Folder of an export that holds a whole model of another family than the cascade, with a folder for each part."""
 
+PIPELINE_INDEX = "model_index.json"
+"""What says which pipeline a folder of diffusers holds."""
+
+PIPELINES = ("StableDiffusionPipeline", "StableDiffusionXLPipeline")
+"""Classes of pipelines that this library reads and writes whole."""
+
 STEMS = ("diffusion_pytorch_model", "model", "pytorch_model")
 """Stems of weight files in folders of diffusers and transformers."""
 
@@ -103,6 +109,16 @@ def find_files(spec: WeightsSpec) -> list[Path]:
     folder = find_part(path, str(spec.part), spec.key) if is_part else path
     beside = [folder / name for name in spec.beside if (folder / name).is_file()]
     return [*beside, *(find_weight_files(spec.source, key=spec.key, part=spec.part) if spec.weights else [])]
+
+
+def find_pipeline(source: str) -> Path | None:
+    """Return the folder of a pipeline of Stable Diffusion that a source is or holds; None = there is none."""
+    root = local_path(source)
+    for folder in (root, root / PIPELINE, root / "export" / PIPELINE):
+        index = folder / PIPELINE_INDEX
+        if index.is_file() and dict(read_json(index.read_bytes())).get("_class_name") in PIPELINES:
+            return folder
+    return None
 
 
 def is_packaged(source: str) -> bool:
