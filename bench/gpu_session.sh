@@ -62,5 +62,9 @@ measure -- task=finetune $c_3b=16 compile=regional
 measure -- task=controlnet filter=canny $c_3b=1
 measure -- task=finetune model=b_700m train.global_batch_size=4 model.image_size=1024 compile=regional
 measure -- task=finetune $c_1b=16 parallel=fsdp
+sd="task=finetune model=sd21_base activation_checkpointing=true ema.decay=0.9999 train.precision=bf16"  # as open-diffusion states: 38 and 12 images/s on an A100
+measure -- $sd model.image_size=256 train.global_batch_size=256
+measure -- $sd model.image_size=512 train.global_batch_size=64
+measure -- $sd model.image_size=512 train.global_batch_size=64 compile=regional
 measure --steps 2 -- task=reconstruction objective=vqgan model=a train.global_batch_size=4
 cat "$page"

@@ -47,6 +47,7 @@ COMMON = (
 )
 CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "c_tiny, one rank": (1, ()),
+    "sd_tiny, one rank": (1, ("model=sd_tiny",)),
     "c_tiny, two ranks, ddp": (2, ("parallel=ddp",)),
     "c_tiny, two ranks, sharded": (2, (SPLIT,)),
     "deep, one rank": (1, DEEP),
@@ -74,7 +75,8 @@ class Bare:
     def step(self) -> None:
         """Take an optimizer step."""
         with torch.autocast("cpu", dtype=self._dtype, enabled=self._dtype == torch.bfloat16):
-            pred = self._network(*self._args, **self._kwargs)[0]
+            pred = self._network(*self._args, **self._kwargs)
+        pred = pred[0] if isinstance(pred, tuple) else pred
         pred.float().square().mean().backward()
         torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
         self._optimizer.step()
@@ -95,7 +97,7 @@ def measure(trainer: Trainer, rounds: int, *, bf16: bool) -> dict[str, Any]:
     stage, feed, seen = trainer.task.stage, iter(trainer.feed), {"bf16": bf16}
 
     def keep(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        seen.setdefault("inputs", (args, {**kwargs, "return_dict": False}))
+        seen.setdefault("inputs", (args, kwargs))
 
     hook = stage.network.register_forward_pre_hook(keep, with_kwargs=True)
     first = seconds(lambda: trainer.train_step(next(feed)))

@@ -208,6 +208,7 @@ def build_trainer(
         ranks=world.ranks,
         gather=lambda value: from_every_rank(lambda: value),
     )
+    cfg = in_steps(cfg, feed)
     limits = {key: cfg.train[key] for key in ("max_steps", "max_epochs", "global_batch_size")}
     max_steps = data.last_step(feed, **limits)
     continued = None if run.created else run.resume_from  # a new directory is a tracked run of its own
@@ -255,6 +256,15 @@ def build_trainer(
         if cfg.rollback.spike_factor is None
         else SpikeWatch(factor=cfg.rollback.spike_factor, window_steps=cfg.rollback.window_steps),
     )
+
+
+def in_steps(cfg: DictConfig, feed: Feed) -> DictConfig:
+    """Return a configuration whose cadences count steps, those of as many epochs where they counted these."""
+    cfg = cfg.copy()
+    for node in (cfg.checkpoint, cfg.validate):
+        if node.every_epochs is not None:
+            node.every_steps = feed.steps_of_epochs(node.every_epochs)
+    return cfg
 
 
 def build_store(cfg: DictConfig, run: RunDirectory) -> CheckpointStore:

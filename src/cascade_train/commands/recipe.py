@@ -2,7 +2,7 @@
 
     cascade-train recipe import config.toml out=conf-dir/experiment/name.yaml
 
-Reads the files of seven trainers, Stable Cascade's own among them. What their keys mean lives in config/recipes/.
+Reads the files of eight trainers, Stable Cascade's own among them. What their keys mean lives in config/recipes/.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ImportArgs:
     """Import another trainer's configuration as an experiment, and say what became of each of its keys."""
 
     source: str
-    """The file: of EveryDream 2, MindONE, sd-scripts, OneTrainer, SimpleTuner, open-diffusion or the original."""
+    """The file: of EveryDream 1 or 2, MindONE, sd-scripts, OneTrainer, SimpleTuner, open-diffusion or the original."""
     out: str
     """What to write: experiment/<name>.yaml in a folder of yours, which --config-dir names."""
     ranks: int = 1
@@ -39,7 +39,8 @@ class ImportArgs:
     model: str | None = None
     """Model to train in the place of the file's; null = the file's own, or c_3b where there is none here."""
     system: str | None = None
-    """Whose file it is, where its keys do not tell: everydream, kohya, mindone, onetrainer or simpletuner."""
+    """Whose file it is, where its keys do not tell: everydream, everydream1, kohya, mindone, onetrainer or
+    simpletuner."""
     flags: str | None = None
     """What was typed behind the trainer's script, as one text: "--seed 3 --flip_aug"; goes before the file."""
     overwrite: bool = False
@@ -113,7 +114,7 @@ def _translated(source: Any, args: ImportArgs, system: str | None) -> Recipe:
     if system is None:
         raise ConfigError(
             f"{args.source} is neither a training file of Stable Cascade (experiment_id, model_version) nor one of"
-            " open-diffusion (system, experiment, dataset), EveryDream 2, MindONE, sd-scripts, OneTrainer or"
+            " open-diffusion (system, experiment, dataset), EveryDream, MindONE, sd-scripts, OneTrainer or"
             " SimpleTuner. Name its trainer by system=."
         )
     fills = args.behaviour != "ours"

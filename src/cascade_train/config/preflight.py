@@ -252,7 +252,7 @@ def _check_resume(root: Root) -> None:
 
 def _check_rollback(root: Root) -> None:
     """Check that there will be a checkpoint to go back to."""
-    if root.rollback.enabled and root.checkpoint.every_steps is None:
+    if root.rollback.enabled and root.checkpoint.every_steps is None and root.checkpoint.every_epochs is None:
         raise ConfigError(
             "rollback.enabled=true goes back to checkpoints, and with checkpoint.every_steps=null there is only the "
             "final one. Set checkpoint.every_steps, e.g. 1000."

@@ -200,13 +200,15 @@ class CheckpointConfig:
     evaluate/fid, which counts at saves after it was found."""
     best_mode: BestMode = BestMode.min
     """min = small values are good, or max."""
+    every_epochs: int | None = None
+    """Epochs between checkpoints, in whole steps, in place of every_steps; null = those count."""
     keep_optimizer: bool = True
     """false = those that do not stay for being new lose their optimizer state; no run continues from them."""
     asynchronous: bool = True
     """Train on once the state is copied to the host, while a thread writes it; false = wait for the disk."""
 
     def __post_init__(self) -> None:
-        limit(self, "checkpoint", "every_steps", "keep_last", "keep_every_steps", "keep_best", least=1)
+        limit(self, "checkpoint", "every_steps", "keep_last", "keep_every_steps", "keep_best", "every_epochs", least=1)
         if (self.keep_best is None) != (self.best_metric is None):
             raise ConfigError(
                 f"checkpoint.keep_best={self.keep_best} and checkpoint.best_metric={self.best_metric} belong together."
@@ -305,9 +307,11 @@ class ValidateConfig:
     """A file of torchvision's VGG-16, to measure those by LPIPS too, and Stage A's; null = not measured."""
     rfid: str | None = None
     """A file of FID's Inception V3, to measure those and Stage A's by their Fréchet distance, too; null = not."""
+    every_epochs: int | None = None
+    """Epochs between validations, in whole steps, in place of every_steps; null = those count."""
 
     def __post_init__(self) -> None:
-        limit(self, "validate", "every_steps", "samples", least=1)
+        limit(self, "validate", "every_steps", "samples", "every_epochs", least=1)
         limit(self, "validate", "reconstructions", least=0)
         for key, least in (("lpips", 1), ("rfid", 2)):
             if (file := getattr(self, key)) is not None and self.reconstructions < least:
@@ -316,12 +320,13 @@ class ValidateConfig:
             raise ConfigError(f"validate.share={self.share} must lie between 0 and 1, e.g. 0.01; null for none.")
         if self.share is not None and self.urls is not None:
             raise ConfigError("validate.share and validate.urls exclude each other. Set one of them to null.")
-        if self.every_steps is not None and self.share is None and self.urls is None:
+        key = "every_epochs" if self.every_epochs is not None else "every_steps"
+        due = getattr(self, key)
+        if due is not None and self.share is None and self.urls is None:
             raise ConfigError(
-                f"validate.every_steps={self.every_steps} needs held-out samples. "
-                "Set validate.share, e.g. 0.01, or validate.urls."
+                f"validate.{key}={due} needs held-out samples. Set validate.share, e.g. 0.01, or validate.urls."
             )
-        if self.every_steps is not None and not self.logsnr:
+        if due is not None and not self.logsnr:
             raise ConfigError("validate.logsnr=[] names no noise level, e.g. validate.logsnr=[-4,0,4].")
 
 

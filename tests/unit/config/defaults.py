@@ -1,6 +1,7 @@
 """What ships as a default, and what it should be: the original's numbers, and the choices of this library.
 
-The lists lie in tests/golden/original: published.yaml and recipes.json are the original's, chosen.yaml is ours.
+The lists lie in tests/golden/original: published.yaml and recipes.json are the original's,
+seeds.json is other trainers', chosen.yaml is ours.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from cascade_train.config.groups import conf_dir
 from cascade_train.config.targets import import_target
 from cascade_train.data.buckets import parse_ratios
 from cascade_train.data.index.row_filter import parse_row_filters
+from tests.unit.config.seeds import RECIPES_OF_SEEDS, seed_values
 
 FOLDER = Path(__file__).resolve().parents[2] / "golden" / "original"
 PUBLISHED: dict[str, dict[str, dict[str, Any]]] = yaml.safe_load((FOLDER / "published.yaml").read_text())
@@ -141,6 +143,7 @@ def listed(file: str) -> dict[str, Any]:
     """Return what a file's keys should be by either list; ours counts where a key is in both."""
     name = file.removeprefix("experiment/")
     values = recipe_values(name) if name in RECIPES else {}
+    values |= seed_values(name) if name in RECIPES_OF_SEEDS else {}
     values |= {key: row["value"] for key, row in PUBLISHED.get(file, {}).items()}
     for entry in CHOSEN:
         values |= entry["values"].get(file, {})

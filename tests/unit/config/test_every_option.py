@@ -64,6 +64,13 @@ NEEDED = {
         *("+task.filter.resize=224", "+task.filter.low=100", "+task.filter.high=200"),
     ],
     **{f"experiment={name}": ["data.urls=[a.tar]", *files] for name, files in CONTROLNETS.items()},
+    **{f"experiment={name}": ["data.path=a"] for name in ("sdxl_cached", "sdxl_edm", "sdxl_finetune", "sdxl_lora")},
+    **{f"experiment={name}": ["data.sources.pictures.path=a"] for name in ("sd_everydream", "sd_everydream_first")},
+    **{
+        f"experiment={name}": ["data.urls=[a.tar]", "data.num_examples_to_see=9"]
+        for name in ("sd_from_scratch", "sd_finetune")
+    },
+    "experiment=sd_imagenet": ["data.urls=[a.tar]"],
 }
 """Options that leave something to the user, and the least that they need."""
 

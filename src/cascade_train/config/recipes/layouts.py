@@ -1,4 +1,4 @@
-"""The files of EveryDream 2, MindONE, sd-scripts, OneTrainer and SimpleTuner, laid out flat, and what each trains.
+"""The files of EveryDream, MindONE, sd-scripts, OneTrainer and SimpleTuner, laid out flat, and what each trains.
 
 A file is completed by those that it names.
 """
@@ -48,6 +48,7 @@ def system_of(source: Any) -> str | None:
     keys = {str(key).removeprefix("--") for key in source}
     inner = {key for value in source.values() if isinstance(value, dict) for key in value}
     signs = {
+        "everydream1": "lightning" in keys,
         "mindone": "optim" in keys or "base_learning_rate" in inner,
         "onetrainer": bool(keys & {"training_method", "concept_file_name", "base_model_name"}),
         "simpletuner": bool(keys & {"model_family", "data_backend_config", "dataloader_config"}),
@@ -75,6 +76,13 @@ def _layout(source: Any, path: Path, table: Values) -> Given:
             content = read_source(found)
             whole_source |= {place: content} if place else dict(content)
     given.keys = dict(flat(whole_source))
+    return given
+
+
+def _everydream1(source: Any, path: Path, table: Values) -> Given:
+    """Lay out a training file with its one folder of pictures."""
+    given = _layout(source, path, table)
+    given.datasets, given.family = [("pictures", {})], "sd15"
     return given
 
 
@@ -157,6 +165,7 @@ def _stable_diffusion(keys: Values) -> str:
 LAYOUTS = {
     "kohya": _kohya,
     "everydream": _layout,
+    "everydream1": _everydream1,
     "mindone": _layout,
     "onetrainer": _onetrainer,
     "simpletuner": _simpletuner,

@@ -1,6 +1,6 @@
 """What the keys of open-diffusion's file mean here, by open_diffusion.yaml.
 
-Its network is told by the width of its captions; other sizes have no equivalent.
+The family of its network is told by the width of its captions.
 """
 
 from __future__ import annotations
@@ -8,14 +8,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from cascade_train.config.arguments import parameters
 from cascade_train.config.recipes.reading import flat as flatten
 from cascade_train.config.recipes.recipe import Kind, Recipe
 from cascade_train.config.recipes.table import load_table, take
+from cascade_train.config.targets import import_target
 
 TABLE = load_table("open_diffusion")
-FALLBACK = "c_3b"
-"""The model that trains where the network is none of this library's."""
+FALLBACK = "sd21_base"
+"""The model that trains where the network is not said, or is none of this library's."""
 EMA_DECAY = 0.9999
+UNET = "model.unet.params."
+ARCHITECTURE = "cascade_train.models.condition_unet_config.ConditionUNetConfig"
+PARTS: dict[str, dict[str, str | None]] = {
+    "vae": {"model.vae.weights": None},
+    "text_encoder": {"model.text_encoder.weights": None, "model.text_encoder.subfolder": "text_encoder"},
+    "tokenizer": {"model.text_encoder.tokenizer": None, "model.text_encoder.tokenizer_subfolder": "tokenizer"},
+}
+"""Frozen part -> our keys; None = where its pipeline lies."""
 
 
 def is_open_diffusion(source: Mapping[str, Any]) -> bool:
@@ -33,11 +43,9 @@ def from_open_diffusion(source: Mapping[str, Any], *, ranks: int, model: str | N
     given = {key: value for key, value in flat.items() if value is not None and value != "???"}
     own = TABLE["widths"].get(given.get("model.unet.params.cross_attention_dim"))
     recipe = Recipe(groups={"task": "finetune", "model": model or own or FALLBACK, "data": "webdataset"})
-    if recipe.groups["model"] == own and "model.pretrained" not in given:
-        recipe.note(
-            "a network from nothing", "model.weights=null, with the weights of the frozen parts: docs/weights.md"
-        )
     take(recipe, given, TABLE)
+    if recipe.groups["model"] == own:
+        _network(given, recipe)
     filters = (source["dataset"].get("params") or {}).get("filters")
     if filters:
         recipe.values["data.row_filters"] = dict(filters)
@@ -47,6 +55,27 @@ def from_open_diffusion(source: Mapping[str, Any], *, ranks: int, model: str | N
     if flat.get("experiment.project") == "???":
         recipe.note("experiment.project", "tracker.project=")
     return recipe
+
+
+def _network(given: Mapping[str, Any], recipe: Recipe) -> None:
+    """Take the architecture of the network, and the weights of the frozen parts beside one that begins from nothing."""
+    levels = len(given.get(f"{UNET}block_out_channels", ()))
+    for key, value in given.items():
+        name = key.removeprefix(UNET)
+        if key.startswith(UNET) and name in parameters(import_target(ARCHITECTURE))[0]:
+            listed = name in ("attention_head_dim", "transformer_layers_per_block") and isinstance(value, int)
+            recipe.put(key, {f"model.network.{name}": [value] * levels if listed else value})
+    if "model.pretrained" in given:
+        return
+    parts = {f"model.{part}.pretrained": ours for part, ours in PARTS.items()}
+    if not parts.keys() <= given.keys():
+        recipe.note(
+            "a network from nothing", "model.weights=null, with the weights of the frozen parts: docs/weights.md"
+        )
+        return
+    recipe.values["model.weights"] = None
+    for key, ours in parts.items():
+        recipe.put(key, {name: given[key] if value is None else value for name, value in ours.items()})
 
 
 def _data(flat: Mapping[str, Any], recipe: Recipe) -> None:

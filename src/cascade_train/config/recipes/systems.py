@@ -1,4 +1,4 @@
-"""EveryDream 2, MindONE, sd-scripts, OneTrainer and SimpleTuner: their tables applied, and what these leave to code."""
+"""EveryDream, MindONE, sd-scripts, OneTrainer and SimpleTuner: their tables applied, and what these leave to code."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from cascade_train.errors import ConfigError
 FALLBACK = "c_3b"
 """The model that trains where this library has none of the file's family."""
 
+LONG = "model.text_encoder.long_captions"
 ENDLESS = 1_000_000_000
 """Steps of a run that ends by its epochs."""
 
@@ -51,6 +52,8 @@ def from_system(
     _batch(recipe, given.keys, table, ranks)
     _length(recipe, given.keys, table)
     FINISHES[system](recipe, given.keys, path)
+    if recipe.groups["model"] == "sdxl" and recipe.values.get(LONG):
+        recipe.put(recipe.origins[LONG], {LONG: True, LONG.replace("encoder", "encoder_2"): True})  # both towers
     _objective(recipe, given.keys)
     recipe.fates |= given.notes
     recipe.leave_out_unknown()
@@ -158,6 +161,14 @@ def _finish_everydream(recipe: Recipe, given: Values, path: Path) -> None:
     _prompts(recipe, given, "sample_prompts", path)
 
 
+def _finish_everydream1(recipe: Recipe, given: Values, _: Path) -> None:
+    if "validate.every_epochs" in recipe.values:
+        recipe.put("data.params.validation.params.repeats", {"validate.share": HELD_OUT})
+    steps = "lightning.trainer.max_steps"
+    if given.get(steps) not in OFF:  # whichever of the two ends first
+        recipe.put(steps, {"train.max_steps": whole(given, steps)})
+
+
 def _finish_mindone(recipe: Recipe, given: Values, _: Path) -> None:
     if str(given.get("model.params.network_config.target", "")).endswith("_lora"):
         recipe.groups["task"] = "lora"
@@ -180,9 +191,9 @@ def _finish_mindone(recipe: Recipe, given: Values, _: Path) -> None:
     for key, node in cadences.items():
         if given.get(key) not in OFF:
             recipe.put(key, {f"{node}.every_steps": _updates(given, key, "gradient_accumulation_steps")})
-    weighting = "model.params.denoiser_config.params.weighting_config.target"
-    if "EDM" in _class(given, weighting):
-        recipe.put(weighting, {"objective": "edm_sdxl" if recipe.timesteps else "edm"})
+    if recipe.groups["model"] == "sdxl":
+        _conditioner(recipe, given)
+    _edm(recipe, given)
     kind = str(given.get("data.dataset_config.target", "")).rpartition(".")[2]
     recipe.groups["data"] = "webdataset" if "wds" in kind.lower() or "webdataset" in kind.lower() else "csv"
     if given.get("data_path"):
@@ -223,6 +234,37 @@ def _other_parts(recipe: Recipe, given: Values, kind: str) -> None:
         recipe.remarks.append(
             f"The file trains a control network, and this experiment is a task={instead} in its place."
         )
+
+
+def _edm(recipe: Recipe, given: Values) -> None:
+    """Choose EDM's objective where the loss has its weights, with their numbers."""
+    weighting = "model.params.denoiser_config.params.weighting_config.target"
+    if "EDM" not in _class(given, weighting):
+        return
+    recipe.put(weighting, {"objective": "edm_sdxl" if recipe.timesteps else "edm"})
+    for theirs, ours in EDM.items():
+        if given.get(f"model.params.{theirs}") is not None:
+            recipe.put(f"model.params.{theirs}", {f"objective.{ours}": given[f"model.params.{theirs}"]})
+
+
+def _conditioner(recipe: Recipe, given: Values) -> None:
+    """Take the layers of SDXL's text towers, and which sizes of a picture are conditions."""
+    key, sizes = "model.params.conditioner_config.params.emb_models", set()
+    towers: dict[str, Any] = {}
+    for each in given.get(key) or []:
+        kind, options = str(each.get("target", "")).rpartition(".")[2], each.get("params") or {}
+        if each.get("is_trainable"):
+            recipe.note(f"{key} is_trainable", "text towers stay frozen here", Kind.MISSING)
+        if kind == "FrozenCLIPEmbedder" and "layer_idx" in options:
+            towers["model.text_encoder.hidden_layer"] = int(options["layer_idx"]) - CLIP_LAYERS - 1
+        elif kind == "FrozenOpenCLIPEmbedder2" and options.get("layer") in OPEN_CLIP_LAYERS:
+            towers["model.text_encoder_2.hidden_layer"] = OPEN_CLIP_LAYERS[options["layer"]]
+        elif kind == "ConcatTimestepEmbedderND":
+            sizes.add(each.get("input_key"))
+            towers["model.network.addition_time_embed_dim"] = options.get("outdim", 256)
+    if sizes:
+        towers["model.size_conditions"] = "original" if "original_size_as_tuple" in sizes else "target"
+        recipe.put(key, towers)
 
 
 def _finish_onetrainer(recipe: Recipe, given: Values, path: Path) -> None:
@@ -322,6 +364,20 @@ def _prompts(recipe: Recipe, given: Values, key: str, path: Path) -> None:
         recipe.put(key, {"sample.prompts": without_switches(file.read_text(encoding="utf-8-sig"))})
 
 
+EDM = {
+    "denoiser_config.params.scaling_config.params.sigma_data": "scaling.sigma_data",
+    "sigma_sampler_config.params.p_mean": "schedule.mu",
+    "sigma_sampler_config.params.p_std": "schedule.std",
+}
+"""MindONE's numbers of EDM, below `model.params`, and ours, below `objective`."""
+
+HELD_OUT = 0.1
+"""Share of the pictures that is held out where a trainer validates on those that train."""
+
+CLIP_LAYERS = 12
+"""Of SDXL's first text tower, whose hidden states MindONE counts from the embeddings on."""
+OPEN_CLIP_LAYERS = {"last": -1, "penultimate": -2}
+
 PUBLISHED = {
     *("stabilityai/stable-cascade-prior", "stabilityai/stable-cascade", "stabilityai/stable-diffusion-xl-base-1.0"),
     *("runwayml/stable-diffusion-v1-5", "stable-diffusion-v1-5/stable-diffusion-v1-5"),
@@ -336,6 +392,7 @@ VELOCITY = {"v_parameterization": True, "force_v_prediction": True, "prediction_
 FINISHES = {
     "kohya": _finish_kohya,
     "everydream": _finish_everydream,
+    "everydream1": _finish_everydream1,
     "mindone": _finish_mindone,
     "onetrainer": _finish_onetrainer,
     "simpletuner": _finish_simpletuner,

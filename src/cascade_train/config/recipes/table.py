@@ -8,6 +8,7 @@ A table's `keys` and `data` (the keys of one of its datasets) map a key, or `pre
     snr_gamma: {to: ..., also: {objective: min_snr}}  and more is set
     loss_type: {same: [l2], missing: why}             this value is what happens here anyway
     zero_terminal_snr: {ddpm: objective..., missing}  of models with Stable Diffusion's timesteps alone
+    transformer_depth: {of: sdxl, to: ..., missing}   of this model alone
     cache_latents: {unneeded: why}; or missing, yours
     multires_noise_discount: {..., needs: another}    belongs to another key, without which it does nothing
     train_batch_size: {read: words}                   code makes of it what the words say
@@ -29,7 +30,7 @@ import yaml
 from cascade_train.config.recipes.recipe import Kind, Recipe
 from cascade_train.errors import ConfigError
 
-SYSTEMS = ("everydream", "kohya", "mindone", "official", "onetrainer", "open_diffusion", "simpletuner")
+SYSTEMS = ("everydream", "everydream1", "kohya", "mindone", "official", "onetrainer", "open_diffusion", "simpletuner")
 """The trainers whose files are read, by their tables."""
 
 OFF: tuple[Any, ...] = (None, "", False, 0, 0.0, "none", "None", [], {})
@@ -49,7 +50,9 @@ def take(recipe: Recipe, given: Mapping[str, Any], table: Mapping[str, Any], *, 
         entry = entry_of(table[section], key)
         if isinstance(entry, dict) and "ddpm" in entry and recipe.timesteps:
             entry = {"to": entry["ddpm"]}
-        if entry is None:
+        if isinstance(entry, dict) and entry.get("of", recipe.groups.get("model")) != recipe.groups.get("model"):
+            recipe.note(key, entry["missing"], Kind.UNNEEDED)
+        elif entry is None:
             recipe.note(key, f"it is not in the table of {table['title']}", Kind.UNKNOWN)
         elif value is None:
             recipe.note(key, "it is not set", Kind.SAME)

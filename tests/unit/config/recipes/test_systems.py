@@ -303,7 +303,7 @@ def test_everydream_with_the_files_that_it_names(tmp_path: Path, capsys: pytest.
     assert "enable_zero_terminal_snr: the schedule is the objective's" in said
     assert "optimizer.text_encoder_overrides.lr: text encoders train by adapters alone" in said
     assert "disable_textenc_training: text encoders train" in said
-    assert "save_every_n_epochs: cadences count steps here" in said
+    assert (cfg.checkpoint.every_epochs, cfg.checkpoint.every_steps) == (EVERYDREAM["save_every_n_epochs"], None)
 
 
 def test_a_file_that_is_named_and_not_there_is_left_to_the_user(
@@ -446,7 +446,7 @@ def test_simpletuners_environment_file_and_backends_alone(tmp_path: Path) -> Non
         ({"train_data_dir": "a", "lr_warmup_steps": "few"}, (), "lr_warmup_steps='few' must be a number of steps"),
         ({"network_dim": -1, "train_data_dir": "a"}, (), "network_dim becomes task.rank here"),
         ({"a": 1}, (), "Name its trainer by system="),
-        ({"a": 1}, ("system=koya",), "system=koya is unknown; choose one of everydream, kohya"),
+        ({"a": 1}, ("system=koya",), "system=koya is unknown; choose one of everydream, everydream1, kohya"),
         ({"train_data_dir": "a"}, ("flags=3",), "must begin with a flag such as --seed, not with 3"),
         ({"train_data_dir": "a"}, ('flags="--a \'b"',), "cannot be read: No closing quotation"),
         ("a = ", (), "cannot be read as TOML"),
@@ -474,7 +474,7 @@ def test_every_entry_of_a_table_leads_somewhere(name: str) -> None:
     """Each key of ours in a table is one of a composed configuration, and each entry says what becomes of the key."""
     table = load_table(name)
     cfg = checked("model=c_tiny", "task=lora")
-    known = {"to", "ddpm", "values", "as", "also", "same", "needs", "read", "unneeded", "missing", "yours"}
+    known = {"to", "of", "ddpm", "values", "as", "also", "same", "needs", "read", "unneeded", "missing", "yours"}
     entries = [entry for section in ("keys", "data") for entry in table.get(section, {}).values()]
     assert len(entries) > 30
     for entry in entries:
