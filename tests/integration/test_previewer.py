@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from cascade_train.__main__ import launch
+from cascade_train.commands.evaluate import EvaluateArgs, evaluate
 from cascade_train.commands.export import ExportArgs, export
 from cascade_train.commands.generate import GenerateArgs, generate
 from cascade_train.errors import ConfigError
@@ -21,7 +23,7 @@ ORIGINAL = "model.previewer._target_=cascade_train.models.previewer.ConvolutionP
 SCRATCH = "model.previewer.weights=null"
 PREVIEW = (
     *("model=c_tiny", "task=reconstruction", "objective=preview", "model.image_size=64", "optimizer.lr=3e-3"),
-    *("train.global_batch_size=4", "ema.decay=0.9", "validate.share=0.05", "validate.samples=8"),
+    *("train.global_batch_size=4", "ema.decay=0.9", "validate.share=0.05", "validate.samples=94"),
 )
 ABSENT = ("model.weights=nobody/nothing", "model.text_encoder.weights=nobody/nothing")
 """What is not there, and need not be."""
@@ -52,6 +54,12 @@ def test_the_grid_shows_originals_and_previews(run: Path) -> None:
     assert pictures == {"grid.png", *(f"0{i}_{kind}preview.png" for i in (0, 1) for kind in ("", "ema_"))}
     with Image.open(run / "samples" / "step_40" / "00_preview.png") as picture:
         assert picture.size == (64, 64)
+
+
+def test_an_evaluation_measures_what_was_trained(run: Path, tmp_path: Path) -> None:
+    assert evaluate(EvaluateArgs(source=str(run), out=str(tmp_path), track=False)) == 0
+    found = json.loads((tmp_path / "metrics.json").read_text())["measures"]
+    assert found["psnr"] == pytest.approx(read_metrics(run)[-1]["validate_ema/psnr"], abs=0.01)
 
 
 def test_a_previewer_trains_on_and_stage_c_shows_its_samples_by_it(run: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -15,6 +16,7 @@ from torch.nn.functional import interpolate
 
 from cascade_train.batch import Batch
 from cascade_train.models.formats.export import save_part
+from cascade_train.models.formats.weights import load_module
 from cascade_train.models.image_quality import image_quality
 from cascade_train.models.stage import Stage
 from cascade_train.models.stage_c import StageC
@@ -133,6 +135,12 @@ class Previewing(PictureTask):
     def exports(self) -> Mapping[str, Export]:
         """Return `previewer`, which `model.previewer.weights` takes, and a compressor that trained along."""
         return {name: Export(module=root, write=save_part) for name, root in self._roots().items()}
+
+    def load_export(self, export: Path) -> None:
+        """Load the previewer, and a compressor that trained along."""
+        for part, root in self._roots().items():
+            device = next(root.parameters()).device
+            load_module(root, str(export), dtype=torch.float32, device=device, key="from", part=part)
 
     def _roots(self) -> dict[str, nn.Module]:
         return {part: getattr(self.stage, part).module for part in sorted(self.trained_parts())}
