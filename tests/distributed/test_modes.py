@@ -55,6 +55,7 @@ B_TINY = ("model=b_tiny", "task=reconstruction", *SHORT, *B_NARROW, "ema.decay=0
 XL_TINY = (
     *("model=sdxl_tiny", "task=finetune", "train.max_steps=2", "checkpoint.every_steps=null", "ema.decay=0.5"),
     "activation_checkpointing=true",
+    *(f"model.text_encoder{number}.{option}" for number in ("", "_2") for option in ("train=true", "lr=1e-6")),
 )
 SD_CONTROL = (
     *("model=sd_tiny", "task=controlnet", "train.max_steps=2", "checkpoint.every_steps=null", "ema.decay=0.5"),

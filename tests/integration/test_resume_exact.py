@@ -56,10 +56,12 @@ RUNS = {
     "stable_diffusion": (
         *("task=finetune", "model=sd_tiny", "objective=ddpm_min_snr", "objective.offset_noise=0.1", "data.crop=random"),
         *("objective.input_perturbation=0.1", "optimizer.lr=1e-3", "activation_checkpointing=true"),
+        *("model.text_encoder.train=true", "model.text_encoder.lr=1e-4"),
         *("validate.share=0.3", "validate.samples=2", "validate.every_steps=1", "validate.logsnr=[0]"),
     ),
     "stable_diffusion_xl_lora": (
         *("task=lora", "model=sdxl_tiny", "task.rank=2", "task.dropout=0.5", "task.dora=true", "optimizer.lr=1e-2"),
+        *("task.text_encoder_filters=[.self_attn]", TOKENS, "model.text_encoder_2.lr=1e-3"),
         *("train.precision=bf16", "activation_checkpointing=true"),
     ),
     "controlnet_of_stable_diffusion": (

@@ -11,7 +11,11 @@ from diffusers import StableDiffusionPipeline
 from safetensors.torch import load_file
 
 from cascade_train.__main__ import launch
+from cascade_train.distributed.process_group import process_group
+from cascade_train.results.find import find_model
+from cascade_train.results.paint import load_parts
 from tests.integration.runs import read_metrics, train
+from tests.unit.models.stages import build_stage
 
 SHORT = (
     *("train.global_batch_size=4", "train.max_steps=2", "data.num_workers=0", "checkpoint.every_steps=null"),
@@ -90,11 +94,17 @@ def test_memory_is_computed_before_a_run(capsys: pytest.CaptureFixture[str]) -> 
     assert re.search(r"network +859,520,964 +859,520,964", said), said
 
 
-@pytest.mark.parametrize("option", ["task.train_tokens=[[a,null]]", "task.text_encoder_filters=[.self_attn]"])
-def test_text_towers_are_frozen(option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert launch(["model=sd_tiny", "task=lora", option, f"run.dir={tmp_path / 'run'}", *SHORT]) == 2
-    assert (
-        "asks for training in model.text_encoder, which for stable_diffusion is always frozen"
-        in capsys.readouterr().err
-    )
-    assert not (tmp_path / "run").exists()
+def test_a_run_whose_text_tower_trained_paints_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    towers = ("model.text_encoder.train=true", "model.text_encoder.lr=0.5")
+    run = train(tmp_path / "run", "model=sd_tiny", "task=finetune", *SHORT, *towers, "sample.every_steps=null")
+    assert [(row["lr"], row["lr_text_encoder"]) for row in read_metrics(run)] == [(1e-3, 0.5)] * 2
+    pipeline = StableDiffusionPipeline.from_pretrained(run / "export" / "pipeline")
+    tower = find_model(str(run), key="from", part="network")
+    with process_group() as world:
+        stage = load_parts(tower, world).stage
+    state = stage.text_encoder.module.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in pipeline.text_encoder.state_dict().items())
+    begun = build_stage("sd_tiny").text_encoder.module.state_dict()
+    assert sum(not torch.equal(value, state[name]) for name, value in begun.items()) > 20
+    assert launch(["cache", "model=sd_tiny", "task=finetune", *towers, f"out={tmp_path / 'cache'}"]) == 2
+    assert "something in model.text_encoder trains, but a cache would hold what it made at" in capsys.readouterr().err

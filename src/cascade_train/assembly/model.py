@@ -186,8 +186,9 @@ def bind(cfg: DictConfig, phase: Phase, parts: Parts) -> BoundPhase:
             from_every_rank(partial(ema.start_from, parts.task.initial_average(cfg.ema.weights)))
     return BoundPhase(
         phase,
-        optimizer=spec.build(parameters, cfg.train.global_batch_size, seed=cfg.run.seed),
+        optimizer=spec.build(parameters, cfg.train.global_batch_size, seed=cfg.run.seed, lrs=phase.lrs),
         base_lr=spec.base_lr(cfg.train.global_batch_size),
+        lrs={root: spec.base_lr(cfg.train.global_batch_size, lr) for root, lr in phase.lrs.items()},
         lr_schedule=parts.lr_schedule,
         ema=ema,
         max_grad_norm=cfg.train.max_grad_norm,

@@ -61,7 +61,7 @@ USES = {
 
 OF_STABLE_DIFFUSION = {
     "lora": "`lora/` is a LoRA of Stable Diffusion: `pipeline.load_lora_weights('lora')` of diffusers, with the base's "
-    "pipeline. New tokens lie in files of their own beside it.",
+    "pipeline. New tokens lie in `lora/embeddings/`, for `pipeline.load_textual_inversion`.",
     "controlnet": "`controlnet/` is a control network: `ControlNetModel.from_pretrained('controlnet')` of diffusers.",
     "lora.safetensors": "`lora.safetensors` is a LoRA of Stable Diffusion in one file, for cascade_train.",
     "lora.kohya.safetensors": "`lora.kohya.safetensors` is a LoRA of Stable Diffusion for sd-scripts, ComfyUI and "

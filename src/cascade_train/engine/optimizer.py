@@ -6,6 +6,7 @@ import copy
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
@@ -96,14 +97,23 @@ class OptimizerSpec:
         self.algorithm = algorithm
         self.decay_all = decay == "all"
 
-    def base_lr(self, global_batch_size: int) -> float:
-        """Return the learning rate before the schedule."""
-        return self.lr * global_batch_size if self.scale_lr else self.lr
+    def base_lr(self, global_batch_size: int, lr: float | None = None) -> float:
+        """Return the learning rate before the schedule, of what has its own or of all else."""
+        own = self.lr if lr is None else lr
+        return own * global_batch_size if self.scale_lr else own
 
-    def build(self, parameters: Mapping[str, nn.Parameter], global_batch_size: int, *, seed: int = 0) -> Optimizer:
+    def build(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        global_batch_size: int,
+        *,
+        seed: int = 0,
+        lrs: Mapping[str, float] = MappingProxyType({}),
+    ) -> Optimizer:
         """Return the algorithm over two groups, with and without weight decay; empty groups are left out. Collective.
 
-        An elementwise algorithm gets the `shard_of` each parameter. Weights in bf16 are rounded stochastically.
+        A root, the first part of a name, that is in `lrs` has two groups of its own, with that learning rate. An
+        elementwise algorithm gets the `shard_of` each parameter. Weights in bf16 are rounded stochastically.
 
         Raises:
             ConfigError: the algorithm refuses these parameters, or needs whole weights where they are sharded.
@@ -116,11 +126,12 @@ class OptimizerSpec:
         parameters = {name: shard_of(p) if self._by_element(name, p) else p for name, p in whole.items()}
         decayed = {name: p for name, p in parameters.items() if self.decay_all or decays(name, p)}
         kept = {name: p for name, p in parameters.items() if name not in decayed}
-        groups = [
-            {"params": self._listed(each), "weight_decay": decay}
-            for each, decay in ((decayed, self.weight_decay), (kept, 0.0))
-            if each
-        ]
+        groups: list[dict[str, Any]] = []
+        for root in (None, *lrs):
+            rate = {} if root is None else {"lr": self.base_lr(global_batch_size, lrs[root])}
+            for each, decay in ((decayed, self.weight_decay), (kept, 0.0)):
+                chosen = {name: p for name, p in each.items() if root_in(name, lrs) == root}
+                groups += [{"params": self._listed(chosen), "weight_decay": decay, **rate}] if chosen else []
         name = getattr(self.made, "__name__", self.algorithm)
         try:
             optimizer = self.algorithm(groups, lr=self.base_lr(global_batch_size))
@@ -130,6 +141,11 @@ class OptimizerSpec:
                 f"optimizer.algorithm={name} cannot train these weights: {reason}. Remedy: another algorithm,"
                 " such as torch.optim.AdamW; or this one without fused, where it was given"
             ) from error
+        if lrs and isinstance(optimizer, Estimating):
+            raise ConfigError(
+                f"optimizer.algorithm={name} estimates one learning rate for all weights: model.{next(iter(lrs))}.lr "
+                "has no place in it. Set that to null, or choose another algorithm, such as torch.optim.AdamW"
+            )
         if any(p.dtype == torch.bfloat16 for p in parameters.values()):
             optimizer = self._rounding(optimizer, whole, parameters, seed)
         mesh = next((p.device_mesh for p in parameters.values() if isinstance(p, DTensor)), None)
@@ -203,6 +219,12 @@ class OptimizerSpec:
         except RuntimeError:
             return False
         return True
+
+
+def root_in(name: str, lrs: Mapping[str, float]) -> str | None:
+    """Return the root that a parameter's name begins with where it has a learning rate of its own."""
+    root = name.partition(".")[0]
+    return root if root in lrs else None
 
 
 def _takes_weight_decay(algorithm: Callable[..., Optimizer]) -> bool:

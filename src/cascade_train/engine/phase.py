@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -55,6 +55,7 @@ class BoundPhase:
         lr_schedule: factor by optimizer step.
         ema: average of the phase's weights, or None.
         max_grad_norm: global gradient norm above which gradients are scaled down; None = off.
+        lrs: as `base_lr`, of roots that have their own, by name.
     """
 
     phase: Phase
@@ -64,6 +65,7 @@ class BoundPhase:
     lr_schedule: LrSchedule
     ema: Ema | None
     max_grad_norm: float | None
+    lrs: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.roots = list(self.phase.modules.values())
@@ -75,6 +77,8 @@ class BoundPhase:
         self._updated = {name: p if id(p) in ours else shard_of(p) for name, p in self.parameters.items()}
         names = {id(p): name for name, p in self._updated.items()}
         self._names = [names[id(p)] for p in held]
+        firsts = [names[id(group["params"][0])].partition(".")[0] for group in self.optimizer.param_groups]
+        self._base_lrs = [self.lrs.get(root, self.base_lr) for root in firsts]
         if self.phase.start_step > 1:
             self._begun = progress(self.optimizer)
             fill_state(self.optimizer)
@@ -100,19 +104,19 @@ class BoundPhase:
     def update(self, step: int, max_steps: int, withheld: Tensor) -> dict[str, float]:
         """Take optimizer step `step` unless `withheld`, clear the gradients, and return the learning rate, `lr`.
 
-        Of an algorithm that estimates a factor on it, their product `d_lr` too, as it is after the step.
-        `withheld` is () fp32 on the device; 1 = leave weights and optimizer state unchanged.
+        Where a root has its own, `lr_<root>` too; of an algorithm that estimates a factor on it, their product `d_lr`,
+        as it is after the step. `withheld` is () fp32 on the device; 1 = leave weights and optimizer state unchanged.
         """
-        lr = self.base_lr * self.lr_schedule.factor(step, max_steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        factor = self.lr_schedule.factor(step, max_steps)
+        for group, base_lr in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
+            group["lr"] = base_lr * factor
         if self.can_withhold:
             device = next(iter(self.parameters.values())).device  # the host where weights are offloaded
             self.optimizer.found_inf = withheld.to(device)  # type: ignore[attr-defined]
         if step == self.phase.start_step and step > 1:
             self.optimizer.state.clear()  # what `fill_state` put there for the checkpoints before
             for group, begun in zip(self.optimizer.param_groups, self._begun, strict=True):
-                parameters = group["params"]
+                parameters, lr = group["params"], group["lr"]
                 group.clear()
                 group.update(begun, params=parameters, lr=lr)
         if self.ema is not None:
@@ -124,9 +128,9 @@ class BoundPhase:
             self.ema.update(step)
             if self.phase.rewritten:
                 self.ema.release()
-        rates = {"lr": lr}
+        rates = {"lr": self.base_lr * factor, **{f"lr_{root}": lr * factor for root, lr in self.lrs.items()}}
         if isinstance(self.optimizer, Estimating):
-            rates["d_lr"] = lr * self.optimizer.estimate()
+            rates["d_lr"] = rates["lr"] * self.optimizer.estimate()
         return rates
 
     def clear_gradients(self) -> None:

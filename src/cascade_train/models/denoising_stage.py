@@ -70,7 +70,17 @@ class DenoisingStage(Stage):
             for part in self._parts.values():
                 part.forget_weights()
 
+    def text_encoders(self) -> dict[str, TextEncoder]:
+        """Return the text towers by their key below `model.`."""
+        return {name: part for name, part in self._parts.items() if isinstance(part, TextEncoder)}
+
     def _check(self) -> None:
+        for name, encoder in self.text_encoders().items():
+            if encoder.train and not self.trains_text:
+                raise ValueError(
+                    f"model.{name}.train=true: the text tower of {self.name} stays as it is; for adapters in it, set "
+                    "task.text_encoder_filters of task=lora"
+                )
         if self.image_size < self.image_multiple or self.image_size % self.image_multiple:
             raise ValueError(
                 f"model.image_size={self.image_size}: must be a multiple of {self.image_multiple} pixels, "
@@ -99,7 +109,8 @@ class DenoisingStage(Stage):
     def _makers(self, device: torch.device, network_dtype: torch.dtype) -> dict[str, Callable[[], None]]:
         makers: dict[str, Callable[[], None]] = {"network": partial(self._build_network, network_dtype)}
         for name, part in self._parts.items():
-            dtype = {"dtype": self._frozen_dtype} if name in self.towers else {}
+            trains = isinstance(part, TextEncoder) and part.train
+            dtype = {"dtype": network_dtype if trains else self._frozen_dtype} if name in self.towers else {}
             makers[name] = partial(part.build, device=device, **dtype)
         return makers
 

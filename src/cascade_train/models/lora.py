@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 ADAPTER = "default"
 """peft's name of the one adapter that a network carries."""
 
+TEXT_ENCODERS = ("text_encoder", "text_encoder_2")
+"""Names of text encoders, as they have them in models, roots and files."""
+
 Init = Literal["kaiming", "original"]
 """First values of adapters.
 
@@ -85,14 +88,23 @@ class StoredLora:
 
     Attributes:
         state: by plain names, see `adapter_state`.
-        text_encoder: the same of the text encoder's modules, of equal rank and alpha; empty = none.
+        text_encoder: the same of the text encoder's modules, of equal rank and alpha, see `tower_name`; empty = none.
         tokens: None = none.
+        text_encoder_2: of the second text encoder, where there are two.
+        tokens_2: their rows there.
     """
 
     spec: LoraSpec
     state: Mapping[str, Tensor]
     text_encoder: Mapping[str, Tensor] = field(default_factory=dict)
     tokens: TrainedTokens | None = None
+    text_encoder_2: Mapping[str, Tensor] = field(default_factory=dict)
+    tokens_2: TrainedTokens | None = None
+
+    def towers(self) -> dict[str, tuple[Mapping[str, Tensor], TrainedTokens | None]]:
+        """Return what there is of each text encoder, by its name: adapters and tokens."""
+        pairs = (self.text_encoder, self.tokens), (self.text_encoder_2, self.tokens_2)
+        return {name: pair for name, pair in zip(TEXT_ENCODERS, pairs, strict=True) if pair[0] or pair[1] is not None}
 
 
 def inject_lora(
@@ -107,15 +119,18 @@ def inject_lora(
     dora: bool = False,
     joint_qkv: bool = False,
     key: str = "task.module_filters",
+    without: Sequence[str] = (),
 ) -> list[str]:
     """Freeze `network`, give the selected modules fp32 adapters in place, and return their names.
 
     The network is whole (not sharded) and not adapted yet; on meta, only A and B have values. The base keeps its dtype;
     layers cast to fp32 for the adapter and back. The initial values are a function of (seed, module name) alone. With
     `dora` the magnitude of each output trains too, beginning as the base's; with `joint_qkv`, q, k and v of an
-    attention share one A. `module_filters` and `key` are those of `select_modules`.
+    attention share one A. `module_filters` and `key` are those of `select_modules`; `without` names modules in which
+    nothing is adapted.
     """
-    targets = select_modules(network, module_filters, key=key)
+    chosen, outside = select_modules(network, module_filters, key=key), tuple(f"{name}." for name in without)
+    targets = [name for name in chosen if not f"{name}.".startswith(outside)] if outside else chosen
     attach_adapters(network, rank=rank, alpha=alpha, dropout=dropout, targets=targets, dora=dora)
     for name, layer in adapted_layers(network):
         down, up = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
@@ -297,6 +312,11 @@ def adapter_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """
     # copied: adapters that share a tensor are stored as if they did not
     return {name.replace(f".{ADAPTER}.", "."): value.clone() for name, value in state.items() if ".lora_" in name}
+
+
+def tower_name(name: str) -> str:
+    """Return the name of a tensor of a text encoder as files have it, whichever class of transformers holds it."""
+    return name if name.startswith(("text_model.", "text_projection.")) else f"text_model.{name}"
 
 
 def adapted_modules(state: Mapping[str, Tensor]) -> list[str]:

@@ -21,7 +21,7 @@ from cascade_train.models.condition_unet_config import ConditionUNetConfig
 from cascade_train.models.denoising_stage import DenoisingStage
 from cascade_train.models.formats.weights import StoredValues
 from cascade_train.models.initialize import DrawnValues, torch_rule
-from cascade_train.models.stage import Conditions, Images, Save, Tokens, to_device
+from cascade_train.models.stage import Conditions, Images, Save, Tokens, below, to_device
 from cascade_train.models.text_encoder import SecondTextEncoder
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class StableDiffusion(DenoisingStage):
     noise_unit = "timestep"
     needs_image = False
     latent_name = "latent"
-    always_frozen = frozenset({"text_encoder"})
+    trains_text = True
 
     network: ConditionUNetConfig
     vae: KLAutoencoder
@@ -172,7 +172,11 @@ class StableDiffusion(DenoisingStage):
     def _save(self, state: Mapping[str, Tensor], directory: Path) -> float:
         from cascade_train.models.formats.export_stable_diffusion import save_pipeline  # heavy: diffusers' pipelines
 
-        return save_pipeline(self, state, directory)
+        trained = [name for name, encoder in self.text_encoders().items() if encoder.train]
+        if not trained:
+            return save_pipeline(self, state, directory)
+        towers = {name: below(name, state) for name in trained}
+        return save_pipeline(self, below("network", state), directory, towers)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

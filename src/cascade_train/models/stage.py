@@ -54,6 +54,11 @@ def product(images: Images, name: str, make: Callable[[Tensor], Tensor]) -> Tens
     return make(images) if isinstance(images, Tensor) else images[name]
 
 
+def below(root: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return what of a state dict of several roots belongs to one, under its own names."""
+    return {name.removeprefix(f"{root}."): value for name, value in state.items() if name.startswith(f"{root}.")}
+
+
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy to a device; from pinned memory, so that a CUDA device does not make the host wait."""
     if device.type == "cuda" and not tensor.is_cuda and not tensor.is_pinned():
@@ -90,7 +95,7 @@ class Stage(abc.ABC):
         caption_products: the same of a caption alone.
         why_not_cached: why there are no `image_products`, for messages.
         encodes_nothing: parts that no product needs.
-        always_frozen: parts in which no task trains anything yet.
+        trains_text: whether its text towers' own weights may train.
         left_out: parts that `build` leaves out; set before it.
         caption_lookup: finds the products of captions in a cache, on the host; None = the stage makes them itself.
         network: exists after `build`, unless it is left out.
@@ -112,7 +117,7 @@ class Stage(abc.ABC):
     caption_products: Mapping[str, str] = MappingProxyType({})
     why_not_cached: str = "it makes nothing of a picture alone"
     encodes_nothing: ClassVar[frozenset[str]] = frozenset({"network"})
-    always_frozen: ClassVar[frozenset[str]] = frozenset()
+    trains_text: ClassVar[bool] = False
     left_out: frozenset[str] = frozenset()
     caption_lookup: Callable[[Sequence[str]], Tokens] | None = None
     image_size: int
@@ -147,6 +152,10 @@ class Stage(abc.ABC):
 
     def tokenize(self, captions: Sequence[str]) -> Tokens:
         """Turn captions into token ids and attention mask, (B, L) int64 on the host; by default nothing. May sync."""
+        return {}
+
+    def text_encoders(self) -> dict[str, TextEncoder]:
+        """Return the text towers by their key below `model.`; none by default."""
         return {}
 
     def notices(self, *, last: bool = False) -> list[str]:
@@ -211,7 +220,10 @@ class Stage(abc.ABC):
         return []
 
     def exports(self) -> Mapping[str, Save]:
-        """Return what writes the network for other programs, by the export's name; nothing by default."""
+        """Return what writes the network for other programs, by the export's name; nothing by default.
+
+        Where text towers train, the state dict is that of the network and of them, by root.
+        """
         return {}
 
     def units(self) -> list[list[nn.Module]]:

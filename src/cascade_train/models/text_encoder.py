@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +19,7 @@ from cascade_train.models.formats.weights_source import TOKENIZER_FILES, Weights
 from cascade_train.models.frozen_part import ClipTower, local_folder
 from cascade_train.models.stage import Tokens
 from cascade_train.models.token_count import FOLDER
-from cascade_train.options import File
+from cascade_train.options import File, Free
 
 if TYPE_CHECKING:
     from transformers import CLIPTokenizer
@@ -47,9 +46,12 @@ class TextEncoder(ClipTower):
         final_norm: whether the tower's last layer norm is applied to it.
         mask_padding: whether padding is hidden from attention, as in the cascade; Stable Diffusion's towers see it.
         pad_token: what fills captions up; null = the tokenizer's own.
+        train: whether task=finetune trains the tower's weights too (Stable Diffusion).
+        lr: learning rate of what trains in the tower; null = the optimizer's.
 
     Raises:
-        ValueError: a size below one, heads that do not divide the width, or a layer that there is not.
+        ValueError: a size below one, heads that do not divide the width, a layer that there is not, or a learning rate
+            that is not above 0.
     """
 
     key = "text_encoder"
@@ -63,8 +65,12 @@ class TextEncoder(ClipTower):
     final_norm: bool = False
     mask_padding: bool = True
     pad_token: str | None = None
+    train: bool = False
+    lr: Free[float | None] = None
 
     def __post_init__(self) -> None:
+        if self.lr is not None and self.lr <= 0:
+            raise ValueError(f"{self.key}.lr={self.lr}: give a number above 0, or null for the optimizer's")
         if self.max_tokens < 3:
             raise ValueError(f"{self.key}.max_tokens={self.max_tokens}: must be at least 3 (start, one token, end)")
         if not -self.num_hidden_layers <= self.hidden_layer <= -1:
@@ -112,7 +118,37 @@ class TextEncoder(ClipTower):
         # The pooled token is the first end of text; the legacy id 2 would pool at the highest id: an added token.
         self.tower.eos_token_id = self.module.config.eos_token_id = self.tokenizer.eos_token_id
         # The other states are inputs of layers; a sharded tower must not take them for its results.
-        self.module.register_forward_hook(partial(_keep_hidden_state, layer=self.hidden_layer))
+        self.module.register_forward_hook(self._keep_text)
+
+    def _keep_text(self, _module: nn.Module, _inputs: object, output: Any) -> Any:
+        """Keep of the hidden states what is the text; here, where the norm's weights are whole."""
+        if output.hidden_states is not None:
+            text_PLD = output.hidden_states[self.hidden_layer]
+            if self.final_norm:
+                is_last = self.hidden_layer == -1
+                text_PLD = output.last_hidden_state if is_last else self.tower.final_layer_norm(text_PLD)
+            output.hidden_states = (text_PLD,)
+        return output
+
+    def unreached(self) -> list[str]:
+        """Return the names of modules of the tower that do not change what `encode` returns."""
+        if self.projection_dim is not None:
+            return []  # the pooled text comes of all
+        prefix = "text_model." if hasattr(self.module, "text_model") else ""
+        behind = range(self.num_hidden_layers + 1 + self.hidden_layer, self.num_hidden_layers)
+        norm = [] if self.final_norm else [f"{prefix}final_layer_norm"]
+        return [*(f"{prefix}encoder.layers.{number}" for number in behind), *norm]
+
+    def unfreeze(self) -> None:
+        """Let every weight train that changes what `encode` returns."""
+        self.module.requires_grad_(requires_grad=True)
+        for name in self.unreached():
+            self.module.get_submodule(name).requires_grad_(requires_grad=False)
+
+    def load(self, folder: str) -> None:
+        """Take the values of a tower of this architecture in a folder of transformers."""
+        found = type(self.module).from_pretrained(folder).state_dict()
+        self.module.load_state_dict(found, strict=True)
 
     @property
     def tower(self) -> Any:
@@ -188,8 +224,6 @@ class TextEncoder(ClipTower):
             output_hidden_states=True,
         )
         text_PLD = output.hidden_states[0]
-        if self.final_norm:
-            text_PLD = output.last_hidden_state if self.hidden_layer == -1 else self.tower.final_layer_norm(text_PLD)
         text_BLD = text_PLD.reshape(batch, -1, text_PLD.shape[-1])
         if self.projection_dim is None:
             return text_BLD, None
@@ -200,12 +234,6 @@ class SecondTextEncoder(TextEncoder):
     """The second text tower of a model that has two; otherwise a `TextEncoder`."""
 
     key = "text_encoder_2"
-
-
-def _keep_hidden_state(_module: nn.Module, _inputs: object, output: Any, *, layer: int) -> Any:
-    if output.hidden_states is not None:
-        output.hidden_states = (output.hidden_states[layer],)
-    return output
 
 
 def causal_mask(keep_BL: Tensor) -> Tensor:

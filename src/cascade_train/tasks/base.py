@@ -59,6 +59,7 @@ class Phase:
         start_step: first optimizer step in which the phase runs.
         averaged: whether its weights are averaged where the run has an average.
         rewritten: whether `Task.after_step` writes its weights.
+        lrs: learning rates of roots that have their own, by name, as `optimizer.lr` is one.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Phase:
     start_step: int = 1
     averaged: bool = True
     rewritten: bool = False
+    lrs: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,12 +173,10 @@ class Task(abc.ABC):
         return self
 
     def check_stage(self, stage: Stage) -> None:
-        """Refuse options that mean nothing for a stage, which is constructed and not built yet (ConfigError)."""
-        if frozen := sorted(self.trained_parts() & stage.always_frozen):
-            raise ConfigError(
-                f"task: asks for training in model.{frozen[0]}, which for {stage.name} is always frozen. Leave "
-                "task.text_encoder_filters and task.train_tokens null."
-            )
+        """Refuse options that mean nothing for a stage, which is constructed and not built yet (ConfigError).
+
+        A task extends this by what it takes of the stage's own options.
+        """
 
     def attach(self, stage: Stage, objective: Any, device: torch.device) -> None:
         """Take the built stage; a task extends this by what it freezes and adds. Called once, before sharding."""
@@ -200,7 +200,10 @@ class Task(abc.ABC):
         return None
 
     def trained_parts(self) -> frozenset[str]:
-        """Return the encoders in which something trains, by their key below `model.`; called before the build."""
+        """Return the encoders in which something trains, by their key below `model.`.
+
+        Called before the build, and after `check_stage`.
+        """
         return frozenset()
 
     def unbuilt_parts(self) -> frozenset[str]:

@@ -5,10 +5,10 @@ Must not live here: the loss (text_to_image.py), adapters (models/lora.py) and t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,22 +20,21 @@ from cascade_train.models.formats.lora_files import fill_adapters, refill_lora
 from cascade_train.models.lora import (
     LoraSpec,
     StoredLora,
+    TrainedTokens,
     adapted_layers,
     adapter_state,
     halves_are_shared,
     inject_lora,
     lora_spec,
     set_adapter_mode,
+    tower_name,
 )
-from cascade_train.models.stage import Stage
+from cascade_train.models.stage import Stage, below
 from cascade_train.models.text_encoder import TextEncoder
 from cascade_train.models.tokens import put_tokens, train_tokens, trained_tokens
 from cascade_train.options import File
 from cascade_train.tasks.base import Export, Phase
 from cascade_train.tasks.text_to_image import TextToImage
-
-TABLE = "text_model.embeddings.token_embedding."
-"""Prefix of the token table in the state of the text encoder."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -52,7 +51,7 @@ class LoRA(TextToImage):
             diffusers' names or the original's; null = every linear and ungrouped convolution layer.
         dora: also train the magnitude of each adapted output (Liu et al. 2024).
         joint_qkv: q, k and v of each of the network's attentions share one A, as in the original.
-        text_encoder_filters: the same for the text encoder's modules, e.g. `.self_attn`; null = no adapters there.
+        text_encoder_filters: the same for the text encoders' modules, e.g. `.self_attn`; null = no adapters there.
         train_tokens: textual inversion, as pairs. `['[fernando]', '^dog</w>']` adds a token, in `[ ]` or `< >`,
             initialised with the mean of the vocabulary's entries that the regular expression matches;
             `['^snail', null]` trains the matched entries. null = none.
@@ -86,29 +85,42 @@ class LoRA(TextToImage):
         if self.train_tokens == []:
             raise ValueError("train_tokens=[]: names no token; give pairs like ['[fernando]', '^dog</w>'], or null")
         self._spec: LoraSpec
-        self._encoder: TextEncoder
+        self._encoders: dict[str, TextEncoder]
+        self._named: frozenset[str] = frozenset({"text_encoder"})
+
+    def check_stage(self, stage: Stage) -> None:
+        """Look up how many text encoders there are."""
+        self._named = frozenset(stage.text_encoders())
+        super().check_stage(stage)
 
     def trained_parts(self) -> frozenset[str]:
-        """Return the text encoder where it gets adapters or trained tokens."""
+        """Return the text encoders where they get adapters or trained tokens."""
         trains = self.text_encoder_filters is not None or self.train_tokens is not None
-        return frozenset({"text_encoder"}) if trains else frozenset()
+        return self._named if trains else frozenset()
 
     def attach(self, stage: Stage, objective: Objective, device: torch.device) -> None:
         """Take the built stage, freeze it, and add adapters and tokens."""
         super().attach(stage, objective, device)
-        self._encoder = stage.text_encoder
+        encoders = stage.text_encoders()
+        self._encoders = {name: each for name, each in encoders.items() if name not in stage.left_out}
         self._inject(stage.network, self.module_filters, "task.module_filters")
-        if self.text_encoder_filters is not None:
-            self._inject(self._encoder.module, self.text_encoder_filters, "task.text_encoder_filters")
-        if self.train_tokens is not None:
-            train_tokens(self._encoder, self.train_tokens)
+        for encoder in self._encoders.values():
+            if self.text_encoder_filters is not None:
+                key, without = "task.text_encoder_filters", encoder.unreached()
+                self._inject(encoder.module, self.text_encoder_filters, key, without)
+            if self.train_tokens is not None:
+                train_tokens(encoder, self.train_tokens)
         if self.weights is not None:
             self._load(self.weights, key="task.weights")
         self._spec = lora_spec(stage.network)
-        if "text_encoder" not in stage.left_out:
-            self.trains_conditions = any(p.requires_grad for p in self._encoder.module.parameters())
+        self.trains_conditions = bool(self._trained())
 
-    def _inject(self, module: nn.Module, filters: list[str] | None, key: str) -> None:
+    def _trained(self) -> dict[str, TextEncoder]:
+        """Return the text encoders in which something trains."""
+        encoders = self._encoders.items()
+        return {name: each for name, each in encoders if any(p.requires_grad for p in each.module.parameters())}
+
+    def _inject(self, module: nn.Module, filters: list[str] | None, key: str, without: Sequence[str] = ()) -> None:
         inject_lora(
             module,
             rank=self.rank,
@@ -120,18 +132,19 @@ class LoRA(TextToImage):
             dora=self.dora,
             joint_qkv=self.joint_qkv,
             key=key,
+            without=without,
         )
         set_adapter_mode(module)
 
     def phases(self) -> list[Phase]:
-        """Return the one phase; the text encoder is its second root where something in it trains.
+        """Return the one phase; text encoders are roots besides the network where something in them trains.
 
         Every trainable parameter must lie under a sharded root, else ranks would not share its gradient.
         """
-        modules, units = self._roots(), {"network": self.stage.units()}
-        if self.trains_conditions:
-            units["text_encoder"] = self._encoder.units()
-        return [Phase(name="train", modules=modules, units=units, loss=self.loss)]
+        trained = self._trained()
+        units = {"network": self.stage.units(), **{name: each.units() for name, each in trained.items()}}
+        lrs = {name: each.lr for name, each in trained.items() if each.lr is not None}
+        return [Phase(name="train", modules=self._roots(), units=units, loss=self.loss, lrs=lrs)]
 
     def summary(self) -> str:
         """Count the adapted layers and the trained tokens."""
@@ -140,8 +153,7 @@ class LoRA(TextToImage):
         return f"{layers} adapted layers of rank {self.rank}{tokens}"
 
     def _roots(self) -> dict[str, nn.Module]:
-        roots = {"network": self.stage.network}
-        return roots | {"text_encoder": self._encoder.module} if self.trains_conditions else roots
+        return {"network": self.stage.network, **{name: each.module for name, each in self._trained().items()}}
 
     def exports(self) -> Mapping[str, Export]:
         """Return `lora`, a peft folder with a single file beside it; both hold the trained tokens' whole rows."""
@@ -153,36 +165,39 @@ class LoRA(TextToImage):
 
     def _load(self, source: str, *, key: str) -> None:
         lora = refill_lora(self.stage.network, source, key=key, module_filters=self.module_filters)
-        if self.joint_qkv and not halves_are_shared({**lora.state, **lora.text_encoder}):
+        states = (lora.state, lora.text_encoder, lora.text_encoder_2)
+        if self.joint_qkv and not all(map(halves_are_shared, states)):
             raise ConfigError(
                 f"{key}={source}: its q, k and v begin with halves of their own; set task.joint_qkv=false"
             )
-        if lora.text_encoder and self.text_encoder_filters is None:
+        for tower, (adapters, tokens) in lora.towers().items():
+            self._load_tower(tower, adapters, tokens, f"{key}={source}")
+
+    def _load_tower(self, name: str, state: Mapping[str, Tensor], tokens: TrainedTokens | None, origin: str) -> None:
+        if name not in self.stage.text_encoders():
+            raise ConfigError(f"{origin}: holds something of a second text encoder, and {self.stage.name} has one")
+        if state and self.text_encoder_filters is None:
             raise ConfigError(
-                f"{key}={source}: holds adapters of the text encoder; set task.text_encoder_filters to the modules "
+                f"{origin}: holds adapters of the text encoder; set task.text_encoder_filters to the modules "
                 "that they were trained on"
             )
-        if lora.text_encoder:
-            fill_adapters(self._encoder.module, lora.text_encoder, f"{key}={source}")
-        if lora.tokens is not None and "text_encoder" in self.stage.left_out:
+        if state:
+            fill_adapters(self._encoders[name].module, state, origin)
+        if tokens is not None and name in self.stage.left_out:
             raise ConfigError(
-                f"{key}={source}: holds tokens of the text encoder, and the cache holds what that made of captions"
+                f"{origin}: holds tokens of the text encoder, and the cache holds what that made of captions"
                 " without them; make the cache with captions=false"
             )
-        if lora.tokens is not None:
-            put_tokens(self._encoder, lora.tokens, origin=f"{key}={source}")
+        if tokens is not None:
+            put_tokens(self._encoders[name], tokens, origin=origin)
 
     def _write_lora(self, state: Mapping[str, Tensor], directory: Path) -> float:
-        network, text = (_under(f"{root}.", state) for root in ("network", "text_encoder"))
-        table = None if "text_encoder" in self.stage.left_out else trained_tokens(self._encoder)
-        lora = StoredLora(
-            spec=self._spec,
-            state=adapter_state(network),
-            text_encoder=adapter_state(text),
-            tokens=None if table is None else table.stored(_under(TABLE, text)),
-        )
+        found: dict[str, Any] = {}
+        for name, encoder in self._encoders.items():
+            text, table, ending = below(name, state), trained_tokens(encoder), name.removeprefix("text_encoder")
+            found[name] = {tower_name(key): value for key, value in adapter_state(text).items()}
+            if table is not None:
+                place = next(path for path, module in encoder.module.named_modules() if module is table)
+                found[f"tokens{ending}"] = table.stored(below(place, text))
+        lora = StoredLora(spec=self._spec, state=adapter_state(below("network", state)), **found)
         return save_lora(lora, self.stage.network.config, directory, {})
-
-
-def _under(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}

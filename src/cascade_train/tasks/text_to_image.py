@@ -98,8 +98,16 @@ class TextToImage(Task):
         self.trains_conditions = False
 
     def check_stage(self, stage: Stage) -> None:
-        """Refuse a share of images as conditions where they are none, and training in what is always frozen."""
+        """Refuse a share of images as conditions where they are none, and text towers that are to train and cannot."""
         super().check_stage(stage)
+        for name, encoder in stage.text_encoders().items():
+            if encoder.train and not self.trains_network:
+                raise ConfigError(
+                    f"model.{name}.train=true: is for task=finetune, and a {type(self).__name__} leaves the weights of "
+                    "the model as they are. Set it to false"
+                )
+            if encoder.lr is not None and name not in self.trained_parts():
+                raise ConfigError(f"model.{name}.lr={encoder.lr}: nothing in this tower trains; leave it null")
         if self.image_keep_prob and stage.image_keep_prob == 0.0:
             raise ConfigError(
                 f"task.image_keep_prob={self.image_keep_prob}: an image is no condition of {stage.name}; leave it null"

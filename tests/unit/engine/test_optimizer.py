@@ -310,3 +310,41 @@ def test_settings_are_what_the_constructor_takes_not_what_an_optimizer_keeps():
 def test_values_out_of_range_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         spec(**changes)
+
+
+class EstimatingSgd(torch.optim.SGD):
+    """An algorithm that would estimate one learning rate for all."""
+
+    def estimate(self) -> float:
+        return 1.0
+
+
+def test_a_root_has_a_learning_rate_of_its_own_under_the_same_schedule(world):
+    modules = {name: nn.Linear(3, 2) for name in ("network", "text_encoder")}
+    units = {name: [] for name in modules}
+    phase = Phase(name="train", modules=modules, units=units, loss=None, lrs={"text_encoder": 0.1})
+    named = trainable_parameters(phase)
+    given = spec(lr=1.0, scale_lr=True, algorithm=torch.optim.SGD, weight_decay=0.0)
+    optimizer = given.build(named, global_batch_size=4, lrs=phase.lrs)
+    sizes = [(group["lr"], len(group["params"])) for group in optimizer.param_groups]
+    assert sizes == [(4.0, 1), (4.0, 1), (0.4, 1), (0.4, 1)]
+    schedule, rates = ConstantSchedule(warmup_steps=2), {"base_lr": 4.0, "lrs": {"text_encoder": 0.4}}
+    bound = BoundPhase(phase, optimizer=optimizer, lr_schedule=schedule, ema=None, max_grad_norm=None, **rates)
+    before = {name: parameter.detach().clone() for name, parameter in named.items()}
+    for parameter in named.values():
+        parameter.grad = torch.ones_like(parameter)
+    rates = bound.update(1, 10, torch.zeros(()))
+    factor = rates["lr"] / 4.0
+    assert 0 < factor < 1
+    assert rates == {"lr": pytest.approx(4.0 * factor), "lr_text_encoder": pytest.approx(0.4 * factor)}
+    for name, parameter in named.items():
+        rate = 0.4 if name.startswith("text_encoder.") else 4.0
+        torch.testing.assert_close(parameter.detach(), before[name] - rate * factor)
+
+
+def test_an_algorithm_that_estimates_the_learning_rate_has_none_of_a_root():
+    named = {"network.weight": nn.Parameter(torch.ones(2, 2)), "text_encoder.weight": nn.Parameter(torch.ones(2, 2))}
+    with pytest.raises(
+        ConfigError, match=r"EstimatingSgd estimates one learning rate .*: model\.text_encoder\.lr has no"
+    ):
+        spec(algorithm=EstimatingSgd).build(named, global_batch_size=1, lrs={"text_encoder": 0.1})

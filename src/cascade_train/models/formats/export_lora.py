@@ -27,6 +27,7 @@ from cascade_train.models.formats.lora_files import (
     module_shapes,
     read_lora,
     write_diffusers_file,
+    write_embeddings,
     write_peft_folder,
     write_single_file,
 )
@@ -36,6 +37,9 @@ from cascade_train.models.formats.weights_tensors import is_condition_unet
 from cascade_train.models.lora import LoraSpec, StoredLora, adapted_modules, magnitude_factor
 
 log = logging.getLogger(__name__)
+
+EMBEDDINGS = "embeddings"
+"""Folder with the new tokens of Stable Diffusion, a file for each."""
 
 LORA_FORMATS = ("peft", "single", "comfyui", "kohya", "original")
 
@@ -58,7 +62,9 @@ def save_lora(
         if is_condition_unet(network_config):
             write_diffusers_file(partial, lora)
             again = read_lora(str(partial / DIFFUSERS_FILE), key="export", modules=modules)
-            errors.append(lora_error(replace(lora, tokens=None), again, directory))
+            errors.append(lora_error(replace(lora, tokens=None, tokens_2=None), again, directory))
+            if lora.tokens is not None:
+                write_embeddings(partial / EMBEDDINGS, lora)
         return max(errors)
 
 
@@ -91,10 +97,16 @@ def export_lora(
             write_original(partial, lora, modules, metadata)
         else:
             write_single_file(partial, lora, metadata)
-        expected = StoredLora(spec=lora.spec, state=lora.state, text_encoder=lora.text_encoder) if keyed else lora
+        expected = replace(lora, tokens=None, tokens_2=None) if keyed else lora
         error = lora_error(expected, read_lora(str(partial), key="export", modules=modules), out)
     if keyed and lora.tokens is not None:
-        write_token_files(out.with_name(f"{out.stem}.embeddings"), lora)
+        folder = out.with_name(f"{out.stem}.embeddings")
+        if is_condition_unet(network.config):
+            with replaced_directory(folder) as partial:
+                partial.rmdir()
+                write_embeddings(partial, lora)
+        else:
+            write_token_files(folder, lora)
     return error
 
 
@@ -103,7 +115,8 @@ def lora_error(expected: StoredLora, found: StoredLora, path: Path) -> float:
 
     Compares every adapted layer of network and text encoder, DoRA's magnitudes, and the trained tokens (RunError).
     """
-    if (expected.tokens is None) != (found.tokens is None):
+    pairs = ((expected.tokens, found.tokens), (expected.tokens_2, found.tokens_2))
+    if any((one is None) != (other is None) for one, other in pairs):
         raise RunError(f"{path}: trained tokens read back differently from what was written; nothing was kept")
     errors = [0.0]
     for wanted, got in zip(_contributions(expected), _contributions(found), strict=True):
@@ -120,8 +133,10 @@ def _contributions(lora: StoredLora) -> list[dict[str, Tensor]]:
 
     Of a module: (alpha / rank) B A x for a fixed x, and its magnitude; of a token: its row.
     """
-    tokens = {} if lora.tokens is None else dict(zip(lora.tokens.strings, lora.tokens.rows, strict=True))
-    return [*(_outputs(state, lora.spec) for state in (lora.state, lora.text_encoder)), tokens]
+    of_tokens = [each for each in (lora.tokens, lora.tokens_2) if each is not None]
+    rows = [dict(zip(each.strings, each.rows, strict=True)) for each in of_tokens]
+    states = (lora.state, lora.text_encoder, lora.text_encoder_2)
+    return [*(_outputs(state, lora.spec) for state in states), *rows]
 
 
 def _outputs(state: Mapping[str, Tensor], spec: LoraSpec) -> dict[str, Tensor]:
@@ -157,6 +172,6 @@ def merge_all(
     """Read adapters (see `read_lora`) and merge them one after the other into a network's state dict."""
     for source, strength in zip(sources, strengths, strict=True):
         lora = read_lora(source, modules=module_shapes(network), **reading)
-        if lora.text_encoder or lora.tokens is not None:
+        if lora.towers():
             log.warning("%s: only what belongs to the network is merged; its text encoder part stays with it.", source)
         merge_lora_into(state, lora, strength)

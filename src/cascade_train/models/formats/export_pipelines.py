@@ -140,9 +140,15 @@ def _decoder_pipeline(network: StableCascadeUNet, stage: StageB) -> StableCascad
 
 def copy_on_host(tower: Any, dtype: torch.dtype) -> Any:
     """Return a CLIP tower of the network's dtype on the host: the pipeline feeds the network what the towers give."""
+    return tower_of(tower, tower.state_dict(), dtype)
+
+
+def tower_of(tower: Any, state: Mapping[str, Tensor], dtype: torch.dtype) -> Any:
+    """Return a CLIP tower like another one, with copies of these tensors in a dtype on the host."""
     with torch.device("meta"):
         copied = type(tower)(tower.config)
-    copied.load_state_dict(on_host(tower, dtype), strict=True, assign=True)
+    values = {name: copy_to(value, dtype, torch.device("cpu")) for name, value in state.items()}
+    copied.load_state_dict(values, strict=True, assign=True)
     return copied.eval()
 
 

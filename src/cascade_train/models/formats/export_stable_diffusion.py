@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import diffusers
@@ -17,32 +18,43 @@ from torch import Tensor
 
 from cascade_train.models.formats.export import (
     build_plain_network,
+    check_equal_tensors,
     quiet,
     read_back_error,
     reconstruction,
     replaced_directory,
 )
-from cascade_train.models.formats.export_pipelines import copy_on_host, on_host, tokenizer_of_length
+from cascade_train.models.formats.export_pipelines import copy_on_host, on_host, tokenizer_of_length, tower_of
 
 if TYPE_CHECKING:
     from cascade_train.models.stable_diffusion import StableDiffusion
 
 
-def save_pipeline(stage: StableDiffusion, state: Mapping[str, Tensor], directory: Path) -> float:
+def save_pipeline(
+    stage: StableDiffusion,
+    state: Mapping[str, Tensor],
+    directory: Path,
+    towers: Mapping[str, Mapping[str, Tensor]] = MappingProxyType({}),
+) -> float:
     """Write a folder that diffusers' pipeline of the family loads, replacing `directory` at once.
 
     The built stage's parts go along; what it left out is built. `state` is the network's whole state dict on the host,
-    in the dtype to be written. Its scheduler samples as the objective does; where diffusers has none such, the folder
-    holds the network alone, in `unet/`. Returns the relative difference of a fixed prediction after reading it back; a
-    RunError leaves `directory` as it was.
+    in the dtype to be written; `towers` are those of text towers that trained. Its scheduler samples as the objective
+    does; where diffusers has none such, the folder holds what trained alone, as `unet/` and the towers. Returns the
+    relative difference of a fixed prediction after reading it back; a RunError leaves `directory` as it was.
     """
     stage.complete()
     network = build_plain_network(stage.network.config, state)
     with replaced_directory(directory) as partial, quiet():
         if stage.scheduler is None:
             network.save_pretrained(partial / "unet")
+            for name in towers:
+                _tower(stage, name, network.dtype, towers).save_pretrained(partial / name)
         else:
-            _pipeline(network, stage, dict(stage.scheduler)).save_pretrained(partial)
+            _pipeline(network, stage, dict(stage.scheduler), towers).save_pretrained(partial)
+        for name, tower in towers.items():
+            found = type(stage.text_encoders()[name].module).from_pretrained(partial / name, dtype=network.dtype)
+            check_equal_tensors({n: v.to(network.dtype) for n, v in tower.items()}, found.state_dict(), directory)
         loaded = UNet2DConditionModel.from_pretrained(partial / "unet", torch_dtype=network.dtype)
         return read_back_error(network, loaded, directory)
 
@@ -59,16 +71,25 @@ def save_vae(config: Mapping[str, Any], state: Mapping[str, Tensor], directory: 
         return read_back_error(model, loaded, directory, reconstruction)
 
 
-def _pipeline(network: UNet2DConditionModel, stage: StableDiffusion, scheduler: dict[str, Any]) -> Any:
+def _tower(stage: StableDiffusion, name: str, dtype: torch.dtype, towers: Mapping[str, Mapping[str, Tensor]]) -> Any:
+    """Return a text tower on the host, as it trained or as it is."""
+    module = stage.text_encoders()[name].module
+    return tower_of(module, towers[name], dtype) if name in towers else copy_on_host(module, dtype)
+
+
+def _pipeline(
+    network: UNet2DConditionModel,
+    stage: StableDiffusion,
+    scheduler: dict[str, Any],
+    towers: Mapping[str, Mapping[str, Tensor]],
+) -> Any:
     kind = getattr(diffusers, scheduler.pop("_class_name"))
     vae = AutoencoderKL(**stage.vae.arguments)
     vae.load_state_dict(on_host(stage.vae.module, network.dtype), strict=True, assign=True)
     parts: dict[str, Any] = {"unet": network, "vae": vae.eval(), "scheduler": kind(**scheduler)}
-    for number in ("", "_2"):
-        encoder = getattr(stage, f"text_encoder{number}", None)
-        if encoder is not None:
-            parts[f"text_encoder{number}"] = copy_on_host(encoder.module, network.dtype)
-            parts[f"tokenizer{number}"] = tokenizer_of_length(encoder)
+    for name, encoder in stage.text_encoders().items():
+        parts[name] = _tower(stage, name, network.dtype, towers)
+        parts[name.replace("text_encoder", "tokenizer")] = tokenizer_of_length(encoder)
     if "text_encoder_2" in parts:  # the empty caption is encoded, as in training
         return StableDiffusionXLPipeline(**parts, force_zeros_for_empty_prompt=False, add_watermarker=False)
     return StableDiffusionPipeline(**parts, safety_checker=None, feature_extractor=None, requires_safety_checker=False)

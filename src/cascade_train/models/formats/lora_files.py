@@ -9,12 +9,13 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from safetensors import safe_open
 from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
-from cascade_train.models.formats.lora_files_keyed import is_keyed, read_keyed
+from cascade_train.models.formats.lora_files_keyed import is_keyed, read_keyed, token_file
 from cascade_train.models.formats.lora_files_original import DEFAULT_FILTERS, is_original, read_original
 from cascade_train.models.formats.weights import set_tensor
 from cascade_train.models.formats.weights_source import find_part
@@ -31,6 +32,7 @@ from cascade_train.models.formats.weights_tensors import (
 )
 from cascade_train.models.lora import (
     ADAPTER,
+    TEXT_ENCODERS,
     LoraSpec,
     StoredLora,
     TrainedTokens,
@@ -44,8 +46,8 @@ DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 TOKENS_FILE = "tokens.safetensors"
-TEXT_ENCODER = "text_encoder"
-TOKEN_ROWS = "token_rows"
+TOKEN_ROWS = {"text_encoder": "token_rows", "text_encoder_2": "token_rows_2"}
+"""Text encoder -> the tensor of its trained tokens, which the header describes with the same ending."""
 
 DIFFUSERS_HEADER = "lora_adapter_metadata"
 _PEFT_PREFIX = "base_model.model."
@@ -57,8 +59,8 @@ _MAGNITUDE = ".lora_magnitude_vector"
 def write_single_file(path: Path, lora: StoredLora, metadata: Mapping[str, str]) -> None:
     """Write adapters as one file whose header describes them and names the base they belong to.
 
-    Those of the text encoder get the prefix `text_encoder.`, trained tokens are `token_rows`; `metadata` is added to
-    the header.
+    Those of the text encoder get the prefix `text_encoder.`, trained tokens are `token_rows`; a second one has
+    `text_encoder_2.` and `token_rows_2`. `metadata` is added to the header.
     """
     spec = lora.spec
     header = {
@@ -70,45 +72,73 @@ def write_single_file(path: Path, lora: StoredLora, metadata: Mapping[str, str])
         "dora": str(spec.dora).lower(),
         "targets": json.dumps(spec.targets),
     }
-    tensors = dict(lora.state) | {f"{TEXT_ENCODER}.{name}": value for name, value in lora.text_encoder.items()}
-    if lora.tokens is not None:
-        tensors[TOKEN_ROWS] = lora.tokens.rows
-        header |= _token_header(lora.tokens)
-    write_tensors(path, tensors, header)
+    tensors = dict(lora.state)
+    for tower, (state, _) in lora.towers().items():
+        tensors |= {f"{tower}.{name}": value for name, value in state.items()}
+    rows, of_tokens = _tokens_of(lora)
+    write_tensors(path, tensors | rows, header | of_tokens)
 
 
 def write_peft_folder(folder: Path, lora: StoredLora) -> None:
     """Write adapters as `PeftModel.from_pretrained` reads them, into an existing folder.
 
-    Adapters of the text encoder become a folder `text_encoder` of the same form in it; trained tokens, which peft has
-    no place for here, `tokens.safetensors` beside them.
+    Adapters of text encoders become folders `text_encoder` and `text_encoder_2` of the same form in it; trained tokens,
+    which peft has no place for here, `tokens.safetensors` beside them.
     """
     _write_adapter(folder, lora.state, lora.spec)
-    if lora.text_encoder:
-        (folder / TEXT_ENCODER).mkdir()
-        _write_adapter(folder / TEXT_ENCODER, lora.text_encoder, lora.spec)
-    if lora.tokens is not None:
-        write_tensors(folder / TOKENS_FILE, {TOKEN_ROWS: lora.tokens.rows}, _token_header(lora.tokens))
+    for tower, (state, _) in lora.towers().items():
+        if state:
+            (folder / tower).mkdir()
+            _write_adapter(folder / tower, state, lora.spec)
+    rows, header = _tokens_of(lora)
+    if rows:
+        write_tensors(folder / TOKENS_FILE, rows, header)
 
 
 def write_diffusers_file(folder: Path, lora: StoredLora) -> None:
     """Write adapters of Stable Diffusion as `load_lora_weights` of diffusers' pipelines reads them.
 
-    Rank and alpha lie in the header, as diffusers writes them; trained tokens have no place in it.
+    Rank and alpha lie in the header, as diffusers writes them; trained tokens have no place in it, see
+    `write_embeddings`.
     """
     from peft import LoraConfig
 
     spec, tensors, facts = lora.spec, dict[str, Tensor](), dict[str, object]()
-    for prefix, state in (("unet", lora.state), (TEXT_ENCODER, lora.text_encoder)):
+    for prefix, state in {"unet": lora.state, **{tower: each for tower, (each, _) in lora.towers().items()}}.items():
         names = adapted_modules(state)
         if names:
             config = LoraConfig(r=spec.rank, lora_alpha=spec.alpha, use_dora=spec.dora).to_dict()
-            config["target_modules"] = names
+            config["target_modules"] = [_ending(name) for name in names]
             facts |= {f"{prefix}.{key}": value for key, value in config.items() if _is_plain(value)}
         short = {name.replace(f"{_MAGNITUDE}.weight", _MAGNITUDE): value for name, value in state.items()}
         tensors |= {f"{prefix}.{name}": value for name, value in short.items()}
     header = {"format": "pt", DIFFUSERS_HEADER: json.dumps(facts, indent=2, sort_keys=True)}
     write_tensors(folder / DIFFUSERS_FILE, tensors, header)
+
+
+def _ending(name: str) -> str:
+    """Return what the name of a module ends with in every version of transformers; peft finds it by that."""
+    return name.removeprefix("text_model.")
+
+
+def write_embeddings(folder: Path, lora: StoredLora) -> None:
+    """Write each new token of Stable Diffusion as `load_textual_inversion` of diffusers takes it, into a new folder.
+
+    One file for each: the token's row by its name; of two text encoders `clip_l` and `clip_g`, which are loaded one by
+    one. Other programs read the latter too.
+    """
+    towers = {tower: tokens for tower, (_, tokens) in lora.towers().items() if tokens is not None}
+    rows = {tower: dict(zip(tokens.strings, tokens.rows, strict=True)) for tower, tokens in towers.items()}
+    first = next(iter(towers.values()))
+    new = [name for name, is_new in zip(first.strings, first.is_new, strict=True) if is_new]
+    if new:
+        folder.mkdir()
+    for token in new:
+        if len(rows) == 1:
+            tensors = {token: next(iter(rows.values()))[token]}
+        else:
+            tensors = {name: each[token] for name, each in zip(("clip_l", "clip_g"), rows.values(), strict=True)}
+        write_tensors(folder / f"{token_file(token)}.safetensors", tensors, {"token": token})
 
 
 def _is_plain(value: object) -> bool:
@@ -119,19 +149,34 @@ def _write_adapter(folder: Path, state: Mapping[str, Tensor], spec: LoraSpec) ->
     from peft import LoraConfig
 
     config = LoraConfig(r=spec.rank, lora_alpha=spec.alpha, use_dora=spec.dora, inference_mode=True)
-    config.target_modules = adapted_modules(state)  # peft makes a set of it, whose order differs between processes
+    names = [_ending(name) for name in adapted_modules(state)]
+    config.target_modules = names  # peft makes a set of it, whose order differs between processes
     config.save_pretrained(str(folder))
     short = {name.replace(f"{_MAGNITUDE}.weight", _MAGNITUDE): value for name, value in state.items()}
     tensors = {f"{_PEFT_PREFIX}{name}": value for name, value in short.items()}
     write_tensors(folder / ADAPTER_FILE, tensors, {"format": "pt"})
 
 
-def _token_header(tokens: TrainedTokens) -> dict[str, str]:
-    return {
-        "tokens": json.dumps(tokens.strings),
-        "token_ids": json.dumps(tokens.ids),
-        "token_is_new": json.dumps(tokens.is_new),
-    }
+_OF_TOKENS = {"tokens": "strings", "token_ids": "ids", "token_is_new": "is_new"}
+
+
+def _tokens_of(lora: StoredLora) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the rows of trained tokens, and what describes them in a header."""
+    tensors, header = dict[str, Tensor](), dict[str, str]()
+    for tower, (_, tokens) in lora.towers().items():
+        if tokens is not None:
+            tensors[TOKEN_ROWS[tower]] = tokens.rows
+            ending = tower.removeprefix("text_encoder")
+            header |= {f"{key}{ending}": json.dumps(getattr(tokens, field)) for key, field in _OF_TOKENS.items()}
+    return tensors, header
+
+
+def _stored_tokens(tower: str, header: Mapping[str, str], tensors: Mapping[str, Tensor]) -> TrainedTokens | None:
+    if TOKEN_ROWS[tower] not in tensors:
+        return None
+    ending = tower.removeprefix("text_encoder")
+    facts: dict[str, Any] = {field: tuple(json.loads(header[f"{key}{ending}"])) for key, field in _OF_TOKENS.items()}
+    return TrainedTokens(rows=tensors[TOKEN_ROWS[tower]], **facts)
 
 
 def read_lora(
@@ -171,8 +216,9 @@ def _read_adapters(source: str, key: str) -> tuple[dict[str, str], dict[str, Ten
     if not path.is_dir():
         return read_tensors(path, key, what="adapter file")
     header, tensors = _read_peft(path, key, prefix="")
-    if (path / TEXT_ENCODER).is_dir():
-        tensors |= _read_peft(path / TEXT_ENCODER, key, prefix=f"{TEXT_ENCODER}.")[1]
+    for tower in TEXT_ENCODERS:
+        if (path / tower).is_dir():
+            tensors |= _read_peft(path / tower, key, prefix=f"{tower}.")[1]
     if (path / TOKENS_FILE).is_file():
         of_tokens, rows = read_tensors(path / TOKENS_FILE, key, what="adapter file")
         header, tensors = header | of_tokens, tensors | rows
@@ -192,7 +238,7 @@ def _read_by_name(
     header: Mapping[str, str], tensors: Mapping[str, Tensor], modules: Mapping[str, Shape], origin: str
 ) -> StoredLora:
     """Read ours, peft's, ComfyUI's and kohya's adapters, which name their modules."""
-    named = {name: value for name, value in tensors.items() if name != TOKEN_ROWS}
+    named = {name: value for name, value in tensors.items() if name not in TOKEN_ROWS.values()}
     if header.get("format") == FORMAT:
         lora = replace(read_keyed(named, modules, origin, alpha=float(header["alpha"])), spec=_spec_of(header))
     elif is_keyed(named):
@@ -204,10 +250,8 @@ def _read_by_name(
         raise ConfigError(
             f"{origin}: holds no adapters in a format that is read here, but {first}; see docs/weights.md"
         )
-    if TOKEN_ROWS not in tensors:
-        return lora
-    strings, ids, is_new = (tuple(json.loads(header[name])) for name in ("tokens", "token_ids", "token_is_new"))
-    return replace(lora, tokens=TrainedTokens(strings=strings, ids=ids, is_new=is_new, rows=tensors[TOKEN_ROWS]))
+    tokens, tokens_2 = (_stored_tokens(tower, header, tensors) for tower in TEXT_ENCODERS)
+    return replace(lora, tokens=tokens, tokens_2=tokens_2)
 
 
 def _spec_of(header: Mapping[str, str]) -> LoraSpec:
@@ -240,9 +284,10 @@ def adapter_size(source: str, *, key: str) -> str | None:
 
 
 def _network_shapes(tensors: Mapping[str, Tensor]) -> list[Shape]:
-    """Return the shapes of adapters of the network, without the text encoder's and tokens."""
+    """Return the shapes of adapters of the network, without the text encoders' and tokens."""
+    others = tuple(f"{tower}." for tower in TEXT_ENCODERS)
     shapes = shapes_of(tensors).items()
-    return [shape for name, shape in shapes if not name.startswith(f"{TEXT_ENCODER}.") and name != TOKEN_ROWS]
+    return [shape for name, shape in shapes if not name.startswith(others) and name not in TOKEN_ROWS.values()]
 
 
 def module_shapes(network: nn.Module) -> dict[str, Shape]:
@@ -277,7 +322,12 @@ def refill_lora(
 
 
 def fill_adapters(network: nn.Module, state: Mapping[str, Tensor], origin: str) -> None:
-    """Give the adapters that a network carries their values, by plain names; a ConfigError if they are others."""
+    """Give the adapters that a network carries their values, by plain names; a ConfigError if they are others.
+
+    Of a text encoder the names may be those of files, see `tower_name`.
+    """
+    if not hasattr(network, "text_model"):
+        state = {name.removeprefix("text_model."): value for name, value in state.items()}
     wanted = {
         name.replace(f".{ADAPTER}.", "."): (name, parameter)
         for name, parameter in network.named_parameters(remove_duplicate=False)  # q, k and v may share one

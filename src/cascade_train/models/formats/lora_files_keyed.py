@@ -19,7 +19,7 @@ from torch import Tensor
 from cascade_train.errors import ConfigError
 from cascade_train.models.formats.original_names import unet_modules
 from cascade_train.models.formats.weights_tensors import write_tensors
-from cascade_train.models.lora import LoraSpec, StoredLora, adapted_modules
+from cascade_train.models.lora import TEXT_ENCODERS, LoraSpec, StoredLora, adapted_modules
 
 PREFIXES = {
     "comfyui": ("lora_prior_unet_", "lora_prior_te_"),
@@ -27,6 +27,9 @@ PREFIXES = {
     "kohya_sdxl": ("lora_unet_", "lora_te1_"),
 }
 """Style -> prefixes of the network's and of the text encoder's modules."""
+
+SECOND_PREFIX = "lora_te2_"
+"""Prefix of the second text encoder's modules, of SDXL."""
 
 _HALVES = {
     ".lora_down.weight": "down",
@@ -78,7 +81,9 @@ def write_keyed(
     is_stage_b = any(name.startswith("clip_mapper") for name in lora.spec.targets)
     originals = unet_modules(modules) if style == "kohya_sdxl" else {}
     tensors: dict[str, Tensor] = {}
-    for prefix, state in zip(PREFIXES[style], (lora.state, lora.text_encoder), strict=True):
+    of_network, of_text = PREFIXES[style]
+    states = ((of_network, lora.state), (of_text, lora.text_encoder), (SECOND_PREFIX, lora.text_encoder_2))
+    for prefix, state in states:
         for name in adapted_modules(state):
             foreign = originals.get(name) or foreign_name(name, is_stage_b=is_stage_b)
             stem = prefix + foreign.replace(".", "_")
@@ -109,8 +114,12 @@ def write_token_files(folder: Path, lora: StoredLora) -> None:
     assert lora.tokens is not None
     folder.mkdir(parents=True, exist_ok=True)
     for string, row in zip(lora.tokens.strings, lora.tokens.rows, strict=True):
-        safe = re.sub(r"[^\w-]+", "", string.removesuffix("</w>")) or "token"
-        write_tensors(folder / f"{safe}.safetensors", {"clip_g": row[None]}, {"token": string})
+        write_tensors(folder / f"{token_file(string)}.safetensors", {"clip_g": row[None]}, {"token": string})
+
+
+def token_file(token: str) -> str:
+    """Return the name, without ending, of the file that holds a token."""
+    return re.sub(r"[^\w-]+", "", token.removesuffix("</w>")) or "token"
 
 
 def is_keyed(names: Iterable[str]) -> bool:
@@ -127,13 +136,13 @@ def read_keyed(
     """
     found, names = _collect(tensors, origin), _known_names(modules)
     network: dict[str, Adapter] = {}
-    text: dict[str, Adapter] = {}
+    text: dict[str, dict[str, Adapter]] = {tower: {} for tower in TEXT_ENCODERS}
     for stem, adapter in found.items():
         adapter.alpha = adapter.alpha if alpha is None else torch.tensor(alpha)
         if stem in names:
             network[names[stem]] = adapter
-        elif (text_name := _text_name(stem)) is not None:
-            text[text_name] = adapter
+        elif (found_in := _text_name(stem)) is not None:
+            text[found_in[0]][found_in[1]] = adapter
         else:
             raise ConfigError(
                 f"{origin}: adapts {stem}, which this model has not; choose the model= the adapter was trained on"
@@ -167,37 +176,39 @@ def _known_names(modules: Iterable[str]) -> dict[str, str]:
     return names
 
 
-def _text_name(stem: str) -> str | None:
-    """Return the text encoder's module that a stored name means; None = not one of its modules."""
-    for _, prefix in PREFIXES.values():
+def _text_name(stem: str) -> tuple[str, str] | None:
+    """Return the text encoder and its module that a stored name means; None = no module of one."""
+    prefixes = {prefix: "text_encoder" for _, prefix in PREFIXES.values()} | {SECOND_PREFIX: "text_encoder_2"}
+    for prefix, tower in prefixes.items():
         inner = stem.removeprefix(prefix)
         if inner == stem:
             continue
         if inner == "text_projection":
-            return inner
+            return tower, inner
         if (match := _TEXT_MODULE.fullmatch(inner)) is not None:
             layer = match[2].replace("self_attn_", "self_attn.").replace("mlp_", "mlp.")
-            return f"text_model.encoder.layers.{match[1]}.{layer}"
-    return stem.removeprefix("text_encoder.") if stem.startswith("text_encoder.") else None
+            return tower, f"text_model.encoder.layers.{match[1]}.{layer}"
+    tower, _, name = stem.partition(".")
+    return (tower, name) if tower in TEXT_ENCODERS else None
 
 
-def _unify(network: Mapping[str, Adapter], text: Mapping[str, Adapter]) -> StoredLora:
+def _unify(network: Mapping[str, Adapter], text: Mapping[str, Mapping[str, Adapter]]) -> StoredLora:
     """Bring adapters to one rank and alpha without changing what they compute.
 
     Smaller ranks are filled up with zeros; where alpha / rank differs, it is multiplied into the up half.
     """
-    adapters = [*network.values(), *text.values()]
+    adapters = [*network.values(), *(adapter for tower in text.values() for adapter in tower.values())]
     rank = max(a.down.shape[0] for a in adapters if a.down is not None)
     scales = {a.scale for a in adapters}
     scale = scales.pop() if len(scales) == 1 else 1.0
-    state, text_state = (
-        {k: v for n, a in d.items() for k, v in _plain(n, a, rank, scale).items()} for d in (network, text)
+    state, *towers = (
+        {k: v for n, a in d.items() for k, v in _plain(n, a, rank, scale).items()} for d in (network, *text.values())
     )
     dora = any(a.magnitude is not None for a in adapters)
     largest = next(a for a in adapters if a.down is not None and a.down.shape[0] == rank)
     alpha = float(rank) if largest.alpha is None or largest.scale != scale else float(largest.alpha)
     spec = LoraSpec(rank=rank, alpha=alpha, targets=tuple(network), base_size=None, dora=dora)
-    return StoredLora(spec=spec, state=state, text_encoder=text_state)
+    return StoredLora(spec=spec, state=state, text_encoder=towers[0], text_encoder_2=towers[1])
 
 
 def _plain(name: str, adapter: Adapter, rank: int, scale: float) -> dict[str, Tensor]:
