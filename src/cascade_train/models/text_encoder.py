@@ -84,6 +84,7 @@ class TextEncoder(ClipTower):
         self.pieces = LONG_PIECES if self.long_captions else 1
         self._captions = self._truncated = 0
         self._noticed = False
+        self._state_PLD: Tensor | None = None  # of `hidden_layer`, while the tower runs
 
     def forget_weights(self) -> None:
         """Take values from a fixed seed and the packaged tokenizer, whatever was named."""
@@ -117,17 +118,20 @@ class TextEncoder(ClipTower):
                 )
         # The pooled token is the first end of text; the legacy id 2 would pool at the highest id: an added token.
         self.tower.eos_token_id = self.module.config.eos_token_id = self.tokenizer.eos_token_id
-        # The other states are inputs of layers; a sharded tower must not take them for its results.
-        self.module.register_forward_hook(self._keep_text)
+        # transformers records hidden states by the name of a class, and FSDP2 gives a tower another class.
+        self.tower.encoder.layers[self.hidden_layer].register_forward_hook(self._keep_state)
+        self.module.register_forward_hook(self._add_text)
 
-    def _keep_text(self, _module: nn.Module, _inputs: object, output: Any) -> Any:
-        """Keep of the hidden states what is the text; here, where the norm's weights are whole."""
-        if output.hidden_states is not None:
-            text_PLD = output.hidden_states[self.hidden_layer]
-            if self.final_norm:
-                is_last = self.hidden_layer == -1
-                text_PLD = output.last_hidden_state if is_last else self.tower.final_layer_norm(text_PLD)
-            output.hidden_states = (text_PLD,)
+    def _keep_state(self, _layer: nn.Module, _inputs: object, output: Tensor) -> None:
+        self._state_PLD = output
+
+    def _add_text(self, _module: nn.Module, _inputs: object, output: Any) -> Any:
+        """Add the text to what the tower returns; here, where the norm's weights are whole and FSDP2 sees results."""
+        text_PLD, self._state_PLD = self._state_PLD, None
+        if self.final_norm:
+            is_last = self.hidden_layer == -1
+            text_PLD = output.last_hidden_state if is_last else self.tower.final_layer_norm(text_PLD)
+        output["hidden_states"] = (text_PLD,)  # as an item, which FSDP2 finds; of an attribute there may be none
         return output
 
     def unreached(self) -> list[str]:
@@ -221,7 +225,6 @@ class TextEncoder(ClipTower):
         output = self.module(
             input_ids=tokens["input_ids"].reshape(-1, self.max_tokens),
             attention_mask=causal_mask(keep_PL if self.mask_padding else torch.ones_like(keep_PL)),
-            output_hidden_states=True,
         )
         text_PLD = output.hidden_states[0]
         text_BLD = text_PLD.reshape(batch, -1, text_PLD.shape[-1])

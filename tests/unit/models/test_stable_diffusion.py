@@ -102,8 +102,11 @@ def test_the_text_is_the_chosen_layers_with_or_without_the_last_norm(sd: Stage) 
         (-2, False, found.hidden_states[-2]),
         (-2, True, plain.final_layer_norm(found.hidden_states[-2])),
     ):
-        other = build_stage("sd_tiny", {"text_encoder": {"hidden_layer": layer, "final_norm": norm}})
-        torch.testing.assert_close(other.text_encoder.encode(tokens)[0], expected)
+        other = build_stage("sd_tiny", {"text_encoder": {"hidden_layer": layer, "final_norm": norm}}).text_encoder
+        assert torch.equal(other.encode(tokens)[0], expected)
+        other.module.__class__ = type("Sharded", (type(module),), {})  # as FSDP2 does
+        assert torch.equal(other.encode(tokens)[0], expected)
+        assert other._state_PLD is None
 
 
 def test_padding_is_by_the_given_token() -> None:
