@@ -31,7 +31,7 @@ STAGES = {"compressor": "compressor and previewer", "c": "C", "a": "A", "b": "B"
 MEASURES = {"a": ("psnr", "dB"), "compressor": ("psnr", "dB"), "c": ("loss", "loss")}
 """What each run validates on held-out pictures."""
 
-RECONSTRUCTED = {"a": "A", "b": "B and A"}
+RECONSTRUCTED = {"compressor": "compressor and previewer", "a": "A", "b": "B and A"}
 SAID = ("emoji/inspect.txt", "emoji/plan.txt")
 SETS = ("train", "held_out", "combinations")
 CELL_PX, LABEL_PX, TITLE_PX = 80, 86, 36
