@@ -142,7 +142,8 @@ def test_with_a_vqgan_the_folder_is_a_decoder_pipeline(
 def test_a_stage_of_another_family_writes_its_own_network(tmp_path: Path) -> None:
     task, network, written = component("task", "reconstruction"), torch.nn.Linear(1, 1), []
     assert isinstance(task, Reconstruction)
-    task.stage = SimpleNamespace(network=network, exports=lambda: {"weights": lambda *given: written.append(given)})
+    exports = {"weights": lambda *given: written.append(given)}
+    task.stage = SimpleNamespace(network=network, exports=lambda: exports, text_encoders=dict)
     (export,) = task.exports().values()
     assert (export.module, export.whole, list(task.exports())) == (network, True, ["weights"])
     export.write({}, tmp_path)

@@ -226,9 +226,7 @@ def _other_parts(recipe: Recipe, given: Values, kind: str) -> None:
         recipe.note(key, "it learns a token: task=lora task.train_tokens=[['[mine]', '^dog</w>']]", Kind.MISSING)
         recipe.remarks.append(f"The file learns a new token, and this experiment is a task={instead} in its place.")
     elif any(each.get("is_trainable") for each in given.get(key) or [] if isinstance(each, dict)):
-        recipe.note(
-            key, "text encoders train by adapters alone: task=lora task.text_encoder_filters=[.self_attn]", Kind.MISSING
-        )
+        recipe.note(key, "text encoders are frozen unless model.text_encoder.train=true, of Stable Diffusion")
     if "ControlNet" in kind:
         recipe.note("model.params.network_config.target", "a control network: task=controlnet filter=...", Kind.MISSING)
         recipe.remarks.append(
@@ -253,8 +251,6 @@ def _conditioner(recipe: Recipe, given: Values) -> None:
     towers: dict[str, Any] = {}
     for each in given.get(key) or []:
         kind, options = str(each.get("target", "")).rpartition(".")[2], each.get("params") or {}
-        if each.get("is_trainable"):
-            recipe.note(f"{key} is_trainable", "text towers stay frozen here", Kind.MISSING)
         if kind == "FrozenCLIPEmbedder" and "layer_idx" in options:
             towers["model.text_encoder.hidden_layer"] = int(options["layer_idx"]) - CLIP_LAYERS - 1
         elif kind == "FrozenOpenCLIPEmbedder2" and options.get("layer") in OPEN_CLIP_LAYERS:

@@ -32,10 +32,14 @@ _BOUND_KEYS = ("run.seed",)
 _DATA_KEYS = ("train.global_batch_size",)
 """Freed, beside the node `data`, by `data.on_change=restart`."""
 
+TOWERS = ("text_encoder", "text_encoder_2")
+
 ADDED = {
     **{"model.image_encoder.antialias": True, "task.init": "kaiming", "model.kernels": "eager"},
     "compile_fallback": False,  # without effect where nothing is compiled
     "run.on_end": None,
+    **{"checkpoint.every_epochs": None, "validate.every_epochs": None},
+    **{f"model.{tower}.{key}": value for tower in TOWERS for key, value in (("train", False), ("lr", None))},
     "train.master_weights": "fp32",
     "train.base_weights": None,
     "memory.budget_gb": None,
