@@ -22,20 +22,21 @@ MOST_OF_NEEDS = 0.6
 OF_EACH_KIND = ("controlnet_c_3b_canny", "finetune_b_700m", "finetune_c_1b", "finetune_c_3b_lora")
 
 
-def planned(recipe: str, capsys: pytest.CaptureFixture[str], folder: Path) -> None:
-    """Plan a recipe in an empty folder, and check what is said and that nothing is left."""
+def planned(recipe: str, capsys: pytest.CaptureFixture[str], folder: Path) -> str:
+    """Plan a recipe in an empty folder, check what is said and that nothing is left, and return it."""
     assert launch(["plan", f"experiment={recipe}"]) == 0
     text = capsys.readouterr().out
     assert text.startswith(f"{recipe}: ")
     assert "8 ranks" in text
     assert "Data     not opened: data.urls=(not given)" in text
     assert not list(folder.iterdir())
+    return text
 
 
 @pytest.mark.parametrize("recipe", OF_EACH_KIND)
 def test_a_recipe_is_planned(recipe: str, capsys, tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    planned(recipe, capsys, tmp_path)
+    assert "GB" in planned(recipe, capsys, tmp_path)
 
 
 @pytest.fixture(scope="module")

@@ -99,7 +99,9 @@ def trained(name: str, root: Path, run: Path, *more: str) -> list[dict[str, Any]
 @pytest.mark.parametrize("name", [name for name in RECIPES_OF_SEEDS if name not in ("sd_everydream", "sdxl_cached")])
 def test_a_recipe_trains_at_a_reduced_size_as_it_says(name: str, root: Path, tmp_path: Path) -> None:
     more = ["train.max_epochs=1"] if name == "sd_everydream_first" else []
-    trained(name, root, tmp_path / "run", *more)
+    rows = trained(name, root, tmp_path / "run", *more)
+    assert rows
+    assert all(math.isfinite(row["loss"]) for row in rows)
 
 
 def test_everydreams_checkpoints_come_with_each_epoch_and_its_captions_from_names(root: Path, tmp_path: Path) -> None:

@@ -11,14 +11,14 @@ import torch
 from diffusers import ControlNetModel, UNet2DConditionModel
 from torch import Tensor, nn
 
-from cascade_train.models.networks.attention import set_attention
-from cascade_train.models.networks.condition_unet import recomputed, units_of
+from cascade_train.models.networks.block_network import BlockNetwork
+from cascade_train.models.networks.condition_unet import units_of
 
 EMBEDDING_WIDTHS = (16, 32, 96, 256)
 """Of the convolutions over the map; all but the first halve its size (diffusers' default, for a stride of 8)."""
 
 
-class ConditionControlNet(ControlNetModel):
+class ConditionControlNet(BlockNetwork, ControlNetModel):
     """Diffusers' control network, whose units are its residual blocks, transformer blocks and samplers."""
 
     def forward(
@@ -49,17 +49,6 @@ class ConditionControlNet(ControlNetModel):
     def units(self) -> list[list[nn.Module]]:
         """Return each unit, a list of one module, in order of execution."""
         return [[unit] for block in [*self.down_blocks, self.mid_block] for unit in units_of(block)]
-
-    def set_attention(self, name: str) -> None:
-        """Choose the attention kernel, see `attention.set_attention`."""
-        set_attention(self, name)
-
-    def set_recomputing(self, enabled: bool) -> None:
-        """Recompute residual and transformer blocks in backward instead of keeping their activations."""
-        if enabled:
-            self.enable_gradient_checkpointing(recomputed)
-        else:
-            self.disable_gradient_checkpointing()
 
 
 def empty_controlnet(unet: UNet2DConditionModel, *, channels: int, stride: int) -> ConditionControlNet:

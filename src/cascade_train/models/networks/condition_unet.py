@@ -16,12 +16,11 @@ from typing import Any
 
 from diffusers import UNet2DConditionModel
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from cascade_train.models.networks.attention import draws_random_numbers, set_attention
+from cascade_train.models.networks.block_network import BlockNetwork
 
 
-class ConditionUNet(UNet2DConditionModel):
+class ConditionUNet(BlockNetwork, UNet2DConditionModel):
     """Diffusers' UNet, whose units are its residual blocks, transformer blocks and samplers, each a module of its own.
 
     The parent finds blocks by attributes of the levels that hold them, and calls every unit as a module: hooks of FSDP2
@@ -68,17 +67,6 @@ class ConditionUNet(UNet2DConditionModel):
         blocks = [*self.down_blocks, self.mid_block, *self.up_blocks]
         return [[unit] for block in blocks for unit in units_of(block)]
 
-    def set_attention(self, name: str) -> None:
-        """Choose the attention kernel, see `attention.set_attention`."""
-        set_attention(self, name)
-
-    def set_recomputing(self, enabled: bool) -> None:
-        """Recompute residual and transformer blocks in backward instead of keeping their activations."""
-        if enabled:
-            self.enable_gradient_checkpointing(recomputed)
-        else:
-            self.disable_gradient_checkpointing()
-
 
 def units_of(block: nn.Module) -> Iterator[nn.Module]:
     """Yield the units of a level in order of execution: a residual block and its transformer, in turns, then samplers.
@@ -91,9 +79,3 @@ def units_of(block: nn.Module) -> Iterator[nn.Module]:
             yield from getattr(layer, "transformer_blocks", (layer,))
     for name in ("downsamplers", "upsamplers"):
         yield from getattr(block, name, None) or ()
-
-
-def recomputed(module: nn.Module, *arguments: Any) -> Any:
-    """Run a module of diffusers so that backward recomputes its activations; for `enable_gradient_checkpointing`."""
-    keep_rng = draws_random_numbers([module])
-    return checkpoint(module.__call__, *arguments, use_reentrant=False, preserve_rng_state=keep_rng)

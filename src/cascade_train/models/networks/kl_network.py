@@ -14,8 +14,7 @@ from diffusers import AutoencoderKL
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from torch import Tensor, nn
 
-from cascade_train.models.networks.attention import set_attention
-from cascade_train.models.networks.condition_unet import recomputed
+from cascade_train.models.networks.block_network import BlockNetwork
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +34,7 @@ class Reconstructed:
     kl_B: Tensor
 
 
-class KLNetwork(AutoencoderKL):
+class KLNetwork(BlockNetwork, AutoencoderKL):
     """Diffusers' `AutoencoderKL`, whose units are the levels of encoder and decoder, with their names and config."""
 
     def units(self) -> list[list[nn.Module]]:
@@ -51,17 +50,6 @@ class KLNetwork(AutoencoderKL):
     def decoder_modules(self) -> list[nn.Module]:
         """Return what makes images of latents."""
         return [self.post_quant_conv, self.decoder]
-
-    def set_attention(self, name: str) -> None:
-        """Choose the attention kernel, see `attention.set_attention`."""
-        set_attention(self, name)
-
-    def set_recomputing(self, enabled: bool) -> None:
-        """Recompute the levels in backward instead of keeping their activations."""
-        if enabled:
-            self.enable_gradient_checkpointing(recomputed)
-        else:
-            self.disable_gradient_checkpointing()
 
     def forward(self, sample: Tensor, *, normal_BChw: Tensor | None = None, only: str | None = None) -> Any:
         """Encode, draw latents and decode; everything through `forward`, so that a sharded network is gathered.
