@@ -154,3 +154,34 @@ def test_the_kernels_compute_what_torch_computes() -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1"}  # to be set before triton is imported
     found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.filterwarnings("ignore")  # triton warns about its own defaults
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_the_kernels_compile_for_a_gpu_that_is_not_there(monkeypatch, tmp_path, p: float) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from cascade_train.models.networks import response_norm_triton as kernels
+
+    pointers = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int16: "*i16", torch.bool: "*i1"}
+    compiled = set()
+
+    def compile_only(kernel, h, *tensors: Tensor, sums: int = 0, **flags: int) -> list[Tensor]:
+        """Compile what `_launch` would run, for an H100; the sums it would return are ones."""
+        parts = [h.new_ones((h.shape[0], 1, 1, h.shape[-1]), dtype=torch.float32) for _ in range(sums)]
+        constants = {**flags, "ROWS": kernels.ROWS, "COLUMNS": kernels.COLUMNS}
+        kinds = [*(pointers[each.dtype] for each in (h, *tensors, *parts)), "i32", "i32", "i32"]
+        signature = dict(zip(kernel.arg_names, [*kinds, *["constexpr"] * len(constants)], strict=True))
+        made = triton.compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", 90, 32))
+        assert made.asm["cubin"]
+        compiled.add(made.name)
+        return parts
+
+    monkeypatch.setattr(kernels, "_launch", compile_only)
+    monkeypatch.setattr(module, "_kernels", lambda _: kernels)
+    measured(response_norm, torch.bfloat16, p)
+    assert compiled == {"_square_sums", "_apply", "_gradient_sums", "_apply_backward"}
