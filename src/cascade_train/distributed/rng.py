@@ -14,7 +14,10 @@ from cascade_train.batch import sample_seed
 
 def seed_micro_batch(seed: int, *, step: int, micro: int, rank: int) -> None:
     """Seed torch's global generators for one micro-batch, so that resuming needs no generator state."""
-    torch.manual_seed(sample_seed(seed, step, micro, f"network/{rank}"))
+    number = sample_seed(seed, step, micro, f"network/{rank}")
+    torch.default_generator.manual_seed(number)  # torch.manual_seed() formats the stack for each device that is absent
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(number)
 
 
 def set_deterministic(enabled: bool) -> None:
