@@ -3,8 +3,9 @@
 usage: forked.py FILE, a JSON list of runs [{"ranks": 2, "argv": [...], "hook": null, "out": "folder"}, ...]
 
 Every rank writes what it said to `<out>/said_<rank>`; a hook, of this file or `<file beside it>.<name>`, changes what a
-rank does, or notes what it sees; where argv is null it is all that the rank does. Prints the exit codes, per run and
-rank, as JSON.
+rank does, or notes what it sees; where argv is null it is all that the rank does. Several have a space between them.
+Split weights are gathered unit by unit, as those of large networks are, unless `gather_at_once` is a hook. Prints the
+exit codes, per run and rank, as JSON.
 """
 
 from __future__ import annotations
@@ -31,11 +32,14 @@ from torch import nn
 from cascade_train.__main__ import launch
 from cascade_train.assembly import model
 from cascade_train.assembly import run as build
+from cascade_train.distributed import sharded
 from cascade_train.distributed.parallelize import local
 from cascade_train.engine.loop import Trainer
 from cascade_train.engine.phase import averaged
 from cascade_train.models.formats.weights_tensors import StoredTensors
 from cascade_train.tasks.text_to_image import TextToImage
+
+GATHERED_AT_ONCE_BYTES = sharded.GATHERED_AT_ONCE_BYTES
 
 
 def poison_last_rank(out: Path) -> None:
@@ -52,12 +56,13 @@ def poison_last_rank(out: Path) -> None:
     TextToImage.loss = poisoned
 
 
-def count_reductions(out: Path) -> None:
-    """Write how often gradients were reduced in each step to `<out>/reductions_<rank>`."""
+def count_exchanges(out: Path) -> None:
+    """Write how often weights were gathered and gradients reduced in the last step to `<out>/exchanges_<rank>`."""
     counted: Counter[str] = Counter()
-    for name in ("reduce_scatter_single", "reduce_scatter_tensor", "all_reduce"):
+    single = ("all_gather_single", "reduce_scatter_single")
+    for name in (*single, "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"):
         if not hasattr(dist, name):
-            continue  # torch has renamed one of them
+            continue  # torch has renamed some of them
         original = getattr(dist, name)
 
         def counting(*args: Any, _original: Any = original, _name: str = name, **kwargs: Any) -> Any:
@@ -70,7 +75,7 @@ def count_reductions(out: Path) -> None:
     def step(self: Trainer, micro_batches: Any) -> Any:
         counted.clear()
         values = train_step(self, micro_batches)
-        (out / f"reductions_{dist.get_rank()}").write_text(json.dumps(counted))
+        (out / f"exchanges_{dist.get_rank()}").write_text(json.dumps(counted))
         return values
 
     Trainer.train_step = step
@@ -160,16 +165,22 @@ def die_before_exports(out: Path) -> None:
     build.write_exports = lambda *_: os._exit(9)
 
 
+def gather_at_once(out: Path) -> None:
+    """Gather the split weights of a small network at once, as runs do that are not forked here."""
+    sharded.GATHERED_AT_ONCE_BYTES = GATHERED_AT_ONCE_BYTES
+
+
 HOOKS = {
     hook.__name__: hook
     for hook in (
         poison_last_rank,
-        count_reductions,
+        count_exchanges,
         look_at_averages,
         look_at_dtypes,
         compile_eagerly,
         count_loading,
         die_before_exports,
+        gather_at_once,
     )
 }
 
@@ -206,8 +217,9 @@ def be_rank(rank: int, port: int, run: dict[str, Any]) -> int:
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": run["ranks"], "MASTER_PORT": port}
         os.environ.update({key: str(value) for key, value in place.items()}, MASTER_ADDR="127.0.0.1")
     try:
-        if run["hook"] is not None:
-            find_hook(run["hook"])(out)
+        sharded.GATHERED_AT_ONCE_BYTES = 0
+        for hook in (run["hook"] or "").split():
+            find_hook(hook)(out)
         return 0 if run["argv"] is None else launch(run["argv"])
     except BaseException:
         traceback.print_exc()

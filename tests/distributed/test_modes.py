@@ -66,10 +66,16 @@ HYBRID = ("parallel=hsdp", "parallel.shard_size=2")
 RUNS = {
     "base": (1, None, BASE),
     "looked": (1, None, (*BASE, "validate.every_steps=1", "sample.every_steps=2")),
-    "hybrid": (4, "count_reductions", (*BASE, *HYBRID, "train.micro_batch_size=1")),
+    "hybrid": (4, "count_exchanges", (*BASE, *HYBRID, "train.micro_batch_size=1")),
     "averages": (2, "look_at_averages", (*BASE, "parallel=fsdp", "ema.device=cpu", "activation_checkpointing=true")),
     "kept_whole": (2, "look_at_averages", (*BASE, "parallel=fsdp", "parallel.reshard_after_forward=false")),
     "compiled": (2, "compile_eagerly", (*BASE, "parallel=fsdp", "compile=regional")),
+    "at_once": (2, "gather_at_once count_exchanges", (*BASE, "parallel=fsdp", "train.micro_batch_size=2")),
+    "at_once_looked": (2, "gather_at_once look_at_averages", (*BASE, "parallel=fsdp", "validate.every_steps=1")),
+    "at_once_compiled": (2, "gather_at_once compile_eagerly", (*BASE, "parallel=fsdp", "compile=regional")),
+    "at_once_bf16": (2, "gather_at_once", (*BASE, "train.precision=bf16", "parallel=fsdp")),
+    "older": (2, None, (*BASE, "parallel=fsdp", "train.max_steps=2")),
+    "at_once@older": (2, "gather_at_once", (*BASE, "parallel=fsdp")),
     "bf16": (2, "look_at_dtypes", (*BASE, "train.precision=bf16", "parallel=fsdp", "activation_checkpointing=true")),
     "poisoned": (2, "poison_last_rank", (*BASE, "parallel=fsdp", "checkpoint.every_steps=1")),
     "continued@poisoned": (1, None, (*BASE, "checkpoint.every_steps=1", "train.micro_batch_size=4")),
@@ -156,6 +162,8 @@ def test_looking_at_a_run_changes_nothing_in_it(runs):
 
 ALONE = {
     **dict.fromkeys(("hybrid", "averages", "kept_whole", "compiled", "poisoned"), "base"),
+    **dict.fromkeys(("at_once", "at_once_compiled", "older"), "base"),
+    "at_once_looked": "looked",
     **dict.fromkeys(("dora_ddp", "dora_fsdp"), "dora_alone"),
     "tokens": "tokens_alone",
     **dict.fromkeys(("control", "control_ddp"), "control_alone"),
@@ -166,7 +174,7 @@ ALONE = {
 """Runs on several ranks, and the same on one: every mode and every task on 2 and on 4 ranks."""
 
 EXPORTED = {
-    "base": "prior/prior/diffusion_pytorch_model.safetensors",
+    **dict.fromkeys(("base", "looked"), "prior/prior/diffusion_pytorch_model.safetensors"),
     "dora_alone": "lora/lora.safetensors",
     "tokens_alone": "lora/lora.safetensors",
     "control_alone": "controlnet/controlnet.safetensors",
@@ -218,14 +226,35 @@ def test_no_rank_reads_more_than_its_share_of_the_network(runs):
 
 
 def test_gradients_are_scattered_with_each_micro_batch_and_cross_the_replicas_once_a_step(runs):
-    first, *others = notes(runs, "hybrid")
-    assert others == [first] * 3
-    units_and_root, micro_batches = 4 + 1, 2
-    (scattered,) = (count for name, count in first.items() if name.startswith("reduce_scatter"))
-    assert (scattered, first["all_reduce"]) == (micro_batches * units_and_root, units_and_root)
+    units, micro_batches = 4, 2
+    for rank in notes(runs, "hybrid"):
+        assert exchanged(rank, "reduce_scatter") == micro_batches * (units + 1)
+        assert rank["all_reduce"] == units + 1
 
 
-@pytest.mark.parametrize("name", ["averages", "kept_whole"])
+def exchanged(rank, kind):
+    """Return how often a rank did what torch has several names for."""
+    (count,) = (count for name, count in rank.items() if name.startswith(kind))
+    return count
+
+
+@pytest.mark.parametrize(("name", "units", "roots"), [("hybrid", 4, 1), ("at_once", 0, 1)])
+def test_units_are_gathered_twice_a_micro_batch_and_what_is_needed_throughout_once(runs, name, units, roots):
+    for rank in notes(runs, name):
+        assert exchanged(rank, "all_gather") == 2 * (2 * units + roots)
+        assert exchanged(rank, "reduce_scatter") == 2 * (units + roots)
+
+
+def test_gathering_at_once_computes_in_bf16_what_units_do(runs):
+    assert read_metrics(runs / "at_once_bf16") == read_metrics(runs / "bf16")
+
+
+def test_a_run_that_gathered_unit_by_unit_continues_at_once(runs):
+    assert "Continuing at step 2" in said(runs, "at_once@older")
+    assert len(read_metrics(runs / "older")) == 3
+
+
+@pytest.mark.parametrize("name", ["averages", "kept_whole", "at_once_looked"])
 def test_a_forward_sees_the_average_while_it_is_swapped_in_and_the_weights_after(runs, name):
     for rank in notes(runs, name):
         weights, average, weights_again, average_again = rank["seen"]

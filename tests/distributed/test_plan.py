@@ -3,6 +3,7 @@
 import pytest
 
 from cascade_train.assembly.planning.memory import memory_of
+from cascade_train.distributed import sharded
 from tests.distributed.test_modes import fork, notes
 from tests.unit.config.composing import checked
 
@@ -17,18 +18,26 @@ RUNS = {
     "fp32": (),
     "bf16": ("train.precision=bf16",),
     "accumulated": ("train.precision=bf16", "train.micro_batch_size=2", "activation_checkpointing=true"),
+    "at_once": (),
+    "at_once_bf16": ("train.precision=bf16",),
 }
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     more = ("train.max_steps=2", "checkpoint.every_steps=null")
-    starts = {name: (2, "memory_hooks.note_peak", (*WIDE, *own, *more)) for name, own in RUNS.items()}
+    hooks = {
+        name: "gather_at_once memory_hooks.note_peak" if "at_once" in name else "memory_hooks.note_peak"
+        for name in RUNS
+    }
+    starts = {name: (2, hooks[name], (*WIDE, *own, *more)) for name, own in RUNS.items()}
     return fork(tmp_path_factory.mktemp("plan"), starts)
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_the_peak_of_a_split_step_is_within_a_tenth_of_the_computed_one(runs, name):
+def test_the_peak_of_a_split_step_is_within_a_tenth_of_the_computed_one(runs, name, monkeypatch):
+    if "at_once" not in name:
+        monkeypatch.setattr(sharded, "GATHERED_AT_ONCE_BYTES", 0)
     cfg = checked(*WIDE, *RUNS[name], ranks=2)
     memory, _ = memory_of(cfg, on_cuda=False)
     micro = cfg.train.micro_batch_size

@@ -1,14 +1,14 @@
 """The one place where a module is compiled and sharded (FSDP2 on a (replicate, shard) mesh).
 
 single (1, 1), ddp (N, 1), fsdp (1, N) and hsdp (R, S) are points of one mesh. Where the shard size is 1 a module stays
-plain (whole.py); else it is sharded by FSDP2. This is the only place that knows which.
+plain (whole.py); else it is sharded by FSDP2 (sharded.py). This is the only place that knows which.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, Protocol, cast, runtime_checkable
 from weakref import WeakKeyDictionary, ref
 
@@ -16,16 +16,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils.weak import WeakIdKeyDictionary
 
+from cascade_train.distributed.sharded import Sharded
 from cascade_train.distributed.whole import Whole
 from cascade_train.errors import ConfigError, RunError
 
 _WHOLE: WeakKeyDictionary[nn.Module, ref[Whole]] = WeakKeyDictionary()
 """The module's own hook keeps its Whole: a strong reference here would keep both for ever."""
+
+_SHARDED: WeakKeyDictionary[nn.Module, Sharded] = WeakKeyDictionary()
 
 _SHARDS = WeakIdKeyDictionary()
 """By sharded parameter, what `shard_of` returned for it."""
@@ -63,19 +66,14 @@ def parallelize(
         if group is not None or casts:
             _WHOLE[root] = ref(Whole(root, units, compute_dtype=compute_dtype, group=group))
         return
-    unit_policy, root_policy = (
-        MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=cast)
-        for cast in (True, False)
-    )
-    shard = partial(
-        fully_shard,
+    _SHARDED[root] = Sharded(
+        root,
+        units,
         mesh=mesh,
+        compute_dtype=compute_dtype,
         reshard_after_forward=reshard_after_forward,
-        offload_policy=OffloadPolicy() if offload is None else offload,
+        offload=OffloadPolicy() if offload is None else offload,
     )
-    for unit in units:
-        shard(list(unit), mp_policy=unit_policy)
-    shard(root, mp_policy=root_policy)
 
 
 @runtime_checkable
@@ -96,7 +94,9 @@ def compile_units_of(root: nn.Module, units: Sequence[Sequence[nn.Module]], *, h
         fallback: run without compilation what needs more graphs than expected; false = a RunError then.
     """
     import torch._dynamo  # takes seconds
+    from torch.fx.experimental import _config as shapes
 
+    shapes.use_duck_shape = False  # else a square first bucket, whose sides are equal, has graphs of its own
     config: Any = torch._dynamo.config
     if isinstance(root, CompilesUnits):
         config.recompile_limit = max(config.recompile_limit, root.compile_units(each_block=has_hooks))
@@ -227,12 +227,8 @@ def set_gradient_sync(roots: Iterable[nn.Module], last: bool) -> None:
     Those of offloaded weights are finished with each, so that they leave the device.
     """
     for root in roots:
-        if isinstance(root, FSDPModule):
-            split, offloaded = _layout(root)
-            scatter = last or split or offloaded
-            root.set_requires_gradient_sync(scatter)
-            root.set_requires_all_reduce(last or offloaded)
-            root.set_is_last_backward(scatter)
+        if (sharded := _SHARDED.get(root)) is not None:
+            sharded.set_gradient_sync(last)
         elif (whole := _whole(root)) is not None:
             whole.last = last
 
@@ -247,25 +243,18 @@ def make_copies(roots: Iterable[nn.Module]) -> None:
 def settle_gradients(roots: Iterable[nn.Module]) -> None:
     """Wait for the gradients of a step's last backward, and put the masters in their place. Collective."""
     for root in roots:
-        if (whole := _whole(root)) is not None:
+        if (sharded := _SHARDED.get(root)) is not None:
+            sharded.reshard()
+        elif (whole := _whole(root)) is not None:
             whole.settle()
 
 
 def groups_of(roots: Iterable[nn.Module]) -> list[dist.ProcessGroup]:
     """Return the groups over which weights or gradients are exchanged."""
     roots = list(roots)
-    meshes = {p.device_mesh for root in roots for p in root.parameters() if isinstance(p, DTensor)}
+    meshes = {sharded.mesh for root in roots if (sharded := _SHARDED.get(root)) is not None}
     groups = [group for mesh in meshes for group in mesh.get_all_groups()]
     return groups + [w.group for root in roots if (w := _whole(root)) is not None and w.group is not None]
-
-
-def _layout(root: nn.Module) -> tuple[bool, bool]:
-    """Return whether ranks hold different parts of a root's weights, and whether these lie on the host of a device."""
-    parameter = next(root.parameters())
-    if not isinstance(parameter, DTensor):
-        return False, False
-    mesh = parameter.device_mesh
-    return mesh.size(-1) > 1, parameter.device.type != mesh.device_type
 
 
 def reshard(roots: Iterable[nn.Module]) -> None:

@@ -90,8 +90,7 @@ class Whole:
         self._next = 0
         self._computing = False
         root.register_forward_pre_hook(lambda *_: self.compute())
-        for unit in units:
-            unit[0].register_forward_pre_hook(self._cast, with_kwargs=True)
+        cast_inputs(units, compute_dtype)
 
     def compute(self) -> None:
         """Put the copies into the module, with the values that the masters have now."""
@@ -181,12 +180,19 @@ class Whole:
             self._buckets[self._next].send(group)
             self._next += 1
 
-    def _cast(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        return tuple(map(self._as_computed, args)), {name: self._as_computed(value) for name, value in kwargs.items()}
 
-    def _as_computed(self, value: Any) -> Any:
+def cast_inputs(units: Sequence[Sequence[nn.Module]], dtype: torch.dtype) -> None:
+    """Cast what each unit's first module is called with, from then on, where it is floating."""
+
+    def as_computed(value: Any) -> Any:
         is_float = isinstance(value, Tensor) and value.is_floating_point()
-        return value.to(self._dtype) if is_float else value
+        return value.to(dtype) if is_float else value
+
+    def cast(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        return tuple(map(as_computed, args)), {name: as_computed(value) for name, value in kwargs.items()}
+
+    for unit in units:
+        unit[0].register_forward_pre_hook(cast, with_kwargs=True)
 
 
 def _gradient(master: nn.Parameter) -> Tensor:

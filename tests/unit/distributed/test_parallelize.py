@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+from torch.distributed.fsdp import OffloadPolicy
 
 from cascade_train.distributed import parallelize as seam
 from cascade_train.distributed.parallelize import (
@@ -11,7 +11,6 @@ from cascade_train.distributed.parallelize import (
     offload_policy,
     parallelize,
     refuse_meta,
-    set_gradient_sync,
 )
 from cascade_train.distributed.process_group import build_mesh
 from cascade_train.errors import ConfigError
@@ -34,17 +33,6 @@ def test_compiled_units_have_the_losses_and_gradients_of_plain_ones(world, monke
         found.append([loss.detach(), *gradients])
     torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-6)
     assert network[0]._compiled_call_impl is not None
-
-
-def test_the_offload_policy_reaches_every_unit_and_the_root(world, monkeypatch):
-    handed = []
-    monkeypatch.setattr(seam, "fully_shard", lambda module, **options: handed.append((module, options)))
-    network, offload = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1)), offload_policy(True, torch.device("cuda"))
-    options = {"compute_dtype": torch.float32, "reshard_after_forward": False, "compile_units": False}
-    parallelize(network, [[network[0]]], mesh=build_mesh(world, (1, 1)), offload=offload, **options)
-    assert isinstance(offload, CPUOffloadPolicy)
-    assert [module for module, _ in handed] == [[network[0]], network]
-    assert all(given["offload_policy"] is offload and not given["reshard_after_forward"] for _, given in handed)
 
 
 def test_nothing_is_offloaded_unless_asked_and_never_from_a_cpu():
@@ -76,25 +64,6 @@ def test_what_is_sharded_without_memory_gets_this_ranks_rows(world):
     assert float(loss.detach()) == 2 * (8 * 2.5 + 0.5)
     assert [p.grad is None for p in network.parameters()] == [False, True, False, False]
     assert materialise(network, world.device) == {}
-
-
-@pytest.mark.parametrize(
-    ("split", "offloaded", "before_the_last"),
-    [(False, False, (False, False)), (True, False, (True, False)), (True, True, (True, True))],
-)
-def test_what_is_sent_before_the_last_micro_batch(world, monkeypatch, split, offloaded, before_the_last):
-    network, sent = nn.Linear(4, 2), []
-    options = {"compute_dtype": torch.float32, "reshard_after_forward": True, "compile_units": False}
-    monkeypatch.setattr(seam, "is_whole", lambda *_: False)
-    parallelize(network, [], mesh=build_mesh(world, (1, 1)), **options)
-    monkeypatch.setattr(network, "set_requires_gradient_sync", lambda scatter: sent.append(scatter))
-    monkeypatch.setattr(network, "set_requires_all_reduce", lambda add: sent.append(add))
-    set_gradient_sync([network], last=False)
-    assert sent == [False, False], "one rank on a CPU is neither split nor offloaded"
-    monkeypatch.setattr(seam, "_layout", lambda _: (split, offloaded))
-    for last in (False, True):
-        set_gradient_sync([network], last)
-    assert tuple(sent[2:]) == (*before_the_last, True, True)
 
 
 def test_buffers_stay_where_fsdp_computes_when_offloaded_weights_get_their_memory(world, monkeypatch):

@@ -31,6 +31,7 @@ from cascade_train.assembly.planning.shapes import META, Running, Shapes
 from cascade_train.batch import Batch
 from cascade_train.config.targets import class_constant
 from cascade_train.distributed.parallelize import make_copies, reshard, set_gradient_sync
+from cascade_train.distributed.sharded import gathered_alone
 from cascade_train.engine.optimizer import fill_state
 from cascade_train.engine.phase import training_state
 from cascade_train.models.denoising_stage import CascadeStage, DenoisingStage
@@ -228,13 +229,15 @@ def _gathered(phase: Phase, dtype: torch.dtype) -> int:
     """Return the bytes that FSDP2 gathers at once.
 
     What lies in no unit, the largest unit twice (the next one is gathered before), and its gradients, which are
-    exchanged in fp32.
+    exchanged in fp32. What is gathered at once takes 8 bytes a number, as gradients and as they are sent: the weights
+    are freed by then (measured, tests/distributed/test_plan.py).
     """
     found = 0
     for name, root in phase.modules.items():
-        units = [sum(p.numel() for module in unit for p in module.parameters()) for unit in phase.units[name]]
+        alone = gathered_alone(root, phase.units[name])
+        units = [sum(p.numel() for module in unit for p in module.parameters()) for unit in alone]
         rest = sum(p.numel() for p in root.parameters()) - sum(units)
-        found += dtype.itemsize * rest + (3 * dtype.itemsize + 4) * max(units, default=0)
+        found += dtype.itemsize * rest + (3 * dtype.itemsize + 4) * max(units) if units else 8 * rest
     return found
 
 

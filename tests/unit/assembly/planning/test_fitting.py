@@ -18,6 +18,7 @@ from cascade_train.assembly.planning.fitting import Place, change, changed, chec
 from cascade_train.assembly.planning.means import Means, _of_8_bits
 from cascade_train.assembly.planning.memory import Memory, over_ranks
 from cascade_train.assembly.planning.rehearsal import Rehearsed, count_parameters
+from cascade_train.distributed import sharded
 from cascade_train.errors import ConfigError
 from tests.integration.runs import SMALL
 from tests.unit.config.composing import checked
@@ -32,6 +33,7 @@ MEMORY: dict[str, tuple[Memory, Rehearsed]] = {}
 @pytest.fixture(autouse=True)
 def _remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fitting, "memory_of", memory_of)
+    monkeypatch.setattr(sharded, "GATHERED_AT_ONCE_BYTES", 0)  # so that the tiny model's units are those of a real one
 
 
 def memory_of(cfg: DictConfig, *, on_cuda: bool = True) -> tuple[Memory, Rehearsed]:

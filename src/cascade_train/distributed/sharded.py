@@ -1,0 +1,85 @@
+"""A module whose weights are split over the ranks: its units under FSDP2.
+
+Lives here: which units are gathered by themselves, with which policy, and what all of them are asked. Must not live
+here: when a module is split, and what the loop calls (parallelize.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import cast
+from weakref import ref
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from cascade_train.distributed.whole import BUCKET_BYTES, cast_inputs
+
+GATHERED_AT_ONCE_BYTES = BUCKET_BYTES
+"""Of a module's weights in fp32. Each gathering costs the host as much as a small layer, whatever its size: the tiny
+models have up to 12 MiB, the smallest unit of Stage C's real ones has 119, and Stage A has 70 in all."""
+
+
+def gathered_alone(root: nn.Module, units: Sequence[Sequence[nn.Module]]) -> list[list[nn.Module]]:
+    """Return the units that are gathered one after the other: none of a small module, whose weights come at once."""
+    is_small = 4 * sum(parameter.numel() for parameter in root.parameters()) <= GATHERED_AT_ONCE_BYTES
+    return [] if is_small else [list(unit) for unit in units]
+
+
+class Sharded:
+    """A module under FSDP2; refers to it weakly, so that it can be kept beside it.
+
+    Attributes:
+        mesh: (replicate, shard).
+        is_split: ranks hold different parts of the weights.
+        is_offloaded: the weights lie on the host of a device.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        units: Sequence[Sequence[nn.Module]],
+        *,
+        mesh: DeviceMesh,
+        compute_dtype: torch.dtype,
+        reshard_after_forward: bool,
+        offload: OffloadPolicy,
+    ) -> None:
+        """Shard a module in place, unit by unit, then what is left of it.
+
+        What is left is needed from the first operation to the last, so that it stays gathered between forward and
+        backward. Its policy does not cast inputs, so that timestep ratios stay fp32; that of the units does.
+        """
+        policy = partial(MixedPrecisionPolicy, param_dtype=compute_dtype, reduce_dtype=torch.float32)
+        shard = partial(fully_shard, mesh=mesh, offload_policy=offload)
+        alone = gathered_alone(root, units)
+        for unit in alone:
+            shard(unit, mp_policy=policy(cast_forward_inputs=True), reshard_after_forward=reshard_after_forward)
+        if not alone:
+            cast_inputs(units, compute_dtype)
+        shard(root, mp_policy=policy(cast_forward_inputs=False), reshard_after_forward=False)
+        self.mesh = mesh
+        self.is_split = mesh.size(-1) > 1
+        self.is_offloaded = isinstance(offload, CPUOffloadPolicy) and mesh.device_type != "cpu"
+        self._units = [ref(module) for module in (*(unit[0] for unit in alone), root)]
+
+    def set_gradient_sync(self, last: bool) -> None:
+        """Choose what the next backward communicates, see `parallelize.set_gradient_sync`."""
+        scatter = last or self.is_split or self.is_offloaded
+        for unit in self._found():
+            unit.set_requires_gradient_sync(scatter, recurse=False)
+            unit.set_requires_all_reduce(last or self.is_offloaded, recurse=False)
+        unit.set_is_last_backward(scatter)  # the root, for all
+
+    def reshard(self) -> None:
+        """Free the gathered weights."""
+        for unit in self._found():
+            unit.reshard()
+
+    def _found(self) -> Iterator[FSDPModule]:
+        """Yield the units: looking for them among all modules takes milliseconds."""
+        for unit in self._units:
+            yield cast("FSDPModule", unit())
