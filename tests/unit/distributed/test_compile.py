@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo import config
 from torch._dynamo.utils import counters
+from torch.fx.experimental import _config as shapes
 
 from cascade_train.data.buckets import Buckets
 from cascade_train.distributed.parallelize import compile_units_of
 from cascade_train.errors import RunError
 from cascade_train.models.networks.cascade_unet import CascadeUNet
+from cascade_train.models.networks.condition_unet import ConditionUNet
 from cascade_train.models.networks.response_norm import set_kernels
 from tests.unit.models.stages import filled_network, network_inputs
 
@@ -24,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # the compiler warns about it
 def _fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
     counters.clear()
-    with config.patch(recompile_limit=64, fail_on_recompile_limit_hit=False):
+    with config.patch(recompile_limit=64, fail_on_recompile_limit_hit=False), shapes.patch(use_duck_shape=True):
         yield
 
 
@@ -41,6 +43,16 @@ def predict(network: CascadeUNet, batch: int, height: int, width: int) -> Tensor
     return prediction
 
 
+def sd_network() -> ConditionUNet:
+    torch.manual_seed(0)
+    network: ConditionUNet = ConditionUNet(
+        sample_size=8, in_channels=4, out_channels=4, block_out_channels=[32, 64], layers_per_block=1,
+        down_block_types=["CrossAttnDownBlock2D", "DownBlock2D"], up_block_types=["UpBlock2D", "CrossAttnUpBlock2D"],
+        attention_head_dim=[2, 4], cross_attention_dim=32, norm_num_groups=8,
+    )  # fmt: skip
+    return network
+
+
 def graphs() -> int:
     return counters["stats"]["unique_graphs"]
 
@@ -53,6 +65,7 @@ def bucket_sides() -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("each_block", [False, True])
 def test_the_graphs_of_one_bucket_serve_for_all_and_other_calls_are_within_the_limit(each_block: bool) -> None:
+    shapes.use_duck_shape = False  # as compile_units_of does
     network, sides = small_network(), bucket_sides()
     limit = network.compile_units(each_block=each_block, backend="eager")
     expected = 4 if each_block else 2
@@ -71,6 +84,23 @@ def test_the_graphs_of_one_bucket_serve_for_all_and_other_calls_are_within_the_l
             with torch.set_grad_enabled(training):
                 predict(network.train(training), batch, side, side)
     assert expected < graphs() <= limit
+
+
+def test_the_graphs_of_the_square_bucket_serve_for_all_of_stable_diffusion(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **options: compiled(self, backend="eager", **options))
+    network = sd_network().train()
+    compile_units_of(network, network.units(), has_hooks=False, fallback=False)
+    sides = [(height // 16, width // 16) for height, width in Buckets().table(256, "wide").sizes_K2.tolist()]
+    assert sides[0] == (16, 16)
+    seen = []
+    for height, width in sides:
+        inputs = (torch.randn(2, 4, height, width), torch.rand(2) * 999, torch.randn(2, 24, 32))
+        network(*inputs).sum().backward()
+        seen.append(graphs())
+    assert len(set(sides)) > 5
+    assert seen == [seen[0]] * len(sides), "each kind of residual block, transformer and sampler once"
+    assert seen[0] < config.recompile_limit
 
 
 def test_a_compiled_network_computes_what_a_plain_one_does() -> None:

@@ -63,9 +63,6 @@ class CascadeUNet(StableCascadeUNet):
         Returns:
             How often a function may be compiled: the kinds of calls, for each level.
         """
-        from torch.fx.experimental import _config as shapes
-
-        shapes.use_duck_shape = False  # two sizes that happen to be equal, as of a square, stay two
         self._is_compiled = True
         if each_block:
             for block in (block for unit in self.units() for block in unit):
