@@ -4,10 +4,13 @@
 
 Bare is a copy of the network in plain torch, on the inputs that the task gave it: forward, square, backward,
 clip_grad_norm_, fused AdamW, foreach average. On two ranks each has its own micro-batch, and bare is what a rank would
-do with it alone. Both take turns, and process time is counted, so that ratios are the claims. `loop` is the step with
-the encoders' results remembered from the first one, as a cache gives them. Deep is the depth of C-3.6B (64 triples,
-1,550 tensors) with a width of 16: almost all of its time is the host's. Prints a table, writes JSON. `--curve` trains
-300 steps in fp32, in bf16, and in bf16 sharded on one rank, and compares the losses.
+do with it alone. FSDP2 is the bare step with weights split by `fully_shard`: the floor of what is sharded. Sent is what
+it takes to gather all weights and scatter all gradients in one piece each. All take turns, and process time is counted,
+so that ratios are the claims. `loop` is the step with the encoders' results remembered, as a cache gives them.
+
+Deep is the depth of C-3.6B (64 triples, 1,550 tensors) with a width of 16: almost all of its time is the host's. Its
+units are gathered one by one, as those of C-3.6B are. Prints a table, writes JSON. `--curve` trains 300 steps in fp32,
+in bf16, and in bf16 sharded on one rank, and compares their losses.
 """
 
 from __future__ import annotations
@@ -22,16 +25,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from cascade_train.__main__ import launch
-from cascade_train.distributed import parallelize
+from cascade_train.distributed import parallelize, sharded
 from cascade_train.engine.loop import Trainer
 from cascade_train.engine.phase import training_state
 
@@ -41,6 +46,7 @@ DEEP = (
     "train.global_batch_size=2",
 )
 SPLIT, BF16 = "parallel=fsdp", "train.precision=bf16"
+KEPT = "parallel.reshard_after_forward=false"
 COMMON = (
     *("task=finetune", "model=c_tiny", "sample.every_steps=null", "validate.every_steps=null", "data.num_workers=0"),
     "checkpoint.asynchronous=true",
@@ -50,11 +56,13 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "sd_tiny, one rank": (1, ("model=sd_tiny",)),
     "c_tiny, two ranks, ddp": (2, ("parallel=ddp",)),
     "c_tiny, two ranks, sharded": (2, (SPLIT,)),
+    "c_tiny, two ranks, sharded, unit by unit": (2, (SPLIT,)),
     "deep, one rank": (1, DEEP),
     "deep, one rank, bf16": (1, (*DEEP, BF16)),
     "deep, two ranks, ddp": (2, (*DEEP, "parallel=ddp")),
     "deep, two ranks, sharded": (2, (*DEEP, SPLIT)),
     "deep, two ranks, sharded, bf16": (2, (*DEEP, SPLIT, BF16)),
+    "deep, two ranks, sharded, kept": (2, (*DEEP, SPLIT, KEPT)),
 }
 """Ranks, and what is changed in `task=finetune model=c_tiny`."""
 
@@ -75,13 +83,53 @@ class Bare:
     def step(self) -> None:
         """Take an optimizer step."""
         with torch.autocast("cpu", dtype=self._dtype, enabled=self._dtype == torch.bfloat16):
-            pred = self._network(*self._args, **self._kwargs)
+            self._backward()
+        self._update()
+
+    def _backward(self) -> None:
+        pred = self._network(*self._args, **self._kwargs)
         pred = pred[0] if isinstance(pred, tuple) else pred
         pred.float().square().mean().backward()
+
+    def _update(self) -> None:
         torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         torch._foreach_lerp_(self._average, [p.detach() for p in self._parameters], 0.01)
+
+
+class Split(Bare):
+    """The same with weights split by FSDP2 into the trainer's units, and no more; each rank clips by its own norm."""
+
+    def __init__(self, trainer: Trainer, seen: dict[str, Any]) -> None:
+        """Make the network of a run once more, and shard it as the run's is."""
+        super().__init__(trainer, seen)
+        (mesh,) = {p.device_mesh for p in trainer.phases[0].parameters.values()}
+        keep = KEPT not in seen["overrides"]
+        policy = MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        for unit in sharded.gathered_alone(self._network, self._network.units()):
+            fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=keep)
+        fully_shard(self._network, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        self._sharded = list(self._network.parameters())
+        self._parameters = [parallelize.shard_of(p) for p in self._sharded]
+        self._optimizer = torch.optim.AdamW(self._parameters, lr=1e-4, weight_decay=0.01, fused=True)
+        self._average = [p.detach().clone() for p in self._parameters]
+
+    def step(self) -> None:
+        """Take an optimizer step."""
+        self._backward()
+        parallelize.lend(zip(self._sharded, self._parameters, strict=True))
+        self._update()
+        for parameter in self._sharded:
+            parameter.grad = None
+
+    def exchange(self) -> None:
+        """Gather weights and scatter gradients of this size in one piece each, with no work beside it."""
+        mesh = self._sharded[0].device_mesh  # type: ignore[attr-defined]
+        group, size = mesh.get_group(mesh.ndim - 1), -(-sum(p.numel() for p in self._sharded) // mesh.size(-1))
+        weights, gradients = (torch.zeros(size * mesh.size(-1), dtype=d) for d in (self._dtype, torch.float32))
+        dist.all_gather_into_tensor(weights, weights[:size].clone(), group=group)
+        dist.reduce_scatter_tensor(gradients[:size].clone(), gradients, group=group)
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -92,9 +140,10 @@ def seconds(work: Callable[[], object]) -> float:
     return time.process_time() - begun
 
 
-def measure(trainer: Trainer, rounds: int, *, bf16: bool) -> dict[str, Any]:
+def measure(trainer: Trainer, rounds: int, overrides: tuple[str, ...]) -> dict[str, Any]:
     """Take turns between steps of the trainer and bare ones; return seconds and counts of this rank."""
-    stage, feed, seen = trainer.task.stage, iter(trainer.feed), {"bf16": bf16}
+    stage, feed = trainer.task.stage, iter(trainer.feed)
+    seen: dict[str, Any] = {"bf16": BF16 in overrides, "overrides": overrides}
 
     def keep(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         seen.setdefault("inputs", (args, kwargs))
@@ -102,23 +151,29 @@ def measure(trainer: Trainer, rounds: int, *, bf16: bool) -> dict[str, Any]:
     hook = stage.network.register_forward_pre_hook(keep, with_kwargs=True)
     first = seconds(lambda: trainer.train_step(next(feed)))
     hook.remove()
-    bare = Bare(trainer, seen)
-    found: dict[str, Any] = {"first": first, "bare_first": seconds(bare.step), "step": [], "loop": [], "bare": []}
+    turns = {"bare": Bare(trainer, seen).step}
+    if SPLIT in overrides:
+        split = Split(trainer, seen)
+        turns |= {"fsdp2": split.step, "sent": split.exchange}
+    found: dict[str, Any] = {"first": first, "bare_first": seconds(turns["bare"]), "step": [], "loop": []}
+    found |= {name: [] for name in turns}
     for _ in range(rounds):
-        batches = next(feed)
-        found["step"].append(seconds(lambda batches=batches: trainer.train_step(batches)))
-        found["bare"].append(seconds(bare.step))
+        take_turns({"step": partial(trainer.train_step, next(feed)), **turns}, found)
     remembered = [(name, remembering(getattr(stage, name))) for name in ("encode", "conditions")]
     for name, function in remembered:
         setattr(stage, name, function)
-    for _ in range(rounds + 1):
-        batches = next(feed)
-        found["loop"].append(seconds(lambda batches=batches: trainer.train_step(batches)))
-        found["bare"].append(seconds(bare.step))
-    del found["loop"][0]
+    trainer.train_step(next(feed))
+    for _ in range(rounds):
+        take_turns({"loop": partial(trainer.train_step, next(feed)), **turns}, found)
     found["tensors"] = len(trainer.phases[0].parameters)
     found["save"] = [saving(trainer, step) for step in (1, 2, 3)]
     return found
+
+
+def take_turns(turns: Mapping[str, Callable[[], object]], found: dict[str, Any]) -> None:
+    """Add the time of one step of each kind."""
+    for name, step in turns.items():
+        found[name].append(seconds(step))
 
 
 def saving(trainer: Trainer, step: int) -> tuple[float, float]:
@@ -145,37 +200,53 @@ def be_rank(case: str, rounds: int, out: Path) -> None:
     torch.set_num_threads(1)
 
     def looked_at(self: Trainer) -> None:
-        found = measure(self, rounds, bf16=BF16 in CASES[case][1])
+        found = measure(self, rounds, CASES[case][1])
         if self.world.is_main:
             out.write_text(json.dumps(found))
         self.max_steps = self.step
 
+    if "deep" in case or "unit by unit" in case:
+        sharded.GATHERED_AT_ONCE_BYTES = 0
     Trainer.run = looked_at  # type: ignore[method-assign]
     assert launch([*COMMON, "ema.decay=0.99", f"run.dir={out.with_suffix('')}", *CASES[case][1]]) == 0
 
 
 def run_case(case: str, rounds: int, directory: Path) -> dict[str, Any]:
     """Start the ranks of a case or curve and return what rank 0 measured."""
-    ranks = CASES[case][0] if case in CASES else 1
+    out = directory / (case.replace(", ", "_").replace(" ", "_") + ".json")
+    command = [__file__, "--case", case, "--rounds", str(rounds), "--out", str(out)]
+    run_ranks(command, CASES[case][0] if case in CASES else 1)
+    return json.loads(out.read_text())
+
+
+def run_ranks(command: list[str], ranks: int) -> None:
+    """Run a script of Python as so many ranks, to their end."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    out = directory / (case.replace(", ", "_").replace(" ", "_") + ".json")
-    command = [sys.executable, __file__, "--case", case, "--rounds", str(rounds), "--out", str(out)]
     children = []
     for rank in range(ranks):
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port} if ranks > 1 else {}
         env = {**os.environ, **{key: str(value) for key, value in place.items()}, "MASTER_ADDR": "127.0.0.1"}
-        children.append(subprocess.Popen(command, env={**env, "OMP_NUM_THREADS": "1"}))
-    assert [child.wait() for child in children] == [0] * ranks, case
-    return json.loads(out.read_text())
+        children.append(subprocess.Popen([sys.executable, *command], env={**env, "OMP_NUM_THREADS": "1"}))
+    assert [child.wait() for child in children] == [0] * ranks, command
+
+
+def facts() -> dict[str, str]:
+    """Return what was measured, when and on what."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout
+    machine = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, load {os.getloadavg()[0]:.1f}"
+    return {"commit": commit.strip(), "date": f"{datetime.now(UTC):%Y-%m-%d}", "machine": machine}
 
 
 def row(case: str, found: dict[str, Any]) -> str:
     """Return a case's line of the table."""
     step, loop, bare = (statistics.median(found[name]) * 1e3 for name in ("step", "loop", "bare"))
     kept, whole = (statistics.median(each) for each in zip(*found["save"], strict=True))
-    ratios = f"{loop / bare:.2f} | {step / bare:.2f}"
+    floor, sent = (
+        f"{statistics.median(found[name]) * 1e3 / bare:.2f}" if name in found else "" for name in ("fsdp2", "sent")
+    )
+    ratios = f"{loop / bare:.2f} | {floor} | {sent} | {step / bare:.2f}"
     return (
         f"| {case} | {found['tensors']} | {bare:.0f} | {loop:.0f} | {step:.0f} | {ratios} |"
         f" {found['first']:.2f} | {found['bare_first']:.2f} | {kept:.2f} | {whole:.2f} |"
@@ -219,8 +290,8 @@ def curve_table(curves: dict[str, dict[str, list[float]]]) -> str:
 
 
 HEAD = (
-    "| case | tensors | bare, ms | loop, ms | step, ms | loop / bare | step / bare | first step, s | bare, s |"
-    " save: loop waits, s | save: all, s |"
+    "| case | tensors | bare, ms | loop, ms | step, ms | loop / bare | FSDP2 / bare | sent / bare |"
+    " step / bare | first step, s | bare, s | save: loop waits, s | save: all, s |"
 )
 
 
@@ -238,13 +309,10 @@ def main() -> None:
     cases = list(CURVES) if args.curve else [case for case in CASES if args.only in case]
     with tempfile.TemporaryDirectory() as directory:
         results = {case: run_case(case, args.rounds, Path(directory)) for case in cases}
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout
-    machine = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, load {os.getloadavg()[0]:.1f}"
-    facts = {"commit": commit.strip(), "date": f"{datetime.now(UTC):%Y-%m-%d}", "machine": machine}
-    lines = [HEAD, "|" + "---|" * 11] if not args.curve else [curve_table(results)]
+    lines = [HEAD, "|" + "---|" * 13] if not args.curve else [curve_table(results)]
     lines += [] if args.curve else [row(case, found) for case, found in results.items()]
-    print(json.dumps(facts), "\n".join(lines), sep="\n\n")
-    args.out.write_text(json.dumps({**facts, "rounds": args.rounds, "cases": results}) + "\n")
+    print(json.dumps(facts()), "\n".join(lines), sep="\n\n")
+    args.out.write_text(json.dumps({**facts(), "rounds": args.rounds, "cases": results}) + "\n")
     return None
 
 
