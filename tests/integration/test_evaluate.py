@@ -185,7 +185,10 @@ def test_stage_a_reconstructs(real: Path, tmp_path: Path) -> None:
 
 
 def test_a_watched_run_is_judged_at_each_checkpoint(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -220,7 +223,28 @@ def test_a_watched_run_is_judged_at_each_checkpoint(
     with pytest.raises(ConfigError, match="from=run: no checkpoint of step 3; steps that are there: 2, 4"):
         evaluate(EvaluateArgs(source="run", checkpoint=3, features="package:tiny", samples=4))
     assert not (run / "evaluation" / "step_3").exists()
+    a_step_that_is_saved_anew_is_judged_anew(run, given, caplog)
     a_checkpoint_may_go_while_it_is_judged(run, given, monkeypatch)
+
+
+def a_step_that_is_saved_anew_is_judged_anew(
+    run: Path, given: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Watch a run whose step 2 was half judged, and numbered, of weights that a rollback has replaced since."""
+    settings, lines = run / "evaluation" / "step_2" / "settings.json", run / "evaluation.jsonl"
+    made = json.loads(settings.read_text())
+    settings.write_text(json.dumps(made | {"from": "earlier"}))
+    picture = settings.parent / "pictures" / "000000.png"
+    Image.new("RGB", (64, 64)).save(picture)
+    rows = [json.loads(line) for line in lines.read_text().splitlines()]
+    earlier = [row | {"weights": "earlier"} if row["step"] == 2 else row for row in rows]
+    lines.write_text("".join(json.dumps(row) + "\n" for row in earlier))
+    assert evaluate(EvaluateArgs(**given)) == 0
+    assert "step_2: the run has saved this step again since; its pictures are made anew" in caplog.text
+    assert json.loads(settings.read_text()) == made
+    assert pixels(picture).float().std() > 0, "made anew"
+    last = json.loads(lines.read_text().splitlines()[-1])
+    assert last == rows[0], "the same weights, judged again"
 
 
 def a_checkpoint_may_go_while_it_is_judged(run: Path, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,16 +133,16 @@ def _judge_weights(args: EvaluateArgs, run: Path | None) -> Verdict:
     from cascade_train.distributed.process_group import process_group  # heavy: torch and everything above it
     from cascade_train.results.evaluation.judge import Judge
     from cascade_train.results.evaluation.verdict import GRID, keep
-    from cascade_train.results.evaluation.watch import stamp_of
+    from cascade_train.results.evaluation.watch import checkpoint_stamp
 
     model, decoder = find_stages(args)
     step = None if run is None else exported_step(run)
     name = "export" if step is None else f"step_{step}"
     default = Path("evaluation") if run is None else run / "evaluation" / name
     out = default if args.out is None else Path(args.out)
-    stamp = None if run is None else stamp_of(run / "checkpoints" / name)  # as of the same weights in a checkpoint
+    stamp = None if run is None else checkpoint_stamp(run / "checkpoints" / name)  # of the same weights
     with process_group() as world:
-        found = Judge(args.settings(), world).judge(model, decoder, out, stamp=stamp)
+        found = Judge(args.settings(), world).judge(model, decoder, out, run=run, stamp=stamp)
         if world.is_main:
             found.write(out)
             sys.stdout.write(f"{found.table()}\n{out}\n")

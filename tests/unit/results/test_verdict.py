@@ -28,6 +28,7 @@ def shown(folder: Path, *, prompts: int, count: int, follows: bool) -> list[list
         networks={},
         measures={"psnr": float("inf")},
         settings="",
+        weights="",
         captions=tuple(f"prompt {number // count}" for number in range(prompts * count)),
         count=count,
         originals=(lambda batch: [torch.full((3, 64, 64), 10 * batch[0] + 5, dtype=torch.uint8)]) if follows else None,

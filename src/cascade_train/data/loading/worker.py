@@ -139,6 +139,8 @@ class MicroBatches(Dataset[Batch | Failure]):
             return _Sample(row=candidate, raw=raw, framed=framed, skipped=tuple(skipped))
         if not skipped:
             raise RunError("left out by a rollback (rolled_back.jsonl), and so is every sample of its shape")
+        if not len(self._stand_ins[step.height, step.width]):
+            raise RunError(skipped[0].reason)
         raise RunError(f"unreadable, and so are the samples after it: {by_reason(skipped)}")
 
     def _candidates(self, row: int, step: Step) -> Iterator[int]:

@@ -58,11 +58,12 @@ class CheckpointFolder:
     def complete(self) -> dict[int, Manifest]:
         """Return the manifests of the checkpoints whose files have their sizes, by step in order.
 
-        Numbers of later evaluations are among their facts, as `EVALUATED`.
+        Numbers of later evaluations of the same weights are among their facts, as `EVALUATED`.
         """
         manifests = {step: whole_manifest(path) for step, path in self.visible().items()}
         found = {step: manifest for step, manifest in manifests.items() if manifest is not None}
-        judged = evaluations(self.directory.with_name(EVALUATIONS))
+        stamps = {step: manifest.stamp for step, manifest in found.items()}
+        judged = evaluations(self.directory.with_name(EVALUATIONS), stamps)
         facts = {s: {**each.facts, EVALUATED: judged[s]} for s, each in found.items() if s in judged}
         return {s: replace(each, facts=facts.get(s, each.facts)) for s, each in found.items()}
 
@@ -172,13 +173,18 @@ def best_value(manifest: Manifest, metric: str | None) -> float | None:
     return best["value"] if best is not None and best["metric"] == metric else None
 
 
-def evaluations(path: Path) -> dict[int, dict[str, float]]:
-    """Return the numbers of evaluations by step and name, the latest of each; torn lines do not count."""
+def evaluations(path: Path, stamps: Mapping[int, str]) -> dict[int, dict[str, float]]:
+    """Return the numbers of evaluations by step and name, the latest of each.
+
+    Torn lines do not count, nor those of weights that another save or a rollback has replaced: `stamps` by step.
+    """
     found: dict[int, dict[str, float]] = {}
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
         try:
             row = json.loads(line)
         except ValueError:
+            continue
+        if row.get("weights") not in (None, stamps.get(row["step"])):
             continue
         numbers = {name: x for name, x in row.items() if name.startswith(EVALUATED) and x is not None}
         found[row["step"]] = found.get(row["step"], {}) | numbers

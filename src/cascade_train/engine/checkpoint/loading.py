@@ -178,7 +178,8 @@ def drop_optimizer(folder: CheckpointFolder, step: int) -> int:
         for each in hidden.iterdir():
             sync(each)
         files = {each.name: hash_file(each) for each in sorted(hidden.iterdir())}
-        write_manifest(hidden, dataclasses.replace(manifest, files=files, has_optimizer=False))
+        slim = dataclasses.replace(manifest, files=files, has_optimizer=False, weights=manifest.stamp)
+        write_manifest(hidden, slim)
         folder.publish(hidden, step)
     except OSError:
         shutil.rmtree(hidden, ignore_errors=True)

@@ -23,6 +23,7 @@ TYPES: dict[str, Any] = {
     "step": int,
     "has_optimizer": bool,
     "name": str | None,
+    "weights": str | None,
     "facts": dict,
     "facts.step": int,
     "facts.samples_seen": int,
@@ -61,6 +62,7 @@ class Manifest:
         facts: what the loop needs to know without loading tensors.
         has_optimizer: whether a run can continue from it exactly; false where the optimizer state was dropped.
         name: given by `checkpoints promote`; a checkpoint with a name is never deleted.
+        weights: its stamp when it was saved, where its files are others since; see `stamp`.
     """
 
     step: int
@@ -68,6 +70,12 @@ class Manifest:
     facts: dict[str, Any]
     has_optimizer: bool = True
     name: str | None = None
+    weights: str | None = None
+
+    @property
+    def stamp(self) -> str:
+        """A digest that changes with the weights, but not when the checkpoint is named or loses its optimizer."""
+        return self.weights or _digest({name: asdict(record) for name, record in self.files.items()})[:16]
 
 
 def hash_file(path: Path) -> FileRecord:
@@ -106,7 +114,7 @@ def _from_plain(body: dict[str, Any], path: Path) -> Manifest:
         if any(Path(name).name != name for name in files):
             raise ValueError("it names files outside its folder")
         _check_types(body, files)
-        optional = {key: body[key] for key in ("has_optimizer", "name") if key in body}
+        optional = {key: body[key] for key in ("has_optimizer", "name", "weights") if key in body}
         return Manifest(step=body["step"], files=files, facts=body["facts"], **optional)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise RunError(f"{path} does not hold what a manifest holds: {error!r}") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,6 +33,8 @@ from cascade_train.results.evaluation.pictures import Batch, Folder, Work, make_
 from cascade_train.results.evaluation.verdict import Verdict
 from cascade_train.results.find import TrainedModel
 from cascade_train.results.paint import Sizes, fit_sizes
+
+log = logging.getLogger(__name__)
 
 SETTINGS = "settings.json"
 """What the pictures in a folder depend on, so that those of another evaluation are not mistaken for them."""
@@ -93,13 +96,14 @@ class Judge:
         decoder: TrainedModel | None,
         out: Path,
         *,
+        run: Path | None = None,
         stamp: str | None = None,
         prepare: Callable[[], None] = lambda: None,
     ) -> Verdict:
         """Make what is missing in `out`, measure all of it, and return the numbers. Collective.
 
-        `stamp` names the weights of the model, None = by their files; `prepare` is called before they are loaded, if
-        they are.
+        `stamp` names the weights of the model, None = by their files; where `run` has replaced them, pictures of the
+        earlier ones are made anew. `prepare` is called before weights are loaded, if they are.
 
         Raises:
             ConfigError: settings that do not fit the model, a network that cannot be had, or a folder with pictures of
@@ -113,7 +117,7 @@ class Judge:
         work = self._work(kind, real)
         self._check_enough(work, real)
         plain = plain_settings(self.settings, model, decoder, work, sizes, stamp)
-        from_rank_zero(lambda: claim(out, plain))
+        from_rank_zero(lambda: claim(out, plain, run=run))
         folder = Folder(out)
         if todo := missing(work, folder):
             prepare()
@@ -127,6 +131,7 @@ class Judge:
             networks=self.settings.networks,
             measures=self._measure(networks, kind, work, folder, real),
             settings=asked(self.settings, model, decoder),
+            weights=plain["from"],
             captions=tuple(work.captions),
             count=self.settings.count,
             originals=None if work.originals is None else pictures_of(work.originals),
@@ -308,20 +313,27 @@ def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def claim(out: Path, settings: Mapping[str, Any]) -> None:
-    """Make the folder of an evaluation, or continue in it; a ConfigError where it has pictures of other settings."""
-    path = out / SETTINGS
+def claim(out: Path, settings: Mapping[str, Any], *, run: Path | None = None) -> None:
+    """Make the folder of an evaluation, or continue in it; a ConfigError where it has pictures of other settings.
+
+    Pictures of weights that `run` itself has replaced since, as after a rollback, are removed with a warning.
+    """
+    path, owner = out / SETTINGS, None if run is None else str(run.resolve())
     if path.is_file():
         there = json.loads(path.read_text(encoding="utf-8"))
+        is_own = there.pop("run", None) == owner is not None
         changed = sorted(key for key in {*there, *settings} if there.get(key) != settings.get(key))
-        if changed:
+        if not changed:
+            return
+        if not (is_own and changed == ["from"]):
             raise ConfigError(
                 f"out={out}: holds pictures of another evaluation, which differs in {', '.join(changed)}. Choose "
                 "another out=, or remove the folder."
             )
-        return
+        log.warning("%s: the run has saved this step again since; its pictures are made anew.", out)
+        Folder(out).clear()
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"out={out} cannot be a folder: {error.strerror}. Choose another.") from error
-    write_durably(path, json.dumps(settings, indent=2) + "\n")
+    write_durably(path, json.dumps({**settings, "run": owner}, indent=2) + "\n")

@@ -71,6 +71,11 @@ class Folder:
         for name in ("pictures", "latents"):
             (self.path / name).mkdir(parents=True, exist_ok=True)
 
+    def clear(self) -> None:
+        """Remove the pictures, and the latents that wait to be decoded."""
+        for name in ("pictures", "latents"):
+            shutil.rmtree(self.path / name, ignore_errors=True)
+
     def picture(self, number: int) -> Path:
         """Return the place of a picture."""
         return self.path / "pictures" / f"{number:06d}.png"

@@ -46,6 +46,7 @@ class Verdict:
         networks: what measured, as given: features, resize, clip, lpips.
         measures: the numbers by name.
         settings: digest of how it was judged, whatever the weights.
+        weights: digest of those; of a checkpoint, as its manifest has it.
         captions: theirs.
         count: pictures of each prompt, one behind the other.
         originals: reads the pictures, (3, H, W) uint8, that those of some numbers follow; None = they follow none.
@@ -58,6 +59,7 @@ class Verdict:
     networks: Mapping[str, str | None]
     measures: Mapping[str, float]
     settings: str
+    weights: str
     captions: tuple[str, ...]
     count: int
     originals: Callable[[tuple[int, ...]], list[Tensor]] | None
@@ -65,8 +67,8 @@ class Verdict:
     def plain(self) -> dict[str, Any]:
         """Return JSON values, without what is made of each picture; a number that is not finite is null."""
         finite = {name: value if math.isfinite(value) else None for name, value in self.measures.items()}
-        told = {key: getattr(self, key) for key in ("origin", "images", "real", "real_images", "networks", "settings")}
-        return {**told, "measures": finite}
+        told = ("origin", "images", "real", "real_images", "networks", "settings", "weights")
+        return {**{key: getattr(self, key) for key in told}, "measures": finite}
 
     def table(self) -> str:
         """Return the numbers as lines, each with what it is of."""
@@ -127,6 +129,9 @@ def keep(verdict: Verdict, run: Path, step: int, grid: Path, *, track: bool, is_
     tracker.finish()
 
 
-def judged(run: Path) -> list[dict[str, Any]]:
-    """Return the lines of a run's `evaluation.jsonl`."""
-    return [json.loads(line) for line in read_whole_lines(run / EVALUATIONS)]
+def judged(run: Path, settings: str) -> set[int]:
+    """Return the steps whose checkpoints were judged in this way, by a run's `evaluation.jsonl`."""
+    stamps = {step: manifest.stamp for step, manifest in CheckpointFolder(run / "checkpoints").complete().items()}
+    lines = [json.loads(line) for line in read_whole_lines(run / EVALUATIONS)]
+    same = [line for line in lines if line["settings"] == settings]
+    return {line["step"] for line in same if line.get("weights") in (None, stamps.get(line["step"]))}

@@ -14,7 +14,7 @@ from cascade_train.config.schema import ParallelMode
 from cascade_train.distributed.consensus import from_rank_zero
 from cascade_train.distributed.process_group import World
 from cascade_train.engine.checkpoint.folder import CheckpointFolder
-from cascade_train.engine.checkpoint.manifest import MANIFEST_NAME, hash_file
+from cascade_train.engine.checkpoint.manifest import whole_manifest
 from cascade_train.engine.checkpoint.store import CheckpointStore
 from cascade_train.engine.run.lock import LOCK_NAME
 from cascade_train.results.evaluation.judge import Judge, asked
@@ -57,7 +57,7 @@ class Watched:
         """
         folder, checkpoints = self.out / f"step_{step}", self.run / "checkpoints"
         weights = folder / "weights"
-        stamp = from_rank_zero(lambda: stamp_of(find_checkpoint(CheckpointStore(checkpoints), step)))
+        stamp = from_rank_zero(lambda: checkpoint_stamp(find_checkpoint(CheckpointStore(checkpoints), step)))
 
         def prepare() -> None:
             from_rank_zero(lambda: shutil.rmtree(weights, ignore_errors=True))  # of a killed evaluation
@@ -67,7 +67,7 @@ class Watched:
 
         model = replace(self.model, origin=f"{self.model.origin}, step {step}", export=weights)
         try:
-            found = judge.judge(model, self.decoder, folder, stamp=stamp, prepare=prepare)
+            found = judge.judge(model, self.decoder, folder, run=self.run, stamp=stamp, prepare=prepare)
         finally:
             if world.is_main:
                 shutil.rmtree(weights, ignore_errors=True)
@@ -87,7 +87,7 @@ def watch(watched: Watched, judge: Judge, world: World, *, max_wait_hours: float
     """
     tried, count, begun = set[int](), 0, time.monotonic()
     same = asked(judge.settings, watched.model, watched.decoder)
-    done = from_rank_zero(lambda: {line["step"] for line in judged(watched.run) if line["settings"] == same})
+    done = from_rank_zero(lambda: judged(watched.run, same))
     while True:
         step, has_ended = from_rank_zero(lambda: next_step(watched.run / "checkpoints", done | tried))
         if step is not None:
@@ -109,10 +109,10 @@ def _judged(watched: Watched, judge: Judge, step: int, world: World) -> bool:
     return True
 
 
-def stamp_of(checkpoint: Path) -> str | None:
-    """Return what changes with the weights of a checkpoint, the hash of its manifest; None where it has none."""
-    manifest = checkpoint / MANIFEST_NAME
-    return hash_file(manifest).sha256 if manifest.is_file() else None
+def checkpoint_stamp(checkpoint: Path) -> str | None:
+    """Return what changes with the weights of a checkpoint; None where it is not there, or not whole."""
+    manifest = whole_manifest(checkpoint)
+    return None if manifest is None else manifest.stamp
 
 
 def next_step(

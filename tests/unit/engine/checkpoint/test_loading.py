@@ -40,6 +40,9 @@ def test_those_that_are_not_new_lose_it_and_the_newest_keeps_it(store):
     has = {step: read_manifest(store.directory / f"step_{step}").has_optimizer for step in store.steps()}
     assert has == {2: False, 4: False, 5: True}
     sizes = {step: (store.directory / f"step_{step}" / "__0_0.distcp").stat().st_size for step in store.steps()}
+    stamps = {step: read_manifest(store.directory / f"step_{step}").stamp for step in store.steps()}
+    assert len(set(stamps.values())) == 3
+    assert stamps[2] == read_manifest(store.directory / "step_2").weights, "as it was saved"
     assert sizes[2] == sizes[4] < 0.75 * sizes[5]
 
 
