@@ -58,8 +58,6 @@ def load_saved_config(folder: Path, *, allow_any_target: bool = False, key: str 
         _check_trusted(OmegaConf.to_container(cfg), path)
     cfg.run.allow_any_target = True  # checked already, and closer
     cfg.run.on_end = None  # a look at a run never runs its command
-    cfg.train.micro_batch_size = None
-    cfg.train.global_batch_size = 1
     cfg.parallel = ALONE
     return preflight(cfg, ranks=1, components=LOOKED_AT)
 

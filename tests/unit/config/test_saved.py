@@ -28,6 +28,13 @@ def test_a_saved_configuration_comes_back(checked: DictConfig, tmp_path: Path):
     assert cfg.task == checked.task
 
 
+def test_the_batch_that_a_run_trained_with_comes_back(tmp_path: Path):
+    batch = ("train.global_batch_size=16", "train.micro_batch_size=2")
+    cfg = preflight(composed("model=c_tiny", "task=lora", *batch), ranks=4)
+    shown = load_saved_config(write(cfg, tmp_path)).train
+    assert (shown.global_batch_size, shown.micro_batch_size) == (16, 2)
+
+
 def test_a_look_at_a_run_never_runs_its_command(checked: DictConfig, tmp_path: Path):
     checked.run.on_end = "touch run"
     for trusted in (False, True):
