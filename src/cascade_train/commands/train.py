@@ -12,37 +12,43 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from cascade_train.config.schema import Root
 from cascade_train.errors import ConfigError
 from cascade_train.signals import while_importing
 
 
 def train(cfg: DictConfig) -> int:
     """Train one checked configuration. The loop is imported here, after every refusal."""
-    check_files(cfg)
+    if _is_alone():
+        from cascade_train.engine.run.lock import check_folder
+
+        check_folder(Path(cfg.run.dir).absolute())
     with while_importing():
         from cascade_train.assembly import run
 
     return run.train(cfg)
 
 
-def check_files(cfg: DictConfig) -> None:
-    """Check before the loop is imported that the data exists and the run can be written, where this process is alone.
+def checked(cfg: DictConfig) -> DictConfig:
+    """Return a composed configuration as preflight does; a missing file is refused before torch is imported.
 
-    Several ranks check it together later, so that all of them end with the same code. Opening the data checks again.
+    Several ranks check files together later, so that all of them end with the same code. Opening the data checks again.
 
     Raises:
-        ConfigError: a file, a folder or a column is missing, or `run.dir` cannot be made.
+        ConfigError: as preflight, or a file, a folder or a column is missing.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        return
-    from cascade_train.assembly.components import build_component
-    from cascade_train.engine.run.lock import check_folder
+    from cascade_train.config.preflight import preflight
 
-    check_folder(Path(cfg.run.dir).absolute())
+    return preflight(cfg, check_data=check_data) if _is_alone() else preflight(cfg)
+
+
+def check_data(root: Root) -> None:
+    """Check that the data of a run exists; a ConfigError names what is missing."""
+    from cascade_train.config.components import construct
+
+    held_out = [] if root.validate.urls is None else [{**root.data, "urls": list(root.validate.urls)}]
     try:
-        sources = [build_component(cfg, "data")]
-        if cfg.validate.urls is not None:
-            sources.append(build_component(cfg, "data", urls=list(cfg.validate.urls)))
+        sources = [construct(node, "data") for node in [root.data, *held_out]]
     except ConfigError:
         return  # a value, not a file: refused where the run builds its parts, the model's first
     try:
@@ -50,3 +56,7 @@ def check_files(cfg: DictConfig) -> None:
             source.check()
     except OSError:
         return  # opening the data names the file
+
+
+def _is_alone() -> bool:
+    return int(os.environ.get("WORLD_SIZE", "1")) == 1

@@ -11,7 +11,7 @@ import importlib.util
 import math
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +30,19 @@ EXTRAS = {
 """Choices that need a library of an extra: key -> choice -> library, the extra having the choice's name."""
 
 
-def preflight(cfg: DictConfig, *, ranks: int | None = None, components: Collection[str] = COMPONENTS) -> DictConfig:
+def preflight(
+    cfg: DictConfig,
+    *,
+    ranks: int | None = None,
+    components: Collection[str] = COMPONENTS,
+    check_data: Callable[[Root], None] = lambda root: None,
+) -> DictConfig:
     """Check a composed configuration and return it resolved.
 
     What the model decides is decided: `train.precision` where it is auto, `sample.guidance_scale` where it is null. A
     `train.micro_batch_size` of auto stays, until the device decides it.
     The `components` of these keys are imported, where `run.allowed_packages` has their packages, and constructed for
-    what they refuse.
+    what they refuse. `check_data` is called once the data is checked, and before what needs torch.
 
     `cfg` is as composed by Hydra, and is not changed. Without `ranks`, the processes are those of torchrun, else 1.
 
@@ -53,7 +59,8 @@ def preflight(cfg: DictConfig, *, ranks: int | None = None, components: Collecti
     OmegaConf.resolve(resolved)
     _check_nothing_added(root)
     _check_numbers(resolved)
-    _check_components(root, components, derived=[key for key, value in written.items() if "${" in str(value)])
+    derived = [key for key, value in written.items() if "${" in str(value)]
+    _check_components(root, components, derived=derived, check_data=check_data)
     _check_task_fits_stage(root)
     _check_data_fits(root)
     _check_libraries(resolved)
@@ -117,7 +124,9 @@ def _check_data_fits(root: Root) -> None:
         )
 
 
-def _check_components(root: Root, keys: Collection[str], *, derived: Collection[str]) -> None:
+def _check_components(
+    root: Root, keys: Collection[str], *, derived: Collection[str], check_data: Callable[[Root], None]
+) -> None:
     """Check every component node against its constructor: that of the data first, which needs no torch.
 
     A value of a key in `derived` follows another key: what else is refused is reported before it.
@@ -126,6 +135,7 @@ def _check_components(root: Root, keys: Collection[str], *, derived: Collection[
     nodes = {key: getattr(root, key) for key in keys}
     data, others = ({key: node for key, node in nodes.items() if (key == "data") == first} for first in (True, False))
     refused = _refused(data, allowed, derived)
+    check_data(root)
     check_targets(others, allowed)
     _check_objective_fits(root)
     _check_noise_unit(root)

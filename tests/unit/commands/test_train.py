@@ -13,11 +13,6 @@ WITHOUT_TORCH = {
     "train.max_stepz=3": r"train\.max_stepz is unknown\. Did you mean train\.max_steps\?",
     "model=c_huge": r"model=c_huge is not an option of model",
     "data.urls=[a.tar] data.flip_prob=2": r"data\.flip_prob=2 must lie between",
-    "optimizer._target_=os.system": r"optimizer\._target_=os\.system names the package 'os', which may not be loaded",
-}
-"""What Hydra, the typed nodes, the data and the list of allowed packages refuse."""
-
-REFUSED = {
     "data.path=nowhere": r"data\.path=nowhere is not a folder; paths are relative",
     "data.path=empty": r"data\.path=empty holds no picture .*; its tar files are read by data=webdataset",
     "data.path=nowhere.csv": r"data\.path=nowhere\.csv is not there",
@@ -28,6 +23,11 @@ REFUSED = {
     "data=regularised data@data.source=folder data.source.path=no data@data.regularisation=shapes": r"data\.path=no is",
     "data=mixture +data@data.sources.a=csv data.sources.a.path=no.csv": r"data\.path=no\.csv is not there",
     "validate.every_steps=1 validate.urls=[b.tar] data.urls=[empty/c.tar]": r"data\.urls=b\.tar: 1 of 1",
+    "optimizer._target_=os.system": r"optimizer\._target_=os\.system names the package 'os', which may not be loaded",
+}
+"""What Hydra, the typed nodes, the data, its files and the list of allowed packages refuse."""
+
+REFUSED = {
     "run.dir=rows.csv/run": r"run\.dir=.*rows\.csv/run cannot be made: Not a directory\. Remedy: a writable run\.dir",
     "run.dir=empty": r"run\.dir=.*empty exists, is not empty and is not a run",
     "task.rank=high": r"task\.rank=high is of type str, but int",
