@@ -19,6 +19,7 @@ from transformers import CLIPTextConfig, CLIPTextModelWithProjection
 
 from cascade_train.__main__ import launch
 from cascade_train.commands.export import ExportArgs, export
+from cascade_train.config.groups import option_targets
 from cascade_train.errors import ConfigError
 from cascade_train.files.hub import parse_source
 from cascade_train.files.web import WebFile
@@ -155,6 +156,8 @@ def pushed_with_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
         (["c_tiny", "model.weights=owner/other:prior"], "RepositoryNotFoundError"),
         (["c_tiny", f"model.weights={PINNED}:absent.safetensors"], "has no absent.safetensors at cccc"),
         (["incepton"], "model=incepton: no such option. Did you mean inception?"),
+        (["c_tiny", "--config-dir", "nowhere"], "--config-dir nowhere: no such folder."),
+        (["c_tiny", "--config"], "Overrides are key=value, without dashes"),
     ],
 )
 def test_what_cannot_be_downloaded_is_refused_with_code_2(
@@ -183,8 +186,22 @@ def test_a_cut_for_good_ends_with_code_2_and_the_next_call_completes_it(
 
 
 def test_models_without_files_of_the_hub_need_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    assert launch(["download", "c_tiny", "b_tiny", "a_tiny"]) == 0
+    every_tiny = sorted(name for name in option_targets("model") if name.endswith("_tiny"))
+    assert every_tiny == ["a_tiny", "b_tiny", "c_tiny", "sd_tiny", "sdxl_tiny", "vae_tiny"]
+    assert launch(["download", *every_tiny]) == 0
     assert "To fetch: 0.0 MiB." in capsys.readouterr().out
+
+
+def test_models_of_a_folder_of_ones_own_are_downloaded_too(
+    hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "my conf" / "model").mkdir(parents=True)
+    text = f"defaults:\n  - c_tiny\n  - _self_\n\nweights: {PINNED}:prior\n"
+    (tmp_path / "my conf" / "model" / "mine.yaml").write_text(text)
+    assert launch(["download", "mine", "--config-dir", "my conf", "dry_run=true"]) == 0
+    assert "to fetch  owner/name@cccccccccccc:prior/" in capsys.readouterr().out
+    assert launch(["download", "task=finetune", "model=mine", "--config-dir=my conf", "dry_run=true"]) == 0
+    assert "to fetch  owner/name@cccccccccccc:prior/" in capsys.readouterr().out
 
 
 def test_the_networks_of_evaluations_are_downloaded_and_named(

@@ -9,13 +9,16 @@ and files/.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from cascade_train.commands.parts.command_line import Command, with_defaults
-from cascade_train.config.groups import did_you_mean, group_options
+from cascade_train.config.groups import did_you_mean, option_files, option_targets
+from cascade_train.config.launch import parser
+from cascade_train.config.overrides import searching
+from cascade_train.config.targets import class_constant
 from cascade_train.errors import ConfigError
 from cascade_train.files.hub import free_bytes, unavailable
 from cascade_train.files.web import WebFile
@@ -30,7 +33,7 @@ class DownloadArgs:
     """Download what models need from the hub at the revisions that they name, and the networks of evaluations.
 
     Models and networks are words (c_3b b_3b inception clip vgg16); keys of a training (task=lora model=c_3b, or
-    experiment=finetune_c_3b) name what that training needs.
+    experiment=finetune_c_3b) name what that training needs, and --config-dir a folder with options of your own.
     """
 
     dry_run: bool = False
@@ -89,7 +92,7 @@ def _items(rest: list[str]) -> list[_Item]:
     from cascade_train.config.saved import composed
 
     items: dict[str, _Item] = {}
-    for overrides in runs_of(rest):
+    for overrides in runs_of(*with_config_dir(rest)):
         cfg = composed(overrides, may_miss=True)
         for spec in weight_specs(cfg, build_parts(cfg)):
             if not local_path(spec.source).exists():
@@ -141,11 +144,28 @@ def _argument(name: str) -> str:
     return f"{key}={source.fetch(names[0]).parent}"
 
 
-def runs_of(rest: list[str]) -> list[list[str]]:
+def with_config_dir(rest: list[str]) -> tuple[list[str], Path | None]:
+    """Return the arguments that are no flags, and the folder of `--config-dir`.
+
+    Raises:
+        ConfigError: another flag than those of a training, or no such folder.
+    """
+    arguments = parser().parse_intermixed_args(rest)
+    if arguments.config_dir is None:
+        return arguments.overrides, None
+    folder = Path(arguments.config_dir).absolute()
+    if not folder.is_dir():
+        raise ConfigError(f"--config-dir {arguments.config_dir}: no such folder.")
+    return arguments.overrides, folder
+
+
+def runs_of(rest: list[str], config_dir: Path | None = None) -> list[list[str]]:
     """Return the overrides of the training of each model that is named, or of the one that the arguments are."""
     words = [argument for argument in rest if "=" not in argument and argument not in NETWORKS]
     given = [argument for argument in rest if "=" in argument]
-    known = group_options("model")
+    places = [None] if config_dir is None else [None, config_dir]
+    known = sorted({option for place in places for option in option_files("model", place)})
+    targets = {option: target for place in places for option, target in option_targets("model", place).items()}
     if not rest:
         raise ConfigError(
             f"download needs models: cascade-train download c_3b. Models: {', '.join(known)}. Networks of evaluations: "
@@ -158,14 +178,18 @@ def runs_of(rest: list[str]) -> list[list[str]]:
         return []
     if words and (twice := [each for each in given if each.startswith("model=")]):
         raise ConfigError(f"{words[0]} and {twice[0]} both name a model. Leave one out.")
-    own = ["run.name=download", "train.global_batch_size=1", *given]
-    runs = [[f"model={model}", *own] for model in words] or [own]
-    return [with_defaults({"task": "finetune" if is_stage_c(run) else "reconstruction"}, run) for run in runs]
+    given += ["run.name=download", "train.global_batch_size=1"]
+    given += [] if config_dir is None else [searching(config_dir)]
+    runs = [[f"model={model}", *given] for model in words] or [given]
+    return [with_defaults({"task": default_task(run, targets)}, run) for run in runs]
 
 
-def is_stage_c(overrides: list[str]) -> bool:
-    """Return whether the model that overrides name first is one of Stage C; True where they name none."""
-    return next((each.startswith("model=c_") for each in overrides if each.startswith("model=")), True)
+def default_task(overrides: list[str], targets: Mapping[str, str]) -> str:
+    """Return a task that fits the model that overrides name first; `targets` are the classes of models."""
+    model = next((each.partition("=")[2] for each in overrides if each.startswith("model=")), None)
+    stage = class_constant(targets[model], "name") if model is not None and model in targets else None
+    fits = class_constant(option_targets("task")["finetune"], "fits")
+    return "finetune" if stage is None or stage in fits else "reconstruction"
 
 
 COMMAND = Command(arguments=DownloadArgs, run=download, takes_rest=True)

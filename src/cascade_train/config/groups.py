@@ -42,10 +42,10 @@ def group_options(group: str) -> list[str]:
     return sorted(name for name in names if not name.startswith("_"))
 
 
-def option_files(group: str) -> dict[str, Any]:
-    """Return what the files of the options that `conf/` itself offers in a group hold, by option."""
-    files = {option: conf_dir() / group / f"{option}.yaml" for option in group_options(group)}
-    held = {option: _held(file, file.stat().st_mtime_ns) for option, file in files.items() if file.is_file()}
+def option_files(group: str, folder: Path | None = None) -> dict[str, Any]:
+    """Return what the files of a group hold, by option; of `conf/` itself, or of a folder of a user's own."""
+    files = {path.stem: path for path in sorted(((folder or conf_dir()) / group).glob("[!_]*.yaml"))}
+    held = {option: _held(file, file.stat().st_mtime_ns) for option, file in files.items()}
     return copy.deepcopy(held)
 
 
@@ -54,9 +54,9 @@ def _held(file: Path, _changed_ns: int) -> Any:
     return OmegaConf.to_container(OmegaConf.load(file))
 
 
-def option_targets(group: str) -> dict[str, str]:
-    """Return the `_target_` of each option that `conf/` itself offers in a group, where its file names one."""
-    targets = {option: file.get("_target_") for option, file in option_files(group).items()}
+def option_targets(group: str, folder: Path | None = None) -> dict[str, str]:
+    """Return the `_target_` of each option that `option_files` finds, where its file names one."""
+    targets = {option: file.get("_target_") for option, file in option_files(group, folder).items()}
     return {option: target for option, target in targets.items() if isinstance(target, str)}
 
 

@@ -172,7 +172,7 @@ def _arguments(argv: Sequence[str]) -> Iterator[None]:
             expanded.
     """
     before = sys.argv
-    overrides = _parser().parse_intermixed_args(argv).overrides
+    overrides = parser().parse_intermixed_args(argv).overrides
     if words := [word for word in overrides if word.isidentifier()]:
         from cascade_train.config.help import commands
 
@@ -190,7 +190,9 @@ def _arguments(argv: Sequence[str]) -> Iterator[None]:
         sys.argv = before
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
+    """Return Hydra's parser of flags and overrides, which refuses with a ConfigError."""
+
     def refuse(message: str) -> NoReturn:
         from cascade_train.config.unknown_keys import other_name
 
@@ -198,9 +200,9 @@ def _parser() -> argparse.ArgumentParser:
         known = "".join(dict.fromkeys(other_name(name) for name in names))
         raise ConfigError(f"{message}. Overrides are key=value, without dashes; --help explains the keys.{known}")
 
-    parser = get_args_parser()
-    parser.error = refuse  # type: ignore[method-assign]
-    return parser
+    found = get_args_parser()
+    found.error = refuse  # type: ignore[method-assign]
+    return found
 
 
 @contextlib.contextmanager

@@ -87,6 +87,11 @@ def check_not_expanded(overrides: Sequence[str]) -> None:
                 _refuse_expanded(key, given, column)
 
 
+def searching(config_dir: str | Path) -> str:
+    """Return the override by which a composition finds options in a folder of a user's own, as by `--config-dir`."""
+    return f"hydra.searchpath=['file://{Path(config_dir).absolute()}']"
+
+
 def check_not_hydras(overrides: Sequence[str]) -> None:
     """Refuse keys of Hydra's own that other programs are steered by and that have no effect on a run here."""
     for override in overrides:

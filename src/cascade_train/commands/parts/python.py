@@ -29,7 +29,7 @@ from cascade_train.config.error_messages import in_our_words
 from cascade_train.config.groups import conf_dir
 from cascade_train.config.hydra_compat import BASE
 from cascade_train.config.launch import prepare_process, register_schema, with_implied_choices
-from cascade_train.config.overrides import check_not_hydras, with_paths_quoted
+from cascade_train.config.overrides import check_not_hydras, searching, with_paths_quoted
 from cascade_train.config.preflight import preflight
 from cascade_train.config.sweep import is_main
 from cascade_train.engine.run.config_difference import flatten
@@ -255,7 +255,7 @@ def _composed(overrides: Sequence[str], config_dir: str | Path | None) -> DictCo
             if each.is_sweep_override():
                 raise ConfigError(f"{each.input_line} has several values: call this for each of them, in a loop.")
         if config_dir is not None:
-            choices.append(f"hydra.searchpath=['file://{Path(config_dir).absolute()}']")
+            choices.append(searching(config_dir))
         with hydra.initialize_config_dir(str(conf_dir()), **BASE):
             cfg = hydra.compose("config", choices, return_hydra_config=True)
         HydraConfig.instance().set_config(cfg)
