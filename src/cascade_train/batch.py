@@ -94,7 +94,7 @@ class Batch:
         return self._moved(Tensor.pin_memory)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Send small tensors from a worker by value: sharing memory costs more than a millisecond for each."""
+        """Pickle small tensors by value: shared memory takes more than a millisecond for each."""
         return {name: _by_value(value) for name, value in vars(self).items()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -63,7 +63,7 @@ def make_cache(
     task_index: int,
     task_count: int,
 ) -> str:
-    """Make this process's units of a cache and return a summary of what there is; arguments as in `CacheArgs`."""
+    """Make this process's units of a cache and return a summary of the cache; arguments as in `CacheArgs`."""
     allow_tf32()  # as a training has it
     read_sample_prompts(cfg)
     parts, source = build_parts(cfg), build_component(cfg, "data")

@@ -28,7 +28,7 @@ RECORD = "weights.json"
 
 
 def weight_specs(cfg: DictConfig, parts: Parts) -> list[WeightsSpec]:
-    """Return what the stage loads, but for parts that are left out, and files that the task names on the hub."""
+    """Return the files that the stage loads, except of parts that are left out, and the task's files on the hub."""
     options = component_options(to_plain(cfg)["task"], "task.")
     files = [(option.key, option.value) for option in options if "File" in option.roles and _on_hub(option.value)]
     return [*parts.stage.weight_specs(), *(WeightsSpec(key=key, source=value) for key, value in files)]
@@ -52,7 +52,7 @@ def _described(spec: WeightsSpec) -> dict[str, Any]:
 
 
 def _sha256(path: Path) -> str:
-    """Return a file's SHA-256; that of a large file of the hub was checked when it came, and is its name there."""
+    """Return a file's SHA-256; a large file of the hub was checked when it was downloaded, and is named by it."""
     announced = announced_hash(path)
     return announced if announced is not None and len(announced) == 64 else hash_file(path).sha256
 

@@ -161,7 +161,7 @@ def _metrics(run: Path, step: int | None) -> dict[str, float]:
 
 
 def _without_places(value: Any) -> Any:
-    """Return nested values in which a place on this machine is its last name: cards are for others."""
+    """Return nested values with local paths cut to their last part: cards are published."""
     if isinstance(value, Mapping):
         return {key: _without_places(inner) for key, inner in value.items()}
     if isinstance(value, list):

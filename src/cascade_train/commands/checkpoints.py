@@ -62,7 +62,7 @@ class PruneArgs:
 
 @dataclass(kw_only=True)
 class PromoteArgs:
-    """Give a checkpoint a name, which keeps it for good; name=null takes the name away."""
+    """Name a checkpoint, which is then never deleted; name=null removes the name."""
 
     source: str
     """The run; not one that is training."""

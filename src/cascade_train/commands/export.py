@@ -115,7 +115,7 @@ def export(args: ExportArgs) -> int:
 
 
 def _finish(args: ExportArgs, out: Path, written: list[str], *, all_of_run: bool) -> None:
-    """Write the model card of what lies in `out` now, of a run all of it, and push it where that is asked."""
+    """Write the model card of what lies in `out` now, of a run all of it, and push it where `push` is set."""
     from cascade_train.assembly.model_card import CARD, SAMPLES, USES, write_card
     from cascade_train.results.find import run_of
 

@@ -95,7 +95,7 @@ def _keys_of(override: str) -> Iterator[str]:
 
 
 def _paths(node: Any) -> Iterator[str]:
-    """Yield the dotted keys of a mapping, without that of what is none."""
+    """Yield the dotted keys of a mapping; of another value, none."""
     for key, value in node.items() if isinstance(node, dict) else ():
         yield str(key)
         yield from (f"{key}.{path}" for path in _paths(value))

@@ -47,7 +47,7 @@ class YamlLoader(*_BASES):  # type: ignore[misc]
         self._stream = stream
 
     def get_single_data(self) -> Any:
-        """Return the values of the document; what is wrong with it is said by PyYAML's own parser, in more words."""
+        """Return the values of the document; errors are those of PyYAML's own parser, which say more."""
         try:
             return super().get_single_data()
         except yaml.YAMLError:
@@ -57,7 +57,7 @@ class YamlLoader(*_BASES):  # type: ignore[misc]
 
 
 class YamlDumper(yaml.CDumper if yaml.__with_libyaml__ else yaml.Dumper):  # type: ignore[misc]
-    """OmegaConf's representation of texts by libyaml's emitter, where PyYAML has it: the same values, sooner."""
+    """OmegaConf's representation of texts on libyaml's emitter, where PyYAML has it: the same output, faster."""
 
 
 YamlDumper.add_representer(str, omegaconf._utils.OmegaConfDumper.str_representer)
@@ -100,7 +100,7 @@ _map_choices: Any = getattr(defaults_list, "_create_interpolation_map", None)
 
 
 def quicken() -> None:
-    """Let Hydra and OmegaConf do what they do, without what they do in vain.
+    """Remove redundant work of Hydra and OmegaConf; the results stay the same.
 
     Files are read and written by libyaml, and one that is not UTF-8 is named; an interpolation, which a composition
     meets many times, is parsed once, since trees are only read; and 1.3 lists the choices so far for a file whose

@@ -88,7 +88,7 @@ def _check_nothing_missing(plain: Mapping[str, Any], written: Mapping[str, Any])
 
 
 def _check_nothing_added(root: Root) -> None:
-    """Check that `+key=` added nothing to a typed node, where nobody would read it."""
+    """Refuse keys that `+key=` added to a typed node, where nothing would read them."""
     nodes = {"": root, **{f"{key}.": node for key, node in vars(root).items() if dataclasses.is_dataclass(node)}}
     for prefix, node in nodes.items():
         known = [field.name for field in dataclasses.fields(node)]
@@ -233,7 +233,7 @@ def _check_noise_unit(root: Root) -> None:
 
 
 def _objectives(root: Root) -> dict[str, str]:
-    """Return the objectives that ship and their classes, but for those whose noise levels another network sees."""
+    """Return the packaged objectives and their classes, except those with another unit of noise levels."""
     wanted = class_constant(root.model["_target_"], "noise_unit")
     conditions = {o: file.get("noise_condition") for o, file in option_files("objective").items()}
     units = {o: class_constant(node["_target_"], "unit") if node else None for o, node in conditions.items()}

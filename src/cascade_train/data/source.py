@@ -112,7 +112,7 @@ class Source(abc.ABC):
 
     @property
     def part_names(self) -> tuple[str, ...]:
-        """Names of the sources that this one joins, by which losses are told apart; empty = it is one alone."""
+        """Names of the joined sources, under which their losses are logged; empty = a single source."""
         return ()
 
     def part_of(self, row: int) -> int:

@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class StreamSpec:
-    """How streams are read: in blocks of so many samples or mebibytes, whichever comes first."""
+    """How streams are read: in blocks of at most this many samples and mebibytes."""
 
     buffer_samples: int = 256
     buffer_mib: int = 64
@@ -119,7 +119,7 @@ class Stream:
             cursor = Cursor(epoch=cursor.epoch + 1)
 
     def _samples(self, cursor: Cursor) -> Iterator[tuple[StreamSample, Cursor]]:
-        """Yield the samples of the rest of an epoch, each with the place behind it."""
+        """Yield the samples of the rest of an epoch, each with the position after it."""
         for place, row in enumerate(self._order(cursor.epoch)):
             if place < cursor.place:
                 continue

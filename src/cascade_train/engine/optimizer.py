@@ -1,4 +1,4 @@
-"""Optimizers: which parameters decay, how the learning rate scales, and any algorithm behind it."""
+"""Optimizers: which parameters decay, how the learning rate scales, and the algorithm that is wrapped."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ class OptimizerSpec:
         return list(parameters.items() if getattr(self.made, "takes_names", False) else parameters.values())
 
     def _works_on(self, mesh: DeviceMesh, rows: int) -> bool:
-        """Return whether a step works with a sharded matrix of so many rows, tried where that is not known."""
+        """Return whether the algorithm steps a sharded matrix with this many rows, tried where that is unknown."""
         if getattr(self.made, "needs_whole", False):
             return False
         from torch.distributed.tensor import Replicate, Shard, distribute_tensor

@@ -85,7 +85,7 @@ class Tracker:
         self._wait(MOST_WAITING)
 
     def _wait(self, most: int) -> None:
-        """Wait until no more than so many calls have not ended, as long as they do end."""
+        """Wait until at most this many calls are pending; give up on a tracker that hangs."""
         while self._sent and (len(self._sent) > most or self._sent[0].done()):
             try:
                 self._sent[0].result(0.0 if self.failed else SECONDS)

@@ -12,8 +12,8 @@ from importlib.util import find_spec, module_from_spec
 def without_siblings(package: str) -> Iterator[None]:
     """Let modules of a package be imported within the block without what the package's own file imports.
 
-    Afterwards the package is as if nobody had asked for it yet; who does finds the modules that are there. Does nothing
-    where it is imported already.
+    Afterwards the package counts as not imported; a later import of it reuses these modules. Does nothing where it is
+    imported already.
     """
     if package in sys.modules:
         yield

@@ -1,4 +1,4 @@
-"""Who is in a picture, and where: faces as vectors, painted into the boxes that they fill."""
+"""Faces in a picture: the embedding of each, painted into its bounding box."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ def prominence(boxes: np.ndarray, size: tuple[int, int]) -> np.ndarray:
 
 
 def recognise(recogniser: InferenceSession, image: np.ndarray, landmarks: np.ndarray) -> np.ndarray:
-    """Return who a face is, (512,) float32 of length 1, of a picture (H, W, 3) uint8 RGB and landmarks (5, 2)."""
+    """Return a face's embedding, (512,) float32 of length 1, by a picture (H, W, 3) uint8 RGB and landmarks (5, 2)."""
     cv2 = opencv()
     face = cv2.warpAffine(image, similarity(landmarks, LANDMARKS), (FACE_SIDE, FACE_SIDE), borderValue=0)
     network_input = ((face.astype(np.float32) - 127.5) / 127.5).transpose(2, 0, 1)[None]

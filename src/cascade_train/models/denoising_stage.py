@@ -139,7 +139,7 @@ class DenoisingStage(Stage):
         """Return what the text towers make of tokens, by the names of `caption_products`."""
 
     def weight_specs(self) -> list[WeightsSpec]:
-        """Return the files of the network and of the frozen parts, but for those that are left out."""
+        """Return the files of the network and of the frozen parts, except those that are left out."""
         parts = [part for name, part in self._parts.items() if name not in self.left_out]
         found = [spec for part in parts for spec in part.weight_specs()]
         if self.weights is None or "network" in self.left_out:
@@ -157,7 +157,7 @@ class DenoisingStage(Stage):
         begin_magnitudes(self.network, self._values, shares)
 
     def frozen_modules(self) -> dict[str, nn.Module]:
-        """Return the modules of the frozen parts, by name, but for those that are left out."""
+        """Return the modules of the frozen parts, by name, except those that are left out."""
         return {name: part.module for name, part in self._parts.items() if name not in self.left_out}
 
     def notices(self, *, last: bool = False) -> list[str]:

@@ -216,7 +216,7 @@ class Stage(abc.ABC):
         """Decode latents to images for people, (B, 3, H', W') fp32 in [0, 1]. Without gradient."""
 
     def weight_specs(self) -> list[WeightsSpec]:
-        """Return the files that `build` and `fill` load, but for parts that are left out; none by default."""
+        """Return the files that `build` and `fill` load, except of parts that are left out; none by default."""
         return []
 
     def exports(self) -> Mapping[str, Save]:

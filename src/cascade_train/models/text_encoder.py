@@ -188,7 +188,7 @@ class TextEncoder(ClipTower):
         return tokenizer
 
     def units(self) -> list[list[nn.Module]]:
-        """Return the tower's layers, each of which shards by itself, in execution order."""
+        """Return the tower's layers, each a unit of sharding, in execution order."""
         return [[layer] for layer in self.tower.encoder.layers]
 
     def tokenize(self, captions: Sequence[str]) -> Tokens:

@@ -224,7 +224,7 @@ def _semantic_latents(
 
 
 def draws(seed: int, order: Order, stream: str) -> Draws:
-    """Return what the noise of an order's pictures comes from: `stream` names the stage that samples."""
+    """Return the seeded draws of noise for an order's pictures: `stream` names the stage that samples."""
 
     def generators(_: str) -> list[torch.Generator]:
         return [torch.Generator().manual_seed(sample_seed(seed, 0, number, stream)) for number in order.numbers]
@@ -234,7 +234,7 @@ def draws(seed: int, order: Order, stream: str) -> Draws:
 
 @dataclass(frozen=True, kw_only=True)
 class Fingerprint:
-    """Which compressor it is, by its class and values, wherever they came from."""
+    """Identity of a compressor: its class and values, whatever file they were loaded from."""
 
     kind: str
     weights: str | None

@@ -71,7 +71,7 @@ class Costly(Batch):
     """A batch whose draws take the most memory: every image is a condition, and none shrinks."""
 
     def uniform(self, purpose: str) -> Tensor:
-        """Return the end of [0, 1) that costs more, (B,)."""
+        """Return the end of [0, 1) that takes more memory, (B,)."""
         return torch.full((len(self),), 1.0 - 1e-6 if purpose == "shrink" else 0.0)
 
 
@@ -116,7 +116,7 @@ def of_size(size: int, prepared: Sequence[Any], sizes: Sequence[int]) -> Any:
 
 
 def on_meta(value: Any) -> Any:
-    """Return a prepared batch without memory, but for what a loss reads on the host."""
+    """Return a prepared batch on the meta device, except what a loss reads on the host."""
     changed = {
         field.name: tree_map_only(Tensor, lambda tensor: tensor.to(META), getattr(value, field.name))
         for field in dataclasses.fields(value)

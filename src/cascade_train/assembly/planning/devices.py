@@ -63,17 +63,17 @@ class Room:
 
     @property
     def usable_bytes(self) -> float:
-        """What a run may fill."""
+        """Bytes of the device that a run may fill."""
         return self.gb * 1e9 * (USABLE if self.on_cuda else HOST_USABLE)
 
     @property
     def usable_host_bytes(self) -> float:
-        """What a run may put on the host of a GPU."""
+        """Bytes of host memory that a run on a GPU may use."""
         return self.host_gb * 1e9 * HOST_USABLE
 
 
 def own_room(device: torch.device, machine_ranks: int) -> Room:
-    """Return what is free on a device, with this process's own context; on a CPU, a rank's share of what is."""
+    """Return the free memory of a device, this process's context included; on a CPU, a rank's share of it."""
     host = free_host_bytes() / machine_ranks / 1e9
     if device.type == "cuda":
         import torch

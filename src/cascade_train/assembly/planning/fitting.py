@@ -50,7 +50,7 @@ _COUNTED: dict[str, int] = {}
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """How a training is to fit.
+    """The settings by which a training fits its device.
 
     Attributes:
         values: of the configuration that the choice changes.
@@ -75,7 +75,7 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a training is to fit: the memory of each of some ranks, and what must stay as it is."""
+    """What a training must fit: the memory of each of some ranks, and the settings that stay as they are."""
 
     room: Room
     ranks: int
@@ -146,7 +146,7 @@ def _decided(cfg: DictConfig, place: Place, is_open: bool) -> tuple[Values, list
 
 
 def _counted(cfg: DictConfig) -> int:
-    """Return the number of parameters of a model, which is built for that once in a process, as by runs of a sweep."""
+    """Return a model's number of parameters; it is built once per process, which runs of a sweep share."""
     of_run = class_constant(cfg.data._target_, "is_cache"), cfg.task._target_, cfg.objective._target_
     key = f"{of_run} {OmegaConf.to_container(cfg.model, resolve=True)}"
     if key not in _COUNTED:
@@ -264,10 +264,10 @@ def _nothing_fits(cfg: DictConfig, least: Choice, room: Room) -> str:
 
 
 def _earlier(cfg: DictConfig, place: Place) -> tuple[Values, Values]:
-    """Return what stays of the run whose checkpoint this start continues: what must, and what else it chose.
+    """Return the values that a continued run keeps: those that must stay, and those that it chose by itself.
 
-    Of what the user sets now, nothing; and nothing before the first checkpoint. The second is of this run alone, where
-    it was asked for the same.
+    Empty before the first checkpoint, and without what the user sets now. The second are those of a run that was asked
+    for the same `memory`.
     """
     file, budget = _continued(cfg), cfg.memory.budget_gb
     try:

@@ -195,7 +195,7 @@ class Live(TorchDispatchMode):
                 self._labels[number] = new
 
     def flops_of(self, samples: int) -> int:
-        """Return `flops` as if the batch had so many samples."""
+        """Return `flops` of a batch with this many samples."""
         if self.samples is None:
             return self.flops
         return self.flops - self._flops_of_samples + self._flops_of_samples // self.samples * samples

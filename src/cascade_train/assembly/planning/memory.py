@@ -113,7 +113,7 @@ class Memory:
 
 
 def over_ranks(cfg: DictConfig, memory: Memory, ranks: int, *, machine_ranks: int, device_gb: float) -> Memory:
-    """Return the memory of one of so many ranks where the run's mode lays its weights over them."""
+    """Return a rank's memory when the run's mode shards the weights over this many ranks."""
     mode = cfg.parallel.mode.value
     if cfg.parallel.cpu_offload and (mode in ("single", "ddp") or ranks == 1):
         return memory.over(1)

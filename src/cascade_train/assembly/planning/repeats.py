@@ -140,7 +140,7 @@ class Repeats:
 
 
 class _Mark(torch.autograd.Function):
-    """Returns a tensor as it is, and tells of its gradient."""
+    """Identity that reports when the gradient of its tensor is there."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tell: Callable[[Tensor], None]) -> Tensor:
@@ -154,7 +154,7 @@ class _Mark(torch.autograd.Function):
 
 
 class _Repeated(torch.autograd.Function):
-    """Stands for a unit: a result as the latent, and a gradient for all that has one."""
+    """Replaces a unit: an output of the latent's shape, and a gradient for all that needs one."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *others: Tensor) -> Tensor:

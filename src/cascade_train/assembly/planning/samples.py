@@ -52,7 +52,7 @@ class Samples:
     can_take_more: bool = False
 
     def lines(self, steps: int) -> Iterator[str]:
-        """Yield lines about a run of so many steps."""
+        """Yield the plan's lines on the samples of a run with this many steps."""
         if self.count is not None and self.epoch_steps is not None:
             sizes = ", ".join(f"{height}x{width}: {count:,}" for height, width, count in self.buckets[:SHOWN])
             more = "" if len(self.buckets) <= SHOWN else f", and {len(self.buckets) - SHOWN} more sizes"

@@ -65,7 +65,7 @@ class Origin:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a training left, from its files.
+    """The results of a training, read from its files.
 
     Attributes:
         path: its folder.
@@ -272,7 +272,7 @@ def _written(cfg: DictConfig) -> dict[str, Any]:
 
 
 def _state(cfg: DictConfig) -> Any:
-    """Return what Hydra knows of a configuration; what was set since it was composed counts as an override."""
+    """Return Hydra's state of a configuration; values set since it was composed count as overrides."""
     origin: Origin | None = getattr(cfg._metadata, ORIGIN, None)
     if origin is None:
         return None
@@ -297,7 +297,7 @@ def _checked(cfg: DictConfig, check: Callable[[DictConfig], DictConfig]) -> Dict
 
 @contextmanager
 def _hydra(state: Any) -> Iterator[None]:
-    """Let Hydra's view of what was composed be this one for the block."""
+    """Set Hydra's global configuration to `state` within the block."""
     held = HydraConfig.instance()
     before, held.cfg = held.cfg, state
     try:

@@ -1,1 +1,1 @@
-"""Configuration files of other systems, brought here."""
+"""Configuration files of other trainers, translated into experiments."""

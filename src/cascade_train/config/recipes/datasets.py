@@ -65,7 +65,7 @@ def numbered_folders(path: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _part(recipe: Recipe, name: str, inherited: Dataset, own: Dataset, table: Mapping[str, Any]) -> Part:
-    """Return what a dataset comes to as a source; what is not a source's own goes into the recipe."""
+    """Translate a dataset into a source; settings that no source has go into the recipe."""
     part: Part = {}
     for key, value in {**inherited, **own}.items():
         told = f"{name}: {key}" if name and key in own else key

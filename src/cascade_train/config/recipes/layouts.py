@@ -38,7 +38,7 @@ class Given:
 
 
 def system_of(source: Any) -> str | None:
-    """Return whose a configuration is, by its keys; None where it is nobody's that is known."""
+    """Return the trainer that a configuration is of, recognised by its keys; None = unknown."""
     if isinstance(source, list):
         return (
             "simpletuner"

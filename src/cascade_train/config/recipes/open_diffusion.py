@@ -1,6 +1,6 @@
 """What the keys of open-diffusion's file mean here, by open_diffusion.yaml.
 
-The family of its network is told by the width of its captions.
+The family of its network is recognised by the width of its text embeddings.
 """
 
 from __future__ import annotations

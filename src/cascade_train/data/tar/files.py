@@ -70,7 +70,7 @@ class Tar:
 
     @property
     def identity(self) -> str:
-        """What tells it from other tars: a file's last part, a pipe's command without the secrets of known forms."""
+        """Its identity among tars: a file's name, or a pipe's command without secrets of known forms."""
         return redact(self.item.url) if self.store is None else self.item.name
 
     def read(self, start: int, size: int) -> bytes:

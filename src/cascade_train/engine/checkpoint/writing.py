@@ -148,7 +148,7 @@ class HostMemory:
 
 
 def _block(size: int, *, pinned: bool) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return so many bytes of the host, whose pages are there; torch's pinned tensors take up to twice their size."""
+    """Return host memory whose pages are mapped; torch's pinned tensors take up to twice their size."""
     block = np.empty(size, dtype=np.uint8)
     if pinned and size:
         cuda, address = torch.cuda.cudart(), block.ctypes.data

@@ -1,4 +1,4 @@
-"""Who may use a run directory: whether a folder can become one, and a lock of one live process on it.
+"""Access to a run directory: whether a folder may become one, and a lock held by one live process.
 
 Imported before torch. What a run directory holds, and who may continue it, is decided in directory.py.
 """

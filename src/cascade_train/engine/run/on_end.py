@@ -38,9 +38,9 @@ def announced(command: str | None, trainer: Trainer, directory: Path) -> Iterato
 
 
 def run_command(command: str | None, event: str, directory: Path, step: int, message: str) -> None:
-    """Run a shell command that reads in its environment what happened; its own failure is logged.
+    """Run a shell command with the outcome in its environment; its own failure is logged.
 
-    It has `SECONDS`, and is not told of signals; Ctrl-C ends it.
+    It is killed after `SECONDS`, and by Ctrl-C; other signals do not reach it.
     """
     if command is None:
         return

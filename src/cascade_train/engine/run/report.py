@@ -129,7 +129,7 @@ def read_config(folder: Path) -> Data:
 
 
 def read_mapping(path: Path, **kinds: type) -> Data:
-    """Return what a JSON or YAML file holds, but for values that are not of their keys' `kinds`; empty where none."""
+    """Return the mapping in a JSON or YAML file, without values of other types than `kinds`; else empty."""
     return _parsed(_text(path), read_yaml if path.suffix == ".yaml" else read_json, **kinds)
 
 
@@ -280,7 +280,7 @@ def newest_grid(folder: Path, step: int | None = None, name: str = "") -> Path |
 
 
 def _spread(folders: Mapping[str, Path], most: int) -> list[tuple[str, Path]]:
-    """Return at most so many of the folders, the first and the last of them and others evenly between."""
+    """Return at most this many folders, evenly spaced, the first and the last included."""
     every = list(folders.items())
     count = min(most, len(every))
     return [every[round(place * (len(every) - 1) / max(count - 1, 1))] for place in range(count)]

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class ControlOptions:
-    """What is asked of a control network; but for the first two, the keys of `task`.
+    """Options of a control network; all but the first two are keys of `task`.
 
     Attributes:
         channels: of the maps.

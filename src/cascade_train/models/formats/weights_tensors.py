@@ -227,7 +227,7 @@ def is_condition_unet(config: Mapping[str, Any]) -> bool:
 def recognise_size(shapes: Mapping[str, Shape]) -> str | None:
     """Return the `model=` name of a published size; None = another size.
 
-    The rows of `clip_txt_mapper` tell Stage C's sizes, the width of level 1 tells Stage B's
+    Sizes of Stage C differ in the rows of `clip_txt_mapper`, those of Stage B in the width of level 1
     (diffusers, loaders/single_file_utils.py).
     """
     text = shapes.get("clip_txt_mapper.weight")

@@ -261,7 +261,7 @@ class _Walk:
         self._executed = 0
 
     def uncontrolled(self) -> int:
-        """Return how many blocks there are from the next on to one with a map; many without maps behind it."""
+        """Return the number of blocks before the next one with a control map; a large number where none follows."""
         return min((index - self._executed for index in self._control if index >= self._executed), default=1 << 30)
 
     def next_control(self) -> Tensor | None:

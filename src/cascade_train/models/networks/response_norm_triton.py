@@ -56,7 +56,7 @@ def _flags(bits: Tensor | None) -> dict[str, Any]:
 
 
 def _launch(kernel: Any, h_BHWK: Tensor, *tensors: Tensor, sums: int = 0, **flags: Any) -> list[Tensor]:
-    """Run a kernel over h, and return so many sums over height and width, (B, 1, 1, K) fp32."""
+    """Run a kernel over h, and return K sums over height and width, (B, 1, 1, K) fp32."""
     batch, height, width, channels = h_BHWK.shape
     blocks = triton.cdiv(height * width, ROWS)
     parts = [h_BHWK.new_empty((batch, blocks, channels), dtype=torch.float32) for _ in range(sums)]

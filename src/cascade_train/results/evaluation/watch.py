@@ -120,7 +120,7 @@ def next_step(
 ) -> tuple[int | None, bool]:
     """Return the first complete checkpoint that is not done, waiting for one, and whether no other will come.
 
-    No other comes to a run whose last one is that of its end, unless it is being continued.
+    A run whose newest checkpoint is its final one saves no other, unless it is being continued.
     """
     waited = 0.0
     while True:
