@@ -101,7 +101,7 @@ def _with_remedy(error: Exception) -> Exception:
 def in_our_words(error: Exception) -> Exception:
     """Return the error of this library that says what another one's means; ours, and defects, as they are."""
     error = _with_remedy(error)
-    text = None if isinstance(error, ConfigError | RunError) else explain(error)
+    text = None if isinstance(error, ConfigError | RunError) else paragraph_of(error)
     if text is None:
         return error
     return (RunError if _is_of_runtime(error) else ConfigError)(logged(text))
@@ -129,7 +129,7 @@ def _interrupted(interrupt: KeyboardInterrupt, remedy: str) -> int:
 
 def _report(error: Exception) -> int:
     rank = os.environ.get("RANK", "0")
-    paragraph = explain(error)
+    paragraph = paragraph_of(error)
     if paragraph is None:
         error.add_note(f"on rank {rank}")
         sys.stderr.write(logged("".join(traceback.format_exception(error))))
@@ -163,7 +163,7 @@ def _write_error_file(paragraph: str) -> None:
             Path(file).write_text(json.dumps({"message": message}), encoding="utf-8")
 
 
-def explain(error: Exception) -> str | None:
+def paragraph_of(error: Exception) -> str | None:
     """Return one paragraph on a wrong configuration or a runtime failure; None for a defect."""
     match error:
         case ConfigError() | RunError():

@@ -190,15 +190,15 @@ def _check_objective_fits(root: Root) -> None:
         return
     scoring = root.objective["_target_"]
     stage, denoises = class_constant(root.model["_target_"], "name"), class_constant(scoring, "denoises")
-    trained, reconstructs = (class_constant(root.task["_target_"], key) for key in ("fits", "reconstructs"))
-    if None in (stage, denoises, trained, reconstructs) or stage not in trained:
+    trainable, reconstructs = (class_constant(root.task["_target_"], key) for key in ("fits", "reconstructs"))
+    if None in (stage, denoises, trainable, reconstructs) or stage not in trainable:
         return
     if not denoises and class_constant(scoring, "fits") is None:
         return  # what it does not define is named by `_check_components`
     if not _scores(scoring, stage, reconstructs):
         objectives = [o for o, t in _objectives(root).items() if _scores(t, stage, reconstructs)]
         stages = {o: class_constant(t, "name") for o, t in option_targets("model").items()}
-        models = [o for o, s in stages.items() if s in trained and _scores(scoring, s, reconstructs)]
+        models = [o for o, s in stages.items() if s in trainable and _scores(scoring, s, reconstructs)]
         task, objective = (chosen(key, getattr(root, key)["_target_"]) for key in ("task", "objective"))
         model, instead = chosen("model", root.model["_target_"]), f" but {_list(models)}" if models else ""
         raise ConfigError(

@@ -92,7 +92,9 @@ UPDATES: Mapping[str, Update] = MappingProxyType({"ddpm": ddpm_step, "ddim": ddi
 """The update rules by the name that `sample.sampler` gives them."""
 
 
-def guide(cond: Tensor, uncond: Tensor, *, scale: float | Tensor, rescale: float, rescale_over: Rescale) -> Tensor:
+def apply_guidance(
+    cond: Tensor, uncond: Tensor, *, scale: float | Tensor, rescale: float, rescale_over: Rescale
+) -> Tensor:
     """Mix predictions (B, C, H, W) fp32 (Ho & Salimans 2022, eq. 6), and rescale them (Lin et al. 2023, eq. 15-16).
 
     `scale` 1 = the conditional prediction; `rescale` is the share of the rescaled prediction, in [0, 1]; its standard
@@ -133,8 +135,8 @@ def sample(
         steps: number of network evaluations.
         shift: shift of the noise levels (see `Schedule`).
         guidance_scale: None = off; a pair = the scales at t = 1 and t = 0, linear between.
-        guidance_rescale: see `guide`.
-        rescale_over: see `guide`.
+        guidance_rescale: see `apply_guidance`.
+        rescale_over: see `apply_guidance`.
         t_start: time of the first step.
         t_end: time that the last step ends at.
         x_init: (B, C, H, W) latents already noised to `t_start`; None = start from noise.
@@ -158,7 +160,9 @@ def sample(
         pred = cond.float()
         scale = _scale_at(guidance_scale, t_S[i])
         if scale is not None and uncond is not None:
-            pred = guide(pred, uncond.float(), scale=scale, rescale=guidance_rescale, rescale_over=rescale_over)
+            pred = apply_guidance(
+                pred, uncond.float(), scale=scale, rescale=guidance_rescale, rescale_over=rescale_over
+            )
         x0, eps = objective.x0(pred, x, logsnr_B), objective.predicted_noise(pred, x, logsnr_B)
         x = update(x0, eps, noise(), Scales(a=a_S[i], b=b_S[i], a_next=a_S[i + 1], b_next=b_S[i + 1]))
         if on_step is not None:

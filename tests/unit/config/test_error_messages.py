@@ -8,7 +8,7 @@ from hydra.errors import InstantiationException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from cascade_train.config.components import by_path
-from cascade_train.config.error_messages import SECONDS_FOR_RANK_ZERO, exit_code, explain
+from cascade_train.config.error_messages import SECONDS_FOR_RANK_ZERO, exit_code, paragraph_of
 from cascade_train.config.groups import did_you_mean, group_options, groups, option_targets
 from cascade_train.errors import ConfigError, Interrupted, RankLostError, RunError
 
@@ -121,11 +121,11 @@ def test_wrong_experiment_is_refused_by_key(start: Start, tmp_path: Path, conten
 def test_value_error_of_a_component_is_explained_and_others_are_defects():
     refused = InstantiationException("wrapped")
     refused.__cause__ = ValueError("lr must be positive")
-    assert explain(refused) == "lr must be positive"
+    assert paragraph_of(refused) == "lr must be positive"
     defect = InstantiationException("wrapped")
     defect.__cause__ = TypeError("a defect")
-    assert explain(defect) is None
-    assert explain(KeyError("x")) is None
+    assert paragraph_of(defect) is None
+    assert paragraph_of(KeyError("x")) is None
 
 
 def test_closed_output_is_no_defect(capsys: pytest.CaptureFixture[str]):

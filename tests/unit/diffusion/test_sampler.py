@@ -13,9 +13,9 @@ from cascade_train.diffusion.sampler import (
     ImageNoise,
     SampleStep,
     Scales,
+    apply_guidance,
     ddim_step,
     ddpm_step,
-    guide,
     lcm_step,
     sample,
 )
@@ -181,21 +181,21 @@ def test_a_network_in_bf16_is_sampled_in_fp32(build: Build) -> None:
 def test_guidance_of_one_is_the_conditional_prediction() -> None:
     cond, uncond = torch.randn(2, 3, 2, 8, 8, generator=torch.Generator().manual_seed(0))
     for over in ("sample", "batch"):
-        mixed = guide(cond, uncond, scale=1.0, rescale=0.7, rescale_over=over)
+        mixed = apply_guidance(cond, uncond, scale=1.0, rescale=0.7, rescale_over=over)
         torch.testing.assert_close(mixed, cond)
 
 
 def test_a_full_rescale_gives_each_sample_the_conditional_contrast() -> None:
     cond, uncond = torch.randn(2, 3, 2, 8, 8, generator=torch.Generator().manual_seed(0))
-    mixed = guide(cond, uncond, scale=6.0, rescale=1.0, rescale_over="sample")
+    mixed = apply_guidance(cond, uncond, scale=6.0, rescale=1.0, rescale_over="sample")
     torch.testing.assert_close(mixed.std((1, 2, 3)), cond.std((1, 2, 3)))
-    mixed = guide(cond, uncond, scale=6.0, rescale=1.0, rescale_over="batch")
+    mixed = apply_guidance(cond, uncond, scale=6.0, rescale=1.0, rescale_over="batch")
     torch.testing.assert_close(mixed.std(), cond.std())
 
 
 def test_without_rescale_guidance_is_linear() -> None:
     cond, uncond = torch.ones(1, 1, 2, 2), torch.zeros(1, 1, 2, 2)
-    assert (guide(cond, uncond, scale=3.0, rescale=0.0, rescale_over="sample") == 3).all()
+    assert (apply_guidance(cond, uncond, scale=3.0, rescale=0.0, rescale_over="sample") == 3).all()
 
 
 def test_a_pair_of_scales_goes_from_noise_to_data(build: Build) -> None:
