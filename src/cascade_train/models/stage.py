@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from cascade_train.batch import Batch
 from cascade_train.models.formats.weights_source import WeightsSpec
 from cascade_train.models.initialize import Shares
+from cascade_train.options import File
 
 if TYPE_CHECKING:
     from cascade_train.models.control.base import Control, ControlOptions
@@ -247,3 +248,35 @@ class Stage(abc.ABC):
     ) -> Tensor:
         """Run the network on noised latents (B, C, H, W) at (B,) fp32 timestep ratios; same shape out."""
         return self.network(noised_BCHW, timestep_ratio_B, **cond, control=control, return_dict=False)[0]
+
+
+class AutoencoderStage(Stage):
+    """Base of the stages that are autoencoders: nothing is denoised, and nothing but pictures is a condition."""
+
+    denoises = False
+    image_keep_prob = 0.0
+    needs_image = True
+    why_not_cached = "its encoder trains"
+
+    weights: File[str | None]
+    latent_channels: int
+
+    def weight_specs(self) -> list[WeightsSpec]:
+        """Return the files of the network."""
+        if self.weights is None:
+            return []
+        return [WeightsSpec(key="model.weights", source=self.weights, part=self.part)]
+
+    def conditions(
+        self,
+        tokens: Tokens,
+        images: Images | None = None,
+        keep_image_B: Tensor | None = None,
+        drawn: Any = None,
+    ) -> Conditions:
+        """Return nothing: the network is conditioned on nothing."""
+        return {}
+
+    def latent_shape(self, height: int, width: int) -> tuple[int, int, int]:
+        """Return (C, H, W) of the latent of an image of `height` x `width` pixels."""
+        return self.latent_channels, height // self.image_multiple, width // self.image_multiple

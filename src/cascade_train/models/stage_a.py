@@ -10,21 +10,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from cascade_train.models.formats.weights import load_module
-from cascade_train.models.formats.weights_source import WeightsSpec
 from cascade_train.models.initialize import initialise
 from cascade_train.models.latent_codec import ORIGINAL_NAMES, vq_arguments
-from cascade_train.models.stage import Conditions, Images, Save, Stage, Tokens
+from cascade_train.models.stage import AutoencoderStage, Images, Save
 from cascade_train.options import File
 
 
 @dataclass(kw_only=True, eq=False)
-class StageA(Stage):
+class StageA(AutoencoderStage):
     """Stage A of Stable Cascade, at any size. It has no captions, and denoises nothing.
 
     Args:
@@ -44,11 +43,7 @@ class StageA(Stage):
 
     name = "stage_a"
     part = "vqgan"
-    denoises = False
-    image_keep_prob = 0.0
-    needs_image = True
     latent_name = "vq_latent"
-    why_not_cached = "its encoder trains"
 
     image_size: int
     precision: Literal["bf16", "fp32"]
@@ -89,21 +84,6 @@ class StageA(Stage):
             parameter.data = parameter.data.to(network_dtype)
         self.network = network.train()
 
-    def weight_specs(self) -> list[WeightsSpec]:
-        """Return the files of the network."""
-        found = {} if self.weights is None else {"source": self.weights}
-        return [WeightsSpec(key="model.weights", part=self.part, **found)] if found else []
-
-    def conditions(
-        self,
-        tokens: Tokens,
-        images: Images | None = None,
-        keep_image_B: Tensor | None = None,
-        drawn: Any = None,
-    ) -> Conditions:
-        """Return nothing: the network is conditioned on nothing."""
-        return {}
-
     @torch.no_grad()
     def encode(self, images: Images) -> Tensor:
         """Encode images (B, 3, H, W) float in [0, 1] to (B, C, H / stride, W / stride) fp32, by the scale factor."""
@@ -115,10 +95,6 @@ class StageA(Stage):
     def decode(self, latent_BCHW: Tensor) -> Tensor:
         """Decode latents (B, C, H, W), by the scale factor, to (B, 3, stride H, stride W) fp32 in [0, 1]."""
         return self.network(latent_BCHW * self.scale_factor, only="decode").clamp(0, 1)
-
-    def latent_shape(self, height: int, width: int) -> tuple[int, int, int]:
-        """Return (C, H, W) of the latent of an image of `height` x `width` pixels."""
-        return self.latent_channels, height // self.image_multiple, width // self.image_multiple
 
     def exports(self) -> Mapping[str, Save]:
         """Return `vqgan`, a folder that diffusers loads, and `stage_a`, the original's file."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,14 +18,13 @@ from torch import Tensor
 from cascade_train.models.autoencoder_kl import kl_arguments
 from cascade_train.models.formats.single_file import read_vae
 from cascade_train.models.formats.weights import put_tensors
-from cascade_train.models.formats.weights_source import WeightsSpec
 from cascade_train.models.initialize import initialise, torch_rule
-from cascade_train.models.stage import Conditions, Images, Save, Stage, Tokens
+from cascade_train.models.stage import AutoencoderStage, Images, Save
 from cascade_train.options import File
 
 
 @dataclass(kw_only=True, eq=False)
-class VAEStage(Stage):
+class VAEStage(AutoencoderStage):
     """Diffusers' `AutoencoderKL` (Rombach et al. 2022, section 3.1). It has no captions, and denoises nothing.
 
     Options are named as diffusers names them.
@@ -47,11 +46,7 @@ class VAEStage(Stage):
 
     name = "vae"
     part = "vae"
-    denoises = False
-    image_keep_prob = 0.0
-    needs_image = True
     latent_name = "latent"
-    why_not_cached = "its encoder trains"
 
     image_size: int
     precision: Literal["bf16", "fp32"]
@@ -87,22 +82,6 @@ class VAEStage(Stage):
             put_tensors(network, values, dtype=network_dtype, device=device, origin=origin)
         self.network = network.train()
 
-    def weight_specs(self) -> list[WeightsSpec]:
-        """Return the files of the network."""
-        if self.weights is None:
-            return []
-        return [WeightsSpec(key="model.weights", source=self.weights, part=self.part)]
-
-    def conditions(
-        self,
-        tokens: Tokens,
-        images: Images | None = None,
-        keep_image_B: Tensor | None = None,
-        drawn: Any = None,
-    ) -> Conditions:
-        """Return nothing: the network is conditioned on nothing."""
-        return {}
-
     @torch.no_grad()
     def encode(self, images: Images) -> Tensor:
         """Encode (B, 3, H, W) float in [0, 1] to the means of the latents, (B, C, H / stride, W / stride) fp32."""
@@ -114,10 +93,6 @@ class VAEStage(Stage):
     def decode(self, latent_BCHW: Tensor) -> Tensor:
         """Decode latents (B, C, H, W) to (B, 3, stride H, stride W) fp32 in [0, 1]."""
         return self.network(latent_BCHW / self.scaling_factor, only="decode").clamp(0, 1)
-
-    def latent_shape(self, height: int, width: int) -> tuple[int, int, int]:
-        """Return (C, H, W) of the latent of an image of `height` x `width` pixels."""
-        return self.latent_channels, height // self.image_multiple, width // self.image_multiple
 
     def set_attention(self, name: str) -> None:
         """Choose the attention kernel of the network, see `attention.set_attention`."""

@@ -51,15 +51,18 @@ def found(path: Path) -> Tar:
     return Tar(item=store.stat(str(path)), store=store)
 
 
+SMALL = {
+    "image_size": 16,
+    "crop": "center",
+    "shuffle_window_shards": 2,
+    "num_workers": 0,
+    "worker_start": "fork",
+    "index_dir": None,
+    "row_filters": None,
+}
+"""Options of any source."""
+
+
 def webdataset(urls: Any, **options: Any) -> WebDataset:
     """Make a source with small defaults."""
-    defaults = {
-        "image_size": 16,
-        "crop": "center",
-        "shuffle_window_shards": 2,
-        "num_workers": 0,
-        "worker_start": "fork",
-        "index_dir": None,
-        "row_filters": None,
-    }
-    return WebDataset(urls=urls if isinstance(urls, list) else str(urls), **{**defaults, **options})
+    return WebDataset(urls=urls if isinstance(urls, list) else str(urls), **{**SMALL, **options})

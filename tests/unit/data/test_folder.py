@@ -23,17 +23,7 @@ from tests.unit.data.dataset_contract import DatasetContract, loading
 
 def folder(path: Path, **options: Any) -> Folder:
     """Make a source with small defaults."""
-    defaults = {
-        "image_size": 16,
-        "crop": "center",
-        "shuffle_window_shards": 2,
-        "num_workers": 0,
-        "worker_start": "fork",
-        "caption_from": "file_or_name",
-        "index_dir": None,
-        "row_filters": None,
-    }
-    return Folder(path=str(path), **{**defaults, **options})
+    return Folder(path=str(path), **{**tars.SMALL, "caption_from": "file_or_name", **options})
 
 
 def write(path: Path, content: bytes | str | None = None) -> Path:

@@ -24,18 +24,12 @@ from tests.unit.data.dataset_contract import DatasetContract
 def parquet(path: Any, **options: Any) -> Parquet:
     """Make a source with small defaults."""
     defaults = {
-        "image_size": 16,
-        "crop": "center",
-        "shuffle_window_shards": 2,
-        "num_workers": 0,
-        "worker_start": "fork",
+        **tars.SMALL,
         "image_column": "image",
         "caption_column": "text",
         "width_column": None,
         "height_column": None,
         "root": None,
-        "index_dir": None,
-        "row_filters": None,
     }
     return Parquet(path=path if isinstance(path, list) else str(path), **{**defaults, **options})
 

@@ -20,17 +20,11 @@ from tests.unit.data.dataset_contract import DatasetContract, loading
 def table(path: Any, **options: Any) -> Table:
     """Make a source with small defaults."""
     defaults = {
-        "image_size": 16,
-        "crop": "center",
-        "shuffle_window_shards": 2,
-        "num_workers": 0,
-        "worker_start": "fork",
+        **tars.SMALL,
         "image_column": "image",
         "caption_column": "caption",
         "mask_column": None,
         "root": None,
-        "index_dir": None,
-        "row_filters": None,
     }
     return Table(path=path if isinstance(path, list) else str(path), **{**defaults, **options})
 
