@@ -1,8 +1,10 @@
-"""A hub on this machine that speaks what huggingface_hub needs for downloads, and misbehaves when it is told to."""
+"""A hub on this machine that speaks what huggingface_hub needs, and misbehaves in downloads when it is told to."""
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import json
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +26,8 @@ class Hub:
 
     `files` are its contents by name; those above `lfs_bytes` are announced by SHA-256, others by git's SHA-1. `faults`
     are answered one by one instead of the next requests for a file's content: a number of bytes after which the
-    connection is cut, "wrong" bytes, or (status, headers). `refusal` is the answer to everything.
+    connection is cut, "wrong" bytes, or (status, headers). `refusal` is the answer to everything. `pushed` holds what
+    came by commits, by repository and name, and `made` what was asked for new repositories.
     """
 
     files: dict[str, bytes]
@@ -33,6 +36,9 @@ class Hub:
     faults: deque[Any] = field(default_factory=deque)
     refusal: tuple[int, dict[str, str]] | None = None
     requests: list[tuple[str, str, str | None]] = field(default_factory=list)
+    made: list[dict[str, Any]] = field(default_factory=list)
+    pushed: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    stored: dict[str, bytes] = field(default_factory=dict)
     url: str = ""
 
     def etag(self, content: bytes) -> str:
@@ -88,6 +94,43 @@ class Handler(BaseHTTPRequestHandler):
         self.answer(206 if first else 200, {"Content-Length": str(len(content) - first), **ranged})
         rest = bytes(len(content) - first) if fault == "wrong" else content[first:]
         self.wfile.write(rest[:fault] if isinstance(fault, int) else rest)
+
+    def do_POST(self) -> None:
+        """Take a new repository, and the four requests of an upload: the card, modes, large files, the commit."""
+        body, hub = self.rfile.read(int(self.headers.get("Content-Length", 0))), self.hub
+        if hub.refusal is not None:
+            self.answer(*hub.refusal)
+        elif self.path == "/api/repos/create":
+            hub.made.append(json.loads(body))
+            self.answer_json({"url": f"{hub.url}/{hub.made[-1]['organization']}/{hub.made[-1]['name']}"})
+        elif self.path == "/api/validate-yaml":
+            self.answer_json({"errors": [], "warnings": []})
+        elif "/preupload/" in self.path:
+            modes = {True: "lfs", False: "regular"}
+            asked = json.loads(body)["files"]
+            files = [{"path": each["path"], "uploadMode": modes[each["size"] > hub.lfs_bytes]} for each in asked]
+            self.answer_json({"files": [each | {"shouldIgnore": False} for each in files]})
+        elif self.path.endswith("/info/lfs/objects/batch"):
+            objects = json.loads(body)["objects"]
+            actions = [{"upload": {"href": f"{hub.url}/store/{each['oid']}"}} for each in objects]
+            found = [each | {"actions": action} for each, action in zip(objects, actions, strict=True)]
+            self.answer_json({"transfer": "basic", "objects": found})
+        else:
+            repo = self.path.removeprefix("/api/models/").partition("/commit/")[0]
+            for key, value in ((row["key"], row["value"]) for row in map(json.loads, body.splitlines())):
+                if key != "header":
+                    content = base64.b64decode(value["content"]) if key == "file" else hub.stored[value["oid"]]
+                    hub.pushed.setdefault(repo, {})[value["path"]] = content
+            self.answer_json({"commitUrl": f"{hub.url}/{repo}/commit/{COMMIT}", "commitOid": COMMIT, "success": True})
+
+    def do_PUT(self) -> None:
+        self.hub.stored[self.path.removeprefix("/store/")] = self.rfile.read(int(self.headers["Content-Length"]))
+        self.answer(200, {})
+
+    def answer_json(self, value: Any) -> None:
+        body = json.dumps(value).encode()
+        self.answer(200, {"Content-Type": "application/json", "Content-Length": str(len(body))})
+        self.wfile.write(body)
 
 
 @contextmanager

@@ -6,8 +6,6 @@ import logging
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import huggingface_hub
 import pytest
@@ -153,29 +151,21 @@ def test_the_room_of_the_cache_is_that_of_its_disk(hub: Hub, tmp_path: Path) -> 
     assert free > 0
 
 
-class Api:
-    """A stand-in of HfApi that keeps what it was asked, or refuses."""
-
-    asked: list[tuple[str, dict[str, Any]]]
-
-    def create_repo(self, repo: str, **options: Any) -> str:
-        if repo == "somebody/else":
-            raise PermissionError("403 Forbidden")
-        self.asked.append((repo, options))
-        return f"https://huggingface.co/{repo}"
-
-    def upload_folder(self, **options: Any) -> SimpleNamespace:
-        self.asked.append(("upload", options))
-        return SimpleNamespace()
-
-
-def test_a_folder_is_pushed_into_a_private_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    api = Api()
-    api.asked = []
-    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: api)
-    assert push_folder(tmp_path, "me/mine", private=True, names=["README.md"]) == "https://huggingface.co/me/mine"
-    (repo, made), (_, upload) = api.asked
-    assert (repo, made) == ("me/mine", {"private": True, "exist_ok": True})
-    assert (upload["repo_id"], upload["folder_path"], upload["allow_patterns"]) == ("me/mine", tmp_path, ["README.md"])
+@pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # huggingface_hub's way to call its own client
+def test_a_folder_is_pushed_into_a_private_repository(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setenv("HF_TOKEN", "hf_none")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for name, content in (("README.md", b"# A card"), ("big.safetensors", BIG[:5000]), ("other.txt", b"not asked for")):
+        (folder / name).write_bytes(content)
+    given = {"private": True, "names": ["README.md", "big*"]}
+    assert push_folder(folder, "me/mine", **given) == f"{hub.url}/me/mine"
+    assert hub.pushed == {"me/mine": {"README.md": b"# A card", "big.safetensors": BIG[:5000]}}
+    assert hub.made[0]["visibility"] == "private"
+    assert list(hub.stored.values()) == [BIG[:5000]], "what is large goes apart"
+    hub.refusal = (403, {})
     with pytest.raises(ConfigError, match="push=somebody/else: the hub did not take it .*403 Forbidden.*log in"):
-        push_folder(tmp_path, "somebody/else", private=True, names=[])
+        push_folder(folder, "somebody/else", **given)
