@@ -57,7 +57,7 @@ def group_names() -> list[str]:
 
 def groups() -> Iterator[str]:
     """Yield the table of groups and their options."""
-    yield "| Group | Option | Is |"
+    yield "| Group | Option | Meaning |"
     yield "|---|---|---|"
     for group in dict.fromkeys(group_names()):
         for name, text in options(group).items():
@@ -86,7 +86,7 @@ def keys() -> Iterator[str]:
     """Yield the table of the loop's keys, with their defaults."""
     classes, values = explained(), yaml.safe_load((CONF / "config.yaml").read_text())
     values |= {group: yaml.safe_load((CONF / group / f"{name}.yaml").read_text()) for group, name in CHOSEN.items()}
-    yield "| Key | Default | Is |"
+    yield "| Key | Default | Meaning |"
     yield "|---|---|---|"
     for name, text in classes["Root"].items():
         node = classes.get(text.removeprefix("-> "))
@@ -108,7 +108,7 @@ def _cell(text: str) -> str:
 
 def objectives() -> Iterator[str]:
     """Yield the table of objectives."""
-    yield "| Override | Is |"
+    yield "| Override | Meaning |"
     yield "|---|---|"
     yield from (f"| `objective={name}` | {_cell(text)} |" for name, text in options("objective").items())
 
@@ -129,7 +129,7 @@ def command_options() -> Iterator[str]:
         for command in actions.values():
             meaning = _cell(command.arguments.__doc__ or "")
             yield from ("", f"`cascade-train {name} {command.usage or 'key=value …'}`", "", f"{meaning}.", "")
-            yield "| Option | Default | Is |"
+            yield "| Option | Default | Meaning |"
             yield "|---|---|---|"
             yield from _option_rows(command.arguments)
             if command.run_defaults is not None:
@@ -178,7 +178,7 @@ def _component(title: str, place: str, node: Mapping[str, Any], whole: Mapping[s
     for part in reversed(place.split(".")):
         cfg = {part: cfg}
     rows = [_row(key, value, meaning_of(key, cfg)) for key, value in _leaves(place, node)]
-    yield from ("", f"{title}.", "", *(["| Key | Default | Is |", "|---|---|---|", *rows] if rows else ()))
+    yield from ("", f"{title}.", "", *(["| Key | Default | Meaning |", "|---|---|---|", *rows] if rows else ()))
 
 
 def _leaves(place: str, node: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
