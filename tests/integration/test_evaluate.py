@@ -23,7 +23,7 @@ from cascade_train.models.clip_score import ClipScore
 from cascade_train.models.formats.weights_source import local_path
 from cascade_train.models.image_quality import load_tiny_features
 from cascade_train.results import export
-from cascade_train.results.evaluation.watch import next_step
+from cascade_train.results.evaluation.watch import next_checkpoint
 from tests.distributed.test_modes import NARROW
 from tests.integration.runs import train
 from tests.integration.test_stage_a import NARROW as A_NARROW
@@ -265,19 +265,22 @@ def a_checkpoint_may_go_while_it_is_judged(run: Path, given: dict[str, Any], mon
 
 def test_a_watch_waits_for_the_next_checkpoint(tmp_path: Path) -> None:
     slept: list[float] = []
-    assert next_step(tmp_path / "none", set(), sleep=slept.append) == (None, False)
+    assert next_checkpoint(tmp_path / "none", set(), sleep=slept.append) == (None, False)
     assert sum(slept) == 600
 
 
 def test_a_watch_of_a_finished_run_that_is_continued_goes_on(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path / "checkpoints")
 
-    def save(step: int, *, finished: bool) -> None:
-        folder.path(step).mkdir(parents=True)
-        write_manifest(folder.path(step), Manifest(step=step, files={}, facts={"finished": finished}))
+    def save(step: int, *, finished: bool, weights: str = "first") -> None:
+        folder.path(step).mkdir(parents=True, exist_ok=True)
+        manifest = Manifest(step=step, files={}, facts={"finished": finished}, weights=weights)
+        write_manifest(folder.path(step), manifest)
 
     def looked(done: set[int]) -> tuple[int | None, bool]:
-        return next_step(folder.directory, done, sleep=lambda seconds: None)
+        stamps = {(step, "first") for step in done}
+        found, has_ended = next_checkpoint(folder.directory, stamps, sleep=lambda seconds: None)
+        return None if found is None else found.step, has_ended
 
     save(4, finished=True)
     assert looked({4}) == (None, True)
@@ -289,6 +292,8 @@ def test_a_watch_of_a_finished_run_that_is_continued_goes_on(tmp_path: Path) -> 
     assert looked({4, 5}) == (None, False), "killed, and not at its new end"
     save(6, finished=True)
     assert looked({4, 5, 6}) == (None, True)
+    save(5, finished=False, weights="second")
+    assert looked({4, 5, 6}) == (5, False), "saved again after a rollback"
 
 
 @pytest.mark.parametrize(

@@ -129,9 +129,7 @@ def keep(verdict: Verdict, run: Path, step: int, grid: Path, *, track: bool, is_
     tracker.finish()
 
 
-def judged(run: Path, settings: str) -> set[int]:
-    """Return the steps whose checkpoints were judged in this way, by a run's `evaluation.jsonl`."""
-    stamps = {step: manifest.stamp for step, manifest in CheckpointFolder(run / "checkpoints").complete().items()}
+def judged(run: Path, settings: str) -> set[tuple[int, str | None]]:
+    """Return steps and stamps of the checkpoints that were judged in this way, by a run's `evaluation.jsonl`."""
     lines = [json.loads(line) for line in read_whole_lines(run / EVALUATIONS)]
-    same = [line for line in lines if line["settings"] == settings]
-    return {line["step"] for line in same if line.get("weights") in (None, stamps.get(line["step"]))}
+    return {(line["step"], line.get("weights")) for line in lines if line["settings"] == settings}

@@ -14,7 +14,7 @@ from cascade_train.config.schema import ParallelMode
 from cascade_train.distributed.consensus import from_rank_zero
 from cascade_train.distributed.process_group import World
 from cascade_train.engine.checkpoint.folder import CheckpointFolder
-from cascade_train.engine.checkpoint.manifest import whole_manifest
+from cascade_train.engine.checkpoint.manifest import Manifest, whole_manifest
 from cascade_train.engine.checkpoint.store import CheckpointStore
 from cascade_train.engine.run.lock import LOCK_NAME
 from cascade_train.results.evaluation.judge import Judge, asked
@@ -85,26 +85,26 @@ def watch(watched: Watched, judge: Judge, world: World, *, max_wait_hours: float
     One that was judged in the same way already is done. One that retention deletes before it is read is left out,
     with a warning. `max_wait_hours` without a new one end the watch; None = no limit.
     """
-    tried, count, begun = set[int](), 0, time.monotonic()
+    tried, count, begun = set[tuple[int, str | None]](), 0, time.monotonic()
     same = asked(judge.settings, watched.model, watched.decoder)
     done = from_rank_zero(lambda: judged(watched.run, same))
     while True:
-        step, has_ended = from_rank_zero(lambda: next_step(watched.run / "checkpoints", done | tried))
-        if step is not None:
-            tried.add(step)
-            count += _judged(watched, judge, step, world)
+        found, has_ended = from_rank_zero(lambda: next_checkpoint(watched.run / "checkpoints", done | tried))
+        if found is not None:
+            tried.add((found.step, found.stamp))
+            count += _judged(watched, judge, found, world)
             begun = time.monotonic()
         elif has_ended or (max_wait_hours is not None and time.monotonic() - begun > 3600 * max_wait_hours):
             return count
 
 
-def _judged(watched: Watched, judge: Judge, step: int, world: World) -> bool:
+def _judged(watched: Watched, judge: Judge, found: Manifest, world: World) -> bool:
     try:
-        watched.judge(judge, step, world)
+        watched.judge(judge, found.step, world)
     except Exception as error:  # of many kinds, where files vanish that are being read
-        if (watched.run / "checkpoints" / f"step_{step}").is_dir():
+        if checkpoint_stamp(watched.run / "checkpoints" / f"step_{found.step}") == found.stamp:
             raise
-        log.warning("The checkpoint of step %d was deleted before it could be judged: %s", step, error)
+        log.warning("The checkpoint of step %d was deleted or replaced while it was judged: %s", found.step, error)
         return False
     return True
 
@@ -115,17 +115,18 @@ def checkpoint_stamp(checkpoint: Path) -> str | None:
     return None if manifest is None else manifest.stamp
 
 
-def next_step(
-    checkpoints: Path, done: set[int], *, sleep: Callable[[float], None] = time.sleep
-) -> tuple[int | None, bool]:
+def next_checkpoint(
+    checkpoints: Path, done: set[tuple[int, str | None]], *, sleep: Callable[[float], None] = time.sleep
+) -> tuple[Manifest | None, bool]:
     """Return the first complete checkpoint that is not done, waiting for one, and whether no other will come.
 
-    A run whose newest checkpoint is its final one saves no other, unless it is being continued.
+    `done` are steps with the stamps of their weights, None = any: a step that is saved again is not done. A run whose
+    newest checkpoint is its final one saves no other, unless it is being continued.
     """
     waited = 0.0
     while True:
         complete = CheckpointFolder(checkpoints).complete()
-        left = [step for step in complete if step not in done]
+        left = [each for step, each in complete.items() if done.isdisjoint({(step, each.stamp), (step, None)})]
         if left:
             return left[0], False
         newest = list(complete.values())[-1:]
