@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cascade_train.engine.checkpoint.folder import EVALUATED, EVALUATIONS, CheckpointFolder
+from cascade_train.engine.checkpoint.manifest import whole_manifest
 from cascade_train.engine.run.config_difference import find_differences
 from cascade_train.files.durable import replacing
 from cascade_train.files.plain_yaml import to_yaml
@@ -96,7 +98,7 @@ def run_data(folder: Path, *, bases: Configs, against: Sequence[Path] = ()) -> D
     `bases` are the configurations that the run's is compared with, by name; the runs `against` are compared too, and
     their curves are drawn beside.
     """
-    metrics, config = read_metrics(folder), read_config(folder)
+    metrics, config = {**read_metrics(folder), **read_evaluations(folder)}, read_config(folder)
     start = read_mapping(folder / "start.json", facts=dict, data=list, overrides=list)
     environment = read_mapping(folder / "environment.json")
     name = str(config.get("run", {}).get("name", folder.resolve().name))
@@ -150,6 +152,20 @@ def read_metrics(folder: Path) -> Metrics:
                 found[name][0].append(step)
                 found[name][1].append(value)
     return dict(found)
+
+
+def read_evaluations(folder: Path) -> Metrics:
+    """Return the latest numbers of a run's evaluations, without those of weights that it has replaced."""
+    manifests = [whole_manifest(path) for path in CheckpointFolder(folder / "checkpoints").visible().values()]
+    stamps = {manifest.step: manifest.stamp for manifest in manifests if manifest is not None}
+    found: dict[str, dict[int, float]] = defaultdict(dict)
+    for row in read_rows(folder / EVALUATIONS, step=int):
+        step: Any = row.get("step")
+        weights = row.get("weights")
+        for name, value in row.items() if is_number(step) and weights in (None, stamps.get(step, weights)) else ():
+            if name.startswith(EVALUATED) and is_number(value):
+                found[name][step] = value
+    return {name: (steps := sorted(values), [values[step] for step in steps]) for name, values in found.items()}
 
 
 def series(metrics: Metrics, most: int = MOST_POINTS) -> dict[str, dict[str, list[float]]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from cascade_train.engine.checkpoint.manifest import Manifest, write_manifest
 from cascade_train.engine.run import report
 from cascade_train.engine.run.report import page, read_metrics, run_data, samples, series, state, write_report
 from tests.unit.engine.run.report_page import HOSTILE, SECRET, Page, make_run, metrics, write_lines, write_picture
@@ -147,6 +148,25 @@ def test_damaged_files_are_left_out(tmp_path: Path) -> None:
     assert data["state"]["kind"] == "unfinished"
 
 
+def test_numbers_of_evaluations_are_drawn_but_not_those_of_replaced_weights(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", grids=(1,))
+    (run / "checkpoints" / "step_4").mkdir(parents=True)
+    write_manifest(run / "checkpoints" / "step_4", Manifest(step=4, files={}, facts={}, weights="now"))
+    judged = [
+        (4, "before", 9.0),
+        (8, "gone", 3.0),
+        (4, "now", 5.0),
+        (2, "gone", 7.0),
+        (2, "gone", 6.0),
+        (4, "before", 1),
+    ]
+    rows = [{"step": step, "weights": weights, "evaluate/fid": fid, "images": 4} for step, weights, fid in judged]
+    write_lines(run / "evaluation.jsonl", rows)
+    shown = Page(page(run_data(run, bases={}))).data["runs"][0]["series"]
+    assert (shown["evaluate/fid"]["x"], shown["evaluate/fid"]["y"]) == ([2, 4, 8], [6.0, 5.0, 3.0])
+    assert "images" not in shown
+
+
 WRONG = {
     "config.yaml": [{"run": None}, {"run": ["x"], "model": None}],
     "start.json": [{"facts": ["x"], "data": "x", "overrides": None}, {"overrides": [1, None, {"a": []}]}],
@@ -155,6 +175,7 @@ WRONG = {
     "config_history.jsonl": [{"changes": None}, {"changes": {"a": 1, "b": [1], "c": [1, 2, 3]}}],
     "rolled_back.jsonl": [{"keys": None, "step": []}, {"keys": [None, {}]}],
     "quarantine/rank_0.jsonl": [{"sample": None, "reason": {}}],
+    "evaluation.jsonl": [{"step": "x", "evaluate/fid": 1}, {"step": 3, "weights": [], "evaluate/fid": []}, {"a": 1}],
     "metrics.jsonl": [{"step": 10**400, "loss": 1}, {"step": 10.5, "loss": 1}, {"step": 10, "loss": 10**400, "lr": []}],
 }
 
