@@ -157,8 +157,9 @@ def _started(name: str, place: Place, config: dict[str, Any]) -> Calls:
             message = "tracker.name=%s could not continue its run %s (%s) and begins another."
             log.warning(message, name, place.run_id, redact(str(error)))
             return _started(name, replace(place, run_id=None), config)
+        reason = redact(str(error) or type(error).__name__)
         raise ConfigError(
-            f"tracker.name={name} could not start: {redact(str(error))}. Remedy: log in to it, or "
+            f"tracker.name={name} could not start: {reason}. Remedy: log in to it, or "
             "tracker.mode=offline, or tracker=none"
         ) from error
 

@@ -187,12 +187,15 @@ def test_a_missing_wandb_names_the_extra(world, tmp_path, monkeypatch):
         build("wandb", tmp_path)
 
 
-def test_a_wandb_that_cannot_start_is_a_config_error(world, tmp_path, wandb, monkeypatch):
+@pytest.mark.parametrize(
+    ("said", "shown"), [("api_key not configured", "api_key not configured"), ("", "RuntimeError")]
+)
+def test_a_wandb_that_cannot_start_is_a_config_error(world, tmp_path, wandb, monkeypatch, said, shown):
     def refuse(**arguments):
-        raise RuntimeError("api_key not configured")
+        raise RuntimeError(said)
 
     monkeypatch.setattr(wandb, "init", refuse)
-    with pytest.raises(ConfigError, match=r"tracker\.name=wandb could not start: api_key not configured"):
+    with pytest.raises(ConfigError, match=rf"tracker\.name=wandb could not start: {shown}\. Remedy"):
         build("wandb", tmp_path)
 
 
