@@ -12,6 +12,7 @@ from cascade_train.config.recipes.layouts import FAMILIES, LAYOUTS, Given, Value
 from cascade_train.config.recipes.reading import found_beside, scalar
 from cascade_train.config.recipes.recipe import Kind, Recipe, own_objective
 from cascade_train.config.recipes.table import OFF, load_table, take, whole, without_switches
+from cascade_train.config.recipes.text_towers import take_towers
 from cascade_train.errors import ConfigError
 
 FALLBACK = "c_3b"
@@ -52,6 +53,7 @@ def from_system(
     _batch(recipe, given.keys, table, ranks)
     _length(recipe, given.keys, table)
     FINISHES[system](recipe, given.keys, path)
+    take_towers(recipe, system, given.keys, fills=fills)
     if recipe.groups["model"] == "sdxl" and recipe.values.get(LONG):
         recipe.put(recipe.origins[LONG], {LONG: True, LONG.replace("encoder", "encoder_2"): True})  # both towers
     _objective(recipe, given.keys)

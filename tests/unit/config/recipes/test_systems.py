@@ -301,8 +301,8 @@ def test_everydream_with_the_files_that_it_names(tmp_path: Path, capsys: pytest.
     assert cfg.lr_scheduler._target_.endswith("CosineSchedule")
     said = capsys.readouterr().out
     assert "enable_zero_terminal_snr: the schedule is the objective's" in said
-    assert "optimizer.text_encoder_overrides.lr: text encoders train with the network's optimizer" in said
-    assert "disable_textenc_training: the text encoder is frozen unless model.text_encoder.train=true" in said
+    assert "optimizer.text_encoder_overrides.lr: taken over for Stable Diffusion: model.text_encoder.lr" in said
+    assert "disable_textenc_training: the text encoder trains too: taken over for Stable Diffusion" in said
     assert (cfg.checkpoint.every_epochs, cfg.checkpoint.every_steps) == (EVERYDREAM["save_every_n_epochs"], None)
 
 
@@ -376,7 +376,7 @@ def test_onetrainers_training_of_stage_c(tmp_path: Path, capsys: pytest.CaptureF
     assert "base_model_name: they are the model's own" in said
     assert "huber_strength: the squared error alone" in said
     assert "backup_after_unit: cadences count steps here: checkpoint.every_steps=" in said
-    assert "text_encoder.train, text_encoder.learning_rate: Stable Diffusion: model.text_encoder.train=true" in said
+    assert "text_encoder.train, text_encoder.learning_rate: taken over for Stable Diffusion" in said
 
 
 def test_simpletuners_configuration_and_backends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

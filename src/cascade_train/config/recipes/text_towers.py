@@ -1,0 +1,162 @@
+"""Text towers that other trainers train beside Stable Diffusion's network, and the layers that count or get adapters.
+
+Of the cascade they are left to the user, by the tables. Must not live here: all other keys (systems.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from cascade_train.config.recipes.recipe import Kind, Recipe
+from cascade_train.config.recipes.table import OFF
+
+Rates = list[float | None]
+"""Of each text tower: its learning rate; 0 = it is frozen, None = the network's."""
+
+FIRST, SECOND = "model.text_encoder", "model.text_encoder_2"
+ADAPTED = {"kohya": [".self_attn", ".mlp"], "onetrainer": [".self_attn", ".mlp"], "simpletuner": [".self_attn"]}
+"""Layers of a text tower that each trainer's adapters go to."""
+
+SILENT = {"kohya": {"network_train_unet_only": False}, "everydream": {"disable_textenc_training": False}}
+"""What trains where a file says nothing."""
+
+CLIP_EMBEDDERS = ("FrozenCLIPEmbedder", "FrozenOpenCLIPEmbedder2")
+"""MindONE's classes of SDXL's two text towers."""
+
+
+def take_towers(recipe: Recipe, system: str, given: Mapping[str, Any], *, fills: bool) -> None:
+    """Let the text towers train that a trainer's file trains, at its rates.
+
+    `fills`: also what its trainer trains where the file says nothing.
+    """
+    towers = [FIRST, SECOND] if recipe.groups["model"].startswith("sdxl") else [FIRST]
+    is_lora = recipe.groups["task"] == "lora"
+    if not recipe.timesteps:
+        return
+    said, given = given.keys(), {**(SILENT.get(system, {}) if fills else {}), **given}
+    for key, (tower, layer) in _hidden_layers(system, given, towers).items():
+        recipe.put(key, {f"{tower}.hidden_layer": layer})
+    if is_lora:
+        _layers(recipe, system, given)
+        recipe.implied |= {"network_module", "layer_filter"} - said
+    key, rates = TOWERS[system](given, len(towers), is_lora)
+    trained = {tower: rate for tower, rate in zip(towers, rates, strict=True) if rate != 0}
+    spoken = (SPOKEN[system] | {key}) & said
+    if not trained:
+        for name in spoken:
+            recipe.note(name, "no text tower trains", Kind.SAME)
+        return
+    if is_lora and system not in ADAPTED:
+        recipe.note(key, "adapters of text towers: task.text_encoder_filters=[.self_attn]")
+        return
+    if is_lora and len(trained) < len(towers):
+        recipe.note(key, "adapters go into both text towers, or none: task.text_encoder_filters", Kind.MISSING)
+        return
+    ours: dict[str, Any] = {"task.text_encoder_filters": ADAPTED[system]} if is_lora else {}
+    for tower, rate in trained.items():
+        ours |= {} if is_lora else {f"{tower}.train": True}
+        ours |= {} if rate in (None, recipe.values.get("optimizer.lr")) else {f"{tower}.lr": rate}
+    recipe.put(key, ours)
+    recipe.implied |= {key} - said
+    for name in spoken:
+        recipe.assigned[name] = ours
+        recipe.note(name, "", Kind.TAKEN)
+
+
+def _layers(recipe: Recipe, system: str, given: Mapping[str, Any]) -> None:
+    """Choose the layers of the network that a trainer gives adapters."""
+    if system == "kohya":
+        recipe.put("network_module", {"task": "lora", "task.module_filters": [".attentions."]})
+    elif system == "onetrainer":
+        filters = [part.strip() for part in str(given.get("layer_filter") or "").split(",") if part.strip()]
+        recipe.put("layer_filter", {"task.module_filters": filters or None})
+
+
+def _hidden_layers(system: str, given: Mapping[str, Any], towers: list[str]) -> dict[str, tuple[str, int]]:
+    """Return tower and layer whose output is the text, counted from the end, by the trainer's key for it."""
+    if system in ("kohya", "everydream"):
+        skip = given.get("clip_skip")  # counts the last layer; of SDXL, sd-scripts passes over it
+        return {"clip_skip": (FIRST, -max(1, int(skip)))} if skip is not None and len(towers) == 1 else {}
+    if system != "onetrainer":
+        return {}
+    keys = {f"{tower.removeprefix('model.')}_layer_skip": tower for tower in towers}
+    return {key: (tower, -len(towers) - int(given[key])) for key, tower in keys.items() if given.get(key) is not None}
+
+
+def _rate(value: Any, default: float | None = None) -> float | None:
+    return default if value is None else float(value)
+
+
+def _kohya(given: Mapping[str, Any], count: int, is_lora: bool) -> tuple[str, Rates]:
+    """Adapters go to text towers too unless the file says no; whole towers train where it says so."""
+    own = given.get("learning_rate")
+    if is_lora:
+        rates = given.get("text_encoder_lr")
+        listed = rates if isinstance(rates, list) else [rates]
+        frozen = given.get("network_train_unet_only", rates is None) or given.get("cache_text_encoder_outputs")
+        some = [_rate(each, own) for each in (listed * count)[:count]]
+        return "text_encoder_lr" if rates is not None else "network_train_unet_only", [0.0] * count if frozen else some
+    names = ["learning_rate_te"] if count == 1 else ["learning_rate_te1", "learning_rate_te2"]
+    said = given.get("train_text_encoder")
+    trains = any(given.get(name) is not None for name in names) if said is None else said not in OFF
+    key = "train_text_encoder" if said is not None else next((n for n in names if given.get(n) is not None), names[0])
+    return key, [_rate(given.get(name), own) if trains else 0.0 for name in names]
+
+
+def _everydream(given: Mapping[str, Any], count: int, is_lora: bool) -> tuple[str, Rates]:
+    """The text tower trains, unless the file says no."""
+    rate = _rate(given.get("optimizer.text_encoder_overrides.lr"))
+    return "disable_textenc_training", [0.0 if given.get("disable_textenc_training", True) else rate] * count
+
+
+def _everydream1(given: Mapping[str, Any], count: int, is_lora: bool) -> tuple[str, Rates]:
+    key = "model.params.cond_stage_trainable"
+    return key, [None if given.get(key) not in OFF else 0.0] * count
+
+
+def _mindone(given: Mapping[str, Any], count: int, is_lora: bool) -> tuple[str, Rates]:
+    key = "model.params.conditioner_config.params.emb_models"
+    listed = [each for each in given.get(key) or [] if isinstance(each, dict)]
+    trained = {str(each.get("target", "")).rpartition(".")[2] for each in listed if each.get("is_trainable")}
+    return key, [None if kind in trained else 0.0 for kind in CLIP_EMBEDDERS[:count]]
+
+
+def _onetrainer(given: Mapping[str, Any], count: int, is_lora: bool) -> tuple[str, Rates]:
+    parts = ["text_encoder", "text_encoder_2"][:count]
+    rates = [
+        _rate(given.get(f"{part}.learning_rate")) if given.get(f"{part}.train") not in OFF else 0.0 for part in parts
+    ]
+    trained = (part for part, rate in zip(parts, rates, strict=True) if rate != 0)
+    return f"{next(trained, parts[0])}.train", rates
+
+
+def _simpletuner(given: Mapping[str, Any], count: int, is_lora: bool) -> tuple[str, Rates]:
+    """It trains adapters of text towers alone."""
+    trains = is_lora and given.get("train_text_encoder") not in OFF
+    return "train_text_encoder", [_rate(given.get("text_encoder_lr")) if trains else 0.0] * count
+
+
+TOWERS = {
+    "kohya": _kohya,
+    "everydream": _everydream,
+    "everydream1": _everydream1,
+    "mindone": _mindone,
+    "onetrainer": _onetrainer,
+    "simpletuner": _simpletuner,
+}
+SPOKEN: dict[str, set[str]] = {
+    "kohya": {
+        "network_train_unet_only",
+        "text_encoder_lr",
+        "learning_rate_te",
+        "learning_rate_te1",
+        "learning_rate_te2",
+    },
+    "everydream": {"optimizer.text_encoder_overrides.lr"},
+    "everydream1": set(),
+    "mindone": set(),
+    "onetrainer": {f"text_encoder{n}.{key}" for n in ("", "_2") for key in ("train", "learning_rate")},
+    "simpletuner": {"text_encoder_lr"},
+}
+"""By system: which towers its file trains and by which key, and the other keys that say so."""
