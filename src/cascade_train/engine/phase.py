@@ -216,9 +216,9 @@ class BoundPhase:
             numbers[name]: {k: v if self._updated[name] is self.parameters[name] else local(v) for k, v in each.items()}
             for name, each in state["state"].items()
         }
-        saved = {frozenset(numbers[name] for name in g["params"]): g for g in state["param_groups"]}
-        groups = [  # torch pairs parameters by their places; another `decay` has other groups, which begin as new
-            {**own, **saved.get(frozenset(own["params"]), {}), "params": own["params"]}
+        saved = [(frozenset(numbers[name] for name in g["params"]), g) for g in state["param_groups"]]
+        groups = [  # torch pairs parameters by their places; a group divided otherwise goes on as the one of its first
+            {**own, **next((g for held, g in saved if own["params"][0] in held), {}), "params": own["params"]}
             for own in self.optimizer.state_dict()["param_groups"]
         ]
         self.optimizer.load_state_dict({"state": states, "param_groups": groups})

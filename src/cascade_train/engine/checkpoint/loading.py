@@ -90,6 +90,23 @@ def optimizer_keys(table: Metadata) -> frozenset[str]:
     )
 
 
+def follow_groups(state: dict[str, Any], table: Metadata) -> None:
+    """Let `state` ask for the parameter groups that the checkpoint has, where these divide the same weights otherwise.
+
+    So they do under another decay, and where a root has got or lost a learning rate of its own. Groups with other
+    settings are of another algorithm, and left to be refused.
+    """
+    stored: dict[str, dict[Any, dict[Any, None]]] = defaultdict(lambda: defaultdict(dict))
+    for path in table.planner_data.values():
+        if path[0] == "phases" and path[2:4] == ("optimizer", "param_groups"):
+            stored[path[1]][path[4]][path[5]] = None
+    for name, phase in state.get("phases", {}).items():
+        ours, theirs = phase.get("optimizer", {}).get("param_groups", []), stored.get(name, {})
+        keys = {frozenset(group) for group in ours}
+        if len(ours) != len(theirs) and len(keys) == 1 and keys == {frozenset(group) for group in theirs.values()}:
+            phase["optimizer"]["param_groups"] = [theirs[place] for place in sorted(theirs)]
+
+
 class _TableReader(FileSystemReader):
     def __init__(self, path: Path, table: Metadata) -> None:
         super().__init__(path)
@@ -142,6 +159,7 @@ def load_files(path: Path, manifest: Manifest, state: dict[str, Any], *, optimiz
     """Fill `state` in place from a checkpoint. Collective. See `CheckpointStore.load`."""
     tables: list[Metadata] = []
     from_every_rank(lambda: tables.append(read_table(path, manifest)))
+    follow_groups(state, tables[0])
     planner = _ExactLoadPlanner(path, frozenset() if optimizer else optimizer_keys(tables[0]))
     try:
         state_dict_loader.load(state, storage_reader=_TableReader(path, tables[0]), planner=planner)
