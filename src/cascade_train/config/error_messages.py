@@ -43,8 +43,8 @@ from cascade_train.redaction import logged
 from cascade_train.signals import handling
 
 FP16 = (
-    "train.precision=fp16 is refused: the activations of Stage C overflow its range. "
-    "Use train.precision=bf16, or fp32 for tiny models."
+    "train.precision=fp16 is refused: activations of Stage C and of SDXL's autoencoder overflow its range, and no loss "
+    "is scaled here. Use train.precision=bf16, or fp32 for tiny models."
 )
 
 SECONDS_FOR_RANK_ZERO = 10.0

@@ -151,7 +151,10 @@ class TextEncoder(ClipTower):
 
     def load(self, folder: str) -> None:
         """Take the values of a tower of this architecture in a folder of transformers."""
-        found = type(self.module).from_pretrained(folder).state_dict()
+        from cascade_train.models.formats.export import quiet
+
+        with quiet():
+            found = type(self.module).from_pretrained(folder).state_dict()
         self.module.load_state_dict(found, strict=True)
 
     @property

@@ -121,6 +121,12 @@ def stored_network(source: str, *, model: str | None, key: str, allow_any_target
                 f"{key}={source}: a run of what makes pictures of {stage.name}'s latents, whose export/ holds every "
                 "format that there is of it."
             )
+        task = build_component(cfg, "task")
+        if not task.trains_network and not holds_lora(source):
+            raise ConfigError(
+                f"{key}={source}: a run of what trains beside the network ({type(task).__name__}), whose export/ holds "
+                "every format that there is of it."
+            )
         return stage.network_config.build()
     if model is None:
         model = adapter_size(source, key=key) if holds_lora(source) else stored_size(source, key=key)

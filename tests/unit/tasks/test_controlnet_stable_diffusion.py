@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import re
 from pathlib import Path
@@ -241,6 +242,18 @@ def test_what_does_not_fit_is_refused(trained: tuple[str, Any, Path], tmp_path: 
 def test_options_of_stage_c_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make(**changes)
+
+
+@pytest.mark.parametrize(("channels", "taken"), [(1, 3), (2, 2), (3, 3), (4, 4)])
+def test_a_grey_map_becomes_a_picture_and_any_other_stays_as_it_is(channels: int, taken: int) -> None:
+    task = make()
+    options = dataclasses.replace(task._options(), channels=channels)
+    control = task.stage.add_control(options, CPU)
+    steering = control.steer(torch.rand(1, channels, 32, 32))
+    cond = task.stage.conditions(task._tokens(["a red circle"]))
+    found = steering(torch.zeros(1, 4, 8, 8), torch.zeros(1), cond)
+    assert control.module.config.conditioning_channels == taken
+    assert not any(each.any() for each in found.values())
 
 
 def test_maps_of_another_size_are_refused() -> None:

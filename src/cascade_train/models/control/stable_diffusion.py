@@ -55,7 +55,7 @@ class UNetControl(Control):
         return empty_controlnet(self._stage.network, channels=self._channels(), stride=self._stage.vae.stride)
 
     def _channels(self) -> int:
-        return max(self.options.channels, 3)  # of grey maps: pipelines give pictures
+        return 3 if self.options.channels == 1 else self.options.channels  # of grey maps: pipelines give pictures
 
     def load(self, source: str, *, key: str) -> None:
         """Take the network of a run, its export, or one of diffusers or the original code."""
