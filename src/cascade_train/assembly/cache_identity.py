@@ -123,6 +123,8 @@ def take_cache(cfg: Mapping[str, Any], stage: Stage, task: Task, source: Cached)
     manifest, where = source.manifest, f"data.path={source.path}"
     check_data(cfg, source)
     refuse_reconstruction(stage, task, f"and {where} is a cache, which has none: use the data that it was made of")
+    if not stage.image_products:
+        raise ConfigError(f"{where}: nothing of {stage.name} can be read from a cache: {stage.why_not_cached}")
     lacking = sorted(stage.image_products.keys() - manifest.tensors.keys())
     if lacking:
         raise ConfigError(
@@ -144,10 +146,12 @@ def take_cache(cfg: Mapping[str, Any], stage: Stage, task: Task, source: Cached)
     makers = {**stage.image_products, **stage.caption_products}
     left_out = frozenset(makers[name] for name in [*stage.image_products, *manifest.captions])
     refuse_trained(left_out & task.trained_parts(), "the cache holds what it makes")
-    stage.left_out |= left_out
+    paints = cfg["sample"]["every_steps"] is not None
+    stage.left_out |= left_out - ({stage.decoded_by} if paints else set())
+    stage.reads_cache = True
     if manifest.captions:
         stage.caption_lookup = source.find_captions
-        source.find_captions(["", *(cfg["sample"]["prompts"] or [])])
+        source.find_captions(["", cfg["sample"]["negative_prompt"], *(cfg["sample"]["prompts"] or [])])
 
 
 def check_data(cfg: Mapping[str, Any], source: Cached) -> None:

@@ -38,7 +38,6 @@ class DenoisingStage(Stage):
         widths: an option of the network, and the part and its attribute that it must equal, of parts that there are.
         multiple_of: what `image_multiple` is the stride of, for messages.
         encoded_by: the part that makes latents of images.
-        decoded_by: the part that makes images of latents.
 
     Raises:
         ValueError: an image size that does not divide, or parts whose widths do not fit the network.

@@ -97,7 +97,9 @@ class Stage(abc.ABC):
         why_not_cached: why there are no `image_products`, for messages.
         encodes_nothing: parts that no product needs.
         trains_text: whether its text towers' own weights may train.
+        decoded_by: the part that makes images of latents; None = the network.
         left_out: parts that `build` leaves out; set before it.
+        reads_cache: whether a cache stands for pictures; set before `build`.
         caption_lookup: finds the products of captions in a cache, on the host; None = the stage makes them itself.
         network: exists after `build`, unless it is left out.
         text_encoder: of stages that see captions, and of what trains in it.
@@ -119,7 +121,9 @@ class Stage(abc.ABC):
     why_not_cached: str = "it makes nothing of a picture alone"
     encodes_nothing: ClassVar[frozenset[str]] = frozenset({"network"})
     trains_text: ClassVar[bool] = False
+    decoded_by: ClassVar[str | None] = None
     left_out: frozenset[str] = frozenset()
+    reads_cache: bool = False
     caption_lookup: Callable[[Sequence[str]], Tokens] | None = None
     image_size: int
     precision: str

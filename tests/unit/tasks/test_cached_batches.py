@@ -37,6 +37,7 @@ def test_products_stand_for_images_and_captions(stage, monkeypatch):
     assert of_captions.keys() == stage.caption_products.keys()
     monkeypatch.setattr(stage, "caption_lookup", lambda _: of_captions)
     monkeypatch.setattr(stage, "left_out", frozenset({"text_encoder", "image_encoder", "semantic_compressor"}))
+    monkeypatch.setattr(stage, "reads_cache", True)
     assert stage.frozen_modules().keys() == {"previewer"}
     assert torch.equal(stage.encode(products), latents)
     found = stage.conditions(stage.tokenize(captions), products, keep)
@@ -49,6 +50,7 @@ def test_a_batch_of_products_is_prepared_as_one_of_images(stage, task, monkeypat
     batch = make_batch(0, 1)
     expected = task.prepare_batch(batch)
     monkeypatch.setattr(stage, "left_out", frozenset({"semantic_compressor"}))
+    monkeypatch.setattr(stage, "reads_cache", True)
     found = task.prepare_batch(cached(stage, batch))
     assert found.image_BCHW is None
     assert torch.equal(found.noise_BCHW, expected.noise_BCHW)

@@ -190,6 +190,7 @@ def test_finished_maps_of_a_cache_stand_in_for_the_filters(trained: Any, monkeyp
     latents = {trained.stage.latent_name: trained.stage.encode(made.images)}
     without = replace(batch, image_BCHW=None, tensors=latents)
     monkeypatch.setattr(trained.stage, "left_out", frozenset({"semantic_compressor"}))
+    monkeypatch.setattr(trained.stage, "reads_cache", True)
     with pytest.raises(ConfigError, match="the cache holds no control maps; make it with task=controlnet"):
         trained.prepare_batch(without)
 
