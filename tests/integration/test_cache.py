@@ -203,6 +203,7 @@ def train_run_error(capfd, folder, directory):
         ((*RUN, "data.captions.template='a {}'"), "data.captions.template=a {} differs from the cache"),
         ((*RUN, "data.crop=random"), "data.crop=random differs from the cache"),
         ((*RUN, "sample.prompts=[another]"), "the caption 'another' is not in the cache"),
+        ((*RUN, "sample.negative_prompt=ugly"), "the caption 'ugly' is not in the cache"),
         ((*RUN, "task=lora", "task.text_encoder_filters=[.self_attn]"), "something in model.text_encoder trains, but"),
     ],
 )

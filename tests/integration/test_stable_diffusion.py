@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import StableDiffusionPipeline
+from PIL import Image
 from safetensors.torch import load_file
 
 from cascade_train.__main__ import launch
 from cascade_train.distributed.process_group import process_group
 from cascade_train.results.find import find_model
 from cascade_train.results.paint import load_parts
-from tests.integration.runs import read_metrics, train
+from tests.integration.runs import cut_back, read_metrics, train
 from tests.unit.models.stages import build_stage
 
 SHORT = (
@@ -72,7 +73,7 @@ def test_adapters_on_it_train_and_merge(run: Path, tmp_path: Path) -> None:
     assert launch(["export", f"from={lora}", "format=comfyui"]) == 2
 
 
-def test_a_cache_trains_as_its_pictures_do(run: Path, tmp_path: Path) -> None:
+def test_a_cache_trains_and_paints_as_its_pictures_do(run: Path, tmp_path: Path) -> None:
     common = ("model=sd_tiny", "task=finetune", "data.samples=12")
     assert launch(["cache", *common, f"out={tmp_path / 'cache'}"]) == 0
     cached = train(
@@ -81,8 +82,10 @@ def test_a_cache_trains_as_its_pictures_do(run: Path, tmp_path: Path) -> None:
         *SHORT[:-1],
         "data=cached",
         f"data.path={tmp_path / 'cache'}",
-        "sample.every_steps=null",
+        *("sample.every_steps=2", "sample.steps=2", "sample.count=2"),
     )
+    grids = [Image.open(each / "samples" / "step_2" / "00_sample.png") for each in (run, cached)]
+    assert grids[0].tobytes() == grids[1].tobytes()
     rows = [(row["loss"], row["grad_norm"]) for row in read_metrics(run)]
     assert [(row["loss"], row["grad_norm"]) for row in read_metrics(cached)] == [pytest.approx(row) for row in rows]
 
@@ -108,3 +111,41 @@ def test_a_run_whose_text_tower_trained_paints_with_it(tmp_path: Path, capsys: p
     assert sum(not torch.equal(value, state[name]) for name, value in begun.items()) > 20
     assert launch(["cache", "model=sd_tiny", "task=finetune", *towers, f"out={tmp_path / 'cache'}"]) == 2
     assert "something in model.text_encoder trains, but a cache would hold what it made at" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "schedule_free"])
+def test_a_tower_gets_and_loses_a_learning_rate_of_its_own_in_a_resume(optimizer: str, tmp_path: Path) -> None:
+    """Of the network's value, so that a run that continues should be one that never stopped."""
+    common = ("model=sd_tiny", "task=finetune", *SHORT, "model.text_encoder.train=true", "sample.every_steps=null")
+    common = (
+        *common,
+        "train.max_steps=3",
+        "checkpoint.every_steps=1",
+        "checkpoint.keep_last=3",
+        f"optimizer={optimizer}",
+    )
+    own, shared = "model.text_encoder.lr=1e-3", "model.text_encoder.lr=null"
+    rows = {}
+    for name, (first, then) in {"got": (shared, own), "lost": (own, shared)}.items():
+        whole = train(tmp_path / name, *common, first)
+        again = train(cut_back(whole, tmp_path / f"{name}_again", 2), *common, then)
+        rows[name], rows[f"{name}_again"] = (read_metrics(run)[-1]["loss"] for run in (whole, again))
+        exports = (load_file(run / "export" / "pipeline" / UNET) for run in (whole, again))
+        assert all(torch.equal(*pair) for pair in zip(*(each.values() for each in exports), strict=True))
+    assert len(set(rows.values())) == 1
+
+
+def test_a_cache_of_sdxl_holds_all_shapes_and_no_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = ("model=sdxl_tiny", "task=finetune", "model.size_conditions=target")
+    shapes = ("data.aspect_ratios=wide", "data.buckets.multiple_px=8", "data.samples=24")
+    cache = tmp_path / "cache"
+    assert launch(["cache", *model, *shapes, "sample.negative_prompt=dull", f"out={cache}"]) == 0
+    common = (*SHORT[:-1], "sample.steps=2", "sample.count=2", "sample.negative_prompt=dull", "sample.prompts=null")
+    cached = train(tmp_path / "run", *model, *common, "data=cached", f"data.path={cache}", "sample.every_steps=2")
+    pictures = train(tmp_path / "other", *model, *common, *shapes, "sample.every_steps=null")
+    rows = [(row["loss"], row["grad_norm"]) for row in read_metrics(pictures)]
+    assert [(row["loss"], row["grad_norm"]) for row in read_metrics(cached)] == [pytest.approx(row) for row in rows]
+    assert (cached / "samples" / "step_2" / "00_sample.png").is_file()
+    given = [*SHORT[:-1], "data=cached", f"data.path={cache}", f"run.dir={tmp_path / 'refused'}"]
+    assert launch([*model[:2], *given]) == 2
+    assert "nothing of stable_diffusion_xl can be read from a cache: its network sees" in capsys.readouterr().err

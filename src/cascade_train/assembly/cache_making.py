@@ -84,7 +84,8 @@ def make_cache(
     todo = [unit for unit in mine if not is_whole(folder, unit, manifest)]
     _log.info("%d of %d units are there already.", len(mine) - len(todo), len(mine))
     reader = PictureReader(data, index, seed=cfg.run.seed)
-    fill(folder, manifest, todo, encoder=encoder, reader=reader, prompts=["", *(cfg.sample.prompts or [])])
+    prompts = ["", cfg.sample.negative_prompt, *(cfg.sample.prompts or [])]
+    fill(folder, manifest, todo, encoder=encoder, reader=reader, prompts=prompts)
     for notice in stage.notices():
         _log.warning("%s", notice)
     return summary(folder, manifest)

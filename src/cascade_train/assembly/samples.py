@@ -58,5 +58,6 @@ def build_painter(cfg: DictConfig, parts: Parts, size: Sequence[int] | None = No
         steps=cfg.sample.steps,
         guidance_scale=cfg.sample.guidance_scale,
         shift=cfg.sample.shift,
+        negative_prompt=cfg.sample.negative_prompt,
     )
     return parts.task.painter(settings, size or (parts.stage.image_size, parts.stage.image_size))

@@ -273,6 +273,8 @@ class SampleConfig:
     """Network evaluations per image, without counting guidance twice."""
     guidance_scale: float | None
     """Classifier-free guidance; 1 = none; null = the stage's: 4 for C, 1.1 for B, as the original samples."""
+    negative_prompt: str = ""
+    """Caption that guidance leads away from, of all images; "" = the empty one, as in training."""
     shift: float
     """logSNR shift of the sampling schedule, -2 ln(shift); 1 = none."""
 

@@ -112,7 +112,8 @@ class Cached(Source):
         if place == len(self._digests) or self._digests[place] != digest:
             raise ConfigError(
                 f"the caption {caption[:80]!r} is not in the cache at data.path={self.path}: make a cache with these"
-                " sample.prompts, or with captions=false, which leaves captions to the text encoder"
+                " sample.prompts and this sample.negative_prompt, or with captions=false, which leaves captions to the"
+                " text encoder"
             )
         return self._reader.read(captions_tar(self._folder, int(self._unit_of_caption[place])), self._captions[place])
 

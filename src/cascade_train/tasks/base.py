@@ -119,6 +119,7 @@ class SampleSettings:
     steps: int
     guidance_scale: float | None
     shift: float
+    negative_prompt: str = ""
 
 
 class Painter(abc.ABC):

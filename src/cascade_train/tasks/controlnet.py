@@ -167,18 +167,18 @@ class ControlNet(TextToImage):
         return self._control.steer(control_BCHW)
 
     @torch.no_grad()
-    def predictor(self, captions: Sequence[str], image_BCHW: Tensor | None) -> Predictor:
+    def predictor(self, captions: Sequence[str], image_BCHW: Tensor | None, negative: str = "") -> Predictor:
         """Return predictions under captions and pictures' maps, and these alone; a ConfigError if there are none."""
         if image_BCHW is None:
             raise ConfigError("a control network paints under an image; give image=… to filter, or control=…")
         maps_BCHW = self._maps(image_BCHW, range(len(image_BCHW)))
-        return self.predictor_under(captions, None, self._control.steer(maps_BCHW))
+        return self.predictor_under(captions, None, self._control.steer(maps_BCHW), negative=negative)
 
     @torch.no_grad()
-    def guided_predictor(self, captions: Sequence[str], guide: Guide) -> Predictor:
+    def guided_predictor(self, captions: Sequence[str], guide: Guide, negative: str = "") -> Predictor:
         """Return predictions under captions and a user's pictures or maps; a ConfigError if those do not fit."""
         if guide.image_BCHW is None:
-            return self.predictor(captions, None)
+            return self.predictor(captions, None, negative)
         given_BCHW, wanted = self._copy(guide.image_BCHW).float() / 255, self.filter.channels
         if guide.is_map and wanted == 1:
             given_BCHW = given_BCHW[:, :3].mean(dim=1, keepdim=True)
@@ -189,7 +189,7 @@ class ControlNet(TextToImage):
             )
         maps_BCHW = given_BCHW if guide.is_map else self._maps(given_BCHW, guide.numbers)
         steering = scaled(self._control.steer(maps_BCHW), guide.strength)
-        return self.predictor_under(captions, self._variation(guide), steering)
+        return self.predictor_under(captions, self._variation(guide), steering, negative=negative)
 
     @torch.no_grad()
     def shown(self, image_BCHW: Tensor) -> Mapping[str, Tensor]:

@@ -148,7 +148,7 @@ class TextToImage(Task):
         )
 
     def _latent_shape(self, batch: Batch) -> tuple[int, int, int]:
-        if batch.image_BCHW is None and not self.stage.left_out:
+        if batch.image_BCHW is None and not self.stage.reads_cache:
             raise ConfigError("data: a cache cannot be a part of other data, where it is not compared with the model")
         if batch.image_BCHW is None:
             channels, height, width = batch.tensors[self.stage.latent_name].shape[1:]
@@ -210,26 +210,29 @@ class TextToImage(Task):
         """Return what denoises latents of pictures of (height, width) pixels and decodes them."""
         return DiffusionPainter(task=self, settings=settings, shape=self.stage.latent_shape(*size))
 
-    def predictor(self, captions: Sequence[str], image_BCHW: Tensor | None) -> Predictor:
-        """Return predictions under B prompts and, where the stage needs them, their images, and without both."""
+    def predictor(self, captions: Sequence[str], image_BCHW: Tensor | None, negative: str = "") -> Predictor:
+        """Return predictions under B prompts and, where the stage needs them, their images, and without both.
+
+        Without a prompt is under `negative`, which guidance leads away from.
+        """
         if self.stage.needs_image and image_BCHW is None:
             raise ConfigError(
                 f"{self.stage.name} reconstructs images and cannot paint from prompts alone: leave sample.prompts=null,"
                 " which shows captioned images of the data; generate takes image=…, or a run of Stage C with"
                 " decoder=… instead of this one"
             )
-        return self.predictor_under(captions, image_BCHW if self.stage.needs_image else None)
+        return self.predictor_under(captions, image_BCHW if self.stage.needs_image else None, negative=negative)
 
     @torch.no_grad()
     def predictor_under(
-        self, captions: Sequence[str], images: Images | None, steering: Steering | None = None
+        self, captions: Sequence[str], images: Images | None, steering: Steering | None = None, *, negative: str
     ) -> Predictor:
-        """Return predictions under B captions and images, and without both, from one forward pass.
+        """Return predictions under B captions and images, and under `negative` alone, from one forward pass.
 
         Images are (B, 3, H, W) float in [0, 1], or the stage's products of them; None = none. `steering` is of both
         predictions.
         """
-        tokens = self._tokens([*captions, *[""] * len(captions)])
+        tokens = self._tokens([*captions, *[negative] * len(captions)])
         keep_B = torch.arange(2 * len(captions)) < len(captions)
         cond = self.stage.conditions(tokens, None if images is None else _twice(images), keep_B)
 
@@ -241,16 +244,16 @@ class TextToImage(Task):
 
         return predict
 
-    def guided_predictor(self, captions: Sequence[str], guide: Guide) -> Predictor:
+    def guided_predictor(self, captions: Sequence[str], guide: Guide, negative: str = "") -> Predictor:
         """Return predictions under B captions and a user's images; a ConfigError for those that the stage ignores."""
         if guide.semantic_BCHW is not None:
-            return self.predictor_under(captions, {"effnet": guide.semantic_BCHW.to(self.device)})
+            return self.predictor_under(captions, {"effnet": guide.semantic_BCHW.to(self.device)}, negative=negative)
         if guide.image_BCHW is None and not self.stage.needs_image:
-            return self.predictor_under(captions, self._variation(guide))
+            return self.predictor_under(captions, self._variation(guide), negative=negative)
         if guide.image_BCHW is None:
-            return self.predictor(captions, None)
+            return self.predictor(captions, None, negative)
         if self.stage.needs_image and not guide.is_map and guide.strength == 1.0:
-            return self.predictor(captions, self._copy(guide.image_BCHW).float() / 255)
+            return self.predictor(captions, self._copy(guide.image_BCHW).float() / 255, negative)
         raise ConfigError(
             f"image, control and strength are for control networks; a {type(self).__name__} "
             f"paints from prompts {'and image=… alone' if self.stage.needs_image else 'alone'}"
@@ -313,9 +316,11 @@ class DiffusionPainter(Painter):
         self, captions: Sequence[str], image_BCHW: Tensor | None, draws: Draws, guide: Guide | None = None
     ) -> Tensor:
         """Return sampled latents (B, C, H, W) fp32 for B prompts; see `paint`."""
-        predictor = (
-            self.task.predictor(captions, image_BCHW) if guide is None else self.task.guided_predictor(captions, guide)
-        )
+        negative = self.settings.negative_prompt
+        if guide is None:
+            predictor = self.task.predictor(captions, image_BCHW, negative)
+        else:
+            predictor = self.task.guided_predictor(captions, guide, negative)
         noise = self._noise(draws("sample"))
         start = {} if guide is None or guide.start_BCHW is None else self._start(guide.start_BCHW, guide, noise)
         return sample(

@@ -107,11 +107,12 @@ def test_a_training_step_is_that_of_diffusers_and_torch(left: tuple[str, Any, Pa
     network.zero_grad()
 
 
-def test_pictures_of_the_pipeline_are_those_of_our_sampler(left: tuple[str, Any, Path]) -> None:
+@pytest.mark.parametrize("negative", ["", "a large blue square"])
+def test_pictures_of_the_pipeline_are_those_of_our_sampler(left: tuple[str, Any, Path], negative: str) -> None:
     family, task, folder = left
     pipeline = FAMILIES[family].from_pretrained(folder)
     pipeline.set_progress_bar_config(disable=True)
-    settings = SampleSettings(sampler="ddim", steps=5, guidance_scale=4.0, shift=1.0)
+    settings = SampleSettings(sampler="ddim", steps=5, guidance_scale=4.0, shift=1.0, negative_prompt=negative)
     size = (32, 40)
 
     def draws(_: str) -> list[torch.Generator]:
@@ -119,9 +120,8 @@ def test_pictures_of_the_pipeline_are_those_of_our_sampler(left: tuple[str, Any,
 
     start = torch.stack([torch.randn(*task.stage.latent_shape(*size), generator=g) for g in draws("")])
     ours = task.painter(settings, size).paint(PROMPTS, None, draws)
-    theirs = pipeline(
-        PROMPTS, latents=start, num_inference_steps=5, guidance_scale=4.0, height=32, width=40, output_type="pt"
-    ).images
+    asked: dict[str, Any] = {"num_inference_steps": 5, "guidance_scale": 4.0, "height": 32, "width": 40}
+    theirs = pipeline(PROMPTS, latents=start, negative_prompt=[negative] * 2, output_type="pt", **asked).images
     assert ours.shape == theirs.shape == (2, 3, *size)
     assert ours.std() > 0.01
     torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=0)

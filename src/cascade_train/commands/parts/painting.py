@@ -45,6 +45,8 @@ class PaintingArgs:
     """Network evaluations per image."""
     guidance_scale: float | None = None
     """Classifier-free guidance; 1 = none."""
+    negative_prompt: str | None = None
+    """What guidance leads away from, of all images; of the stage that samples, not of decoder=…."""
     shift: float | None = None
     """logSNR shift of the sampling schedule; 1 = none."""
     decoder_steps: int | None = None
@@ -89,7 +91,7 @@ def find_stages(args: PaintingArgs, model: TrainedModel | None = None) -> tuple[
 
 def override_sampling(cfg: DictConfig, args: PaintingArgs) -> None:
     """Override the run's sampling settings with the arguments given, and check them."""
-    for key in ("sampler", "steps", "guidance_scale", "shift"):
+    for key in ("sampler", "steps", "guidance_scale", "negative_prompt", "shift"):
         if getattr(args, key) is not None:
             cfg.sample[key] = getattr(args, key)
     preflight(cfg, ranks=1)

@@ -38,6 +38,7 @@ ADDED = {
     **{"model.image_encoder.antialias": True, "task.init": "kaiming", "model.kernels": "eager"},
     "compile_fallback": False,  # without effect where nothing is compiled
     "run.on_end": None,
+    "sample.negative_prompt": "",
     **{"checkpoint.every_epochs": None, "validate.every_epochs": None},
     **{f"model.{tower}.{key}": value for tower in TOWERS for key, value in (("train", False), ("lr", None))},
     "train.master_weights": "fp32",
