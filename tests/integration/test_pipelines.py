@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -52,6 +53,15 @@ def test_a_pipelines_configuration_is_that_of_its_run(run: Path, bare: Path) -> 
     )
     for tower in ("text_encoder", "text_encoder_2"):
         assert {key: cfg.model[tower][key] for key in own} == {key: saved.model[tower][key] for key in own}
+
+
+def test_noise_levels_of_edm_are_those_of_the_scheduler(bare: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(bare, tmp_path / "edm")
+    stored = {"_class_name": "EDMEulerScheduler", "sigma_min": 0.01, "sigma_max": 50.0, "sigma_data": 0.8, "rho": 5.0}
+    (folder / "scheduler" / "scheduler_config.json").write_text(json.dumps(stored))
+    objective = pipeline_config(folder).objective
+    assert (list(objective.schedule.sigma_range), objective.schedule.p) == ([0.01, 50.0], 5.0)
+    assert objective.scaling.sigma_data == objective.target.sigma_data == 0.8
 
 
 def test_pictures_of_a_bare_pipeline_are_those_of_its_run(run: Path, bare: Path, tmp_path: Path) -> None:

@@ -24,6 +24,9 @@ _TOWER = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attentio
 _VAE = ("scaling_factor", "latent_channels", "block_out_channels", "layers_per_block", "norm_num_groups")
 _BETAS = ("beta_schedule", "beta_start", "beta_end", "num_train_timesteps", "rescale_betas_zero_snr")
 
+_EDM = {"sigma_min": 0.002, "sigma_max": 80.0, "sigma_data": 0.5, "rho": 7.0}
+"""Of diffusers' EDM schedulers, with their defaults."""
+
 
 def pipeline_config(folder: Path) -> DictConfig:
     """Return the checked configuration of a training that would go on from a pipeline's folder.
@@ -45,9 +48,7 @@ def pipeline_config(folder: Path) -> DictConfig:
         own |= {"tokenizer": str(folder), "tokenizer_subfolder": f"tokenizer{number}", "pad_token": None}
         own |= {"projection_dim": tower.get("projection_dim", 512)} if number else {}
         changed |= {f"model.text_encoder{number}.{name}": value for name, value in own.items()}
-    if "EDM" not in str(schedule.get("_class_name")):
-        changed |= {f"objective.schedule.{name}": schedule[name] for name in _BETAS if name in schedule}
-    return composed(overrides, changed)
+    return composed(overrides, changed | _noise(schedule))
 
 
 def _json(path: Path, needed: Sequence[str] = ()) -> dict[str, Any]:
@@ -59,6 +60,15 @@ def _json(path: Path, needed: Sequence[str] = ()) -> dict[str, Any]:
     if missing := [name for name in needed if name not in stored]:
         raise ConfigError(f"{path}: lacks {', '.join(missing)}; save the pipeline by diffusers again")
     return stored
+
+
+def _noise(schedule: dict[str, Any]) -> dict[str, Any]:
+    """Return the noise levels of a scheduler, by dotted key of the objective."""
+    if "EDM" not in str(schedule.get("_class_name")):
+        return {f"objective.schedule.{name}": schedule[name] for name in _BETAS if name in schedule}
+    low, high, data, power = (schedule.get(name, default) for name, default in _EDM.items())
+    of_schedule = {"objective.schedule.sigma_range": [low, high], "objective.schedule.p": power}
+    return {**of_schedule, "objective.scaling.sigma_data": data}
 
 
 def _objective(schedule: dict[str, Any]) -> str:

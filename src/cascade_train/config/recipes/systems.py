@@ -54,7 +54,7 @@ def from_system(
     _length(recipe, given.keys, table)
     FINISHES[system](recipe, given.keys, path)
     take_towers(recipe, system, given.keys, fills=fills)
-    if recipe.groups["model"] == "sdxl" and recipe.values.get(LONG):
+    if recipe.groups["model"].startswith("sdxl") and recipe.values.get(LONG):
         recipe.put(recipe.origins[LONG], {LONG: True, LONG.replace("encoder", "encoder_2"): True})  # both towers
     _objective(recipe, given.keys)
     recipe.fates |= given.notes

@@ -30,11 +30,11 @@ def take_towers(recipe: Recipe, system: str, given: Mapping[str, Any], *, fills:
 
     `fills`: also what its trainer trains where the file says nothing.
     """
-    towers = [FIRST, SECOND] if recipe.groups["model"].startswith("sdxl") else [FIRST]
-    is_lora = recipe.groups["task"] == "lora"
     if not recipe.timesteps:
         return
-    said, given = given.keys(), {**(SILENT.get(system, {}) if fills else {}), **given}
+    towers = [FIRST, SECOND] if recipe.groups["model"].startswith("sdxl") else [FIRST]
+    is_lora, said = recipe.groups["task"] == "lora", given.keys()
+    given = {**(SILENT.get(system, {}) if fills else {}), **given}
     for key, (tower, layer) in _hidden_layers(system, given, towers).items():
         recipe.put(key, {f"{tower}.hidden_layer": layer})
     if is_lora:
@@ -42,23 +42,27 @@ def take_towers(recipe: Recipe, system: str, given: Mapping[str, Any], *, fills:
         recipe.implied |= {"network_module", "layer_filter"} - said
     key, rates = TOWERS[system](given, len(towers), is_lora)
     trained = {tower: rate for tower, rate in zip(towers, rates, strict=True) if rate != 0}
-    spoken = (SPOKEN[system] | {key}) & said
-    if not trained:
-        for name in spoken:
-            recipe.note(name, "no text tower trains", Kind.SAME)
-        return
-    if is_lora and system not in ADAPTED:
+    spoken = sorted((SPOKEN[system] | {key}) & said)
+    if trained and is_lora and system not in ADAPTED:
         recipe.note(key, "adapters of text towers: task.text_encoder_filters=[.self_attn]")
-        return
-    if is_lora and len(trained) < len(towers):
+    elif trained and is_lora and len(trained) < len(towers):
         recipe.note(key, "adapters go into both text towers, or none: task.text_encoder_filters", Kind.MISSING)
-        return
-    ours: dict[str, Any] = {"task.text_encoder_filters": ADAPTED[system]} if is_lora else {}
-    for tower, rate in trained.items():
-        ours |= {} if is_lora else {f"{tower}.train": True}
-        ours |= {} if rate in (None, recipe.values.get("optimizer.lr")) else {f"{tower}.lr": rate}
+    elif trained:
+        adapted = {"task.text_encoder_filters": ADAPTED[system]} if is_lora else {}
+        _put(recipe, key, spoken, adapted or {f"{tower}.train": True for tower in trained}, trained)
+        recipe.implied |= {key} - said
+    for name in spoken:
+        if not trained or (given[name] in OFF and name != key):
+            recipe.note(name, "no text tower trains by it", Kind.SAME)
+
+
+def _put(
+    recipe: Recipe, key: str, spoken: list[str], ours: dict[str, Any], trained: Mapping[str, float | None]
+) -> None:
+    """Take over what the keys of a trainer's that speak of text towers come to together."""
+    own = {tower: rate for tower, rate in trained.items() if rate not in (None, recipe.values.get("optimizer.lr"))}
+    ours = ours | {f"{tower}.lr": rate for tower, rate in own.items()}
     recipe.put(key, ours)
-    recipe.implied |= {key} - said
     for name in spoken:
         recipe.assigned[name] = ours
         recipe.note(name, "", Kind.TAKEN)

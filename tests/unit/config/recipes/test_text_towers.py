@@ -61,6 +61,7 @@ SIMPLETUNER = {
             {f"{FIRST}.hidden_layer": -2, f"{SECOND}.hidden_layer": -3},
         ),
         ({**SIMPLETUNER, "validation_negative_prompt": "ugly"}, {"sample.negative_prompt": "ugly"}),
+        ({**XL, **LORA, "max_token_length": 225}, {f"{FIRST}.long_captions": True, f"{SECOND}.long_captions": True}),
         (SIMPLETUNER, {"task.text_encoder_filters": [".self_attn"], f"{FIRST}.lr": None}),
         (
             {**ONETRAINER, "model_type": "STABLE_DIFFUSION_15", "layer_filter": "attentions, time"},
