@@ -129,6 +129,8 @@ def test_pictures_of_other_settings_are_not_mistaken(cascade: dict[str, Any], re
     given = {"source": "package:tiny", "decoder": "package:tiny", "decoder_steps": 1, "prompts": PROMPTS}
     with pytest.raises(ConfigError, match="out=.*out: holds pictures of another evaluation, which differs in seed"):
         judged(cascade["folder"] / "out", **given, clip=cascade["clip"], seed=1)
+    with pytest.raises(ConfigError, match="holds pictures of another evaluation, which differs in sample"):
+        judged(cascade["folder"] / "out", **given, clip=cascade["clip"], negative_prompt="a blue star")
     numbers = judged(cascade["folder"] / "out", **given, clip=cascade["clip"])
     assert numbers == {"clip_score": cascade["measures"]["clip_score"]}, "no other network, no other number"
 

@@ -293,7 +293,8 @@ def _codec(model: TrainedModel) -> str | None:
 
 def _sampling(model: TrainedModel) -> dict[str, Any]:
     sample = to_plain(model.cfg)["sample"]
-    return {key: sample[key] for key in ("sampler", "steps", "guidance_scale", "shift")}
+    later = {"negative_prompt": sample["negative_prompt"]} if sample["negative_prompt"] else {}
+    return {key: sample[key] for key in ("sampler", "steps", "guidance_scale", "shift")} | later
 
 
 def weights_stamp(model: TrainedModel) -> str:
