@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -229,6 +231,20 @@ def test_what_does_not_fit_is_refused(trained: tuple[str, Any, Path], tmp_path: 
     save_file(state | {name: state[name].repeat(1, 2, 1, 1)}, tmp_path / "six.safetensors")
     with pytest.raises(ConfigError, match="takes maps of 6 channels, task.filter makes 3; choose its filter"):
         make(family, weights=str(tmp_path / "six.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("global_pool_conditions", True), ("controlnet_conditioning_channel_order", "bgr")]
+)
+def test_what_no_tensor_shows_is_read_of_the_configuration(
+    trained: tuple[str, Any, Path], name: str, value: Any, tmp_path: Path
+) -> None:
+    family, _, folder = trained
+    other = shutil.copytree(folder / "controlnet", tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {name: value}))
+    with pytest.raises(ConfigError, match=f"has {name}={value} in its config.json"):
+        make(family, weights=str(other))
 
 
 @pytest.mark.parametrize(

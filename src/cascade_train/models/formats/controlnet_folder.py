@@ -16,6 +16,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
+from cascade_train.files.untrusted import read_json
 from cascade_train.models.formats.export import quiet, read_back_error, replaced_directory
 from cascade_train.models.formats.weights import open_weights
 from cascade_train.models.formats.weights_source import find_weight_files
@@ -28,6 +29,9 @@ FILTER = "filter"
 
 FIRST_LAYER = "controlnet_cond_embedding.conv_in.weight"
 """What every control network has, of any family of diffusers' UNets."""
+
+UNSEEN = {"controlnet_conditioning_channel_order": "rgb", "global_pool_conditions": False}
+"""Options of diffusers' control networks that no tensor shows, and the values that networks have here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +64,7 @@ def read_controlnet(source: str, config: Mapping[str, Any], *, key: str) -> Stor
             )
         state = {name: tensors.read(name).float().clone() for name in names}
     file = find_weight_files(source, key=key, part=PART)[0]
+    _check_unseen(file.parent / "config.json", origin)
     header: dict[str, str] = {}
     if file.suffix == ".safetensors":
         with safe_open(file, framework="pt") as stored:
@@ -67,6 +72,18 @@ def read_controlnet(source: str, config: Mapping[str, Any], *, key: str) -> Stor
     with header_checked(origin):
         made_by = json.loads(header[FILTER]) if FILTER in header else None
     return StoredControlNet(state=state, channels=state[FIRST_LAYER].shape[1], filter=made_by)
+
+
+def _check_unseen(path: Path, origin: str) -> None:
+    """Refuse a network whose configuration, where there is one, says what its tensors do not and what is not here."""
+    with header_checked(origin):
+        stored = dict(read_json(path.read_bytes())) if path.is_file() else {}
+    for name, usual in UNSEEN.items():
+        if stored.get(name, usual) != usual:
+            raise ConfigError(
+                f"{origin}: has {name}={stored[name]} in its config.json, and control networks have {usual} here; name "
+                "another"
+            )
 
 
 def _layout(config: Mapping[str, Any]) -> Layout:
