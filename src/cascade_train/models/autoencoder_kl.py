@@ -7,17 +7,23 @@ Shape legend: B batch, C channels, H W image or latent size.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from cascade_train.files.untrusted import read_json
 from cascade_train.models.formats.single_file import read_vae
 from cascade_train.models.formats.weights import put_tensors
+from cascade_train.models.formats.weights_source import find_weight_files
+from cascade_train.models.formats.weights_tensors import header_checked
 from cascade_train.models.initialize import FROZEN_SEED, convolution_rule, initialise
 from cascade_train.models.latent_codec import LatentCodec
 from cascade_train.options import File
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -69,8 +75,21 @@ class KLAutoencoder(LatentCodec):
         else:
             key = "model.vae.weights"
             values = read_vae(self.weights, self.arguments, key=key)
+            self._compare_scale(self.weights, key)
             put_tensors(module, values, dtype=dtype, device=device, origin=f"{key}={self.weights}")
         self.module = module.eval().requires_grad_(requires_grad=False)
+
+    def _compare_scale(self, weights: str, key: str) -> None:
+        """Warn where the configuration beside the weights names another scale: nothing else would show it."""
+        path = find_weight_files(weights, key=key, part=self.folder)[0].parent / "config.json"
+        with header_checked(f"{key}={weights}"):
+            stored = dict(read_json(path.read_bytes())).get("scaling_factor") if path.is_file() else None
+        if isinstance(stored, float) and abs(stored - self.scaling_factor) > 1e-4 * self.scaling_factor:
+            log.warning(
+                "%s=%s: was made for model.vae.scaling_factor=%g, and %g counts here. Set the one that the network "
+                "is trained with.",
+                *(key, weights, stored, self.scaling_factor),
+            )
 
     def _make(self) -> tuple[nn.Module, float]:
         from diffusers import AutoencoderKL
