@@ -136,8 +136,7 @@ def _onetrainer(given: Mapping[str, Any], count: int, is_lora: bool) -> tuple[st
 
 
 def _simpletuner(given: Mapping[str, Any], count: int, is_lora: bool) -> tuple[str, Rates]:
-    """It trains adapters of text towers alone."""
-    trains = is_lora and given.get("train_text_encoder") not in OFF
+    trains = given.get("train_text_encoder") not in OFF
     return "train_text_encoder", [_rate(given.get("text_encoder_lr")) if trains else 0.0] * count
 
 

@@ -62,6 +62,7 @@ SIMPLETUNER = {
         ),
         ({**SIMPLETUNER, "validation_negative_prompt": "ugly"}, {"sample.negative_prompt": "ugly"}),
         ({**XL, **LORA, "max_token_length": 225}, {f"{FIRST}.long_captions": True, f"{SECOND}.long_captions": True}),
+        ({**SIMPLETUNER, "model_type": "full", "text_encoder_lr": 1e-6}, {f"{FIRST}.train": True, f"{FIRST}.lr": 1e-6}),
         (SIMPLETUNER, {"task.text_encoder_filters": [".self_attn"], f"{FIRST}.lr": None}),
         (
             {**ONETRAINER, "model_type": "STABLE_DIFFUSION_15", "layer_filter": "attentions, time"},
