@@ -47,7 +47,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not(run: Path, tmp_path: Path) -> No
 
 
 def test_stable_diffusion_and_a_training_of_the_decoder_alone_take_what_it_leaves(
-    run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = AutoencoderKL.from_pretrained(run / "export" / "vae").state_dict()
     decoder = train(
@@ -62,6 +62,6 @@ def test_stable_diffusion_and_a_training_of_the_decoder_alone_take_what_it_leave
     tower = train(tmp_path / "tower", *tiny) / "export" / "pipeline"
     parts = (f"model.text_encoder.weights={tower}", "model.text_encoder.subfolder=text_encoder")
     sd = train(tmp_path / "sd", *tiny, "model.random_encoders=false", *parts, f"model.vae.weights={decoder}")
-    assert "was made for model.vae.scaling_factor=0.7, and 1 counts here" in capfd.readouterr().err
+    assert "was made for model.vae.scaling_factor=0.7, and 1 counts here" in caplog.text
     inside = AutoencoderKL.from_pretrained(sd / "export" / "pipeline" / "vae").state_dict()
     assert all(torch.equal(value, inside[name]) for name, value in alone.state_dict().items())

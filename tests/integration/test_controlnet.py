@@ -14,6 +14,8 @@ from torch import Tensor
 from cascade_train.__main__ import launch
 from cascade_train.commands import generate as generate_verb
 from cascade_train.engine.sampling import CELL_PX, LABEL_PX
+from cascade_train.errors import ConfigError
+from cascade_train.results.find import stored_network
 from tests.integration.runs import SMALL, read_metrics, train
 
 CONTROL = ("task=controlnet", "task.bottleneck=small", "filter@task.filter=canny", "optimizer.lr=3e-3")
@@ -56,6 +58,10 @@ def test_the_control_trains_and_is_left_behind(run: Path) -> None:
     assert all(tensors[f"projections.{i}.2.weight"].any() for i in range(4))
     kept = [path.name for path in (run / "export").iterdir() if path.is_dir()]
     assert kept == ["controlnet"]
+    with pytest.raises(
+        ConfigError, match=r"a run of what trains beside the network \(ControlNet\), whose export/ holds"
+    ):
+        stored_network(str(run), model=None, key="from")
 
 
 def test_the_grid_shows_the_control_beside_the_rest(run: Path) -> None:

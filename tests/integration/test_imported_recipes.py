@@ -21,6 +21,12 @@ EVERYDREAM: dict[str, Any] = {
     "data_root": "data", "max_epochs": 1, "batch_size": 3, "resolution": 96, "resume_ckpt": "sd", "flip_p": 0.5,
     "zero_frequency_noise_ratio": 0.02, "pyramid_noise_discount": 0.3, "run_name": "everydream",
 }  # fmt: skip
+OF_STABLE_DIFFUSION: dict[str, Any] = {
+    "train_data_dir": "data", "resolution": 32, "max_train_steps": 2, "train_batch_size": 2, "mixed_precision": "no",
+    "max_token_length": 225,
+}  # fmt: skip
+ADAPTERS = {"network_module": "networks.lora", "network_dim": 4, "unet_lr": 1e-4, "text_encoder_lr": [5e-5, 2e-5]}
+WHOLE = {"train_text_encoder": True, "learning_rate": 1e-5, "learning_rate_te": 5e-6}
 
 
 @pytest.mark.parametrize(
@@ -31,12 +37,32 @@ def test_a_small_twin_of_its_file_trains(
     given: dict[str, Any], run: str, steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    lines = trained(given, "model=c_tiny", run)
+    assert [line["step"] for line in lines] == list(range(1, steps + 1))
+
+
+@pytest.mark.parametrize(
+    ("given", "model", "rates"),
+    [
+        (ADAPTERS, "sdxl_tiny", {"lr": 1e-4, "lr_text_encoder": 5e-5, "lr_text_encoder_2": 2e-5}),
+        (WHOLE, "sd_tiny", {"lr": 1e-5, "lr_text_encoder": 5e-6}),
+    ],
+)
+def test_text_towers_of_a_file_train_at_its_rates(
+    given: dict[str, Any], model: str, rates: dict[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines = trained({**OF_STABLE_DIFFUSION, **given, "output_dir": "out"}, f"model={model}", "out")
+    assert {key: value for key, value in lines[-1].items() if key.startswith("lr")} == pytest.approx(rates)
+
+
+def trained(given: dict[str, Any], model: str, run: str) -> list[dict[str, Any]]:
+    """Import a file beside a few pictures, train what it says, and return the metrics of the run in a folder."""
     for number, folder in enumerate(["1_cats", "1_cats", "2_dogs", "2_dogs", "2_dogs", "2_dogs"]):
         write(Path(f"data/{folder}/{number}.png"), tars.picture(96, 96, tint=40 * number))
         write(Path(f"data/{folder}/{number}.txt"), f"a cat, {number}, red")
     Path("given.json").write_text(json.dumps(given))
-    assert launch(["recipe", "import", "given.json", "out=conf/experiment/mine.yaml", "model=c_tiny"]) == 0
+    assert launch(["recipe", "import", "given.json", "out=conf/experiment/mine.yaml", model]) == 0
     small = ["data.num_workers=0", "sample.every_steps=null", "checkpoint.every_steps=null"]
     assert launch(["--config-dir", "conf", "experiment=mine", *small]) == 0
-    lines = [json.loads(line) for line in Path(run, "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == list(range(1, steps + 1))
+    return [json.loads(line) for line in Path(run, "metrics.jsonl").read_text().splitlines()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from diffusers import StableDiffusionPipeline
@@ -84,8 +85,8 @@ def test_a_cache_trains_and_paints_as_its_pictures_do(run: Path, tmp_path: Path)
         f"data.path={tmp_path / 'cache'}",
         *("sample.every_steps=2", "sample.steps=2", "sample.count=2"),
     )
-    grids = [Image.open(each / "samples" / "step_2" / "00_sample.png") for each in (run, cached)]
-    assert grids[0].tobytes() == grids[1].tobytes()
+    painted = [np.asarray(Image.open(each / "samples" / "step_2" / "00_sample.png")) for each in (run, cached)]
+    assert np.abs(painted[0].astype(int) - painted[1]).max() <= 1
     rows = [(row["loss"], row["grad_norm"]) for row in read_metrics(run)]
     assert [(row["loss"], row["grad_norm"]) for row in read_metrics(cached)] == [pytest.approx(row) for row in rows]
 

@@ -280,8 +280,7 @@ class SampleConfig:
 
     def __post_init__(self) -> None:
         limit(self, "sample", "every_steps", "count", "steps", least=1)
-        limit(self, "sample", "seed", least=0)
-        limit(self, "sample", "guidance_scale", least=0.0)
+        limit(self, "sample", "seed", "guidance_scale", least=0)
         limit(self, "sample", "shift", above=0.0)
         if isinstance(self.prompts, dict):
             raise ConfigError(f"sample.prompts={self.prompts} must be a list of texts, or @file.")

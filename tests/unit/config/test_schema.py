@@ -56,7 +56,7 @@ RANGES = {
     "sample.count=0": r"sample.count=0 must be 1 or more",
     "sample.steps=0": r"sample.steps=0 must be 1 or more",
     "sample.seed=-1": r"sample.seed=-1 must be 0 or more",
-    "sample.guidance_scale=-1": r"sample.guidance_scale=-1.0 must be 0.0 or more",
+    "sample.guidance_scale=-1": r"sample.guidance_scale=-1.0 must be 0 or more",
     "sample.shift=0": r"sample.shift=0.0 must be greater than 0",
     "sample.prompts=[]": r"sample.prompts=\[\] names nothing",
     "validate.share=1": r"validate.share=1.0 must lie between 0 and 1",
