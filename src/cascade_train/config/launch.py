@@ -137,10 +137,16 @@ def with_implied_choices(argv: Sequence[str]) -> list[str]:
 
 
 def _in_full(argument: str, known: Sequence[str]) -> str:
-    """Return an override that chooses an option of a known group with the key that Hydra has; others as they are."""
+    """Return an override that chooses an option of a known group with the key that Hydra has; others as they are.
+
+    What Hydra takes for a number is quoted, so that it is refused as other names are that no option has.
+    """
     key, equals, value = argument.partition("=")
     name = key.lstrip("+")
-    return f"{NESTED.get(name, name)}={value}" if equals and name in known else argument
+    if not equals or name.partition("@")[0] not in known:
+        return argument
+    text = ",".join(f'"{each}"' if NO_NAME.fullmatch(each) else each for each in value.split(","))
+    return f"{NESTED.get(name, name) if name in known else key}={text}"
 
 
 def data_of_path(value: str) -> str:
@@ -156,6 +162,9 @@ HELP = {"--help", "-h"}
 
 NESTED = {"filter": "filter@task.filter", "noise": "noise@objective.noise"}
 """Groups whose choice belongs to a component, and not to the root."""
+
+NO_NAME = re.compile(r"[-+]?[\d_.]+|null|true|false", re.IGNORECASE)
+"""Values that Hydra's grammar does not read as a text, as the name of an option must be."""
 
 TABLES = {".csv", ".tsv", ".jsonl", ".ndjson"}
 
