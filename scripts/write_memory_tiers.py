@@ -1,4 +1,4 @@
-"""Write the table of docs/memory.md that says what each tier of `memory=` chooses for each model and task.
+"""Write the tables of docs/memory.md: what each tier of `memory=` chooses, and the least that trainings need.
 
     python scripts/write_memory_tiers.py
 
@@ -7,8 +7,10 @@ Computed by rehearsed steps, for one GPU and a global batch of 32; takes minutes
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
@@ -16,8 +18,8 @@ from omegaconf import DictConfig
 
 from cascade_train.assembly.planning.devices import Room
 from cascade_train.assembly.planning.fitting import TIERS_GB, Place, changed, choose
-from cascade_train.assembly.planning.memory import Memory
-from cascade_train.assembly.planning.rehearsal import Rehearsed
+from cascade_train.assembly.planning.memory import Memory, memory_of, over_ranks
+from cascade_train.assembly.planning.rehearsal import ENCODERS, Rehearsed
 from cascade_train.config.groups import conf_dir
 from cascade_train.config.hydra_compat import BASE
 from cascade_train.config.launch import register_schema
@@ -26,11 +28,28 @@ from cascade_train.errors import ConfigError
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "memory.md"
 FIRST, LAST = "<!-- tiers: computed -->", "<!-- end -->"
+FIRST_LEAST = "<!-- least: computed -->"
+LEAST = (
+    ("LoRA, C 3.6B", "model=c_3b task=lora"),
+    ("the same on a base in 8 bits", "model=c_3b task=lora train.base_weights=int8"),
+    ("LoRA, C 1B", "model=c_1b task=lora"),
+    ("ControlNet, C 3.6B", "model=c_3b task=controlnet"),
+    ("the same beside a base in 8 bits", "model=c_3b task=controlnet train.base_weights=int8"),
+    ("Fine-tune C 3.6B, weights in bf16", "model=c_3b task=finetune train.master_weights=bf16 optimizer=adamw_8bit"),
+    ("the same by Adafactor", "model=c_3b task=finetune train.master_weights=bf16 optimizer=adafactor"),
+    ("Fine-tune C 3.6B, offloaded", "model=c_3b task=finetune parallel.cpu_offload=true"),
+    ("Fine-tune C 1B, weights in bf16", "model=c_1b task=finetune train.master_weights=bf16 optimizer=adamw_8bit"),
+    ("the same by Adafactor", "model=c_1b task=finetune train.master_weights=bf16 optimizer=adafactor"),
+    ("Fine-tune C 1B, offloaded", "model=c_1b task=finetune parallel.cpu_offload=true"),
+)
+"""Trainings that need little, and their overrides."""
+
+ALWAYS = ("train.global_batch_size=1", "activation_checkpointing=true")
 RUNS = (
     *((model, task) for model in ("c_1b", "c_3b") for task in ("lora", "controlnet", "finetune")),
     ("a", "reconstruction"),
     *((model, task) for model in ("b_700m", "b_3b") for task in ("lora", "reconstruction")),
-    *((model, task) for model in ("sd15", "sd21_base", "sdxl") for task in ("lora", "finetune")),
+    *((model, task) for model in ("sd15", "sd21_base", "sdxl") for task in ("lora", "controlnet", "finetune")),
 )
 SHORT = {
     "ema.device": "average on the host",
@@ -43,11 +62,30 @@ SHORT = {
 """Means, as the table has them."""
 
 
-def row(model: str, task: str) -> str:
-    """Return the line of a model and task."""
+def composed(overrides: Sequence[str]) -> DictConfig:
+    """Return the checked configuration of a run of one rank."""
     register_schema()
     with initialize_config_dir(str(conf_dir()), **BASE):
-        cfg = preflight(compose("config", [f"model={model}", f"task={task}", "run.name=tier"]), ranks=1)
+        return preflight(compose("config", [*overrides, "run.name=tier"]), ranks=1)
+
+
+def needs(overrides: str) -> tuple[int, int, int]:
+    """Return bytes of a training of one picture at a time: of the device, of it without encoders, and of the host."""
+    cfg = composed([*overrides.split(), *ALWAYS])
+    whole, _ = memory_of(cfg)
+    memory = over_ranks(cfg, whole, 1, machine_ranks=1, device_gb=math.inf)
+    cached = dataclasses.replace(memory, on_host=memory.on_host | {ENCODERS})
+    return memory.total(1), cached.total(1), memory.host_bytes()
+
+
+def least(name: str, overrides: str) -> str:
+    """Return the line of a training that needs little."""
+    return f"| {name} | `{overrides}` | {' | '.join(f'{each / 1e9:.1f}' for each in needs(overrides))} |"
+
+
+def row(model: str, task: str) -> str:
+    """Return the line of a model and task."""
+    cfg = composed([f"model={model}", f"task={task}"])
     known: dict[str, tuple[Memory, Rehearsed]] = {}
     return f"| `{model}` | `{task}` | {' | '.join(cell(cfg, gb, known) for gb in TIERS_GB)} |"
 
@@ -70,9 +108,21 @@ def lines() -> Iterator[str]:
     yield from (row(model, task) for model, task in RUNS)
 
 
-if __name__ == "__main__":
-    new = "\n".join([FIRST, *lines(), LAST])
-    text, count = re.subn(f"{FIRST}.*?{LAST}", lambda _: new, PAGE.read_text(), flags=re.DOTALL)
+def least_lines() -> Iterator[str]:
+    """Yield the table of trainings that need little."""
+    yield "| training | overrides | device | without encoders | host |"
+    yield "|---|---|---|---|---|"
+    yield from (least(*each) for each in LEAST)
+
+
+def renewed(text: str, first: str, new: Iterable[str]) -> str:
+    """Return a page with other lines between a mark and the next end."""
+    made = "\n".join([first, *new, LAST])
+    text, count = re.subn(f"{first}.*?{LAST}", lambda _: made, text, flags=re.DOTALL)
     if count != 1:
-        raise ValueError(f"{PAGE} needs one part between {FIRST} and {LAST}")
-    PAGE.write_text(text)
+        raise ValueError(f"{PAGE} needs one part between {first} and {LAST}")
+    return text
+
+
+if __name__ == "__main__":
+    PAGE.write_text(renewed(renewed(PAGE.read_text(), FIRST, lines()), FIRST_LEAST, least_lines()))
