@@ -9,14 +9,19 @@ from tests.integration.runs import read_metrics
 
 pytestmark = pytest.mark.distributed
 
-OWN = (
-    *("task=lora", "train.base_weights=int8", "train.precision=bf16", "optimizer.lr=1e-2", "train.global_batch_size=4"),
-    *("train.max_steps=3", "checkpoint.every_steps=null", "activation_checkpointing=true", *NARROW),
+BOTH = (
+    *("train.base_weights=int8", "train.precision=bf16", "optimizer.lr=1e-2", "train.global_batch_size=4"),
+    *("train.max_steps=3", "checkpoint.every_steps=null", "activation_checkpointing=true"),
 )
+OWN = ("task=lora", *BOTH, *NARROW)
+SD = ("model=sd_tiny", "task=controlnet", *BOTH)
 RUNS = {
     "alone": (1, None, OWN),
     "ddp": (2, None, (*OWN, "parallel=ddp")),
     "fsdp": (2, "look_at_dtypes", (*OWN, "parallel=fsdp")),
+    "compiled": (2, "compile_eagerly", (*OWN, "parallel=fsdp", "compile=regional")),
+    "sd_alone": (1, None, SD),
+    "sd_fsdp": (2, "look_at_dtypes", (*SD, "parallel=fsdp")),
 }
 
 
@@ -26,7 +31,7 @@ def runs(tmp_path_factory):
     return fork(tmp_path_factory.mktemp("int8"), RUNS)
 
 
-@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+@pytest.mark.parametrize("mode", ["ddp", "fsdp", "compiled"])
 def test_two_ranks_train_on_codes_what_one_does(runs, mode):
     alone, found = (read_metrics(runs / name) for name in ("alone", mode))
     for one, other in zip(alone, found, strict=True):
@@ -36,6 +41,13 @@ def test_two_ranks_train_on_codes_what_one_does(runs, mode):
         torch.testing.assert_close(other[name], value, rtol=0.1, atol=2e-2)
 
 
-def test_sharded_codes_stay_codes(runs):
-    notes = (runs / "fsdp_notes" / "dtypes_0").read_text()
+def test_a_control_network_beside_codes_of_stable_diffusion_trains_sharded_as_on_one_rank(runs):
+    alone, found = (read_metrics(runs / name) for name in ("sd_alone", "sd_fsdp"))
+    for one, other in zip(alone, found, strict=True):
+        assert other == pytest.approx(one, rel=2e-2)
+
+
+@pytest.mark.parametrize("name", ["fsdp", "sd_fsdp"])
+def test_sharded_codes_stay_codes(runs, name):
+    notes = (runs / f"{name}_notes" / "dtypes_0").read_text()
     assert '"frozen": ["torch.bfloat16", "torch.int8"]' in notes
