@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from cascade_train.engine.phase import BoundPhase
 from tests.unit.engine.algorithms import NEED_WHOLE, OPTIONS, bound, same, train, weights
 
 MODES = {"ddp": (2, 1), "fsdp": (1, 2)}
-ROUNDED = ("adamw", "adamw_8bit", "lion")
+ROUNDED = ("adafactor", "adamw", "adamw_8bit", "lion")
 STEPS, MORE = range(1, 4), range(4, 6)
 
 
@@ -38,13 +39,33 @@ def whole(phase: BoundPhase) -> dict[str, torch.Tensor]:
     return found
 
 
-def continued(option: str, mesh: Any, store: CheckpointStore, path: Path) -> BoundPhase:
-    """Return a new phase at a checkpoint."""
-    phase = new(option, mesh)
+def continued(phase: BoundPhase, store: CheckpointStore, path: Path) -> BoundPhase:
+    """Return a new phase, put to a checkpoint."""
     state = phase.state_dict()
     store.load(path, state)
     phase.load_state_dict(state)
     return phase
+
+
+def train_and_move(kind: str, make: Callable[[str, Any], BoundPhase], option: str, meshes: Any, out: Path) -> Any:
+    """Yield where an option ends in each mode, and continued from each mode in each, and whether to the bit."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    place = {"rank": rank, "ranks": ranks}
+    modes = ["ddp"] if option in NEED_WHOLE else [*MODES]
+    for mode in modes:
+        phase, store = make(option, meshes[mode]), CheckpointStore(out / f"{kind}{option}_{mode}")
+        train(phase, STEPS, **place)
+        path, at_three = store.save(3, phase.state_dict(), {}), whole(phase)
+        train(phase, MORE, **place)
+        yield f"{kind}{option} {mode}", whole(phase)
+        for other in modes:
+            moved = continued(make(option, meshes[other]), store, path)
+            at_start = same([*at_three.values()], [*whole(moved).values()])
+            train(moved, MORE, **place)
+            exact = other != mode or same(weights(phase), weights(moved))
+            every: list[Any] = [None] * ranks
+            dist.all_gather_object(every, (at_start, exact))
+            yield f"{kind}{option} {mode} to {other}", (every, whole(moved))
 
 
 def train_every_option(out: Path) -> None:
@@ -52,27 +73,9 @@ def train_every_option(out: Path) -> None:
     found: dict[str, Any] = {}
     with process_group() as world:
         meshes = {mode: build_mesh(world, shape) for mode, shape in MODES.items()}
-        place = {"rank": world.rank, "ranks": world.ranks}
         for option in OPTIONS:
-            modes = ["ddp"] if option in NEED_WHOLE else [*MODES]
-            for mode in modes:
-                phase, store = new(option, meshes[mode]), CheckpointStore(out / f"{option}_{mode}")
-                train(phase, STEPS, **place)
-                path, at_three = store.save(3, phase.state_dict(), {}), whole(phase)
-                train(phase, MORE, **place)
-                found[f"{option} {mode}"] = whole(phase)
-                for other in modes:
-                    moved = continued(option, meshes[other], store, path)
-                    at_start = same([*at_three.values()], [*whole(moved).values()])
-                    train(moved, MORE, **place)
-                    exact = other != mode or same(weights(phase), weights(moved))
-                    every = [None] * world.ranks
-                    dist.all_gather_object(every, (at_start, exact))
-                    found[f"{option} {mode} to {other}"] = (every, whole(moved))
+            found.update(train_and_move("", new, option, meshes, out))
         for option in ROUNDED:
-            for mode, mesh in meshes.items():
-                phase = rounded(option, mesh)
-                train(phase, range(1, 6), **place)
-                found[f"rounded {option} {mode}"] = whole(phase)
+            found.update(train_and_move("rounded ", rounded, option, meshes, out))
     if world.rank == 0:
         torch.save(found, out / "found.pt")

@@ -21,7 +21,7 @@ from cascade_train.errors import ConfigError
 from tests.integration.runs import cut_back, exported_weights, read_metrics
 from tests.integration.runs import train as train_run
 from tests.unit.config.composing import checked
-from tests.unit.engine.algorithms import bound, same, spec, train, weights
+from tests.unit.engine.algorithms import Small, bound, same, spec, train, weights
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16
@@ -112,6 +112,32 @@ def test_it_learns_and_resumes_to_the_bit_whole_and_sharded(world, tmp_path, mon
         resumed.load_state_dict(state)
         assert losses[2:] == train(resumed, range(3, 8))
         assert same(weights(phase), weights(resumed))
+
+
+@pytest.mark.parametrize("option", ["adamw_8bit", "lion"])
+def test_layers_that_share_a_weight_are_rounded_once_and_resume_to_the_bit(world, tmp_path, monkeypatch, option: str):
+    def shared(*, row: bool) -> Small:
+        network = Small(row=row)
+        network.again = nn.Linear(64, 128)
+        network.again.weight = network.wide.weight
+        forward = network.forward
+        network.forward = lambda inputs: forward(inputs) + network.again(inputs)[:, :3]  # type: ignore[method-assign]
+        return network
+
+    monkeypatch.setattr("tests.unit.engine.algorithms.Small", shared)
+    mesh, store = build_mesh(world, (1, 1)), CheckpointStore(tmp_path)
+    phase, resumed = bound(option, mesh, dtype=BF16), bound(option, mesh, dtype=BF16)
+    losses = train(phase, range(1, 3))
+    path = store.save(2, phase.state_dict(), {})
+    losses += train(phase, range(3, 6))
+    state = resumed.state_dict()
+    store.load(path, state)
+    resumed.load_state_dict(state)
+    assert losses[2:] == train(resumed, range(3, 6))
+    assert same(weights(phase), weights(resumed))
+    network = resumed.phase.modules["n"]
+    assert network.again.weight is network.wide.weight
+    assert sum(len(group["params"]) for group in resumed.optimizer.param_groups) == len(resumed.parameters)
 
 
 @pytest.mark.parametrize("option", ["prodigy", "muon", "schedule_free"])
