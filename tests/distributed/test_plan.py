@@ -1,8 +1,10 @@
 """What `cascade-train plan` computes for weights that are split is what a rank of FSDP2 holds."""
 
+import math
+
 import pytest
 
-from cascade_train.assembly.planning.memory import memory_of
+from cascade_train.assembly.planning.memory import memory_of, over_ranks
 from cascade_train.distributed import sharded
 from tests.distributed.test_modes import fork, notes
 from tests.unit.config.composing import checked
@@ -20,6 +22,10 @@ RUNS = {
     "accumulated": ("train.precision=bf16", "train.micro_batch_size=2", "activation_checkpointing=true"),
     "at_once": (),
     "at_once_bf16": ("train.precision=bf16",),
+    "kept": ("train.precision=bf16", "parallel.reshard_after_forward=false"),
+    "adapters": ("train.precision=bf16", "task=lora"),
+    "adapters on codes": ("train.precision=bf16", "task=lora", "train.base_weights=int8"),
+    "whole in bf16": ("train.precision=bf16", "train.master_weights=bf16", "parallel=ddp"),
 }
 
 
@@ -41,7 +47,7 @@ def test_the_peak_of_a_split_step_is_within_a_tenth_of_the_computed_one(runs, na
     cfg = checked(*WIDE, *RUNS[name], ranks=2)
     memory, _ = memory_of(cfg, on_cuda=False)
     micro = cfg.train.micro_batch_size
-    computed = memory.over(2).total(micro, 4 // micro)
+    computed = over_ranks(cfg, memory, 2, machine_ranks=2, device_gb=math.inf).total(micro, 4 // micro)
     peaks = notes(runs, name)
     assert len(peaks) == 2
     assert peaks == pytest.approx([computed, computed], rel=0.1)

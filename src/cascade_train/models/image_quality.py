@@ -99,7 +99,7 @@ class FeatureDistance:
         linear: Sequence[Tensor] | None = None,
         key: str = "objective.perceptual.weights",
     ) -> None:
-        """Load the frozen network in fp32.
+        """Load the frozen network in fp32; on the meta device without values.
 
         `weights` is a file with torchvision's names, `features.0.weight` and so on, of which the classifier is not
         read; else a ConfigError names `key`. `linear` are weights of each channel of each compared layer, (C,) each;
@@ -109,15 +109,8 @@ class FeatureDistance:
 
         with torch.device("meta"):
             features = make_layers(cfgs["D"])
-        with open_weights(weights, key=key) as tensors:
-            shapes = tensors.shapes()
-            for name, value in features.state_dict().items():
-                if shapes.get(f"features.{name}") != tuple(value.shape):
-                    raise ConfigError(
-                        f"{key}={weights}: features.{name} of VGG-16 is not there, or of another shape; give "
-                        "torchvision's vgg16-397923af.pth, or null"
-                    )
-                set_tensor(features, name, copy_to(tensors.read(f"features.{name}"), torch.float32, device))
+        if device.type != "meta":
+            _read_features(features, weights, device, key)
         self.features: nn.Sequential = features.eval().requires_grad_(requires_grad=False)
         self._linear = None if linear is None else [each.to(device).view(1, -1, 1, 1) for each in linear]
         self._mean, self._std = (torch.tensor(values, device=device).view(1, 3, 1, 1) for values in (MEAN, STD))
@@ -138,6 +131,18 @@ class FeatureDistance:
             if number in LAYERS:
                 found.append(nn.functional.normalize(x, dim=1, eps=1e-10))
         return found
+
+
+def _read_features(features: nn.Sequential, weights: str, device: torch.device, key: str) -> None:
+    with open_weights(weights, key=key) as tensors:
+        shapes = tensors.shapes()
+        for name, value in features.state_dict().items():
+            if shapes.get(f"features.{name}") != tuple(value.shape):
+                raise ConfigError(
+                    f"{key}={weights}: features.{name} of VGG-16 is not there, or of another shape; give "
+                    "torchvision's vgg16-397923af.pth, or null"
+                )
+            set_tensor(features, name, copy_to(tensors.read(f"features.{name}"), torch.float32, device))
 
 
 def load_lpips(weights: str, *, device: torch.device, key: str) -> FeatureDistance:

@@ -65,6 +65,25 @@ def test_the_data_is_looked_at_where_it_is(capsys, tmp_path: Path):
     assert "data.leftover=drop would drop every sample" in capsys.readouterr().err
 
 
+def test_checkpoints_in_epochs_are_counted_in_steps(capsys):
+    own = ("task=lora", "model=c_tiny", "data.samples=24", "train.global_batch_size=8", "train.max_steps=12")
+    rule = ("checkpoint.every_epochs=1", "checkpoint.keep_last=null")
+    assert "4 checkpoints of" in planned(capsys, *own, *rule)
+    text = planned(capsys, *own, *rule, "samples=false")
+    assert "1 checkpoint of" in text
+    assert "! checkpoint.every_epochs=1: its data is not known here; of the checkpoints one is counted." in text
+    text = planned(capsys, *own, "checkpoint.every_epochs=1", "checkpoint.keep_last=3", "samples=false")
+    assert "3 checkpoints of" in text
+    assert "of the checkpoints all that may stay are counted." in text
+
+
+def test_a_run_in_fp32_has_the_speed_of_tf32(capsys):
+    own = ("task=lora", "model=c_tiny", "samples=false", "json=true")
+    fp32, bf16 = (json.loads(planned(capsys, *own, f"train.precision={each}")) for each in ("fp32", "bf16"))
+    assert (fp32["tflops"], bf16["tflops"]) == (989 / 2, 989)
+    assert fp32["seconds_per_step"] == pytest.approx(2 * bf16["seconds_per_step"])
+
+
 def test_data_that_is_not_here_is_left_alone_and_what_that_means_is_said(capsys, tmp_path: Path):
     stores = ("data=mixture", "+data@data.sources.a=webdataset", "data.sources.a.urls=[s3://bucket/a.tar]")
     text = planned(capsys, "task=lora", "model=c_tiny", *stores, "train.max_epochs=2")

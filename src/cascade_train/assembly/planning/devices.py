@@ -31,6 +31,9 @@ DEVICES = {
     "rtx4090": Device(gb=24, tflops=165.2, source="NVIDIA Ada architecture paper, appendix A"),
 }
 
+TF32_SHARE = 0.5
+"""Of `tflops`, for fp32 products, which use TF32: so on all of `DEVICES`, by the same sources."""
+
 SIZES_GB = (16, 24, 48, 80, 141)
 """Memory of common GPUs."""
 

@@ -182,7 +182,10 @@ def choose(cfg: DictConfig, place: Place) -> Choice:
         if best is not None and not means.is_cheap:
             break
         least = _rehearsed(cfg, means, place, room, sizes)
-        fits = least.bytes <= room.usable_bytes and least.host_bytes <= place.room.usable_host_bytes
+        has_host = least.host_bytes <= place.room.usable_host_bytes
+        if not has_host and set(means.values) == {"ema.device"}:  # the host cannot take the average
+            return choose(cfg, dataclasses.replace(place, kept={*place.kept, "ema.device"}))
+        fits = least.bytes <= room.usable_bytes and has_host
         if fits and (not means.is_cheap or least.micro_batch_size >= min(ENOUGH, sizes[-1])):
             return least
         best = best or (least if fits else None)

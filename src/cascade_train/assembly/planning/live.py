@@ -194,11 +194,10 @@ class Live(TorchDispatchMode):
             if self._labels[number] == old:
                 self._labels[number] = new
 
-    def flops_of(self, samples: int) -> int:
-        """Return `flops` of a batch with this many samples."""
-        if self.samples is None:
-            return self.flops
-        return self.flops - self._flops_of_samples + self._flops_of_samples // self.samples * samples
+    def flops_of_samples(self) -> tuple[float, float]:
+        """Return how many of `flops` each of the `samples` took, and how many are of no sample, as an optimizer's."""
+        assert self.samples is not None
+        return self._flops_of_samples / self.samples, float(self.flops - self._flops_of_samples)
 
     def curves(self, begin: int, samples: int | None = None) -> dict[str, np.ndarray]:
         """Return the bytes that live when each operation from number `begin` on has ended, (T,) int64 by label.

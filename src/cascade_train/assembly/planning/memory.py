@@ -122,7 +122,11 @@ def over_ranks(cfg: DictConfig, memory: Memory, ranks: int, *, machine_ranks: in
     state = (WEIGHTS, COPIES, GRADIENTS, OPTIMIZER)
     whole = sum(float(memory.fixed[part].max()) for part in state if part in memory.fixed)
     fits = whole <= FITS_SHARE * device_gb * 1e9
-    return memory.over(ranks) if mode == "fsdp" or (mode == "auto" and not fits) else memory
+    if mode == "fsdp" or (mode == "auto" and not fits):
+        return memory.over(ranks)
+    is_sent = ranks > 1 and cfg.train.master_weights.value == "bf16" and not cfg.parallel.cpu_offload
+    sent = {GRADIENTS: 2 * memory.fixed[GRADIENTS]} if is_sent else {}  # whole gradients are exchanged in fp32
+    return dataclasses.replace(memory, fixed={**memory.fixed, **sent}).over(1)
 
 
 def memory_of(cfg: DictConfig, *, on_cuda: bool = True) -> tuple[Memory, Rehearsed]:

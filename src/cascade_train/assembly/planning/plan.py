@@ -12,7 +12,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from cascade_train.assembly.planning.devices import ASSUMED_MFU, DEVICES, SIZES_GB, USABLE, Room
+from cascade_train.assembly.planning.devices import ASSUMED_MFU, DEVICES, SIZES_GB, TF32_SHARE, USABLE, Room
 from cascade_train.assembly.planning.fitting import Place, changed, choose, remedy
 from cascade_train.assembly.planning.memory import Memory, over_ranks
 from cascade_train.assembly.planning.samples import Samples
@@ -24,6 +24,10 @@ MACHINE_RANKS = 8
 
 SAVE_SECONDS = (600.0, 4 * 3600.0)
 """Between saves: oftener is much writing, seldomer is much to lose."""
+
+
+MANY_SAVES = 1000
+"""Checkpoints of a run of which it is not known how many there are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +46,7 @@ class Plan:
         tflop: of a sample, forward and backward, encoders too.
         seconds_per_step: at the assumed share of the device's peak.
         device: its name.
+        tflops: its peak in TFLOP/s at the precision of the run.
         ranks: of the run.
         checkpoint_bytes: of one checkpoint.
         checkpoints: that stay.
@@ -63,6 +68,7 @@ class Plan:
     tflop: float
     seconds_per_step: float
     device: str
+    tflops: float
     ranks: int
     checkpoint_bytes: int
     checkpoints: int
@@ -109,7 +115,7 @@ class Plan:
         whole = self.seconds_per_step * self.steps
         yield (
             f"Time     {_duration(self.seconds_per_step)} a step, {_duration(whole)} in all, on {self.ranks} x"
-            f" {self.device} at {ASSUMED_MFU:.0%} of {DEVICES[self.device].tflops:g} TFLOP/s (assumed);"
+            f" {self.device} at {ASSUMED_MFU:.0%} of {self.tflops:g} TFLOP/s (assumed);"
             f" {self.tflop:.4g} TFLOP a sample"
         )
 
@@ -140,10 +146,11 @@ def make_plan(cfg: DictConfig, *, ranks: int, device: str, samples: Samples) -> 
     micro = {n: size for n in sorted({*RANKS, ranks}) if (size := _micro(batch, given, n))}
     layouts = {n: over_ranks(cfg, memory, n, machine_ranks=min(n, MACHINE_RANKS), device_gb=room.gb) for n in micro}
     peaks = {n: layouts[n].peak(size, batch // n // size) for n, size in micro.items()}
-    newest, older = _kept(cfg, _steps(cfg, samples))
+    every = _between_saves(cfg, samples)
+    newest, older = _kept(changed(cfg, {"checkpoint.every_steps": every}), _steps(cfg, samples))
     older_bytes = steps.checkpoint_bytes if cfg.checkpoint.keep_optimizer else steps.weights_bytes
-    every = cfg.checkpoint.every_steps
-    per_step = steps.flops * batch / (ranks * DEVICES[device].tflops * 1e12 * ASSUMED_MFU)
+    tflops = DEVICES[device].tflops * (1.0 if cfg.train.precision.value == "bf16" else TF32_SHARE)
+    per_step = (steps.flops * batch / ranks + steps.update_flops) / (tflops * 1e12 * ASSUMED_MFU)
     found = Plan(
         title=f"{cfg.run.name}: {_name(cfg.task)} of {_name(cfg.model)}, {cfg.model.image_size} px,"
         f" {cfg.train.precision.value}, parallel={cfg.parallel.mode.value}"
@@ -159,6 +166,7 @@ def make_plan(cfg: DictConfig, *, ranks: int, device: str, samples: Samples) -> 
         tflop=steps.flops / 1e12,
         seconds_per_step=per_step,
         device=device,
+        tflops=tflops,
         ranks=ranks,
         checkpoint_bytes=steps.checkpoint_bytes,
         checkpoints=newest + older,
@@ -169,7 +177,7 @@ def make_plan(cfg: DictConfig, *, ranks: int, device: str, samples: Samples) -> 
     )
     need = sum(peaks[ranks].values())
     overflow = [] if need <= room.usable_bytes else [_remedy(cfg, found, place, need)]
-    warnings = [*overflow, *_warnings(cfg, found, None if every is None else every * per_step)]
+    warnings = [*overflow, *_warnings(cfg, found, every)]
     return dataclasses.replace(found, warnings=tuple(warnings))
 
 
@@ -198,6 +206,17 @@ def _steps(cfg: DictConfig, samples: Samples) -> int:
     )
 
 
+def _between_saves(cfg: DictConfig, samples: Samples) -> int | None:
+    """Return the steps between checkpoints; None = there is only the final one.
+
+    Where epochs count and are not known, so few that all may stay that are to stay.
+    """
+    rule = cfg.checkpoint
+    if rule.every_epochs is None or samples.saved_steps is not None:
+        return rule.every_steps if rule.every_epochs is None else samples.saved_steps
+    return None if rule.keep_last is None else max(1, _steps(cfg, samples) // MANY_SAVES)
+
+
 def _kept(cfg: DictConfig, steps: int) -> tuple[int, int]:
     """Return how many checkpoints stay at the end of a run for being new, and at most how many for another reason."""
     rule = cfg.checkpoint
@@ -209,16 +228,18 @@ def _kept(cfg: DictConfig, steps: int) -> tuple[int, int]:
     return len(newest), min(len(older), len(regular) + (rule.keep_best or 0))
 
 
-def _warnings(cfg: DictConfig, plan: Plan, between_saves: float | None) -> Iterator[str]:
+def _warnings(cfg: DictConfig, plan: Plan, every: int | None) -> Iterator[str]:
     undivided = [str(n) for n in RANKS if plan.global_batch_size % n]
     if undivided:
         yield f"train.global_batch_size={plan.global_batch_size} cannot be split over {' or '.join(undivided)} ranks."
-    is_large = plan.checkpoint_bytes > 1e9
-    if is_large and between_saves is not None and not SAVE_SECONDS[0] <= between_saves <= SAVE_SECONDS[1]:
-        yield (
-            f"checkpoint.every_steps={cfg.checkpoint.every_steps} saves {_gb(plan.checkpoint_bytes)} GB every"
-            f" {_duration(between_saves)}."
-        )
+    epochs = cfg.checkpoint.every_epochs
+    between_saves = None if every is None else every * plan.seconds_per_step
+    if epochs is not None and plan.samples.saved_steps is None:
+        counted = "one is" if every is None else "all that may stay are"
+        yield f"checkpoint.every_epochs={epochs}: its data is not known here; of the checkpoints {counted} counted."
+    elif between_saves and plan.checkpoint_bytes > 1e9 and not SAVE_SECONDS[0] <= between_saves <= SAVE_SECONDS[1]:
+        key = f"every_steps={every}" if epochs is None else f"every_epochs={epochs}"
+        yield f"checkpoint.{key} saves {_gb(plan.checkpoint_bytes)} GB every {_duration(between_saves)}."
     if cfg.train.max_epochs is not None and plan.samples.steps is None:
         yield f"train.max_epochs={cfg.train.max_epochs} may end the run before: its data is not known here."
     yield from plan.samples.warnings(plan.global_batch_size)

@@ -6,7 +6,7 @@ run is made to do that. Must not live here: what is concluded (memory.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -41,6 +41,10 @@ from cascade_train.tasks.controlnet import ControlNet
 WEIGHTS, COPIES, GRADIENTS, OPTIMIZER = "weights", "copies in the dtype of compute", "gradients", "optimizer"
 AVERAGE, ENCODERS, BATCH, ACTIVATIONS, UPDATE = "average", "encoders", "batch", "activations", "update"
 
+Curves = Mapping[str, np.ndarray]
+LAST_STEP = 2**62
+"""Step that is rehearsed, for tasks that count."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rehearsed:
@@ -49,6 +53,7 @@ class Rehearsed:
     Attributes:
         curves: of each step, bytes after each operation, (T,) int64 by what they are for.
         flops: floating-point operations of a step for each sample, a multiply-add counted as two.
+        update_flops: those of a step whatever its samples, such as an optimizer's.
         parameters: of each module, how many there are, and how many of them train.
         gathered: bytes of what a rank gathers at once, where weights are split.
         checkpoint_bytes: of a checkpoint, over all ranks.
@@ -56,8 +61,9 @@ class Rehearsed:
         export_bytes: of the trained weights that are exported.
     """
 
-    curves: Sequence[Mapping[str, np.ndarray]]
+    curves: Sequence[Curves]
     flops: float
+    update_flops: float
     parameters: Mapping[str, tuple[int, int]]
     gathered: int
     checkpoint_bytes: int
@@ -104,6 +110,8 @@ def rehearse(
         sizes = [len(batch) for batch in batches]
         whole = of_size(PRIME, prepared, sizes) if at_once else None
         parts.task.device = META
+        if "step" in (state := parts.task.state_dict()):  # what begins later in a run takes part
+            parts.task.load_state_dict({**state, "step": torch.tensor(LAST_STEP)})
         stack.enter_context(_kernels(on_cuda=on_cuda))
         live = stack.enter_context(Live(block_bytes=CUDA_BLOCK_BYTES if on_cuda else 1, run=shapes.run))
         run = _Run(cfg, parts, live, mesh)
@@ -113,18 +121,18 @@ def rehearse(
                 network: Any = parts.stage.network
                 network.run_unit = Repeats(live)
             begin = run.step(whole)
-            curves = [live.curves(begin, size) for size in sizes]
+            curves: list[Curves] = [live.curves(begin, size) for size in sizes]
+            flops, update_flops = live.flops_of_samples()
         else:
-            curves = [live.curves(run.step(each)) for each in prepared[:-1]]
-            live.counts = True
-            curves.append(live.curves(run.step(prepared[-1])))
+            curves, flops, update_flops = run.steps(prepared, sizes)
         live.counts = False
         state = training_state(run.phases, parts.task)
         optimizers = [each.pop("optimizer") for each in state["phases"].values()]
         weights_bytes = _bytes(state)
         return Rehearsed(
             curves=curves,
-            flops=live.flops_of(sizes[-1]) / sizes[-1],
+            flops=flops,
+            update_flops=update_flops,
             parameters=run.parameters,
             gathered=run.gathered,
             checkpoint_bytes=weights_bytes + _bytes(optimizers),
@@ -142,7 +150,8 @@ class _Run:
         roots = [root for phase in phases for root in phase.modules.values()]
         self._met: dict[Tensor, Tensor] = {}
         self.parameters = _counted(parts, phases)
-        self.gathered = sum(_gathered(phase, compute_dtype(cfg)) for phase in phases)
+        kept = not cfg.parallel.reshard_after_forward
+        self.gathered = sum(_gathered(phase, compute_dtype(cfg), kept=kept) for phase in phases)
         live.label = WEIGHTS
         for root in roots:
             self._take(root)
@@ -211,6 +220,18 @@ class _Run:
             bound.update(bound.phase.start_step + 1, bound.phase.start_step + 1, torch.zeros((), device=META))
         return begin
 
+    def steps(self, prepared: Sequence[Any], sizes: Sequence[int]) -> tuple[list[Curves], float, float]:
+        """Take a step on each micro-batch; return their curves, and the operations of a sample and of none."""
+        curves: list[Curves] = []
+        counted = [0]
+        self._live.counts = True
+        for each in prepared:
+            curves.append(self._live.curves(self.step(each)))
+            counted.append(self._live.flops)
+        small, large = counted[-2] - counted[-3], counted[-1] - counted[-2]
+        flops = (large - small) / (sizes[-1] - sizes[-2])
+        return curves, flops, large - sizes[-1] * flops
+
 
 def _counted(parts: Parts, phases: Sequence[Phase]) -> dict[str, tuple[int, int]]:
     """Return how many parameters each module has, and how many of them train."""
@@ -225,19 +246,29 @@ def _counted(parts: Parts, phases: Sequence[Phase]) -> dict[str, tuple[int, int]
     }
 
 
-def _gathered(phase: Phase, dtype: torch.dtype) -> int:
+def _gathered(phase: Phase, dtype: torch.dtype, *, kept: bool) -> int:
     """Return the bytes that FSDP2 gathers at once.
 
-    What lies in no unit, the largest unit twice (the next one is gathered before), and its gradients, which are
-    exchanged in fp32. What is gathered at once takes 8 bytes a number, as gradients and as they are sent: the weights
-    are freed by then (measured, tests/distributed/test_plan.py).
+    What lies in no unit, the largest unit twice (the next one is gathered before), or all units where they are kept for
+    backward; and the gradients of a unit, which are exchanged in fp32. What is gathered at once takes 8 bytes a number
+    that trains, as gradients and as they are sent: the weights are freed by then (measured,
+    tests/distributed/test_plan.py).
     """
+
+    def whole(parameters: Iterable[nn.Parameter]) -> int:
+        return sum(p.numel() * (dtype.itemsize if p.is_floating_point() else p.element_size()) for p in parameters)
+
     found = 0
     for name, root in phase.modules.items():
-        alone = gathered_alone(root, phase.units[name])
-        units = [sum(p.numel() for module in unit for p in module.parameters()) for unit in alone]
-        rest = sum(p.numel() for p in root.parameters()) - sum(units)
-        found += dtype.itemsize * rest + (3 * dtype.itemsize + 4) * max(units) if units else 8 * rest
+        units = [
+            [p for module in unit for p in module.parameters()] for unit in gathered_alone(root, phase.units[name])
+        ]
+        sizes = [(whole(unit), sum(p.numel() for p in unit if p.requires_grad)) for unit in units]
+        rest = whole(root.parameters()) - sum(size for size, _ in sizes)
+        doubled = 0 if kept else 2
+        largest = max((doubled * size + (dtype.itemsize + 4) * trains for size, trains in sizes), default=0)
+        at_once = rest + largest + (sum(size for size, _ in sizes) if kept else 0)
+        found += at_once if units else max(rest, 8 * sum(p.numel() for p in root.parameters() if p.requires_grad))
     return found
 
 

@@ -31,6 +31,7 @@ class Samples:
         count: of an epoch; None = not known.
         steps: of the run, as it will count them; None = not known.
         epoch_steps: optimizer steps of an epoch.
+        saved_steps: between checkpoints, where `checkpoint.every_epochs` counts these; None = not known, or not so.
         notes: why they are not known, or what opening the data logged, such as how many samples a filter keeps.
         buckets: training sizes, height and width in pixels, and how many samples each has, most first.
         leftover: what becomes of samples that fill no global batch, as `data.leftover` says.
@@ -43,6 +44,7 @@ class Samples:
     count: int | None = None
     steps: int | None = None
     epoch_steps: float | None = None
+    saved_steps: int | None = None
     notes: Sequence[str] = ()
     buckets: Sequence[tuple[int, int, int]] = ()
     leftover: str = "carry"
@@ -93,6 +95,8 @@ def look(cfg: DictConfig, log: Sequence[str], *, ranks: int) -> Samples:
     feed = data.training.load(seed=cfg.run.seed, rank=0, ranks=ranks, **batch)
     limits = {key: cfg.train[key] for key in ("max_steps", "max_epochs", "global_batch_size")}
     steps = data.last_step(feed, **limits)
+    epochs = cfg.checkpoint.every_epochs, cfg.validate.every_epochs
+    saved_steps, _ = (None if each is None else feed.steps_of_epochs(each) for each in epochs)
     part = data.training
     if not part.index.rows_are_samples:
         return Samples(steps=steps, notes=["streamed, number of samples unknown"])
@@ -100,6 +104,7 @@ def look(cfg: DictConfig, log: Sequence[str], *, ranks: int) -> Samples:
     known = {
         "count": len(part.rows),
         "steps": steps,
+        "saved_steps": saved_steps,
         "epoch_steps": len(part.rows) / batch["global_batch_size"] if carries else float(feed.steps_of_epochs(1)),
         "notes": log,
         "buckets": _sizes(part),

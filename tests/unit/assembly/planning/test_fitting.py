@@ -105,6 +105,13 @@ def test_a_host_that_is_too_small_gets_no_weights():
         choose(cfg, place(room))
 
 
+def test_an_average_that_the_host_cannot_take_stays_on_the_device_and_other_means_are_tried():
+    cfg = checked(*TINY, "task=finetune", "ema.decay=0.9", "memory=auto")
+    room = replace(room_for(changed(cfg, {"activation_checkpointing": True}), 4), host_gb=0.001)
+    found = choose(cfg, place(room))
+    assert (found.values, found.micro_batch_size, found.host_bytes) == ({"activation_checkpointing": True}, 4, 0)
+
+
 def test_what_the_command_line_sets_stays():
     cfg = checked(*TINY, "task=finetune", "memory=auto", "train.micro_batch_size=8", "activation_checkpointing=false")
     room = room_for(changed(cfg, {"activation_checkpointing": True}), 4)
@@ -229,11 +236,13 @@ def test_split_weights_are_divided_where_the_mode_does_it():
     cfg = checked(*TINY, "task=finetune", "train.micro_batch_size=2", ranks=4)
     alone, _ = memory_of(cfg)
     needs = {}
-    for mode, offloaded in (("ddp", False), ("fsdp", False), ("auto", False), ("auto", True), ("hsdp", False)):
+    whole_modes = ("ddp", True), ("auto", True)
+    for mode, offloaded in (("ddp", False), ("fsdp", False), ("auto", False), ("hsdp", False), *whole_modes):
         change(cfg, {"parallel.mode": mode, "parallel.cpu_offload": offloaded})
         whole = memory_of(cfg)[0] if offloaded else alone
         needs[mode, offloaded] = over_ranks(cfg, whole, 4, machine_ranks=2, device_gb=24).total(2)
     assert needs["ddp", False] == needs["auto", False] == alone.total(2)
+    assert needs["ddp", True] == needs["auto", True] > alone.gathered, "offloaded weights are gathered to compute"
     assert needs["fsdp", False] == alone.over(4).total(2) < needs["hsdp", False] == alone.over(2).total(2)
     assert over_ranks(cfg, alone, 4, machine_ranks=4, device_gb=0.001).total(2) == needs["fsdp", False]
 

@@ -21,6 +21,7 @@ from cascade_train.assembly.planning.rehearsal import (
     AVERAGE,
     BATCH,
     COPIES,
+    ENCODERS,
     GRADIENTS,
     OPTIMIZER,
     WEIGHTS,
@@ -110,6 +111,8 @@ def test_a_prime_number_of_samples_tells_the_memory_of_all(own: tuple[str, ...])
     found = rehearsed(cfg, build_parts(unloaded(cfg)), 2, 3, at_once=None)
     in_turn = rehearsed(cfg, build_parts(unloaded(cfg)), 2, 2, 3, at_once=False)
     assert found.flops == pytest.approx(in_turn.flops, rel=1e-12)
+    assert found.update_flops == pytest.approx(in_turn.update_flops, rel=1e-9)
+    assert (found.update_flops > found.flops) == ("optimizer=muon" in own), "Muon multiplies matrices once a step"
     for mine, theirs in zip(found.curves, in_turn.curves[1:], strict=True):
         assert set(mine) == set(theirs)
         off = sum(theirs.values()) - sum(mine.values())
@@ -144,6 +147,21 @@ def test_memory_is_what_the_numbers_of_parameters_say():
     assert split.peak(1)[OPTIMIZER] == pytest.approx(2 * trained, rel=0.03)
     host, _ = memory_of(checked("model=c_tiny", "task=finetune", "ema.decay=0.9", "ema.device=cpu"))
     assert AVERAGE not in host.peak(1)
+
+
+@pytest.mark.parametrize("model", ["vae_tiny", "a_tiny"])
+def test_what_begins_later_in_a_run_and_files_that_are_not_here_are_counted(model: str):
+    own = (f"model={model}", "task=reconstruction", "train.global_batch_size=4")
+    never, later, at_once = (
+        memory_of(checked(*own, f"objective.adversarial.start_step={step}"))[0].total(4) for step in ("null", 900, 1)
+    )
+    assert never < later == at_once
+    judged, _ = memory_of(
+        checked(*own, "objective.perceptual.weights=nowhere.pth", "objective.perceptual.start_step=9")
+    )
+    features = 4 * 14714688  # the numbers of VGG-16 without its classifier
+    assert judged.peak(4)[ENCODERS] - memory_of(checked(*own))[0].peak(4).get(ENCODERS, 0) >= features
+    assert judged.total(4) > never + features
 
 
 @pytest.mark.parametrize(("option", "low", "high"), [("adafactor", 0.5, 3.5), ("prodigy", 16, 16.1)])
