@@ -77,6 +77,15 @@ def test_checkpoints_in_epochs_are_counted_in_steps(capsys):
     assert "of the checkpoints all that may stay are counted." in text
 
 
+def test_what_lies_on_the_host_is_said(capsys):
+    own = ("task=finetune", "model=c_tiny", "samples=false", "train.precision=bf16")
+    assert "Host" not in planned(capsys, *own)
+    found = json.loads(planned(capsys, *own, "parallel.cpu_offload=true", "json=true"))
+    trained = found["parameters"]["network"][1]
+    assert found["host_bytes"] == pytest.approx(16 * trained, rel=0.03), "fp32 weights, gradients and moments"
+    assert "Host     0.0" in planned(capsys, *own, "ema.decay=0.9", "ema.device=cpu")
+
+
 def test_a_run_in_fp32_has_the_speed_of_tf32(capsys):
     own = ("task=lora", "model=c_tiny", "samples=false", "json=true")
     fp32, bf16 = (json.loads(planned(capsys, *own, f"train.precision={each}")) for each in ("fp32", "bf16"))

@@ -54,6 +54,7 @@ class Plan:
         export_bytes: of what trained.
         warnings: sentences.
         chosen: what `memory` chose.
+        host_bytes: of each rank in the memory of its host: an average there, or offloaded weights and their state.
     """
 
     title: str
@@ -76,6 +77,7 @@ class Plan:
     export_bytes: int
     warnings: Sequence[str]
     chosen: str | None = None
+    host_bytes: int = 0
 
     def __str__(self) -> str:
         """Return the plan as text."""
@@ -120,6 +122,8 @@ class Plan:
         )
 
     def _disk_lines(self) -> Iterator[str]:
+        if self.host_bytes:
+            yield f"Host     {_gb(self.host_bytes)} GB of each rank, beside what its data workers take"
         what = "checkpoint" if self.checkpoints == 1 else "checkpoints"
         yield (
             f"Disk     {_gb(self.disk_bytes)} GB: {self.checkpoints} {what} of {_gb(self.checkpoint_bytes)} GB"
@@ -174,6 +178,7 @@ def make_plan(cfg: DictConfig, *, ranks: int, device: str, samples: Samples) -> 
         export_bytes=steps.export_bytes,
         warnings=(),
         chosen=chosen,
+        host_bytes=layouts[ranks].host_bytes(),
     )
     need = sum(peaks[ranks].values())
     overflow = [] if need <= room.usable_bytes else [_remedy(cfg, found, place, need)]
