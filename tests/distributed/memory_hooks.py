@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_iter
 
 from cascade_train.assembly.planning.live import Live
+from cascade_train.distributed import whole
 from cascade_train.distributed.parallelize import local
 from cascade_train.engine.loop import Trainer
 
@@ -27,6 +28,7 @@ def held(trainer: Trainer) -> Iterable[Any]:
 def note_peak(out: Path) -> None:
     """Record the first two steps, as what is gathered keeps its storages, and write the peak of the second."""
     train_step, live = Trainer.train_step, Live()
+    whole.BUCKET_BYTES = 2**18  # as small beside the weights as it is beside those of published networks
 
     def step(self: Trainer, micro_batches: Any) -> Any:
         with live:

@@ -195,6 +195,11 @@ class OptimizerSpec:
         values = [value for value in optimizer.state[weight].values() if isinstance(value, Tensor)]
         return sum(value.numel() * value.element_size() for value in values) / weight.numel()
 
+    def rounds(self) -> bool:
+        """Return whether weights in bf16 can be rounded, of matrices at least: see `_rounding`."""
+        alone = self.made is torch.optim.Adafactor or self._by_element("weight", nn.Parameter(torch.empty(2, 2)))
+        return alone and not getattr(self.made, "is_schedule_free", False)
+
     def _by_element(self, name: str, parameter: nn.Parameter) -> bool:
         """Return whether the algorithm updates a shard of a parameter as it would as a part of the whole."""
         judge = getattr(self.made, "by_element", None)

@@ -57,10 +57,10 @@ def ladder(cfg: DictConfig, room: Room, kept: Collection[str]) -> Iterator[Means
     else:
         base = values
     if (algorithm := _of_8_bits(cfg.optimizer)) and is_free("optimizer.algorithm", kept):
-        small = {**base, "optimizer.algorithm": algorithm}
-        yield Means(values=small, is_cheap=False)
-        if is_free("train.master_weights", kept) and _trains_in_bf16(cfg):
-            yield Means(values={**small, "train.master_weights": "bf16"}, is_cheap=False)
+        base = {**base, "optimizer.algorithm": algorithm}
+        yield Means(values=base, is_cheap=False)
+    if is_free("train.master_weights", kept) and _trains_in_bf16(cfg):
+        yield Means(values={**base, "train.master_weights": "bf16"}, is_cheap=False)
     offloads = room.on_cuda and not _needs_whole(cfg.optimizer)
     if offloads and not cfg.parallel.cpu_offload and is_free("parallel.cpu_offload", kept):
         yield Means(values={**values, "parallel.cpu_offload": True}, is_cheap=False)
@@ -84,9 +84,11 @@ def _can_quantize(cfg: DictConfig) -> bool:
 
 
 def _trains_in_bf16(cfg: DictConfig) -> bool:
-    """Return whether a network trains that computes in bf16, on fp32 masters."""
-    trains = class_constant(cfg.task._target_, "trains_network")
-    return bool(trains) and (cfg.train.precision, cfg.train.master_weights) == ("bf16", "fp32")
+    """Return whether a network trains that computes in bf16, on fp32 masters that its algorithm can do without."""
+    if (cfg.train.precision, cfg.train.master_weights) != ("bf16", "fp32"):
+        return False
+    parts = build_parts(unloaded(cfg))
+    return parts.task.trains_network and parts.optimizer.rounds()
 
 
 def is_free(key: str, kept: Collection[str]) -> bool:

@@ -80,7 +80,7 @@ def test_means_are_added_from_the_cheapest_until_the_training_fits():
     exact, small = {"ema.device", "activation_checkpointing"}, {"optimizer.algorithm"}
     rounding = {*small, "train.master_weights"}
     assert names == [set(), {"ema.device"}, exact, exact | small, exact | rounding, exact | {"parallel.cpu_offload"}]
-    kept = ("ema.device", "optimizer", "activation_checkpointing", "parallel.cpu_offload")
+    kept = ("ema.device", "optimizer", "activation_checkpointing", "parallel.cpu_offload", "train.master_weights")
     assert [means.values for means in ladder(cfg, place(Room(gb=24, on_cuda=True), *kept))] == [{}]
     on_cpu = [set(means.values) for means in ladder(cfg, place(Room(gb=24, on_cuda=False)))]
     recomputing = {"activation_checkpointing"}
@@ -118,6 +118,7 @@ def test_what_the_command_line_sets_stays():
     chosen = choose(cfg, place(room))
     assert (chosen.values, chosen.micro_batch_size) == ({"activation_checkpointing": True}, 4)
     kept = ("train.micro_batch_size", "activation_checkpointing", "optimizer.algorithm.betas", "parallel.cpu_offload")
+    kept += ("train.master_weights",)
     with pytest.raises(ConfigError, match=r"memory\.budget_gb=auto: no micro-batch fits\. 8 a rank needs"):
         choose(cfg, place(replace(room, gb=room.gb / 2), *kept))
 
@@ -181,12 +182,17 @@ def test_means_that_the_run_would_refuse_are_not_tried():
         "previewer": ("task=reconstruction", "model=c_tiny", "objective=preview"),
         "came": ("task=finetune", "model=c_tiny", "optimizer=came"),
         "amsgrad": ("task=finetune", "model=c_tiny", "+optimizer.algorithm.amsgrad=true"),
+        **{name: ("task=finetune", "model=c_tiny", f"optimizer={name}") for name in ("adafactor", "lion", "muon")},
+        "schedule_free": ("task=finetune", "model=c_tiny", "optimizer=schedule_free", "lr_scheduler=constant"),
     }.items():
-        sets = ladder(checked(*changes, "memory=auto"), place(Room(gb=24, on_cuda=True)))
+        sets = ladder(checked(*changes, "train.precision=bf16", "memory=auto"), place(Room(gb=24, on_cuda=True)))
         keys[name] = {key for means in sets for key in means.values}
     assert keys["previewer"] == {"optimizer.algorithm", "parallel.cpu_offload"}
     assert keys["came"] == {"activation_checkpointing"}
-    assert keys["amsgrad"] == {"activation_checkpointing", "parallel.cpu_offload"}
+    recomputed, rounded, offloaded = "activation_checkpointing", "train.master_weights", "parallel.cpu_offload"
+    assert keys["amsgrad"] == keys["lion"] == {recomputed, rounded, offloaded}
+    assert keys["adafactor"] == {recomputed, rounded}
+    assert keys["muon"] == keys["schedule_free"] == {recomputed, offloaded}
 
 
 def test_an_overflow_that_is_allowed_starts_with_the_last_means(caplog):
