@@ -102,7 +102,7 @@ def charts(points: Mapping[str, Mapping[int, Mapping[str, float]]]) -> Image.Ima
             )
             for kind, label in LABELS.items()
         ]
-        drawn.append(draw_chart(f"milliseconds of a step over {axis}", lines, x_format=".0f"))
+        drawn.append(draw_chart(f"milliseconds of a step over {axis}", lines, x_format=".3g"))
     picture = Image.new("RGB", (drawn[0].width, sum(each.height for each in drawn)), "white")
     for number, each in enumerate(drawn):
         picture.paste(each, (0, sum(before.height for before in drawn[:number])))
