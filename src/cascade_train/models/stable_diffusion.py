@@ -72,7 +72,7 @@ class StableDiffusion(DenoisingStage):
         self._control: Control | None = None
         super().__post_init__()
         for name, part in self._parts.items():
-            if part.weights is None and not self.random_encoders:
+            if part.weights is None and not self.random_encoders and not getattr(part, "train", False):
                 raise ValueError(
                     f"model.{name}.weights=null: it follows model.weights unless it is set, and a network from scratch "
                     "needs frozen parts that are trained. Name the pipeline that it comes from, or set "
