@@ -6,6 +6,7 @@ from safetensors.torch import load_file
 
 from tests.distributed.test_modes import NARROW, fork
 from tests.integration.runs import read_metrics
+from tests.unit.models.stages import untrained
 
 pytestmark = pytest.mark.distributed
 
@@ -14,7 +15,7 @@ BOTH = (
     *("train.max_steps=3", "checkpoint.every_steps=null", "activation_checkpointing=true"),
 )
 OWN = ("task=lora", *BOTH, *NARROW)
-SD = ("model=sd_tiny", "task=controlnet", *BOTH)
+SD = (*untrained("sd_tiny"), "objective=ddpm", "task=controlnet", *BOTH)
 RUNS = {
     "alone": (1, None, OWN),
     "ddp": (2, None, (*OWN, "parallel=ddp")),

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.integration.runs import SMALL, exported_weights, read_metrics
+from tests.unit.models.stages import untrained
 from tests.warm.programs import warm_programs
 
 pytestmark = pytest.mark.distributed
@@ -53,12 +54,26 @@ TOKENS = (
 )
 B_TINY = ("model=b_tiny", "task=reconstruction", *SHORT, *B_NARROW, "ema.decay=0.5")
 XL_TINY = (
-    *("model=sdxl_tiny", "task=finetune", "train.max_steps=2", "checkpoint.every_steps=null", "ema.decay=0.5"),
+    *(
+        *untrained("sdxl_tiny"),
+        "objective=ddpm",
+        "task=finetune",
+        "train.max_steps=2",
+        "checkpoint.every_steps=null",
+        "ema.decay=0.5",
+    ),
     "activation_checkpointing=true",
     *(f"model.text_encoder{number}.{option}" for number in ("", "_2") for option in ("train=true", "lr=1e-6")),
 )
 SD_CONTROL = (
-    *("model=sd_tiny", "task=controlnet", "train.max_steps=2", "checkpoint.every_steps=null", "ema.decay=0.5"),
+    *(
+        *untrained("sd_tiny"),
+        "objective=ddpm",
+        "task=controlnet",
+        "train.max_steps=2",
+        "checkpoint.every_steps=null",
+        "ema.decay=0.5",
+    ),
     *("activation_checkpointing=true", "optimizer=torch", "optimizer.algorithm._target_=torch.optim.SGD"),
     *("optimizer.lr=1", "optimizer.weight_decay=0"),
 )

@@ -10,9 +10,11 @@ from diffusers import AutoencoderKL
 from safetensors.torch import load_file
 
 from tests.integration.runs import cut_back, read_metrics, train
+from tests.unit.models.stages import untrained
 
+TINY = (*untrained("vae_tiny"), "task=reconstruction")
 VAE = (
-    *("model=vae_tiny", "task=reconstruction", "data.samples=12", "data.num_workers=0", "train.global_batch_size=4"),
+    *(*TINY, "data.samples=12", "data.num_workers=0", "train.global_batch_size=4"),
     *("objective.adversarial.start_step=3", "objective.adversarial.channels=8", "objective.adversarial.layers=2"),
     *("ema.decay=0.9", "checkpoint.every_steps=2", "checkpoint.keep_last=null"),
 )
@@ -51,14 +53,14 @@ def test_stable_diffusion_and_a_training_of_the_decoder_alone_take_what_it_leave
 ) -> None:
     first = AutoencoderKL.from_pretrained(run / "export" / "vae").state_dict()
     decoder = train(
-        tmp_path / "decoder", *VAE[:2], *SHORT, f"model.weights={run}", "objective.train_encoder=false",
+        tmp_path / "decoder", *TINY, *SHORT, f"model.weights={run}", "objective.train_encoder=false",
         "model.scaling_factor=0.7",
     )  # fmt: skip
     alone = AutoencoderKL.from_pretrained(decoder / "export" / "vae")
     assert alone.config.scaling_factor == 0.7
     moved = {name for name, value in alone.state_dict().items() if not torch.equal(value, first[name])}
     assert {name.partition(".")[0] for name in moved} == {"decoder", "post_quant_conv"}
-    tiny = ("model=sd_tiny", "task=finetune", *SHORT)
+    tiny = (*untrained("sd_tiny"), "task=finetune", *SHORT)
     tower = train(tmp_path / "tower", *tiny) / "export" / "pipeline"
     parts = (f"model.text_encoder.weights={tower}", "model.text_encoder.subfolder=text_encoder")
     sd = train(tmp_path / "sd", *tiny, "model.random_encoders=false", *parts, f"model.vae.weights={decoder}")

@@ -1,4 +1,4 @@
-"""The tiny cascade in the package paints what its captions say, as the judge reads its pictures."""
+"""The tiny models in the package paint what their captions say, as the judge reads their pictures."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from bench.tiny_cascade import Truth, decibels, from_captions, from_pictures, pa
 from cascade_train.commands.generate import GenerateArgs, generate
 from cascade_train.models.convolutional import ConvolutionalCompressor
 from cascade_train.results.find import find_model
+
+COLOURS = ("colour", "background")
 
 
 @pytest.fixture(scope="module")
@@ -38,3 +40,14 @@ def test_stage_b_knows_more_than_the_means_of_its_squares(truth: Truth, tmp_path
     pictures = from_pictures("package:tiny/decoder", truth, 0, tmp_path)
     found, bilinear = decibels(pictures, truth, ConvolutionalCompressor.stride)
     assert found > bilinear + 3
+
+
+@pytest.mark.parametrize(("family", "learned"), [("sd", COLOURS), ("sdxl", (*COLOURS, "position"))])
+def test_stable_diffusion_paints_what_it_has_learned_of_captions(
+    family: str, learned: tuple[str, ...], tmp_path: Path
+) -> None:
+    source = f"package:tiny/{family}"
+    truth = unseen([trained_on(find_model(source, key="from", part="network").cfg)], 32)
+    pictures = from_captions(source, None, truth.captions, 0, tmp_path)
+    right = accuracies([picture / 255 for picture in pictures], truth.scenes)
+    assert min(right[name] for name in learned) > 0.75

@@ -17,9 +17,16 @@ from cascade_train.__main__ import launch
 from cascade_train.errors import ConfigError
 from cascade_train.results.pipelines import pipeline_config
 from tests.integration.runs import train
+from tests.unit.models.stages import untrained
 
 SHORT = (
-    *("model=sdxl_tiny", "train.global_batch_size=2", "train.max_steps=1", "data.num_workers=0", "data.samples=12"),
+    *(
+        *untrained("sdxl_tiny"),
+        "train.global_batch_size=2",
+        "train.max_steps=1",
+        "data.num_workers=0",
+        "data.samples=12",
+    ),
     *("checkpoint.every_steps=null", "optimizer.lr=1e-2"),
 )
 PARTS = tuple(f"model.{name}.weights=null" for name in ("text_encoder", "text_encoder_2", "vae"))

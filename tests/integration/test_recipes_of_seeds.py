@@ -11,7 +11,6 @@ import pytest
 import yaml
 
 from cascade_train.__main__ import launch
-from cascade_train.config.groups import option_files
 from cascade_train.config.saved import to_plain
 from tests.integration.runs import read_metrics
 from tests.integration.test_recipes_of_stage_b import differing
@@ -19,6 +18,7 @@ from tests.unit.config.composing import checked
 from tests.unit.config.seeds import RECIPES_OF_SEEDS, SEEDS
 from tests.unit.data import tars
 from tests.unit.data.test_folder import folder, write
+from tests.unit.models.stages import model_config, untrained
 
 SIZES = ("network", "text_encoder", "text_encoder_2", "vae")
 SHAPES = ((40, 40), (120, 30), (30, 120))
@@ -36,7 +36,7 @@ EPOCHS = {
 
 def reduced(recipe: str) -> dict[str, Any]:
     """Return what makes of a recipe its twin: every size of the tiny model of its family, and little data."""
-    tiny: Any = option_files("model")["sdxl_tiny" if recipe.startswith("sdxl") else "sd_tiny"]
+    tiny = to_plain(model_config("sdxl_tiny" if recipe.startswith("sdxl") else "sd_tiny"))
     sizes = {f"model.{part}.{key}": value for part in SIZES for key, value in tiny.get(part, {}).items()}
     sizes = {key: value for key, value in sizes.items() if "_target_" not in key and "hidden_layer" not in key}
     return sizes | FEW | (EPOCHS if "everydream" in recipe else STEPS)
@@ -146,8 +146,8 @@ def test_a_whole_file_of_each_trainer_trains_with_another_model(
     assert "Not known, so nothing was taken from it" not in said
     few = {**STEPS, "data.num_workers": 0, "sample.every_steps": None, "model.image_size": 32, "tracker": "none"}
     few |= {"validate.share": 0.4, "validate.samples": 2, "attention": "sdpa"}
-    few |= {"model.vae.weights": None, "model.text_encoder.weights": None, "model.text_encoder.tokenizer": None}
+    few |= {"model.text_encoder.tokenizer": None}
     given = [each.format(root=root) for each in more]
     run, mine = tmp_path / "run", ["--config-dir", str(tmp_path / "conf"), "experiment=mine"]
-    assert launch([*mine, *typed(few), *given, f"run.dir={run}"]) == 0
+    assert launch([*mine, *untrained("sd_tiny"), *typed(few), *given, f"run.dir={run}"]) == 0
     assert [row["step"] for row in read_metrics(run)] == [1]

@@ -18,6 +18,7 @@ from cascade_train.engine.lr_schedule import CosineSchedule
 from cascade_train.errors import RunError
 from tests.integration.runs import SMALL, cut_back, exported_weights, read_metrics, train
 from tests.unit.data import tars
+from tests.unit.models.stages import untrained
 from tests.unit.tasks.test_finetune import OBJECTIVES as WITHOUT_STATE
 from tests.warm.programs import warm_programs
 
@@ -146,7 +147,7 @@ def test_every_objective_is_among_those_that_continue(repository):
 
 @pytest.mark.parametrize("objective", [*OBJECTIVES, *OF_STABLE_DIFFUSION])
 def test_objectives_continue_with_other_micro_batches_and_workers(tmp_path, objective):
-    network = ("model=sd_tiny", "task=finetune") if objective in OF_STABLE_DIFFUSION else FINETUNE
+    network = (*untrained("sd_tiny"), "task=finetune") if objective in OF_STABLE_DIFFUSION else FINETUNE
     overrides = [*network, f"objective={objective}", "optimizer.lr=1e-3", "train.max_steps=2"]
     whole = train(tmp_path / "whole", *overrides, "train.micro_batch_size=4", "checkpoint.every_steps=1")
     begun = cut_back(whole, tmp_path / "parts", 1)

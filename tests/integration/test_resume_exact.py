@@ -21,6 +21,7 @@ from cascade_train.engine.checkpoint.manifest import read_manifest
 from cascade_train.engine.tracking import Tracker
 from tests.integration.runs import NARROW, cut_back, read_metrics, train
 from tests.unit.data import tars
+from tests.unit.models.stages import untrained
 
 STEPS = 3
 SHORT = (
@@ -54,18 +55,31 @@ RUNS = {
         *("+data@data.sources.a=shapes", "+data@data.sources.b=shapes", "data.sources.b.seed=1"),
     ),
     "stable_diffusion": (
-        *("task=finetune", "model=sd_tiny", "objective=ddpm_min_snr", "objective.offset_noise=0.1", "data.crop=random"),
+        *(
+            "task=finetune",
+            *untrained("sd_tiny"),
+            "objective=ddpm_min_snr",
+            "objective.offset_noise=0.1",
+            "data.crop=random",
+        ),
         *("objective.input_perturbation=0.1", "optimizer.lr=1e-3", "activation_checkpointing=true"),
         *("model.text_encoder.train=true", "model.text_encoder.lr=1e-4"),
         *("validate.share=0.3", "validate.samples=2", "validate.every_steps=1", "validate.logsnr=[0]"),
     ),
     "stable_diffusion_xl_lora": (
-        *("task=lora", "model=sdxl_tiny", "task.rank=2", "task.dropout=0.5", "task.dora=true", "optimizer.lr=1e-2"),
+        *(
+            "task=lora",
+            *untrained("sdxl_tiny"),
+            "task.rank=2",
+            "task.dropout=0.5",
+            "task.dora=true",
+            "optimizer.lr=1e-2",
+        ),
         *("task.text_encoder_filters=[.self_attn]", TOKENS, "model.text_encoder_2.lr=1e-3"),
         *("train.precision=bf16", "activation_checkpointing=true"),
     ),
     "controlnet_of_stable_diffusion": (
-        *("task=controlnet", "model=sd_tiny", "train.precision=bf16", "activation_checkpointing=true"),
+        *("task=controlnet", *untrained("sd_tiny"), "train.precision=bf16", "activation_checkpointing=true"),
         *("optimizer.lr=1e-2", "task.control_drop_prob=0.3"),
     ),
     "previewer": (

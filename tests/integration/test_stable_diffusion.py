@@ -17,18 +17,19 @@ from cascade_train.distributed.process_group import process_group
 from cascade_train.results.find import find_model
 from cascade_train.results.paint import load_parts
 from tests.integration.runs import cut_back, read_metrics, train
-from tests.unit.models.stages import build_stage
+from tests.unit.models.stages import build_stage, untrained
 
 SHORT = (
     *("train.global_batch_size=4", "train.max_steps=2", "data.num_workers=0", "checkpoint.every_steps=null"),
     *("optimizer.lr=1e-3", "data.samples=12"),
 )
+SD = (*untrained("sd_tiny"), "objective=ddpm")
 UNET = Path("unet/diffusion_pytorch_model.safetensors")
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train(tmp_path_factory.mktemp("sd") / "sd", "model=sd_tiny", "task=finetune", *SHORT, "sample.steps=2",
+    return train(tmp_path_factory.mktemp("sd") / "sd", *SD, "task=finetune", *SHORT, "sample.steps=2",
                  "sample.every_steps=2", "sample.count=2")  # fmt: skip
 
 
@@ -53,7 +54,7 @@ def test_adapters_on_it_train_and_merge(run: Path, tmp_path: Path) -> None:
     parts = ("model.vae.weights=null", "model.text_encoder.weights=null")
     lora = train(
         tmp_path / "lora",
-        "model=sd_tiny",
+        *SD,
         "task=lora",
         *SHORT,
         f"model.weights={run}",
@@ -75,11 +76,11 @@ def test_adapters_on_it_train_and_merge(run: Path, tmp_path: Path) -> None:
 
 
 def test_a_cache_trains_and_paints_as_its_pictures_do(run: Path, tmp_path: Path) -> None:
-    common = ("model=sd_tiny", "task=finetune", "data.samples=12")
-    assert launch(["cache", *common, f"out={tmp_path / 'cache'}"]) == 0
+    common = (*SD, "task=finetune")
+    assert launch(["cache", *common, "data.samples=12", f"out={tmp_path / 'cache'}"]) == 0
     cached = train(
         tmp_path / "cached",
-        *common[:2],
+        *common,
         *SHORT[:-1],
         "data=cached",
         f"data.path={tmp_path / 'cache'}",
@@ -100,7 +101,7 @@ def test_memory_is_computed_before_a_run(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_a_run_whose_text_tower_trained_paints_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     towers = ("model.text_encoder.train=true", "model.text_encoder.lr=0.5")
-    run = train(tmp_path / "run", "model=sd_tiny", "task=finetune", *SHORT, *towers, "sample.every_steps=null")
+    run = train(tmp_path / "run", *SD, "task=finetune", *SHORT, *towers, "sample.every_steps=null")
     assert [(row["lr"], row["lr_text_encoder"]) for row in read_metrics(run)] == [(1e-3, 0.5)] * 2
     pipeline = StableDiffusionPipeline.from_pretrained(run / "export" / "pipeline")
     tower = find_model(str(run), key="from", part="network")
@@ -110,14 +111,14 @@ def test_a_run_whose_text_tower_trained_paints_with_it(tmp_path: Path, capsys: p
     assert all(torch.equal(value, state[name]) for name, value in pipeline.text_encoder.state_dict().items())
     begun = build_stage("sd_tiny").text_encoder.module.state_dict()
     assert sum(not torch.equal(value, state[name]) for name, value in begun.items()) > 20
-    assert launch(["cache", "model=sd_tiny", "task=finetune", *towers, f"out={tmp_path / 'cache'}"]) == 2
+    assert launch(["cache", *SD, "task=finetune", *towers, f"out={tmp_path / 'cache'}"]) == 2
     assert "something in model.text_encoder trains, but a cache would hold what it made at" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "schedule_free"])
 def test_a_tower_gets_and_loses_a_learning_rate_of_its_own_in_a_resume(optimizer: str, tmp_path: Path) -> None:
     """Of the network's value, so that a run that continues should be one that never stopped."""
-    common = ("model=sd_tiny", "task=finetune", *SHORT, "model.text_encoder.train=true", "sample.every_steps=null")
+    common = (*SD, "task=finetune", *SHORT, "model.text_encoder.train=true", "sample.every_steps=null")
     common = (
         *common,
         "train.max_steps=3",
@@ -137,7 +138,7 @@ def test_a_tower_gets_and_loses_a_learning_rate_of_its_own_in_a_resume(optimizer
 
 
 def test_a_cache_of_sdxl_holds_all_shapes_and_no_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = ("model=sdxl_tiny", "task=finetune", "model.size_conditions=target")
+    model = (*untrained("sdxl_tiny"), "task=finetune", "model.size_conditions=target")
     shapes = ("data.aspect_ratios=wide", "data.buckets.multiple_px=8", "data.samples=24")
     cache = tmp_path / "cache"
     assert launch(["cache", *model, *shapes, "sample.negative_prompt=dull", f"out={cache}"]) == 0
@@ -148,5 +149,5 @@ def test_a_cache_of_sdxl_holds_all_shapes_and_no_sizes(tmp_path: Path, capsys: p
     assert [(row["loss"], row["grad_norm"]) for row in read_metrics(cached)] == [pytest.approx(row) for row in rows]
     assert (cached / "samples" / "step_2" / "00_sample.png").is_file()
     given = [*SHORT[:-1], "data=cached", f"data.path={cache}", f"run.dir={tmp_path / 'refused'}"]
-    assert launch([*model[:2], *given]) == 2
+    assert launch([*untrained("sdxl_tiny"), "task=finetune", *given]) == 2
     assert "nothing of stable_diffusion_xl can be read from a cache: its network sees" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The recipes of the tiny cascade in a few steps: a compressor serves Stage B and Stage C, and both paint together."""
+"""The recipes of the tiny models in a few steps: what they train first serves what they train then, and all paint."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from bench.tiny_cascade import main as judge_cascade
+from bench.tiny_stable_diffusion import main as judge_stable_diffusion
 from cascade_train.__main__ import launch
 from cascade_train.commands.generate import GenerateArgs, generate
 from cascade_train.models.convolutional import ConvolutionalCompressor, ConvolutionalPreviewer
@@ -97,3 +98,42 @@ def test_the_judge_finds_that_two_steps_teach_nothing(
     assert "| the judge on true pictures | 100.0 | 100.0 | 100.0 | 100.0 | 100.0 | 100.0 |" in lines
     with Image.open(page.with_suffix(".png")) as grid:
         assert grid.size[0] > 3 * 96
+
+
+@pytest.fixture(scope="module")
+def latents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Latents of an autoencoder after two steps of its recipe, which lies beside them."""
+    vae = train(tmp_path_factory.mktemp("tiny_sd") / "vae", "experiment=tiny_vae", "model=vae_tiny", *FEW)
+    made = vae.with_name("latents")
+    chosen = ("experiment=tiny_sd", f"model.vae.weights={vae}", "data.samples=300")
+    assert launch(["cache", *chosen, "captions=false", f"out={made}"]) == 0
+    return made
+
+
+@pytest.fixture(scope="module", params=["sd", "sdxl"])
+def network(request: pytest.FixtureRequest, latents: Path) -> tuple[str, Path]:
+    """A family, and a network of it that trained for two steps on these latents."""
+    model, vae = f"model={request.param}_tiny", latents.with_name("vae")
+    cached = ("data=cached", f"data.path={latents}", "data.num_workers=0", "~data.samples", "~data.only")
+    chosen = (f"experiment=tiny_{request.param}", model, f"model.vae.weights={vae}", "~data.background_weight", *FEW)
+    return request.param, train(latents.with_name(request.param), *chosen, *cached)
+
+
+def test_a_text_tower_trains_from_nothing_with_its_network(network: tuple[str, Path]) -> None:
+    family, run = network
+    for tower in ("text_encoder", "text_encoder_2") if family == "sdxl" else ("text_encoder",):
+        stored = load_file(run / "export" / "pipeline" / tower / "model.safetensors")
+        assert any(value.std() > 0 for value in stored.values())
+    assert all(np.isfinite(row["loss"]) for row in read_metrics(run))
+
+
+def test_the_judge_of_stable_diffusion_writes_its_page(
+    network: tuple[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page, (_, run) = tmp_path / "page.md", network
+    assert judge_stable_diffusion(["--sd", str(run), "--sdxl", str(run), "--count", "4", "--out", str(page)]) == 1
+    assert page.read_text() in capsys.readouterr().out
+    lines = page.read_text().splitlines()
+    assert "| the judge on true pictures | 100.0 | 100.0 | 100.0 | 100.0 | 100.0 | 100.0 |" in lines
+    with Image.open(page.with_suffix(".png")) as grid:
+        assert grid.size[0] > 4 * 32

@@ -20,7 +20,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from cascade_train.config.groups import conf_dir, group_options, groups
+from cascade_train.config.groups import conf_dir, group_options, groups, option_files
 from cascade_train.config.hydra_compat import BASE
 from cascade_train.config.launch import register_schema
 from cascade_train.config.preflight import preflight
@@ -115,7 +115,7 @@ def export_folder(folder: Path, *, key: str = "from") -> Path:
     return folder
 
 
-TINY_RECIPES = {"b_tiny": "tiny_b", "c_tiny": "tiny_c"}
+TINY_RECIPES = {"b_tiny": "tiny_b", "c_tiny": "tiny_c", "sd_tiny": "tiny_sd", "sdxl_tiny": "tiny_sdxl"}
 """Experiment that trained the packaged weights of a size."""
 
 
@@ -123,9 +123,12 @@ def published_config(model: str, weights: str) -> DictConfig:
     """Return the checked configuration that a run of this size would have; a tiny one's is that of its recipe."""
     task = "reconstruction" if model.startswith("b_") else "finetune"
     overrides = [f"model={model}", f"task={task}", "run.name=published", "train.global_batch_size=1"]
+    changed: dict[str, Any] = {"model.weights": weights}
     if model in TINY_RECIPES:
         overrides.append(f"experiment={TINY_RECIPES[model]}")
-    return composed(overrides, {"model.weights": weights})
+        parts = option_files("model")[model].items()  # a recipe's text towers begin from nothing, these are trained
+        changed |= {f"model.{name}": part for name, part in parts if name.startswith("text_encoder")}
+    return composed(overrides, changed)
 
 
 def composed(

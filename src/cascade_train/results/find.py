@@ -67,8 +67,7 @@ def _published(source: str, key: str, part: str) -> DictConfig:
     """Return the configuration of weights of a published size, with the frozen parts that lie beside them."""
     if (pipeline := find_pipeline(source)) is not None:
         return pipeline_config(pipeline)
-    packaged = "b_tiny" if "decoder" in (part, Path(source).name) else "c_tiny"
-    model = packaged if is_packaged(source) else stored_size(source, key=key, part=part)
+    model = _packaged_model(source, part) if is_packaged(source) else stored_size(source, key=key, part=part)
     if model is None:
         raise ConfigError(
             f"{key}={source}: its tensors are of no published size, so that nothing says what belongs to them. Name "
@@ -81,6 +80,14 @@ def _published(source: str, key: str, part: str) -> DictConfig:
     if "stage_a" in cfg.model and (Path(source) / "vqgan").is_dir():
         cfg.model.stage_a.weights = source
     return cfg
+
+
+def _packaged_model(source: str, part: str) -> str:
+    """Return the model that a folder of the packaged weights belongs to."""
+    family = source.partition("/")[2].partition("/")[0]
+    if family in ("sd", "sdxl"):
+        return f"{family}_tiny"
+    return "b_tiny" if "decoder" in (part, family) else "c_tiny"
 
 
 def use_codec(model: TrainedModel, codec: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from omegaconf import OmegaConf
 
 from cascade_train.config.components import construct
 from cascade_train.distributed.parallelize import materialise
+from cascade_train.engine.run.config_difference import flatten
 
 CONF = Path(__file__).parents[3] / "conf"
 LEVELLED = {
@@ -32,12 +34,46 @@ LEVELLED = {
 }
 """What makes of a tiny Stage B one of levels and small patches, as the published ones are."""
 
+_TOWER = {"weights": None, "subfolder": None, "intermediate_size": 64, "num_hidden_layers": 2}
+_VAE = {
+    **{"weights": None, "scaling_factor": 1.0, "latent_channels": 4},
+    **{"block_out_channels": [16, 16, 32], "norm_num_groups": 8},
+}
+_SMALL = {"image_size": 32, "random_encoders": True, "weights": None, "vae": _VAE}
+_NETWORK = {"in_channels": 4, "out_channels": 4, "block_out_channels": [32, 64], "norm_num_groups": 8}
+UNTRAINED: dict[str, dict[str, Any]] = {
+    "sd_tiny": {
+        **_SMALL,
+        "network": {**_NETWORK, "cross_attention_dim": 32},
+        "text_encoder": {**_TOWER, "hidden_size": 32, "num_attention_heads": 2},
+    },
+    "sdxl_tiny": {
+        **_SMALL,
+        "network": {
+            **_NETWORK,
+            "transformer_layers_per_block": [1, 2],
+            "cross_attention_dim": 80,
+            "projection_class_embeddings_input_dim": 88,
+        },
+        "text_encoder": {**_TOWER, "hidden_size": 32, "num_attention_heads": 2},
+        "text_encoder_2": {**_TOWER, "hidden_size": 48, "num_attention_heads": 3, "projection_dim": 40},
+    },
+    "vae_tiny": {"image_size": 32, **_VAE},
+}
+"""What makes of the tiny models in the package untrained ones with seeded parts, as small as an architecture can be."""
+
+
+def untrained(model: str) -> tuple[str, ...]:
+    """Return the overrides of a command that choose a model and make it `UNTRAINED`."""
+    values = flatten({"model": UNTRAINED[model]}).items()
+    return f"model={model}", *(f"{key}={json.dumps(value)}" for key, value in values)
+
 
 def model_config(model: str, *changes: dict[str, Any]) -> Any:
-    """Return the resolved node of `conf/model/<model>.yaml` with changes merged over it."""
+    """Return the resolved node of `conf/model/<model>.yaml`, `UNTRAINED` if tiny, with changes merged over it."""
     node = OmegaConf.load(CONF / "model" / f"{model}.yaml")
     node.pop("defaults", None)
-    nodes = [{"run": {"seed": 0}}, {"model": node}]
+    nodes = [{"run": {"seed": 0}}, {"model": node}, {"model": UNTRAINED.get(model, {})}]
     config = OmegaConf.merge(*nodes, *({"model": change} for change in changes))
     OmegaConf.resolve(config)
     return config.model

@@ -130,6 +130,13 @@ def test_random_weights_overlay_forgets_every_download(model: str) -> None:
     assert stage.text_encoder.tokenizer_source is None
 
 
+def test_a_text_tower_that_trains_may_begin_from_nothing() -> None:
+    parts = {"random_encoders": False, "vae": {"weights": "somewhere"}}
+    make_stage("sd_tiny", parts, {"text_encoder": {"train": True}})
+    with pytest.raises(ValueError, match=r"model\.text_encoder\.weights=null: .*needs frozen parts that are trained"):
+        make_stage("sd_tiny", parts)
+
+
 def test_every_part_of_a_pipeline_follows_the_networks_weights() -> None:
     specs = make_stage("sdxl", {"weights": "owner/name"}).weight_specs()
     assert [(spec.key, spec.part) for spec in specs if spec.source == "owner/name"] == [

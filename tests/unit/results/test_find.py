@@ -12,7 +12,7 @@ from cascade_train.config.saved import published_config, to_plain
 from cascade_train.errors import ConfigError
 from cascade_train.results import find as trained_model
 from cascade_train.results.find import TrainedModel, find_model, use_codec
-from tests.unit.config.composing import checked
+from tests.unit.config.composing import checked, composed
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
@@ -76,6 +76,21 @@ def test_the_packaged_weights_come_with_the_recipe_that_trained_them(
     assert found.cfg.objective.target._target_.endswith(target)
     assert found.cfg.data.samples == samples
     assert ("star" in (found.cfg.data.only or ["star"])) == (part == "decoder"), "Stage C never saw one"
+
+
+@pytest.mark.parametrize(("family", "model"), [("sd", "StableDiffusion"), ("sdxl", "StableDiffusionXL")])
+def test_the_packaged_stable_diffusions_come_with_their_recipe_and_the_text_towers_that_it_trained(
+    family: str, model: str
+) -> None:
+    source = f"package:tiny/{family}"
+    cfg = find_model(source, key="from", part="network").cfg
+    assert cfg.model._target_.endswith(f".{model}")
+    assert (cfg.model.weights, cfg.model.vae.weights) == (source, "package:tiny/sd")
+    towers = [tower for name, tower in cfg.model.items() if str(name).startswith("text_encoder")]
+    assert [(tower.weights, tower.train) for tower in towers] == [(source, False)] * len(towers)
+    assert len(towers) == (2 if family == "sdxl" else 1)
+    assert cfg.sample.guidance_scale == composed(f"experiment=tiny_{family}").sample.guidance_scale < 7.5
+    assert "star" not in cfg.data.only
 
 
 def test_a_codec_takes_the_place_of_weights_and_of_nothing_else() -> None:

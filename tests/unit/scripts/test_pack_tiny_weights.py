@@ -1,4 +1,4 @@
-"""What the tiny cascade's runs left goes into the package: each part from its run, in half precision."""
+"""What the runs of tiny models left goes into the package: each part from its run, in half precision."""
 
 from __future__ import annotations
 
@@ -22,29 +22,38 @@ def script(repository: Path) -> Any:
     return module
 
 
+def leave_runs(folder: Path, parts: dict[str, str]) -> Path:
+    """Write the runs of a family, with a weight and a counter for each part; return their folder."""
+    for number, (part, run) in enumerate(parts.items()):
+        export = folder / run / "export" / Path(part).name
+        export.mkdir(parents=True)
+        tensors = {"weight": torch.tensor([number + 1 / 3]), "count": torch.tensor(number)}
+        save_file(tensors, export / "model.safetensors")
+        (export / "config.json").write_text(part)
+    return folder
+
+
 @pytest.fixture
 def runs(script: Any, tmp_path: Path) -> Path:
-    """Runs of a weight and a counter each."""
-    for number, (part, run) in enumerate(script.RUNS.items()):
-        folder = tmp_path / "runs" / run / "export" / part
-        folder.mkdir(parents=True)
-        tensors = {"weight": torch.tensor([number + 1 / 3]), "count": torch.tensor(number)}
-        save_file(tensors, folder / "model.safetensors")
-    return tmp_path / "runs"
+    return leave_runs(tmp_path / "runs", script.CASCADE)
 
 
-def test_every_part_is_packed_as_half_precision(script: Any, runs: Path, tmp_path: Path) -> None:
-    assert script.main([str(runs), "--out", str(tmp_path / "out")]) == 0
-    for number, part in enumerate(script.RUNS):
+@pytest.mark.parametrize("family", ["CASCADE", "STABLE_DIFFUSION"])
+def test_every_part_is_packed_as_half_precision(script: Any, tmp_path: Path, family: str) -> None:
+    parts = getattr(script, family)
+    assert script.main([str(leave_runs(tmp_path / "runs", parts)), "--out", str(tmp_path / "out")]) == 0
+    for number, part in enumerate(parts):
         packed = load_file(tmp_path / "out" / part / "model.safetensors")
         assert torch.equal(packed["weight"], torch.tensor([number + 1 / 3], dtype=torch.float16))
         assert torch.equal(packed["count"], torch.tensor(number))
+    beside = [str(file.parent.relative_to(tmp_path / "out")) for file in tmp_path.glob("out/**/config.json")]
+    assert sorted(beside) == sorted(part for part in parts if "text_encoder" in part), "which transformers reads"
 
 
 def test_more_than_the_package_may_hold_is_told(
     script: Any, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(script, "MOST_BYTES", 100)
+    monkeypatch.setattr(script, "FAMILIES", ((script.CASCADE, 100),))
     assert script.main([str(runs), "--out", str(tmp_path / "out")]) == 1
     assert "together: 0.00 MB" in capsys.readouterr().out
 

@@ -118,10 +118,20 @@ def test_each_part_of_the_tiny_cascade_lies_in_the_package(part: str) -> None:
     assert file.parent.name == part
 
 
-def test_the_packaged_weights_are_small() -> None:
-    files = [file for folder in weights_source.PACKAGED.values() for file in folder.rglob("*") if file.is_file()]
-    assert len(files) == 5
-    assert sum(file.stat().st_size for file in files) < 15_000_000
+@pytest.mark.parametrize(("family", "part"), [("sd", "vae"), ("sd", "text_encoder"), ("sdxl", "text_encoder_2")])
+def test_each_part_of_the_tiny_stable_diffusions_lies_in_the_package(family: str, part: str) -> None:
+    (network,) = find_weight_files(f"package:tiny/{family}")
+    (file,) = find_weight_files(f"package:tiny/{family}", part=part)
+    assert (network.parent.name, network.parents[1].name) == ("unet", family)
+    assert (file.parent.name, file.parents[1].name) == (part, family)
+
+
+@pytest.mark.parametrize(("pattern", "count", "most"), [("*/*", 5, 15_000_000), ("sd*/**/*", 9, 6_000_000)])
+def test_the_packaged_weights_are_small(pattern: str, count: int, most: int) -> None:
+    (folder,) = weights_source.PACKAGED.values()
+    files = [file for file in folder.glob(pattern) if file.is_file()]
+    assert len(files) == count
+    assert sum(file.stat().st_size for file in files) <= most
 
 
 def test_a_package_without_such_weights_is_refused_with_what_there_is() -> None:
