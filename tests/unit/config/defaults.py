@@ -162,6 +162,13 @@ def shipped(file: str) -> dict[str, Any]:
     return values
 
 
+def lineage(file: str) -> list[str]:
+    """Return the recipes that a recipe begins from, and the recipe itself."""
+    given = yaml.safe_load((conf_dir() / f"{file}.yaml").read_text()).get("defaults", [])
+    others = [each for each in given if isinstance(each, str) and each != "_self_"]
+    return [*(f"{file.rpartition('/')[0]}/{each}" for each in others), file]
+
+
 def defaults(file: str) -> dict[str, Any]:
     """Return the numbers, switches, words and choices of a file, which should be in a list, by key."""
     return {key: value for key, value in shipped(file).items() if key.startswith("defaults.") or is_default(key, value)}
@@ -194,7 +201,8 @@ def expected(cfg: DictConfig) -> dict[str, Any]:
         if option is None or name.startswith("hydra/") or package.startswith("data."):
             continue
         if name in ("experiment", "debug"):
-            last |= listed(f"{name}/{option}")
+            for file in lineage(f"{name}/{option}"):
+                last |= listed(file)
             continue
         base = listed("data/_base") if name == "data" else {}
         values |= {f"{MOUNTS.get(name, f'{name}.')}{key}": v for key, v in (base | listed(f"{name}/{option}")).items()}

@@ -97,7 +97,7 @@ def follow_groups(state: dict[str, Any], table: Metadata) -> None:
     settings are of another algorithm, and left to be refused.
     """
     stored: dict[str, dict[Any, dict[Any, None]]] = defaultdict(lambda: defaultdict(dict))
-    for path in table.planner_data.values():
+    for path in (table.planner_data or {}).values():
         if path[0] == "phases" and path[2:4] == ("optimizer", "param_groups") and len(path) == 6:
             stored[path[1]][path[4]][path[5]] = None
     for name, phase in state.get("phases", {}).items():
