@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A tiny Stable Diffusion and a tiny SDXL from nothing on two CPU cores, offline, in an hour: the autoencoder that both
+# A tiny Stable Diffusion and a tiny SDXL from nothing on two CPU cores, offline, in about an hour: the autoencoder that both
 # have, its decoder once more, latents that are made before, and then both networks with their text towers side by side,
 # one core each. What they paint is judged at the end, and scripts/pack_tiny_weights.py puts it into the package. The same
 # command goes on where it was stopped; remove runs/tiny_sd to start over. Further arguments are overrides of all runs:

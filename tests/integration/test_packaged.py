@@ -12,8 +12,6 @@ from cascade_train.commands.generate import GenerateArgs, generate
 from cascade_train.models.convolutional import ConvolutionalCompressor
 from cascade_train.results.find import find_model
 
-COLOURS = ("colour", "background")
-
 
 @pytest.fixture(scope="module")
 def truth() -> Truth:
@@ -42,12 +40,11 @@ def test_stage_b_knows_more_than_the_means_of_its_squares(truth: Truth, tmp_path
     assert found > bilinear + 3
 
 
-@pytest.mark.parametrize(("family", "learned"), [("sd", COLOURS), ("sdxl", (*COLOURS, "position"))])
-def test_stable_diffusion_paints_what_it_has_learned_of_captions(
-    family: str, learned: tuple[str, ...], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("family", ["sd", "sdxl"])
+def test_stable_diffusion_paints_what_captions_say(family: str, tmp_path: Path) -> None:
     source = f"package:tiny/{family}"
     truth = unseen([trained_on(find_model(source, key="from", part="network").cfg)], 32)
     pictures = from_captions(source, None, truth.captions, 0, tmp_path)
     right = accuracies([picture / 255 for picture in pictures], truth.scenes)
-    assert min(right[name] for name in learned) > 0.75
+    assert min(right[name] for name in ("colour", "size", "position", "background")) > 0.85
+    assert right["shape"] > 0.7
