@@ -6,9 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from cascade_train.__main__ import launch
 from cascade_train.assembly.planning.plan import _duration, _kept
+from cascade_train.engine.checkpoint.folder import Retention
+from cascade_train.engine.checkpoint.manifest import Manifest
 from tests.unit.config.composing import composed
 from tests.unit.data import tars
 from tests.unit.data.test_folder import write
@@ -129,6 +132,28 @@ def test_checkpoints_that_stay_follow_the_rule_of_the_run():
     assert _kept(composed(*rule, "checkpoint.keep_last=null"), 95) == (10, 0)
     assert _kept(composed(*rule, "checkpoint.keep_best=1", "checkpoint.best_metric=loss"), 95) == (2, 3)
     assert _kept(composed(*rule, "checkpoint.every_steps=null"), 95) == (1, 0)
+
+
+@pytest.mark.parametrize("steps", [1, 7, 30, 95])
+@pytest.mark.parametrize("every", [None, 1, 4, 10, 200])
+@pytest.mark.parametrize("last", [None, 1, 3])
+@pytest.mark.parametrize("regular", [None, 6, 25])
+def test_as_many_checkpoints_are_counted_as_a_run_leaves(
+    steps: int, every: int | None, last: int | None, regular: int | None
+):
+    keys = {"every_steps": every, "keep_last": last, "keep_every_steps": regular}
+    cfg = OmegaConf.create({"checkpoint": {**keys, "keep_best": None}})
+    saved = [step for step in range(1, steps + 1) if step == steps or (every and step % every == 0)]
+    rule = Retention(keep_last=last, keep_every_steps=regular)
+    manifests = {step: Manifest(step=step, files={}, facts={}) for step in saved}
+    staying = sum(bool(why) for why in rule.reasons(manifests).values())
+    assert sum(_kept(cfg, steps)) == staying
+
+
+def test_a_run_that_something_else_ends_is_planned_at_once():
+    """As `sd_finetune`: its steps are without limit, its samples end it."""
+    cfg = composed("task=lora", "model=c_tiny", "checkpoint.every_steps=1", "checkpoint.keep_every_steps=3")
+    assert _kept(cfg, 10**15) == (2, (10**15 - 2) // 3)
 
 
 def test_durations_are_read_at_a_glance():

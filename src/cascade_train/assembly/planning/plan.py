@@ -6,6 +6,7 @@ Lives here: the conclusions, and their text. Must not live here: how memory is k
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -226,11 +227,12 @@ def _kept(cfg: DictConfig, steps: int) -> tuple[int, int]:
     """Return how many checkpoints stay at the end of a run for being new, and at most how many for another reason."""
     rule = cfg.checkpoint
     every = rule.every_steps or steps
-    saved = sorted({*range(every, steps + 1, every), steps})
-    newest = saved if rule.keep_last is None else saved[-rule.keep_last :]
-    older = saved[: len(saved) - len(newest)]
-    regular = [step for step in older if rule.keep_every_steps is not None and step % rule.keep_every_steps == 0]
-    return len(newest), min(len(older), len(regular) + (rule.keep_best or 0))
+    regular, is_between = divmod(steps, max(1, every))
+    saved = regular + bool(is_between)
+    newest = saved if rule.keep_last is None else min(saved, rule.keep_last)
+    older = saved - newest
+    multiples = 0 if rule.keep_every_steps is None else every * older // math.lcm(every, rule.keep_every_steps)
+    return newest, min(older, multiples + (rule.keep_best or 0))
 
 
 def _warnings(cfg: DictConfig, plan: Plan, every: int | None) -> Iterator[str]:
