@@ -29,19 +29,26 @@ from bench.soak import commit
 from bench.start import NEEDS
 
 PLANNED = (*RECIPES, "sd_finetune", "sdxl_finetune", "sdxl_lora")
+NOT_IN_RECIPE = {"sd_finetune": ["data.num_examples_to_see=100000"]}
+"""What a recipe leaves to its user and a plan needs."""
 MOST_SECONDS = 10.0
 
 Taken = tuple[float, float]
 """Seconds of wall time, and of the CPU as user."""
 
 
-def taken(arguments: Sequence[str], folder: Path) -> Taken:
+def arguments(recipe: str) -> list[str]:
+    """Return the arguments of a recipe's plan."""
+    return [f"experiment={recipe}", *NOT_IN_RECIPE.get(recipe, [])]
+
+
+def taken(words: Sequence[str], folder: Path) -> Taken:
     """Return what one Python process takes."""
     begun, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, check=False)
+    done = subprocess.run([sys.executable, *words], cwd=folder, env=environment, capture_output=True, check=False)
     if done.returncode:
-        raise SystemExit(f"{arguments[-1]} ended with {done.returncode}: {done.stderr.decode()}")
+        raise SystemExit(f"{words[-1]} ended with {done.returncode}: {done.stderr.decode()}")
     return time.monotonic() - begun, resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
 
 
@@ -54,7 +61,7 @@ def measure(folder: Path, plans: dict[str, Taken], imports: list[Taken]) -> Iter
     for number, recipe in enumerate(PLANNED):
         if number % 3 == 0:
             imports.append(taken(("-c", NEEDS), folder))
-        plans[recipe] = taken(("-m", "cascade_train", "plan", f"experiment={recipe}"), folder)
+        plans[recipe] = taken(("-m", "cascade_train", "plan", *arguments(recipe)), folder)
         yield recipe
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.plan import PLANNED
+from bench.plan import PLANNED, arguments
 from bench.start import NEEDS
 from cascade_train import plan
 from cascade_train.__main__ import SELDOM, launch
@@ -25,7 +25,7 @@ OF_EACH_KIND = ("controlnet_c_3b_canny", "finetune_b_700m", "finetune_c_1b", "fi
 
 def planned(recipe: str, capsys: pytest.CaptureFixture[str], folder: Path) -> str:
     """Plan a recipe in an empty folder, check what is said and that nothing is left, and return it."""
-    assert launch(["plan", f"experiment={recipe}"]) == 0
+    assert launch(["plan", *arguments(recipe)]) == 0
     text = capsys.readouterr().out
     assert text.startswith(f"{recipe}: ")
     assert "8 ranks" in text

@@ -63,6 +63,7 @@ def preflight(
     _check_components(root, components, derived=derived, check_data=check_data)
     _check_task_fits_stage(root)
     _check_data_fits(root)
+    _check_length(root)
     _check_libraries(resolved)
     _check_resume(root)
     _check_rollback(root)
@@ -121,6 +122,15 @@ def _check_data_fits(root: Root) -> None:
         raise ConfigError(
             f"data.quarantine={listed} is this run's own list, which grows while it trains, so that a resumed run "
             "would see other samples. Start another run, by another run.name, that leaves the samples out."
+        )
+
+
+def _check_length(root: Root) -> None:
+    """Check that something ends the run."""
+    if root.train.max_steps is None and root.train.max_epochs is None and root.data.get("num_examples_to_see") is None:
+        raise ConfigError(
+            "Nothing ends this run: set train.max_steps, train.max_epochs or data.num_examples_to_see, "
+            "e.g. train.max_steps=10000."
         )
 
 

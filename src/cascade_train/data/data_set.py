@@ -91,9 +91,9 @@ class DataSet:
             _log.info("%s", line)
         return feed
 
-    def last_step(self, feed: Feed, *, max_steps: int, max_epochs: int | None, global_batch_size: int) -> int:
+    def last_step(self, feed: Feed, *, max_steps: int | None, max_epochs: int | None, global_batch_size: int) -> int:
         """Return the step at which training ends: by its steps, its epochs or the examples to see."""
-        limits = [max_steps]
+        limits = [] if max_steps is None else [max_steps]
         if max_epochs is not None:
             limits.append(feed.steps_of_epochs(max_epochs))
         if (examples := self.training.source.num_examples_to_see) is not None:

@@ -150,8 +150,23 @@ def test_as_many_checkpoints_are_counted_as_a_run_leaves(
     assert sum(_kept(cfg, steps)) == staying
 
 
-def test_a_run_that_something_else_ends_is_planned_at_once():
-    """As `sd_finetune`: its steps are without limit, its samples end it."""
+def test_a_run_is_planned_that_nothing_but_its_absent_data_ends(capsys):
+    own = ("experiment=finetune_c_3b", "ranks=8", *SHALLOW, *TOWERS, "train.max_steps=null", "train.max_epochs=3")
+    text = planned(capsys, *own)
+    assert "Length   not known without its data, in steps of 512" in text
+    assert " a step, on 8 x h100" in text
+    assert "2 checkpoints of" in text
+    assert "! train.max_epochs=3 ends the run, whose newest and best checkpoints are counted" in text
+
+
+def test_a_run_that_nothing_ends_is_not_planned_either(capsys):
+    own = ("experiment=sd_finetune", "model=sd_tiny", "model.image_size=32")
+    assert launch(["plan", *own]) == 2
+    assert "Nothing ends this run: set train.max_steps" in capsys.readouterr().err
+    assert "Length   50 steps of 2" in planned(capsys, *own, "data.num_examples_to_see=100")
+
+
+def test_checkpoints_of_a_long_run_are_counted_at_once():
     cfg = composed("task=lora", "model=c_tiny", "checkpoint.every_steps=1", "checkpoint.keep_every_steps=3")
     assert _kept(cfg, 10**15) == (2, (10**15 - 2) // 3)
 

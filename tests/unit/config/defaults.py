@@ -37,7 +37,7 @@ MOUNTS = {"noise": "objective.noise.", "filter": "task.filter.", "hydra": "hydra
 MODELS = {"3.6B": "c_3b", "1B": "c_1b", "3B": "b_3b", "700M": "b_700m"}
 FILTERS = {
     "CannyFilter": "canny",
-    "InpaintFilter": "inpaint",
+    "InpaintFilter": "inpaint_saliency",
     "SREffnetFilter": "sr_effnet",
     "IdentityFilter": "identity",
 }

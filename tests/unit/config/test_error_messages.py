@@ -54,7 +54,7 @@ REFUSED = {
     "model=c_tiny task=lora compile=true": r"^compile=True must be one of off, regional\. YAML reads a bare off",
     "model=c_tiny task=lora train.max_steps=x": r"^train\.max_steps=x has a wrong value: .*to Integer\.$",
     "model=c_tiny task=lora train.max_steps=1.5": r"^train\.max_steps=1\.5 has a wrong value",
-    "model=c_tiny task=lora train.max_steps=null": r"^train\.max_steps=null has a wrong value",
+    "model=c_tiny task=lora train.max_steps=null": r"^Nothing ends this run: set train\.max_steps, train\.max_epochs",
     "model=c_tiny task=lora train.max_steps=": r"^train\.max_steps has a wrong value",
     "model=c_tiny task=lora train=fast": r"^train=fast ",
     "model=c_tiny task=lora validate.urls=x.tar": r"^validate\.urls=x\.tar must be a list\. Write: 'validate.urls=\[x",

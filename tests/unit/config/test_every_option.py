@@ -1,10 +1,11 @@
 """Every file of `conf/`, and every pair of model and task, composes and passes preflight."""
 
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from cascade_train.config.groups import conf_dir, group_options, groups, option_targets
 from cascade_train.config.preflight import EXTRAS, preflight
@@ -57,6 +58,7 @@ NEEDED = {
     "optimizer=torch": ["optimizer.algorithm._target_=torch.optim.SGD"],
     **{f"experiment={name}": ["data.urls=[a.tar]"] for name in (*OFFICIAL, *OF_A_TUTORIAL)},
     **{f"filter={name}": ["task.filter.weights=a.onnx"] for name in ("depth", "pose", "sketch")},
+    "filter=inpaint_saliency": ["task.filter.weights=saliency_model.pt"],
     "filter=identity": ["task.filter.detector=a.onnx", "task.filter.recogniser=b.onnx"],
     "filter=network": ["task.filter.network._target_=torch.nn.Identity"],
     "filter=own": [
@@ -148,6 +150,19 @@ def test_file_says_what_it_is_and_the_command_that_runs_it(path: Path):
     assert lines[1].startswith(("# python -m cascade_train", "# torchrun "))
     if path.parent.name in RECIPES:
         assert path.read_text().startswith("# @package _global_\n")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(conf_dir())))
+def test_what_a_file_leaves_to_its_user_has_no_value(path: Path):
+    """Hydra merges `???` over a value of another file as nothing: it would ask for nothing."""
+    left = [line for line in path.read_text().splitlines() if re.search(r":\s*\?\?\?", line.partition("#")[0])]
+    group, option = path.relative_to(conf_dir()).parts[0], path.stem
+    if path.parent == conf_dir():
+        assert left == ["  - model: ???", "  - task: ???"]
+        return
+    without = [each for each in overrides(group, option) if each not in NEEDED.get(f"{group}={option}", [])]
+    missing = {key.rpartition(".")[2] for key in OmegaConf.missing_keys(composed(*without))}
+    assert missing >= {line.partition(":")[0].strip() for line in left}
 
 
 def test_defaults_of_a_real_run():

@@ -64,7 +64,7 @@ class Plan:
     micro_batch_size: Mapping[int, int]
     fits: int | None
     largest: Mapping[int, Mapping[int, int | None]]
-    steps: int
+    steps: int | None
     global_batch_size: int
     samples: Samples
     tflop: float
@@ -112,12 +112,15 @@ class Plan:
         return [["  micro-batch", *sizes], *rows, ["  together", *(_gb(sum(c.values())) for c in columns)]]
 
     def _length_lines(self) -> Iterator[str]:
-        samples = self.steps * self.global_batch_size
-        yield f"Length   {self.steps:,} steps of {self.global_batch_size:,}: {samples:,} samples"
+        if self.steps is None:
+            yield f"Length   not known without its data, in steps of {self.global_batch_size:,}"
+        else:
+            samples = self.steps * self.global_batch_size
+            yield f"Length   {self.steps:,} steps of {self.global_batch_size:,}: {samples:,} samples"
         yield from (f"Data     {line}" for line in self.samples.lines(self.steps))
-        whole = self.seconds_per_step * self.steps
+        whole = "" if self.steps is None else f", {_duration(self.seconds_per_step * self.steps)} in all"
         yield (
-            f"Time     {_duration(self.seconds_per_step)} a step, {_duration(whole)} in all, on {self.ranks} x"
+            f"Time     {_duration(self.seconds_per_step)} a step{whole}, on {self.ranks} x"
             f" {self.device} at {ASSUMED_MFU:.0%} of {self.tflops:g} TFLOP/s (assumed);"
             f" {self.tflop:.4g} TFLOP a sample"
         )
@@ -202,14 +205,13 @@ def _largest(memory: Memory, gb: int, share: int) -> int | None:
     return memory.largest(gb * 1e9 * USABLE, range(1, share + 1), share)
 
 
-def _steps(cfg: DictConfig, samples: Samples) -> int:
-    """Return the optimizer steps of a run; without its data, what its other limits say."""
+def _steps(cfg: DictConfig, samples: Samples) -> int | None:
+    """Return the optimizer steps of a run; without its data what its limits but epochs say; None = not known."""
     if samples.steps is not None:
         return samples.steps
     seen = cfg.data.get("num_examples_to_see")
-    return int(
-        cfg.train.max_steps if seen is None else min(cfg.train.max_steps, -(-seen // cfg.train.global_batch_size))
-    )
+    limits = [cfg.train.max_steps, None if seen is None else -(-seen // cfg.train.global_batch_size)]
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _between_saves(cfg: DictConfig, samples: Samples) -> int | None:
@@ -220,12 +222,17 @@ def _between_saves(cfg: DictConfig, samples: Samples) -> int | None:
     rule = cfg.checkpoint
     if rule.every_epochs is None or samples.saved_steps is not None:
         return rule.every_steps if rule.every_epochs is None else samples.saved_steps
-    return None if rule.keep_last is None else max(1, _steps(cfg, samples) // MANY_SAVES)
+    return None if rule.keep_last is None else max(1, (_steps(cfg, samples) or MANY_SAVES) // MANY_SAVES)
 
 
-def _kept(cfg: DictConfig, steps: int) -> tuple[int, int]:
-    """Return how many checkpoints stay at the end of a run for being new, and at most how many for another reason."""
+def _kept(cfg: DictConfig, steps: int | None) -> tuple[int, int]:
+    """Return how many checkpoints stay at the end of a run for being new, and at most how many for another reason.
+
+    Of a run without known end the newest and best alone.
+    """
     rule = cfg.checkpoint
+    if steps is None:
+        return rule.keep_last or 1, rule.keep_best or 0
     every = rule.every_steps or steps
     regular, is_between = divmod(steps, max(1, every))
     saved = regular + bool(is_between)
@@ -248,7 +255,8 @@ def _warnings(cfg: DictConfig, plan: Plan, every: int | None) -> Iterator[str]:
         key = f"every_steps={every}" if epochs is None else f"every_epochs={epochs}"
         yield f"checkpoint.{key} saves {_gb(plan.checkpoint_bytes)} GB every {_duration(between_saves)}."
     if cfg.train.max_epochs is not None and plan.samples.steps is None:
-        yield f"train.max_epochs={cfg.train.max_epochs} may end the run before: its data is not known here."
+        ends = "may end the run before" if plan.steps else "ends the run, whose newest and best checkpoints are counted"
+        yield f"train.max_epochs={cfg.train.max_epochs} {ends}: its data is not known here."
     yield from plan.samples.warnings(plan.global_batch_size)
     if cfg.compile.value == "regional":
         yield "compile=regional needs less memory than is counted here."

@@ -53,9 +53,9 @@ class Samples:
     max_tokens: int = 77
     can_take_more: bool = False
 
-    def lines(self, steps: int) -> Iterator[str]:
+    def lines(self, steps: int | None) -> Iterator[str]:
         """Yield the plan's lines on the samples of a run with this many steps."""
-        if self.count is not None and self.epoch_steps is not None:
+        if self.count is not None and self.epoch_steps is not None and steps is not None:
             sizes = ", ".join(f"{height}x{width}: {count:,}" for height, width, count in self.buckets[:SHOWN])
             more = "" if len(self.buckets) <= SHOWN else f", and {len(self.buckets) - SHOWN} more sizes"
             yield f"{self.count:,} samples, {steps / self.epoch_steps:.3g} epochs; {sizes}{more}"

@@ -19,7 +19,6 @@ FALLBACK = "c_3b"
 """The model that trains where this library has none of the file's family."""
 
 LONG = "model.text_encoder.long_captions"
-ENDLESS = 1_000_000_000
 """Steps of a run that ends by its epochs."""
 
 
@@ -118,7 +117,7 @@ def _length(recipe: Recipe, given: Values, table: Values) -> None:
     length = table["length"]
     epochs, steps, passed = (length.get(key, "") for key in ("epochs", "steps", "passes"))
     if given.get(epochs) not in OFF and (epochs not in recipe.implied or given.get(steps) in OFF):
-        recipe.put(epochs, {"train.max_epochs": whole(given, epochs), "train.max_steps": ENDLESS})
+        recipe.put(epochs, {"train.max_epochs": whole(given, epochs), "train.max_steps": None})
         if steps in given:
             recipe.note(steps, f"{epochs} ends the run", Kind.UNNEEDED)
     elif given.get(steps) not in OFF:
