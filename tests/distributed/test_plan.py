@@ -6,6 +6,7 @@ import pytest
 
 from cascade_train.assembly.planning.memory import memory_of, over_ranks
 from cascade_train.distributed import sharded
+from cascade_train.distributed.sharded import SPLITS_CODES
 from tests.distributed.test_modes import fork, notes
 from tests.unit.config.composing import checked
 
@@ -24,7 +25,7 @@ RUNS = {
     "at_once_bf16": ("train.precision=bf16",),
     "kept": ("train.precision=bf16", "parallel.reshard_after_forward=false"),
     "adapters": ("train.precision=bf16", "task=lora"),
-    "adapters on codes": ("train.precision=bf16", "task=lora", "train.base_weights=int8"),
+    **({"adapters on codes": ("train.precision=bf16", "task=lora", "train.base_weights=int8")} if SPLITS_CODES else {}),
     "whole in bf16": ("train.precision=bf16", "train.master_weights=bf16", "parallel=ddp"),
 }
 

@@ -17,10 +17,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from cascade_train.distributed.whole import BUCKET_BYTES, cast_inputs
+from cascade_train.errors import ConfigError
 
 GATHERED_AT_ONCE_BYTES = BUCKET_BYTES
 """Of a module's weights in fp32. Each gathering costs the host as much as a small layer, whatever its size: the tiny
 models have up to 12 MiB, the smallest unit of Stage C's real ones has 119, and Stage A has 70 in all."""
+
+
+SPLITS_CODES = torch.__version__ >= "2.12"
+"""Whether FSDP2 takes weights that are no floating-point numbers."""
 
 
 def gathered_alone(root: nn.Module, units: Sequence[Sequence[nn.Module]]) -> list[list[nn.Module]]:
@@ -48,11 +53,16 @@ class Sharded:
         reshard_after_forward: bool,
         offload: OffloadPolicy,
     ) -> None:
-        """Shard a module in place, unit by unit, then what is left of it.
+        """Shard a module in place, unit by unit, then what is left of it; a ConfigError where this torch cannot.
 
         What is left is needed from the first operation to the last, so that it stays gathered between forward and
         backward. Its policy does not cast inputs, so that timestep ratios stay fp32; that of the units does.
         """
+        if not SPLITS_CODES and not all(parameter.is_floating_point() for parameter in root.parameters()):
+            raise ConfigError(
+                f"train.base_weights=int8 cannot be split over ranks by torch {torch.__version__}. Use torch 2.12 or "
+                "newer, parallel=ddp, or train.base_weights=null."
+            )
         policy = partial(MixedPrecisionPolicy, param_dtype=compute_dtype, reduce_dtype=torch.float32)
         shard = partial(fully_shard, mesh=mesh, offload_policy=offload)
         alone = gathered_alone(root, units)

@@ -81,6 +81,7 @@ class BoundPhase:
         self._base_lrs = [self.lrs.get(root, self.base_lr) for root in firsts]
         if self.phase.start_step > 1:
             self._begun = progress(self.optimizer)
+            self._was_empty = not self.optimizer.state
             fill_state(self.optimizer)
 
     def clip(self) -> Tensor:
@@ -114,7 +115,8 @@ class BoundPhase:
             device = next(iter(self.parameters.values())).device  # the host where weights are offloaded
             self.optimizer.found_inf = withheld.to(device)  # type: ignore[attr-defined]
         if step == self.phase.start_step and step > 1:
-            self.optimizer.state.clear()  # what `fill_state` put there for the checkpoints before
+            if self._was_empty:
+                self.optimizer.state.clear()  # what `fill_state` put there for the checkpoints before
             for group, begun in zip(self.optimizer.param_groups, self._begun, strict=True):
                 parameters, lr = group["params"], group["lr"]
                 group.clear()

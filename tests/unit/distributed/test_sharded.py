@@ -19,6 +19,8 @@ from cascade_train.distributed.parallelize import (
 )
 from cascade_train.distributed.process_group import build_mesh
 from cascade_train.distributed.sharded import gathered_alone
+from cascade_train.errors import ConfigError
+from cascade_train.models.formats.int8 import Int8Linear
 from tests.unit.config.composing import checked
 
 OPTIONS = {"compute_dtype": torch.float32, "reshard_after_forward": True, "compile_units": False}
@@ -50,6 +52,14 @@ def test_real_networks_are_gathered_unit_by_unit_and_tiny_ones_at_once(model, ta
     build_modules(cfg, parts, torch.device("meta"), network_dtype=torch.float32)
     phase = parts.task.phases()[0]
     assert len(gathered_alone(phase.modules["network"], phase.units["network"])) == alone
+
+
+def test_codes_are_not_split_where_torch_cannot(world, monkeypatch):
+    monkeypatch.setattr(seam, "is_whole", lambda *_: False)
+    monkeypatch.setattr(sharded, "SPLITS_CODES", False)
+    network = Int8Linear(nn.Linear(4, 8))
+    with pytest.raises(ConfigError, match=r"int8 cannot be split .* Use torch 2\.12 or newer, parallel=ddp, or"):
+        parallelize(network, [], mesh=build_mesh(world, (1, 1)), **OPTIONS)
 
 
 def handed(monkeypatch) -> list:
