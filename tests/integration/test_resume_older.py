@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 from omegaconf import OmegaConf
+from torch.distributed.checkpoint.metadata import TensorProperties
 
 from cascade_train.config.saved import load_saved_config
 from tests.integration.runs import TIMING, read_metrics, train
@@ -24,6 +25,9 @@ COMMAND = (
 )
 
 
+@pytest.mark.skipif(
+    "strides" not in TensorProperties.__dataclass_fields__, reason="a newer torch wrote its table of contents"
+)
 def test_an_older_run_continues_from_its_checkpoint(tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(SAVED, run)

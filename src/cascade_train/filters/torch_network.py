@@ -5,6 +5,7 @@ Input and output are the same for networks stored as ONNX (onnx_network.py).
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -124,7 +125,8 @@ def load_exported(*, path: str) -> nn.Module:
     known = replace(NETWORK, key="task.filter.network.path", usual_name="model.pt2")
     file = find_file(path, known)
     try:
-        return torch.export.load(file).module()
+        with warnings.catch_warnings(action="ignore"):  # torch 2.11 reads weights from memory that it must not write
+            return torch.export.load(file).module()
     except Exception as error:  # zip, json and pickle each have their own
         raise ConfigError(
             f"{known.key}={path}: torch.export cannot read this file ({type(error).__name__}); write it by"
