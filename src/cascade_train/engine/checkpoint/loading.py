@@ -6,6 +6,7 @@ the others as weights. Sizes and hashes are compared before, by the manifest.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import io
 import pickle
@@ -93,8 +94,8 @@ def optimizer_keys(table: Metadata) -> frozenset[str]:
 def follow_groups(state: dict[str, Any], table: Metadata) -> None:
     """Let `state` ask for the parameter groups that the checkpoint has, where these divide the same weights otherwise.
 
-    So they do under another decay, and where a root has got or lost a learning rate of its own. Groups with other
-    settings are of another algorithm, and left to be refused.
+    So they do under another decay, and where a root has got or lost a learning rate of its own. An algorithm may have
+    groups of several kinds, by what they keep; other kinds are of another algorithm, and left to be refused.
     """
     stored: dict[str, dict[Any, dict[Any, None]]] = defaultdict(lambda: defaultdict(dict))
     for path in (table.planner_data or {}).values():
@@ -102,9 +103,16 @@ def follow_groups(state: dict[str, Any], table: Metadata) -> None:
             stored[path[1]][path[4]][path[5]] = None
     for name, phase in state.get("phases", {}).items():
         ours, theirs = phase.get("optimizer", {}).get("param_groups", []), stored.get(name, {})
-        keys = {frozenset(group) for group in ours}
-        if len(ours) != len(theirs) and len(keys) == 1 and keys == {frozenset(group) for group in theirs.values()}:
-            phase["optimizer"]["param_groups"] = [theirs[place] for place in sorted(theirs)]
+        kinds = {frozenset(group): {key: _room_for(value) for key, value in group.items()} for group in ours}
+        if ours and kinds.keys() == {frozenset(group) for group in theirs.values()}:
+            phase["optimizer"]["param_groups"] = [
+                copy.deepcopy(kinds[frozenset(theirs[place])]) for place in sorted(theirs)
+            ]
+
+
+def _room_for(value: object) -> Tensor | None:
+    """Return a tensor to read one into; None for a plain value, which is put in its place."""
+    return torch.empty_like(value) if isinstance(value, Tensor) else None
 
 
 class _TableReader(FileSystemReader):
