@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from cascade_train.assembly.components import build_component
 from cascade_train.config.saved import to_plain
 from cascade_train.distributed.consensus import from_every_rank, from_rank_zero
 from cascade_train.distributed.process_group import World
+from cascade_train.engine.run.lock import RunLock
 from cascade_train.errors import ConfigError
 from cascade_train.files.durable import write_durably
 from cascade_train.models.formats.weights_source import local_path
@@ -314,6 +316,37 @@ def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
+@contextmanager
+def alone_in(out: Path, world: World) -> Iterator[None]:
+    """Make the folder of an evaluation and keep others out of it for the block; one left empty goes. Collective.
+
+    Raises:
+        ConfigError: another evaluation is at work in it, or it cannot be a folder.
+    """
+    lock = RunLock(out, key="out", other="out=")
+    made = [path for path in (out, *out.parents) if not path.exists()]
+
+    def enter() -> None:
+        _make(out)
+        lock.acquire()
+
+    try:
+        from_rank_zero(enter)
+        yield
+    finally:
+        lock.release()
+        with suppress(OSError):
+            for path in made if world.is_main else ():
+                path.rmdir()
+
+
+def _make(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"out={out} cannot be a folder: {error.strerror}. Choose another.") from error
+
+
 def claim(out: Path, settings: Mapping[str, Any], *, run: Path | None = None) -> None:
     """Make the folder of an evaluation, or continue in it; a ConfigError where it has pictures of other settings.
 
@@ -333,8 +366,5 @@ def claim(out: Path, settings: Mapping[str, Any], *, run: Path | None = None) ->
             )
         log.warning("%s: the run has saved this step again since; its pictures are made anew.", out)
         Folder(out).clear()
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"out={out} cannot be a folder: {error.strerror}. Choose another.") from error
+    _make(out)
     write_durably(path, json.dumps({**settings, "run": owner}, indent=2) + "\n")

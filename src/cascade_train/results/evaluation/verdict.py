@@ -106,6 +106,7 @@ def keep(verdict: Verdict, run: Path, step: int, grid: Path, *, track: bool, is_
     plain = verdict.plain()
     numbers = {f"{EVALUATED}{name}": value for name, value in plain.pop("measures").items()}
     if is_main:
+        read_whole_lines(run / EVALUATIONS)  # else the line would lengthen one that a crash has torn
         append_durably(run / EVALUATIONS, json.dumps({"step": step, **numbers, **plain}) + "\n")
     if not track:
         return
