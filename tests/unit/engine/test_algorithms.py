@@ -75,6 +75,15 @@ def test_it_continues_where_other_weights_decay(world, tmp_path, option, moved):
     assert same(weights(before), weights(after))
 
 
+def test_the_state_of_another_algorithm_is_refused_as_that(world, tmp_path):
+    mesh, store = build_mesh(world, (1, 1)), CheckpointStore(tmp_path)
+    path = store.save(1, {"phases": {"main": bound("adamw", mesh).state_dict()}}, {})
+    with pytest.raises(ConfigError, match=r"checkpoint of another optimizer: phases\.main\.optimizer\..* keys differ"):
+        store.load(path, {"phases": {"main": bound("lion", mesh).state_dict()}})
+    with pytest.raises(ConfigError, match="checkpoint of another model: "):
+        store.load(path, {"phases": {"main": bound("lion", mesh, row=False).state_dict()}})
+
+
 @pytest.mark.parametrize("task", ["finetune", "lora"])
 def test_it_trains_the_tiny_cascade(world, task):
     made = attached(component("task", task), "c_tiny")

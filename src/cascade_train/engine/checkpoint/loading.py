@@ -12,6 +12,7 @@ import io
 import pickle
 import shutil
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,9 +87,11 @@ def read_table(path: Path, manifest: Manifest) -> Metadata:
 
 def optimizer_keys(table: Metadata) -> frozenset[str]:
     """Return the flat keys of the optimizers' state, which `engine/phase.py` puts at `phases.<name>.optimizer`."""
-    return frozenset(
-        key for key, path in table.planner_data.items() if path[0] == "phases" and "optimizer" in path[2:3]
-    )
+    return frozenset(key for key, path in table.planner_data.items() if _is_of_optimizer(path))
+
+
+def _is_of_optimizer(path: Sequence[Any]) -> bool:
+    return path[0] == "phases" and "optimizer" in path[2:3]
 
 
 def follow_groups(state: dict[str, Any], table: Metadata) -> None:
@@ -140,8 +143,10 @@ class _ExactLoadPlanner(DefaultLoadPlanner):
         differing = sorted(key for key in saved.keys() | wanted.keys() if saved.get(key) != wanted.get(key))
         if differing:
             key = differing[0]
+            paths = {**(self.metadata.planner_data or {}), **self.mappings}
+            kind = "optimizer" if all(_is_of_optimizer(paths.get(each, ("",))) for each in differing) else "model"
             raise ConfigError(
-                f"{self._path} is a checkpoint of another model: {key} is {saved.get(key, 'absent')} there and "
+                f"{self._path} is a checkpoint of another {kind}: {key} is {saved.get(key, 'absent')} there and "
                 f"{wanted.get(key, 'absent')} in this run ({len(differing)} keys differ). Remedy: start with the "
                 "model, task and optimizer of its run's config.yaml, or a new run with run.name=<new name>"
             )
