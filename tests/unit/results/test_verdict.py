@@ -30,10 +30,12 @@ def found_of(**changes: Any) -> Verdict:
 def test_numbers_follow_a_line_that_a_crash_has_torn(tmp_path: Path) -> None:
     lines, whole = tmp_path / EVALUATIONS, json.dumps({"step": 2, "settings": "s", "weights": "w"}) + "\n"
     lines.write_text(whole + '{"step": 4, "evalua')
-    keep(found_of(), tmp_path, 4, tmp_path / GRID, track=False, is_main=True)
+    for step in (4, 6):
+        keep(found_of(), tmp_path, step, tmp_path / GRID, track=False, is_main=True)
     assert lines.read_text().startswith(whole)
+    assert len(lines.read_text().splitlines()) == 4
     assert evaluations(lines, {4: "w"})[4] == {"evaluate/psnr": 20.0}
-    assert judged(tmp_path, "s") == {(2, "w"), (4, "w")}
+    assert judged(tmp_path, "s") == {(2, "w"), (4, "w"), (6, "w")}
 
 
 def shown(folder: Path, *, prompts: int, count: int, follows: bool) -> list[list[int]]:
