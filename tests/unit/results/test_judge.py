@@ -5,15 +5,20 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cascade_train.distributed.process_group import World
 from cascade_train.engine.run.lock import LOCK_NAME
 from cascade_train.errors import ConfigError
-from cascade_train.results.evaluation.judge import alone_in, claim
+from cascade_train.results.evaluation.judge import Judge, Settings, alone_in, claim
 from cascade_train.results.evaluation.pictures import Folder
+from cascade_train.results.find import TrainedModel
+from tests.unit.config.composing import checked
+from tests.unit.data import tars
 
 
 def claimed(out: Path, weights: str, *, seed: int = 0, run: Path | None = None) -> bool:
@@ -90,3 +95,22 @@ def test_an_evaluation_that_is_refused_leaves_no_folder(world: World, tmp_path: 
     out.touch()
     with pytest.raises(ConfigError, match="out=.*file cannot be a folder: File exists"), alone_in(out, world):
         pass
+
+
+def test_numbers_against_other_real_pictures_were_found_in_another_way(world: World, tmp_path: Path) -> None:
+    none: dict[str, Any] = dict.fromkeys(f.name for f in fields(Settings))
+    given = {"prompts": ("a red square",), "count": 1, "seed": 0, "batch_size": 1, "resize": "clean"}
+    model = TrainedModel(origin="from=x", cfg=checked("model=c_tiny", "task=finetune"), export=None)
+
+    def way(**changes: Any) -> str:
+        settings = Settings(**none | given | {"real": (str(tmp_path),), "features": "package:tiny"} | changes)
+        return Judge(settings, world).way(model, None)
+
+    (tmp_path / "a.jpg").write_bytes(tars.picture(tint=0))
+    before = way()
+    assert way() == before
+    assert way(seed=1) != before
+    unseen = way(features=None, clip="clip")
+    (tmp_path / "b.jpg").write_bytes(tars.picture(tint=40))
+    assert way() != before
+    assert way(features=None, clip="clip") == unseen, "pictures that no number is of"

@@ -132,12 +132,24 @@ class Judge:
             real_images=0 if real is None else len(real),
             networks=self.settings.networks,
             measures=self._measure(networks, kind, work, folder, real),
-            settings=asked(self.settings, model, decoder),
+            settings=self.way(model, decoder),
             weights=plain["from"],
             captions=tuple(work.captions),
             count=self.settings.count,
             originals=None if work.originals is None else pictures_of(work.originals),
         )
+
+    def way(self, model: TrainedModel, decoder: TrainedModel | None) -> str:
+        """Return a digest of how models are judged, whatever their weights are. Collective.
+
+        Raises:
+            ConfigError: settings that do not fit the model, or no pictures to compare with.
+        """
+        check_fits(self.settings, model, decoder, kind := Kind.of(model))
+        real = self._real_pictures(model, kind)
+        behind = None if decoder is None else [weights_stamp(decoder), _codec(decoder), _sampling(decoder)]
+        pictures = None if real is None else real.digest
+        return digest([asdict(self.settings), _sampling(model), _codec(model), behind, pictures])
 
     def _loaded_networks(self) -> Networks:
         if self._networks is None:
@@ -261,12 +273,6 @@ def check_fits(settings: Settings, model: TrainedModel, decoder: TrainedModel | 
     for key in ("height", "width", "compression"):
         if getattr(settings, key) is not None:
             raise ConfigError(f"{key}={getattr(settings, key)}: {model.origin} follows real pictures and their sizes.")
-
-
-def asked(settings: Settings, model: TrainedModel, decoder: TrainedModel | None) -> str:
-    """Return a digest of how models are judged, whatever their weights are."""
-    behind = None if decoder is None else [weights_stamp(decoder), _codec(decoder), _sampling(decoder)]
-    return digest([asdict(settings), _sampling(model), _codec(model), behind])
 
 
 def plain_settings(

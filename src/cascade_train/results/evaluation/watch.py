@@ -18,7 +18,7 @@ from cascade_train.engine.checkpoint.folder import CheckpointFolder
 from cascade_train.engine.checkpoint.manifest import Manifest, whole_manifest
 from cascade_train.engine.checkpoint.store import CheckpointStore
 from cascade_train.engine.run.lock import LOCK_NAME
-from cascade_train.results.evaluation.judge import Judge, alone_in, asked
+from cascade_train.results.evaluation.judge import Judge, alone_in
 from cascade_train.results.evaluation.verdict import GRID, Verdict, judged, keep
 from cascade_train.results.export import export_step, find_checkpoint
 from cascade_train.results.find import TrainedModel
@@ -90,7 +90,7 @@ def watch(watched: Watched, judge: Judge, world: World, *, max_wait_hours: float
     tried, count = set[tuple[int, str | None]](), 0
     longest = math.inf if max_wait_hours is None else 3600 * max_wait_hours
     begun = time.monotonic()
-    same = asked(judge.settings, watched.model, watched.decoder)
+    same = judge.way(watched.model, watched.decoder)
     done = from_rank_zero(lambda: judged(watched.run, same))
 
     def look() -> tuple[Manifest | None, bool]:
