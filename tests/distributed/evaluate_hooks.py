@@ -1,4 +1,5 @@
-"""An evaluation that is killed as it writes a picture, and one that notes what it samples. Hooks of forked.py."""
+"""An evaluation that is killed as it writes a picture, one that notes what it samples, one whose ranks see different
+checkpoints. Hooks of forked.py."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from PIL import Image
 
+from cascade_train.results import export
 from cascade_train.tasks.text_to_image import DiffusionPainter
 
 WHOLE = 3
@@ -30,6 +32,16 @@ def die_while_writing(out: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     Image.Image.save = saving  # type: ignore[method-assign]
+
+
+def see_no_checkpoint_but_on_rank_zero(out: Path) -> None:
+    """Let other ranks find every checkpoint damaged, as one is that retention deletes while they look at it."""
+    find_fault = export.find_fault
+
+    def finding(path: Path) -> str | None:
+        return find_fault(path) if dist.get_rank() == 0 else "it is being deleted"
+
+    export.find_fault = finding
 
 
 def note_samples(out: Path) -> None:

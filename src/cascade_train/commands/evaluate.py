@@ -131,7 +131,7 @@ def run_folder(args: EvaluateArgs) -> Path | None:
 def _judge_weights(args: EvaluateArgs, run: Path | None) -> Verdict:
     """Judge what a run exported, or other weights."""
     from cascade_train.distributed.process_group import process_group  # heavy: torch and everything above it
-    from cascade_train.results.evaluation.judge import Judge
+    from cascade_train.results.evaluation.judge import Judge, alone_in
     from cascade_train.results.evaluation.verdict import GRID, keep
     from cascade_train.results.evaluation.watch import checkpoint_stamp
 
@@ -141,7 +141,7 @@ def _judge_weights(args: EvaluateArgs, run: Path | None) -> Verdict:
     default = Path("evaluation") if run is None else run / "evaluation" / name
     out = default if args.out is None else Path(args.out)
     stamp = None if run is None else checkpoint_stamp(run / "checkpoints" / name)  # of the same weights
-    with process_group() as world:
+    with process_group() as world, alone_in(out, world):
         found = Judge(args.settings(), world).judge(model, decoder, out, run=run, stamp=stamp)
         if world.is_main:
             found.write(out)

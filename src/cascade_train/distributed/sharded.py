@@ -29,9 +29,13 @@ SPLITS_CODES = torch.__version__ >= "2.12"
 
 
 def gathered_alone(root: nn.Module, units: Sequence[Sequence[nn.Module]]) -> list[list[nn.Module]]:
-    """Return the units that are gathered one after the other: none of a small module, whose weights come at once."""
+    """Return the units that are gathered one after the other: none of a small module, whose weights come at once.
+
+    Not where those that train have several dtypes: FSDP2 takes one for what it gathers together.
+    """
     is_small = 4 * sum(parameter.numel() for parameter in root.parameters()) <= GATHERED_AT_ONCE_BYTES
-    return [] if is_small else [list(unit) for unit in units]
+    is_alike = len({parameter.dtype for parameter in root.parameters() if parameter.requires_grad}) <= 1
+    return [] if is_small and is_alike else [list(unit) for unit in units]
 
 
 class Sharded:

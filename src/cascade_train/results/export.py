@@ -14,6 +14,7 @@ from cascade_train.assembly.components import build_component, build_parts
 from cascade_train.assembly.model import build_phases
 from cascade_train.assembly.run import write_exports
 from cascade_train.diffusion.target import EpsilonTarget
+from cascade_train.distributed.consensus import from_rank_zero
 from cascade_train.distributed.process_group import World, process_group
 from cascade_train.engine.checkpoint.manifest import find_fault
 from cascade_train.engine.checkpoint.store import CheckpointStore
@@ -46,12 +47,18 @@ def export_step(cfg: DictConfig, checkpoints: Path, world: World, *, step: int |
     parts = build_parts(cfg)
     phases = build_phases(cfg, parts, world)
     store = CheckpointStore(checkpoints)
-    path = find_checkpoint(store, step)
-    if step is not None and (fault := find_fault(path)) is not None:
-        raise RunError(f"from={checkpoints.parent}: the checkpoint of step {step} is damaged: {fault}.")
+    path = from_rank_zero(lambda: _whole_checkpoint(store, step))
     restore_training_state(store, path, phases, parts.task, optimizer=False)
     at = int(path.name.removeprefix("step_"))
     write_exports(cfg, parts.task, phases, out, run=checkpoints.parent, step=at)
+    return path
+
+
+def _whole_checkpoint(store: CheckpointStore, step: int | None) -> Path:
+    """Do as `find_checkpoint`, and read all of it once; a RunError where it is damaged. For one rank."""
+    path = find_checkpoint(store, step)
+    if step is not None and (fault := find_fault(path)) is not None:
+        raise RunError(f"from={store.directory.parent}: the checkpoint of step {step} is damaged: {fault}.")
     return path
 
 

@@ -96,6 +96,18 @@ def test_a_small_module_is_gathered_at_once_and_computes_the_same(sharding):
     assert all(torch.equal(alone, together) for alone, together in zip(*found, strict=True))
 
 
+def test_weights_of_two_dtypes_are_not_gathered_together(world, monkeypatch):
+    monkeypatch.setattr(seam, "is_whole", lambda *_: False)
+    network = nn.Sequential(nn.Linear(4, 8, dtype=torch.bfloat16), nn.Linear(8, 1))
+    options = {**OPTIONS, "compute_dtype": torch.bfloat16}
+    parallelize(network, [[network[0]]], mesh=build_mesh(world, (1, 1)), **options)
+    assert 4 * sum(p.numel() for p in network.parameters()) < sharded.GATHERED_AT_ONCE_BYTES
+    network(torch.ones(2, 4)).square().sum().backward()
+    assert [parameter.grad.dtype for parameter in network.parameters()] == [torch.bfloat16] * 2 + [torch.float32] * 2
+    frozen = nn.Sequential(nn.Linear(4, 8, dtype=torch.bfloat16).requires_grad_(False), nn.Linear(8, 1))
+    assert gathered_alone(frozen, [[frozen[0]]]) == []
+
+
 def test_the_weights_that_a_step_ends_with_are_those_that_the_next_forward_computes_with(sharding):
     """Also where a forward without a backward pass has gathered them."""
     network = sharding(at_once=True)

@@ -59,6 +59,31 @@ def test_it_learns_and_resumes_to_the_bit(world, tmp_path, monkeypatch, option, 
         assert same(weights(phase), weights(fresh))
 
 
+@pytest.mark.parametrize("moved", ["matrices to all", "all to matrices"])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_it_continues_where_other_weights_decay(world, tmp_path, option, moved):
+    """With groups divided otherwise: all that it has found out stays with its weights."""
+    mesh, store = build_mesh(world, (1, 1)), CheckpointStore(tmp_path)
+    before, after = (bound(option, mesh, decay=decay, weight_decay=0.0) for decay in moved.split(" to "))
+    train(before, range(1, 4))
+    path = store.save(3, {"phases": {"main": before.state_dict()}}, {})
+    state = {"phases": {"main": after.state_dict()}}
+    store.load(path, state)
+    after.load_state_dict(state["phases"]["main"])
+    assert len(before.optimizer.param_groups) != len(after.optimizer.param_groups)
+    assert train(before, range(4, 7)) == train(after, range(4, 7))
+    assert same(weights(before), weights(after))
+
+
+def test_the_state_of_another_algorithm_is_refused_as_that(world, tmp_path):
+    mesh, store = build_mesh(world, (1, 1)), CheckpointStore(tmp_path)
+    path = store.save(1, {"phases": {"main": bound("adamw", mesh).state_dict()}}, {})
+    with pytest.raises(ConfigError, match=r"checkpoint of another optimizer: phases\.main\.optimizer\..* keys differ"):
+        store.load(path, {"phases": {"main": bound("lion", mesh).state_dict()}})
+    with pytest.raises(ConfigError, match="checkpoint of another model: "):
+        store.load(path, {"phases": {"main": bound("lion", mesh, row=False).state_dict()}})
+
+
 @pytest.mark.parametrize("task", ["finetune", "lora"])
 def test_it_trains_the_tiny_cascade(world, task):
     made = attached(component("task", task), "c_tiny")

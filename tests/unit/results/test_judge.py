@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from cascade_train.distributed.process_group import World
+from cascade_train.engine.run.lock import LOCK_NAME
 from cascade_train.errors import ConfigError
-from cascade_train.results.evaluation.judge import claim
+from cascade_train.results.evaluation.judge import Judge, Settings, alone_in, claim
 from cascade_train.results.evaluation.pictures import Folder
+from cascade_train.results.find import TrainedModel
+from tests.unit.config.composing import checked
+from tests.unit.data import tars
 
 
 def claimed(out: Path, weights: str, *, seed: int = 0, run: Path | None = None) -> bool:
@@ -48,3 +57,60 @@ def test_pictures_of_another_run_or_of_no_run_are_never_removed(tmp_path: Path) 
     with pytest.raises(ConfigError, match="which differs in from"):
         claimed(tmp_path / "plain", "b")
     assert claimed(tmp_path / "out", "a", run=tmp_path / "one")
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from cascade_train.engine.run.lock import RunLock
+RunLock(Path(sys.argv[1])).acquire()
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_second_evaluation_of_a_folder_is_refused_while_the_first_is_at_work(world: World, tmp_path: Path) -> None:
+    out = tmp_path / "evaluation" / "step_2"
+    out.mkdir(parents=True)
+    command = [sys.executable, "-c", HOLD, str(out)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == "held\n"
+        named = rf"out={out} is in use by process {first.pid} on .*wait for it or stop it, or another out="
+        with pytest.raises(ConfigError, match=named), alone_in(out, world):
+            pass
+        assert (out / LOCK_NAME).is_file(), "the first still holds it"
+        first.kill()
+    with alone_in(out, world):
+        (out / "picture").touch()
+    assert [path.name for path in out.iterdir()] == ["picture"]
+
+
+def test_an_evaluation_that_is_refused_leaves_no_folder(world: World, tmp_path: Path) -> None:
+    out = tmp_path / "evaluation" / "step_2"
+    with alone_in(out, world):
+        assert out.is_dir()
+    assert list(tmp_path.iterdir()) == []
+    out = tmp_path / "file"
+    out.touch()
+    with pytest.raises(ConfigError, match="out=.*file cannot be a folder: File exists"), alone_in(out, world):
+        pass
+
+
+def test_numbers_against_other_real_pictures_were_found_in_another_way(world: World, tmp_path: Path) -> None:
+    none: dict[str, Any] = dict.fromkeys(f.name for f in fields(Settings))
+    given = {"prompts": ("a red square",), "count": 1, "seed": 0, "batch_size": 1, "resize": "clean"}
+    model = TrainedModel(origin="from=x", cfg=checked("model=c_tiny", "task=finetune"), export=None)
+
+    def way(**changes: Any) -> str:
+        settings = Settings(**none | given | {"real": (str(tmp_path),), "features": "package:tiny"} | changes)
+        return Judge(settings, world).way(model, None)
+
+    (tmp_path / "a.jpg").write_bytes(tars.picture(tint=0))
+    before = way()
+    assert way() == before
+    assert way(seed=1) != before
+    unseen = way(features=None, clip="clip")
+    (tmp_path / "b.jpg").write_bytes(tars.picture(tint=40))
+    assert way() != before
+    assert way(features=None, clip="clip") == unseen, "pictures that no number is of"

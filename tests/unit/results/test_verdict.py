@@ -2,17 +2,40 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+from cascade_train.engine.checkpoint.folder import EVALUATIONS, evaluations
 from cascade_train.engine.sampling import CELL_PX, LABEL_PX
 from cascade_train.results.evaluation import verdict
 from cascade_train.results.evaluation.pictures import Folder
-from cascade_train.results.evaluation.verdict import GRID, METRICS, Verdict
+from cascade_train.results.evaluation.verdict import GRID, METRICS, Verdict, judged, keep
+
+
+def found_of(**changes: Any) -> Verdict:
+    """Return a verdict with one number."""
+    given: dict[str, Any] = {
+        **{"origin": "from=runs/x", "images": 1, "real": None, "real_images": 0, "networks": {}, "settings": "s"},
+        **{"measures": {"psnr": 20.0}, "weights": "w", "captions": (), "count": 1, "originals": None},
+    }
+    return Verdict(**given | changes)
+
+
+def test_numbers_follow_a_line_that_a_crash_has_torn(tmp_path: Path) -> None:
+    lines, whole = tmp_path / EVALUATIONS, json.dumps({"step": 2, "settings": "s", "weights": "w"}) + "\n"
+    lines.write_text(whole + '{"step": 4, "evalua')
+    for step in (4, 6):
+        keep(found_of(), tmp_path, step, tmp_path / GRID, track=False, is_main=True)
+    assert lines.read_text().startswith(whole)
+    assert len(lines.read_text().splitlines()) == 4
+    assert evaluations(lines, {4: "w"})[4] == {"evaluate/psnr": 20.0}
+    assert judged(tmp_path, "s") == {(2, "w"), (4, "w"), (6, "w")}
 
 
 def shown(folder: Path, *, prompts: int, count: int, follows: bool) -> list[list[int]]:
@@ -20,15 +43,9 @@ def shown(folder: Path, *, prompts: int, count: int, follows: bool) -> list[list
     Folder(folder).make()
     for number in range(prompts * count):
         Image.new("RGB", (64, 64), (10 * number,) * 3).save(Folder(folder).picture(number))
-    found = Verdict(
-        origin="from=runs/x",
+    found = found_of(
         images=prompts * count,
-        real=None,
-        real_images=0,
-        networks={},
         measures={"psnr": float("inf")},
-        settings="",
-        weights="",
         captions=tuple(f"prompt {number // count}" for number in range(prompts * count)),
         count=count,
         originals=(lambda batch: [torch.full((3, 64, 64), 10 * batch[0] + 5, dtype=torch.uint8)]) if follows else None,

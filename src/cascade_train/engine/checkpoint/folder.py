@@ -10,7 +10,7 @@ import logging
 import mmap
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -176,19 +176,26 @@ def best_value(manifest: Manifest, metric: str | None) -> float | None:
 def evaluations(path: Path, stamps: Mapping[int, str]) -> dict[int, dict[str, float]]:
     """Return the numbers of evaluations by step and name, the latest of each.
 
-    Torn lines do not count, nor those of weights that another save or a rollback has replaced: `stamps` by step.
+    Those of weights that another save or a rollback has replaced do not count: `stamps` by step.
     """
     found: dict[int, dict[str, float]] = {}
+    for row in evaluation_rows(path):
+        if row.get("weights") not in (None, stamps.get(row["step"])):
+            continue
+        numbers = {name: x for name, x in row.items() if name.startswith(EVALUATED) and isinstance(x, int | float)}
+        found[row["step"]] = found.get(row["step"], {}) | numbers
+    return found
+
+
+def evaluation_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a file of evaluations that can be read: one that is torn ends neither a run nor a watch."""
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
         try:
             row = json.loads(line)
         except ValueError:
             continue
-        if row.get("weights") not in (None, stamps.get(row["step"])):
-            continue
-        numbers = {name: x for name, x in row.items() if name.startswith(EVALUATED) and x is not None}
-        found[row["step"]] = found.get(row["step"], {}) | numbers
-    return found
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            yield row
 
 
 def last_logged(path: Path, metric: str, *, step: int) -> dict[str, Any] | None:

@@ -6,11 +6,13 @@ the others as weights. Sizes and hashes are compared before, by the manifest.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import io
 import pickle
 import shutil
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,16 +87,18 @@ def read_table(path: Path, manifest: Manifest) -> Metadata:
 
 def optimizer_keys(table: Metadata) -> frozenset[str]:
     """Return the flat keys of the optimizers' state, which `engine/phase.py` puts at `phases.<name>.optimizer`."""
-    return frozenset(
-        key for key, path in table.planner_data.items() if path[0] == "phases" and "optimizer" in path[2:3]
-    )
+    return frozenset(key for key, path in table.planner_data.items() if _is_of_optimizer(path))
+
+
+def _is_of_optimizer(path: Sequence[Any]) -> bool:
+    return path[0] == "phases" and "optimizer" in path[2:3]
 
 
 def follow_groups(state: dict[str, Any], table: Metadata) -> None:
     """Let `state` ask for the parameter groups that the checkpoint has, where these divide the same weights otherwise.
 
-    So they do under another decay, and where a root has got or lost a learning rate of its own. Groups with other
-    settings are of another algorithm, and left to be refused.
+    So they do under another decay, and where a root has got or lost a learning rate of its own. An algorithm may have
+    groups of several kinds, by what they keep; other kinds are of another algorithm, and left to be refused.
     """
     stored: dict[str, dict[Any, dict[Any, None]]] = defaultdict(lambda: defaultdict(dict))
     for path in (table.planner_data or {}).values():
@@ -102,9 +106,16 @@ def follow_groups(state: dict[str, Any], table: Metadata) -> None:
             stored[path[1]][path[4]][path[5]] = None
     for name, phase in state.get("phases", {}).items():
         ours, theirs = phase.get("optimizer", {}).get("param_groups", []), stored.get(name, {})
-        keys = {frozenset(group) for group in ours}
-        if len(ours) != len(theirs) and len(keys) == 1 and keys == {frozenset(group) for group in theirs.values()}:
-            phase["optimizer"]["param_groups"] = [theirs[place] for place in sorted(theirs)]
+        kinds = {frozenset(group): {key: _room_for(value) for key, value in group.items()} for group in ours}
+        if ours and kinds.keys() == {frozenset(group) for group in theirs.values()}:
+            phase["optimizer"]["param_groups"] = [
+                copy.deepcopy(kinds[frozenset(theirs[place])]) for place in sorted(theirs)
+            ]
+
+
+def _room_for(value: object) -> Tensor | None:
+    """Return a tensor to read one into; None for a plain value, which is put in its place."""
+    return torch.empty_like(value) if isinstance(value, Tensor) else None
 
 
 class _TableReader(FileSystemReader):
@@ -132,8 +143,10 @@ class _ExactLoadPlanner(DefaultLoadPlanner):
         differing = sorted(key for key in saved.keys() | wanted.keys() if saved.get(key) != wanted.get(key))
         if differing:
             key = differing[0]
+            paths = {**(self.metadata.planner_data or {}), **self.mappings}
+            kind = "optimizer" if all(_is_of_optimizer(paths.get(each, ("",))) for each in differing) else "model"
             raise ConfigError(
-                f"{self._path} is a checkpoint of another model: {key} is {saved.get(key, 'absent')} there and "
+                f"{self._path} is a checkpoint of another {kind}: {key} is {saved.get(key, 'absent')} there and "
                 f"{wanted.get(key, 'absent')} in this run ({len(differing)} keys differ). Remedy: start with the "
                 "model, task and optimizer of its run's config.yaml, or a new run with run.name=<new name>"
             )

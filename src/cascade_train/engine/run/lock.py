@@ -1,4 +1,4 @@
-"""Access to a run directory: whether a folder may become one, and a lock held by one live process.
+"""Access to a run directory: whether a folder may become one, and a lock held by one live process, as on other folders.
 
 Imported before torch. What a run directory holds, and who may continue it, is decided in directory.py.
 """
@@ -51,14 +51,20 @@ class RunLock:
 
     A POSIX record lock: it works over NFS and, unlike `flock`, is not inherited by forked data workers, which may
     outlive a killed run. Pickles as not held.
+
+    Args:
+        directory: the folder, which is there.
+        key: what names it, for messages.
+        other: key of another folder in its place.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, key: str = "run.dir", other: str = "run.name (or run.dir)") -> None:
         self._directory = directory
+        self._key, self._other = key, other
         self._handle: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_directory": self._directory, "_handle": None}
+        return {**self.__dict__, "_handle": None}
 
     def acquire(self) -> None:
         """Take the lock without waiting, or refuse (ConfigError); a file system without locks only gets a warning."""
@@ -67,8 +73,8 @@ class RunLock:
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise ConfigError(
-                f"run.dir={self._directory} cannot be locked: {error.strerror}. Remedy: make it writable, or another "
-                "run.dir"
+                f"{self._key}={self._directory} cannot be locked: {error.strerror}. Remedy: make it writable, or "
+                f"another {self._key}"
             ) from error
         try:
             fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -76,11 +82,11 @@ class RunLock:
             holder = os.pread(handle, 200, 0).decode(errors="replace") or "another process"
             os.close(handle)
             raise ConfigError(
-                f"run.dir={self._directory} is in use by {holder}: two at once would overwrite each other's results. "
-                "Remedy: wait for it or stop it, or another run.name (or run.dir)"
+                f"{self._key}={self._directory} is in use by {holder}: two at once would overwrite each other's "
+                f"results. Remedy: wait for it or stop it, or another {self._other}"
             ) from error
         except OSError as error:
-            log.warning("%s cannot be locked (%s): start no second run in it", self._directory, error.strerror)
+            log.warning("%s cannot be locked (%s): start no second one in it", self._directory, error.strerror)
             os.close(handle)
             return
         try:

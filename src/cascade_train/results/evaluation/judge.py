@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from cascade_train.assembly.components import build_component
 from cascade_train.config.saved import to_plain
 from cascade_train.distributed.consensus import from_every_rank, from_rank_zero
 from cascade_train.distributed.process_group import World
+from cascade_train.engine.run.lock import RunLock
 from cascade_train.errors import ConfigError
 from cascade_train.files.durable import write_durably
 from cascade_train.models.formats.weights_source import local_path
@@ -130,12 +132,24 @@ class Judge:
             real_images=0 if real is None else len(real),
             networks=self.settings.networks,
             measures=self._measure(networks, kind, work, folder, real),
-            settings=asked(self.settings, model, decoder),
+            settings=self.way(model, decoder),
             weights=plain["from"],
             captions=tuple(work.captions),
             count=self.settings.count,
             originals=None if work.originals is None else pictures_of(work.originals),
         )
+
+    def way(self, model: TrainedModel, decoder: TrainedModel | None) -> str:
+        """Return a digest of how models are judged, whatever their weights are. Collective.
+
+        Raises:
+            ConfigError: settings that do not fit the model, or no pictures to compare with.
+        """
+        check_fits(self.settings, model, decoder, kind := Kind.of(model))
+        real = self._real_pictures(model, kind)
+        behind = None if decoder is None else [weights_stamp(decoder), _codec(decoder), _sampling(decoder)]
+        pictures = None if real is None else real.digest
+        return digest([asdict(self.settings), _sampling(model), _codec(model), behind, pictures])
 
     def _loaded_networks(self) -> Networks:
         if self._networks is None:
@@ -261,12 +275,6 @@ def check_fits(settings: Settings, model: TrainedModel, decoder: TrainedModel | 
             raise ConfigError(f"{key}={getattr(settings, key)}: {model.origin} follows real pictures and their sizes.")
 
 
-def asked(settings: Settings, model: TrainedModel, decoder: TrainedModel | None) -> str:
-    """Return a digest of how models are judged, whatever their weights are."""
-    behind = None if decoder is None else [weights_stamp(decoder), _codec(decoder), _sampling(decoder)]
-    return digest([asdict(settings), _sampling(model), _codec(model), behind])
-
-
 def plain_settings(
     settings: Settings,
     model: TrainedModel,
@@ -314,6 +322,37 @@ def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
+@contextmanager
+def alone_in(out: Path, world: World) -> Iterator[None]:
+    """Make the folder of an evaluation and keep others out of it for the block; one left empty goes. Collective.
+
+    Raises:
+        ConfigError: another evaluation is at work in it, or it cannot be a folder.
+    """
+    lock = RunLock(out, key="out", other="out=")
+    made = [path for path in (out, *out.parents) if not path.exists()]
+
+    def enter() -> None:
+        _make(out)
+        lock.acquire()
+
+    try:
+        from_rank_zero(enter)
+        yield
+    finally:
+        lock.release()
+        with suppress(OSError):
+            for path in made if world.is_main else ():
+                path.rmdir()
+
+
+def _make(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"out={out} cannot be a folder: {error.strerror}. Choose another.") from error
+
+
 def claim(out: Path, settings: Mapping[str, Any], *, run: Path | None = None) -> None:
     """Make the folder of an evaluation, or continue in it; a ConfigError where it has pictures of other settings.
 
@@ -333,8 +372,5 @@ def claim(out: Path, settings: Mapping[str, Any], *, run: Path | None = None) ->
             )
         log.warning("%s: the run has saved this step again since; its pictures are made anew.", out)
         Folder(out).clear()
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"out={out} cannot be a folder: {error.strerror}. Choose another.") from error
+    _make(out)
     write_durably(path, json.dumps({**settings, "run": owner}, indent=2) + "\n")

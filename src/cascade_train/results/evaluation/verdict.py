@@ -16,11 +16,11 @@ from torch import Tensor
 from torchvision.transforms.functional import to_pil_image
 
 from cascade_train.config.saved import CONFIG_NAME, load_yaml
-from cascade_train.engine.checkpoint.folder import EVALUATED, EVALUATIONS, CheckpointFolder
+from cascade_train.engine.checkpoint.folder import EVALUATED, EVALUATIONS, CheckpointFolder, evaluation_rows
 from cascade_train.engine.sampling import compose_grid
 from cascade_train.engine.tracking import build_tracker
 from cascade_train.errors import ConfigError
-from cascade_train.files.durable import append_durably, read_whole_lines, write_durably
+from cascade_train.files.durable import append_durably, write_durably
 from cascade_train.results.evaluation.pictures import Folder
 
 log = logging.getLogger(__name__)
@@ -106,7 +106,9 @@ def keep(verdict: Verdict, run: Path, step: int, grid: Path, *, track: bool, is_
     plain = verdict.plain()
     numbers = {f"{EVALUATED}{name}": value for name, value in plain.pop("measures").items()}
     if is_main:
-        append_durably(run / EVALUATIONS, json.dumps({"step": step, **numbers, **plain}) + "\n")
+        path = run / EVALUATIONS
+        is_torn = path.is_file() and path.read_bytes()[-1:] not in (b"", b"\n")  # by a crash
+        append_durably(path, "\n" * is_torn + json.dumps({"step": step, **numbers, **plain}) + "\n")
     if not track:
         return
     cfg: Any = OmegaConf.to_container(load_yaml(run / CONFIG_NAME))
@@ -131,5 +133,5 @@ def keep(verdict: Verdict, run: Path, step: int, grid: Path, *, track: bool, is_
 
 def judged(run: Path, settings: str) -> set[tuple[int, str | None]]:
     """Return steps and stamps of the checkpoints that were judged in this way, by a run's `evaluation.jsonl`."""
-    lines = [json.loads(line) for line in read_whole_lines(run / EVALUATIONS)]
-    return {(line["step"], line.get("weights")) for line in lines if line["settings"] == settings}
+    rows = evaluation_rows(run / EVALUATIONS)
+    return {(row["step"], row.get("weights")) for row in rows if row.get("settings") == settings}

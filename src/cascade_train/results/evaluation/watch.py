@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import shutil
 import sys
 import time
@@ -17,7 +18,7 @@ from cascade_train.engine.checkpoint.folder import CheckpointFolder
 from cascade_train.engine.checkpoint.manifest import Manifest, whole_manifest
 from cascade_train.engine.checkpoint.store import CheckpointStore
 from cascade_train.engine.run.lock import LOCK_NAME
-from cascade_train.results.evaluation.judge import Judge, asked
+from cascade_train.results.evaluation.judge import Judge, alone_in
 from cascade_train.results.evaluation.verdict import GRID, Verdict, judged, keep
 from cascade_train.results.export import export_step, find_checkpoint
 from cascade_train.results.find import TrainedModel
@@ -66,16 +67,17 @@ class Watched:
             export_step(cfg, checkpoints, world, step=step, out=weights)
 
         model = replace(self.model, origin=f"{self.model.origin}, step {step}", export=weights)
-        try:
-            found = judge.judge(model, self.decoder, folder, run=self.run, stamp=stamp, prepare=prepare)
-        finally:
+        with alone_in(folder, world):
+            try:
+                found = judge.judge(model, self.decoder, folder, run=self.run, stamp=stamp, prepare=prepare)
+            finally:
+                if world.is_main:
+                    shutil.rmtree(weights, ignore_errors=True)
             if world.is_main:
-                shutil.rmtree(weights, ignore_errors=True)
-        if world.is_main:
-            found.write(folder)
-            sys.stdout.write(f"{found.table()}\n{folder}\n")
-            sys.stdout.flush()
-        keep(found, self.run, step, folder / GRID, track=self.track, is_main=world.is_main)
+                found.write(folder)
+                sys.stdout.write(f"{found.table()}\n{folder}\n")
+                sys.stdout.flush()
+            keep(found, self.run, step, folder / GRID, track=self.track, is_main=world.is_main)
         return found
 
 
@@ -85,16 +87,24 @@ def watch(watched: Watched, judge: Judge, world: World, *, max_wait_hours: float
     One that was judged in the same way already is done. One that retention deletes before it is read is left out,
     with a warning. `max_wait_hours` without a new one end the watch; None = no limit.
     """
-    tried, count, begun = set[tuple[int, str | None]](), 0, time.monotonic()
-    same = asked(judge.settings, watched.model, watched.decoder)
+    tried, count = set[tuple[int, str | None]](), 0
+    longest = math.inf if max_wait_hours is None else 3600 * max_wait_hours
+    begun = time.monotonic()
+    same = judge.way(watched.model, watched.decoder)
     done = from_rank_zero(lambda: judged(watched.run, same))
+
+    def look() -> tuple[Manifest | None, bool]:
+        left = max(0.0, begun + longest - time.monotonic())
+        found, has_ended = next_checkpoint(watched.run / "checkpoints", done | tried, seconds=min(left, ROUND_SECONDS))
+        return found, has_ended or left <= ROUND_SECONDS
+
     while True:
-        found, has_ended = from_rank_zero(lambda: next_checkpoint(watched.run / "checkpoints", done | tried))
+        found, has_ended = from_rank_zero(look)  # by one clock
         if found is not None:
             tried.add((found.step, found.stamp))
             count += _judged(watched, judge, found, world)
             begun = time.monotonic()
-        elif has_ended or (max_wait_hours is not None and time.monotonic() - begun > 3600 * max_wait_hours):
+        elif has_ended:
             return count
 
 
@@ -116,9 +126,13 @@ def checkpoint_stamp(checkpoint: Path) -> str | None:
 
 
 def next_checkpoint(
-    checkpoints: Path, done: set[tuple[int, str | None]], *, sleep: Callable[[float], None] = time.sleep
+    checkpoints: Path,
+    done: set[tuple[int, str | None]],
+    *,
+    seconds: float = ROUND_SECONDS,
+    sleep: Callable[[float], None] = time.sleep,
 ) -> tuple[Manifest | None, bool]:
-    """Return the first complete checkpoint that is not done, waiting for one, and whether no other will come.
+    """Return the first complete checkpoint that is not done, waiting `seconds` for one, and whether no other will come.
 
     `done` are steps with the stamps of their weights, None = any: a step that is saved again is not done. A run whose
     newest checkpoint is its final one saves no other, unless it is being continued.
@@ -132,7 +146,8 @@ def next_checkpoint(
         newest = list(complete.values())[-1:]
         if newest and newest[0].facts.get("finished") and not (checkpoints.parent / LOCK_NAME).exists():
             return None, True
-        if waited >= ROUND_SECONDS:
+        if waited >= seconds:
             return None, False
-        sleep(POLL_SECONDS)
-        waited += POLL_SECONDS
+        pause = min(POLL_SECONDS, seconds - waited)
+        sleep(pause)
+        waited += pause

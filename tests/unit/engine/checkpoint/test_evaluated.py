@@ -18,7 +18,8 @@ def test_the_best_by_an_evaluation_stay(tmp_path: Path) -> None:
     rule = Retention(keep_last=1, keep_best=1, best_metric="evaluate/fid")
     assert [s for s, reasons in rule.reasons(folder.complete()).items() if reasons] == [4], "none is judged yet"
     rows = [{"step": step, "evaluate/fid": fid} for step, fid in ((1, 9.0), (2, 5.0), (3, 7.0), (3, None), (1, 6.0))]
-    text = "\n".join([*map(json.dumps, rows), '{"step": 4, "evalua'])
+    damaged = ["null", "[4]", '{"evaluate/fid": 1.0}', '{"step": 4, "evaluate/fid": "1"}', '{"step": 4, "evalua']
+    text = "\n".join([*map(json.dumps, rows), *damaged])
     (tmp_path / "evaluation.jsonl").write_text(text)
     found = folder.complete()
     assert [best_value(found[step], "evaluate/fid") for step in found] == [6.0, 5.0, 7.0, None]

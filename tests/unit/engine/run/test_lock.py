@@ -98,7 +98,7 @@ def test_a_file_system_without_locks_is_used_with_a_warning(tmp_path, monkeypatc
     monkeypatch.setattr(fcntl, "lockf", unsupported)
     lock = RunLock(tmp_path)
     lock.acquire()
-    assert "cannot be locked (No locks available): start no second run in it" in caplog.text
+    assert "cannot be locked (No locks available): start no second one in it" in caplog.text
     lock.release()
 
 
