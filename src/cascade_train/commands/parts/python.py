@@ -34,6 +34,7 @@ from cascade_train.config.preflight import preflight
 from cascade_train.config.sweep import is_main
 from cascade_train.engine.run.config_difference import flatten
 from cascade_train.errors import ConfigError
+from cascade_train.files.untrusted import read_json_lines
 from cascade_train.redaction import log_shown
 
 if TYPE_CHECKING:
@@ -41,6 +42,9 @@ if TYPE_CHECKING:
 
     from cascade_train.assembly.planning.plan import Plan
     from cascade_train.results.evaluation.verdict import Verdict
+
+METRICS = "metrics.jsonl"
+"""In the folder of a run."""
 
 ORIGIN = "cascade_train"
 """Attribute of the metadata of a configuration that `compose` returned, and of its copies: its `Origin`."""
@@ -88,19 +92,12 @@ class Run:
         if not (folder / "config.yaml").is_file():
             raise ConfigError(f"{path} is not the folder of a run: there is no config.yaml in it.")
         reason, export = read_mapping(folder / "stopped.json").get("reason"), folder / "export"
-        metrics = {name: value for row in rows_of(folder) for name, value in row.items()}
+        metrics = {name: value for row in read_json_lines(folder / METRICS) for name, value in row.items()}
         return cls(path=folder, metrics=metrics, stopped=reason, export=export if export.is_dir() else None)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the metrics of each optimizer step, in order."""
-        return rows_of(self.path)
-
-
-def rows_of(folder: Path) -> list[dict[str, Any]]:
-    """Return the metrics of each optimizer step of a run; none before the first."""
-    from cascade_train.engine.run.report import read_rows
-
-    return read_rows(folder / "metrics.jsonl")
+        """Return the metrics of each optimizer step, in order; none before the first."""
+        return list(read_json_lines(self.path / METRICS))
 
 
 def compose(*overrides: str, config_dir: str | Path | None = None) -> DictConfig:

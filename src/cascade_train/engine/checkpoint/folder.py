@@ -18,6 +18,7 @@ from typing import Any, Literal
 from cascade_train.engine.checkpoint.manifest import Manifest, whole_manifest
 from cascade_train.errors import ConfigError
 from cascade_train.files.durable import sync
+from cascade_train.files.untrusted import read_json_lines
 
 log = logging.getLogger(__name__)
 
@@ -179,11 +180,7 @@ def evaluations(path: Path, stamps: Mapping[int, str]) -> dict[int, dict[str, fl
     Torn lines do not count, nor those of weights that another save or a rollback has replaced: `stamps` by step.
     """
     found: dict[int, dict[str, float]] = {}
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
+    for row in read_json_lines(path):
         if row.get("weights") not in (None, stamps.get(row["step"])):
             continue
         numbers = {name: x for name, x in row.items() if name.startswith(EVALUATED) and x is not None}
