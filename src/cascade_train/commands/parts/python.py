@@ -7,6 +7,7 @@ its own file.
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import json
 import logging
@@ -24,7 +25,6 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from cascade_train.commands.parts.command_line import filled
-from cascade_train.commands.parts.host import settings_kept
 from cascade_train.config.error_messages import in_our_words
 from cascade_train.config.groups import conf_dir
 from cascade_train.config.hydra_compat import BASE
@@ -290,6 +290,30 @@ def _checked(cfg: DictConfig, check: Callable[[DictConfig], DictConfig]) -> Dict
     """Return a configuration as `check` does, all values resolved."""
     with _explained(), _hydra(_state(cfg)):
         return check(cfg)
+
+
+@contextmanager
+def settings_kept() -> Iterator[None]:
+    """Restore torch's random states, its switches and the garbage collector's as they were before the block.
+
+    Switches: deterministic kernels, cuDNN's benchmark, the precision of fp32 products.
+    """
+    import torch  # takes seconds
+
+    collects, products = gc.isenabled(), torch.backends.cuda.matmul
+    kernels, precision = torch.get_deterministic_debug_mode(), products.fp32_precision
+    benchmark = torch.backends.cudnn.benchmark
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
+    gc.enable()  # else a training takes this for a process of its own
+    try:
+        with torch.random.fork_rng(devices=gpus):
+            yield
+    finally:
+        torch.set_deterministic_debug_mode(kernels)
+        products.fp32_precision = precision
+        torch.backends.cudnn.benchmark = benchmark
+        if not collects:
+            gc.disable()
 
 
 @contextmanager
