@@ -1,13 +1,15 @@
-"""Write the tables of docs/memory.md: what each tier of `memory=` chooses, and the least that trainings need.
+"""Write the tables of memory: of docs/memory.md, docs/scale.md and the README.
 
     python scripts/write_memory_tiers.py
 
-Computed by rehearsed steps, for one GPU and a global batch of 32; takes minutes. A test computes a part of it anew.
+Computed by rehearsed steps, the tiers for one GPU and a global batch of 32; takes minutes. A test computes a part of it
+anew.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,7 +28,9 @@ from cascade_train.config.launch import register_schema
 from cascade_train.config.preflight import preflight
 from cascade_train.errors import ConfigError
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "memory.md"
+README = Path(__file__).resolve().parents[1] / "README.md"
+PAGE = README.with_name("docs") / "memory.md"
+SCALE = PAGE.with_name("scale.md")
 FIRST, LAST = "<!-- tiers: computed -->", "<!-- end -->"
 FIRST_LEAST = "<!-- least: computed -->"
 LEAST = (
@@ -43,6 +47,17 @@ LEAST = (
     ("Fine-tune C 1B, offloaded", "model=c_1b task=finetune parallel.cpu_offload=true"),
 )
 """Trainings that need little, and their overrides."""
+
+FIRST_OVERVIEW, FIRST_SPLIT = "<!-- overview: computed -->", "<!-- split: computed -->"
+OVERVIEW = (
+    ("LoRA, C 3.6B", "model=c_3b task=lora"),
+    ("LoRA, C 1B", "model=c_1b task=lora"),
+    ("ControlNet, C 3.6B", "model=c_3b task=controlnet"),
+    ("Fine-tune C 3.6B", "model=c_3b task=finetune"),
+    ("Fine-tune C 1B", "model=c_1b task=finetune"),
+    ("Fine-tune B 1.6B", "model=b_3b task=reconstruction"),
+)
+"""Trainings of the README and of docs/scale.md, and their overrides."""
 
 ALWAYS = ("train.global_batch_size=1", "activation_checkpointing=true")
 RUNS = (
@@ -83,6 +98,27 @@ def least(name: str, overrides: str) -> str:
     return f"| {name} | `{overrides}` | {' | '.join(f'{each / 1e9:.1f}' for each in needs(overrides))} |"
 
 
+@functools.cache
+def taken(overrides: str) -> tuple[dict[int, str], str]:
+    """Return what an accumulated step takes, one picture at a time: GB of each rank, by their number, and TFLOP."""
+    cfg = composed([*overrides.split(), *ALWAYS])
+    whole, steps = memory_of(cfg)
+    split = changed(cfg, {"parallel.mode": "fsdp"})
+    memory = {n: over_ranks(split, whole, n, machine_ranks=n, device_gb=math.inf) for n in (1, 2, 4, 8)}
+    return {n: f"{each.total(1, 2) / 1e9:.1f}" for n, each in memory.items()}, f"{steps.flops / 1e12:.1f}"
+
+
+def overview(name: str, overrides: str) -> str:
+    """Return the line of a training in the README: on one GPU and on each of 8, and TFLOP a picture."""
+    gb, tflop = taken(overrides)
+    return f"| {name} | {gb[1]} | {gb[8]} | {tflop} |"
+
+
+def split(name: str, overrides: str) -> str:
+    """Return the line of a training in docs/scale.md: on 1, 2, 4 and 8 GPUs."""
+    return f"| {name} | {' | '.join(taken(overrides)[0].values())} |"
+
+
 def row(model: str, task: str) -> str:
     """Return the line of a model and task."""
     cfg = composed([f"model={model}", f"task={task}"])
@@ -115,14 +151,30 @@ def least_lines() -> Iterator[str]:
     yield from (least(*each) for each in LEAST)
 
 
+def split_lines() -> Iterator[str]:
+    """Yield the table of docs/scale.md."""
+    yield "| | whole (single, ddp) | split over 2 | over 4 | over 8 |"
+    yield "|---|---|---|---|---|"
+    yield from (split(*each) for each in OVERVIEW)
+
+
+def overview_lines() -> Iterator[str]:
+    """Yield the README's table."""
+    yield "| | one GPU | each of 8 (`parallel=fsdp`) | TFLOP an image, 768 px (Stage B 1024 px) |"
+    yield "|---|---|---|---|"
+    yield from (overview(*each) for each in OVERVIEW)
+
+
 def renewed(text: str, first: str, new: Iterable[str]) -> str:
     """Return a page with other lines between a mark and the next end."""
     made = "\n".join([first, *new, LAST])
     text, count = re.subn(f"{first}.*?{LAST}", lambda _: made, text, flags=re.DOTALL)
     if count != 1:
-        raise ValueError(f"{PAGE} needs one part between {first} and {LAST}")
+        raise ValueError(f"a page needs one part between {first} and {LAST}, and has {count}")
     return text
 
 
 if __name__ == "__main__":
+    README.write_text(renewed(README.read_text(), FIRST_OVERVIEW, overview_lines()))
+    SCALE.write_text(renewed(SCALE.read_text(), FIRST_SPLIT, split_lines()))
     PAGE.write_text(renewed(renewed(PAGE.read_text(), FIRST, lines()), FIRST_LEAST, least_lines()))

@@ -106,7 +106,7 @@ def sweep_results(folder: Path) -> list[Result]:
     Raises:
         ConfigError: the folder is no sweep's, or no run in it has ended.
     """
-    found = pages.read_rows(folder / RESULTS, **KINDS)
+    found = list(pages.read_rows(folder / RESULTS, **KINDS))
     if not found:
         found = [pages.read_mapping(path, **KINDS) for path in sorted((folder / ".results").glob("[!.]*.json"))]
     found = [each for each in found if is_result(each)]

@@ -6,6 +6,7 @@ imported where a file is opened.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
@@ -107,9 +108,10 @@ class Parquet(TableSource):
         wanted = {key for each in self._filters.filters for key in each.keys}
         with open_parquet(path) as file:
             names = [name for name in file.schema_arrow.names if name in wanted]
-            for group in range(file.num_row_groups):
+            edges = np.searchsorted(table["shard"], np.arange(file.num_row_groups + 1)).tolist()
+            for group, (first, end) in enumerate(itertools.pairwise(edges)):
                 rows = list(read_rows(file, group, names)) if names else []
-                for place in np.flatnonzero(table["shard"] == group).tolist():
+                for place in range(first, end):
                     values = _present(rows[table["row"][place]]) if rows else {}
                     verdicts[place] = self._filters.judge(values)
         return verdicts

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +49,7 @@ class LossCurve:
     def forget(self) -> None:
         """Read the metrics from their beginning at the next drawing: lines have been cut off."""
         self._read_bytes = 0
-        self._points: dict[str, list[Point]] = {key: [] for key in COLOURS}
+        self._curves = {key: Curve() for key in COLOURS}
 
     def draw(self) -> None:
         """Draw the metrics so far. A full disk or a damaged line is only logged."""
@@ -57,7 +58,7 @@ class LossCurve:
         path = self._metrics.with_name(CURVE_NAME)
         try:
             self._read()
-            picture = draw_curve(self._points)
+            picture = draw_curve(self._curves)
             if picture is not None:
                 with replacing(path) as partial:
                     picture.save(partial, format="png")
@@ -69,40 +70,46 @@ class LossCurve:
             lines.seek(self._read_bytes)
             for line in lines:
                 row = json.loads(line)
-                for key, points in self._points.items():
+                for key, curve in self._curves.items():
                     if row.get(key) is not None:
-                        points.append((row["step"], row[key]))
+                        curve.add(row["step"], row[key])
                 self._read_bytes += len(line)
 
 
-def draw_curve(points: Mapping[str, Sequence[Point]]) -> Image.Image | None:
-    """Return a chart of (step, value) points by the keys of `COLOURS`; None where there is no loss."""
-    loss = points["loss"]
-    if not loss:
+class Curve:
+    """The values of a metric at its steps, and their exponential running mean, started at the first."""
+
+    def __init__(self) -> None:
+        self.steps, self.values, self.means = array("q"), array("d"), array("d")
+
+    def add(self, step: int, value: float) -> None:
+        """Append the value of a step."""
+        self.means.append(MEMORY * self.means[-1] + (1 - MEMORY) * value if self.means else value)
+        self.steps.append(step)
+        self.values.append(value)
+
+    def points(self, values: Sequence[float]) -> list[Point]:
+        """Return (step, value) points of `values` or `means`, at most `POINTS` evenly spaced ones and the last."""
+        places = [*range(0, len(values), -(-len(values) // POINTS)), len(values) - 1]
+        return [(self.steps[place], values[place]) for place in places]
+
+
+def draw_curve(curves: Mapping[str, Curve]) -> Image.Image | None:
+    """Return a chart of the curves by the keys of `COLOURS`; None where there is no loss."""
+    loss = curves["loss"]
+    if not loss.values:
         return None
     lines = [
-        Line(label="each step", colour="#b8c4e8", points=_thinned(loss)),
-        Line(label="running mean", colour=COLOURS["loss"], points=_thinned(running_mean(loss))),
+        Line(label="each step", colour="#b8c4e8", points=loss.points(loss.values)),
+        Line(label="running mean", colour=COLOURS["loss"], points=loss.points(loss.means)),
     ]
     for key, colour in COLOURS.items():
-        if key != "loss" and points[key]:
+        if key != "loss" and curves[key].values:
             label = f"{key} (unweighted, at fixed noise levels)"
-            lines.append(Line(label=label, colour=colour, points=points[key], dotted=True))
+            points = curves[key].points(curves[key].values)
+            lines.append(Line(label=label, colour=colour, points=points, dotted=True))
     positive = all(y > 0 for line in lines for _, y in line.points)
     return draw_chart("loss over optimizer steps", lines, x_format=".0f", logarithmic=positive)
-
-
-def running_mean(points: Sequence[Point]) -> list[Point]:
-    """Return the exponential running mean, started at the first value."""
-    mean, means = points[0][1], []
-    for step, loss in points:
-        mean = MEMORY * mean + (1 - MEMORY) * loss
-        means.append((step, mean))
-    return means
-
-
-def _thinned(points: Sequence[Point]) -> Sequence[Point]:
-    return [*points[:: -(-len(points) // POINTS)], points[-1]]
 
 
 class LossPlot:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from cascade_train.errors import RunError, unwritten
-from cascade_train.files.durable import append_durably, write_durably
+from cascade_train.files.durable import append_durably, replacing
 
 log = logging.getLogger(__name__)
 
@@ -146,26 +146,28 @@ def _to_host(records: Sequence[Mapping[str, Tensor | float]]) -> list[dict[str, 
 
 def cut_lines(path: Path, step: int) -> None:
     """Drop the lines of a file with one JSON object per step after a step, and torn ones."""
-    if not path.exists():
+    if all(line_step is not None and line_step <= step for line_step, _ in _by_step(path)):
         return
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-    kept = []
-    for number, line in enumerate(lines, start=1):
-        line_step = step_of(line)
-        if line_step is None:
-            log.warning("line %d of %s is torn and dropped", number, path)
-        elif line_step <= step:
-            kept.append(line)
-    if kept != lines:
-        write_durably(path, "".join(kept))
+    with replacing(path) as beside, beside.open("w", encoding="utf-8") as kept:
+        for number, (line_step, line) in enumerate(_by_step(path), start=1):
+            if line_step is None:
+                log.warning("line %d of %s is torn and dropped", number, path)
+            elif line_step <= step:
+                kept.write(line)
 
 
 def missing_steps(path: Path, *, first: int | None, last: int) -> list[int]:
     """Return the steps up to `last` that have no whole line, from `first`; None = from the first that has one."""
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) if path.exists() else []
-    found = {step for line in lines if (step := step_of(line)) is not None}
+    found = {step for step, _ in _by_step(path) if step is not None}
     begin = min(found, default=last) if first is None else first
     return [step for step in range(begin, last + 1) if step not in found]
+
+
+def _by_step(path: Path) -> Iterator[tuple[int | None, str]]:
+    """Yield the step of each line, and the line, never all at once: there may be millions."""
+    if path.exists():
+        with path.open(encoding="utf-8", errors="replace", newline="\n") as lines:
+            yield from ((step_of(line), line) for line in lines)
 
 
 def step_of(line: str) -> int | None:

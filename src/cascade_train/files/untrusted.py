@@ -6,7 +6,9 @@ Any fault of a text is a ValueError.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -54,6 +56,19 @@ def read_json(text: str | bytes) -> Any:
         raise ValueError(f"it cannot be read ({type(error).__name__})") from error
     _check_depth(value)
     return value
+
+
+def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects of a file with one in each line, never all at once; what cannot be read is left out."""
+    try:
+        with path.open("rb") as lines:
+            for line in lines:
+                with suppress(ValueError):
+                    row = read_json(line)
+                    if isinstance(row, dict):
+                        yield row
+    except OSError:  # there is none, or it may not be read
+        return
 
 
 def read_yaml(text: str | bytes) -> Any:
@@ -107,7 +122,7 @@ def _parsed(text: str | bytes, what: str, kind: Any = _Loader) -> Any:
 
 
 def _check_depth(value: Any) -> None:
-    level, depth = [value], 0
+    level, depth = _children([value]), 1
     while level:
         _refuse_deeper(depth)
         level = [child for each in level for child in _children(each)]
@@ -119,5 +134,7 @@ def _refuse_deeper(depth: int) -> None:
         raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
 
 
-def _children(value: Any) -> list[Any]:
-    return list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+def _children(value: dict[str, Any] | list[Any]) -> list[Any]:
+    """Return the mappings and lists within one."""
+    children = value.values() if isinstance(value, dict) else value
+    return [child for child in children if isinstance(child, dict | list)]

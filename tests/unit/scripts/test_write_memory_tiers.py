@@ -1,4 +1,4 @@
-"""The tables of docs/memory.md: every model and task that fit, what needs little, and a part computed anew."""
+"""The tables of memory: what has a row, a part computed anew, and what texts repeat of them."""
 
 from __future__ import annotations
 
@@ -51,3 +51,48 @@ def test_what_needs_little_is_computed_as_the_page_says(name: str, overrides: st
     assert write_memory_tiers.least(name, overrides) in PAGE.split("\n"), "run: python scripts/write_memory_tiers.py"
     cached = float(write_memory_tiers.least(name, overrides).split("|")[4]) * 1e9
     assert cached <= ASKED.get(overrides, math.inf)
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        each if each[1] == "model=c_1b task=lora" else pytest.param(*each, marks=pytest.mark.recipes)
+        for each in write_memory_tiers.OVERVIEW
+    ],
+)
+def test_the_tables_of_the_readme_and_of_scale_are_fresh(name: str, overrides: str):
+    for page, line in (
+        (write_memory_tiers.README, write_memory_tiers.overview(name, overrides)),
+        (write_memory_tiers.SCALE, write_memory_tiers.split(name, overrides)),
+    ):
+        assert line in page.read_text().split("\n"), "run: python scripts/write_memory_tiers.py"
+
+
+def rows(page: str) -> list[list[str]]:
+    """Return the cells of the tables of a page, without their marks."""
+    return [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in page.split("\n") if line[:2] == "| "]
+
+
+def test_numbers_of_memory_in_texts_are_those_of_the_tables():
+    readme, memory, scale, trouble, lora = (
+        (write_memory_tiers.README.parent / name).read_text()
+        for name in ("README.md", "docs/memory.md", "docs/scale.md", "docs/troubleshooting.md", "docs/first-lora.md")
+    )
+    split = {name: numbers for name, *numbers in rows(scale)}
+    least = {overrides: numbers for _, overrides, *numbers in rows(memory.split(write_memory_tiers.FIRST_LEAST)[1])}
+    [tiers] = [tiers for model, task, *tiers in rows(memory) if (model, task) == ("c_3b", "finetune")]
+    adafactor = "task=finetune train.master_weights=bf16 optimizer=adafactor"
+    whole, adapters = (f"{float(split[name][0]):.0f}" for name in ("Fine-tune C 3.6B", "LoRA, C 3.6B"))
+    offloaded = f"{float(least['model=c_3b task=finetune parallel.cpu_offload=true'][2]):.0f}"
+    repeated = (
+        (readme, f"fine-tunes C 3.6B in a computed {tiers[2].split()[-1]} GB"),
+        (readme, f"a LoRA of C 3.6B takes {least['model=c_3b task=lora train.base_weights=int8'][0]} on a base in 8"),
+        (readme, f"weights in bf16 {least[f'model=c_3b {adafactor}'][0]} (C 3.6B)"),
+        (readme, f"(C 3.6B) and {least[f'model=c_1b {adafactor}'][0]} (C 1B)"),
+        (lora, f"Adapters on the 3.6B take {split['LoRA, C 3.6B'][0]} GB"),
+        (lora, f"those on the 1B {split['LoRA, C 1B'][0]} GB"),
+        (scale, f"`hsdp` for finetuning ({split['Fine-tune C 3.6B'][3]} GB"),
+        (scale, f"pinned memory ({offloaded} GB"),
+        (trouble, f"Fine-tuning all of `c_3b` takes {whole} GB with both; a LoRA takes {adapters} GB"),
+    )
+    assert [text for page, text in repeated if text not in page] == []

@@ -7,6 +7,7 @@ its own file.
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import json
 import logging
@@ -24,7 +25,6 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from cascade_train.commands.parts.command_line import filled
-from cascade_train.commands.parts.host import settings_kept
 from cascade_train.config.error_messages import in_our_words
 from cascade_train.config.groups import conf_dir
 from cascade_train.config.hydra_compat import BASE
@@ -34,6 +34,7 @@ from cascade_train.config.preflight import preflight
 from cascade_train.config.sweep import is_main
 from cascade_train.engine.run.config_difference import flatten
 from cascade_train.errors import ConfigError
+from cascade_train.files.untrusted import read_json_lines
 from cascade_train.redaction import log_shown
 
 if TYPE_CHECKING:
@@ -41,6 +42,9 @@ if TYPE_CHECKING:
 
     from cascade_train.assembly.planning.plan import Plan
     from cascade_train.results.evaluation.verdict import Verdict
+
+METRICS = "metrics.jsonl"
+"""In the folder of a run."""
 
 ORIGIN = "cascade_train"
 """Attribute of the metadata of a configuration that `compose` returned, and of its copies: its `Origin`."""
@@ -88,19 +92,12 @@ class Run:
         if not (folder / "config.yaml").is_file():
             raise ConfigError(f"{path} is not the folder of a run: there is no config.yaml in it.")
         reason, export = read_mapping(folder / "stopped.json").get("reason"), folder / "export"
-        metrics = {name: value for row in rows_of(folder) for name, value in row.items()}
+        metrics = {name: value for row in read_json_lines(folder / METRICS) for name, value in row.items()}
         return cls(path=folder, metrics=metrics, stopped=reason, export=export if export.is_dir() else None)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the metrics of each optimizer step, in order."""
-        return rows_of(self.path)
-
-
-def rows_of(folder: Path) -> list[dict[str, Any]]:
-    """Return the metrics of each optimizer step of a run; none before the first."""
-    from cascade_train.engine.run.report import read_rows
-
-    return read_rows(folder / "metrics.jsonl")
+        """Return the metrics of each optimizer step, in order; none before the first."""
+        return list(read_json_lines(self.path / METRICS))
 
 
 def compose(*overrides: str, config_dir: str | Path | None = None) -> DictConfig:
@@ -293,6 +290,30 @@ def _checked(cfg: DictConfig, check: Callable[[DictConfig], DictConfig]) -> Dict
     """Return a configuration as `check` does, all values resolved."""
     with _explained(), _hydra(_state(cfg)):
         return check(cfg)
+
+
+@contextmanager
+def settings_kept() -> Iterator[None]:
+    """Restore torch's random states, its switches and the garbage collector's as they were before the block.
+
+    Switches: deterministic kernels, cuDNN's benchmark, the precision of fp32 products.
+    """
+    import torch  # takes seconds
+
+    collects, products = gc.isenabled(), torch.backends.cuda.matmul
+    kernels, precision = torch.get_deterministic_debug_mode(), products.fp32_precision
+    benchmark = torch.backends.cudnn.benchmark
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
+    gc.enable()  # else a training takes this for a process of its own
+    try:
+        with torch.random.fork_rng(devices=gpus):
+            yield
+    finally:
+        torch.set_deterministic_debug_mode(kernels)
+        products.fp32_precision = precision
+        torch.backends.cudnn.benchmark = benchmark
+        if not collects:
+            gc.disable()
 
 
 @contextmanager

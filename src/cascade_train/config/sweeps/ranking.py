@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import json
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from cascade_train.files.untrusted import read_json_lines
 
 VALIDATION, LOSS = "validate/loss", "loss"
 LOSS_STEPS = 100
@@ -17,26 +19,14 @@ Result = dict[str, Any]
 
 def measured(path: Path, best_metric: str | None) -> Result:
     """Return `metrics`, the last line of a run's `metrics.jsonl` that can be read, and `values` that may rank it."""
-    rows = read_rows(path)
-    losses = [row[LOSS] for row in rows[-LOSS_STEPS:] if row.get(LOSS) is not None]
-    values = {LOSS: sum(losses) / len(losses)} if losses else {}
-    for name in sorted({VALIDATION, best_metric or VALIDATION} - {LOSS}):
-        known = [row[name] for row in rows if row.get(name) is not None]
-        values |= {name: known[-1]} if known else {}
-    return {"metrics": rows[-1] if rows else {}, "values": values}
-
-
-def read_rows(path: Path) -> list[Result]:
-    """Return the lines of a run's metrics that can be read."""
-    rows = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict):
-            rows.append(row)
-    return rows
+    names = sorted({VALIDATION, best_metric or VALIDATION} - {LOSS})
+    newest, known = deque[Result](maxlen=LOSS_STEPS), dict[str, Any]()
+    for row in read_json_lines(path):
+        newest.append(row)
+        known |= {name: row[name] for name in names if row.get(name) is not None}
+    losses = [row[LOSS] for row in newest if row.get(LOSS) is not None]
+    mean = {LOSS: sum(losses) / len(losses)} if losses else {}
+    return {"metrics": newest[-1] if newest else {}, "values": mean | known}
 
 
 def metric_of(results: Sequence[Result]) -> tuple[str, str]:

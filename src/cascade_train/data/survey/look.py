@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -123,12 +122,13 @@ def survey(part: Rows, *, read: int | None, seed: int) -> Survey:
 
 def _different(part: Rows) -> np.ndarray:
     """Return the first row of each sample; two tars may have a key in common."""
-    fields = [name for name in part.index.table.dtype.names or () if name != "shard"]
-    places = part.index.table[fields][part.rows].tolist()
-    first: dict[tuple[str, Any], int] = {}
-    for row, place in zip(part.rows.tolist(), places, strict=True):
-        first.setdefault((part.index.name(row), place), row)
-    return np.array(list(first.values()), dtype=np.int64)
+    table, rows = part.index.table[part.rows], part.rows
+    names = [name for name in table.dtype.names or () if name != "shard"]
+    _, shard_of = np.unique(part.index.shards, return_inverse=True)  # of the same name, they count as one
+    columns = [*(table[name] for name in names), shard_of[table["shard"]], part.index.keys[rows]]
+    order = np.lexsort(columns)  # stable: of equal rows the first one comes first
+    equals_next = np.logical_and.reduce([column[order][1:] == column[order][:-1] for column in columns])
+    return np.sort(rows[order[np.r_[True, ~equals_next]]])
 
 
 def _near(looks: dict[str, tuple[Look, int]]) -> tuple[tuple[str, ...], ...]:

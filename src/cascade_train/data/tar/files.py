@@ -22,7 +22,7 @@ from cascade_train.data.storage.store import LocalFiles, Store, StoredObject
 from cascade_train.data.tar.members import PARTS
 from cascade_train.errors import ConfigError
 from cascade_train.files.durable import write_durably
-from cascade_train.redaction import redact, redact_argument
+from cascade_train.redaction import LONGEST_REASON, redact, redact_argument, shortened
 
 PIPE = "pipe:"
 COMPRESSIONS = {".gz": "gzip", ".tgz": "gzip", ".bz2": "bz2", ".tbz2": "bz2", ".xz": "xz", ".txz": "xz"}
@@ -214,7 +214,7 @@ def _normal(url: str) -> str:
 
 def _missing_text(patterns: list[str], missing: list[Path], total: int) -> str:
     shown = ", ".join(str(path) for path in missing[:3]) + (", ..." if len(missing) > 3 else "")
-    given = ",".join(map(redact_argument, patterns))
+    given = shortened(",".join(map(redact_argument, patterns)), LONGEST_REASON)
     text = f"data.urls={given}: {len(missing)} of {total} tar files not found: {shown}."
     if missing[0].is_dir():
         return f"{text} {missing[0]} is a folder: name the tar files in it, as in {missing[0]}/{{000..005}}.tar"

@@ -18,6 +18,7 @@ from typing import Any, Literal
 from cascade_train.engine.checkpoint.manifest import Manifest, whole_manifest
 from cascade_train.errors import ConfigError
 from cascade_train.files.durable import sync
+from cascade_train.files.untrusted import read_json_lines
 
 log = logging.getLogger(__name__)
 
@@ -189,13 +190,7 @@ def evaluations(path: Path, stamps: Mapping[int, str]) -> dict[int, dict[str, fl
 
 def evaluation_rows(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the lines of a file of evaluations that can be read: one that is torn ends neither a run nor a watch."""
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
-            yield row
+    return (row for row in read_json_lines(path) if isinstance(row.get("step"), int))
 
 
 def last_logged(path: Path, metric: str, *, step: int) -> dict[str, Any] | None:

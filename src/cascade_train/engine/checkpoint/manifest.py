@@ -153,9 +153,13 @@ def whole_manifest(directory: Path) -> Manifest | None:
 
 
 def _first_fault(directory: Path, manifest: Manifest, *, hashes: bool) -> str | None:
+    def fault(item: tuple[str, FileRecord]) -> str | None:
+        return _file_fault(directory / item[0], item[1], hashes=hashes)
+
+    if not hashes:  # sizes are known before threads have begun
+        return next(filter(None, map(fault, manifest.files.items())), None)
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-        faults = pool.map(lambda item: _file_fault(directory / item[0], item[1], hashes=hashes), manifest.files.items())
-        return next((fault for fault in faults if fault is not None), None)
+        return next(filter(None, pool.map(fault, manifest.files.items())), None)
 
 
 def _file_fault(path: Path, record: FileRecord, *, hashes: bool) -> str | None:

@@ -244,6 +244,8 @@ class CheckpointStore:
 
     def _retain(self, newest: int) -> None:
         """Delete what the rule does not keep; the one just written (`newest`) and damaged ones always stay."""
+        if self._retention.keep_last is None:
+            return
         manifests = {step: each for step, each in self._folder.complete().items() if step <= newest}
         recent = self._retention.newest(manifests)
         for step, reasons in self._retention.reasons(manifests).items():

@@ -24,6 +24,7 @@ class UnreadableList:
     def __init__(self, folder: Path, *, rank: int, met: Sequence[Unreadable]) -> None:
         self._path = folder / f"rank_{rank}.jsonl"
         self._met, self._written = met, 0
+        self._listed: set[str] | None = None
 
     def write(self, step: int) -> None:
         """Append the samples since the last call, with the step. Not collective; a failed write is only logged."""
@@ -31,10 +32,12 @@ class UnreadableList:
         if not met:
             return
         try:
-            kept = {json.loads(line)["sample"] for line in read_whole_lines(self._path)}
-            new = {each.name: _line(each, step) for each in met if each.name not in kept}
+            if self._listed is None:
+                self._listed = {json.loads(line)["sample"] for line in read_whole_lines(self._path)}
+            new = {each.name: _line(each, step) for each in met if each.name not in self._listed}
             self._path.parent.mkdir(parents=True, exist_ok=True)
             append_durably(self._path, "".join(new.values()))
+            self._listed.update(new)
         except (OSError, ValueError, LookupError, TypeError) as error:
             log.warning(
                 "%s could not be written, or read before (%s); the log names the unreadable samples", self._path, error

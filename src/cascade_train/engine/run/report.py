@@ -25,7 +25,7 @@ from cascade_train.engine.checkpoint.manifest import whole_manifest
 from cascade_train.engine.run.config_difference import find_differences
 from cascade_train.files.durable import replacing
 from cascade_train.files.plain_yaml import to_yaml
-from cascade_train.files.untrusted import read_json, read_yaml
+from cascade_train.files.untrusted import read_json, read_json_lines, read_yaml
 from cascade_train.redaction import redact, redacted
 
 if TYPE_CHECKING:
@@ -132,25 +132,28 @@ def read_config(folder: Path) -> Data:
 
 def read_mapping(path: Path, **kinds: type) -> Data:
     """Return the mapping in a JSON or YAML file, without values of other types than `kinds`; else empty."""
-    return _parsed(_text(path), read_yaml if path.suffix == ".yaml" else read_json, **kinds)
+    try:
+        text = path.read_bytes().decode(errors="replace")
+    except OSError:  # there is none, or it may not be read
+        return {}
+    return _parsed(text, read_yaml if path.suffix == ".yaml" else read_json, **kinds)
 
 
-def read_rows(path: Path, **kinds: type) -> list[Data]:
-    """Return the lines of a file of JSON objects that can be read, each as `read_mapping` does."""
-    found = (_parsed(line, **kinds) for line in _text(path).splitlines())
-    return [row for row in found if row]
+def read_rows(path: Path, **kinds: type) -> Iterator[Data]:
+    """Yield the JSON objects of a file's lines, without values of other types than `kinds`."""
+    return (_of_kinds(row, kinds) for row in read_json_lines(path))
 
 
 def read_metrics(folder: Path) -> Metrics:
     """Return the numbers of a run, line by line: a file of a million steps is larger than what is kept of it."""
     found: dict[str, tuple[array[int], array[float]]] = defaultdict(lambda: (array("q"), array("d")))
-    for line in _lines(folder / "metrics.jsonl"):
-        row = _parsed(line)
+    for row in read_json_lines(folder / "metrics.jsonl"):
         step: Any = row.get("step")
         for name, value in row.items() if isinstance(step, int) and is_number(step) else ():
             if is_number(value):
-                found[name][0].append(step)
-                found[name][1].append(value)
+                steps, values = found[name]
+                steps.append(step)
+                values.append(value)
     return dict(found)
 
 
@@ -228,7 +231,7 @@ def noise_levels(folders: Mapping[str, Path]) -> list[Data]:
     found = []
     for label, folder in _spread(folders, MOST_LEVELS):
         picture = _opened(folder / "loss_by_logsnr.png")
-        points = {} if picture is None else _parsed(picture.info.get("points", ""), x=list, y=list)
+        points = {} if picture is None else _parsed(picture.info.get("points", ""), read_json, x=list, y=list)
         x, y = points.get("x", []), points.get("y", [])
         if x and len(x) == len(y) and all(map(is_number, [*x, *y])):
             found.append({"label": label, "x": x, "y": y})
@@ -326,22 +329,14 @@ def is_number(value: Any) -> bool:
     return abs(value) < (2**63 if isinstance(value, int) else math.inf)
 
 
-def _lines(path: Path) -> Iterator[bytes]:
-    try:
-        with path.open("rb") as file:
-            yield from file
-    except OSError:  # there is none, or it may not be read
-        return
-
-
-def _text(path: Path) -> str:
-    return b"".join(_lines(path)).decode(errors="replace")
-
-
-def _parsed(text: str | bytes, read: Callable[[str | bytes], Any] = read_json, **kinds: type) -> Data:
+def _parsed(text: str, read: Callable[[str], Any], **kinds: type) -> Data:
     try:
         value = read(text)
     except ValueError:
         return {}
-    found = value if isinstance(value, dict) else {}
-    return {k: v for k, v in found.items() if isinstance(v, kinds.get(k, object))} if kinds else found
+    return _of_kinds(value, kinds) if isinstance(value, dict) else {}
+
+
+def _of_kinds(row: Data, kinds: Mapping[str, type]) -> Data:
+    """Return a mapping without values of other types than `kinds`."""
+    return {key: value for key, value in row.items() if isinstance(value, kinds.get(key, object))}

@@ -82,12 +82,6 @@ class CascadeUNet(StableCascadeUNet):
         """Number of levels, each with its own width."""
         return len(self.config.block_out_channels)
 
-    def executed_residual_blocks(self) -> int:
-        """Return how many residual blocks one forward pass executes, every repeat pass counted: the control indices."""
-        down = zip(self.config.down_num_layers_per_block, self.config.down_blocks_repeat_mappers, strict=True)
-        up = zip(self.config.up_num_layers_per_block, self.config.up_blocks_repeat_mappers, strict=True)
-        return sum(layers * repeats for pairs in (down, up) for layers, repeats in pairs)
-
     def _split(self, blocks: nn.ModuleList, level: int) -> list[list[nn.Module]]:
         size = len(self.config.block_types_per_layer[level])
         return [list(blocks[start : start + size]) for start in range(0, len(blocks), size)]

@@ -112,9 +112,9 @@ def keep(verdict: Verdict, run: Path, step: int, grid: Path, *, track: bool, is_
     if not track:
         return
     cfg: Any = OmegaConf.to_container(load_yaml(run / CONFIG_NAME))
-    newest = list(CheckpointFolder(run / "checkpoints").complete().values())[-1:]
     if cfg["tracker"]["name"] == "none":
         return
+    newest = list(CheckpointFolder(run / "checkpoints").complete().values())[-1:]
     try:
         tracker = build_tracker(
             **{key: cfg["tracker"][key] for key in ("name", "project", "entity", "mode")},

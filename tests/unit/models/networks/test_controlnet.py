@@ -64,11 +64,6 @@ def test_every_executed_block_of_a_stage_has_a_width(model: str, count: int, wid
     assert block_widths(make_stage(model).network_config.arguments) == [width] * count
 
 
-def test_as_many_blocks_have_a_width_as_the_network_counts() -> None:
-    network = filled_network()
-    assert len(block_widths(network.config)) == network.executed_residual_blocks() == 6
-
-
 def test_widths_follow_the_levels_and_their_repeats() -> None:
     config = {
         "block_out_channels": [8, 16],
