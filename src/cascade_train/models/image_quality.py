@@ -8,7 +8,8 @@ Shape legend: B batch, C channels, H W image size, D features.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,6 +23,7 @@ from torch.nn import functional
 from cascade_train.errors import ConfigError, install_hint
 from cascade_train.models.convolutional import ConvolutionalCompressor
 from cascade_train.models.formats.weights import copy_to, open_weights, set_tensor
+from cascade_train.models.formats.weights_tensors import StoredTensors
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """Of the images that the network was trained on."""
@@ -29,6 +31,9 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 LAYERS = (3, 8, 15, 22, 29)
 """The rectified layer in front of each pooling; these are compared."""
 
+
+VGG, INCEPTION = "torchvision's vgg16-397923af.pth", "torch-fidelity's weights-inception-2015-12-05-6726825d.pth"
+"""The files that LPIPS and FID are measured with."""
 
 INCEPTION_LAYER = "2048"
 """The last pooling of Inception V3, whose 2048 features FID compares."""
@@ -133,14 +138,25 @@ class FeatureDistance:
         return found
 
 
+@contextmanager
+def _opened(weights: str, *, key: str, wanted: str) -> Iterator[StoredTensors]:
+    """Open a file that the user has to fetch; a ConfigError says which one is `wanted`."""
+    with ExitStack() as stack:
+        try:
+            tensors = stack.enter_context(open_weights(weights, key=key))
+        except ConfigError as error:
+            raise ConfigError(f"{error}. Give {wanted}, or null") from error
+        yield tensors
+
+
 def _read_features(features: nn.Sequential, weights: str, device: torch.device, key: str) -> None:
-    with open_weights(weights, key=key) as tensors:
+    with _opened(weights, key=key, wanted=VGG) as tensors:
         shapes = tensors.shapes()
         for name, value in features.state_dict().items():
             if shapes.get(f"features.{name}") != tuple(value.shape):
                 raise ConfigError(
-                    f"{key}={weights}: features.{name} of VGG-16 is not there, or of another shape; give "
-                    "torchvision's vgg16-397923af.pth, or null"
+                    f"{key}={weights}: features.{name} of VGG-16 is not there, or of another shape, but "
+                    f"{next(iter(shapes), 'nothing')} is; give {VGG}, or null"
                 )
             set_tensor(features, name, copy_to(tensors.read(f"features.{name}"), torch.float32, device))
 
@@ -176,7 +192,7 @@ def load_inception(
         )
     from torch_fidelity import FeatureExtractorInceptionV3
 
-    with open_weights(weights, key=key) as tensors:
+    with _opened(weights, key=key, wanted=INCEPTION) as tensors:
         state = {name: tensors.read(name) for name in tensors.shapes()}
     with tempfile.TemporaryDirectory() as folder:  # the library unpickles its file: this copy is harmless
         torch.save(state, Path(folder) / "inception.pth")
@@ -184,8 +200,8 @@ def load_inception(
             module = FeatureExtractorInceptionV3("fid", [INCEPTION_LAYER], str(Path(folder) / "inception.pth"))
         except RuntimeError as error:
             raise ConfigError(
-                f"{key}={weights}: is not FID's Inception V3; give torch-fidelity's "
-                "weights-inception-2015-12-05-6726825d.pth, or null"
+                f"{key}={weights}: is not FID's Inception V3, but holds {next(iter(state), 'nothing')}; give "
+                f"{INCEPTION}, or null"
             ) from error
     module.to(device)
     layers = nn.Sequential(*list(module.children())[:-1], nn.Flatten())  # as its forward, without the classifier

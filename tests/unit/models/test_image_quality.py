@@ -66,7 +66,7 @@ def test_lpips_is_that_of_torchmetrics(tmp_path: Path, monkeypatch: pytest.Monke
     torch.testing.assert_close(alone["lpips"], wanted, rtol=1e-3, atol=1e-5)
     assert "lpips" in ReconstructionQuality(multiple=16, lpips=ours)(image, original)
     save_file({"a": torch.zeros(1)}, tmp_path / "other.safetensors")
-    with pytest.raises(ConfigError, match="validate.lpips=.*features.0.weight of VGG-16 is not there"):
+    with pytest.raises(ConfigError, match="validate.lpips=.*features.0.weight of VGG-16 is not there.*but a is"):
         load_lpips(str(tmp_path / "other.safetensors"), device=torch.device("cpu"), key="validate.lpips")
 
 
@@ -116,8 +116,12 @@ def test_another_network_is_refused_and_so_is_a_missing_library(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_file({"a": torch.zeros(1)}, tmp_path / "other.safetensors")
-    with pytest.raises(ConfigError, match="validate.rfid=.*is not FID's Inception V3"):
+    with pytest.raises(ConfigError, match="validate.rfid=.*is not FID's Inception V3, but holds a;"):
         load_inception(str(tmp_path / "other.safetensors"), device=torch.device("cpu"), key="validate.rfid")
+    (tmp_path / "page.pth").write_text("<html>Sign in")
+    for load, wanted in ((load_inception, "weights-inception-2015-12-05"), (load_lpips, "vgg16-397923af")):
+        with pytest.raises(ConfigError, match=f"features=.*page.pth: .*is a web page.*Give .*{wanted}.*, or null"):
+            load(str(tmp_path / "page.pth"), device=torch.device("cpu"), key="features")
     monkeypatch.setattr("cascade_train.models.image_quality.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"torch-fidelity, which is not installed.*--editable '\.\[metrics\]'"):
         load_inception(str(tmp_path / "other.safetensors"), device=torch.device("cpu"), key="validate.rfid")

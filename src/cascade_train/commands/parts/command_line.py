@@ -215,7 +215,8 @@ def _set(cfg: DictConfig, key: str, value: Any, *, read: Callable[[Any], Any]) -
     try:
         OmegaConf.update(cfg, field, read(value))
     except (OmegaConfBaseException, yaml.YAMLError) as error:
-        quoted = shlex.quote(f'{key}="{value}"')
+        text = str(value).replace("\\", "\\\\").replace('"', '\\"')
+        quoted = shlex.quote(f'{key}="{text}"')
         reason = str(error).splitlines()[0].rstrip(".:")
         given = repr(f"{key}={value}")
         raise ConfigError(f"{given} cannot be read: {reason}. A text with symbols is written {quoted}.") from error

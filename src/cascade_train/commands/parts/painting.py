@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +17,8 @@ from cascade_train.errors import ConfigError
 
 if TYPE_CHECKING:
     from cascade_train.results.find import TrainedModel
+
+_log = logging.getLogger(__name__)
 
 DECODER_STEPS = 10
 """Network evaluations of Stage B for each picture, as in the original's text_to_image.ipynb."""
@@ -95,6 +98,14 @@ def override_sampling(cfg: DictConfig, args: PaintingArgs) -> None:
         if getattr(args, key) is not None:
             cfg.sample[key] = getattr(args, key)
     preflight(cfg, ranks=1)
+    if args.negative_prompt and guided_by(cfg) == 1.0:
+        _log.warning("negative_prompt= has no effect: guidance_scale=1 does not guide.")
+
+
+def guided_by(cfg: DictConfig) -> float | None:
+    """Return the guidance of samples: the run's, or else the stage's own."""
+    own: float | None = cfg.sample.guidance_scale
+    return guidance_scale(cfg) if own is None else own
 
 
 def set_decoding(cfg: DictConfig, args: PaintingArgs) -> None:

@@ -12,7 +12,7 @@ from cascade_train.config.recipes.layouts import FAMILIES, LAYOUTS, Given, Value
 from cascade_train.config.recipes.reading import found_beside, scalar
 from cascade_train.config.recipes.recipe import Kind, Recipe, own_objective
 from cascade_train.config.recipes.table import OFF, load_table, take, whole, without_switches
-from cascade_train.config.recipes.text_towers import take_towers
+from cascade_train.config.recipes.text_towers import take_parts, take_towers
 from cascade_train.errors import ConfigError
 
 FALLBACK = "c_3b"
@@ -265,6 +265,7 @@ def _conditioner(recipe: Recipe, given: Values) -> None:
 
 
 def _finish_onetrainer(recipe: Recipe, given: Values, path: Path) -> None:
+    take_parts(recipe, given)
     _warmup(recipe, given, "learning_rate_warmup_steps", passes="gradient_accumulation_steps")
     if given.get("loss_weight_fn") in ("P2", "MIN_SNR_GAMMA") and given.get("loss_weight_strength") is not None:
         recipe.put("loss_weight_strength", {"objective.loss_weight.gamma": given["loss_weight_strength"]})

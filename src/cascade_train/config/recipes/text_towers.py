@@ -5,11 +5,12 @@ Of the cascade they are left to the user, by the tables. Must not live here: all
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 from cascade_train.config.recipes.recipe import Kind, Recipe
 from cascade_train.config.recipes.table import OFF
+from cascade_train.errors import ConfigError
 
 Rates = list[float | None]
 """Of each text tower: its learning rate; 0 = it is frozen, None = the network's."""
@@ -18,8 +19,15 @@ FIRST, SECOND = "model.text_encoder", "model.text_encoder_2"
 ADAPTED = {"kohya": [".self_attn", ".mlp"], "onetrainer": [".self_attn", ".mlp"], "simpletuner": [".self_attn"]}
 """Layers of a text tower that each trainer's adapters go to."""
 
-SILENT = {"kohya": {"network_train_unet_only": False}, "everydream": {"disable_textenc_training": False}}
+SILENT = {
+    "kohya": {"network_train_unet_only": False},
+    "everydream": {"disable_textenc_training": False},
+    "onetrainer": {"text_encoder.train": True, "text_encoder_2.train": True},
+}
 """What trains where a file says nothing."""
+
+STOP = "stop_text_encoder_training"
+"""The step of sd-scripts' train_db.py from which the text tower is frozen; 0 or less = from the beginning."""
 
 CLIP_EMBEDDERS = ("FrozenCLIPEmbedder", "FrozenOpenCLIPEmbedder2")
 """MindONE's classes of SDXL's two text towers."""
@@ -40,20 +48,43 @@ def take_towers(recipe: Recipe, system: str, given: Mapping[str, Any], *, fills:
     if is_lora:
         _layers(recipe, system, given)
         recipe.implied |= {"network_module", "layer_filter"} - said
-    key, rates = TOWERS[system](given, len(towers), is_lora)
+    key, rates = _rates(system, given, said, len(towers), is_lora)
     trained = {tower: rate for tower, rate in zip(towers, rates, strict=True) if rate != 0}
     spoken = sorted((SPOKEN[system] | {key}) & said)
     if trained and is_lora and system not in ADAPTED:
         recipe.note(key, "adapters of text towers: task.text_encoder_filters=[.self_attn]")
     elif trained and is_lora and len(trained) < len(towers):
-        recipe.note(key, "adapters go into both text towers, or none: task.text_encoder_filters", Kind.MISSING)
+        for name in {key, *spoken}:
+            recipe.note(name, "adapters go into both text towers, or none: task.text_encoder_filters", Kind.MISSING)
     elif trained:
         adapted = {"task.text_encoder_filters": ADAPTED[system]} if is_lora else {}
         _put(recipe, key, spoken, adapted or {f"{tower}.train": True for tower in trained}, trained)
         recipe.implied |= {key} - said
+    deaf = DEAF.get((system, "adapters" if is_lora and system == "kohya" else towers[-1]), set())
     for name in spoken:
-        if not trained or (given[name] in OFF and name != key):
+        if not trained or name in deaf or (given[name] in OFF and name != key):
             recipe.note(name, "no text tower trains by it", Kind.SAME)
+
+
+def take_parts(recipe: Recipe, given: Mapping[str, Any]) -> None:
+    """Take OneTrainer's rate of the network, which goes before the file's; a part that never stops trains as here."""
+    rate = f"{'unet' if recipe.timesteps else 'prior'}.learning_rate"
+    if given.get(rate) is not None:
+        recipe.put(rate, {"optimizer.lr": given[rate]})
+        if given.get("learning_rate") is not None:
+            recipe.note("learning_rate", f"{rate} goes before it", Kind.UNNEEDED)
+    for key in given:
+        if key.endswith(".stop_training_after") and given.get(f"{key}_unit") == "NEVER" and key in recipe.fates:
+            recipe.note(key, "it trains to the end there, as here", Kind.SAME)
+
+
+def _rates(system: str, given: Mapping[str, Any], said: Set[str], count: int, is_lora: bool) -> tuple[str, Rates]:
+    """Return the key by which towers train, and their rates; a ConfigError names the keys of a value that is none."""
+    try:
+        return TOWERS[system](given, count, is_lora)
+    except (TypeError, ValueError) as error:
+        named = ", ".join(sorted(SPOKEN[system] & said))
+        raise ConfigError(f"{named}: of another type than its trainer reads: {error}. Mend it in the file.") from error
 
 
 def _put(
@@ -63,6 +94,8 @@ def _put(
     own = {tower: rate for tower, rate in trained.items() if rate not in (None, recipe.values.get("optimizer.lr"))}
     ours = ours | {f"{tower}.lr": rate for tower, rate in own.items()}
     recipe.put(key, ours)
+    if key == STOP:
+        recipe.remarks.append("The file stops the text encoder at a step, and here it trains to the end.")
     for name in spoken:
         recipe.assigned[name] = ours
         recipe.note(name, "", Kind.TAKEN)
@@ -89,22 +122,33 @@ def _hidden_layers(system: str, given: Mapping[str, Any], towers: list[str]) -> 
 
 
 def _rate(value: Any, default: float | None = None) -> float | None:
+    if isinstance(value, bool):
+        raise TypeError(f"{value} is no learning rate")
     return default if value is None else float(value)
 
 
 def _kohya(given: Mapping[str, Any], count: int, is_lora: bool) -> tuple[str, Rates]:
-    """Adapters go to text towers too unless the file says no; whole towers train where it says so."""
+    """Adapters go to text towers too unless the file says no; whole towers train where it says so.
+
+    train_db.py trains the tower of 1.x and 2.x by itself, up to a step that it alone knows. sdxl_train.py looks at the
+    towers' rates only where they train.
+    """
     own = given.get("learning_rate")
     if is_lora:
         rates = given.get("text_encoder_lr")
+        rates = None if rates == [] else rates
         listed = rates if isinstance(rates, list) else [rates]
         frozen = given.get("network_train_unet_only", rates is None) or given.get("cache_text_encoder_outputs")
         some = [_rate(each, own) for each in (listed * count)[:count]]
         return "text_encoder_lr" if rates is not None else "network_train_unet_only", [0.0] * count if frozen else some
     names = ["learning_rate_te"] if count == 1 else ["learning_rate_te1", "learning_rate_te2"]
-    said = given.get("train_text_encoder")
-    trains = any(given.get(name) is not None for name in names) if said is None else said not in OFF
-    key = "train_text_encoder" if said is not None else next((n for n in names if given.get(n) is not None), names[0])
+    said, stop = given.get("train_text_encoder"), given.get(STOP)
+    key = next((name for name in names if given.get(name) is not None), names[0])
+    trains = count == 1 and given.get(key) is not None
+    if said is not None:
+        key, trains = "train_text_encoder", said not in OFF
+    elif stop is not None and count == 1:
+        key, trains = STOP, int(stop) > 0
     return key, [_rate(given.get(name), own) if trains else 0.0 for name in names]
 
 
@@ -128,8 +172,10 @@ def _mindone(given: Mapping[str, Any], count: int, is_lora: bool) -> tuple[str, 
 
 def _onetrainer(given: Mapping[str, Any], count: int, is_lora: bool) -> tuple[str, Rates]:
     parts = ["text_encoder", "text_encoder_2"][:count]
+    own = given.get("learning_rate")
     rates = [
-        _rate(given.get(f"{part}.learning_rate")) if given.get(f"{part}.train") not in OFF else 0.0 for part in parts
+        _rate(given.get(f"{part}.learning_rate"), own) if given.get(f"{part}.train") not in OFF else 0.0
+        for part in parts
     ]
     trained = (part for part, rate in zip(parts, rates, strict=True) if rate != 0)
     return f"{next(trained, parts[0])}.train", rates
@@ -163,3 +209,11 @@ SPOKEN: dict[str, set[str]] = {
     "simpletuner": {"text_encoder_lr"},
 }
 """By system: which towers its file trains and by which key, and the other keys that say so."""
+
+DEAF: dict[tuple[str, str], set[str]] = {
+    ("kohya", "adapters"): {"learning_rate_te", "learning_rate_te1", "learning_rate_te2"},
+    ("kohya", FIRST): {"network_train_unet_only", "text_encoder_lr", "learning_rate_te1", "learning_rate_te2"},
+    ("kohya", SECOND): {"network_train_unet_only", "text_encoder_lr", "learning_rate_te"},
+    ("onetrainer", FIRST): {"text_encoder_2.train", "text_encoder_2.learning_rate"},
+}
+"""Of the keys in SPOKEN those that a trainer does not look at: for adapters, or by the last tower of the model."""

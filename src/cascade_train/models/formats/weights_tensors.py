@@ -6,6 +6,7 @@ Must not live here: where files lie (weights_source.py), and modules (weights.py
 from __future__ import annotations
 
 import json
+import re
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -120,13 +121,41 @@ def load_pickle(file: Path, key: str) -> dict[str, Tensor]:
         content = torch.load(file, map_location="cpu", weights_only=True, mmap=_is_uncompressed(file))
     except Exception as error:  # a damaged file raises errors of many kinds
         raise ConfigError(
-            f"{key}={file}: cannot be read as weights alone ({type(error).__name__}); convert it to safetensors"
+            f"{key}={file}: cannot be read as weights alone. It has to be safetensors, or a pickle of tensors alone, "
+            f"and is {kind_of(file)}; download it again, or convert it to safetensors"
         ) from error
     if isinstance(content, dict) and isinstance(content.get("state_dict"), dict):
         content = content["state_dict"]
     if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
         raise ConfigError(f"{key}={file}: holds something else than tensors by name; convert it to safetensors")
     return content
+
+
+KINDS = (
+    (re.compile(rb"\s*<(!doctype|html|\?xml)", re.IGNORECASE), "a web page"),
+    (re.compile(rb"version https://git-lfs"), "a pointer of Git LFS to the file itself"),
+    (re.compile(rb"\x89PNG|\xff\xd8\xff|RIFF....WEBP", re.DOTALL), "a picture"),
+    (re.compile(rb"\x1f\x8b|7z\xbc\xaf|.{257}ustar", re.DOTALL), "an archive"),
+    (re.compile(rb"\x80[\x02-\x05]"), "a pickle of something else, or one that is cut off"),
+    (re.compile(rb"[\t\n\r\x20-\x7e]+\Z"), "text"),
+)
+"""How files begin that are taken for weights, and what they are."""
+
+
+def kind_of(file: Path) -> str:
+    """Return in words what a file is, by its size and its first bytes."""
+    size = file.stat().st_size
+    if zipfile.is_zipfile(file):
+        with zipfile.ZipFile(file) as content:
+            names = content.namelist()
+        if any("/code/" in name for name in names):
+            return "a program of TorchScript"
+        is_torch = any(name.endswith("data.pkl") for name in names)
+        return "a pickle of something else" if is_torch else "a zip archive"
+    with file.open("rb") as opened:
+        begin = opened.read(512)
+    known = (kind for pattern, kind in KINDS if pattern.match(begin))
+    return f"{next(known, 'damaged, or of another kind')} ({size} bytes)" if begin else "empty"
 
 
 def _is_uncompressed(file: Path) -> bool:

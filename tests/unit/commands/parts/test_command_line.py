@@ -1,4 +1,5 @@
 import re
+import shlex
 from dataclasses import dataclass, field
 from enum import StrEnum
 from importlib.metadata import version
@@ -70,6 +71,14 @@ def test_word_that_is_no_argument_is_refused(argument: str):
 def test_value_that_does_not_fit_is_refused(argument: str, reason: str):
     with pytest.raises(ConfigError, match=f"'{argument}' cannot be read: {reason}"):
         parse(Draw, [argument])
+
+
+@pytest.mark.parametrize("text", ['["a", "b"]', 'a: "b" \\n', "{a: b}"])
+def test_the_remedy_for_a_text_with_symbols_can_be_typed_as_it_is_shown(text: str):
+    with pytest.raises(ConfigError, match="A text with symbols is written") as refused:
+        parse(Draw, ["from=a", f"out={text}"])
+    typed = shlex.split(str(refused.value).partition("is written ")[2].removesuffix("."))
+    assert parse(Draw, ["from=a", *typed]).out == text
 
 
 def test_missing_field_is_refused_with_its_meaning():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
+from cascade_train.__main__ import launch
 from tests.unit.config.recipes.test_systems import (
     EVERYDREAM,
     MINDONE,
@@ -42,6 +44,11 @@ def values(cfg: DictConfig, keys: Iterable[str]) -> dict[str, Any]:
         ({**KOHYA, "learning_rate_te": 0}, {f"{FIRST}.train": False, f"{FIRST}.lr": None}),
         ({**KOHYA, "train_text_encoder": False, "learning_rate_te": 5e-6}, {f"{FIRST}.train": False}),
         (KOHYA, {f"{FIRST}.train": False}),
+        ({**KOHYA, "stop_text_encoder_training": 9}, {f"{FIRST}.train": True, f"{FIRST}.lr": None}),
+        ({**KOHYA, "stop_text_encoder_training": 0}, {f"{FIRST}.train": False}),
+        ({**KOHYA, "stop_text_encoder_training": -1, "learning_rate_te": 5e-6}, {f"{FIRST}.train": False}),
+        ({**XL, "learning_rate_te1": 5e-6}, {f"{FIRST}.train": False, f"{SECOND}.train": False}),
+        ({**LORA, "text_encoder_lr": []}, {"task.text_encoder_filters": ADAPTED, f"{FIRST}.lr": 1e-5}),
         (
             {**XL, "train_text_encoder": True, "learning_rate_te1": 1e-6, "learning_rate_te2": 0},
             {f"{FIRST}.train": True, f"{FIRST}.lr": 1e-6, f"{SECOND}.train": False, f"{SECOND}.lr": None},
@@ -79,7 +86,7 @@ def values(cfg: DictConfig, keys: Iterable[str]) -> dict[str, Any]:
         ),
         (
             {**ONETRAINER, "model_type": "STABLE_DIFFUSION_XL_10_BASE", "training_method": "FINE_TUNE"},
-            {f"{FIRST}.train": True, f"{FIRST}.lr": 1e-5, f"{SECOND}.train": False},
+            {f"{FIRST}.train": True, f"{FIRST}.lr": 1e-5, f"{SECOND}.train": True},
         ),
     ],
 )  # fmt: skip
@@ -102,6 +109,83 @@ def test_adapters_in_one_of_two_towers_are_left_to_the_user(tmp_path: Path, caps
     cfg = imported(tmp_path, {"train.json": {**XL, **LORA, "text_encoder_lr": [1e-6, 0]}})
     assert cfg.task.text_encoder_filters is cfg.model.text_encoder.lr is None
     assert "text_encoder_lr: adapters go into both text towers, or none" in capsys.readouterr().out
+
+
+def test_a_tower_that_would_stop_trains_to_the_end_which_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    imported(tmp_path, {"train.json": {**KOHYA, "stop_text_encoder_training": 9}})
+    assert "The file stops the text encoder at a step, and here it trains to the end." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "key"),
+    [
+        ({**XL, "train_text_encoder": True}, "learning_rate_te"),
+        ({**KOHYA, "train_text_encoder": True}, "text_encoder_lr"),
+        ({**LORA, "text_encoder_lr": 1e-6}, "learning_rate_te"),
+    ],
+)
+def test_a_rate_that_its_trainer_does_not_look_at_is_not_said_to_be_taken_over(
+    given: dict[str, Any], key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    imported(tmp_path, {"train.json": {**given, key: 7e-6}})
+    said = capsys.readouterr().out
+    assert f"  {key}: no text tower trains by it" in said
+    assert "7e-06" not in said
+
+
+@pytest.mark.parametrize("rate", ["fast", True])
+def test_a_rate_that_is_none_is_refused_by_its_key(
+    rate: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.json").write_text(json.dumps({**LORA, "text_encoder_lr": rate}))
+    assert launch(["recipe", "import", str(tmp_path / "a.json"), f"out={tmp_path}/experiment/a.yaml"]) == 2
+    assert "text_encoder_lr: of another type than its trainer reads" in capsys.readouterr().err
+
+
+def onetrainer(kind: str, method: str, **parts: Any) -> dict[str, Any]:
+    """Return a file of OneTrainer's with parts of its own."""
+    mine = {key: value for key, value in ONETRAINER.items() if not key.startswith(("text_encoder", "unet", "prior"))}
+    return {**mine, "model_type": kind, "training_method": method, "learning_rate": 1e-4, **parts}
+
+
+def test_onetrainers_network_has_a_rate_of_its_own_and_the_towers_the_files(tmp_path: Path) -> None:
+    given = onetrainer("STABLE_DIFFUSION_15", "FINE_TUNE", unet={"learning_rate": 3e-4})
+    cfg = imported(tmp_path, {"train.json": given})
+    assert (cfg.optimizer.lr, cfg.model.text_encoder.train, cfg.model.text_encoder.lr) == (3e-4, True, 1e-4)
+
+
+def test_a_stop_of_onetrainers_parts_is_said_to_be_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parts = {
+        "text_encoder": {"train": True, "stop_training_after": 7, "stop_training_after_unit": "EPOCH"},
+        "unet": {"stop_training_after": 7, "stop_training_after_unit": "NEVER"},
+    }
+    imported(tmp_path, {"train.json": onetrainer("STABLE_DIFFUSION_15", "LORA", **parts)})
+    said = capsys.readouterr().out
+    missing = "text_encoder.stop_training_after, text_encoder.stop_training_after_unit: what trains does so to the end"
+    assert missing in said.partition("Cannot be said here:")[2]
+    assert "  unet.stop_training_after: it trains to the end there, as here" in said
+
+
+def test_all_that_is_said_of_one_tower_of_two_is_said_to_be_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts = {"text_encoder": {"train": False}, "text_encoder_2": {"train": True, "learning_rate": 7e-6}}
+    imported(tmp_path, {"train.json": onetrainer("STABLE_DIFFUSION_XL_10_BASE", "LORA", **parts)})
+    lines = [line for line in capsys.readouterr().out.splitlines() if "text_encoder_2." in line]
+    assert len(lines) == 1
+    assert "text_encoder_2.train" in lines[0]
+    assert "text_encoder_2.learning_rate" in lines[0]
+    assert "adapters go into both text towers, or none" in lines[0]
+
+
+def test_a_second_tower_that_a_model_lacks_is_not_said_to_be_taken_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts = {"text_encoder": {"train": True}, "text_encoder_2": {"train": True, "learning_rate": 7e-6}}
+    imported(tmp_path, {"train.json": onetrainer("STABLE_DIFFUSION_15", "FINE_TUNE", **parts)})
+    assert "  text_encoder_2.train, text_encoder_2.learning_rate: no text tower trains by it" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("frozen", "trains"), [(False, True), (True, False), (None, True)])

@@ -154,6 +154,32 @@ def test_a_pickle_with_code_is_refused_and_not_run(tmp_path: Path) -> None:
         load(tmp_path / "c.pt")
 
 
+@pytest.mark.parametrize(
+    ("content", "kind"),
+    [
+        (b"", "empty"),
+        (b"<!DOCTYPE html><p>Not found", r"a web page \(27 bytes\)"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:1", "a pointer of Git LFS"),
+        (b"\x89PNG\r\n\x1a\n", "a picture"),
+        (b"Repository not found", "text"),
+        (b"\x80\x02}q", "a pickle of something else, or one that is cut off"),
+        (bytes(range(128, 160)), "damaged, or of another kind"),
+    ],
+)
+def test_what_is_taken_for_weights_is_named(tmp_path: Path, content: bytes, kind: str) -> None:
+    (tmp_path / "w.pth").write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"features=.*w\.pth: cannot be read as weights alone.*, and is {kind}"):
+        load_pickle(tmp_path / "w.pth", "features")
+
+
+def test_an_archive_and_a_program_are_named(tmp_path: Path) -> None:
+    for member, kind in (("a/readme.txt", "a zip archive"), ("a/code/__torch__.py", "a program of TorchScript")):
+        with zipfile.ZipFile(tmp_path / "w.pt", "w") as archive:
+            archive.writestr(member, "x")
+        with pytest.raises(ConfigError, match=f"and is {kind}"):
+            load_pickle(tmp_path / "w.pt", "features")
+
+
 def test_a_pickle_without_tensors_is_refused(tmp_path: Path) -> None:
     torch.save({"step": 3}, tmp_path / "c.pt")
     with pytest.raises(ConfigError, match="something else than tensors"):
