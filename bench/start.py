@@ -3,8 +3,9 @@
 python bench/start.py --rounds 5 --out bench/results/start.md
 
 `hydra` composes the same configuration in a bare Hydra application. `imports` of a training are those of a process
-that imports the modules which a training of one step had imported when it ended; `needs` imports only the libraries
-that the training cannot do without: the class of its network, its text tower, an optimizer that steps, checkpoints.
+that imports the modules which a training of one step had imported when it ended, each without what its package would
+import beside it where the training did without that; `needs` imports only the libraries that the training cannot do
+without: the class of its network, its text tower, an optimizer that steps, checkpoints.
 """
 
 from __future__ import annotations
@@ -60,10 +61,15 @@ sys.exit(code)
 IMPORT = """
 import contextlib, sys, warnings
 from pathlib import Path
+from cascade_train.files.package import without_siblings
 
 warnings.simplefilter("ignore")
-for name in Path(sys.argv[1]).read_text().split():
-    with contextlib.suppress(Exception):
+names = Path(sys.argv[1]).read_text().split()
+imported = set(names)
+for name in names:
+    package = name.rpartition(".")[0]
+    alone = without_siblings(package) if package and package not in imported else contextlib.nullcontext()
+    with contextlib.suppress(Exception), alone:
         exec(f"import {name}")
 """
 

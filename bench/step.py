@@ -19,6 +19,7 @@ import argparse
 import json
 import os
 import platform
+import random
 import socket
 import statistics
 import subprocess
@@ -171,9 +172,11 @@ def measure(trainer: Trainer, rounds: int, overrides: tuple[str, ...]) -> dict[s
 
 
 def take_turns(turns: Mapping[str, Callable[[], object]], found: dict[str, Any]) -> None:
-    """Add the time of one step of each kind."""
-    for name, step in turns.items():
-        found[name].append(seconds(step))
+    """Add the time of one step of each kind, in an order that is drawn for each round, the same on all ranks."""
+    names = sorted(turns)
+    random.Random(len(found[names[0]])).shuffle(names)  # caches and memory are as the one before leaves them
+    for name in names:
+        found[name].append(seconds(turns[name]))
 
 
 def saving(trainer: Trainer, step: int) -> tuple[float, float]:

@@ -33,6 +33,7 @@ from cascade_train.__main__ import launch
 from cascade_train.assembly import model
 from cascade_train.assembly import run as build
 from cascade_train.distributed import sharded
+from cascade_train.distributed.gloo import Gather, Scatter
 from cascade_train.distributed.parallelize import local
 from cascade_train.engine.loop import Trainer
 from cascade_train.engine.phase import averaged
@@ -59,17 +60,18 @@ def poison_last_rank(out: Path) -> None:
 def count_exchanges(out: Path) -> None:
     """Write how often weights were gathered and gradients reduced in the last step to `<out>/exchanges_<rank>`."""
     counted: Counter[str] = Counter()
-    single = ("all_gather_single", "reduce_scatter_single")
-    for name in (*single, "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"):
-        if not hasattr(dist, name):
-            continue  # torch has renamed some of them
-        original = getattr(dist, name)
+    for where, name, title in (
+        (Gather, "__call__", "gathered"),
+        (Scatter, "__call__", "scattered"),
+        (dist, "all_reduce", "all_reduce"),
+    ):
+        original = getattr(where, name)
 
-        def counting(*args: Any, _original: Any = original, _name: str = name, **kwargs: Any) -> Any:
-            counted[_name] += 1
+        def counting(*args: Any, _original: Any = original, _title: str = title, **kwargs: Any) -> Any:
+            counted[_title] += 1
             return _original(*args, **kwargs)
 
-        setattr(dist, name, counting)
+        setattr(where, name, counting)
     train_step = Trainer.train_step
 
     def step(self: Trainer, micro_batches: Any) -> Any:

@@ -243,21 +243,21 @@ def test_no_rank_reads_more_than_its_share_of_the_network(runs):
 def test_gradients_are_scattered_with_each_micro_batch_and_cross_the_replicas_once_a_step(runs):
     units, micro_batches = 4, 2
     for rank in notes(runs, "hybrid"):
-        assert exchanged(rank, "reduce_scatter") == micro_batches * (units + 1)
+        assert rank["scattered"] == micro_batches * (units + 1)
         assert rank["all_reduce"] == units + 1
 
 
-def exchanged(rank, kind):
-    """Return how often a rank did what torch has several names for."""
-    (count,) = (count for name, count in rank.items() if name.startswith(kind))
-    return count
+def test_gradients_of_a_single_replica_are_added_over_no_replicas(runs):
+    for rank in notes(runs, "at_once"):
+        assert rank["scattered"] > 0
+        assert "all_reduce" not in rank
 
 
 @pytest.mark.parametrize(("name", "units", "roots"), [("hybrid", 4, 1), ("at_once", 0, 1)])
 def test_units_are_gathered_twice_a_micro_batch_and_what_is_needed_throughout_once(runs, name, units, roots):
     for rank in notes(runs, name):
-        assert exchanged(rank, "all_gather") == 2 * (2 * units + roots)
-        assert exchanged(rank, "reduce_scatter") == 2 * (units + roots)
+        assert rank["gathered"] == 2 * (2 * units + roots)
+        assert rank["scattered"] == 2 * (units + roots)
 
 
 def test_gathering_at_once_computes_in_bf16_what_units_do(runs):

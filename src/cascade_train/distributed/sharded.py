@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import cast
+from typing import Any, cast
 from weakref import ref
 
 import torch
@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from cascade_train.distributed.gloo import Gather, Scatter
 from cascade_train.distributed.whole import BUCKET_BYTES, cast_inputs
 from cascade_train.errors import ConfigError
 
@@ -68,7 +69,8 @@ class Sharded:
                 "newer, parallel=ddp, or train.base_weights=null."
             )
         policy = partial(MixedPrecisionPolicy, param_dtype=compute_dtype, reduce_dtype=torch.float32)
-        shard = partial(fully_shard, mesh=mesh, offload_policy=offload)
+        over = mesh if mesh.size(0) > 1 else mesh["shard"]  # else gradients would be added over one replica, too
+        shard = partial(fully_shard, mesh=over, offload_policy=offload)
         alone = gathered_alone(root, units)
         for unit in alone:
             shard(unit, mp_policy=policy(cast_forward_inputs=True), reshard_after_forward=reshard_after_forward)
@@ -79,6 +81,10 @@ class Sharded:
         self.is_split = mesh.size(-1) > 1
         self.is_offloaded = isinstance(offload, CPUOffloadPolicy) and mesh.device_type != "cpu"
         self._units = [ref(module) for module in (*(unit[0] for unit in alone), root)]
+        if mesh.device_type == "cpu" and self.is_split:
+            for module in self._found():
+                module.set_custom_all_gather(cast("Any", Gather()))
+                module.set_custom_reduce_scatter(cast("Any", Scatter()))
 
     def set_gradient_sync(self, last: bool) -> None:
         """Choose what the next backward communicates, see `parallelize.set_gradient_sync`."""

@@ -174,6 +174,6 @@ class StageB(CascadeStage):
         return {self.part: self._save}
 
     def _save(self, state: Mapping[str, Tensor], directory: Path) -> float:
-        from cascade_train.models.formats.export_pipelines import save_decoder  # heavy: diffusers' pipelines
+        from cascade_train.models.formats.export_pipelines import save_decoder  # heavy: files of weights
 
         return save_decoder(self, state, directory)

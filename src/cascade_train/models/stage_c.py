@@ -94,6 +94,6 @@ class StageC(CascadeStage):
         return {self.part: self._save}
 
     def _save(self, state: Mapping[str, Tensor], directory: Path) -> float:
-        from cascade_train.models.formats.export_pipelines import save_prior  # heavy: diffusers' pipelines
+        from cascade_train.models.formats.export_pipelines import save_prior  # heavy: files of weights
 
         return save_prior(self, state, directory)

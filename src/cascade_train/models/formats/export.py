@@ -60,7 +60,7 @@ def build_plain_network(
     if is_condition_unet(config):
         from diffusers import UNet2DConditionModel as Network
     else:
-        from diffusers import StableCascadeUNet as Network
+        from cascade_train.models.networks.cascade_unet import StableCascadeUNet as Network
 
     with torch.device("meta"):
         network = Network.from_config({k: v for k, v in config.items() if not k.startswith("_")})

@@ -1,5 +1,7 @@
 """Pipelines out, of built stages and plain state dicts: folders that diffusers' pipelines load.
 
+They are written without those pipelines, whose import brings all networks of diffusers.
+
 Must not live here: how they take their place and are compared (export.py).
 """
 
@@ -11,16 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import diffusers
 import torch
-from diffusers import (
-    DDPMWuerstchenScheduler,
-    StableCascadeCombinedPipeline,
-    StableCascadeDecoderPipeline,
-    StableCascadePriorPipeline,
-    StableCascadeUNet,
-)
+from diffusers.schedulers.scheduling_ddpm_wuerstchen import DDPMWuerstchenScheduler
 from torch import Tensor, nn
-from transformers import CLIPImageProcessor
 
 from cascade_train.models.formats.export import (
     build_plain_network,
@@ -31,9 +27,12 @@ from cascade_train.models.formats.export import (
 )
 from cascade_train.models.formats.weights import copy_to
 from cascade_train.models.latent_codec import VQGAN
+from cascade_train.models.networks.cascade_unet import StableCascadeUNet
 from cascade_train.models.semantic_compressor import EfficientNetCompressor
 
 if TYPE_CHECKING:
+    from transformers import CLIPImageProcessor
+
     from cascade_train.models.stage_b import StageB
     from cascade_train.models.stage_c import StageC
     from cascade_train.models.text_encoder import TextEncoder
@@ -62,7 +61,10 @@ def save_prior(stage: StageC, state: Mapping[str, Tensor], directory: Path) -> f
     stage.complete()
     network = build_plain_network(stage.network.config, state)
     with replaced_directory(directory) as partial, quiet():
-        _prior_pipeline(network, stage).save_pretrained(partial)
+        multiple = resolution_multiple(stage)
+        _write_pipeline(
+            partial, "StableCascadePriorPipeline", _prior_parts(network, stage), resolution_multiple=multiple
+        )
         return _folder_error(network, partial / "prior", directory)
 
 
@@ -75,8 +77,10 @@ def save_decoder(stage: StageB, state: Mapping[str, Tensor], directory: Path) ->
     network = build_plain_network(stage.network.config, state)
     with replaced_directory(directory) as partial, quiet():
         if isinstance(stage.stage_a, VQGAN):
-            _decoder_pipeline(network, stage).save_pretrained(partial)
-            _name_module(partial / "model_index.json", stage.stage_a.module)
+            scale = _latent_scale(stage)
+            _write_pipeline(
+                partial, "StableCascadeDecoderPipeline", _decoder_parts(network, stage), latent_dim_scale=scale
+            )
         else:
             network.save_pretrained(partial / "decoder")
         return _folder_error(network, partial / "decoder", directory)
@@ -99,10 +103,9 @@ def save_combined(
     first = build_plain_network(prior.network.config, prior_state)
     second = build_plain_network(decoder.network.config, decoder_state)
     with replaced_directory(directory) as partial, quiet():
-        of_prior = {f"prior_{name}": part for name, part in _prior_pipeline(first, prior).components.items()}
-        of_decoder = _decoder_pipeline(second, decoder).components
-        StableCascadeCombinedPipeline(**of_decoder, **of_prior).save_pretrained(partial)
-        _name_module(partial / "model_index.json", decoder.stage_a.module)
+        of_prior = {f"prior_{name}": part for name, part in _prior_parts(first, prior).items()}
+        parts = _decoder_parts(second, decoder) | of_prior
+        _write_pipeline(partial, "StableCascadeCombinedPipeline", parts)
         written = ((first, partial / "prior_prior"), (second, partial / "decoder"))
         return max(_folder_error(*each, directory) for each in written)
 
@@ -112,30 +115,50 @@ def _folder_error(network: StableCascadeUNet, written: Path, directory: Path) ->
     return read_back_error(network, loaded, directory)
 
 
-def _prior_pipeline(network: StableCascadeUNet, stage: StageC) -> StableCascadePriorPipeline:
+def _prior_parts(network: StableCascadeUNet, stage: StageC) -> dict[str, Any]:
     tower = None if stage.image_encoder is None else stage.image_encoder.module
-    return StableCascadePriorPipeline(
-        tokenizer=tokenizer_of_length(stage.text_encoder),
-        text_encoder=copy_on_host(stage.text_encoder.module, network.dtype),
-        prior=network,
-        scheduler=DDPMWuerstchenScheduler(),
-        resolution_multiple=resolution_multiple(stage),
-        image_encoder=None if tower is None else copy_on_host(tower, network.dtype),
-        feature_extractor=None if tower is None else _image_processor(tower.config.image_size),
-    )
+    return {
+        "tokenizer": tokenizer_of_length(stage.text_encoder),
+        "text_encoder": copy_on_host(stage.text_encoder.module, network.dtype),
+        "prior": network,
+        "scheduler": DDPMWuerstchenScheduler(),
+        "image_encoder": None if tower is None else copy_on_host(tower, network.dtype),
+        "feature_extractor": None if tower is None else _image_processor(tower.config.image_size),
+    }
 
 
-def _decoder_pipeline(network: StableCascadeUNet, stage: StageB) -> StableCascadeDecoderPipeline:
-    compressor, codec = stage.semantic_compressor, stage.stage_a
+def _decoder_parts(network: StableCascadeUNet, stage: StageB) -> dict[str, Any]:
+    codec = stage.stage_a
+    return {
+        "decoder": network,
+        "tokenizer": tokenizer_of_length(stage.text_encoder),
+        "text_encoder": copy_on_host(stage.text_encoder.module, network.dtype),
+        "scheduler": DDPMWuerstchenScheduler(),
+        "vqgan": plain_vqgan(codec.arguments, on_host(codec.module, network.dtype)),
+    }
+
+
+def _latent_scale(stage: StageB) -> float:
+    """Return the positions of Stage A's latents for each semantic one."""
+    compressor = stage.semantic_compressor
     published = isinstance(compressor, EfficientNetCompressor)
-    return StableCascadeDecoderPipeline(
-        decoder=network,
-        tokenizer=tokenizer_of_length(stage.text_encoder),
-        text_encoder=copy_on_host(stage.text_encoder.module, network.dtype),
-        scheduler=DDPMWuerstchenScheduler(),
-        vqgan=plain_vqgan(codec.arguments, on_host(codec.module, network.dtype)),
-        latent_dim_scale=PUBLISHED_LATENT_SCALE if published else compressor.stride / codec.stride,
-    )
+    return PUBLISHED_LATENT_SCALE if published else compressor.stride / stage.stage_a.stride
+
+
+def _write_pipeline(directory: Path, name: str, parts: Mapping[str, Any], **settings: float) -> None:
+    """Write what `save_pretrained` of a pipeline of this class would: its parts, and its settings beside their classes.
+
+    Of classes in its own pipelines diffusers writes its top level, where it does not find them again; here their place.
+    """
+    index: dict[str, Any] = {"_class_name": name, "_diffusers_version": diffusers.__version__, **settings}
+    for title, part in parts.items():
+        index[title] = (None, None)
+        if part is not None:
+            part.save_pretrained(directory / title)
+            place = type(part).__module__
+            is_top = not place.startswith("diffusers.pipelines.")
+            index[title] = (place.partition(".")[0] if is_top else place, type(part).__name__)
+    (directory / "model_index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def copy_on_host(tower: Any, dtype: torch.dtype) -> Any:
@@ -165,10 +188,6 @@ def tokenizer_of_length(encoder: TextEncoder) -> Any:
 
 
 def _image_processor(side: int) -> CLIPImageProcessor:
+    from transformers import CLIPImageProcessor  # only of image towers
+
     return CLIPImageProcessor(size={"shortest_edge": side}, crop_size={"height": side, "width": side})
-
-
-def _name_module(index: Path, vqgan: nn.Module) -> None:
-    """Write where Stage A's class lies: diffusers writes its own top level, where it does not find the class again."""
-    content = json.loads(index.read_text())
-    index.write_text(json.dumps(content | {"vqgan": [type(vqgan).__module__, type(vqgan).__name__]}, indent=2) + "\n")

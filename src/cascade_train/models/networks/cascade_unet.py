@@ -29,7 +29,7 @@ with without_siblings("diffusers.models.unets"):
         UpDownBlock2d,
     )
 
-__all__ = ["CascadeUNet", "SDCascadeResBlock"]
+__all__ = ["CascadeUNet", "SDCascadeResBlock", "StableCascadeUNet"]
 
 VARIANTS = 16
 """Kinds of calls of a unit: training or not, with or without skip, a batch of 1, few or 16 and more, a side of 1."""

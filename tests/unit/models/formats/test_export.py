@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -94,6 +95,24 @@ def test_the_pipeline_of_diffusers_loads_the_export_and_samples(folder: Path) ->
     assert latent.isfinite().all()
     assert latent.std() > 0.1
     assert torch.equal(sample(), latent)
+
+
+def test_the_folder_is_what_the_pipeline_of_diffusers_writes(folder: Path, tmp_path: Path) -> None:
+    StableCascadePriorPipeline.from_pretrained(folder).save_pretrained(tmp_path)
+    written, theirs = (sorted(p.relative_to(top) for p in top.rglob("*.*")) for top in (folder, tmp_path))
+    assert written == theirs
+    for path in written:
+        ours, expected = ((top / path).read_bytes() for top in (folder, tmp_path))
+        if path.suffix == ".json":
+            ours, expected = (_without_origin(json.loads(each)) for each in (ours, expected))
+        assert ours == expected, path
+
+
+def _without_origin(content: dict[str, Any]) -> dict[str, Any]:
+    """Leave out where a part was loaded from, which diffusers and transformers note."""
+    return {
+        k: v for k, v in content.items() if k not in ("_name_or_path", "name_or_path", "is_local", "local_files_only")
+    }
 
 
 def test_the_exported_network_predicts_what_ours_does(folder: Path, network: CascadeUNet) -> None:
