@@ -1,4 +1,4 @@
-"""What every test stands on: one thread per process, no network, fixed seeds."""
+"""What every test stands on: one thread per process, the same arithmetic on every CPU, no network, fixed seeds."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ os.environ.update(
     {
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
+        "MKL_CBWR": "COMPATIBLE",  # else sums round as the CPU's widest instructions make them
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",

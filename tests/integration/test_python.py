@@ -16,6 +16,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import hydra
+import numpy as np
 import pytest
 import torch
 from hydra.core.global_hydra import GlobalHydra
@@ -57,7 +58,8 @@ def test_a_notebook_composes_trains_and_generates(tmp_path: Path, monkeypatch: p
     images = generate(first, "a red circle", count=2, steps=1)
     assert [type(image).__name__ for image in images] == ["Image", "Image"]
     same = generate("runs/second/export", ["a red circle"], count=4, steps=1, out=tmp_path / "images")
-    assert [image.tobytes() for image in same[:2]] == [image.tobytes() for image in images]
+    for image, other in zip(images, same[:2], strict=True):
+        assert np.abs(np.asarray(image).astype(int) - np.asarray(other)).max() <= 4, "products round by their batch"
     assert sorted(path.name for path in (tmp_path / "images").iterdir())[-2:] == ["00_03.png", "grid.png"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["images", "runs"]
     again = {"real": tmp_path / "images", "features": "package:tiny", "count": 4, "steps": 1}

@@ -41,6 +41,10 @@ def unfinished(finetuned: Path) -> Path:
     return folder
 
 
+ROUNDING = 4
+"""Levels of 255 by which pictures differ for the products of another batch, which round otherwise."""
+
+
 def generate(source: Path, out: Path, **arguments: object) -> dict[str, np.ndarray]:
     """Return what the verb paints, by file name."""
     given = {"steps": 2, "prompts": PROMPTS, **arguments}
@@ -70,9 +74,9 @@ def test_an_export_paints_the_same_wherever_it_is_moved(finetuned: Path, tmp_pat
 def test_pictures_depend_on_seed_prompt_and_number_alone(finetuned: Path, tmp_path: Path) -> None:
     three = generate(finetuned, tmp_path / "three", count=3, batch_size=6)
     again = generate(finetuned, tmp_path / "again", count=3, batch_size=1)
-    assert apart(three, again) <= 1, "kernels may round otherwise for another batch"
+    assert apart(three, again) <= ROUNDING
     fewer = generate(finetuned, tmp_path / "fewer", prompts=PROMPTS[1:], count=1)
-    assert np.abs(fewer["00_00.png"] - three["01_00.png"]).max() <= 1
+    assert np.abs(fewer["00_00.png"] - three["01_00.png"]).max() <= ROUNDING
     other = generate(finetuned, tmp_path / "other", count=3, seed=1)
     assert apart(three, other) > 10
 

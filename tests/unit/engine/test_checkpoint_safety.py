@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 
 from cascade_train.engine.checkpoint.manifest import hash_file, read_manifest, write_manifest
 from cascade_train.engine.checkpoint.store import CheckpointStore
@@ -58,6 +58,17 @@ def test_code_in_the_table_of_contents_is_refused_and_not_run(store, tmp_path):
     ):
         store.load(path, state())
     assert not harm.exists()
+
+
+def test_a_table_of_a_newer_torch_is_told_from_harm(store, monkeypatch):
+    path = store.save(1, state(), {})
+
+    def of_five_fields(self, fields):  # as torch 2.11, which a table of torch 2.15 has six for
+        (_, _, _, _, _) = (*fields, None)
+
+    monkeypatch.setattr(TensorProperties, "__setstate__", of_five_fields)
+    with pytest.raises(RunError, match=r"expected 5\)\. Unless a newer torch than \S+ has written it: It is no table"):
+        store.load(path, state())
 
 
 def test_code_inside_a_real_table_is_refused_and_not_run(store, tmp_path):

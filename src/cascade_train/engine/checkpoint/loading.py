@@ -75,9 +75,11 @@ def read_table(path: Path, manifest: Manifest) -> Metadata:
     except FileNotFoundError as error:
         raise RunError(f"the checkpoint {path} has no table of contents ({TABLE_NAME})") from error
     except Exception as error:  # a pickle that was tampered with may raise anything
+        is_named = isinstance(error, pickle.UnpicklingError)
+        newer = "" if is_named else f" Unless a newer torch than {torch.__version__} has written it:"
         raise RunError(
-            f"{path / TABLE_NAME} is refused: {error}. It is no table of contents of a checkpoint: do not use this "
-            "file, whoever made it may have meant harm"
+            f"{path / TABLE_NAME} is refused: {error}.{newer} It is no table of contents of a checkpoint: do not use "
+            "this file, whoever made it may have meant harm"
         ) from error
     names = {info.relative_path for info in table.storage_data.values()} if isinstance(table, Metadata) else {None}
     if not names <= manifest.files.keys():
