@@ -18,7 +18,7 @@ from pathlib import Path
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
-from cascade_train.assembly.planning.devices import Room
+from cascade_train.assembly.planning.devices import ASSUMED_MFU, DEVICES, Room
 from cascade_train.assembly.planning.fitting import TIERS_GB, Place, changed, choose
 from cascade_train.assembly.planning.memory import Memory, memory_of, over_ranks
 from cascade_train.assembly.planning.rehearsal import ENCODERS, Rehearsed
@@ -109,9 +109,17 @@ def taken(overrides: str) -> tuple[dict[int, str], str]:
 
 
 def overview(name: str, overrides: str) -> str:
-    """Return the line of a training in the README: on one GPU and on each of 8, and TFLOP a picture."""
+    """Return the line of a training in the README: memory, also under each tier, TFLOP of a picture, pictures a second."""
     gb, tflop = taken(overrides)
-    return f"| {name} | {gb[1]} | {gb[8]} | {tflop} |"
+    speed = ASSUMED_MFU * DEVICES["h100"].tflops / float(tflop)
+    return f"| {name} | {gb[1]} | {gb[8]} | {' | '.join(_tiers(overrides))} | {tflop} | {speed:.0f} |"
+
+
+def _tiers(overrides: str) -> list[str]:
+    """Return micro-batch and GB of each tier, as docs/memory.md has them."""
+    model, task = (each.partition("=")[2] for each in overrides.split())
+    line = next(line for line in PAGE.read_text().splitlines() if line.startswith(f"| `{model}` | `{task}` | "))
+    return [re.sub(r".*?(\d+) at a time, ", r"\1: ", each.strip()) for each in line.split("|")[3:-1]]
 
 
 def split(name: str, overrides: str) -> str:
@@ -160,8 +168,9 @@ def split_lines() -> Iterator[str]:
 
 def overview_lines() -> Iterator[str]:
     """Yield the README's table."""
-    yield "| | one GPU | each of 8 (`parallel=fsdp`) | TFLOP an image, 768 px (Stage B 1024 px) |"
-    yield "|---|---|---|---|"
+    tiers = " | ".join(f"`memory={gb}gb`" for gb in TIERS_GB)
+    yield f"| | one GPU | each of 8 (`parallel=fsdp`) | {tiers} | TFLOP an image | images/s |"
+    yield f"|---|---|---|{'---|' * len(TIERS_GB)}---|---|"
     yield from (overview(*each) for each in OVERVIEW)
 
 
@@ -175,6 +184,6 @@ def renewed(text: str, first: str, new: Iterable[str]) -> str:
 
 
 if __name__ == "__main__":
+    PAGE.write_text(renewed(renewed(PAGE.read_text(), FIRST, lines()), FIRST_LEAST, least_lines()))
     README.write_text(renewed(README.read_text(), FIRST_OVERVIEW, overview_lines()))
     SCALE.write_text(renewed(SCALE.read_text(), FIRST_SPLIT, split_lines()))
-    PAGE.write_text(renewed(renewed(PAGE.read_text(), FIRST, lines()), FIRST_LEAST, least_lines()))

@@ -80,12 +80,10 @@ def test_numbers_of_memory_in_texts_are_those_of_the_tables():
     )
     split = {name: numbers for name, *numbers in rows(scale)}
     least = {overrides: numbers for _, overrides, *numbers in rows(memory.split(write_memory_tiers.FIRST_LEAST)[1])}
-    [tiers] = [tiers for model, task, *tiers in rows(memory) if (model, task) == ("c_3b", "finetune")]
     adafactor = "task=finetune train.master_weights=bf16 optimizer=adafactor"
     whole, adapters = (f"{float(split[name][0]):.0f}" for name in ("Fine-tune C 3.6B", "LoRA, C 3.6B"))
     offloaded = f"{float(least['model=c_3b task=finetune parallel.cpu_offload=true'][2]):.0f}"
     repeated = (
-        (readme, f"fine-tunes C 3.6B in a computed {tiers[2].split()[-1]} GB"),
         (readme, f"a LoRA of C 3.6B takes {least['model=c_3b task=lora train.base_weights=int8'][0]} on a base in 8"),
         (readme, f"weights in bf16 {least[f'model=c_3b {adafactor}'][0]} (C 3.6B)"),
         (readme, f"(C 3.6B) and {least[f'model=c_1b {adafactor}'][0]} (C 1B)"),

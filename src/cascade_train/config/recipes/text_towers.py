@@ -63,7 +63,8 @@ def take_towers(recipe: Recipe, system: str, given: Mapping[str, Any], *, fills:
     deaf = DEAF.get((system, "adapters" if is_lora and system == "kohya" else towers[-1]), set())
     for name in spoken:
         if not trained or name in deaf or (given[name] in OFF and name != key):
-            recipe.note(name, "no text tower trains by it", Kind.SAME)
+            unset = trained and given[name] is None and name not in deaf
+            recipe.note(name, "nothing is set" if unset else "no text tower trains by it", Kind.SAME)
 
 
 def take_parts(recipe: Recipe, given: Mapping[str, Any]) -> None:

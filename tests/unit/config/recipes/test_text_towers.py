@@ -197,6 +197,16 @@ def test_everydream_trains_the_text_tower_unless_it_says_no(frozen: bool | None,
     assert (cfg.model.text_encoder.train, cfg.model.text_encoder.lr) == (trains, 5e-7 if trains else None)
 
 
+def test_a_rate_of_a_tower_that_is_left_open_is_no_frozen_tower(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = {key: value for key, value in EVERYDREAM.items() if key != "enable_zero_terminal_snr"}
+    own = {**OPTIMIZER, "text_encoder_overrides": {"lr": None}}
+    files = {"train.json": {**given, "resume_ckpt": "sd_v1-5_vae.ckpt"}, "optimizer.json": own}
+    assert imported(tmp_path, {**files, "validation.json": VALIDATION}).model.text_encoder.train
+    assert "optimizer.text_encoder_overrides.lr: nothing is set" in capsys.readouterr().out
+
+
 def test_mindones_trainable_embedders_are_towers_that_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     embedders = (
         "    conditioner_config: {params: {emb_models: [{is_trainable: true, target: gm.FrozenOpenCLIPEmbedder2}]}}\n"
