@@ -109,7 +109,7 @@ def taken(overrides: str) -> tuple[dict[int, str], str]:
 
 
 def overview(name: str, overrides: str) -> str:
-    """Return the line of a training in the README: memory, also under each tier, TFLOP of a picture, pictures a second."""
+    """Return the line of a training in the README: memory, also of each tier, TFLOP of a picture, pictures a second."""
     gb, tflop = taken(overrides)
     speed = ASSUMED_MFU * DEVICES["h100"].tflops / float(tflop)
     return f"| {name} | {gb[1]} | {gb[8]} | {' | '.join(_tiers(overrides))} | {tflop} | {speed:.0f} |"
