@@ -73,7 +73,7 @@ def test_help_shows_groups_and_keys_and_the_quoted_form(tmp_path: Path, reposito
     models = sorted(path.stem for path in (repository / "conf" / "model").glob("*.yaml"))
     assert {"c_tiny", "b_3b"} <= set(models)
     assert re.search(r"\n  model= +" + r",\s+".join(models) + r"\n", text)
-    assert re.search(r"\n  train\.max_steps=10000 +Optimizer steps in all\.\n", text)
+    assert re.search(r"\n  train\.max_steps=10000 +Optimizer steps in all; null = no limit\.\n", text)
     assert """'data.urls="a-{000..005}.tar"'""" in text
 
 

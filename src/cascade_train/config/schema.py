@@ -98,7 +98,7 @@ class TrainConfig:
     """Length, batch and number format of the training. A step is an optimizer step."""
 
     max_steps: int | None
-    """Optimizer steps in all; null = train.max_epochs or data.num_examples_to_see ends the run."""
+    """Optimizer steps in all; null = no limit."""
     max_epochs: int | None
     """Passes over the data, whichever of the two ends first; null = no limit."""
     global_batch_size: int
