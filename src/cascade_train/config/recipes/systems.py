@@ -19,7 +19,6 @@ FALLBACK = "c_3b"
 """The model that trains where this library has none of the file's family."""
 
 LONG = "model.text_encoder.long_captions"
-"""Steps of a run that ends by its epochs."""
 
 
 def from_system(
