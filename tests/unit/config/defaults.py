@@ -1,7 +1,7 @@
 """What ships as a default, and what it should be: the original's numbers, and the choices of this library.
 
 The lists lie in tests/golden/original: published.yaml and recipes.json are the original's,
-seeds.json is other trainers', chosen.yaml is ours.
+seeds.json (files) and systems.yaml (code) are other trainers', chosen.yaml is ours.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from cascade_train.config.targets import import_target
 from cascade_train.data.buckets import parse_ratios
 from cascade_train.data.index.row_filter import parse_row_filters
 from tests.unit.config.seeds import RECIPES_OF_SEEDS, seed_values
+from tests.unit.config.systems import SYSTEM_OF, differing, rows_of
 
 FOLDER = Path(__file__).resolve().parents[2] / "golden" / "original"
 PUBLISHED: dict[str, dict[str, dict[str, Any]]] = yaml.safe_load((FOLDER / "published.yaml").read_text())
@@ -144,6 +145,9 @@ def listed(file: str) -> dict[str, Any]:
     name = file.removeprefix("experiment/")
     values = recipe_values(name) if name in RECIPES else {}
     values |= seed_values(name) if name in RECIPES_OF_SEEDS else {}
+    if name in SYSTEM_OF:
+        rows, said = rows_of(SYSTEM_OF[name], name) | differing(name), {*shipped(file), "run.seed"}
+        values |= {key: value for key, value in rows.items() if key in said}
     values |= {key: row["value"] for key, row in PUBLISHED.get(file, {}).items()}
     for entry in CHOSEN:
         values |= entry["values"].get(file, {})
