@@ -19,10 +19,11 @@ from tests.unit.config.systems import SYSTEM_OF, SYSTEMS, differing, rows_of
 from tests.unit.config.test_every_option import NEEDED
 
 DECIDING = {
-    "run.seed", "train.global_batch_size", "train.max_grad_norm", "train.precision", "train.master_weights", "ema.decay",
-    "optimizer.lr", "optimizer.algorithm._target_", "optimizer.algorithm.betas", "optimizer.algorithm.eps",
-    "optimizer.weight_decay", "optimizer.decay", "optimizer.scale_lr", "lr_scheduler._target_",
-    "lr_scheduler.warmup_steps", "lr_scheduler.from_zero", "task.cond_drop_prob", "data.crop", "data.flip_prob",
+    "run.seed", "train.global_batch_size", "train.max_grad_norm", "train.precision", "train.master_weights",
+    "ema.decay", "optimizer.lr", "optimizer.algorithm._target_", "optimizer.algorithm.betas",
+    "optimizer.algorithm.eps", "optimizer.weight_decay", "optimizer.decay", "optimizer.scale_lr",
+    "lr_scheduler._target_", "lr_scheduler.warmup_steps", "lr_scheduler.from_zero", "task.cond_drop_prob", "data.crop",
+    "data.flip_prob",
     "data.aspect_ratios", "data.replacement", "model.image_size", "model.text_encoder.train",
     "model.text_encoder.hidden_layer", "model.vae.sample_posterior", "model.vae.scaling_factor",
     "objective.schedule._target_", "objective.timestep_bias.strategy", "objective.target._target_",

@@ -23,6 +23,7 @@ from cascade_train.filters.identity import (
     similarity,
 )
 from cascade_train.filters.parts.requirements import WeightsFile, open_session
+from tests.unit.config.defaults import PUBLISHED
 from tests.unit.filters import onnx_files
 from tests.unit.filters.filter_contract import ControlFilterContract, both_halves, generators
 
@@ -83,6 +84,24 @@ def test_boxes_are_in_pixels_of_a_picture_of_any_size(networks: dict[str, str]) 
 
 def test_a_picture_without_faces_has_none(networks: dict[str, str]) -> None:
     assert both_halves(identity(networks), crowd(), 0).abs().sum() == 0.0
+
+
+def test_a_face_is_found_from_the_originals_score_on(networks: dict[str, str]) -> None:
+    """The detector's score is red less green, of 256 (onnx_files.detector)."""
+    detector, _ = sessions(networks)
+    least = PUBLISHED["python"]["filters.identity.SCORE_THRESHOLD"]["value"]
+    for red, faces in ((256 * least, 1), (256 * least - 1, 0)):
+        image = np.full((320, 320, 3), 64, dtype=np.uint8)
+        image[96:128, 96:128] = (64 + red, 64, 64)
+        assert len(detect(detector, image, max_faces=4)) == faces
+
+
+def test_boxes_overlap_by_as_much_as_in_the_original() -> None:
+    """Of two squares of 100 pixels the second is moved to the right by a share of what it shares with the first."""
+    most = PUBLISHED["python"]["filters.identity.OVERLAP_THRESHOLD"]["value"]
+    moved = 100 * (1 - most) / (1 + most)
+    for right, kept in ((math.ceil(moved), [0, 1]), (math.floor(moved), [0])):
+        assert distinct(np.array([[0, 0, 99, 99], [right, 0, right + 99, 99]], dtype=np.float32)).tolist() == kept
 
 
 def test_of_overlapping_boxes_the_best_stays() -> None:
