@@ -26,6 +26,7 @@ SEARCHED = (
     *("fine-tune", "LoRA", "DreamBooth", "textual inversion", "ControlNet", "inpainting", "image-to-image"),
     *("VRAM", "out of memory", "gradient checkpointing", "gradient accumulation", "mixed precision", "multi-GPU"),
     *("aspect ratio bucketing", "prior preservation", "EMA"),
+    *("trigger word", "how many steps", "overfitting", "BLIP", "WD14", "torchvision::nms", "additional_parameters"),
 )
 """What people look for in the pages of a trainer."""
 
@@ -145,6 +146,12 @@ def test_every_recipe_is_on_its_page() -> None:
 @pytest.mark.parametrize("word", SEARCHED)
 def test_the_words_people_search_for_are_on_the_pages(word: str) -> None:
     assert any(word.lower() in page.read_text().lower() for page in PAGES)
+
+
+@pytest.mark.parametrize("word", SEARCHED[-7:])
+def test_what_people_ask_first_is_found_where_they_begin(word: str) -> None:
+    begin = [ROOT / "docs" / name for name in ("index.md", "troubleshooting.md")]
+    assert any(word.lower() in page.read_text().lower() for page in begin)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
