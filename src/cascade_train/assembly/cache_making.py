@@ -29,6 +29,7 @@ from cascade_train.assembly.components import build_component, build_parts
 from cascade_train.assembly.model import compute_dtype
 from cascade_train.assembly.samples import read_sample_prompts
 from cascade_train.batch import Batch
+from cascade_train.config.arguments import make_absolute
 from cascade_train.config.saved import to_plain
 from cascade_train.data.cached import Cached
 from cascade_train.data.data_set import Rows, open_data_set
@@ -40,7 +41,9 @@ from cascade_train.data.sample import FEW, RawSample, too_many_text
 from cascade_train.data.source import Source
 from cascade_train.distributed.rng import allow_tf32
 from cascade_train.errors import ConfigError, RunError
+from cascade_train.files.durable import remove_abandoned
 from cascade_train.models.stage import Stage
+from cascade_train.redaction import redacted
 from cascade_train.tasks.base import ImageMaker, Task
 from cascade_train.tasks.text_to_image import latent_mask
 
@@ -79,9 +82,12 @@ def make_cache(
     index = sized_index(source, data.index, data.rows)
     manifest = describe(to_plain(cfg), encoder, data, index, unit_samples)
     folder = Path(out)
-    write_manifest(folder, manifest, index)
+    make_absolute(cfg)
+    located = replace(manifest, source=redacted(to_plain(cfg)["data"]))
+    stale = write_manifest(folder, located, index, on_change=source.on_change)
+    remove_abandoned(folder)
     mine = range(task_index, manifest.units, task_count)
-    todo = [unit for unit in mine if not is_whole(folder, unit, manifest)]
+    todo = [unit for unit in mine if unit in stale or not is_whole(folder, unit, manifest)]
     _log.info("%d of %d units are there already.", len(mine) - len(todo), len(mine))
     reader = PictureReader(data, index, seed=cfg.run.seed)
     prompts = ["", cfg.sample.negative_prompt, *(cfg.sample.prompts or [])]
@@ -243,7 +249,7 @@ class PictureReader(MicroBatches):
 
     def __init__(self, data: Rows, sizes: Index, *, seed: int) -> None:
         """Take what training would read, and the index with the sizes that it would read at."""
-        self.source, self._rows_of = data.source, rows_by_size(sizes.table, data.rows)
+        self.source, self.content, self._rows_of = data.source, sizes.content, rows_by_size(sizes.table, data.rows)
         self._raw: dict[int, RawSample] = {}
         super().__init__(data.source, data.index, self._rows_of, seed, data.transform)
 
@@ -301,7 +307,8 @@ def fill(
             unreadable += map(str, batch.skipped)
         refuse_unreadable(list(dict.fromkeys(unreadable)), seen, reader.source.max_unreadable_share)
         texts = dict.fromkeys([*prompts, *(str(sample.meta["caption"]) for sample in samples.values())])
-        write_unit(folder, unit, manifest, samples=samples, captions=encoder.captions(list(texts)))
+        encoded, content = encoder.captions(list(texts)), reader.content[list(manifest.rows_of(unit))]
+        write_unit(folder, unit, manifest, samples=samples, captions=encoded, content=content)
         rate = len(samples) / (time.monotonic() - started)
         _log.info("Unit %d written, %d of %d: %.1f samples per second.", unit, number, len(units), rate)
 

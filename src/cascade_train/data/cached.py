@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -73,6 +73,7 @@ class Cached(Source):
         units = np.repeat(np.arange(len(tables)), [len(table.captions) for table in tables])
         self._digests, first = np.unique(np.concatenate([table.digests for table in tables]), return_index=True)
         self._captions, self._unit_of_caption = self._captions[first], units[first]
+        self._index = replace(self._index, content=np.concatenate([table.content for table in tables]))
         return self._index
 
     def bucket_table(self, index: Index) -> BucketTable:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from cascade_train.data.folder import PictureFile, PictureFolder
+from cascade_train.data.index.content import combined, text_checksum
 from cascade_train.data.index.rows import Index
 from cascade_train.data.sample import RawSample, UnreadableSampleError
 from cascade_train.data.webdataset import WebDataset
@@ -60,6 +61,10 @@ class Prompts:
             found = self.given[place] if place is not None and place < len(self.given) else []
         return [found] if isinstance(found, str) else list(found)
 
+    def added_to(self, index: Index) -> Index:
+        """Return an index whose content changes with the prompts, too."""
+        return replace(index, content=combined(index.content, np.full(len(index), text_checksum(self.given))))
+
 
 @dataclass(kw_only=True)
 class ClassTars(WebDataset):
@@ -75,7 +80,7 @@ class ClassTars(WebDataset):
     def open(self) -> Index:
         """See `WebDataset.open`; a tar that cannot be indexed or a class without a prompt raises a `ConfigError`."""
         self._prompts = Prompts.load(self.idx_to_prompt)
-        index = super().open()
+        index = self._prompts.added_to(super().open())
         for row in np.unique(np.linspace(0, len(index) - 1, CHECKED).astype(np.int64)).tolist():
             name = super().read(row).caption
             if not self._prompts.of(name):
@@ -109,7 +114,7 @@ class ClassFolders(PictureFolder):
             raise ConfigError(f"data.path={self.path} has no folders of classes: write CLASS/NAME.jpg below it")
         if len(usable) < len(found):
             _log.warning("%s: left out %d pictures that lie in no class's folder", self.path, len(found) - len(usable))
-        prompts = Prompts.load(self.idx_to_prompt)
+        self._given = prompts = Prompts.load(self.idx_to_prompt)
         classes = sorted({_class_of(file.name) for file in usable})
         self._prompts = {name: prompts.of(name, number) for number, name in enumerate(classes)}
         without = [name for name, texts in self._prompts.items() if not texts]
@@ -119,6 +124,10 @@ class ClassFolders(PictureFolder):
                 f" {', '.join(without[:5])}"
             )
         return usable
+
+    def _indexed(self) -> Index:
+        index = super()._indexed()  # loads the prompts
+        return self._given.added_to(index)
 
     def caption(self, name: str, entry: np.void) -> str:
         """See `PictureFolder.caption`."""

@@ -11,6 +11,7 @@ from typing import Unpack
 import numpy as np
 
 from cascade_train.batch import Batch, SampleTransform
+from cascade_train.data.index.content import content_record
 from cascade_train.data.index.rows import Index, split
 from cascade_train.data.index.selection import selected
 from cascade_train.data.loading.feed import Feed, FeedOptions, FeedRequest, Loader
@@ -131,8 +132,8 @@ class DataSet:
 
     @property
     def identity(self) -> str:
-        """What must be equal on all ranks: digests of the indexes, and how many of their rows take part."""
-        return " ".join(f"{part.index.digest}/{len(part.rows)}" for part in self._parts)
+        """What must be equal on all ranks: digests of the indexes, their content, and how many rows take part."""
+        return " ".join(f"{part.index.digest}/{content_record(part.index)}/{len(part.rows)}" for part in self._parts)
 
     def record(self) -> None:
         """See `Source.record`."""

@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from cascade_train.data.index.pictures import first_names, load_picture_sizes, refuse_unreadable
+from cascade_train.data.index.content import combined
+from cascade_train.data.index.pictures import first_names, load_picture_facts, refuse_unreadable
 from cascade_train.data.index.row_filter import parse_row_filters
 from cascade_train.data.index.rows import Index
 from cascade_train.data.sample import UnreadableSampleError
@@ -58,6 +59,7 @@ class TableRows:
     names: list[str]  # paths of the pictures that are files
     unfilled: int  # how many rows have no picture or no caption
     verdicts: np.ndarray  # (N, 1 + filters), see `RowFilters.judge`
+    content: np.ndarray  # (N,) uint64, see `Index.content`, of all but pictures that are files
 
 
 @dataclass(kw_only=True)
@@ -92,24 +94,25 @@ class TableSource(FileSource):
             first = len(self._shards)
             self._shards += [(path, number) for number in range(int(part.table["shard"].max(initial=-1)) + 1)]
             part.table["shard"] += first
-        table, keys, verdicts = (
-            np.concatenate([getattr(part, name) for part in parts]) for name in ("table", "keys", "verdicts")
+        table, keys, verdicts, content = (
+            np.concatenate([getattr(part, name) for part in parts]) for name in ("table", "keys", "verdicts", "content")
         )
         if not len(table):
             raise ConfigError(f"data.path={self.path} holds no row with a picture that is there and a caption")
         if len(self._filters):
             kept = self._filters.kept(verdicts)
-            table, keys = table[kept], keys[kept]
+            table, keys, content = table[kept], keys[kept], content[kept]
         names = tuple(self.shard_name.format(path.name, number) for path, number in self._shards)
-        return Index(shards=names, table=table, keys=keys, filters=self._filters.identity)
+        return Index(shards=names, table=table, keys=keys, filters=self._filters.identity, content=content)
 
     def _usable(self, path: Path, rows: TableRows) -> TableRows:
-        """Add the sizes of the pictures that are files, and leave out rows whose pictures are not there."""
-        table, is_file = rows.table.copy(), rows.table["bytes"] < 0
-        file_bytes, sizes = load_picture_sizes(path, self._root(path), rows.names, self._cache_dir)
+        """Add the facts of the pictures that are files, and leave out rows whose pictures are not there."""
+        table, is_file, content = rows.table.copy(), rows.table["bytes"] < 0, rows.content.copy()
+        file_bytes, facts = load_picture_facts(path, self._root(path), rows.names, self._cache_dir)
+        content[is_file] = combined(content[is_file], facts[:, 2])
         table["bytes"][is_file] = file_bytes
         if not self._gives_sizes:
-            table["width"][is_file], table["height"][is_file] = sizes.T
+            table["width"][is_file], table["height"][is_file] = facts[:, :2].T
         there = table["bytes"] >= 0
         missing = [name for name, size in zip(rows.names, file_bytes.tolist(), strict=True) if size < 0]
         if rows.unfilled:
@@ -117,7 +120,8 @@ class TableSource(FileSource):
         if missing:
             text = first_names(missing)
             _log.warning("%s: left out %d rows whose pictures are not there: %s", path, len(missing), text)
-        return replace(rows, table=table[there], keys=rows.keys[there], verdicts=rows.verdicts[there])
+        kept = {name: getattr(rows, name)[there] for name in ("keys", "verdicts")}
+        return replace(rows, table=table[there], content=content[there], **kept)
 
     def _check_columns(self, path: Path, found: Iterable[str]) -> None:
         """Raise a ConfigError where a table lacks a column that an option names."""

@@ -14,7 +14,8 @@ from typing import Any, Literal
 import numpy as np
 
 from cascade_train.data.file_source import FileSource
-from cascade_train.data.index.pictures import EXTENSIONS, first_names, load_facts, load_picture_sizes
+from cascade_train.data.index.content import combined
+from cascade_train.data.index.pictures import EXTENSIONS, first_names, load_checksums, load_facts, load_picture_facts
 from cascade_train.data.index.row_filter import read_metadata
 from cascade_train.data.index.rows import ROW_FIELDS, Index, repeat_counts, repeated_rows
 from cascade_train.data.sample import FileLimits, RawSample, UnreadableSampleError
@@ -52,6 +53,7 @@ class PictureFolder(FileSource):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._root = Path(self.path).expanduser()
+        self._takes_captions = False  # whether captions come from files beside the pictures
 
     @abc.abstractmethod
     def usable(self, found: list[PictureFile]) -> list[PictureFile]:
@@ -81,8 +83,9 @@ class PictureFolder(FileSource):
             raise ConfigError(self._empty_text())
         found = self.usable(found)
         table = np.zeros(len(found), dtype=FOLDER_FIELDS)
-        file_bytes, sizes = load_picture_sizes(self._root, self._root, [file.name for file in found], self._cache_dir)
-        table["bytes"], table["width"], table["height"] = file_bytes, *sizes.T
+        file_bytes, facts = load_picture_facts(self._root, self._root, [file.name for file in found], self._cache_dir)
+        table["bytes"], table["width"], table["height"] = file_bytes, *facts[:, :2].T
+        content = combined(facts[:, 2], *self._checksums_beside(found))
         for field in ("caption", "values", "mask"):
             table[field] = [getattr(file, field) for file in found]
         keys = np.array([file.name.encode() for file in found])
@@ -97,7 +100,17 @@ class PictureFolder(FileSource):
             counts = np.where(self._filters.kept(self._verdicts(found)), counts, 0)
         rows = repeated_rows(counts)
         name = self._root.resolve().name
-        return Index(shards=(name,), table=table[rows], keys=keys[rows], filters=self._filters.identity)
+        filters = self._filters.identity
+        return Index(shards=(name,), table=table[rows], keys=keys[rows], filters=filters, content=content[rows])
+
+    def _checksums_beside(self, found: list[PictureFile]) -> np.ndarray:
+        """Return the checksums of captions, values and masks that make samples, (3, N) int64, 0 = there is none."""
+        takes_values, names = self.captions.needs_values, list[str]()
+        for file in found:
+            caption = CAPTION_FILES[file.caption] if self._takes_captions else ""
+            parts = caption, VALUE_FILES[file.values] if takes_values else "", MASK if file.mask else ""
+            names += [beside(file.name, extension) if extension else "" for extension in parts]
+        return load_checksums(self._root, self._root, names, self._cache_dir).reshape(-1, 3).T
 
     def _verdicts(self, found: list[PictureFile]) -> np.ndarray:
         """Return the verdicts on each picture's values, (N, 1 + filters)."""
@@ -110,7 +123,7 @@ class PictureFolder(FileSource):
         _, judged = load_facts(
             self._root, self._root, names, judge, columns=columns, kind=kind, cache_dir=self._cache_dir
         )
-        verdicts = np.zeros((len(found), columns), dtype=np.int32)
+        verdicts = np.zeros((len(found), columns), dtype=np.int64)
         verdicts[[bool(file.values) for file in found]] = judged
         return verdicts
 
@@ -155,6 +168,7 @@ class Folder(PictureFolder):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("data.caption_from", self.caption_from, ("file_or_name", "file", "name"))
+        self._takes_captions = self.caption_from != "name"
 
     def usable(self, found: list[PictureFile]) -> list[PictureFile]:
         """See `PictureFolder.usable`."""

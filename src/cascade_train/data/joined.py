@@ -83,16 +83,18 @@ class JoinedSource(Source):
         self._row = np.concatenate(spans)
         table = np.zeros(len(self._row), dtype=ROW_FIELDS)
         table["shard"] = np.repeat(np.arange(blocks), sizes.sum(axis=1))
-        keys = np.empty(len(self._row), dtype=object)
+        keys, content = np.empty(len(self._row), dtype=object), np.zeros(len(self._row), dtype=np.uint64)
         for number, part in enumerate(parts):
             here = self._part == number
             for field in ("width", "height"):
                 table[field][here] = part.index.table[field][self._row[here]]
+            content[here] = part.index.content[self._row[here]]
             rows, places = np.unique(self._row[here], return_inverse=True)  # a row that repeats has one name
             names = [f"{part.prefix}{part.index.name(row)}".encode() for row in rows.tolist()]
             keys[here] = np.array(names, dtype=object)[places]
         filters = " ".join(part.index.filters for part in parts if part.index.filters)
-        return Index(shards=(name,) * blocks, table=table, keys=np.array(keys.tolist()), filters=filters)
+        keys_N = np.array(keys.tolist())
+        return Index(shards=(name,) * blocks, table=table, keys=keys_N, filters=filters, content=content)
 
     def _place(self, row: int) -> tuple[Part, int]:
         return self._parts[self._part[row]], int(self._row[row])

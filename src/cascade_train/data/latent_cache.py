@@ -10,13 +10,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import logging
 import os
-import shutil
 import tarfile
-import tempfile
 import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,10 @@ import numpy as np
 import safetensors.torch
 from torch import Tensor
 
+from cascade_train.data.index.content import changed_rows, changed_samples
 from cascade_train.data.index.rows import Index
 from cascade_train.data.storage.store import LocalFiles
-from cascade_train.data.tar.members import write_tar
+from cascade_train.data.tar.members import fill_tar
 from cascade_train.errors import ConfigError, RunError
 from cascade_train.files.durable import replacing, write_durably
 
@@ -37,6 +38,7 @@ SPAN = np.dtype([("start", "<i8"), ("bytes", "<i8"), ("crc32", "<u4")])
 """Where the payload of a file of a tar lies, and its checksum; 0 bytes = there is none."""
 
 _PAYLOAD, _META = "safetensors", "json"
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +55,7 @@ class Manifest:
     captions: Mapping[str, str]  # of a caption, by name: dtype and shape; empty = the cache holds no captions
     identity: Mapping[str, Any]  # everything that changes a value, by its configuration key
     made_with: Mapping[str, str]  # versions of the libraries that made the tensors
+    source: Mapping[str, Any] = field(default_factory=dict)  # node of the data that it was made of, to compare with it
 
     @property
     def units(self) -> int:
@@ -61,8 +64,9 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """16 hex digits that change with anything but the libraries' versions."""
+        """16 hex digits that change with anything but the libraries' versions and where the data lies."""
         fields = dataclasses.asdict(self) | {"made_with": None}
+        del fields["source"]
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
     def rows_of(self, unit: int) -> range:
@@ -70,23 +74,41 @@ class Manifest:
         return range(unit * self.unit_samples, min(self.rows, (unit + 1) * self.unit_samples))
 
 
-def write_manifest(folder: Path, manifest: Manifest, index: Index) -> None:
-    """Write what describes a cache, unless the same is there already; a ConfigError if another one is there."""
+def write_manifest(folder: Path, manifest: Manifest, index: Index, *, on_change: str = "refuse") -> set[int]:
+    """Write what describes a cache, unless the same is there already; return the units whose samples changed since.
+
+    A ConfigError if another one is there, or samples changed and `on_change` is not "restart".
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if (folder / MANIFEST).is_file():
-            difference = first_difference(manifest, read_manifest(folder))
+            other = read_manifest(folder)
+            difference, then = first_difference(manifest, other), made_of(folder, other)
+            if manifest.index != other.index:
+                difference = changed_samples(index, then) or difference
             if difference is not None:
                 raise ConfigError(
                     f"out={folder} holds another cache: {difference}. Choose another folder, or remove it."
                 )
-            return
+            remedy = "put it back, or make the units of changed samples again"
+            refuse_changed(f"out={folder}", index, then, on_change, remedy)
+            return set((changed_rows(index, then) // manifest.unit_samples).tolist())
         with replacing(folder / INDEX, racing=True) as partial:
             np.savez(partial, table=index.table, keys=index.keys, shards=np.array(index.shards))
         text = json.dumps(dataclasses.asdict(manifest), indent=1, sort_keys=True)
         write_durably(folder / MANIFEST, text, racing=True)
     except OSError as error:
         raise ConfigError(f"out={folder} cannot be written ({error}). Choose another folder.") from error
+    return set()
+
+
+def refuse_changed(where: str, index: Index, then: Index, on_change: str, remedy: str) -> None:
+    """Raise a ConfigError where samples changed since a cache was made, unless on_change is "restart"."""
+    if changed := changed_samples(index, then):
+        text = f"{where} was made of data that changed since: {changed}"
+        if on_change == "refuse":
+            raise ConfigError(f"{text}. Remedy: {remedy} by data.on_change=restart")
+        _log.warning("%s.", text)
 
 
 def first_difference(manifest: Manifest, other: Manifest) -> str | None:
@@ -111,6 +133,8 @@ def read_manifest(folder: Path) -> Manifest:
         )
     try:
         fields = json.loads(path.read_text())
+        if "source" not in fields:
+            _log.warning("%s does not tell of which data it was made, so that whether that changed is unknown.", path)
         if fields["format"] == FORMAT:
             return Manifest(**fields)
     except (ValueError, TypeError, KeyError) as error:
@@ -131,6 +155,15 @@ def read_index(folder: Path, manifest: Manifest) -> Index:
     return index
 
 
+def made_of(folder: Path, manifest: Manifest) -> Index:
+    """Return the index that a cache follows, with the content that its units were made of. Raises as `read_index`."""
+    parts = []
+    for unit in range(manifest.units):
+        table = load_table(folder, unit, manifest)
+        parts.append(np.zeros(len(manifest.rows_of(unit)), dtype=np.uint64) if table is None else table.content)
+    return replace(read_index(folder, manifest), content=np.concatenate(parts))
+
+
 @dataclass(frozen=True, kw_only=True)
 class CachedSample:
     """One sample as it is stored: tensors without a batch dimension on the host; caption, key, weight, values."""
@@ -148,6 +181,7 @@ class UnitTable:
     digests: np.ndarray  # (M,) bytes, `caption_digest` of each caption
     tar_bytes: np.ndarray  # (2,) int64 sizes of the tars of samples and captions
     manifest: str  # digest of the manifest that the unit was made under
+    content: np.ndarray  # of its rows, see `Index.content`; 0 where the unit was made before that was recorded
 
 
 def caption_digest(caption: str) -> str:
@@ -177,33 +211,30 @@ def write_unit(
     *,
     samples: Mapping[int, CachedSample],
     captions: Mapping[str, Mapping[str, Tensor]],
+    content: np.ndarray,
 ) -> None:
     """Write a unit beside its place and move it there, its table last; the same content gives the same tars.
 
-    Samples are given by row, some of which may be missing; captions as tensors by caption.
+    Samples are given by row, some of which may be missing; captions as tensors by caption; content as in the index.
     """
-    work = Path(tempfile.mkdtemp(dir=folder, prefix=f".unit-{unit:06d}-"))
     named = {caption_digest(caption): caption for caption in captions}
-    try:
-        tars = [
-            write_tar(samples_tar(work, unit), _sample_parts(samples)),
-            write_tar(captions_tar(work, unit), _caption_parts(named, captions)),
-        ]
-        of_samples, of_captions = (_spans(tar) for tar in tars)
+    places = table_file(folder, unit), captions_tar(folder, unit), samples_tar(folder, unit)
+    with ExitStack() as stack:  # what was entered last is moved first
+        table, *tars = [stack.enter_context(replacing(path, racing=True, durable=False)) for path in places]
+        fill_tar(tars[0], _caption_parts(named, captions))
+        fill_tar(tars[1], _sample_parts(samples))
+        of_captions, of_samples = (_spans(tar) for tar in tars)
         names = [(f"{row:09d}.{_PAYLOAD}", f"{row:09d}.{_META}") for row in manifest.rows_of(unit)]
         np.savez(
-            table_file(work, unit),
+            table,
             samples=np.array([[of_samples.get(name, (0, 0, 0)) for name in pair] for pair in names], dtype=SPAN),
             captions=np.array([of_captions[f"{name}.{_PAYLOAD}"] for name in named], dtype=SPAN),
             digests=np.array([name.encode() for name in named], dtype="S32"),
-            tar_bytes=np.array([tar.stat().st_size for tar in tars]),
+            tar_bytes=np.array([tar.stat().st_size for tar in reversed(tars)]),
             manifest=np.array(manifest.digest),
+            content=content,
         )
-        table_file(folder, unit).unlink(missing_ok=True)
-        for path in [*tars, table_file(work, unit)]:
-            path.rename(folder / path.name)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+        places[0].unlink(missing_ok=True)
 
 
 def load_table(folder: Path, unit: int, manifest: Manifest) -> UnitTable | None:
@@ -213,9 +244,9 @@ def load_table(folder: Path, unit: int, manifest: Manifest) -> UnitTable | None:
     """
     try:
         with table_file(folder, unit).open("rb") as file, np.load(file, allow_pickle=False) as parts:
-            table = UnitTable(
-                **{name: parts[name] for name in parts if name != "manifest"}, manifest=str(parts["manifest"])
-            )
+            unknown = {"content": np.zeros(len(manifest.rows_of(unit)), dtype=np.uint64)}
+            fields = unknown | {name: parts[name] for name in parts if name != "manifest"}
+            table = UnitTable(**fields, manifest=str(parts["manifest"]))
         sizes = [path.stat().st_size for path in (samples_tar(folder, unit), captions_tar(folder, unit))]
     except Exception:  # numpy and zipfile answer damage in many ways
         return None

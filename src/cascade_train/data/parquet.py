@@ -19,6 +19,7 @@ import numpy as np
 from cascade_train.data.decoding.decode import upright_size
 from cascade_train.data.file_source import TableRows, TableSource
 from cascade_train.data.index.cache import cache_file, default_cache_dir, read_cache, write_cache
+from cascade_train.data.index.content import checksum, combined, text_checksum
 from cascade_train.data.index.rows import ROW_FIELDS
 from cascade_train.data.sample import RawSample, UnreadableSampleError
 from cascade_train.data.storage.store import PerProcess
@@ -30,7 +31,7 @@ PARQUET_FIELDS = [*ROW_FIELDS, ("row", "<i4"), ("bytes", "<i8")]
 MUCH_MEMORY = 2 * 1024**3
 """Bytes of row groups in one worker that are worth a warning."""
 
-_FORMAT = 1
+_FORMAT = 2
 _BATCH = 64  # rows that become Python values at once
 _log = logging.getLogger(__name__)
 
@@ -99,7 +100,8 @@ class Parquet(TableSource):
         found = load_file(path, self._columns, self._cache_dir)
         table, keys, unfilled = found["table"], found["keys"], int(found["unfilled"])
         names = [key.decode() for key in keys[table["bytes"] < 0].tolist()]
-        return TableRows(table=table, keys=keys, names=names, unfilled=unfilled, verdicts=self._verdicts(path, table))
+        judged, content = self._verdicts(path, table), combined(*found["checksums"].T)
+        return TableRows(table=table, keys=keys, names=names, unfilled=unfilled, verdicts=judged, content=content)
 
     def _verdicts(self, path: Path, table: np.ndarray) -> np.ndarray:
         verdicts = np.zeros((len(table), 1 + len(self._filters)), dtype=np.int64)
@@ -157,7 +159,7 @@ def load_file(path: Path, columns: Columns, cache_dir: Path | None) -> Mapping[s
     text = f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}|{columns}|{_FORMAT}"
     cached = cache_file(default_cache_dir(path) if cache_dir is None else cache_dir, path.stem, text)
     kept = read_cache(cached)
-    if kept is None or not kept.keys() >= {"table", "keys", "unfilled"}:
+    if kept is None or not kept.keys() >= {"table", "keys", "unfilled", "checksums"}:
         kept = scan_file(path, columns)
         write_cache(cached, kept, required=cache_dir is not None)
     return kept
@@ -168,9 +170,10 @@ def scan_file(path: Path, columns: Columns) -> dict[str, np.ndarray]:
 
     Returns:
         `table`, (N,) with the fields of `PARQUET_FIELDS`, -1 bytes where the picture is a file; `keys`, (N,) bytes, the
-        picture's path where it has one; `unfilled`, the number of rows without a picture or a caption, left out.
+        picture's path where it has one; `unfilled`, the number of rows without a picture or a caption, left out;
+        `checksums`, (N, 2) int64, of pictures and captions.
     """
-    rows, keys, number, names = [], [], 0, list(filter(None, columns))
+    rows, keys, checksums, number, names = [], [], list[tuple[int, int]](), 0, list(filter(None, columns))
     with open_parquet(path) as file:
         for group in range(file.num_row_groups):
             for place, values in enumerate(read_rows(file, group, names)):
@@ -178,9 +181,13 @@ def scan_file(path: Path, columns: Columns) -> dict[str, np.ndarray]:
                 image, name = picture_of(values[columns.image])
                 if (image or name) and (columns.caption is None or values[columns.caption]):
                     rows.append((group, *_upright_size(image, values, columns), place, len(image) if image else -1))
+                    encoded, caption = image or b"", values.get(columns.caption or "")
+                    checksums.append((checksum(encoded, len(encoded)), text_checksum(caption)))
                     keys.append((name or f"{path.name}/{number - 1:08d}").encode(errors="replace"))
     table = np.array(rows, dtype=PARQUET_FIELDS)
-    return {"table": table, "keys": np.array(keys, dtype=bytes), "unfilled": np.array(number - len(rows))}
+    crc = np.array(checksums, dtype=np.int64).reshape(-1, 2)
+    left_out = np.array(number - len(rows))
+    return {"table": table, "keys": np.array(keys, dtype=bytes), "unfilled": left_out, "checksums": crc}
 
 
 def read_rows(file: Any, group: int, names: list[str]) -> Iterator[dict[str, Any]]:

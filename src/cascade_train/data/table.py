@@ -15,7 +15,8 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from cascade_train.data.file_source import TableRows, TableSource
-from cascade_train.data.index.pictures import first_names
+from cascade_train.data.index.content import combined, text_checksum
+from cascade_train.data.index.pictures import first_names, load_checksums
 from cascade_train.data.index.rows import ROW_FIELDS
 from cascade_train.data.sample import RawSample, UnreadableSampleError
 from cascade_train.errors import ConfigError
@@ -50,7 +51,7 @@ class Table(TableSource):
 
     def _scan(self, path: Path) -> TableRows:
         wanted = [column for column in (self.image_column, self.caption_column) if column is not None]
-        places, names, verdicts = [], [], []
+        places, names, verdicts, texts, masks = [], [], [], [], []
         columns: dict[str, None] = {}
         unfilled = 0
         for start, size, values in self._files[path].rows():
@@ -60,6 +61,9 @@ class Table(TableSource):
                 continue
             places.append((0, 0, 0, -1, start, size))
             names.append(str(values[self.image_column]))
+            used = values if self.captions.needs_values else values.get(self.caption_column or "")
+            texts.append(text_checksum(used))
+            masks.append(str(values.get(self.mask_column or "") or ""))
             if len(self._filters):
                 verdicts.append(self._filters.judge({key: _number(value) for key, value in values.items()}))
         self._check_columns(path, columns)
@@ -69,7 +73,9 @@ class Table(TableSource):
             )
         table, keys = np.array(places, dtype=TABLE_FIELDS), np.array([name.encode(errors="replace") for name in names])
         judged = np.array(verdicts) if verdicts else np.zeros((len(names), 0))
-        return TableRows(table=table, keys=keys, names=names, unfilled=unfilled, verdicts=judged)
+        parts = [load_checksums(path, self._root(path), masks, self._cache_dir)] if any(masks) else []
+        content = combined(np.array(texts), *parts)
+        return TableRows(table=table, keys=keys, names=names, unfilled=unfilled, verdicts=judged, content=content)
 
     def _usable(self, path: Path, rows: TableRows) -> TableRows:
         usable = super()._usable(path, rows)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cascade_train.data.index.content import combined, text_checksum
 from cascade_train.data.index.pictures import refuse_unreadable
 from cascade_train.data.index.row_filter import parse_row_filters
 from cascade_train.data.index.rows import ROW_FIELDS, Index
@@ -85,7 +86,9 @@ class WebDataset(Source):
         table["shard"] = np.repeat(np.arange(len(shards)), [len(shard.table) for shard in shards])
         names = tuple(tar.name for tar in self._tars)
         keys = np.concatenate([shard.keys for shard in shards])
-        index = Index(shards=names, table=table[kept], keys=keys[kept], filters=self._filters.identity)
+        used = [part != "json" or self.captions.needs_values for part in ("image", *PARTS)]
+        content = combined(*np.concatenate([shard.checksums for shard in shards])[kept].T[used])
+        index = Index(shards=names, table=table[kept], keys=keys[kept], filters=self._filters.identity, content=content)
         refuse_unreadable(index, "data.urls", self.max_unreadable_share)
         self._index = index
         self._stores = list({id(tar.store): tar.store for tar in self._tars if tar.store is not None}.values())
@@ -112,8 +115,11 @@ class WebDataset(Source):
         table = np.array(rows, dtype=[*ROW_FIELDS, ("bytes", "<i8")])
         names = tuple(tar.identity for tar in self._tars)
         keys = np.array([name.encode() for name in names])
+        versions = [tar.item.version if tar.is_remote else "" for tar in self._tars]  # an ETag, kept by copies
+        content = combined(np.array([text_checksum(version) for version in versions]))
         _log.info("%s cannot be indexed: all tars are streamed", streamed)
-        return Index(shards=names, table=table, keys=keys, filters=self._filters.identity, rows_are_samples=False)
+        filters = self._filters.identity
+        return Index(shards=names, table=table, keys=keys, filters=filters, content=content, rows_are_samples=False)
 
     def own_feed(self, request: FeedRequest) -> Feed | None:
         """Return a feed of streams where not every tar can be indexed; a ConfigError where `streams` does not fit."""

@@ -261,13 +261,13 @@ def test_only_changed_pictures_are_read_again(tmp_path: Path, monkeypatch: pytes
     write(root / "b.png", tars.picture(10, 20))
     first = folder(root).open()
     read = []
-    size = picture_files.picture_size
+    size = picture_files.picture_facts
 
     def watched(path: Path) -> tuple[int, int]:
         read.append(path.name)
         return size(path)
 
-    monkeypatch.setattr(picture_files, "picture_size", watched)
+    monkeypatch.setattr(picture_files, "picture_facts", watched)
     assert folder(root).open().digest == first.digest
     assert read == []
     write(root / "b.png", tars.picture(30, 20))
@@ -296,7 +296,7 @@ def test_the_readers_of_headers_are_given_the_whole_file_where_its_beginning_doe
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path / "a.png")
-    monkeypatch.setattr(picture_files, "_HEADER_BYTES", 20)
+    monkeypatch.setattr(picture_files, "BEGINNING_BYTES", 20)
     assert folder(tmp_path).open().table["width"].tolist() == [40]
 
 

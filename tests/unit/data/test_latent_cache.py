@@ -125,7 +125,8 @@ def make_sample(row):
 
 def write(folder, unit=1, rows=(2, 3), captions=CAPTIONS):
     manifest = make_manifest()
-    write_unit(folder, unit, manifest, samples={row: make_sample(row) for row in rows}, captions=captions)
+    samples, content = {row: make_sample(row) for row in rows}, np.array([5, 6], dtype=np.uint64)
+    write_unit(folder, unit, manifest, samples=samples, captions=captions, content=content)
     return manifest
 
 
@@ -207,5 +208,5 @@ def test_files_stay_open_only_so_many_at_once(tmp_path, monkeypatch):
 
 def test_nothing_is_left_of_a_unit_that_could_not_be_written(tmp_path):
     with pytest.raises(AttributeError):
-        write_unit(tmp_path, 1, make_manifest(), samples={2: None}, captions={})
+        write_unit(tmp_path, 1, make_manifest(), samples={2: None}, captions={}, content=np.zeros(2))
     assert list(tmp_path.iterdir()) == []

@@ -93,8 +93,8 @@ def test_tabs_and_json_lines_are_tables_too(tmp_path: Path) -> None:
 def test_a_picture_of_many_rows_is_looked_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pictures(tmp_path, "a.png", "b.png")
     read = []
-    size = picture_files.picture_size
-    monkeypatch.setattr(picture_files, "picture_size", lambda path: read.append(path.name) or size(path))
+    size = picture_files.picture_facts
+    monkeypatch.setattr(picture_files, "picture_facts", lambda path: read.append(path.name) or size(path))
     index = table(text(tmp_path / "t.csv", "image,caption\na.png,1\nb.png,2\na.png,3\n")).open()
     assert sorted(read) == ["a.png", "b.png"]
     assert index.keys.tolist() == [b"a.png", b"b.png", b"a.png"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import os
@@ -11,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from cascade_train.errors import ConfigError
-from cascade_train.files.durable import replacing
+from cascade_train.files.durable import remove_abandoned, replacing
 
 _log = logging.getLogger(__name__)
 
@@ -46,10 +47,14 @@ def read_cache(cached: Path) -> dict[str, np.ndarray] | None:
         return None
 
 
+_clean = functools.cache(remove_abandoned)  # once: the folder may have an index of each of many tars
+
+
 def write_cache(cached: Path, parts: Mapping[str, np.ndarray], *, required: bool) -> None:
     """Write arrays; processes may race. A ConfigError where they are required and cannot be written."""
     try:
         cached.parent.mkdir(parents=True, exist_ok=True)
+        _clean(cached.parent)
         with replacing(cached, racing=True, durable=False) as partial:
             np.savez(partial, **parts)  # type: ignore[arg-type] # numpy has a keyword of its own
     except OSError as error:

@@ -9,15 +9,17 @@ from __future__ import annotations
 import fcntl
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from cascade_train.data.index.cache import cache_file, default_cache_dir, read_cache, user_cache_dir, write_cache
-from cascade_train.data.index.pictures import header_size
+from cascade_train.data.index.content import BEGINNING_BYTES, checksum
+from cascade_train.data.index.pictures import header_facts
 from cascade_train.data.index.row_filter import RowFilters
 from cascade_train.data.index.rows import ROW_FIELDS
 from cascade_train.data.tar.files import Tar
@@ -25,8 +27,8 @@ from cascade_train.data.tar.members import IMAGE_EXTENSIONS, PARTS, Dropped, For
 from cascade_train.errors import ConfigError
 
 TAR_FIELDS = ROW_FIELDS + [(f"{part}_{what}", "<i8") for part in ("image", *PARTS) for what in ("start", "bytes")]
-_FORMAT = 2
-_ABSENT = (0, 0, 0, 0)
+_FORMAT = 3
+_ABSENT = (0, 0, 0, 0, 0)
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 _log = logging.getLogger(__name__)
 
@@ -37,6 +39,7 @@ class ShardIndex:
 
     table: np.ndarray  # (N,) with the fields of `TAR_FIELDS`; a missing part has 0 bytes at 0
     keys: np.ndarray  # (N,) bytes
+    checksums: np.ndarray  # (N, 1 + len(PARTS)) int64, of the picture and the parts, 0 = there is none
     dropped: Dropped
 
 
@@ -52,8 +55,9 @@ def load_shard(tar: Tar, cache_dir: Path | None) -> ShardIndex:
         return shard
     with _one_reader(cached, tar):
         shard = _cached_shard(cached) or scan_shard(tar)
-        parts = {"table": shard.table, "keys": shard.keys, "dropped": np.array(json.dumps(asdict(shard.dropped)))}
-        write_cache(cached, parts, required=cache_dir is not None)
+        parts = {name: getattr(shard, name) for name in ("table", "keys", "checksums")}
+        dropped = np.array(json.dumps(asdict(shard.dropped)))
+        write_cache(cached, {**parts, "dropped": dropped}, required=cache_dir is not None)
     return shard
 
 
@@ -64,12 +68,16 @@ def scan_shard(tar: Tar) -> ShardIndex:
         ConfigError: the tar is empty, compressed, damaged, not sorted by key, or holds no usable sample.
         RunError: its store fails.
     """
-    rows, keys, dropped = [], [], Dropped(caption=tar.caption)
+    rows, keys, checksums, dropped = [], [], [], Dropped(caption=tar.caption)
     with tar.open() as file:
         _refuse_compressed(tar, file.read(5))
         file.seek(0)
-        for key, found in samples(tar.item.url, Forward(file, seekable=True), _size_and_place, dropped):
-            rows.append((0, *found["image"], *(number for part in PARTS for number in found.get(part, _ABSENT)[2:])))
+        for key, found in samples(
+            tar.item.url, Forward(file, seekable=True), partial(_facts, set(tar.parts.values())), dropped
+        ):
+            parts = [found.get(part, _ABSENT) for part in PARTS]
+            rows.append((0, *found["image"][:4], *(number for part in parts for number in part[2:4])))
+            checksums.append([found["image"][4], *(part[4] for part in parts)])
             keys.append(key.encode())
     if not rows and not dropped.examples:
         raise ConfigError(f"data.urls: {tar.item.url} is an empty tar, or holds no file with an extension")
@@ -78,7 +86,8 @@ def scan_shard(tar: Tar) -> ShardIndex:
             f"data.urls: {tar.item.url} holds no usable sample: {dropped.text()}. A sample is KEY.jpg with"
             f" KEY.{dropped.caption}, and a key ends at the first dot of the file name"
         )
-    return ShardIndex(table=np.array(rows, dtype=TAR_FIELDS), keys=np.array(keys), dropped=dropped)
+    table = np.array(rows, dtype=TAR_FIELDS)
+    return ShardIndex(table=table, keys=np.array(keys), checksums=np.array(checksums), dropped=dropped)
 
 
 def load_verdicts(
@@ -128,7 +137,7 @@ def _cached_shard(cached: Path) -> ShardIndex | None:
         return None
     try:
         dropped = Dropped(**json.loads(str(parts["dropped"])))
-        return ShardIndex(table=parts["table"], keys=parts["keys"], dropped=dropped)
+        return ShardIndex(**{name: parts[name] for name in ("table", "keys", "checksums")}, dropped=dropped)
     except (KeyError, TypeError, ValueError) as error:
         _log.warning("cached index %s is damaged (%s); reading the tar again", cached, error)
         return None
@@ -159,7 +168,11 @@ def _refuse_compressed(tar: Tar, head: bytes) -> None:
             )
 
 
-def _size_and_place(member: Member) -> tuple[int, int, int, int]:
-    """Return width and height of a picture, else zeros, and where the member lies: start and size in bytes."""
-    width, height = header_size(member.read) if member.extension in IMAGE_EXTENSIONS else (0, 0)
-    return width, height, member.start, member.size
+def _facts(parts: Collection[str], member: Member) -> tuple[int, int, int, int, int]:
+    """Return width and height of a picture, else zeros; start and size in bytes; the checksum of what makes samples."""
+    width = height = crc = 0
+    if member.extension in IMAGE_EXTENSIONS:
+        width, height, crc = header_facts(member.read, member.size)
+    elif member.extension in parts:
+        crc = checksum(member.read(BEGINNING_BYTES), member.size)
+    return width, height, member.start, member.size, crc

@@ -99,8 +99,15 @@ def refused(
 
 
 def describe(differences: Sequence[Difference]) -> str:
-    """Return one line `key: old -> new` for each."""
-    return "\n".join(f"  {each.key}: {each.old} -> {each.new}" for each in differences)
+    """Return one line `key: old -> new` for each; of another component, not the options that one side lacks."""
+    nodes = [each.key.removesuffix("_target_") for each in differences if each.key.endswith("._target_")]
+
+    def is_lacking(each: Difference) -> bool:
+        inside = any(each.key.startswith(node) and each.key != f"{node}_target_" for node in nodes)
+        return inside and ABSENT in (each.old, each.new)
+
+    shown = [each for each in differences if not is_lacking(each)]
+    return "\n".join(f"  {each.key.removesuffix('._target_')}: {each.old} -> {each.new}" for each in shown)
 
 
 def is_limit_raised(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:

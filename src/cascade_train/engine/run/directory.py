@@ -202,9 +202,10 @@ def _continue_run(
     may_change = config.get("data", {}).get("on_change") == "restart"
     blocking = refused(differences, free_keys=free_keys, data_may_change=may_change)
     if blocking and not _is_untouched(directory):
+        goes_on = ", or data.on_change=restart to go on with the new" if all(d.is_of_data for d in blocking) else ""
         raise ConfigError(
             f"run.dir={directory} holds a run of another config:\n{describe(blocking)}\n"
-            f"Remedy: {other_name} for a new run, or the old values to continue this one"
+            f"Remedy: {other_name} for a new run, or the old values to continue this one{goes_on}"
         )
     checkpoint = _newest(directory)
     if resume != "auto":

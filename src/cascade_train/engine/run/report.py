@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from cascade_train.engine.checkpoint.folder import EVALUATED, EVALUATIONS, CheckpointFolder
 from cascade_train.engine.checkpoint.manifest import whole_manifest
 from cascade_train.engine.run.config_difference import find_differences
-from cascade_train.files.durable import replacing
+from cascade_train.files.durable import remove_abandoned, replacing
 from cascade_train.files.plain_yaml import to_yaml
 from cascade_train.files.untrusted import read_json, read_json_lines, read_yaml
 from cascade_train.redaction import redact, redacted
@@ -67,6 +67,7 @@ def write_report(folder: Path, bases: Callable[[], Configs]) -> None:
 
 def write_page(path: Path, data: Data) -> None:
     """Write the page of a run or a sweep; raise OSError where it cannot be written."""
+    remove_abandoned(path.parent)
     with replacing(path, racing=True, durable=False) as beside:
         beside.write_text(page(data), encoding="utf-8", errors="replace")
 
