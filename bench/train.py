@@ -44,7 +44,7 @@ from bench.step import remembering
 from cascade_train.__main__ import launch
 from cascade_train.batch import Batch
 from cascade_train.engine.loop import Trainer
-from cascade_train.models.cascade_unet_config import BLOCK_TYPES
+from cascade_train.models.cascade.unet_config import BLOCK_TYPES
 from cascade_train.models.formats.export import original_state
 
 BATCHES = 4

@@ -9,7 +9,7 @@ import pytest
 from bench.shapes_judge import accuracies
 from bench.tiny_cascade import Truth, decibels, from_captions, from_pictures, painted, trained_on, unseen
 from cascade_train.commands.generate import GenerateArgs, generate
-from cascade_train.models.convolutional import ConvolutionalCompressor
+from cascade_train.models.cascade.convolutional import ConvolutionalCompressor
 from cascade_train.results.find import find_model
 
 

@@ -156,8 +156,8 @@ def _write_formats(args: ExportArgs, source: str, out: Path) -> list[str]:
 
 def _single_file(args: ExportArgs, source: str, out: Path) -> list[str]:
     from cascade_train.models.formats.export import DTYPES
-    from cascade_train.models.formats.export_single_file import save_single_file
     from cascade_train.models.formats.weights_source import find_pipeline  # heavy: torch and diffusers
+    from cascade_train.models.stable_diffusion.formats.export_single_file import save_single_file
 
     folder, name = find_pipeline(source), NETWORK[SINGLE_FILE]
     if folder is None:

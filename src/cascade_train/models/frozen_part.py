@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from cascade_train.errors import ConfigError
-from cascade_train.models.formats.single_file import is_single_file, read_text_tower
 from cascade_train.models.formats.weights import load_module, put_tensors
 from cascade_train.models.formats.weights_source import (
     CONFIG_FILES,
@@ -23,6 +22,7 @@ from cascade_train.models.formats.weights_source import (
     local_path,
 )
 from cascade_train.models.initialize import FROZEN_SEED, convolution_rule, initialise, tower_rule
+from cascade_train.models.stable_diffusion.formats.single_file import is_single_file, read_text_tower
 from cascade_train.options import File
 
 

@@ -22,7 +22,7 @@ from cascade_train.models.initialize import Shares
 from cascade_train.options import File
 
 if TYPE_CHECKING:
-    from cascade_train.models.control.base import Control, ControlOptions
+    from cascade_train.models.control import Control, ControlOptions
     from cascade_train.models.text_encoder import TextEncoder
 
 Conditions = dict[str, Tensor]

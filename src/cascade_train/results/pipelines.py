@@ -14,8 +14,8 @@ from omegaconf import DictConfig
 from cascade_train.config.saved import composed
 from cascade_train.errors import ConfigError
 from cascade_train.files.untrusted import read_json
-from cascade_train.models.condition_unet_config import stored_arguments
 from cascade_train.models.formats.weights_source import PIPELINE_INDEX
+from cascade_train.models.stable_diffusion.unet_config import stored_arguments
 
 BASES = {"StableDiffusionPipeline": "sd15", "StableDiffusionXLPipeline": "sdxl"}
 """Class of a pipeline -> model of its family, whose sizes the folder's own replace."""

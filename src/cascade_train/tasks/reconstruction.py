@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from cascade_train.diffusion.objective import Objective
 from cascade_train.errors import ConfigError
+from cascade_train.models.cascade.stage_b import StageB
 from cascade_train.models.formats.export import save_part
 from cascade_train.models.formats.weights import load_module
 from cascade_train.models.stage import Stage
-from cascade_train.models.stage_b import StageB
 from cascade_train.tasks.base import Export, Phase, Task
 from cascade_train.tasks.finetune import WholeNetwork
 from cascade_train.tasks.pictures import PictureObjective

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from cascade_train.batch import Batch
+from cascade_train.models.cascade.networks.vq_network import Autoencoded, count_codes, revive, unused_since
+from cascade_train.models.cascade.stage_a import StageA
 from cascade_train.models.image_quality import image_quality
-from cascade_train.models.networks.vq_network import Autoencoded, count_codes, revive, unused_since
 from cascade_train.models.stage import Stage
-from cascade_train.models.stage_a import StageA
 from cascade_train.options import check_within
 from cascade_train.tasks.autoencoding import (
     MAX_STEP,

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cascade_train.models.cascade.networks.unet import CascadeUNet
 from cascade_train.models.formats.lora_files import fill_adapters, module_shapes, read_lora
 from cascade_train.models.lora import LoraSpec, attach_adapters
-from cascade_train.models.networks.cascade_unet import CascadeUNet
 
 SMALL: dict[str, Any] = {
     "in_channels": 16,

@@ -16,6 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cascade_train.errors import ConfigError
+from cascade_train.models.cascade.formats.lora_file_original import original_places, write_original
+from cascade_train.models.cascade.networks.unet import CascadeUNet
 from cascade_train.models.formats.export import build_plain_network, fixed_prediction
 from cascade_train.models.formats.export_lora import lora_error
 from cascade_train.models.formats.lora_files import (
@@ -26,7 +28,6 @@ from cascade_train.models.formats.lora_files import (
     write_single_file,
 )
 from cascade_train.models.formats.lora_files_keyed import write_keyed, write_token_files
-from cascade_train.models.formats.lora_files_original import original_places, write_original
 from cascade_train.models.lora import (
     ADAPTER,
     StoredLora,
@@ -36,7 +37,6 @@ from cascade_train.models.lora import (
     inject_lora,
     lora_spec,
 )
-from cascade_train.models.networks.cascade_unet import CascadeUNet
 from tests.unit.models.small_networks import empty_network, load_lora, small_network
 
 TOKENS = TrainedTokens(strings=("[fernando]",), ids=(49408,), is_new=(True,), rows=torch.linspace(0, 1, 24)[None])

@@ -11,17 +11,17 @@ import torch
 from torch.nn.functional import avg_pool2d
 
 from cascade_train.errors import ConfigError
-from cascade_train.models.convolutional import ConvolutionalCompressor, ConvolutionalPreviewer
-from cascade_train.models.previewer import ConvolutionPreviewer
+from cascade_train.models.cascade.convolutional import ConvolutionalCompressor, ConvolutionalPreviewer
+from cascade_train.models.cascade.previewer import ConvolutionPreviewer
 from cascade_train.tasks.preview import Preview
 from tests.unit.models.stages import make_stage
 from tests.unit.tasks.task_contract import CPU, TaskContract, component, make_batch
 
-SMALL = "cascade_train.models.convolutional.ConvolutionalPreviewer"
-ORIGINAL = "cascade_train.models.previewer.ConvolutionPreviewer"
+SMALL = "cascade_train.models.cascade.convolutional.ConvolutionalPreviewer"
+ORIGINAL = "cascade_train.models.cascade.previewer.ConvolutionPreviewer"
 
 
-COMPRESSOR = "cascade_train.models.convolutional.ConvolutionalCompressor"
+COMPRESSOR = "cascade_train.models.cascade.convolutional.ConvolutionalCompressor"
 
 
 def previewing(target: str = SMALL, *, train_compressor: bool = False, **changed: Any) -> Any:

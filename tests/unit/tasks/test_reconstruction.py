@@ -11,16 +11,16 @@ import torch
 from diffusers import StableCascadeDecoderPipeline
 
 from cascade_train.errors import ConfigError
-from cascade_train.models.convolutional import ConvolutionalCompressor
+from cascade_train.models.cascade.convolutional import ConvolutionalCompressor
+from cascade_train.models.cascade.latent_codec import VQGAN
 from cascade_train.models.formats.export import build_plain_network
 from cascade_train.models.formats.weights import load_network
 from cascade_train.models.initialize import Fill, fill_
-from cascade_train.models.latent_codec import VQGAN
 from cascade_train.tasks.reconstruction import Reconstruction
 from tests.unit.models.stages import build_stage
 from tests.unit.tasks.task_contract import TaskContract, attached, component, make_batch
 
-UNTRAINED = {"_target_": "cascade_train.models.convolutional.ConvolutionalCompressor", "weights": None}
+UNTRAINED = {"_target_": "cascade_train.models.cascade.convolutional.ConvolutionalCompressor", "weights": None}
 SMALL_VQGAN = {"bottleneck_blocks": 1, "embed_dim": 16, "latent_channels": 4, "num_vq_embeddings": 32, "levels": 2}
 
 

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError, RunError, unwritten
 from cascade_train.files.durable import replacing
+from cascade_train.models.cascade.latent_codec import ORIGINAL_NAMES
 from cascade_train.models.formats.weights import open_weights, replace_prefix
 from cascade_train.models.formats.weights_tensors import is_condition_unet, map_keys, original_layout
-from cascade_train.models.latent_codec import ORIGINAL_NAMES
 
 if TYPE_CHECKING:
     from diffusers import StableCascadeUNet, UNet2DConditionModel
@@ -60,7 +60,7 @@ def build_plain_network(
     if is_condition_unet(config):
         from diffusers import UNet2DConditionModel as Network
     else:
-        from cascade_train.models.networks.cascade_unet import StableCascadeUNet as Network
+        from cascade_train.models.cascade.networks.unet import StableCascadeUNet as Network
 
     with torch.device("meta"):
         network = Network.from_config({k: v for k, v in config.items() if not k.startswith("_")})

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError, RunError
+from cascade_train.models.cascade.formats.lora_file_original import write_original
 from cascade_train.models.formats.export import (
     build_plain_network,
     checked_error,
@@ -32,7 +33,6 @@ from cascade_train.models.formats.lora_files import (
     write_single_file,
 )
 from cascade_train.models.formats.lora_files_keyed import write_keyed, write_token_files
-from cascade_train.models.formats.lora_files_original import write_original
 from cascade_train.models.formats.weights_tensors import is_condition_unet
 from cascade_train.models.lora import LoraSpec, StoredLora, adapted_modules, magnitude_factor
 

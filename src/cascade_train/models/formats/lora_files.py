@@ -15,8 +15,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
+from cascade_train.models.cascade.formats.lora_file_original import DEFAULT_FILTERS, is_original, read_original
 from cascade_train.models.formats.lora_files_keyed import is_keyed, read_keyed, token_file
-from cascade_train.models.formats.lora_files_original import DEFAULT_FILTERS, is_original, read_original
 from cascade_train.models.formats.weights import set_tensor
 from cascade_train.models.formats.weights_source import find_part
 from cascade_train.models.formats.weights_tensors import (

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from cascade_train.errors import ConfigError
-from cascade_train.models.formats.original_names import unet_modules
 from cascade_train.models.formats.weights_tensors import write_tensors
 from cascade_train.models.lora import TEXT_ENCODERS, LoraSpec, StoredLora, adapted_modules
+from cascade_train.models.stable_diffusion.formats.original_names import unet_modules
 
 PREFIXES = {
     "comfyui": ("lora_prior_unet_", "lora_prior_te_"),

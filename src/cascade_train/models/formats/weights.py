@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
-from cascade_train.models.formats.single_file import unet_layout
 from cascade_train.models.formats.weights_source import find_weight_files
 from cascade_train.models.formats.weights_tensors import (
     SIZES,
@@ -28,6 +27,7 @@ from cascade_train.models.formats.weights_tensors import (
     shapes_of,
 )
 from cascade_train.models.initialize import InitialValues, Shares, materialise
+from cascade_train.models.stable_diffusion.formats.single_file import unet_layout
 
 
 def open_weights(

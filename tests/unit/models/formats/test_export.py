@@ -24,13 +24,14 @@ from transformers import (
 )
 
 from cascade_train.errors import RunError
-from cascade_train.models.formats import export_lora, export_pipelines
+from cascade_train.models.cascade.formats import export_pipelines
+from cascade_train.models.cascade.formats.export_pipelines import save_prior
+from cascade_train.models.cascade.networks.unet import CascadeUNet
+from cascade_train.models.formats import export_lora
 from cascade_train.models.formats.export import build_plain_network, replaced_directory, replaced_file
 from cascade_train.models.formats.export_lora import save_lora
-from cascade_train.models.formats.export_pipelines import save_prior
 from cascade_train.models.formats.weights import load_network
 from cascade_train.models.lora import StoredLora, adapter_state, inject_lora, lora_spec
-from cascade_train.models.networks.cascade_unet import CascadeUNet
 from cascade_train.models.token_count import FOLDER
 from tests.unit.models.small_networks import empty_network, predict, small_network
 

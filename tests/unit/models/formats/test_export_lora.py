@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file
 
 from cascade_train.errors import ConfigError, RunError
+from cascade_train.models.cascade.networks.unet import CascadeUNet
 from cascade_train.models.formats import export
 from cascade_train.models.formats import export_lora as export_lora_module
 from cascade_train.models.formats.export import fixed_prediction, original_state, save_network
 from cascade_train.models.formats.export_lora import LORA_FORMATS, export_lora, merge_all
 from cascade_train.models.formats.lora_files import adapter_size, holds_lora, module_shapes, read_lora
 from cascade_train.models.formats.weights import load_state, stored_size
-from cascade_train.models.networks.cascade_unet import CascadeUNet
 from tests.unit.models import small_networks
 from tests.unit.models.small_networks import SMALL_B, empty_network, load_lora, small_network
 from tests.unit.models.test_lora_formats import TOKENS, adapted, stored

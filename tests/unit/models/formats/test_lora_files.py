@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from cascade_train.errors import ConfigError
+from cascade_train.models.cascade.networks.unet import CascadeUNet
 from cascade_train.models.formats.export import build_plain_network, fixed_prediction
 from cascade_train.models.formats.export_lora import save_lora
 from cascade_train.models.formats.lora_files import ADAPTER_CONFIG, SINGLE_FILE, write_single_file
@@ -24,7 +25,6 @@ from cascade_train.models.lora import (
     inject_lora,
     lora_spec,
 )
-from cascade_train.models.networks.cascade_unet import CascadeUNet
 from tests.unit.models.small_networks import empty_network, load_lora, predict, small_network
 
 
