@@ -80,8 +80,10 @@ class Stage(abc.ABC):
             file; null = from scratch.
 
     Attributes:
-        name: "stage_a", "stage_b" or "stage_c" of the cascade, "stable_diffusion", "stable_diffusion_xl" or "vae";
-            tasks name those that they fit.
+        name: its role in its family, such as "stage_c", for messages.
+        abilities: what tasks and objectives ask for, see `Task.fits`: "denoising" of latents, "text_to_image" from
+            captions alone, "control" by a control network, "reconstruction" from an image's own latents, and of those
+            that score pictures "vq_autoencoder", "kl_autoencoder" and "previewer".
         part: name of the folder that holds its network in pipelines and exports.
         image_multiple: both sides of an image must be multiples of this many pixels.
         image_keep_prob: share of training samples that keep their image condition, where a task names no other.
@@ -108,6 +110,7 @@ class Stage(abc.ABC):
     """
 
     name: ClassVar[str]
+    abilities: ClassVar[frozenset[str]] = frozenset()
     part: ClassVar[str]
     image_keep_prob: ClassVar[float]
     guidance_scale: ClassVar[float | None] = None

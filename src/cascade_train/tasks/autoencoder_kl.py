@@ -53,7 +53,7 @@ class AutoencoderKL(AutoencoderObjective):
             beside the distance of pixels, summed over these.
     """
 
-    fits: ClassVar[tuple[str, ...]] = ("vae",)
+    fits: ClassVar[tuple[str, ...]] = ("kl_autoencoder",)
 
     kl_weight: float
 
@@ -84,7 +84,7 @@ class PreparedLatents(PreparedReconstructions):
 class AutoencodingKL(AutoencoderTask):
     """Trains encoder and decoder of Stable Diffusion's autoencoder, or one of them."""
 
-    fits = ("vae",)
+    fits = ("kl_autoencoder",)
     stage: VAEStage
     objective: AutoencoderKL
 

@@ -64,7 +64,7 @@ class ControlNet(TextToImage):
         ValueError: a number out of range, or backbone weights for a bottleneck that has none.
     """
 
-    fits = ("stage_c", "stable_diffusion", "stable_diffusion_xl")
+    fits = ("control",)
     trains_network = False
     needs_image = True
 

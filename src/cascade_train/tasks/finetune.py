@@ -83,4 +83,4 @@ class WholeNetwork(TextToImage):
 class Finetune(WholeNetwork):
     """Trains every weight of the network of Stage C, or of Stable Diffusion's."""
 
-    fits = ("stage_c", "stable_diffusion", "stable_diffusion_xl")
+    fits = ("text_to_image",)

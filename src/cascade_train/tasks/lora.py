@@ -59,7 +59,7 @@ class LoRA(TextToImage):
         seed: of the adapters' initial values.
     """
 
-    fits = ("stage_c", "stage_b", "stable_diffusion", "stable_diffusion_xl")
+    fits = ("denoising",)
     trains_network = False
 
     rank: int

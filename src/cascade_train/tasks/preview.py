@@ -40,7 +40,7 @@ class Preview(PictureObjective):
         ValueError: a negative standard deviation.
     """
 
-    fits: ClassVar[tuple[str, ...]] = ("stage_c",)
+    fits: ClassVar[tuple[str, ...]] = ("previewer",)
     options: ClassVar[tuple[str, ...]] = ("train_compressor",)
 
     latent_noise: float = 0.0
@@ -72,7 +72,7 @@ class Previewing(PictureTask):
     With the compressor, the two are an autoencoder.
     """
 
-    fits = ("stage_c",)
+    fits = ("previewer",)
     result = "preview"
     stage: StageC
 

@@ -47,8 +47,8 @@ class Reconstruction(WholeNetwork):
             their statistics. False = it stays as it is, which every published Stage C needs.
     """
 
-    fits = ("stage_a", "stage_b", "stage_c", "vae")
-    reconstructs = ("stage_a", "stage_c", "vae")
+    fits = ("reconstruction", "vq_autoencoder", "kl_autoencoder", "previewer")
+    reconstructs = ("vq_autoencoder", "kl_autoencoder", "previewer")
 
     def __init__(
         self, *, cond_drop_prob: float | None, image_keep_prob: float | None, train_compressor: bool = False

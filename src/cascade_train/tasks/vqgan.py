@@ -54,7 +54,7 @@ class Vqgan(AutoencoderObjective):
         train_encoder: whether encoder and codebook train.
     """
 
-    fits: ClassVar[tuple[str, ...]] = ("stage_a",)
+    fits: ClassVar[tuple[str, ...]] = ("vq_autoencoder",)
 
     codebook_weight: float
     commitment_weight: float
@@ -96,7 +96,7 @@ class PreparedImages(PreparedReconstructions):
 class Autoencoding(AutoencoderTask):
     """Trains Stage A's encoder, codebook and decoder, or parts of them."""
 
-    fits = ("stage_a",)
+    fits = ("vq_autoencoder",)
     rewritten = True  # dead codes are revived
     stage: StageA
     objective: Vqgan

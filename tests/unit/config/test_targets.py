@@ -241,7 +241,7 @@ def test_name_that_is_not_there_is_refused_with_the_nearest():
     [
         ("torch.optm.SGD", "torch.optim.SGD"),
         ("cascade_train.task.lora.LoRA", "cascade_train.tasks.lora.LoRA"),
-        ("cascade_train.model.stage_c.StageC", "cascade_train.models.cascade.stage_c.StageC"),
+        ("cascade_train.model.cascade.stage_c.StageC", "cascade_train.models.cascade.stage_c.StageC"),
     ],
 )
 def test_a_mistyped_place_is_refused_with_the_nearest(target: str, near: str):

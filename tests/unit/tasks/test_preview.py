@@ -174,7 +174,7 @@ def test_what_is_left_behind_is_read_as_weights(target: str, kind: Any, tmp_path
 
 def test_another_stage_has_no_previewer() -> None:
     task = component("task", "reconstruction").for_objective(component("objective", "preview"))
-    with pytest.raises(AssertionError, match="a Previewing is for stage_c, not for stage_a"):
+    with pytest.raises(AssertionError, match="a Previewing is for previewer, not for stage_a"):
         task.attach(make_stage("a_tiny"), None, CPU)
 
 

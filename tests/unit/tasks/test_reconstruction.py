@@ -152,5 +152,5 @@ def test_a_stage_of_another_family_writes_its_own_network(tmp_path: Path) -> Non
 
 def test_a_stage_that_a_task_is_not_for_is_not_attached() -> None:
     task = component("task", "finetune")
-    with pytest.raises(AssertionError, match="a Finetune is for stage_c or .*, not for stage_x"):
-        task.attach(SimpleNamespace(name="stage_x"), None, torch.device("cpu"))
+    with pytest.raises(AssertionError, match="a Finetune is for text_to_image, not for stage_x"):
+        task.attach(SimpleNamespace(name="stage_x", abilities=()), None, torch.device("cpu"))

@@ -42,6 +42,7 @@ class StageA(AutoencoderStage):
     """
 
     name = "stage_a"
+    abilities = frozenset({"vq_autoencoder"})
     part = "vqgan"
     latent_name = "vq_latent"
 

@@ -55,6 +55,7 @@ class StageB(CascadeStage):
     """
 
     name = "stage_b"
+    abilities = frozenset({"denoising", "reconstruction"})
     part = "decoder"
     frozen_parts = ("text_encoder", "semantic_compressor", "stage_a")
     widths = (

@@ -44,6 +44,7 @@ class StableDiffusion(DenoisingStage):
     """
 
     name = "stable_diffusion"
+    abilities = frozenset({"denoising", "text_to_image", "control"})
     part = "unet"
     frozen_parts: ClassVar[tuple[str, ...]] = ("text_encoder", "vae")
     towers = ("text_encoder", "text_encoder_2", "vae")

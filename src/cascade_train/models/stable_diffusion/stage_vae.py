@@ -45,6 +45,7 @@ class VAEStage(AutoencoderStage):
     """
 
     name = "vae"
+    abilities = frozenset({"kl_autoencoder"})
     part = "vae"
     latent_name = "latent"
 
