@@ -128,6 +128,7 @@ class RecordedStage(Stage):
     """A network whose latents and conditions were recorded; a caption is the number of its micro-batch."""
 
     name = "stage_c"
+    abilities = frozenset({"text_to_image"})
     image_keep_prob = 0.1
     needs_image = False
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_MODELS = "cascade_train.models"
+_MODELS, _DIFFUSION = "cascade_train.models", "cascade_train.diffusion"
 
 RENAMED = {
     **{
@@ -23,6 +23,8 @@ RENAMED = {
             ("stage_vae", "stable_diffusion.stage_vae"),
         )
     },
+    f"{_DIFFUSION}.noise_condition.StableDiffusionCondition": f"{_DIFFUSION}.noise_condition.ScaledLinearCondition",
+    f"{_DIFFUSION}.schedule.StableDiffusionSchedule": f"{_DIFFUSION}.schedule.ScaledLinearSchedule",
 }
 """Module or class as it was named -> its name today."""
 

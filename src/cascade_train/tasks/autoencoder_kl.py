@@ -1,4 +1,4 @@
-"""Training of Stable Diffusion's autoencoder: images to latents, as a normal distribution, and back.
+"""Training of a KL autoencoder: images to latents, as a normal distribution, and back.
 
 Must not live here: what all autoencoders share (autoencoding.py).
 
@@ -43,7 +43,7 @@ class Lpips(Perceptual):
 
 @dataclass(kw_only=True, eq=False)
 class AutoencoderKL(AutoencoderObjective):
-    """How Stable Diffusion's autoencoder is scored (Rombach et al. 2022, appendix G).
+    """How a KL autoencoder is scored (Rombach et al. 2022, appendix G).
 
     The original's loss (ldm/modules/losses/contperceptual), divided by the number of values of a picture, so that a
     limit of the gradient's norm does not depend on its size. Pixels are compared in [-1, 1], as there.
@@ -82,7 +82,7 @@ class PreparedLatents(PreparedReconstructions):
 
 
 class AutoencodingKL(AutoencoderTask):
-    """Trains encoder and decoder of Stable Diffusion's autoencoder, or one of them."""
+    """Trains encoder and decoder of a KL autoencoder, or one of them."""
 
     fits = ("kl_autoencoder",)
     stage: VAEStage

@@ -44,8 +44,8 @@ class PreparedControl(PreparedBatch):
 class ControlNet(TextToImage):
     """Trains a control network; the stage's network is frozen, with its dropout off.
 
-    That of Stable Diffusion is diffusers' `ControlNetModel` (Zhang et al. 2023), a copy of the network's way down,
-    which takes maps of the picture's size; grey ones become three equal channels.
+    What a control network is, the stage's family says: of a UNet of diffusers its `ControlNetModel` (Zhang et al. 2023),
+    a copy of the network's way down, which takes maps of the picture's size; grey ones become three equal channels.
 
     Args:
         filter: makes the maps of pictures.
@@ -56,7 +56,7 @@ class ControlNet(TextToImage):
         backbone_weights: initial values of effnet: imagenet (torchvision's, downloaded), or a file or hub id of
             EfficientNet-V2-S, such as the semantic compressor's; null = values from the seed.
         weights: a control network to start from: a run, its export, a local file or one on the hub, ours, the
-            original's, or, of Stable Diffusion, a folder of diffusers; null = a new one, which begins without effect.
+            original's, or a folder of diffusers; null = a new one, which begins without effect.
         control_drop_prob: share of samples whose map is 0 in training, in [0, 1].
         seed: of a new control network's values.
 

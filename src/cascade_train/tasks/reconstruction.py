@@ -34,7 +34,7 @@ class Reconstruction(WholeNetwork):
     """Trains every weight of Stage B's network to reconstruct images from their semantic latents and captions.
 
     An objective of pictures replaces this task by its own: `objective=vqgan` trains Stage A,
-    `objective=autoencoder_kl` Stable Diffusion's autoencoder, `objective=preview` Stage C's previewer. The semantic
+    `objective=autoencoder_kl` a KL autoencoder, `objective=preview` Stage C's previewer. The semantic
     compressor may train along with Stage B, as in Würstchen (Pernias et al. 2023), or with a previewer; Stage C is
     trained on its latents afterwards.
 
