@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from cascade_train.batch import Batch
+from cascade_train.models.family import Family
 from cascade_train.models.formats.weights_source import WeightsSpec
 from cascade_train.models.initialize import Shares
 from cascade_train.options import File
@@ -80,6 +81,7 @@ class Stage(abc.ABC):
             file; null = from scratch.
 
     Attributes:
+        family: what it shares with others.
         name: its role in its family, such as "stage_c", for messages.
         abilities: what tasks and objectives ask for, see `Task.fits`: "denoising" of latents, "text_to_image" from
             captions alone, "control" by a control network, "reconstruction" from an image's own latents, and of those
@@ -109,6 +111,7 @@ class Stage(abc.ABC):
             exports; set before those. None = there is none.
     """
 
+    family: ClassVar[Family]
     name: ClassVar[str]
     abilities: ClassVar[frozenset[str]] = frozenset()
     part: ClassVar[str]

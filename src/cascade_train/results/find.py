@@ -12,18 +12,18 @@ from typing import Any
 from omegaconf import DictConfig
 from torch import nn
 
-from cascade_train.assembly.components import build_component
+from cascade_train.assembly.components import build_component, families
 from cascade_train.config.components import construct
 from cascade_train.config.groups import did_you_mean, option_files
-from cascade_train.config.saved import CONFIG_NAME, export_folder, load_saved_config, published_config
+from cascade_train.config.saved import CONFIG_NAME, composed, export_folder, load_saved_config, published_config
 from cascade_train.errors import ConfigError
 from cascade_train.models.denoising_stage import DenoisingStage
+from cascade_train.models.family import Family
 from cascade_train.models.formats.export import network_config
 from cascade_train.models.formats.lora_files import adapter_size, holds_lora
 from cascade_train.models.formats.weights import stored_size
 from cascade_train.models.formats.weights_source import NETWORK_PARTS, PIPELINE, find_pipeline, is_hub_id, is_packaged
 from cascade_train.models.formats.weights_tensors import is_condition_unet
-from cascade_train.results.pipelines import pipeline_config
 
 PARTS = ("lora", *NETWORK_PARTS, PIPELINE, "export")
 """Names of a run's folders between its configuration and its files."""
@@ -65,8 +65,8 @@ def find_model(source: str, *, key: str, part: str, allow_any_target: bool = Fal
 
 def _published(source: str, key: str, part: str) -> DictConfig:
     """Return the configuration of weights of a published size, with the frozen parts that lie beside them."""
-    if (pipeline := find_pipeline(source)) is not None:
-        return pipeline_config(pipeline)
+    if (cfg := pipeline_config(source)) is not None:
+        return cfg
     model = _packaged_model(source, part) if is_packaged(source) else stored_size(source, key=key, part=part)
     if model is None:
         raise ConfigError(
@@ -84,10 +84,25 @@ def _published(source: str, key: str, part: str) -> DictConfig:
 
 def _packaged_model(source: str, part: str) -> str:
     """Return the model that a folder of the packaged weights belongs to."""
-    family = source.partition("/")[2].partition("/")[0]
-    if family in ("sd", "sdxl"):
-        return f"{family}_tiny"
-    return "b_tiny" if "decoder" in (part, family) else "c_tiny"
+    folder = source.partition("/")[2].partition("/")[0]
+    if f"{folder}_tiny" in option_files("model"):
+        return f"{folder}_tiny"
+    return "b_tiny" if "decoder" in (part, folder) else "c_tiny"
+
+
+def whole_pipeline(source: str) -> tuple[Family, Path, str] | None:
+    """Return the family and the folder of a whole pipeline that a source is or holds, and the `model=` of its kind."""
+    folder, kind = find_pipeline(source) or (Path(), "")
+    return next(((each, folder, each.pipelines[kind]) for each in families() if kind in each.pipelines), None)
+
+
+def pipeline_config(source: str) -> DictConfig | None:
+    """Return the checked configuration of a training that would go on from a whole pipeline; None = it is none."""
+    found = whole_pipeline(source)
+    if found is None:
+        return None
+    family, folder, model = found
+    return composed(*family.stored_pipeline(folder, model))
 
 
 def use_codec(model: TrainedModel, codec: str) -> None:
@@ -119,8 +134,8 @@ def stored_network(source: str, *, model: str | None, key: str, allow_any_target
     cfg: DictConfig | None = None
     if model is None and run is not None:
         cfg = load_saved_config(run, allow_any_target=allow_any_target)
-    elif model is None and (pipeline := find_pipeline(source)) is not None:
-        cfg = pipeline_config(pipeline)
+    elif model is None:
+        cfg = pipeline_config(source)
     if cfg is not None:
         stage = build_component(cfg, "model")
         if not isinstance(stage, DenoisingStage) or not build_component(cfg, "objective").denoises:

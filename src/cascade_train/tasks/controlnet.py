@@ -44,7 +44,7 @@ class PreparedControl(PreparedBatch):
 class ControlNet(TextToImage):
     """Trains a control network; the stage's network is frozen, with its dropout off.
 
-    What a control network is, the stage's family says: of a UNet of diffusers its `ControlNetModel` (Zhang et al. 2023),
+    What a control network is, the stage's family says: of diffusers' UNet its `ControlNetModel` (Zhang et al. 2023),
     a copy of the network's way down, which takes maps of the picture's size; grey ones become three equal channels.
 
     Args:

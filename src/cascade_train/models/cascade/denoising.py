@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from cascade_train.models.cascade.family import CASCADE
 from cascade_train.models.cascade.semantic_compressor import SemanticCompressor
 from cascade_train.models.cascade.unet_config import CascadeUNetConfig
 from cascade_train.models.denoising_stage import DenoisingStage
@@ -30,6 +31,7 @@ class CascadeStage(DenoisingStage):
         semantic_compressor: images to semantic latents.
     """
 
+    family = CASCADE
     noise_unit = "time"
     multiple_of = "semantic_compressor"
 

@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from cascade_train.models.cascade.family import CASCADE
 from cascade_train.models.cascade.latent_codec import ORIGINAL_NAMES, vq_arguments
 from cascade_train.models.formats.weights import load_module
 from cascade_train.models.initialize import initialise
@@ -41,6 +42,7 @@ class StageA(AutoencoderStage):
         ValueError: an image size that does not divide, or a scale factor that is not above 0.
     """
 
+    family = CASCADE
     name = "stage_a"
     abilities = frozenset({"vq_autoencoder"})
     part = "vqgan"

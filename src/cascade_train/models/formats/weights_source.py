@@ -23,9 +23,6 @@ PIPELINE = "pipeline"
 PIPELINE_INDEX = "model_index.json"
 """What says which pipeline a folder of diffusers holds."""
 
-PIPELINES = ("StableDiffusionPipeline", "StableDiffusionXLPipeline")
-"""Classes of pipelines that this library reads and writes whole."""
-
 STEMS = ("diffusion_pytorch_model", "model", "pytorch_model")
 """Stems of weight files in folders of diffusers and transformers."""
 
@@ -111,13 +108,13 @@ def find_files(spec: WeightsSpec) -> list[Path]:
     return [*beside, *(find_weight_files(spec.source, key=spec.key, part=spec.part) if spec.weights else [])]
 
 
-def find_pipeline(source: str) -> Path | None:
-    """Return the folder of a pipeline of Stable Diffusion that a source is or holds; None = there is none."""
+def find_pipeline(source: str) -> tuple[Path, str] | None:
+    """Return the folder of a pipeline of diffusers that a source is or holds, and its class; None = there is none."""
     root = local_path(source)
     for folder in (root, root / PIPELINE, root / "export" / PIPELINE):
         index = folder / PIPELINE_INDEX
-        if index.is_file() and dict(read_json(index.read_bytes())).get("_class_name") in PIPELINES:
-            return folder
+        if index.is_file():
+            return folder, str(dict(read_json(index.read_bytes())).get("_class_name"))
     return None
 
 

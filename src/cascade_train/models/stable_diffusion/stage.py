@@ -20,6 +20,7 @@ from cascade_train.models.denoising_stage import DenoisingStage
 from cascade_train.models.formats.weights import StoredValues
 from cascade_train.models.initialize import DrawnValues, torch_rule
 from cascade_train.models.stable_diffusion.autoencoder_kl import KLAutoencoder
+from cascade_train.models.stable_diffusion.family import STABLE_DIFFUSION
 from cascade_train.models.stable_diffusion.unet_config import ConditionUNetConfig
 from cascade_train.models.stage import Conditions, Images, Save, Tokens, below, to_device
 from cascade_train.models.text_encoder import SecondTextEncoder
@@ -43,6 +44,7 @@ class StableDiffusion(DenoisingStage):
         ValueError: frozen parts without weights, where `random_encoders` does not ask for seeded values.
     """
 
+    family = STABLE_DIFFUSION
     name = "stable_diffusion"
     abilities = frozenset({"denoising", "text_to_image", "control"})
     part = "unet"

@@ -18,6 +18,7 @@ from torch import Tensor
 from cascade_train.models.formats.weights import put_tensors
 from cascade_train.models.initialize import initialise, torch_rule
 from cascade_train.models.stable_diffusion.autoencoder_kl import kl_arguments
+from cascade_train.models.stable_diffusion.family import STABLE_DIFFUSION
 from cascade_train.models.stable_diffusion.formats.single_file import read_vae
 from cascade_train.models.stage import AutoencoderStage, Images, Save
 from cascade_train.options import File
@@ -44,6 +45,7 @@ class VAEStage(AutoencoderStage):
             divide into groups.
     """
 
+    family = STABLE_DIFFUSION
     name = "vae"
     abilities = frozenset({"kl_autoencoder"})
     part = "vae"

@@ -12,10 +12,11 @@ from diffusers.loaders.single_file_utils import convert_ldm_unet_checkpoint
 from safetensors.torch import load_file, save_file
 
 from cascade_train.errors import ConfigError, RunError
-from cascade_train.models.formats.weights_source import find_pipeline
+from cascade_train.models.stable_diffusion.family import STABLE_DIFFUSION
 from cascade_train.models.stable_diffusion.formats import export_single_file
 from cascade_train.models.stable_diffusion.formats.export_single_file import save_single_file
 from cascade_train.models.stable_diffusion.formats.original_names import unet_modules
+from cascade_train.results.find import whole_pipeline
 from tests.unit.models.stages import build_stage, make_stage, random_weights
 
 KINDS = {"sd_tiny": StableDiffusionPipeline, "sdxl_tiny": StableDiffusionXLPipeline}
@@ -92,10 +93,12 @@ def test_names_of_published_sizes_are_the_originals(model: str) -> None:
 
 def test_a_pipeline_is_found_in_runs_and_exports(pipeline: tuple[str, Path], tmp_path: Path) -> None:
     folder = pipeline[1]
-    assert find_pipeline(str(folder)) == find_pipeline(str(folder.parent)) == folder
-    assert find_pipeline(str(folder.parent.parent)) == folder
+    for source in (folder, folder.parent, folder.parent.parent):
+        family, found, model = whole_pipeline(str(source)) or (None, None, None)
+        assert (family, found) == (STABLE_DIFFUSION, folder)
+        assert model in ("sd15", "sdxl")
     (tmp_path / "model_index.json").write_text('{"_class_name": "StableCascadePriorPipeline"}')
-    assert find_pipeline(str(tmp_path)) is None
+    assert whole_pipeline(str(tmp_path)) is None
 
 
 def test_what_is_missing_or_damaged_is_said(

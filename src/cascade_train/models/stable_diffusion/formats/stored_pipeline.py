@@ -1,6 +1,6 @@
-"""A folder of diffusers' pipeline of Stable Diffusion as the configuration that a run on it would have.
+"""A folder of diffusers' pipeline as the configuration that a run on it would have.
 
-Must not live here: runs and weights of published sizes (find.py), and how weights are read (models/formats/).
+Must not live here: where folders lie (formats/weights_source.py), and how weights are read (formats/weights.py).
 """
 
 from __future__ import annotations
@@ -9,16 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
-
-from cascade_train.config.saved import composed
 from cascade_train.errors import ConfigError
 from cascade_train.files.untrusted import read_json
-from cascade_train.models.formats.weights_source import PIPELINE_INDEX
 from cascade_train.models.stable_diffusion.unet_config import stored_arguments
-
-BASES = {"StableDiffusionPipeline": "sd15", "StableDiffusionXLPipeline": "sdxl"}
-"""Class of a pipeline -> model of its family, whose sizes the folder's own replace."""
 
 _TOWER = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "hidden_act", "vocab_size")
 _VAE = ("scaling_factor", "latent_channels", "block_out_channels", "layers_per_block", "norm_num_groups")
@@ -28,13 +21,14 @@ _EDM = {"sigma_min": 0.002, "sigma_max": 80.0, "sigma_data": 0.5, "rho": 7.0}
 """Of diffusers' EDM schedulers, with their defaults."""
 
 
-def pipeline_config(folder: Path) -> DictConfig:
-    """Return the checked configuration of a training that would go on from a pipeline's folder.
+def stored_pipeline(folder: Path, base: str) -> tuple[list[str], dict[str, Any]]:
+    """Return overrides and values by dotted key of a training that would go on from a pipeline's folder.
+
+    `base` is the model whose sizes the folder's own replace.
 
     Raises:
         ConfigError: a part or a configuration that is not there, or an architecture that this library does not build.
     """
-    base = BASES[str(_json(folder / PIPELINE_INDEX)["_class_name"])]
     schedule = _json(folder / "scheduler" / "scheduler_config.json")
     overrides = [f"model={base}", "task=finetune", f"objective={_objective(schedule)}", "run.name=pipeline"]
     changed: dict[str, Any] = {"model.weights": str(folder)}
@@ -42,13 +36,13 @@ def pipeline_config(folder: Path) -> DictConfig:
     changed |= {f"model.network.{name}": value for name, value in network.items()}
     changed |= {f"model.vae.{name}": vae[name] for name in _VAE}
     changed["model.image_size"] = network["sample_size"] * 2 ** (len(vae["block_out_channels"]) - 1)
-    for number in ("", "_2") if base == "sdxl" else ("",):
+    for number in ("", "_2") if (folder / "text_encoder_2").is_dir() else ("",):
         tower = _json(folder / f"text_encoder{number}" / "config.json", (*_TOWER, "max_position_embeddings"))
         own = {name: tower[name] for name in _TOWER} | {"max_tokens": tower["max_position_embeddings"]}
         own |= {"tokenizer": str(folder), "tokenizer_subfolder": f"tokenizer{number}", "pad_token": None}
         own |= {"projection_dim": tower.get("projection_dim", 512)} if number else {}
         changed |= {f"model.text_encoder{number}.{name}": value for name, value in own.items()}
-    return composed(overrides, changed | _noise(schedule))
+    return overrides, changed | _noise(schedule)
 
 
 def _json(path: Path, needed: Sequence[str] = ()) -> dict[str, Any]:
