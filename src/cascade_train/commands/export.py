@@ -176,7 +176,7 @@ def _convert(args: ExportArgs, formats: list[str], source: str, out: Path) -> li
     from cascade_train.models.formats.export_lora import export_lora
     from cascade_train.models.formats.lora_files import holds_lora, module_shapes, read_lora
     from cascade_train.models.formats.weights import load_state
-    from cascade_train.results.find import part_name, stored_network  # heavy: torch and diffusers
+    from cascade_train.results.find import stored_network  # heavy: torch and diffusers
 
     network = stored_network(source, model=args.model, key="from", allow_any_target=args.allow_any_target)
     is_lora = holds_lora(source)
@@ -186,7 +186,8 @@ def _convert(args: ExportArgs, formats: list[str], source: str, out: Path) -> li
             kind = "adapters" if is_lora else "a network's weights"
             raise ConfigError(f"format={name}: from={source} holds {kind}, whose formats are {', '.join(names)}.")
     if is_lora:
-        lora = read_lora(source, key="from", modules=module_shapes(network), module_filters=args.module_filters)
+        modules, filters = module_shapes(network), args.module_filters
+        lora = read_lora(source, key="from", family=network.family, modules=modules, module_filters=filters)
         for name in formats:
             path = out / names[name]
             print_error(path, export_lora(lora, network, path, format=name, metadata={}))
@@ -194,10 +195,11 @@ def _convert(args: ExportArgs, formats: list[str], source: str, out: Path) -> li
     config = network_config(network)
     state = load_state(network, source, dtype=DTYPES.get(args.dtype or ""), key="from")
     has_pipeline = Path(source) == out and args.dtype is None  # a run's, where its network alone would go
-    files = {name: names[name].format(part=part_name(network)) for name in formats}
+    part = network.family.part_of(config)
+    files = {name: names[name].format(part=part) for name in formats}
     for name, file in files.items():
         if not (has_pipeline and name == "diffusers"):
-            print_error(out / file, save_network(state, config, out / file, format=name))
+            print_error(out / file, save_network(network.family, state, config, out / file, format=name))
     return list(files.values())
 
 

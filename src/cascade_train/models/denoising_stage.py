@@ -61,6 +61,8 @@ class DenoisingStage(Stage):
         self._frozen_dtype: torch.dtype
         self.image_multiple = getattr(self, self.multiple_of).stride
         self._parts = {name: part for name in self.frozen_parts if (part := getattr(self, name)) is not None}
+        for encoder in self.text_encoders().values():
+            encoder.family = self.family
         self._check()
         if self.random_encoders:
             for part in self._parts.values():

@@ -119,6 +119,6 @@ def _check(model: TrainedModel, decoder: TrainedModel) -> None:
 def _stored(model: TrainedModel, stage: Stage, dtype: str | None) -> dict[str, Tensor]:
     """Return a stage's weights in the dtype that they are stored in, which may differ from that of compute."""
     source = model.cfg.model.weights if model.export is None else str(model.export)
-    network = build_plain_network(stage.network.config, None)
+    network = build_plain_network(stage.family, stage.network.config, None)
     key = model.origin.partition("=")[0]
     return load_state(network, source, dtype=DTYPES.get(dtype or ""), key=key, part=stage.part)

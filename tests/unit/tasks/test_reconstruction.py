@@ -12,6 +12,7 @@ from diffusers import StableCascadeDecoderPipeline
 
 from cascade_train.errors import ConfigError
 from cascade_train.models.cascade.convolutional import ConvolutionalCompressor
+from cascade_train.models.cascade.family import CASCADE
 from cascade_train.models.cascade.latent_codec import VQGAN
 from cascade_train.models.formats.export import build_plain_network
 from cascade_train.models.formats.weights import load_network
@@ -132,7 +133,7 @@ def test_with_a_vqgan_the_folder_is_a_decoder_pipeline(
     latents = task.stage.semantic_compressor.encode(image)
     painted = pipeline(latents, "a circle", num_inference_steps=2, output_type="pt").images
     assert painted.shape == image.shape
-    plain = build_plain_network(task.stage.network.config, task.stage.network.state_dict())
+    plain = build_plain_network(CASCADE, task.stage.network.config, task.stage.network.state_dict())
     noised, ratio = torch.randn(1, 4, 24, 24), torch.tensor([0.5])
     cond = task.stage.conditions(task.stage.tokenize(["a circle"]), image)
     expected = plain(noised, ratio, **cond, return_dict=False)[0]

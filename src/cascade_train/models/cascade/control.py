@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cascade_train.errors import ConfigError
 from cascade_train.models.cascade.formats.controlnet_file import StoredControl, read_control, save_control
+from cascade_train.models.cascade.formats.names import recognise_size
 from cascade_train.models.cascade.networks.controlnet import (
     ControlNetwork,
     ControlSpec,
@@ -20,7 +21,6 @@ from cascade_train.models.cascade.networks.controlnet import (
 )
 from cascade_train.models.cascade.networks.efficientnet import load_features
 from cascade_train.models.control import Control, ControlOptions, repeated
-from cascade_train.models.formats.weights_tensors import recognise_size
 from cascade_train.models.stage import Conditions, Steering
 
 if TYPE_CHECKING:

@@ -101,7 +101,7 @@ class StageA(AutoencoderStage):
 
     def exports(self) -> Mapping[str, Save]:
         """Return `vqgan`, a folder that diffusers loads, and `stage_a`, the original's file."""
-        from cascade_train.models.formats.export import save_vqgan  # heavy: diffusers
+        from cascade_train.models.cascade.formats.export_vqgan import save_vqgan  # heavy: diffusers
 
         save = partial(save_vqgan, self.arguments)
         return {self.part: save, "stage_a": partial(save, original=True)}

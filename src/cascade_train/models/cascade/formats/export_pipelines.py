@@ -7,35 +7,35 @@ Must not live here: how they take their place and are compared (export.py).
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import diffusers
-import torch
 from diffusers.schedulers.scheduling_ddpm_wuerstchen import DDPMWuerstchenScheduler
-from torch import Tensor, nn
+from torch import Tensor
 
+from cascade_train.models.cascade.family import CASCADE
+from cascade_train.models.cascade.formats.export_vqgan import plain_vqgan
 from cascade_train.models.cascade.latent_codec import VQGAN
 from cascade_train.models.cascade.networks.unet import StableCascadeUNet
 from cascade_train.models.cascade.semantic_compressor import EfficientNetCompressor
 from cascade_train.models.formats.export import (
     build_plain_network,
-    plain_vqgan,
+    fixed_prediction,
     quiet,
     read_back_error,
     replaced_directory,
 )
-from cascade_train.models.formats.weights import copy_to
+from cascade_train.models.formats.pipeline_parts import copy_on_host, on_host, tokenizer_of_length
 
 if TYPE_CHECKING:
     from transformers import CLIPImageProcessor
 
     from cascade_train.models.cascade.stage_b import StageB
     from cascade_train.models.cascade.stage_c import StageC
-    from cascade_train.models.text_encoder import TextEncoder
 
 PUBLISHED_RESOLUTION_MULTIPLE = 42.67
 """Pixels of the finished image per latent position where Stage B decodes 24 x 24 to 1024 x 1024 pixels."""
@@ -59,13 +59,11 @@ def save_prior(stage: StageC, state: Mapping[str, Tensor], directory: Path) -> f
     not fit a network trained for another objective.
     """
     stage.complete()
-    network = build_plain_network(stage.network.config, state)
-    with replaced_directory(directory) as partial, quiet():
+    network = build_plain_network(CASCADE, stage.network.config, state)
+    with replaced_directory(directory) as place, quiet():
         multiple = resolution_multiple(stage)
-        _write_pipeline(
-            partial, "StableCascadePriorPipeline", _prior_parts(network, stage), resolution_multiple=multiple
-        )
-        return _folder_error(network, partial / "prior", directory)
+        _write_pipeline(place, "StableCascadePriorPipeline", _prior_parts(network, stage), resolution_multiple=multiple)
+        return _folder_error(network, place / "prior", directory)
 
 
 def save_decoder(stage: StageB, state: Mapping[str, Tensor], directory: Path) -> float:
@@ -74,16 +72,16 @@ def save_decoder(stage: StageB, state: Mapping[str, Tensor], directory: Path) ->
     With a Stage A that no pipeline of diffusers has, the folder holds the network alone, in `decoder/`.
     """
     stage.complete()
-    network = build_plain_network(stage.network.config, state)
-    with replaced_directory(directory) as partial, quiet():
+    network = build_plain_network(CASCADE, stage.network.config, state)
+    with replaced_directory(directory) as place, quiet():
         if isinstance(stage.stage_a, VQGAN):
             scale = _latent_scale(stage)
             _write_pipeline(
-                partial, "StableCascadeDecoderPipeline", _decoder_parts(network, stage), latent_dim_scale=scale
+                place, "StableCascadeDecoderPipeline", _decoder_parts(network, stage), latent_dim_scale=scale
             )
         else:
-            network.save_pretrained(partial / "decoder")
-        return _folder_error(network, partial / "decoder", directory)
+            network.save_pretrained(place / "decoder")
+        return _folder_error(network, place / "decoder", directory)
 
 
 def save_combined(
@@ -100,19 +98,19 @@ def save_combined(
     """
     for stage in (prior, decoder):
         stage.complete()
-    first = build_plain_network(prior.network.config, prior_state)
-    second = build_plain_network(decoder.network.config, decoder_state)
-    with replaced_directory(directory) as partial, quiet():
+    first = build_plain_network(CASCADE, prior.network.config, prior_state)
+    second = build_plain_network(CASCADE, decoder.network.config, decoder_state)
+    with replaced_directory(directory) as place, quiet():
         of_prior = {f"prior_{name}": part for name, part in _prior_parts(first, prior).items()}
         parts = _decoder_parts(second, decoder) | of_prior
-        _write_pipeline(partial, "StableCascadeCombinedPipeline", parts)
-        written = ((first, partial / "prior_prior"), (second, partial / "decoder"))
+        _write_pipeline(place, "StableCascadeCombinedPipeline", parts)
+        written = ((first, place / "prior_prior"), (second, place / "decoder"))
         return max(_folder_error(*each, directory) for each in written)
 
 
 def _folder_error(network: StableCascadeUNet, written: Path, directory: Path) -> float:
     loaded = StableCascadeUNet.from_pretrained(written, torch_dtype=network.dtype)
-    return read_back_error(network, loaded, directory)
+    return read_back_error(network, loaded, directory, partial(fixed_prediction, CASCADE))
 
 
 def _prior_parts(network: StableCascadeUNet, stage: StageC) -> dict[str, Any]:
@@ -159,32 +157,6 @@ def _write_pipeline(directory: Path, name: str, parts: Mapping[str, Any], **sett
             is_top = not place.startswith("diffusers.pipelines.")
             index[title] = (place.partition(".")[0] if is_top else place, type(part).__name__)
     (directory / "model_index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def copy_on_host(tower: Any, dtype: torch.dtype) -> Any:
-    """Return a CLIP tower of the network's dtype on the host: the pipeline feeds the network what the towers give."""
-    return tower_of(tower, tower.state_dict(), dtype)
-
-
-def tower_of(tower: Any, state: Mapping[str, Tensor], dtype: torch.dtype) -> Any:
-    """Return a CLIP tower like another one, with copies of these tensors in a dtype on the host."""
-    with torch.device("meta"):
-        copied = type(tower)(tower.config)
-    values = {name: copy_to(value, dtype, torch.device("cpu")) for name, value in state.items()}
-    copied.load_state_dict(values, strict=True, assign=True)
-    return copied.eval()
-
-
-def on_host(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return copies of a module's tensors in a dtype on the host, by name."""
-    return {name: copy_to(value, dtype, torch.device("cpu")) for name, value in module.state_dict().items()}
-
-
-def tokenizer_of_length(encoder: TextEncoder) -> Any:
-    """Return a copy of the tokenizer that pads to `max_tokens`: the pipeline has no other place for that length."""
-    copied = copy.deepcopy(encoder.tokenizer)
-    copied.model_max_length = encoder.max_tokens
-    return copied
 
 
 def _image_processor(side: int) -> CLIPImageProcessor:

@@ -23,9 +23,6 @@ from cascade_train.models.lora import LoraSpec, StoredLora, TrainedTokens
 
 log = logging.getLogger(__name__)
 
-DEFAULT_FILTERS = (".attn",)
-"""What the original's published configuration adapts."""
-
 _POSITION = re.compile(r"weights\.(\d+)\.lora_(down|up)")
 _SWAPPED = {"clip_txt_pooled_mapper": "clip_txt_mapper", "clip_txt_mapper": "clip_txt_pooled_mapper"}
 """The only modules whose order diffusers changes."""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from cascade_train.files.package import without_siblings
+from cascade_train.models.cascade.family import CASCADE
 from cascade_train.models.networks.attention import draws_random_numbers, set_attention
 
 with without_siblings("diffusers.models.unets"):
@@ -46,6 +47,7 @@ class CascadeUNet(StableCascadeUNet):
     residual blocks and on the attention's output, or on its probabilities after `drop_probabilities` of attention.py.
     """
 
+    family = CASCADE
     _run_blocks: Callable[[list[nn.Module], list[Tensor | None], Tensor], Tensor] | None = None
     """The compiled function of a unit; None = not compiled, or block by block."""
     _is_compiled = False

@@ -7,6 +7,7 @@ Must not live here: how they take their place and are compared (export.py), and 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -16,15 +17,17 @@ import torch
 from diffusers import AutoencoderKL, StableDiffusionPipeline, StableDiffusionXLPipeline, UNet2DConditionModel
 from torch import Tensor
 
-from cascade_train.models.cascade.formats.export_pipelines import copy_on_host, on_host, tokenizer_of_length, tower_of
 from cascade_train.models.formats.export import (
     build_plain_network,
     check_equal_tensors,
+    fixed_prediction,
     quiet,
     read_back_error,
     reconstruction,
     replaced_directory,
 )
+from cascade_train.models.formats.pipeline_parts import copy_on_host, on_host, tokenizer_of_length, tower_of
+from cascade_train.models.stable_diffusion.family import STABLE_DIFFUSION
 
 if TYPE_CHECKING:
     from cascade_train.models.stable_diffusion.stage import StableDiffusion
@@ -44,19 +47,19 @@ def save_pipeline(
     relative difference of a fixed prediction after reading it back; a RunError leaves `directory` as it was.
     """
     stage.complete()
-    network = build_plain_network(stage.network.config, state)
-    with replaced_directory(directory) as partial, quiet():
+    network = build_plain_network(STABLE_DIFFUSION, stage.network.config, state)
+    with replaced_directory(directory) as place, quiet():
         if stage.scheduler is None:
-            network.save_pretrained(partial / "unet")
+            network.save_pretrained(place / "unet")
             for name in towers:
-                _tower(stage, name, network.dtype, towers).save_pretrained(partial / name)
+                _tower(stage, name, network.dtype, towers).save_pretrained(place / name)
         else:
-            _pipeline(network, stage, dict(stage.scheduler), towers).save_pretrained(partial)
+            _pipeline(network, stage, dict(stage.scheduler), towers).save_pretrained(place)
         for name, tower in towers.items():
-            found = type(stage.text_encoders()[name].module).from_pretrained(partial / name, dtype=network.dtype)
+            found = type(stage.text_encoders()[name].module).from_pretrained(place / name, dtype=network.dtype)
             check_equal_tensors({n: v.to(network.dtype) for n, v in tower.items()}, found.state_dict(), directory)
-        loaded = UNet2DConditionModel.from_pretrained(partial / "unet", torch_dtype=network.dtype)
-        return read_back_error(network, loaded, directory)
+        loaded = UNet2DConditionModel.from_pretrained(place / "unet", torch_dtype=network.dtype)
+        return read_back_error(network, loaded, directory, partial(fixed_prediction, STABLE_DIFFUSION))
 
 
 def save_vae(config: Mapping[str, Any], state: Mapping[str, Tensor], directory: Path) -> float:
@@ -65,9 +68,9 @@ def save_vae(config: Mapping[str, Any], state: Mapping[str, Tensor], directory: 
         model = AutoencoderKL(**config)
     model.load_state_dict(dict(state), strict=True, assign=True)
     model = model.requires_grad_(requires_grad=False).eval()
-    with replaced_directory(directory) as partial, quiet():
-        model.save_pretrained(partial)
-        loaded = AutoencoderKL.from_pretrained(partial, torch_dtype=model.dtype)
+    with replaced_directory(directory) as place, quiet():
+        model.save_pretrained(place)
+        loaded = AutoencoderKL.from_pretrained(place, torch_dtype=model.dtype)
         return read_back_error(model, loaded, directory, reconstruction)
 
 

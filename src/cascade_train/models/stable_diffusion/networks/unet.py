@@ -18,6 +18,7 @@ from diffusers import UNet2DConditionModel
 from torch import Tensor, nn
 
 from cascade_train.models.networks.block_network import BlockNetwork
+from cascade_train.models.stable_diffusion.family import STABLE_DIFFUSION
 
 
 class ConditionUNet(BlockNetwork, UNet2DConditionModel):
@@ -26,6 +27,8 @@ class ConditionUNet(BlockNetwork, UNet2DConditionModel):
     The parent finds blocks by attributes of the levels that hold them, and calls every unit as a module: hooks of FSDP2
     and `compile()` act on units in place.
     """
+
+    family = STABLE_DIFFUSION
 
     def forward(
         self,

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from cascade_train.models.formats.export_lora import export_lora
 from cascade_train.models.formats.lora_files import holds_lora, module_shapes, read_lora
 from cascade_train.models.lora import adapted_layers
+from cascade_train.models.stable_diffusion.family import STABLE_DIFFUSION
 from tests.unit.tasks.task_contract import attached, component
 
 FILTERS = [".attn", "conv1", "conv2", "time_emb_proj", "proj_in", "samplers", "conv_shortcut"]
@@ -25,7 +26,7 @@ def test_kohyas_file_of_sdxl_is_read_as_it_was_written_and_by_diffusers(tmp_path
     written = task.exports()["lora"]
     written.write(written.module.state_dict(), tmp_path / "lora")
     modules = module_shapes(network)
-    lora = read_lora(str(tmp_path / "lora"), key="from", modules=modules)
+    lora = read_lora(str(tmp_path / "lora"), key="from", family=STABLE_DIFFUSION, modules=modules)
     file = tmp_path / "kohya.safetensors"
     assert export_lora(lora, network, file, format="kohya", metadata={}) == 0.0
     stored = load_file(file)
@@ -33,12 +34,12 @@ def test_kohyas_file_of_sdxl_is_read_as_it_was_written_and_by_diffusers(tmp_path
     assert {name.split("_")[2] for name in stored} == {"input", "middle", "output"}
     assert "lora_unet_input_blocks_1_0_in_layers_2.lora_down.weight" in stored
 
-    again = read_lora(str(file), key="from", modules=modules)
+    again = read_lora(str(file), key="from", family=STABLE_DIFFUSION, modules=modules)
     assert again.state.keys() == lora.state.keys()
     assert all(torch.equal(value, again.state[name]) for name, value in lora.state.items())
     ours, theirs = "_down_blocks_0_resnets_0_conv1", "_input_blocks_1_0_in_layers_2"
     save_file({name.replace(theirs, ours): value for name, value in stored.items()}, tmp_path / "mixed.safetensors")
-    mixed = read_lora(str(tmp_path / "mixed.safetensors"), key="from", modules=modules)
+    mixed = read_lora(str(tmp_path / "mixed.safetensors"), key="from", family=STABLE_DIFFUSION, modules=modules)
     assert all(torch.equal(value, mixed.state[name]) for name, value in lora.state.items())
 
     base = attached(component("task", "finetune"), "sdxl_tiny", component("objective", "ddpm"))
