@@ -10,8 +10,8 @@ import argparse
 import torch
 from torch import Tensor, nn
 
-from cascade_train.models.latent_codec import VQGAN
-from cascade_train.models.semantic_compressor import IMAGENET_MEAN, IMAGENET_STD, EfficientNetCompressor
+from cascade_train.models.cascade.latent_codec import VQGAN
+from cascade_train.models.cascade.semantic_compressor import IMAGENET_MEAN, IMAGENET_STD, EfficientNetCompressor
 
 FORMATS = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -27,7 +27,7 @@ from cascade_train.filters.inpaint import InpaintFilter, SaliencyNetwork
 from cascade_train.filters.qr import BrightnessFilter
 from cascade_train.filters.sketch import EdgeNetwork, SketchFilter
 from cascade_train.filters.super_resolution import LatentSuperResolutionFilter, SuperResolutionFilter
-from cascade_train.models.semantic_compressor import EfficientNetCompressor
+from cascade_train.models.cascade.semantic_compressor import EfficientNetCompressor
 
 HEAD = ("filter", "worker ms", "KiB sent", "device ms")
 

@@ -9,8 +9,13 @@ import torch
 
 from bench.parity_case import Comparison, Outcome, Variant, fact
 from bench.parity_networks import CPU, recipe_fill
+from cascade_train.models.cascade.networks.controlnet import (
+    ControlNetwork,
+    ControlResBlock,
+    ControlSpec,
+    build_control_network,
+)
 from cascade_train.models.initialize import materialise
-from cascade_train.models.networks.controlnet import ControlNetwork, ControlResBlock, ControlSpec, build_control_network
 
 
 @torch.no_grad()

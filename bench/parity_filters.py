@@ -15,7 +15,7 @@ from cascade_train.filters.canny import CannyFilter
 from cascade_train.filters.inpaint import SaliencyNetwork, masked, salient_mask
 from cascade_train.filters.qr import BrightnessFilter, blobs, levels
 from cascade_train.filters.super_resolution import LatentSuperResolutionFilter, SuperResolutionFilter
-from cascade_train.models.semantic_compressor import EfficientNetCompressor
+from cascade_train.models.cascade.semantic_compressor import EfficientNetCompressor
 
 OTHER_PIXELS = {"canny": 0.01, "qr": 0.005, "inpaint": 0.005}
 """Share of pixels that may differ, by the beginning of a variant's name: what the case says of ties and libraries."""

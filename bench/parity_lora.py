@@ -32,10 +32,11 @@ from bench.parity_text import (
 from bench.parity_training import Recorder, bind, build_objective, finished, measured, recorded_batch, train
 from cascade_train.distributed.parallelize import local
 from cascade_train.distributed.process_group import process_group
+from cascade_train.models.cascade.family import CASCADE
+from cascade_train.models.cascade.formats.lora_file_original import Place, original_places
+from cascade_train.models.cascade.networks.unet import CascadeUNet
 from cascade_train.models.formats.lora_files import fill_adapters, module_shapes, read_lora, refill_lora
-from cascade_train.models.formats.lora_files_original import Place, original_places
 from cascade_train.models.lora import ADAPTER, adapted_layers, attach_adapters, inject_lora
-from cascade_train.models.networks.cascade_unet import CascadeUNet
 from cascade_train.tasks.lora import LoRA
 
 DEPTHWISE = "the original adapts the depthwise layers too, for which peft has no adapter; the others are compared"
@@ -110,7 +111,7 @@ def _load(network: CascadeUNet, variant: Variant, places: Sequence[Place]) -> No
         path = Path(folder) / "lora.safetensors"
         save_file(tensors, path, metadata=named)
         filters = variant.args["filters"]
-        lora = read_lora(str(path), key="lora", modules=module_shapes(network), module_filters=filters)
+        lora = read_lora(str(path), key="lora", family=CASCADE, modules=module_shapes(network), module_filters=filters)
     spec = lora.spec
     attach_adapters(network, rank=spec.rank, alpha=spec.alpha, dropout=0.0, targets=spec.targets)
     fill_adapters(network, lora.state, str(path))

@@ -19,12 +19,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from bench.parity_case import Comparison, NotCoveredError, Outcome, Variant
-from cascade_train.models.cascade_unet_config import BLOCK_TYPES, CascadeUNetConfig
+from cascade_train.models.cascade.formats.names import map_keys
+from cascade_train.models.cascade.networks.unet import CascadeUNet
+from cascade_train.models.cascade.previewer import PreviewNetwork
+from cascade_train.models.cascade.semantic_compressor import EfficientNetCompressor
+from cascade_train.models.cascade.unet_config import BLOCK_TYPES, CascadeUNetConfig
 from cascade_train.models.formats.weights import load_module, load_network
-from cascade_train.models.formats.weights_tensors import map_keys
-from cascade_train.models.networks.cascade_unet import CascadeUNet
-from cascade_train.models.previewer import PreviewNetwork
-from cascade_train.models.semantic_compressor import EfficientNetCompressor
 
 CPU = torch.device("cpu")
 BLOCKS = dict(zip("CTA", BLOCK_TYPES, strict=True))

@@ -26,7 +26,7 @@ NAMES: dict[str, tuple[type, list[str], dict[str, Any]]] = {
     ),
     "LinearSchedule": (schedules.LinearSchedule, ["logsnr_range"], {"logsnr_range": [-10, 10]}),
     "StableDiffusionSchedule": (
-        schedules.StableDiffusionSchedule,
+        schedules.ScaledLinearSchedule,
         ["linear_range", "total_steps"],
         {"linear_range": [0.00085, 0.012], "total_steps": 1000},
     ),
@@ -43,7 +43,7 @@ NAMES: dict[str, tuple[type, list[str], dict[str, Any]]] = {
     "EDMSigmaNoiseCond": (noise_condition.EDMSigmaCondition, ["sigma_data"], {"sigma_data": 1.0}),
     "RectifiedFlowsNoiseCond": (noise_condition.RectifiedFlowCondition, [], {}),
     "StableDiffusionNoiseCond": (
-        noise_condition.StableDiffusionCondition,
+        noise_condition.ScaledLinearCondition,
         ["linear_range", "total_steps"],
         {"linear_range": [0.00085, 0.012], "total_steps": 1000},
     ),

@@ -14,11 +14,11 @@ from bench.parity_case import Outcome, Variant, recorded
 from bench.parity_networks import CPU, store
 from bench.parity_text import dropped_below, text_encoder
 from bench.parity_training import RecordedBatch, build_objective, recorded_batch
-from cascade_train.models.cascade_unet_config import CascadeUNetConfig
-from cascade_train.models.latent_codec import VQGAN
-from cascade_train.models.semantic_compressor import IMAGENET_MEAN, IMAGENET_STD, SemanticCompressor
+from cascade_train.models.cascade.latent_codec import VQGAN
+from cascade_train.models.cascade.semantic_compressor import IMAGENET_MEAN, IMAGENET_STD, SemanticCompressor
+from cascade_train.models.cascade.stage_b import StageB
+from cascade_train.models.cascade.unet_config import CascadeUNetConfig
 from cascade_train.models.stage import Conditions
-from cascade_train.models.stage_b import StageB
 from cascade_train.tasks.reconstruction import Reconstruction
 
 MODEL = Path(__file__).parents[1] / "conf" / "model" / "b_tiny.yaml"

@@ -19,13 +19,13 @@ from transformers import CLIPTextConfig
 
 from bench.parity_case import NotCoveredError, Outcome, Variant, recorded
 from bench.parity_training import RecordedBatch, build_objective, micro_of, recorded_batch
-from cascade_train.models.cascade_unet_config import CascadeUNetConfig
-from cascade_train.models.convolutional import ConvolutionalPreviewer
-from cascade_train.models.image_encoder import ImageEncoder
+from cascade_train.models.cascade.convolutional import ConvolutionalPreviewer
+from cascade_train.models.cascade.image_encoder import ImageEncoder
+from cascade_train.models.cascade.semantic_compressor import SemanticCompressor
+from cascade_train.models.cascade.stage_c import StageC
+from cascade_train.models.cascade.unet_config import CascadeUNetConfig
 from cascade_train.models.lora import TrainedTokens
-from cascade_train.models.semantic_compressor import SemanticCompressor
 from cascade_train.models.stage import Conditions, Tokens
-from cascade_train.models.stage_c import StageC
 from cascade_train.models.text_encoder import TextEncoder
 from cascade_train.models.tokens import TokenTable, is_new, train_tokens, trained_tokens
 from cascade_train.tasks.finetune import Finetune

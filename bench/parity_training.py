@@ -26,7 +26,7 @@ from cascade_train.engine.loop import Cadence, Trainer
 from cascade_train.engine.lr_schedule import ConstantSchedule
 from cascade_train.engine.optimizer import OptimizerSpec
 from cascade_train.engine.phase import BoundPhase, Ema, trainable_parameters
-from cascade_train.models.networks.cascade_unet import CascadeUNet
+from cascade_train.models.cascade.networks.unet import CascadeUNet
 from cascade_train.models.stage import Conditions, Stage, Tokens
 from cascade_train.tasks.base import StepOutput
 from cascade_train.tasks.finetune import Finetune
@@ -128,6 +128,7 @@ class RecordedStage(Stage):
     """A network whose latents and conditions were recorded; a caption is the number of its micro-batch."""
 
     name = "stage_c"
+    abilities = frozenset({"text_to_image"})
     image_keep_prob = 0.1
     needs_image = False
 

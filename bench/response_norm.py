@@ -15,8 +15,8 @@ import torch
 from diffusers.models.unets.unet_stable_cascade import SDCascadeResBlock
 from torch import Tensor, nn
 
-from cascade_train.models.cascade_unet_config import BLOCK_TYPES, CascadeUNetConfig
-from cascade_train.models.networks.response_norm import set_kernels
+from cascade_train.models.cascade.networks.response_norm import set_kernels
+from cascade_train.models.cascade.unet_config import BLOCK_TYPES, CascadeUNetConfig
 
 KINDS = ("eager", "fused")
 HEAD = ("what", "dtype", "dropout", "eager ms", "fused ms", "ratio", "eager kept", "fused kept")

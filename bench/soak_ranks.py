@@ -37,8 +37,12 @@ SMALL_NETWORK = (
 """The architecture at the smallest size, so that a step costs little beside what surrounds it."""
 
 IMPORTED_ONCE = (
-    *("cascade_train.assembly.run", "cascade_train.data.shapes", "cascade_train.models.stage_c"),
-    *("cascade_train.models.text_encoder", "cascade_train.models.convolutional", "cascade_train.tasks.finetune"),
+    *("cascade_train.assembly.run", "cascade_train.data.shapes", "cascade_train.models.cascade.stage_c"),
+    *(
+        "cascade_train.models.text_encoder",
+        "cascade_train.models.cascade.convolutional",
+        "cascade_train.tasks.finetune",
+    ),
 )
 """What forks find, so that a start costs no seconds of importing."""
 

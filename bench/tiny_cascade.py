@@ -32,7 +32,7 @@ from cascade_train.config.saved import to_plain
 from cascade_train.data.latent_cache import read_manifest
 from cascade_train.data.shapes import Scene, Shapes
 from cascade_train.engine.sampling import compose_grid
-from cascade_train.models.convolutional import ConvolutionalCompressor
+from cascade_train.models.cascade.convolutional import ConvolutionalCompressor
 from cascade_train.models.image_quality import ReconstructionQuality
 from cascade_train.results.find import find_model
 

@@ -44,8 +44,8 @@ from bench.step import remembering
 from cascade_train.__main__ import launch
 from cascade_train.batch import Batch
 from cascade_train.engine.loop import Trainer
-from cascade_train.models.cascade_unet_config import BLOCK_TYPES
-from cascade_train.models.formats.export import original_state
+from cascade_train.models.cascade.formats.names import original_state
+from cascade_train.models.cascade.unet_config import BLOCK_TYPES
 
 BATCHES = 4
 """Steps whose data is drawn before anything is timed; they repeat."""

@@ -195,9 +195,13 @@ def find_hook(name: str) -> Callable[[Path], None]:
 
 IMPORTED_FIRST = (
     *("torch._dynamo", "torch.distributed.checkpoint.state_dict", "cascade_train.data.shapes"),
-    *("cascade_train.models.stage_c", "cascade_train.models.text_encoder", "cascade_train.models.convolutional"),
+    *(
+        "cascade_train.models.cascade.stage_c",
+        "cascade_train.models.text_encoder",
+        "cascade_train.models.cascade.convolutional",
+    ),
     *("cascade_train.tasks.finetune", "cascade_train.models.formats.export"),
-    "cascade_train.models.networks.response_norm",
+    "cascade_train.models.cascade.networks.response_norm",
 )
 """What the first run would import in each of its ranks, and then once more here."""
 

@@ -155,7 +155,7 @@ def test_compiled_units_have_the_losses_of_plain_ones(tmp_path):
 @pytest.mark.parametrize("p", [0.0, 0.3])
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
 def test_the_kernels_of_the_response_norm_compute_what_torch_computes(monkeypatch, dtype, most, p):
-    from cascade_train.models.networks import response_norm as module
+    from cascade_train.models.cascade.networks import response_norm as module
 
     h, grad = (torch.randn(3, 9, 11, 200, device="cuda", dtype=dtype) for _ in range(2))
     gamma, beta = (torch.randn(1, 1, 1, 200, device="cuda", dtype=dtype) for _ in range(2))

@@ -9,13 +9,13 @@ import pytest
 
 from cascade_train.__main__ import launch
 from cascade_train.commands.generate import GenerateArgs, generate
-from cascade_train.models.convolutional import ConvolutionalCompressor
-from cascade_train.models.image_encoder import ImageEncoder
-from cascade_train.models.latent_codec import VQGAN
+from cascade_train.models.cascade.convolutional import ConvolutionalCompressor
+from cascade_train.models.cascade.image_encoder import ImageEncoder
+from cascade_train.models.cascade.latent_codec import VQGAN
 from cascade_train.models.text_encoder import TextEncoder
 from tests.integration.runs import NARROW, SMALL, read_metrics, train
 from tests.unit.data.tars import picture, write
-from tests.unit.models.test_stage_c import TINY_VISION
+from tests.unit.models.cascade.test_stage_c import TINY_VISION
 
 VISION = ",".join(f"{key}:{'null' if value is None else value}" for key, value in TINY_VISION.items())
 MODEL = ("model=c_tiny", f"model.image_encoder={{{VISION}}}")

@@ -18,7 +18,7 @@ from cascade_train.commands.export import ExportArgs, export
 from cascade_train.commands.generate import GenerateArgs, generate
 from cascade_train.config.saved import to_plain
 from cascade_train.errors import ConfigError
-from cascade_train.models.convolutional import ConvolutionalCompressor, ConvolutionalPreviewer
+from cascade_train.models.cascade.convolutional import ConvolutionalCompressor, ConvolutionalPreviewer
 from cascade_train.results.paint import Fingerprint
 from cascade_train.tasks.text_to_image import DiffusionPainter
 from tests.distributed.test_modes import B_NARROW, NARROW
@@ -29,9 +29,9 @@ from tests.unit.config.composing import checked
 ONE_STEP = ("train.max_steps=1", "train.global_batch_size=2", "checkpoint.every_steps=null")
 VQGAN = ("model=b_tiny", *(f"model.stage_a.{each}" for each in A_NARROW))
 IMAGE_ENCODER = (
-    "model.image_encoder={_target_: cascade_train.models.image_encoder.ImageEncoder, weights: null, subfolder: null, "
-    "image_size_px: 28, patch_size_px: 14, hidden_size: 32, intermediate_size: 32, num_hidden_layers: 1, "
-    "num_attention_heads: 2, projection_dim: 128, hidden_act: gelu}"
+    "model.image_encoder={_target_: cascade_train.models.cascade.image_encoder.ImageEncoder, weights: null, "
+    "subfolder: null, image_size_px: 28, patch_size_px: 14, hidden_size: 32, intermediate_size: 32, "
+    "num_hidden_layers: 1, num_attention_heads: 2, projection_dim: 128, hidden_act: gelu}"
 )
 
 OTHER = "semantic_compressor.EfficientNetCompressor"

@@ -17,7 +17,7 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> tuple[Table, Table]:
     folder = tmp_path_factory.mktemp("demo") / "run"
     steps = ("train.max_steps=75", "train.global_batch_size=16", "checkpoint.every_steps=null")
     run = train(folder, "experiment=tiny_token", *steps, "sample.every_steps=null")
-    cfg = find_model(str(run), key="run", part="network").cfg
+    cfg = find_model(str(run), key="run", part=None).cfg
     truth, others = new_scenes(cfg, NEW), other_scenes(cfg, OTHERS)
     captions = prompts(truth, cfg.data.source.names) + others.captions
     assert sum("[sides]" in caption for caption in captions) == NEW

@@ -26,7 +26,7 @@ CONTROL_PEAK_GIB = 7.5
 
 SCRIPT = '''
 import json, os, resource, sys
-import cascade_train.assembly.run, cascade_train.models.image_encoder, cascade_train.models.stage_c
+import cascade_train.assembly.run, cascade_train.models.cascade.image_encoder, cascade_train.models.cascade.stage_c
 import cascade_train.models.text_encoder, cascade_train.tasks.controlnet, cascade_train.tasks.lora
 from cascade_train.__main__ import launch
 from cascade_train.engine.loop import Trainer

@@ -9,7 +9,7 @@ import pytest
 from bench.shapes_judge import accuracies
 from bench.tiny_cascade import Truth, decibels, from_captions, from_pictures, painted, trained_on, unseen
 from cascade_train.commands.generate import GenerateArgs, generate
-from cascade_train.models.convolutional import ConvolutionalCompressor
+from cascade_train.models.cascade.convolutional import ConvolutionalCompressor
 from cascade_train.results.find import find_model
 
 
@@ -43,7 +43,7 @@ def test_stage_b_knows_more_than_the_means_of_its_squares(truth: Truth, tmp_path
 @pytest.mark.parametrize("family", ["sd", "sdxl"])
 def test_stable_diffusion_paints_what_captions_say(family: str, tmp_path: Path) -> None:
     source = f"package:tiny/{family}"
-    truth = unseen([trained_on(find_model(source, key="from", part="network").cfg)], 32)
+    truth = unseen([trained_on(find_model(source, key="from", part=None).cfg)], 32)
     pictures = from_captions(source, None, truth.captions, 0, tmp_path)
     right = accuracies([picture / 255 for picture in pictures], truth.scenes)
     assert min(right[name] for name in ("colour", "size", "position", "background")) > 0.85

@@ -19,7 +19,7 @@ from cascade_train.models.formats.weights_source import find_weight_files
 from tests.distributed.test_modes import NARROW
 from tests.integration.runs import SMALL, read_metrics, train
 
-ORIGINAL = "model.previewer._target_=cascade_train.models.previewer.ConvolutionPreviewer"
+ORIGINAL = "model.previewer._target_=cascade_train.models.cascade.previewer.ConvolutionPreviewer"
 SCRATCH = "model.previewer.weights=null"
 PREVIEW = (
     *("model=c_tiny", "task=reconstruction", "objective=preview", "model.image_size=64", "optimizer.lr=3e-3"),

@@ -15,7 +15,7 @@ from cascade_train.assembly import run as build
 from cascade_train.config.saved import to_plain
 from cascade_train.diffusion.noise import PyramidNoise
 from cascade_train.engine.loop import Trainer
-from cascade_train.models.convolutional import ConvolutionalCompressor
+from cascade_train.models.cascade.convolutional import ConvolutionalCompressor
 from tests.integration.runs import read_metrics
 from tests.integration.test_stage_a import NARROW as A_NARROW
 from tests.unit.config.composing import checked
@@ -32,7 +32,7 @@ TOWER = (
 TWIN = (
     *("debug=random_weights", "model.image_size=128", *(f"model.network.{each}" for each in NARROW)),
     *(f"model.text_encoder.{each}" for each in TOWER),
-    "model.semantic_compressor._target_=cascade_train.models.convolutional.ConvolutionalCompressor",
+    "model.semantic_compressor._target_=cascade_train.models.cascade.convolutional.ConvolutionalCompressor",
     *(f"model.stage_a.{each}" for each in A_NARROW),
     *("train.max_steps=2", "train.global_batch_size=4", "data.num_workers=0", "sample.count=1"),
 )

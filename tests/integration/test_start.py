@@ -46,5 +46,5 @@ def test_a_training_imports_what_its_task_needs(tmp_path: Path):
     assert "cv2" not in lora, "that of Canny edges"
     assert not NEVER & controlnet
     assert "cv2" in controlnet
-    assert "cascade_train.models.formats.export_pipelines" in finetune
+    assert "cascade_train.models.cascade.formats.export_pipelines" in finetune
     assert not NEVER & finetune, "also where it exports a folder for a pipeline of diffusers"

@@ -15,7 +15,7 @@ from bench.tiny_cascade import main as judge_cascade
 from bench.tiny_stable_diffusion import main as judge_stable_diffusion
 from cascade_train.__main__ import launch
 from cascade_train.commands.generate import GenerateArgs, generate
-from cascade_train.models.convolutional import ConvolutionalCompressor, ConvolutionalPreviewer
+from cascade_train.models.cascade.convolutional import ConvolutionalCompressor, ConvolutionalPreviewer
 from tests.distributed.test_modes import B_NARROW, NARROW
 from tests.integration.runs import cut_back, read_metrics, train
 

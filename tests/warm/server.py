@@ -35,7 +35,7 @@ from unittest.mock import patch
 
 LASTING = ("site-packages", "dist-packages", "/lib/python3", "/src/cascade_train/")
 """Modules that lie below one of these are kept imported; those of a command's own folder are not."""
-FIRST = ["cascade_train.assembly.run", "torch.distributed.run", "cascade_train.models.networks.response_norm"]
+FIRST = ["cascade_train.assembly.run", "torch.distributed.run", "cascade_train.models.cascade.networks.response_norm"]
 """What trainings need; that of the networks brings what is heavy in diffusers and transformers."""
 
 

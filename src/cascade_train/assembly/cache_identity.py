@@ -24,6 +24,7 @@ from cascade_train.errors import ConfigError, RunError
 from cascade_train.files.hub import parse_source, without_commit
 from cascade_train.models.formats.weights_source import local_path
 from cascade_train.models.stage import Stage
+from cascade_train.renamed import current_target
 from cascade_train.tasks.base import Task
 
 _log = logging.getLogger(__name__)
@@ -102,6 +103,8 @@ def _same(own: Any, held: Any) -> bool:
     if not (_is_content(own) and _is_content(held)):
         if isinstance(own, Mapping) and isinstance(held, Mapping):
             return own.keys() == held.keys() and all(_same(value, held[key]) for key, value in own.items())
+        if isinstance(own, str) and isinstance(held, str) and current_target(own) == current_target(held):
+            return True
         return bool(own == held) or (_is_content(own) and _same_name(own["source"], held))  # of earlier versions
     if None in (own["sha256"], held["sha256"]):
         return _same_name(own["source"], held["source"])

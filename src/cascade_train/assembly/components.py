@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 
 from cascade_train.config.components import construct
-from cascade_train.config.targets import CONTRACTS, broken_contract
+from cascade_train.config.groups import option_targets
+from cascade_train.config.targets import CONTRACTS, broken_contract, class_constant
 from cascade_train.errors import ConfigError
 
 if TYPE_CHECKING:
     from cascade_train.engine.lr_schedule import LrSchedule
     from cascade_train.engine.optimizer import OptimizerSpec
+    from cascade_train.models.family import Family
     from cascade_train.models.stage import Stage
     from cascade_train.tasks.base import Task
 
@@ -62,3 +64,9 @@ def build_component(cfg: DictConfig, node: str, **changed: Any) -> Any:
     if reason := broken_contract(node, str(cfg[node]._target_), type(made), CONTRACTS[node]):
         raise ConfigError(reason)
     return made
+
+
+def families() -> list[Family]:
+    """Return the families of the models that `conf/model` names, in its order."""
+    named = (class_constant(target, "family") for target in option_targets("model").values())
+    return list(dict.fromkeys(family for family in named if family is not None))

@@ -14,11 +14,14 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from cascade_train.assembly.components import families
 from cascade_train.config.saved import CONFIG_NAME, load_yaml
+from cascade_train.config.targets import class_constant
 from cascade_train.engine.run.report import newest_grid, read_metrics
 from cascade_train.files.durable import write_durably
 from cascade_train.files.hub import parse_source
 from cascade_train.files.plain_yaml import to_yaml
+from cascade_train.models.family import Family
 from cascade_train.redaction import redacted
 
 CARD, SAMPLES = "README.md", "samples.png"
@@ -29,47 +32,6 @@ LICENSE = {
     "license_link": "https://huggingface.co/stabilityai/stable-cascade/blob/main/LICENSE",
 }
 """Of the weights that Stability AI published, as the front matter of their own cards names it."""
-
-USES = {
-    "prior": "`prior/` is Stage C as a pipeline: `StableCascadePriorPipeline.from_pretrained('prior')` of diffusers.",
-    "prior.original.safetensors": "`prior.original.safetensors` is Stage C for the original code and for ComfyUI, as a "
-    "diffusion model.",
-    "decoder": "`decoder/` is Stage B as a pipeline: `StableCascadeDecoderPipeline.from_pretrained('decoder')` of "
-    "diffusers, or with a Stage A that it does not know the network alone.",
-    "decoder.original.safetensors": "`decoder.original.safetensors` is Stage B for the original code and for ComfyUI.",
-    "combined": "`combined/` is the whole cascade: `StableCascadeCombinedPipeline.from_pretrained('combined')` of "
-    "diffusers.",
-    "lora": "`lora/` is a LoRA of Stage C: `PeftModel.from_pretrained(network, 'lora')` of peft, on diffusers' "
-    "`StableCascadeUNet` of the base. New tokens and adapters of the text encoder lie in files of their own beside it.",
-    "lora.safetensors": "`lora.safetensors` is a LoRA of Stage C with its tokens in one file, for cascade_train.",
-    "lora.comfyui.safetensors": "`lora.comfyui.safetensors` is a LoRA of Stage C for ComfyUI: put it into "
-    "`models/loras`, and its tokens, if there are any, from `lora.comfyui.embeddings/` into `models/embeddings`.",
-    "lora.kohya.safetensors": "`lora.kohya.safetensors` is a LoRA of Stage C for sd-scripts and ComfyUI.",
-    "lora.original.safetensors": "`lora.original.safetensors` is a LoRA of Stage C for the original code.",
-    "controlnet": "`controlnet/controlnet.safetensors` is a control network of Stage C, in the original's layout.",
-    "pipeline": "`pipeline/` is the whole model: `DiffusionPipeline.from_pretrained('pipeline')` of diffusers.",
-    "unet": "`unet/` is a network of Stable Diffusion: `UNet2DConditionModel.from_pretrained('unet')` of diffusers.",
-    "pipeline.safetensors": "`pipeline.safetensors` is the whole model in one file: `from_single_file` of diffusers' "
-    "pipelines, and a checkpoint for ComfyUI.",
-    "vae": "`vae/` is an autoencoder of Stable Diffusion: `AutoencoderKL.from_pretrained('vae')` of diffusers.",
-    "vqgan": "`vqgan/` is Stage A: `PaellaVQModel.from_pretrained('vqgan')` of diffusers.",
-    "stage_a": "`stage_a/stage_a.safetensors` is Stage A for the original code and for ComfyUI, as a VAE.",
-    "semantic_compressor": "`semantic_compressor/` is a semantic compressor, for cascade_train.",
-    "previewer": "`previewer/` is a previewer of Stage C's latents, for cascade_train.",
-}
-"""What an export is and what loads it, by its name."""
-
-OF_STABLE_DIFFUSION = {
-    "lora": "`lora/` is a LoRA of Stable Diffusion: `pipeline.load_lora_weights('lora')` of diffusers, with the base's "
-    "pipeline. New tokens lie in `lora/embeddings/`, for `pipeline.load_textual_inversion`.",
-    "controlnet": "`controlnet/` is a control network: `ControlNetModel.from_pretrained('controlnet')` of diffusers.",
-    "lora.safetensors": "`lora.safetensors` is a LoRA of Stable Diffusion in one file, for cascade_train.",
-    "lora.kohya.safetensors": "`lora.kohya.safetensors` is a LoRA of Stable Diffusion for sd-scripts, ComfyUI and "
-    "others.",
-}
-"""The same where it is another for Stable Diffusion."""
-
-STABLE_DIFFUSION = "stable-diffusion"
 
 SHOWN = ("model", "task", "objective", "data", "train", "optimizer", "lr_scheduler", "ema")
 """Nodes of the configuration that decide what was learned."""
@@ -97,7 +59,7 @@ def write_card(out: Path, names: Sequence[str], *, source: str, run: Path | None
     ]
     parts += [f"![Samples]({SAMPLES})\n"] if folder is not None else []
     parts += ["## Use\n", "In a copy of this folder (`hf download <repository> --local-dir .`):\n"]
-    uses = USES | OF_STABLE_DIFFUSION if _family(plain.get("model", {})) == STABLE_DIFFUSION else USES
+    uses = _family(plain.get("model", {}), names).uses
     parts += ["".join(f"- {uses.get(name, f'`{name}` is for cascade_train.')}\n" for name in names)]
     if plain:
         metrics = {} if run is None else _metrics(run, step)
@@ -115,18 +77,17 @@ def _front_matter(names: Sequence[str], model: Mapping[str, Any]) -> dict[str, A
         found = {"base_model": base.repo, "base_model_relation": relation}
     if _loads_published(model):
         found |= LICENSE
-    family = _family(model)
-    its_own = {"lora", "controlnet"} if family == STABLE_DIFFUSION else set()
-    in_diffusers = set(names) & ({"prior", "decoder", "combined", "vqgan", "vae", "pipeline", "unet"} | its_own)
-    library = "diffusers" if in_diffusers else "peft" if "lora" in names else "cascade_train"
+    family = _family(model, names)
+    library = "diffusers" if family.in_diffusers & {*names} else "peft" if "lora" in names else "cascade_train"
     paints = {} if kind in ("vqgan", "stage_a", "vae") else {"pipeline_tag": "text-to-image"}
-    return {**found, "library_name": library, **paints, "tags": [family, kind, "cascade_train"]}
+    return {**found, "library_name": library, **paints, "tags": [family.tag, kind, "cascade_train"]}
 
 
-def _family(model: Mapping[str, Any]) -> str:
-    """Return the hub's tag of a model's family, by its node of the configuration."""
-    module = str(model.get("_target_")).rpartition(".")[0]
-    return STABLE_DIFFUSION if module.endswith((".stable_diffusion", ".stage_vae")) else "stable-cascade"
+def _family(model: Mapping[str, Any], names: Sequence[str]) -> Family:
+    """Return the family of a model's node; of weights alone, the first that writes such exports."""
+    own = class_constant(str(model.get("_target_")), "family")
+    known = families()
+    return own or next((each for each in known if {*names} & each.uses.keys()), known[0])
 
 
 def _loads_published(model: Mapping[str, Any]) -> bool:

@@ -187,9 +187,9 @@ def runs_of(rest: list[str], config_dir: Path | None = None) -> list[list[str]]:
 def default_task(overrides: list[str], targets: Mapping[str, str]) -> str:
     """Return a task that fits the model that overrides name first; `targets` are the classes of models."""
     model = next((each.partition("=")[2] for each in overrides if each.startswith("model=")), None)
-    stage = class_constant(targets[model], "name") if model is not None and model in targets else None
+    can = class_constant(targets[model], "abilities") if model is not None and model in targets else None
     fits = class_constant(option_targets("task")["finetune"], "fits")
-    return "finetune" if stage is None or stage in fits else "reconstruction"
+    return "finetune" if can is None or can & {*fits} else "reconstruction"
 
 
 COMMAND = Command(arguments=DownloadArgs, run=download, takes_rest=True)

@@ -24,7 +24,7 @@ COMBINED = "combined"
 """Format of Stage C, B and A in one folder, and its name in `out`."""
 
 SINGLE_FILE = "single_file"
-"""Format of a whole pipeline of Stable Diffusion in one file."""
+"""Format of a whole pipeline in one file."""
 
 NETWORK = {
     "diffusers": "{part}",
@@ -48,7 +48,7 @@ class ExportArgs(WeightsArgs):
     source: str
     """A run, or weights or adapters in any format that is read: an export, a folder, a file, a hub id."""
     format: Any = None
-    """Formats to write, one or a list. Weights: diffusers, original; of Stable Diffusion single_file, all of it in one.
+    """Formats to write, one or a list. Weights: diffusers, original; single_file, a whole pipeline in one.
     Adapters: peft, single, comfyui, kohya, original.
     combined, alone: Stage C with decoder=…, for diffusers' combined pipeline.
     null = what a run leaves by itself: diffusers, or peft with a single file in it."""
@@ -116,10 +116,12 @@ def export(args: ExportArgs) -> int:
 
 def _finish(args: ExportArgs, out: Path, written: list[str], *, all_of_run: bool) -> None:
     """Write the model card of what lies in `out` now, of a run all of it, and push it where `push` is set."""
-    from cascade_train.assembly.model_card import CARD, SAMPLES, USES, write_card
+    from cascade_train.assembly.components import families
+    from cascade_train.assembly.model_card import CARD, SAMPLES, write_card
     from cascade_train.results.find import run_of
 
-    names = [name for name in USES if name in written or (all_of_run and (out / name).exists())]
+    known = dict.fromkeys(name for family in families() for name in family.uses)
+    names = [name for name in known if name in written or (all_of_run and (out / name).exists())]
     if written:
         write_card(out, names, source=args.source, run=run_of(Path(args.source)), step=args.step)
     if args.push is not None:
@@ -156,16 +158,16 @@ def _write_formats(args: ExportArgs, source: str, out: Path) -> list[str]:
 
 def _single_file(args: ExportArgs, source: str, out: Path) -> list[str]:
     from cascade_train.models.formats.export import DTYPES
-    from cascade_train.models.formats.export_single_file import save_single_file
-    from cascade_train.models.formats.weights_source import find_pipeline  # heavy: torch and diffusers
+    from cascade_train.results.find import whole_pipeline  # heavy: torch and diffusers
 
-    folder, name = find_pipeline(source), NETWORK[SINGLE_FILE]
-    if folder is None:
+    found, name = whole_pipeline(source), NETWORK[SINGLE_FILE]
+    if found is None:
         raise ConfigError(
-            f"format={SINGLE_FILE}: from={source} holds no pipeline of Stable Diffusion, and nothing else is written "
-            "so. Name a run of task=finetune, its export, or a pipeline's folder."
+            f"format={SINGLE_FILE}: from={source} holds no pipeline that is written as one file. Name a run of "
+            "task=finetune on a model that has one, its export, or a pipeline's folder."
         )
-    print_error(out / name, save_single_file(folder, out / name, dtype=DTYPES.get(args.dtype or "")))
+    family, folder, _ = found
+    print_error(out / name, family.save_single_file(folder, out / name, dtype=DTYPES.get(args.dtype or "")))
     return [name]
 
 
@@ -174,7 +176,7 @@ def _convert(args: ExportArgs, formats: list[str], source: str, out: Path) -> li
     from cascade_train.models.formats.export_lora import export_lora
     from cascade_train.models.formats.lora_files import holds_lora, module_shapes, read_lora
     from cascade_train.models.formats.weights import load_state
-    from cascade_train.results.find import part_name, stored_network  # heavy: torch and diffusers
+    from cascade_train.results.find import stored_network  # heavy: torch and diffusers
 
     network = stored_network(source, model=args.model, key="from", allow_any_target=args.allow_any_target)
     is_lora = holds_lora(source)
@@ -184,7 +186,8 @@ def _convert(args: ExportArgs, formats: list[str], source: str, out: Path) -> li
             kind = "adapters" if is_lora else "a network's weights"
             raise ConfigError(f"format={name}: from={source} holds {kind}, whose formats are {', '.join(names)}.")
     if is_lora:
-        lora = read_lora(source, key="from", modules=module_shapes(network), module_filters=args.module_filters)
+        modules, filters = module_shapes(network), args.module_filters
+        lora = read_lora(source, key="from", family=network.family, modules=modules, module_filters=filters)
         for name in formats:
             path = out / names[name]
             print_error(path, export_lora(lora, network, path, format=name, metadata={}))
@@ -192,10 +195,11 @@ def _convert(args: ExportArgs, formats: list[str], source: str, out: Path) -> li
     config = network_config(network)
     state = load_state(network, source, dtype=DTYPES.get(args.dtype or ""), key="from")
     has_pipeline = Path(source) == out and args.dtype is None  # a run's, where its network alone would go
-    files = {name: names[name].format(part=part_name(network)) for name in formats}
+    part = network.family.part_of(config)
+    files = {name: names[name].format(part=part) for name in formats}
     for name, file in files.items():
         if not (has_pipeline and name == "diffusers"):
-            print_error(out / file, save_network(state, config, out / file, format=name))
+            print_error(out / file, save_network(network.family, state, config, out / file, format=name))
     return list(files.values())
 
 

@@ -57,7 +57,8 @@ def merge(args: MergeArgs) -> int:
     state = load_state(network, args.source, dtype=DTYPES.get(args.dtype or ""), key="from")
     merge_all(network, state, listed(args.lora), args.strengths(), key="lora", module_filters=args.module_filters)
     out = Path(args.out)
-    error = save_network(state, config, out, format="original" if out.suffix == ".safetensors" else "diffusers")
+    format = "original" if out.suffix == ".safetensors" else "diffusers"
+    error = save_network(network.family, state, config, out, format=format)
     print_error(out, error)
     return 0
 

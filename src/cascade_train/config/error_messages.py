@@ -43,7 +43,7 @@ from cascade_train.redaction import logged
 from cascade_train.signals import handling
 
 FP16 = (
-    "train.precision=fp16 is refused: activations of Stage C and of SDXL's autoencoder overflow its range, and no loss "
+    "train.precision=fp16 is refused: activations of Stage C and of some autoencoders overflow its range, and no loss "
     "is scaled here. Use train.precision=bf16, or fp32 for tiny models."
 )
 

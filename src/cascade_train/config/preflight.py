@@ -17,10 +17,11 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from cascade_train.config.compatibility import check_noise_unit, check_objective_fits, check_task_fits_stage
 from cascade_train.config.components import check_component, check_is_component, construct, missing_message
-from cascade_train.config.groups import chosen, did_you_mean, option_files, option_targets
+from cascade_train.config.groups import chosen, did_you_mean
 from cascade_train.config.schema import AUTO, COMPONENTS, ParallelMode, Precision, Root, TrackerName
-from cascade_train.config.targets import CONTRACTS, check_targets, class_constant, components_in, is_component
+from cascade_train.config.targets import CONTRACTS, check_targets, class_constant, components_in
 from cascade_train.errors import ConfigError, install_hint
 
 EXTRAS = {
@@ -61,7 +62,7 @@ def preflight(
     _check_numbers(resolved)
     derived = [key for key, value in written.items() if "${" in str(value)]
     _check_components(root, components, derived=derived, check_data=check_data)
-    _check_task_fits_stage(root)
+    check_task_fits_stage(root)
     _check_data_fits(root)
     _check_length(root)
     _check_libraries(resolved)
@@ -147,8 +148,8 @@ def _check_components(
     refused = _refused(data, allowed, derived)
     check_data(root)
     check_targets(others, allowed)
-    _check_objective_fits(root)
-    _check_noise_unit(root)
+    check_objective_fits(root)
+    check_noise_unit(root)
     refused = _refused(others, allowed, derived) or refused
     if refused is not None:
         raise refused
@@ -173,85 +174,6 @@ def _refused(nodes: Mapping[str, Any], allowed: Sequence[str] | None, derived: C
                     raise
                 refused[key] = error
     return next(iter(refused.values()), None)
-
-
-def _check_task_fits_stage(root: Root) -> None:
-    """Check that the task trains this kind of stage, by the constants `Task.fits` and `Stage.name`."""
-    stage = class_constant(root.model["_target_"], "name")
-    fits = class_constant(root.task["_target_"], "fits")
-    if stage is None or fits is None or stage in fits:
-        return
-    tasks = [o for o, t in option_targets("task").items() if stage in (class_constant(t, "fits") or ())]
-    models = [o for o, t in option_targets("model").items() if class_constant(t, "name") in fits]
-    raise ConfigError(
-        f"{chosen('task', root.task['_target_'])} trains {', '.join(fits)}, but "
-        f"{chosen('model', root.model['_target_'])} is {stage}. Tasks that fit {stage}: "
-        f"{', '.join(tasks) or 'none yet'}; models that fit this task: {', '.join(models) or 'none yet'}."
-    )
-
-
-def _check_objective_fits(root: Root) -> None:
-    """Check that the objective scores what the task trains of this kind of stage.
-
-    By the constants `Objective.denoises` and, of one that does not, `fits`; `Task.fits` and `reconstructs`;
-    `Stage.name`. A task that does not train the stage at all is left to `_check_task_fits_stage`.
-    """
-    if not all(is_component(node) for node in (root.model, root.task, root.objective)):
-        return
-    scoring = root.objective["_target_"]
-    stage, denoises = class_constant(root.model["_target_"], "name"), class_constant(scoring, "denoises")
-    trainable, reconstructs = (class_constant(root.task["_target_"], key) for key in ("fits", "reconstructs"))
-    if None in (stage, denoises, trainable, reconstructs) or stage not in trainable:
-        return
-    if not denoises and class_constant(scoring, "fits") is None:
-        return  # what it does not define is named by `_check_components`
-    if not _scores(scoring, stage, reconstructs):
-        objectives = [o for o, t in _objectives(root).items() if _scores(t, stage, reconstructs)]
-        stages = {o: class_constant(t, "name") for o, t in option_targets("model").items()}
-        models = [o for o, s in stages.items() if s in trainable and _scores(scoring, s, reconstructs)]
-        task, objective = (chosen(key, getattr(root, key)["_target_"]) for key in ("task", "objective"))
-        model, instead = chosen("model", root.model["_target_"]), f" but {_list(models)}" if models else ""
-        raise ConfigError(
-            f"{task} with {objective} does not train {model} ({stage}){instead}. For {model}, choose "
-            f"objective={_list(objectives) or '(none yet)'}."
-        )
-
-
-def _scores(objective: str, stage: str, reconstructs: Sequence[str]) -> bool:
-    """Return whether an objective scores what a task with these `reconstructs` trains of a stage."""
-    fits = class_constant(objective, "fits")
-    if class_constant(objective, "denoises"):
-        return stage not in reconstructs and (fits is None or stage in fits)
-    return bool(reconstructs) and stage in (fits or ())
-
-
-def _check_noise_unit(root: Root) -> None:
-    """Check that the network sees noise levels as it was made for, by `Stage.noise_unit` and `NoiseCondition.unit`."""
-    nodes = (root.model, root.task, root.objective, root.objective.get("noise_condition"))
-    if not all(is_component(node) for node in nodes):
-        return
-    model, task, _, condition = (node["_target_"] for node in nodes)
-    wanted, given = class_constant(model, "noise_unit"), class_constant(condition, "unit")
-    if wanted is None or given in (None, wanted):
-        return
-    stage, reconstructs = class_constant(model, "name"), class_constant(task, "reconstructs") or ()
-    fitting = [o for o, t in _objectives(root).items() if _scores(t, stage, reconstructs)]
-    raise ConfigError(
-        f"objective.noise_condition={condition.rpartition('.')[2]} gives the network a {given} for noise level, and "
-        f"that of {chosen('model', model)} was made for a {wanted}. Choose objective={_list(fitting)}."
-    )
-
-
-def _objectives(root: Root) -> dict[str, str]:
-    """Return the packaged objectives and their classes, except those with another unit of noise levels."""
-    wanted = class_constant(root.model["_target_"], "noise_unit")
-    conditions = {o: file.get("noise_condition") for o, file in option_files("objective").items()}
-    units = {o: class_constant(node["_target_"], "unit") if node else None for o, node in conditions.items()}
-    return {o: t for o, t in option_targets("objective").items() if wanted is None or units[o] in (None, wanted)}
-
-
-def _list(names: Sequence[str]) -> str:
-    return " or ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
 
 
 def _check_libraries(cfg: DictConfig) -> None:

@@ -115,17 +115,13 @@ def export_folder(folder: Path, *, key: str = "from") -> Path:
     return folder
 
 
-TINY_RECIPES = {"b_tiny": "tiny_b", "c_tiny": "tiny_c", "sd_tiny": "tiny_sd", "sdxl_tiny": "tiny_sdxl"}
-"""Experiment that trained the packaged weights of a size."""
-
-
 def published_config(model: str, weights: str) -> DictConfig:
     """Return the checked configuration that a run of this size would have; a tiny one's is that of its recipe."""
     task = "reconstruction" if model.startswith("b_") else "finetune"
     overrides = [f"model={model}", f"task={task}", "run.name=published", "train.global_batch_size=1"]
     changed: dict[str, Any] = {"model.weights": weights}
-    if model in TINY_RECIPES:
-        overrides.append(f"experiment={TINY_RECIPES[model]}")
+    if model.endswith("_tiny"):  # the recipe that trained the packaged weights is called tiny_<size>
+        overrides.append(f"experiment=tiny_{model.removesuffix('_tiny')}")
         parts = option_files("model")[model].items()  # a recipe's text towers begin from nothing, these are trained
         changed |= {f"model.{name}": part for name, part in parts if name.startswith("text_encoder")}
     return composed(overrides, changed)

@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from cascade_train.diffusion.schedule import DDPMSchedule, cosine_constants, stable_diffusion_variances
+from cascade_train.diffusion.schedule import DDPMSchedule, cosine_constants, scaled_linear_variances
 from cascade_train.options import check_above, check_increasing, check_within
 
 
@@ -125,8 +125,8 @@ class RectifiedFlowCondition(NoiseCondition):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StableDiffusionCondition(NoiseCondition):
-    """The time at which Stable Diffusion's schedule has this logSNR.
+class ScaledLinearCondition(NoiseCondition):
+    """The time at which a `ScaledLinearSchedule` has this logSNR.
 
     Attributes:
         linear_range: the schedule's first and last beta.
@@ -144,7 +144,7 @@ class StableDiffusionCondition(NoiseCondition):
         super().__post_init__()
 
     def _value(self, logsnr_B: Tensor) -> Tensor:
-        rising_N = stable_diffusion_variances(self.linear_range, self.total_steps, logsnr_B.device).flip(0)
+        rising_N = scaled_linear_variances(self.linear_range, self.total_steps, logsnr_B.device).flip(0)
         var_B = logsnr_B.sigmoid()
         upper_B = torch.searchsorted(rising_N, var_B).clamp(1, self.total_steps)
         low_B, high_B = rising_N[upper_B - 1], rising_N[upper_B]
@@ -154,7 +154,7 @@ class StableDiffusionCondition(NoiseCondition):
 
 @dataclass(frozen=True, kw_only=True)
 class DDPMTimestepCondition(NoiseCondition):
-    """The timestep at which a schedule has this logSNR, in [0, num_train_timesteps - 1]; Stable Diffusion's input.
+    """The timestep at which a schedule has this logSNR, in [0, num_train_timesteps - 1].
 
     Of the schedule's own noise levels it is the whole number; between them it is linear.
 

@@ -232,8 +232,8 @@ class EDMTrainSchedule(EDMSampleSchedule):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StableDiffusionSchedule(Schedule):
-    """The discrete schedule of Stable Diffusion, linear between its knots (Rombach et al. 2022).
+class ScaledLinearSchedule(Schedule):
+    """Betas whose square roots rise linearly (Rombach et al. 2022), and a^2 linear between those knots.
 
     Attributes:
         linear_range: first and last beta; sqrt(beta) grows linearly.
@@ -249,7 +249,7 @@ class StableDiffusionSchedule(Schedule):
         super().__post_init__()
 
     def _curve(self, t_B: Tensor) -> Tensor:
-        var_N = stable_diffusion_variances(self.linear_range, self.total_steps, t_B.device)
+        var_N = scaled_linear_variances(self.linear_range, self.total_steps, t_B.device)
         place_B = t_B * self.total_steps
         knot_B = place_B.long().clamp(max=self.total_steps - 1)
         return _logsnr_of_variance(torch.lerp(var_N[knot_B], var_N[knot_B + 1], place_B - knot_B))
@@ -356,8 +356,8 @@ class InterpolatedSchedule(Schedule):
         return first_B * t_B + second_B * (1 - t_B)
 
 
-def stable_diffusion_variances(linear_range: list[float], total_steps: int, device: torch.device) -> Tensor:
-    """Return a^2 at Stable Diffusion's knots, (total_steps + 1,) fp32, falling (gdf/schedulers)."""
+def scaled_linear_variances(linear_range: list[float], total_steps: int, device: torch.device) -> Tensor:
+    """Return a^2 at the knots, (total_steps + 1,) fp32, falling (gdf/schedulers)."""
     first, last = (math.sqrt(beta) for beta in linear_range)
     beta_N = torch.linspace(first, last, total_steps + 1, dtype=torch.float32, device=device) ** 2
     return (1 - beta_N).cumprod(0)

@@ -20,7 +20,7 @@ STRATEGIES = ("none", "earlier", "later", "range")
 class TimestepBias:
     """A span of times t (0 = data, 1 = noise) that is drawn `multiplier` times as often as the rest.
 
-    The continuous form of the discrete weights that diffusers' and mindone's SDXL trainers give their timesteps.
+    The continuous form of the discrete weights that trainers of diffusers and mindone give their timesteps.
 
     Attributes:
         strategy: none; earlier = the `portion` of times with the least noise, later = with the most, range = from

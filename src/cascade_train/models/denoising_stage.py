@@ -1,6 +1,6 @@
-"""What denoising stages share: a network under a text tower and frozen parts; and what those of the cascade do.
+"""What denoising stages of all families share: a network under text towers and frozen parts.
 
-Must not live here: what is modelled and what it is conditioned on (stage_b.py, stage_c.py, stable_diffusion.py).
+Must not live here: what is modelled and what it is conditioned on (the families' own stages).
 """
 
 from __future__ import annotations
@@ -14,15 +14,12 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from cascade_train.models.cascade_unet_config import CascadeUNetConfig
-from cascade_train.models.formats.weights import StoredValues
 from cascade_train.models.formats.weights_source import WeightsSpec
-from cascade_train.models.initialize import DrawnValues, InitialValues, Shares, unet_rule
+from cascade_train.models.initialize import InitialValues, Shares
 from cascade_train.models.lora import MAGNITUDE, begin_magnitudes
-from cascade_train.models.semantic_compressor import SemanticCompressor
 from cascade_train.models.stage import Images, Stage, Tokens, product
 from cascade_train.models.text_encoder import TextEncoder
-from cascade_train.options import File, Free
+from cascade_train.options import File
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -64,6 +61,8 @@ class DenoisingStage(Stage):
         self._frozen_dtype: torch.dtype
         self.image_multiple = getattr(self, self.multiple_of).stride
         self._parts = {name: part for name in self.frozen_parts if (part := getattr(self, name)) is not None}
+        for encoder in self.text_encoders().values():
+            encoder.family = self.family
         self._check()
         if self.random_encoders:
             for part in self._parts.values():
@@ -185,39 +184,3 @@ class DenoisingStage(Stage):
         """Return (C, H, W) of the latent of an image of `height` x `width` pixels."""
         encoder = getattr(self, self.encoded_by)
         return encoder.latent_channels, -(-height // encoder.stride), -(-width // encoder.stride)
-
-
-@dataclass(kw_only=True, eq=False, repr=False)
-class CascadeStage(DenoisingStage):
-    """A stage whose network is a `CascadeUNet`, with the original's initialisation where it has no weights.
-
-    Args:
-        network: architecture of the network.
-        kernels: "fused" = GELU, response norm and dropout of a residual block as one operator; "eager" = one by one.
-        semantic_compressor: images to semantic latents.
-    """
-
-    noise_unit = "time"
-    multiple_of = "semantic_compressor"
-
-    kernels: Free[Literal["eager", "fused"]] = "eager"
-    network: CascadeUNetConfig
-    semantic_compressor: SemanticCompressor
-
-    def _build_network(self, dtype: torch.dtype) -> None:
-        from cascade_train.models.networks.response_norm import set_kernels  # heavy: diffusers
-
-        self.network = self.network_config.build()
-        set_kernels(self.network, self.kernels)
-        nn.Module.to(self.network, dtype)  # diffusers' own `to` warns about modules to keep in fp32, without any
-        if self.weights is None:
-            self._values = DrawnValues(self.network, unet_rule(self.network_config.residual_blocks), seed=self.seed)
-        else:
-            self._values = StoredValues(self.network, self.weights, part=self.part)
-
-    def _text_of(self, tokens: Tokens) -> dict[str, Tensor]:
-        """Return `clip_text` (B, L, D) and `clip_text_pooled` (B, 1, D)."""
-        text, pooled = self.text_encoder.encode(tokens)
-        if pooled is None:
-            raise AssertionError("a tower without projection is refused before")
-        return {"clip_text": text, "clip_text_pooled": pooled}

@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 from cascade_train.errors import ConfigError
-from cascade_train.models.formats.single_file import is_single_file, read_text_tower
+from cascade_train.models.family import Family
 from cascade_train.models.formats.weights import load_module, put_tensors
 from cascade_train.models.formats.weights_source import (
     CONFIG_FILES,
+    SINGLE_FILE_SUFFIXES,
     WeightsSpec,
     find_part,
     hub_files,
@@ -83,8 +84,8 @@ class ClipTower:
     """A frozen tower of CLIP with projection.
 
     Args:
-        weights: hub id (`owner/name[@revision]`) or local folder of transformers, a run, or a single file of Stable
-            Diffusion; null = values from a fixed seed.
+        weights: hub id (`owner/name[@revision]`) or local folder of transformers, a run, or a file of a whole model;
+            null = values from a fixed seed.
         subfolder: folder within `weights`; null = its root.
         hidden_size: width of the tokens.
         intermediate_size: width inside the feed-forward layers.
@@ -95,6 +96,7 @@ class ClipTower:
 
     Attributes:
         key: name below `model.`.
+        family: of the stage; set before `build`.
         module: exists after `build`, in eval mode and without gradients.
 
     Raises:
@@ -120,6 +122,7 @@ class ClipTower:
             )
         own = [field.name for field in fields(ClipTower) if field.name not in ("weights", "subfolder")]
         self.sizes = {name: getattr(self, name) for name in own}
+        self.family: Family
         self.module: Any
 
     def forget_weights(self) -> None:
@@ -130,7 +133,7 @@ class ClipTower:
         """Return the files that `build` loads."""
         if self.weights is None:
             return []
-        if is_single_file(self.weights):
+        if self.weights.endswith(SINGLE_FILE_SUFFIXES):
             return [WeightsSpec(key=f"model.{self.key}.weights", source=self.weights)]
         where: dict[str, Any] = {"source": self.weights, "part": self.subfolder}
         return [WeightsSpec(key=f"model.{self.key}.weights", beside=CONFIG_FILES, **where)]
@@ -141,11 +144,11 @@ class ClipTower:
             with torch.device("meta"):
                 module = kind(config)
             initialise(module, tower_rule, device=device, dtype=dtype, seed=FROZEN_SEED)
-        elif is_single_file(self.weights):
+        elif self.weights.endswith(SINGLE_FILE_SUFFIXES):
             with torch.device("meta"):
                 module = kind(config)
             origin = f"model.{self.key}.weights={self.weights}"
-            values = read_text_tower(self.weights, module, part=self.key)
+            values = self.family.read_text_tower(self.weights, module, part=self.key)
             put_tensors(module, values, dtype=dtype, device=device, origin=origin)
         else:
             try:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from cascade_train.errors import ConfigError, install_hint
-from cascade_train.models.convolutional import ConvolutionalCompressor
+from cascade_train.models.cascade.convolutional import ConvolutionalCompressor
 from cascade_train.models.formats.weights import copy_to, open_weights, set_tensor
 from cascade_train.models.formats.weights_tensors import StoredTensors
 

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
-from cascade_train.models.formats.weights_tensors import recognise_size
 from cascade_train.models.initialize import ZEROS, Fill, InitialValues, Shares, fill_, torch_uniform
 
 if TYPE_CHECKING:
@@ -335,7 +334,7 @@ def lora_spec(network: nn.Module) -> LoraSpec:
         rank=first.r[ADAPTER],
         alpha=float(first.lora_alpha[ADAPTER]),
         targets=tuple(layers),
-        base_size=recognise_size(shapes),
+        base_size=network.family.size_of(shapes),
         dora=ADAPTER in first.lora_magnitude_vector,
     )
 

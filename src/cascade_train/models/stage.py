@@ -17,12 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from cascade_train.batch import Batch
+from cascade_train.models.family import Family
 from cascade_train.models.formats.weights_source import WeightsSpec
 from cascade_train.models.initialize import Shares
 from cascade_train.options import File
 
 if TYPE_CHECKING:
-    from cascade_train.models.control.base import Control, ControlOptions
+    from cascade_train.models.control import Control, ControlOptions
     from cascade_train.models.text_encoder import TextEncoder
 
 Conditions = dict[str, Tensor]
@@ -80,8 +81,11 @@ class Stage(abc.ABC):
             file; null = from scratch.
 
     Attributes:
-        name: "stage_a", "stage_b" or "stage_c" of the cascade, "stable_diffusion", "stable_diffusion_xl" or "vae";
-            tasks name those that they fit.
+        family: what it shares with others.
+        name: its role in its family, such as "stage_c", for messages.
+        abilities: what tasks and objectives ask for, see `Task.fits`: "denoising" of latents, "text_to_image" from
+            captions alone, "control" by a control network, "reconstruction" from an image's own latents, and of those
+            that score pictures "vq_autoencoder", "kl_autoencoder" and "previewer".
         part: name of the folder that holds its network in pipelines and exports.
         image_multiple: both sides of an image must be multiples of this many pixels.
         image_keep_prob: share of training samples that keep their image condition, where a task names no other.
@@ -107,7 +111,9 @@ class Stage(abc.ABC):
             exports; set before those. None = there is none.
     """
 
+    family: ClassVar[Family]
     name: ClassVar[str]
+    abilities: ClassVar[frozenset[str]] = frozenset()
     part: ClassVar[str]
     image_keep_prob: ClassVar[float]
     guidance_scale: ClassVar[float | None] = None

@@ -44,9 +44,9 @@ class TextEncoder(ClipTower):
         hidden_layer: whose output is the text, counted from the end: -1 = the last layer, -2 = the one before
             ("clip skip").
         final_norm: whether the tower's last layer norm is applied to it.
-        mask_padding: whether padding is hidden from attention, as in the cascade; Stable Diffusion's towers see it.
+        mask_padding: whether padding is hidden from attention, as in the cascade.
         pad_token: what fills captions up; null = the tokenizer's own.
-        train: whether task=finetune trains the tower's weights too (Stable Diffusion).
+        train: whether task=finetune trains the tower's weights too, of stages that allow it.
         lr: learning rate of what trains in the tower; null = the optimizer's.
 
     Raises:

@@ -20,13 +20,13 @@ from cascade_train.engine.checkpoint.manifest import find_fault
 from cascade_train.engine.checkpoint.store import CheckpointStore
 from cascade_train.engine.phase import restore_training_state
 from cascade_train.errors import ConfigError, RunError
+from cascade_train.models.cascade.formats.export_pipelines import save_combined
+from cascade_train.models.cascade.latent_codec import VQGAN
+from cascade_train.models.cascade.stage_b import StageB
+from cascade_train.models.cascade.stage_c import StageC
 from cascade_train.models.formats.export import DTYPES, build_plain_network
-from cascade_train.models.formats.export_pipelines import save_combined
 from cascade_train.models.formats.weights import load_state
-from cascade_train.models.latent_codec import VQGAN
 from cascade_train.models.stage import Stage
-from cascade_train.models.stage_b import StageB
-from cascade_train.models.stage_c import StageC
 from cascade_train.results.find import TrainedModel
 from cascade_train.results.paint import Fingerprint, check_same_latents, fit_sizes, load_parts
 
@@ -119,6 +119,6 @@ def _check(model: TrainedModel, decoder: TrainedModel) -> None:
 def _stored(model: TrainedModel, stage: Stage, dtype: str | None) -> dict[str, Tensor]:
     """Return a stage's weights in the dtype that they are stored in, which may differ from that of compute."""
     source = model.cfg.model.weights if model.export is None else str(model.export)
-    network = build_plain_network(stage.network.config, None)
+    network = build_plain_network(stage.family, stage.network.config, None)
     key = model.origin.partition("=")[0]
     return load_state(network, source, dtype=DTYPES.get(dtype or ""), key=key, part=stage.part)

@@ -10,23 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
-from torch import nn
 
-from cascade_train.assembly.components import build_component
+from cascade_train.assembly.components import build_component, families
 from cascade_train.config.components import construct
 from cascade_train.config.groups import did_you_mean, option_files
-from cascade_train.config.saved import CONFIG_NAME, export_folder, load_saved_config, published_config
+from cascade_train.config.saved import CONFIG_NAME, composed, export_folder, load_saved_config, published_config
 from cascade_train.errors import ConfigError
 from cascade_train.models.denoising_stage import DenoisingStage
-from cascade_train.models.formats.export import network_config
+from cascade_train.models.family import Family
 from cascade_train.models.formats.lora_files import adapter_size, holds_lora
 from cascade_train.models.formats.weights import stored_size
-from cascade_train.models.formats.weights_source import NETWORK_PARTS, PIPELINE, find_pipeline, is_hub_id, is_packaged
-from cascade_train.models.formats.weights_tensors import is_condition_unet
-from cascade_train.results.pipelines import pipeline_config
-
-PARTS = ("lora", *NETWORK_PARTS, PIPELINE, "export")
-"""Names of a run's folders between its configuration and its files."""
+from cascade_train.models.formats.weights_source import PIPELINE, find_pipeline, is_hub_id, is_packaged
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +38,11 @@ class TrainedModel:
     export: Path | None
 
 
-def find_model(source: str, *, key: str, part: str, allow_any_target: bool = False) -> TrainedModel:
+def find_model(source: str, *, key: str, part: str | None, allow_any_target: bool = False) -> TrainedModel:
     """Find a run, its export, something in that, the packaged weights, or others of a published size.
 
     Weights of a published size may be a folder, a file, or a hub id. `key` is the argument that named them, `part` the
-    folder of a pipeline that is meant: "prior", "decoder", or "network" for whichever is there.
+    folder of a pipeline that is meant: "prior", "decoder", or None for whichever is there.
 
     Raises:
         ConfigError: nothing there, a run without export, or weights of no published size.
@@ -63,11 +57,11 @@ def find_model(source: str, *, key: str, part: str, allow_any_target: bool = Fal
     return TrainedModel(origin=origin, cfg=cfg, export=export_folder(run, key=key))
 
 
-def _published(source: str, key: str, part: str) -> DictConfig:
+def _published(source: str, key: str, part: str | None) -> DictConfig:
     """Return the configuration of weights of a published size, with the frozen parts that lie beside them."""
-    if (pipeline := find_pipeline(source)) is not None:
-        return pipeline_config(pipeline)
-    model = _packaged_model(source, part) if is_packaged(source) else stored_size(source, key=key, part=part)
+    if (cfg := pipeline_config(source)) is not None:
+        return cfg
+    model = _packaged_model(source, part) if is_packaged(source) else _size_of(source, key, part)
     if model is None:
         raise ConfigError(
             f"{key}={source}: its tensors are of no published size, so that nothing says what belongs to them. Name "
@@ -82,12 +76,27 @@ def _published(source: str, key: str, part: str) -> DictConfig:
     return cfg
 
 
-def _packaged_model(source: str, part: str) -> str:
+def _packaged_model(source: str, part: str | None) -> str:
     """Return the model that a folder of the packaged weights belongs to."""
-    family = source.partition("/")[2].partition("/")[0]
-    if family in ("sd", "sdxl"):
-        return f"{family}_tiny"
-    return "b_tiny" if "decoder" in (part, family) else "c_tiny"
+    folder = source.partition("/")[2].partition("/")[0]
+    if f"{folder}_tiny" in option_files("model"):
+        return f"{folder}_tiny"
+    return "b_tiny" if "decoder" in (part, folder) else "c_tiny"
+
+
+def whole_pipeline(source: str) -> tuple[Family, Path, str] | None:
+    """Return the family and the folder of a whole pipeline that a source is or holds, and the `model=` of its kind."""
+    folder, kind = find_pipeline(source) or (Path(), "")
+    return next(((each, folder, each.pipelines[kind]) for each in families() if kind in each.pipelines), None)
+
+
+def pipeline_config(source: str) -> DictConfig | None:
+    """Return the checked configuration of a training that would go on from a whole pipeline; None = it is none."""
+    found = whole_pipeline(source)
+    if found is None:
+        return None
+    family, folder, model = found
+    return composed(*family.stored_pipeline(folder, model))
 
 
 def use_codec(model: TrainedModel, codec: str) -> None:
@@ -106,7 +115,7 @@ def use_codec(model: TrainedModel, codec: str) -> None:
     stage_a.weights = codec
 
 
-def stored_network(source: str, *, model: str | None, key: str, allow_any_target: bool = False) -> nn.Module:
+def stored_network(source: str, *, model: str | None, key: str, allow_any_target: bool = False) -> Any:
     """Return the network that `source` belongs to, on the meta device.
 
     `source` is a run, its export or a folder in it, another folder, a file, or a hub id. Without `model`, an option of
@@ -119,8 +128,8 @@ def stored_network(source: str, *, model: str | None, key: str, allow_any_target
     cfg: DictConfig | None = None
     if model is None and run is not None:
         cfg = load_saved_config(run, allow_any_target=allow_any_target)
-    elif model is None and (pipeline := find_pipeline(source)) is not None:
-        cfg = pipeline_config(pipeline)
+    elif model is None:
+        cfg = pipeline_config(source)
     if cfg is not None:
         stage = build_component(cfg, "model")
         if not isinstance(stage, DenoisingStage) or not build_component(cfg, "objective").denoises:
@@ -136,15 +145,20 @@ def stored_network(source: str, *, model: str | None, key: str, allow_any_target
             )
         return stage.network_config.build()
     if model is None:
-        model = adapter_size(source, key=key) if holds_lora(source) else stored_size(source, key=key)
+        model = adapter_size(families(), source, key=key) if holds_lora(source) else _size_of(source, key, None)
     networks = _networks()
     if model is None:
         options = ", ".join(networks)
         raise ConfigError(f"{key}={source}: its tensors are of no published size; name it by model=, one of {options}.")
     if model not in networks:
         raise ConfigError(f"model={model}: no such option.{did_you_mean(model, networks)}")
-    network: nn.Module = construct(networks[model]).build()
-    return network
+    return construct(networks[model]).build()
+
+
+def _size_of(source: str, key: str, part: str | None) -> str | None:
+    """Return the published size of a stored network, of any family that has some."""
+    found = (stored_size(family, source, key=key, part=part) for family in families() if family.sizes)
+    return next((size for size in found if size is not None), None)
 
 
 def _networks() -> dict[str, Any]:
@@ -156,17 +170,9 @@ def _networks() -> dict[str, Any]:
 def run_of(path: Path) -> Path | None:
     """Return the folder that holds the configuration of the run that left `path`; None = no run did."""
     folder = path.parent if path.is_file() else path
+    inside = {"lora", PIPELINE, "export", *(part for family in families() for part in family.parts)}
     while not (folder / CONFIG_NAME).is_file():
-        if folder.name not in PARTS:
+        if folder.name not in inside:
             return None
         folder = folder.parent
     return folder
-
-
-def part_name(network: nn.Module) -> str:
-    """Return what the folder of a network is called in pipelines and exports, one of `NETWORK_PARTS`."""
-    prior, decoder, unet = NETWORK_PARTS
-    config = network_config(network)
-    if is_condition_unet(config):
-        return unet
-    return decoder if config["clip_text_in_channels"] is None else prior

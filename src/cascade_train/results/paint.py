@@ -29,11 +29,11 @@ from cascade_train.distributed.parallelize import evaluating
 from cascade_train.distributed.process_group import World
 from cascade_train.engine.sampling import to_images
 from cascade_train.errors import ConfigError
-from cascade_train.models.denoising_stage import CascadeStage
-from cascade_train.models.formats.export_pipelines import resolution_multiple
+from cascade_train.models.cascade.denoising import CascadeStage
+from cascade_train.models.cascade.formats.export_pipelines import resolution_multiple
+from cascade_train.models.cascade.stage_b import StageB
+from cascade_train.models.cascade.stage_c import StageC
 from cascade_train.models.stage import Stage
-from cascade_train.models.stage_b import StageB
-from cascade_train.models.stage_c import StageC
 from cascade_train.results.find import TrainedModel
 from cascade_train.tasks.base import Draws, Guide, Painter
 from cascade_train.tasks.text_to_image import DiffusionPainter

@@ -1,4 +1,4 @@
-"""Training of Stable Diffusion's autoencoder: images to latents, as a normal distribution, and back.
+"""Training of a KL autoencoder: images to latents, as a normal distribution, and back.
 
 Must not live here: what all autoencoders share (autoencoding.py).
 
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from cascade_train.batch import Batch
 from cascade_train.models.image_quality import FeatureDistance, image_quality, load_lpips
-from cascade_train.models.networks.kl_network import Reconstructed
-from cascade_train.models.stage_vae import VAEStage
+from cascade_train.models.stable_diffusion.networks.kl_network import Reconstructed
+from cascade_train.models.stable_diffusion.stage_vae import VAEStage
 from cascade_train.options import check_within
 from cascade_train.tasks.autoencoding import (
     MAX_WEIGHT,
@@ -43,7 +43,7 @@ class Lpips(Perceptual):
 
 @dataclass(kw_only=True, eq=False)
 class AutoencoderKL(AutoencoderObjective):
-    """How Stable Diffusion's autoencoder is scored (Rombach et al. 2022, appendix G).
+    """How a KL autoencoder is scored (Rombach et al. 2022, appendix G).
 
     The original's loss (ldm/modules/losses/contperceptual), divided by the number of values of a picture, so that a
     limit of the gradient's norm does not depend on its size. Pixels are compared in [-1, 1], as there.
@@ -53,7 +53,7 @@ class AutoencoderKL(AutoencoderObjective):
             beside the distance of pixels, summed over these.
     """
 
-    fits: ClassVar[tuple[str, ...]] = ("vae",)
+    fits: ClassVar[tuple[str, ...]] = ("kl_autoencoder",)
 
     kl_weight: float
 
@@ -82,9 +82,9 @@ class PreparedLatents(PreparedReconstructions):
 
 
 class AutoencodingKL(AutoencoderTask):
-    """Trains encoder and decoder of Stable Diffusion's autoencoder, or one of them."""
+    """Trains encoder and decoder of a KL autoencoder, or one of them."""
 
-    fits = ("vae",)
+    fits = ("kl_autoencoder",)
     stage: VAEStage
     objective: AutoencoderKL
 

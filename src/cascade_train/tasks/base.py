@@ -150,7 +150,7 @@ class Task(abc.ABC):
     """What trains, and how a batch becomes a loss. The constructor is cheap; ValueError: an option out of range.
 
     Attributes:
-        fits: names of the stages that the task can train.
+        fits: what a stage must have one of for the task to train it: `Stage.abilities`, or names of stages.
         trains_network: whether the stage's own network gets gradients (fp32 masters) or stays frozen.
         needs_image: whether samples follow an image even under prompts of the user's own.
         denoises: whether it trains a network to denoise latents; else it cannot train from a cache, and paints nothing
@@ -181,7 +181,7 @@ class Task(abc.ABC):
 
     def attach(self, stage: Stage, objective: Any, device: torch.device) -> None:
         """Take the built stage; a task extends this by what it freezes and adds. Called once, before sharding."""
-        if stage.name not in self.fits:
+        if not {stage.name, *stage.abilities} & {*self.fits}:
             raise AssertionError(f"a {type(self).__name__} is for {' or '.join(self.fits)}, not for {stage.name}")
         self.stage, self.device = stage, device
 

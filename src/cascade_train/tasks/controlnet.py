@@ -19,8 +19,8 @@ from cascade_train.batch import Batch, SampleTransform, sample_seed
 from cascade_train.diffusion.objective import Objective
 from cascade_train.errors import ConfigError
 from cascade_train.filters.base import CONTROL, ControlFilter, ControlMap, transform_images
-from cascade_train.models.control.base import Control, ControlOptions
-from cascade_train.models.networks.controlnet import Bottleneck
+from cascade_train.models.cascade.networks.controlnet import Bottleneck
+from cascade_train.models.control import Control, ControlOptions
 from cascade_train.models.stage import Conditions, Stage, Steering
 from cascade_train.options import File
 from cascade_train.tasks.base import Export, Guide, ImageMaker, Phase, Predictor
@@ -44,8 +44,8 @@ class PreparedControl(PreparedBatch):
 class ControlNet(TextToImage):
     """Trains a control network; the stage's network is frozen, with its dropout off.
 
-    That of Stable Diffusion is diffusers' `ControlNetModel` (Zhang et al. 2023), a copy of the network's way down,
-    which takes maps of the picture's size; grey ones become three equal channels.
+    What a control network is, the stage's family says: of diffusers' UNet its `ControlNetModel` (Zhang et al. 2023),
+    a copy of the network's way down, which takes maps of the picture's size; grey ones become three equal channels.
 
     Args:
         filter: makes the maps of pictures.
@@ -56,7 +56,7 @@ class ControlNet(TextToImage):
         backbone_weights: initial values of effnet: imagenet (torchvision's, downloaded), or a file or hub id of
             EfficientNet-V2-S, such as the semantic compressor's; null = values from the seed.
         weights: a control network to start from: a run, its export, a local file or one on the hub, ours, the
-            original's, or, of Stable Diffusion, a folder of diffusers; null = a new one, which begins without effect.
+            original's, or a folder of diffusers; null = a new one, which begins without effect.
         control_drop_prob: share of samples whose map is 0 in training, in [0, 1].
         seed: of a new control network's values.
 
@@ -64,7 +64,7 @@ class ControlNet(TextToImage):
         ValueError: a number out of range, or backbone weights for a bottleneck that has none.
     """
 
-    fits = ("stage_c", "stable_diffusion", "stable_diffusion_xl")
+    fits = ("control",)
     trains_network = False
     needs_image = True
 

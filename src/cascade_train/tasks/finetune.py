@@ -1,4 +1,4 @@
-"""Training of every weight of a stage's network; of Stage C's and Stable Diffusion's, `Finetune`.
+"""Training of every weight of a stage's network; of one that paints from captions alone, `Finetune`.
 
 Must not live here: the loss (text_to_image.py), and how a network is written for other programs (the stage).
 """
@@ -81,6 +81,6 @@ class WholeNetwork(TextToImage):
 
 
 class Finetune(WholeNetwork):
-    """Trains every weight of the network of Stage C, or of Stable Diffusion's."""
+    """Trains every weight of a network that paints from captions alone."""
 
-    fits = ("stage_c", "stable_diffusion", "stable_diffusion_xl")
+    fits = ("text_to_image",)

@@ -59,7 +59,7 @@ class LoRA(TextToImage):
         seed: of the adapters' initial values.
     """
 
-    fits = ("stage_c", "stage_b", "stable_diffusion", "stable_diffusion_xl")
+    fits = ("denoising",)
     trains_network = False
 
     rank: int
@@ -200,4 +200,4 @@ class LoRA(TextToImage):
                 place = next(path for path, module in encoder.module.named_modules() if module is table)
                 found[f"tokens{ending}"] = table.stored(below(place, text))
         lora = StoredLora(spec=self._spec, state=adapter_state(below("network", state)), **found)
-        return save_lora(lora, self.stage.network.config, directory, {})
+        return save_lora(lora, self.stage.family, self.stage.network.config, directory, {})

@@ -37,7 +37,7 @@ class PictureObjective(abc.ABC):
 
     Attributes:
         denoises: whether it trains a network to denoise latents.
-        fits: names of the stages that it is for.
+        fits: what a stage must have one of, see `Task.fits`.
         options: options of `task=reconstruction` that mean something here; others must be left out.
     """
 

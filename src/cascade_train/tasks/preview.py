@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
 from cascade_train.batch import Batch
+from cascade_train.models.cascade.stage_c import StageC
 from cascade_train.models.formats.export import save_part
 from cascade_train.models.formats.weights import load_module
 from cascade_train.models.image_quality import image_quality
 from cascade_train.models.stage import Stage
-from cascade_train.models.stage_c import StageC
 from cascade_train.tasks.base import Export, Phase, StepOutput, Task, weighted
 from cascade_train.tasks.pictures import PictureObjective, PictureTask, PreparedPictures
 from cascade_train.tasks.reconstruction import COMPRESSOR, Reconstruction
@@ -40,7 +40,7 @@ class Preview(PictureObjective):
         ValueError: a negative standard deviation.
     """
 
-    fits: ClassVar[tuple[str, ...]] = ("stage_c",)
+    fits: ClassVar[tuple[str, ...]] = ("previewer",)
     options: ClassVar[tuple[str, ...]] = ("train_compressor",)
 
     latent_noise: float = 0.0
@@ -72,7 +72,7 @@ class Previewing(PictureTask):
     With the compressor, the two are an autoencoder.
     """
 
-    fits = ("stage_c",)
+    fits = ("previewer",)
     result = "preview"
     stage: StageC
 

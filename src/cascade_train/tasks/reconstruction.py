@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from cascade_train.diffusion.objective import Objective
 from cascade_train.errors import ConfigError
+from cascade_train.models.cascade.stage_b import StageB
 from cascade_train.models.formats.export import save_part
 from cascade_train.models.formats.weights import load_module
 from cascade_train.models.stage import Stage
-from cascade_train.models.stage_b import StageB
 from cascade_train.tasks.base import Export, Phase, Task
 from cascade_train.tasks.finetune import WholeNetwork
 from cascade_train.tasks.pictures import PictureObjective
@@ -34,7 +34,7 @@ class Reconstruction(WholeNetwork):
     """Trains every weight of Stage B's network to reconstruct images from their semantic latents and captions.
 
     An objective of pictures replaces this task by its own: `objective=vqgan` trains Stage A,
-    `objective=autoencoder_kl` Stable Diffusion's autoencoder, `objective=preview` Stage C's previewer. The semantic
+    `objective=autoencoder_kl` a KL autoencoder, `objective=preview` Stage C's previewer. The semantic
     compressor may train along with Stage B, as in Würstchen (Pernias et al. 2023), or with a previewer; Stage C is
     trained on its latents afterwards.
 
@@ -47,8 +47,8 @@ class Reconstruction(WholeNetwork):
             their statistics. False = it stays as it is, which every published Stage C needs.
     """
 
-    fits = ("stage_a", "stage_b", "stage_c", "vae")
-    reconstructs = ("stage_a", "stage_c", "vae")
+    fits = ("reconstruction", "vq_autoencoder", "kl_autoencoder", "previewer")
+    reconstructs = ("vq_autoencoder", "kl_autoencoder", "previewer")
 
     def __init__(
         self, *, cond_drop_prob: float | None, image_keep_prob: float | None, train_compressor: bool = False

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from cascade_train.batch import Batch
+from cascade_train.models.cascade.networks.vq_network import Autoencoded, count_codes, revive, unused_since
+from cascade_train.models.cascade.stage_a import StageA
 from cascade_train.models.image_quality import image_quality
-from cascade_train.models.networks.vq_network import Autoencoded, count_codes, revive, unused_since
 from cascade_train.models.stage import Stage
-from cascade_train.models.stage_a import StageA
 from cascade_train.options import check_within
 from cascade_train.tasks.autoencoding import (
     MAX_STEP,
@@ -54,7 +54,7 @@ class Vqgan(AutoencoderObjective):
         train_encoder: whether encoder and codebook train.
     """
 
-    fits: ClassVar[tuple[str, ...]] = ("stage_a",)
+    fits: ClassVar[tuple[str, ...]] = ("vq_autoencoder",)
 
     codebook_weight: float
     commitment_weight: float
@@ -96,7 +96,7 @@ class PreparedImages(PreparedReconstructions):
 class Autoencoding(AutoencoderTask):
     """Trains Stage A's encoder, codebook and decoder, or parts of them."""
 
-    fits = ("stage_a",)
+    fits = ("vq_autoencoder",)
     rewritten = True  # dead codes are revived
     stage: StageA
     objective: Vqgan

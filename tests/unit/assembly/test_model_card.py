@@ -138,7 +138,7 @@ def test_weights_of_no_run_have_the_base_that_they_were_read_from(tmp_path: Path
 
 
 def test_a_lora_of_stable_diffusion_is_loaded_by_its_pipeline(tmp_path: Path) -> None:
-    run = run_with(tmp_path / "run", _target_="cascade_train.models.stable_diffusion.StableDiffusion")
+    run = run_with(tmp_path / "run", _target_="cascade_train.models.stable_diffusion.stage.StableDiffusion")
     made = card(run, tmp_path / "out", ["lora", "lora.kohya.safetensors"])
     assert "`pipeline.load_lora_weights('lora')`" in made.text
     assert "Stage C" not in made.text

@@ -238,11 +238,11 @@ def test_existing_paths_of_every_component_become_absolute(tmp_path: Path, monke
     cfg = OmegaConf.create(
         {
             "model": {
-                "_target_": "cascade_train.models.stage_c.StageC",
+                "_target_": "cascade_train.models.cascade.stage_c.StageC",
                 "weights": "models",
                 "seed": 3,
                 "previewer": {
-                    "_target_": "cascade_train.models.previewer.ConvolutionPreviewer",
+                    "_target_": "cascade_train.models.cascade.previewer.ConvolutionPreviewer",
                     "weights": "stabilityai/stable-cascade:previewer.safetensors",
                 },
                 "semantic_compressor": None,

@@ -134,7 +134,7 @@ def test_an_experiment_with_a_plus_is_that_experiment(start: Start, trained: lis
 
 def test_flags_may_stand_between_overrides(start: Start, capsys: pytest.CaptureFixture[str]):
     assert compose_and_run(["model=c_tiny", "--cfg", "job", "task=lora"], lambda cfg: 1) == 0
-    assert capsys.readouterr().out.startswith("model:\n  _target_: cascade_train.models.stage_c.StageC\n")
+    assert capsys.readouterr().out.startswith("model:\n  _target_: cascade_train.models.cascade.stage_c.StageC\n")
 
 
 def test_defaults_can_be_listed(start: Start, capsys: pytest.CaptureFixture[str]):

@@ -61,7 +61,7 @@ def test_one_rank_looks_at_what_many_trained(tmp_path: Path):
         "cascade_train.engine.optimizer.Any",
         "cascade_train.models.formats.export.shutil.rmtree",
         "cascade_train.data.tar.index.os.system",
-        "cascade_train.models.stage_c.Missing",
+        "cascade_train.models.cascade.stage_c.Missing",
     ],
 )
 @pytest.mark.parametrize("place", ["model.previewer", "model.seed", "optimizer.algorithm"])

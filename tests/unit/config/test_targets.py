@@ -191,7 +191,12 @@ ATTACKS = (
     "cascade_train.__main__.launch",
     "cascade_train.commands.generate.generate",
 )
-COMPONENTS = ("torch.optim.SGD", "torch.nn.Identity", "cascade_train.models.stage_c.StageC", "mypackage.Anything")
+COMPONENTS = (
+    "torch.optim.SGD",
+    "torch.nn.Identity",
+    "cascade_train.models.cascade.stage_c.StageC",
+    "mypackage.Anything",
+)
 
 
 @pytest.mark.parametrize("target", ATTACKS)
@@ -236,7 +241,7 @@ def test_name_that_is_not_there_is_refused_with_the_nearest():
     [
         ("torch.optm.SGD", "torch.optim.SGD"),
         ("cascade_train.task.lora.LoRA", "cascade_train.tasks.lora.LoRA"),
-        ("cascade_train.model.stage_c.StageC", "cascade_train.models.stage_c.StageC"),
+        ("cascade_train.model.cascade.stage_c.StageC", "cascade_train.models.cascade.stage_c.StageC"),
     ],
 )
 def test_a_mistyped_place_is_refused_with_the_nearest(target: str, near: str):

@@ -15,11 +15,11 @@ from cascade_train.diffusion.noise_condition import (
     LogSNRCondition,
     NoiseCondition,
     RectifiedFlowCondition,
+    ScaledLinearCondition,
     SigmoidCondition,
-    StableDiffusionCondition,
 )
 from cascade_train.diffusion.scaling import LerpScaling
-from cascade_train.diffusion.schedule import CosineSchedule, DDPMSchedule, StableDiffusionSchedule
+from cascade_train.diffusion.schedule import CosineSchedule, DDPMSchedule, ScaledLinearSchedule
 from cascade_train.errors import ConfigError
 
 DDPM = DDPMSchedule(beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012, num_train_timesteps=1000)
@@ -31,7 +31,7 @@ CONDITIONS: tuple[NoiseCondition, ...] = (
     SigmoidCondition(),
     LogSNRCondition(),
     RectifiedFlowCondition(),
-    StableDiffusionCondition(linear_range=[0.00085, 0.012], total_steps=1000),
+    ScaledLinearCondition(linear_range=[0.00085, 0.012], total_steps=1000),
     DDPMTimestepCondition(schedule=DDPM),
     DiscreteCondition(condition=COSINE, steps=1000, continuous_range=[0.0, 1.0]),
 )
@@ -64,7 +64,7 @@ def test_cosine_time_of_the_schedules_ends_stays_inside() -> None:
 def test_stable_diffusion_time_is_the_inverse_of_its_schedule() -> None:
     t = torch.linspace(0, 1, 51)
     options = {"linear_range": [0.00085, 0.012], "total_steps": 1000}
-    again = StableDiffusionCondition(**options)(StableDiffusionSchedule(**options)(t))
+    again = ScaledLinearCondition(**options)(ScaledLinearSchedule(**options)(t))
     torch.testing.assert_close(again, t, atol=1e-4, rtol=0)
 
 
@@ -101,7 +101,7 @@ def test_discrete_steps_are_cut_towards_zero() -> None:
         (lambda: EDMCondition(clamp_range=[1.0, 0.0]), "clamp_range=.*low < high"),
         (lambda: CosineTimeCondition(s=2.0), "s=2.0 must lie in"),
         (lambda: EDMSigmaCondition(sigma_data=0.0), "sigma_data=0.0 must be greater"),
-        (lambda: StableDiffusionCondition(linear_range=[0.2, 0.1], total_steps=10), "linear_range=.*low < high"),
+        (lambda: ScaledLinearCondition(linear_range=[0.2, 0.1], total_steps=10), "linear_range=.*low < high"),
         (lambda: replace(CONDITIONS[-1], steps=0), "steps=0 must be greater"),
     ],
 )

@@ -16,10 +16,10 @@ from cascade_train.diffusion.schedule import (
     InterpolatedSchedule,
     LinearSchedule,
     RectifiedFlowSchedule,
+    ScaledLinearSchedule,
     Schedule,
     SqrtSchedule,
-    StableDiffusionSchedule,
-    stable_diffusion_variances,
+    scaled_linear_variances,
 )
 from cascade_train.errors import ConfigError
 
@@ -34,7 +34,7 @@ SCHEDULES = {
     "edm_sample": EDMSampleSchedule(sigma_range=[0.002, 80.0], p=7.0),
     "edm_train": EDMTrainSchedule(sigma_range=[0.002, 80.0], p=7.0, mu=-1.2, std=1.2),
     "linear": LINEAR,
-    "stable_diffusion": StableDiffusionSchedule(linear_range=[0.00085, 0.012], total_steps=1000),
+    "stable_diffusion": ScaledLinearSchedule(linear_range=[0.00085, 0.012], total_steps=1000),
     "ddpm": DDPMSchedule(beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012, num_train_timesteps=1000),
     "interpolated": InterpolatedSchedule(first=COSINE, second=LINEAR, shifts=[1.0, 2.0]),
 }
@@ -128,7 +128,7 @@ def test_edm_training_noise_is_log_normal_with_the_papers_moments() -> None:
 
 
 def test_stable_diffusion_meets_its_knots() -> None:
-    var_N = stable_diffusion_variances([0.00085, 0.012], 1000, torch.device("cpu"))
+    var_N = scaled_linear_variances([0.00085, 0.012], 1000, torch.device("cpu"))
     knots = torch.tensor([0, 1, 500, 999, 1000])
     assert var_N.shape == (1001,)
     torch.testing.assert_close(SCHEDULES["stable_diffusion"](knots / 1000).sigmoid(), var_N[knots], rtol=1e-4, atol=0)
@@ -160,7 +160,7 @@ def test_interpolation_wants_one_shift_per_schedule() -> None:
         (lambda: replace(LINEAR, logsnr_range=[1.0, 1.0]), "logsnr_range=.*low < high"),
         (lambda: EDMSampleSchedule(sigma_range=[0.0, 80.0], p=7.0), r"sigma_range\[0\]=0.0 must be greater"),
         (lambda: replace(SCHEDULES["edm_train"], std=0.0), "std=0.0 must be greater"),
-        (lambda: StableDiffusionSchedule(linear_range=[0.1, 0.2], total_steps=1), "total_steps=1 must be greater"),
+        (lambda: ScaledLinearSchedule(linear_range=[0.1, 0.2], total_steps=1), "total_steps=1 must be greater"),
     ],
 )
 def test_values_out_of_range_are_refused(make: object, message: str) -> None:

@@ -14,9 +14,9 @@ from torch.fx.experimental import _config as shapes
 from cascade_train.data.buckets import Buckets
 from cascade_train.distributed.parallelize import compile_units_of
 from cascade_train.errors import RunError
-from cascade_train.models.networks.cascade_unet import CascadeUNet
-from cascade_train.models.networks.condition_unet import ConditionUNet
-from cascade_train.models.networks.response_norm import set_kernels
+from cascade_train.models.cascade.networks.response_norm import set_kernels
+from cascade_train.models.cascade.networks.unet import CascadeUNet
+from cascade_train.models.stable_diffusion.networks.unet import ConditionUNet
 from tests.unit.models.stages import filled_network, network_inputs
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the compiler warns about its own parts

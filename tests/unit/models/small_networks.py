@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cascade_train.models.cascade.family import CASCADE
+from cascade_train.models.cascade.networks.unet import CascadeUNet
 from cascade_train.models.formats.lora_files import fill_adapters, module_shapes, read_lora
 from cascade_train.models.lora import LoraSpec, attach_adapters
-from cascade_train.models.networks.cascade_unet import CascadeUNet
 
 SMALL: dict[str, Any] = {
     "in_channels": 16,
@@ -103,7 +104,7 @@ def original_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def load_lora(network: CascadeUNet, source: str) -> LoraSpec:
     """Put stored adapters onto a network that has none, and return what they are."""
-    lora = read_lora(source, key="from", modules=module_shapes(network))
+    lora = read_lora(source, key="from", family=CASCADE, modules=module_shapes(network))
     spec = lora.spec
     attach_adapters(network, rank=spec.rank, alpha=spec.alpha, dropout=0.0, targets=spec.targets, dora=spec.dora)
     fill_adapters(network, lora.state, f"from={source}")

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from cascade_train.errors import ConfigError
+from cascade_train.models.cascade.networks.unet import CascadeUNet
 from cascade_train.models.formats.export_lora import merge_lora_into
 from cascade_train.models.lora import (
     ADAPTER,
@@ -20,7 +21,6 @@ from cascade_train.models.lora import (
     lora_spec,
     select_modules,
 )
-from cascade_train.models.networks.cascade_unet import CascadeUNet
 from tests.unit.models.small_networks import empty_network, predict, small_network
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cascade_train.errors import ConfigError
+from cascade_train.models.cascade.family import CASCADE
+from cascade_train.models.cascade.formats.lora_file_original import original_places, write_original
+from cascade_train.models.cascade.networks.unet import CascadeUNet
 from cascade_train.models.formats.export import build_plain_network, fixed_prediction
 from cascade_train.models.formats.export_lora import lora_error
 from cascade_train.models.formats.lora_files import (
@@ -26,7 +30,6 @@ from cascade_train.models.formats.lora_files import (
     write_single_file,
 )
 from cascade_train.models.formats.lora_files_keyed import write_keyed, write_token_files
-from cascade_train.models.formats.lora_files_original import original_places, write_original
 from cascade_train.models.lora import (
     ADAPTER,
     StoredLora,
@@ -36,18 +39,22 @@ from cascade_train.models.lora import (
     inject_lora,
     lora_spec,
 )
-from cascade_train.models.networks.cascade_unet import CascadeUNet
 from tests.unit.models.small_networks import empty_network, load_lora, small_network
+
+predicted = partial(fixed_prediction, CASCADE)
+read_from = partial(read_lora, key="from", family=CASCADE)
+
 
 TOKENS = TrainedTokens(strings=("[fernando]",), ids=(49408,), is_new=(True,), rows=torch.linspace(0, 1, 24)[None])
 TEXT = {
     "text_model.encoder.layers.0.self_attn.q_proj.lora_A.weight": torch.ones(2, 24),
     "text_model.encoder.layers.0.self_attn.q_proj.lora_B.weight": torch.ones(24, 2),
 }
+SPELLING = {name: CASCADE.spelling(name, [*module_shapes(empty_network())]) for name in ("comfyui", "kohya")}
 FORMATS: dict[str, Callable[[Path, StoredLora], None]] = {
     "single": lambda path, lora: write_single_file(path, lora, {}),
-    "comfyui": lambda path, lora: write_keyed(path, lora, {}, style="comfyui"),
-    "kohya": lambda path, lora: write_keyed(path, lora, {}, style="kohya"),
+    "comfyui": lambda path, lora: write_keyed(path, lora, {}, family=CASCADE, spelling=SPELLING["comfyui"]),
+    "kohya": lambda path, lora: write_keyed(path, lora, {}, family=CASCADE, spelling=SPELLING["kohya"]),
     "original": lambda path, lora: write_original(path, lora, module_shapes(empty_network()), {}),
 }
 
@@ -75,11 +82,11 @@ def test_every_file_computes_the_same_on_a_fresh_network(name: str, trained: Cas
     FORMATS[name](tmp_path / "lora.safetensors", stored(trained))
     network = small_network()
     load_lora(network, str(tmp_path / "lora.safetensors"))
-    torch.testing.assert_close(fixed_prediction(network), fixed_prediction(trained), atol=1e-6, rtol=1e-6)
-    plain = build_plain_network(trained.config, small_network().state_dict())
+    torch.testing.assert_close(predicted(network), predicted(trained), atol=1e-6, rtol=1e-6)
+    plain = build_plain_network(CASCADE, trained.config, small_network().state_dict())
     load_lora(plain, str(tmp_path / "lora.safetensors"))
-    torch.testing.assert_close(fixed_prediction(plain), fixed_prediction(trained), atol=1e-6, rtol=1e-6)
-    assert (fixed_prediction(small_network()) - fixed_prediction(trained)).abs().max() > 1e-2
+    torch.testing.assert_close(predicted(plain), predicted(trained), atol=1e-6, rtol=1e-6)
+    assert (predicted(small_network()) - predicted(trained)).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("name", ["single", "comfyui", "kohya"])
@@ -87,7 +94,7 @@ def test_text_encoder_and_magnitudes_go_along(name: str, tmp_path: Path) -> None
     network = adapted([".attn", "embedding"], dora=True)
     lora = stored(network, text_encoder=TEXT)
     FORMATS[name](tmp_path / "lora.safetensors", lora)
-    found = read_lora(str(tmp_path / "lora.safetensors"), key="from", modules=module_shapes(network))
+    found = read_from(str(tmp_path / "lora.safetensors"), modules=module_shapes(network))
     assert found.spec.dora
     assert all(torch.equal(found.state[each], value) for each, value in lora.state.items())
     assert found.text_encoder.keys() == TEXT.keys()
@@ -100,7 +107,7 @@ def test_our_two_formats_keep_trained_tokens(trained: CascadeUNet, tmp_path: Pat
     (tmp_path / "folder").mkdir()
     write_peft_folder(tmp_path / "folder", lora)
     for source in ("lora.safetensors", "folder"):
-        found = read_lora(str(tmp_path / source), key="from", modules=module_shapes(trained))
+        found = read_from(str(tmp_path / source), modules=module_shapes(trained))
         assert found.tokens is not None
         assert (found.tokens.strings, found.tokens.ids, found.tokens.is_new) == (("[fernando]",), (49408,), (True,))
         assert torch.equal(found.tokens.rows, TOKENS.rows)
@@ -109,7 +116,13 @@ def test_our_two_formats_keep_trained_tokens(trained: CascadeUNet, tmp_path: Pat
 
 def test_comfyui_maps_every_key_that_is_written_for_it(tmp_path: Path, trained: CascadeUNet) -> None:
     # ComfyUI, comfy/lora.py: prefix and path with underscores; comfy/ldm/cascade: q, k, v below attention.attn
-    write_keyed(tmp_path / "lora.safetensors", stored(trained, text_encoder=TEXT), {}, style="comfyui")
+    write_keyed(
+        tmp_path / "lora.safetensors",
+        stored(trained, text_encoder=TEXT),
+        {},
+        family=CASCADE,
+        spelling=SPELLING["comfyui"],
+    )
     paths = [name.removesuffix(".weight") for name in comfyui_weights(empty_network())]
     mapped = {f"lora_prior_unet_{path}".replace(".", "_") for path in paths}
     mapped.add("lora_prior_te_text_model_encoder_layers_0_self_attn_q_proj")
@@ -146,7 +159,7 @@ def test_ranks_and_alphas_that_differ_are_brought_together(tmp_path: Path) -> No
         "lora_unet_down_blocks_0_0_channelwise_0.lora_up.weight": b2,
     }
     save_file(tensors, tmp_path / "lora.safetensors")
-    lora = read_lora(str(tmp_path / "lora.safetensors"), key="from", modules=module_shapes(empty_network()))
+    lora = read_from(str(tmp_path / "lora.safetensors"), modules=module_shapes(empty_network()))
     scale = lora.spec.alpha / lora.spec.rank
 
     def delta(name: str) -> Tensor:
@@ -164,7 +177,7 @@ def test_dotted_names_with_a_prefix_are_read(trained: CascadeUNet, tmp_path: Pat
         for n, v in lora.state.items()
     }
     save_file(dotted, tmp_path / "lora.safetensors")
-    found = read_lora(str(tmp_path / "lora.safetensors"), key="from", modules=module_shapes(empty_network()))
+    found = read_from(str(tmp_path / "lora.safetensors"), modules=module_shapes(empty_network()))
     assert found.state.keys() == lora.state.keys()
     assert found.spec.alpha == found.spec.rank == 2
 
@@ -178,7 +191,7 @@ def test_the_original_layout_of_independent_projections_has_three_times_the_rank
     assert tensors["embeddings.indices"].tolist() == [49408]
     with safe_open(tmp_path / "lora.safetensors", framework="pt") as file:
         assert file.metadata()["rank"] == "6"
-    found = read_lora(str(tmp_path / "lora.safetensors"), key="from", modules=module_shapes(network))
+    found = read_from(str(tmp_path / "lora.safetensors"), modules=module_shapes(network))
     assert found.tokens is not None
     assert found.tokens.strings == ("[fernando]",)
     # what was joint stays joint: written again, the rank does not grow
@@ -237,18 +250,18 @@ def test_a_file_of_the_original_needs_its_filters(tmp_path: Path, caplog: pytest
     tensors = originals(network, ["channelwise.0"])
     save_file(tensors | {"embeddings.embeddings": torch.ones(1, 24)}, path)
     with pytest.raises(ConfigError, match=r'adapts 6 modules, but module_filters=\[".attn"\] selects 12 of this model'):
-        read_lora(str(path), key="from", modules=shapes)
+        read_from(str(path), modules=shapes)
     with caplog.at_level(logging.WARNING):
-        assert len(read_lora(str(path), key="from", modules=shapes, module_filters=["channelwise.0"]).spec.targets) == 6
+        assert len(read_from(str(path), modules=shapes, module_filters=["channelwise.0"]).spec.targets) == 6
     assert "its 1 trained tokens are left out" in caplog.text
     save_file(originals(network, None), path)
     with pytest.raises(ConfigError, match="adapts the depthwise layer down_blocks.0.0.depthwise, which has no"):
-        read_lora(str(path), key="from", modules=shapes, module_filters=None)
+        read_from(str(path), modules=shapes, module_filters=None)
     save_file(originals(empty_network(block_out_channels=[64, 64]), [".attn"]), path)
     with pytest.raises(
         ConfigError, match=r"the adapter of down_blocks.0.2.attention.attn.out_proj is for 64 x 64, this"
     ):
-        read_lora(str(path), key="from", modules=shapes)
+        read_from(str(path), modules=shapes)
 
 
 @pytest.mark.parametrize(("width", "says"), [(2048, "Stage C 3.6B"), (1536, "Stage C 1B"), (1152, "Stage B 700M")])
@@ -256,7 +269,7 @@ def test_a_file_without_a_header_still_says_its_size(tmp_path: Path, width: int,
     tensors = {"weights.0.lora_down": torch.ones(1, width), "weights.0.lora_up": torch.ones(width, 1)}
     save_file(tensors, tmp_path / "lora.safetensors")
     with pytest.raises(ConfigError, match=f"the adapter belongs to {says}, but the network is of another size; use"):
-        read_lora(str(tmp_path / "lora.safetensors"), key="from", modules=module_shapes(empty_network()))
+        read_from(str(tmp_path / "lora.safetensors"), modules=module_shapes(empty_network()))
 
 
 def test_broken_files_are_refused(tmp_path: Path) -> None:
@@ -264,24 +277,24 @@ def test_broken_files_are_refused(tmp_path: Path) -> None:
     down = {"lora_unet_clip_txt_mapper.lora_down.weight": torch.ones(2, 24)}
     save_file(down, path)
     with pytest.raises(ConfigError, match="lora_unet_clip_txt_mapper lacks half of its adapter"):
-        read_lora(str(path), key="from", modules=shapes)
+        read_from(str(path), modules=shapes)
     save_file(down | {"lora_unet_clip_txt_mapper.hada_w1_a": torch.ones(1)}, path)
     with pytest.raises(ConfigError, match="hada_w1_a is no part of a low-rank adapter"):
-        read_lora(str(path), key="from", modules=shapes)
+        read_from(str(path), modules=shapes)
     save_file(
         {"lora_unet_mid.lora_down.weight": torch.ones(2, 24), "lora_unet_mid.lora_up.weight": torch.ones(2, 2)}, path
     )
     with pytest.raises(ConfigError, match="adapts lora_unet_mid, which this model has not"):
-        read_lora(str(path), key="from", modules=shapes)
+        read_from(str(path), modules=shapes)
 
 
 def test_a_run_starts_from_any_format(tmp_path: Path) -> None:
     first = adapted()
-    write_keyed(tmp_path / "lora.safetensors", stored(first), {}, style="kohya")
+    write_keyed(tmp_path / "lora.safetensors", stored(first), {}, family=CASCADE, spelling=SPELLING["kohya"])
     second = small_network()
     inject_lora(second, rank=2, alpha=3.0, dropout=0.0, module_filters=[".attn"], seed=5)
     refill_lora(second, str(tmp_path / "lora.safetensors"), key="task.weights")
-    assert torch.equal(fixed_prediction(second.eval()), fixed_prediction(first))
+    assert torch.equal(predicted(second.eval()), predicted(first))
     assert all(p.requires_grad == (".lora_" in n) for n, p in second.named_parameters())
 
 
@@ -291,20 +304,20 @@ def test_a_joint_adapter_keeps_its_rank_in_the_original_layout(tmp_path: Path) -
     assert load_file(tmp_path / "lora.safetensors")["weights.1.lora_down"].shape == (2, 32)
     fresh = small_network()
     load_lora(fresh, str(tmp_path / "lora.safetensors"))
-    torch.testing.assert_close(fixed_prediction(fresh), fixed_prediction(network), atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(predicted(fresh), predicted(network), atol=1e-6, rtol=1e-6)
 
 
 def test_peft_itself_loads_a_dora_folder(tmp_path: Path) -> None:
     network = adapted([".attn", "embedding"], dora=True)
     write_peft_folder(tmp_path, stored(network))
-    plain = build_plain_network(network.config, small_network().state_dict())
+    plain = build_plain_network(CASCADE, network.config, small_network().state_dict())
     loaded = PeftModel.from_pretrained(plain, str(tmp_path)).get_base_model().eval()
-    torch.testing.assert_close(fixed_prediction(loaded), fixed_prediction(network), atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(predicted(loaded), predicted(network), atol=1e-6, rtol=1e-6)
 
 
 def test_comfyui_computes_from_its_file_what_the_adapted_network_does(tmp_path: Path) -> None:
     network = adapted([".attn", "embedding", "channelwise"])
-    write_keyed(tmp_path / "lora.safetensors", stored(network), {}, style="comfyui")
+    write_keyed(tmp_path / "lora.safetensors", stored(network), {}, family=CASCADE, spelling=SPELLING["comfyui"])
     file, plain = load_file(tmp_path / "lora.safetensors"), small_network()
     with torch.no_grad():
         for ours, theirs in zip(
@@ -315,4 +328,4 @@ def test_comfyui_computes_from_its_file_what_the_adapted_network_does(tmp_path: 
                 up, down, alpha = (file[f"{stem}.{end}"] for end in ("lora_up.weight", "lora_down.weight", "alpha"))
                 weight = plain.get_parameter(ours)
                 weight += (alpha / len(down)) * (up.flatten(1) @ down.flatten(1)).reshape(weight.shape)
-    torch.testing.assert_close(fixed_prediction(plain), fixed_prediction(network), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(predicted(plain), predicted(network), atol=1e-5, rtol=1e-5)

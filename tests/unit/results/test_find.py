@@ -36,7 +36,7 @@ def test_published_weights_get_the_recipe_that_ships_and_what_lies_beside_them(
 ) -> None:
     for part in ("decoder", "text_encoder", "tokenizer", "vqgan"):
         (tmp_path / part).mkdir()
-    monkeypatch.setattr(trained_model, "stored_size", lambda source, key, part: "b_700m")
+    monkeypatch.setattr(trained_model, "stored_size", lambda family, source, key, part: "b_700m")
     found = find_model(str(tmp_path), key="decoder", part="decoder")
     model = found.cfg.model
     assert found.export is None
@@ -67,7 +67,7 @@ def test_the_packaged_weights_come_with_the_recipe_that_trained_them(
     part: str, model: str, target: str, samples: int
 ) -> None:
     found = find_model("package:tiny", key="from", part=part)
-    alone = find_model(f"package:tiny/{part}", key="from", part="network").cfg
+    alone = find_model(f"package:tiny/{part}", key="from", part=None).cfg
     assert alone.model._target_ == found.cfg.model._target_
     assert alone.model.weights == f"package:tiny/{part}"
     assert found.export is None
@@ -83,7 +83,7 @@ def test_the_packaged_stable_diffusions_come_with_their_recipe_and_the_text_towe
     family: str, model: str
 ) -> None:
     source = f"package:tiny/{family}"
-    cfg = find_model(source, key="from", part="network").cfg
+    cfg = find_model(source, key="from", part=None).cfg
     assert cfg.model._target_.endswith(f".{model}")
     assert (cfg.model.weights, cfg.model.vae.weights) == (source, "package:tiny/sd")
     towers = [tower for name, tower in cfg.model.items() if str(name).startswith("text_encoder")]

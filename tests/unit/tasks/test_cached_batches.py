@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from cascade_train.errors import ConfigError
+from tests.unit.models.cascade.test_stage_c import TINY_VISION
 from tests.unit.models.stages import build_stage
-from tests.unit.models.test_stage_c import TINY_VISION
 from tests.unit.tasks.task_contract import CPU, component, make_batch
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
 from cascade_train.filters.base import ControlFilter, ControlMap, Encode, ImageFilter
-from cascade_train.models.networks.controlnet import ControlNetwork
+from cascade_train.models.cascade.networks.controlnet import ControlNetwork
 from cascade_train.tasks.base import Guide
 from tests.unit.models.stages import build_stage
 from tests.unit.tasks.task_contract import CPU, TaskContract, attached, batch_for, component, make_batch, trainable
@@ -353,7 +353,7 @@ def test_arguments_that_make_no_sense_are_refused(changes: dict[str, Any], messa
 def test_an_efficientnet_takes_its_trained_values(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, str]] = []
     monkeypatch.setattr(
-        "cascade_train.models.control.stage_c.load_features", lambda _, source, key: asked.append((source, key))
+        "cascade_train.models.cascade.control.load_features", lambda _, source, key: asked.append((source, key))
     )
     task = make(bottleneck="effnet", backbone_weights="imagenet")
     assert asked == [("imagenet", "task.backbone_weights")]

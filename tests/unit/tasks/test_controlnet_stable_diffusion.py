@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from cascade_train.errors import ConfigError
-from cascade_train.models.formats.controlnet_folder import read_controlnet
-from cascade_train.models.networks.condition_controlnet import empty_controlnet
+from cascade_train.models.stable_diffusion.formats.controlnet_folder import read_controlnet
+from cascade_train.models.stable_diffusion.networks.controlnet import empty_controlnet
 from cascade_train.tasks.base import Guide, SampleSettings
-from tests.unit.models.formats.ldm_names import unet_name
+from tests.unit.models.stable_diffusion.formats.ldm_names import unet_name
 from tests.unit.models.stages import build_stage
 from tests.unit.tasks.task_contract import CPU, TaskContract, batch_for, component
 

@@ -224,9 +224,9 @@ def test_a_filter_of_the_text_encoder_names_its_own_key() -> None:
 
 
 def test_only_stages_with_text_are_adapted() -> None:
-    with pytest.raises(AssertionError, match="a LoRA is for stage_c or stage_b or .*, not for stage_x"):
+    with pytest.raises(AssertionError, match="a LoRA is for denoising, not for stage_x"):
         component("task", "lora").attach(
-            SimpleNamespace(name="stage_x", image_keep_prob=0.1, tokenize=lambda _: {}), None, None
+            SimpleNamespace(name="stage_x", abilities=(), image_keep_prob=0.1, tokenize=lambda _: {}), None, None
         )
 
 

@@ -11,17 +11,17 @@ import torch
 from torch.nn.functional import avg_pool2d
 
 from cascade_train.errors import ConfigError
-from cascade_train.models.convolutional import ConvolutionalCompressor, ConvolutionalPreviewer
-from cascade_train.models.previewer import ConvolutionPreviewer
+from cascade_train.models.cascade.convolutional import ConvolutionalCompressor, ConvolutionalPreviewer
+from cascade_train.models.cascade.previewer import ConvolutionPreviewer
 from cascade_train.tasks.preview import Preview
 from tests.unit.models.stages import make_stage
 from tests.unit.tasks.task_contract import CPU, TaskContract, component, make_batch
 
-SMALL = "cascade_train.models.convolutional.ConvolutionalPreviewer"
-ORIGINAL = "cascade_train.models.previewer.ConvolutionPreviewer"
+SMALL = "cascade_train.models.cascade.convolutional.ConvolutionalPreviewer"
+ORIGINAL = "cascade_train.models.cascade.previewer.ConvolutionPreviewer"
 
 
-COMPRESSOR = "cascade_train.models.convolutional.ConvolutionalCompressor"
+COMPRESSOR = "cascade_train.models.cascade.convolutional.ConvolutionalCompressor"
 
 
 def previewing(target: str = SMALL, *, train_compressor: bool = False, **changed: Any) -> Any:
@@ -174,7 +174,7 @@ def test_what_is_left_behind_is_read_as_weights(target: str, kind: Any, tmp_path
 
 def test_another_stage_has_no_previewer() -> None:
     task = component("task", "reconstruction").for_objective(component("objective", "preview"))
-    with pytest.raises(AssertionError, match="a Previewing is for stage_c, not for stage_a"):
+    with pytest.raises(AssertionError, match="a Previewing is for previewer, not for stage_a"):
         task.attach(make_stage("a_tiny"), None, CPU)
 
 

@@ -11,16 +11,17 @@ import torch
 from diffusers import StableCascadeDecoderPipeline
 
 from cascade_train.errors import ConfigError
-from cascade_train.models.convolutional import ConvolutionalCompressor
+from cascade_train.models.cascade.convolutional import ConvolutionalCompressor
+from cascade_train.models.cascade.family import CASCADE
+from cascade_train.models.cascade.latent_codec import VQGAN
 from cascade_train.models.formats.export import build_plain_network
 from cascade_train.models.formats.weights import load_network
 from cascade_train.models.initialize import Fill, fill_
-from cascade_train.models.latent_codec import VQGAN
 from cascade_train.tasks.reconstruction import Reconstruction
 from tests.unit.models.stages import build_stage
 from tests.unit.tasks.task_contract import TaskContract, attached, component, make_batch
 
-UNTRAINED = {"_target_": "cascade_train.models.convolutional.ConvolutionalCompressor", "weights": None}
+UNTRAINED = {"_target_": "cascade_train.models.cascade.convolutional.ConvolutionalCompressor", "weights": None}
 SMALL_VQGAN = {"bottleneck_blocks": 1, "embed_dim": 16, "latent_channels": 4, "num_vq_embeddings": 32, "levels": 2}
 
 
@@ -132,7 +133,7 @@ def test_with_a_vqgan_the_folder_is_a_decoder_pipeline(
     latents = task.stage.semantic_compressor.encode(image)
     painted = pipeline(latents, "a circle", num_inference_steps=2, output_type="pt").images
     assert painted.shape == image.shape
-    plain = build_plain_network(task.stage.network.config, task.stage.network.state_dict())
+    plain = build_plain_network(CASCADE, task.stage.network.config, task.stage.network.state_dict())
     noised, ratio = torch.randn(1, 4, 24, 24), torch.tensor([0.5])
     cond = task.stage.conditions(task.stage.tokenize(["a circle"]), image)
     expected = plain(noised, ratio, **cond, return_dict=False)[0]
@@ -152,5 +153,5 @@ def test_a_stage_of_another_family_writes_its_own_network(tmp_path: Path) -> Non
 
 def test_a_stage_that_a_task_is_not_for_is_not_attached() -> None:
     task = component("task", "finetune")
-    with pytest.raises(AssertionError, match="a Finetune is for stage_c or .*, not for stage_x"):
-        task.attach(SimpleNamespace(name="stage_x"), None, torch.device("cpu"))
+    with pytest.raises(AssertionError, match="a Finetune is for text_to_image, not for stage_x"):
+        task.attach(SimpleNamespace(name="stage_x", abilities=()), None, torch.device("cpu"))

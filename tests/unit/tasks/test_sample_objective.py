@@ -101,7 +101,7 @@ def test_it_trains_is_measured_shown_and_exported(conf: Path, tmp_path: Path) ->
     ("changed", "message"),
     [
         ("model=b_tiny", r"the objective .*Pixels does not train model=b_tiny \(stage_b\) but a or a_tiny\."),
-        ("task=finetune", "trains stage_c, .* but model=a_tiny is stage_a"),
+        ("task=finetune", "trains text_to_image, but model=a_tiny is stage_a"),
     ],
 )
 def test_another_stage_or_task_is_refused_before_anything_is_loaded(conf: Path, changed: str, message: str) -> None:

@@ -16,6 +16,7 @@ from cascade_train.errors import ConfigError
 from cascade_train.models.formats.export_lora import export_lora
 from cascade_train.models.formats.lora_files import read_lora
 from cascade_train.models.lora import adapted_layers
+from cascade_train.models.stable_diffusion.family import STABLE_DIFFUSION
 from cascade_train.models.tokens import trained_tokens
 from tests.unit.models.stages import build_stage, make_stage
 from tests.unit.tasks.task_contract import CPU, TaskContract, batch_for, component, trainable
@@ -179,13 +180,13 @@ def test_other_programs_find_the_towers_under_kohyas_names(family: str, prefixes
     task = make(family, "lora", {}, text_encoder_filters=[".mlp"], train_tokens=TOKENS[:1])
     folder, network = left(task, "lora", tmp_path), task.stage.network
     modules = {name: tuple(layer.get_base_layer().weight.shape) for name, layer in adapted_layers(network)}
-    lora = read_lora(str(folder), key="from", modules=modules)
+    lora = read_lora(str(folder), key="from", family=STABLE_DIFFUSION, modules=modules)
     file = tmp_path / "kohya.safetensors"
     assert export_lora(lora, network, file, format="kohya", metadata={}) < 1e-6
     names = {name.split("_")[1] for name in load_file(file)}
     assert names == {"unet", *prefixes}
     assert (tmp_path / "kohya.embeddings" / "fernando.safetensors").is_file()
-    found = read_lora(str(file), key="from", modules=modules)
+    found = read_lora(str(file), key="from", family=STABLE_DIFFUSION, modules=modules)
     assert found.text_encoder.keys() == lora.text_encoder.keys() != set()
     assert found.text_encoder_2.keys() == lora.text_encoder_2.keys()
     if family == "sdxl_tiny":

@@ -34,7 +34,8 @@ from cascade_train.distributed.parallelize import make_copies, reshard, set_grad
 from cascade_train.distributed.sharded import gathered_alone
 from cascade_train.engine.optimizer import fill_state
 from cascade_train.engine.phase import training_state
-from cascade_train.models.denoising_stage import CascadeStage, DenoisingStage
+from cascade_train.models.cascade.denoising import CascadeStage
+from cascade_train.models.denoising_stage import DenoisingStage
 from cascade_train.tasks.base import Export, Phase
 from cascade_train.tasks.controlnet import ControlNet
 

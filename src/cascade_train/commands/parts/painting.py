@@ -82,7 +82,7 @@ def find_stages(args: PaintingArgs, model: TrainedModel | None = None) -> tuple[
     from cascade_train.results.find import find_model, use_codec  # heavy: torch and everything above it
 
     found = partial(find_model, allow_any_target=args.allow_any_target)
-    model = found(args.source, key="from", part="network") if model is None else model
+    model = found(args.source, key="from", part=None) if model is None else model
     override_sampling(model.cfg, args)
     decoder = None if args.decoder is None else found(args.decoder, key="decoder", part="decoder")
     if decoder is not None:

@@ -19,7 +19,7 @@ FALLBACK = "sd21_base"
 """The model that trains where the network is not said, or is none of this library's."""
 EMA_DECAY = 0.9999
 UNET = "model.unet.params."
-ARCHITECTURE = "cascade_train.models.condition_unet_config.ConditionUNetConfig"
+ARCHITECTURE = "cascade_train.models.stable_diffusion.unet_config.ConditionUNetConfig"
 PARTS: dict[str, dict[str, str | None]] = {
     "vae": {"model.vae.weights": None},
     "text_encoder": {"model.text_encoder.weights": None, "model.text_encoder.subfolder": "text_encoder"},

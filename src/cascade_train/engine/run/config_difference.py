@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cascade_train.files.hub import without_commit
+from cascade_train.renamed import current_target
 
 _FREE_NODES = (
     "run", "log", "sample", "checkpoint", "rollback", "tracker", "profile", "validate", "optimizer", "lr_scheduler",
@@ -78,13 +79,20 @@ class Difference:
 
 def find_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Difference]:
     """Compare two nested configs, key by key in alphabetical order; lists are compared as a whole."""
-    after = flatten(new)
-    before = {key: value for key, value in ADDED.items() if key in after} | flatten(old)
+    after = _by_current_names(flatten(new))
+    before = {key: value for key, value in ADDED.items() if key in after} | _by_current_names(flatten(old))
     return [
         Difference(key, before.get(key, ABSENT), after.get(key, ABSENT))
         for key in sorted(before.keys() | after.keys())
         if key not in before or key not in after or before[key] != after[key]
     ]
+
+
+def _by_current_names(flat: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: current_target(value) if key.endswith("_target_") and isinstance(value, str) else value
+        for key, value in flat.items()
+    }
 
 
 def refused(

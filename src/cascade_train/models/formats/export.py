@@ -10,25 +10,20 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from cascade_train.errors import ConfigError, RunError, unwritten
+from cascade_train.errors import RunError, unwritten
 from cascade_train.files.durable import replacing
-from cascade_train.models.formats.weights import open_weights, replace_prefix
-from cascade_train.models.formats.weights_tensors import is_condition_unet, map_keys, original_layout
-from cascade_train.models.latent_codec import ORIGINAL_NAMES
+from cascade_train.models.family import Family
+from cascade_train.models.formats.weights import open_weights
 
-if TYPE_CHECKING:
-    from diffusers import StableCascadeUNet, UNet2DConditionModel
-    from diffusers.pipelines.deprecated.wuerstchen.modeling_paella_vq_model import PaellaVQModel
-
-NETWORK_FORMATS = ("diffusers", "original")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 ROUNDINGS = 32
@@ -38,9 +33,6 @@ The tensors themselves must come back bit for bit; kernels may round otherwise w
 """
 
 NO_ROOM = "Free space there, or give another folder; what was there before is as it was."
-
-STAGE_A_FILE = "stage_a.safetensors"
-"""The original's name of Stage A's file."""
 
 PART_FILE = "model.safetensors"
 """What is looked for in the folder of a part."""
@@ -53,82 +45,37 @@ def network_config(network: nn.Module) -> dict[str, Any]:
     return dict(network.config)
 
 
-def build_plain_network(
-    config: Mapping[str, Any], state: Mapping[str, Tensor] | None
-) -> StableCascadeUNet | UNet2DConditionModel:
+def build_plain_network(family: Family, config: Mapping[str, Any], state: Mapping[str, Tensor] | None) -> Any:
     """Return diffusers' own class around `state` (sharing its memory); None = on the meta device."""
-    if is_condition_unet(config):
-        from diffusers import UNet2DConditionModel as Network
-    else:
-        from cascade_train.models.networks.cascade_unet import StableCascadeUNet as Network
-
     with torch.device("meta"):
-        network = Network.from_config({k: v for k, v in config.items() if not k.startswith("_")})
+        network = family.network_class().from_config({k: v for k, v in config.items() if not k.startswith("_")})
     if state is not None:
         network.load_state_dict(state, strict=True, assign=True)
     return network.eval()
 
 
-def save_network(state: Mapping[str, Tensor], config: Mapping[str, Any], out: Path, *, format: str) -> float:
+def save_network(
+    family: Family, state: Mapping[str, Tensor], config: Mapping[str, Any], out: Path, *, format: str
+) -> float:
     """Write a denoising network's weights alone, replacing `out`; return the largest relative difference.
 
-    `state` is the whole state dict with diffusers' keys, on the host, in the dtype to be written. `format` is one of
-    `NETWORK_FORMATS`: "diffusers" makes a folder, "original" a file that ends in `.safetensors`, of the cascade's
-    networks alone (ConfigError). What reads back differently is a RunError, and `out` is as it was.
+    `state` is the whole state dict with diffusers' keys, on the host, in the dtype to be written. `format`: "diffusers"
+    makes a folder, "original" a file that ends in `.safetensors`, which not every family has (ConfigError). What reads
+    back differently is a RunError, and `out` is as it was.
     """
-    if format == "original" and is_condition_unet(config):
-        raise ConfigError("format=original: is for networks of Stable Cascade; write this one with format=diffusers")
-    network = build_plain_network(config, state)
-    with (replaced_directory if format == "diffusers" else replaced_file)(out) as partial:
+    stored_state = family.original_state(state) if format == "original" else {}
+    network, predict = build_plain_network(family, config, state), partial(fixed_prediction, family)
+    with (replaced_directory if format == "diffusers" else replaced_file)(out) as place:
         if format == "diffusers":
-            network.save_pretrained(partial)
+            network.save_pretrained(place)
         else:
-            save_file(original_state(state), partial, metadata={"format": "pt"})
-        with open_weights(str(partial), key="export", layout=map_keys) as tensors:  # mapped into memory, not copied
+            save_file(stored_state, place, metadata={"format": "pt"})
+        layout = family.layout(config)
+        with open_weights(str(place), key="export", layout=layout) as tensors:  # mapped into memory, not copied
             stored = {name: tensors.read(name) for name in tensors.shapes()}
             check_equal_tensors(state, stored, out)
-            loaded = build_plain_network(config, stored)
-            return checked_error(fixed_prediction(network), fixed_prediction(loaded), network.dtype, out)
-
-
-def original_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a network's tensors under the original's names, q, k and v in one; the others share memory."""
-    return {
-        name: (torch.cat([state[part] for part in parts]) if len(parts) > 1 else state[parts[0]]).contiguous()
-        for name, parts in original_layout(state).items()
-    }
-
-
-def save_vqgan(
-    config: Mapping[str, Any], state: Mapping[str, Tensor], directory: Path, *, original: bool = False
-) -> float:
-    """Write a folder that `PaellaVQModel.from_pretrained` loads, as `save_network` does.
-
-    `config` are the arguments of the `PaellaVQModel`. `original`: the folder holds the original's single file,
-    `stage_a.safetensors`, instead.
-    """
-    model = plain_vqgan(config, state)
-    with replaced_directory(directory) as partial, quiet():
-        if original:
-            originals = {new: old for old, new in ORIGINAL_NAMES.items()}
-            tensors = {replace_prefix(name, originals): each.contiguous() for name, each in model.state_dict().items()}
-            save_file(tensors, partial / STAGE_A_FILE, metadata={"format": "pt"})
-            stored = load_file(partial / STAGE_A_FILE)
-            loaded = plain_vqgan(config, {replace_prefix(n, ORIGINAL_NAMES): each for n, each in stored.items()})
-        else:
-            model.save_pretrained(partial)
-            loaded = type(model).from_pretrained(partial).eval()
-        return read_back_error(model, loaded, directory, reconstruction)
-
-
-def plain_vqgan(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> PaellaVQModel:
-    """Return diffusers' own class around `state`, sharing its memory."""
-    from diffusers.pipelines.deprecated.wuerstchen.modeling_paella_vq_model import PaellaVQModel  # only Stage A's
-
-    with torch.device("meta"):
-        model = PaellaVQModel(**config)
-    model.load_state_dict(dict(state), strict=True, assign=True)
-    return model.requires_grad_(requires_grad=False).eval()
+            loaded = build_plain_network(family, config, stored)
+            return checked_error(predict(network), predict(loaded), network.dtype, out)
 
 
 def save_part(state: Mapping[str, Tensor], directory: Path) -> float:
@@ -141,34 +88,11 @@ def save_part(state: Mapping[str, Tensor], directory: Path) -> float:
 
 
 @torch.no_grad()
-def fixed_prediction(network: nn.Module) -> Tensor:
-    """Return the prediction (1, C, H, W) of a network on a fixed latent and fixed conditions, as fp32.
-
-    The latent is the smallest that every level can halve; 4 x 4 for Stage C.
-    """
-    config, dtype, generator = network.config, network.dtype, torch.Generator().manual_seed(0)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(dtype)
-
-    if is_condition_unet(config):
-        side, text = 2 ** (len(config.block_out_channels) - 1), draw(1, 5, config.cross_attention_dim)
-        added = {}
-        if config.addition_embed_type is not None:
-            pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
-            added = {"added_cond_kwargs": {"text_embeds": draw(1, pooled), "time_ids": draw(1, 6)}}
-        latent = draw(1, config.in_channels, side, side)
-        return network(latent, torch.tensor([500]), text, **added, return_dict=False)[0].float()
-    is_stage_c = config.clip_text_in_channels is not None
-    side = 4 if is_stage_c else config.patch_size * 2 ** (len(config.block_out_channels) - 1)
-    latent = draw(1, config.in_channels, side, side)
-    conditions = {"clip_text_pooled": draw(1, 1, config.clip_text_pooled_in_channels)}
-    if is_stage_c:
-        conditions["clip_text"] = draw(1, 5, config.clip_text_in_channels)
-        conditions["clip_img"] = draw(1, 1, config.clip_image_in_channels)
-    else:
-        conditions["effnet"] = draw(1, config.effnet_in_channels, 2, 2)
-    return network(latent, torch.full((1,), 0.5, dtype=dtype), **conditions, return_dict=False)[0].float()
+def fixed_prediction(family: Family, network: nn.Module) -> Tensor:
+    """Return the prediction (1, C, H, W) of a network on a fixed latent and fixed conditions, as fp32."""
+    dtype, generator = network.dtype, torch.Generator().manual_seed(0)
+    inputs, named = family.probe(network.config, lambda *shape: torch.randn(*shape, generator=generator).to(dtype))
+    return network(*inputs, **named, return_dict=False)[0].float()
 
 
 @torch.no_grad()
@@ -177,9 +101,7 @@ def reconstruction(model: nn.Module) -> Tensor:
     return model(torch.rand(1, 3, _PROBE_PX, _PROBE_PX, generator=torch.Generator().manual_seed(0))).sample
 
 
-def read_back_error(
-    written: nn.Module, loaded: nn.Module, out: Path, output: Callable[[nn.Module], Tensor] = fixed_prediction
-) -> float:
+def read_back_error(written: nn.Module, loaded: nn.Module, out: Path, output: Callable[[nn.Module], Tensor]) -> float:
     """Compare (RunError) a module with what was read back of it; return the relative difference of a fixed output."""
     check_equal_tensors(written.state_dict(), loaded.state_dict(), out)
     return checked_error(output(written), output(loaded), written.dtype, out)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError, RunError
+from cascade_train.models.family import Family
 from cascade_train.models.formats.export import (
     build_plain_network,
     checked_error,
@@ -32,81 +34,81 @@ from cascade_train.models.formats.lora_files import (
     write_single_file,
 )
 from cascade_train.models.formats.lora_files_keyed import write_keyed, write_token_files
-from cascade_train.models.formats.lora_files_original import write_original
-from cascade_train.models.formats.weights_tensors import is_condition_unet
 from cascade_train.models.lora import LoraSpec, StoredLora, adapted_modules, magnitude_factor
 
 log = logging.getLogger(__name__)
 
 EMBEDDINGS = "embeddings"
-"""Folder with the new tokens of Stable Diffusion, a file for each."""
-
-LORA_FORMATS = ("peft", "single", "comfyui", "kohya", "original")
+"""Folder with new tokens as diffusers' pipelines load them, a file for each."""
 
 
 def save_lora(
-    lora: StoredLora, network_config: Mapping[str, Any], directory: Path, metadata: Mapping[str, str]
+    lora: StoredLora,
+    family: Family,
+    network_config: Mapping[str, Any],
+    directory: Path,
+    metadata: Mapping[str, str],
 ) -> float:
     """Write adapters as peft's folder and as one file with metadata, replacing `directory` at once.
 
-    Those of Stable Diffusion are there a third time, as diffusers' pipelines load them. All are read back for a network
-    of that diffusers config, and each layer's contribution is compared (RunError). `metadata` is added to the single
-    file's header.
+    Where diffusers' pipelines load any of the family, they are there a third time, as these do. All are read back for a
+    network of that diffusers config, and each layer's contribution is compared (RunError). `metadata` is added to the
+    single file's header.
     """
-    modules = module_shapes(build_plain_network(network_config, None))
-    with replaced_directory(directory) as partial:
-        write_peft_folder(partial, lora)
-        write_single_file(partial / SINGLE_FILE, lora, metadata)
-        found = [read_lora(str(each), key="export", modules=modules) for each in (partial, partial / SINGLE_FILE)]
-        errors = [lora_error(lora, each, directory) for each in found]
-        if is_condition_unet(network_config):
-            write_diffusers_file(partial, lora)
-            again = read_lora(str(partial / DIFFUSERS_FILE), key="export", modules=modules)
+    modules = module_shapes(build_plain_network(family, network_config, None))
+    read = partial(read_lora, key="export", family=family, modules=modules)
+    with replaced_directory(directory) as place:
+        write_peft_folder(place, lora)
+        write_single_file(place / SINGLE_FILE, lora, metadata)
+        errors = [lora_error(lora, read(str(each)), directory) for each in (place, place / SINGLE_FILE)]
+        if family.lora_root is not None:
+            write_diffusers_file(place, lora, family.lora_root)
+            again = read(str(place / DIFFUSERS_FILE))
             errors.append(lora_error(replace(lora, tokens=None, tokens_2=None), again, directory))
             if lora.tokens is not None:
-                write_embeddings(partial / EMBEDDINGS, lora)
+                write_embeddings(place / EMBEDDINGS, lora)
         return max(errors)
 
 
 def export_lora(
     lora: StoredLora,
-    network: nn.Module,
+    network: Any,
     out: Path,
     *,
     format: str,
     metadata: Mapping[str, str],
 ) -> float:
-    """Write adapters of a network, which may lie on meta, in one of `LORA_FORMATS`, replacing `out`.
+    """Write adapters of a network, which may lie on meta, in one of its family's `lora_formats`, replacing `out`.
 
     `out` is a folder for "peft", else a file that ends in `.safetensors`. Trained tokens are written as embeddings in
     `<stem>.embeddings` where the format has no place for them; for anything else it has none for, a ConfigError.
     `metadata` is added to the header. What reads back differently is a RunError.
     """
-    if format in ("comfyui", "original") and is_condition_unet(network.config):
-        raise ConfigError(
-            f"format={format}: is for adapters of the cascade; of this network ComfyUI reads format=kohya"
-        )
+    family: Family = network.family
+    if format not in family.lora_formats:
+        known = ", ".join(family.lora_formats)
+        raise ConfigError(f"format={format}: adapters of {family.tag} have no such format; choose one of {known}")
     if format == "peft":
-        return save_lora(lora, network.config, out, metadata)
+        return save_lora(lora, family, network.config, out, metadata)
     modules, keyed = module_shapes(network), format in ("comfyui", "kohya")
-    with replaced_file(out) as partial:
+    with replaced_file(out) as place:
         if keyed:
-            is_xl = format == "kohya" and network.config.get("addition_embed_type") is not None
-            write_keyed(partial, lora, metadata, style="kohya_sdxl" if is_xl else format, modules=modules)
+            write_keyed(place, lora, metadata, family=family, spelling=family.spelling(format, [*modules]))
         elif format == "original":
-            write_original(partial, lora, modules, metadata)
+            family.write_numbered_lora(place, lora, modules, metadata)
         else:
-            write_single_file(partial, lora, metadata)
+            write_single_file(place, lora, metadata)
         expected = replace(lora, tokens=None, tokens_2=None) if keyed else lora
-        error = lora_error(expected, read_lora(str(partial), key="export", modules=modules), out)
+        found = read_lora(str(place), key="export", family=family, modules=modules)
+        error = lora_error(expected, found, out)
     if keyed and lora.tokens is not None:
         folder = out.with_name(f"{out.stem}.embeddings")
-        if is_condition_unet(network.config):
-            with replaced_directory(folder) as partial:
-                partial.rmdir()
-                write_embeddings(partial, lora)
-        else:
+        if family.lora_root is None:
             write_token_files(folder, lora)
+        else:
+            with replaced_directory(folder) as place:
+                place.rmdir()
+                write_embeddings(place, lora)
     return error
 
 
@@ -171,7 +173,7 @@ def merge_all(
 ) -> None:
     """Read adapters (see `read_lora`) and merge them one after the other into a network's state dict."""
     for source, strength in zip(sources, strengths, strict=True):
-        lora = read_lora(source, modules=module_shapes(network), **reading)
+        lora = read_lora(source, family=network.family, modules=module_shapes(network), **reading)
         if lora.towers():
             log.warning("%s: only what belongs to the network is merged; its text encoder part stays with it.", source)
         merge_lora_into(state, lora, strength)

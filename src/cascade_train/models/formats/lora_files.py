@@ -6,7 +6,7 @@ Must not live here: foreign formats (lora_files_keyed.py, lora_files_original.py
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,18 +15,15 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
+from cascade_train.models.family import Family
 from cascade_train.models.formats.lora_files_keyed import is_keyed, read_keyed, token_file
-from cascade_train.models.formats.lora_files_original import DEFAULT_FILTERS, is_original, read_original
 from cascade_train.models.formats.weights import set_tensor
 from cascade_train.models.formats.weights_source import find_part
 from cascade_train.models.formats.weights_tensors import (
-    SIZES,
     Shape,
     check_fit,
     header_checked,
     read_tensors,
-    recognise_adapter_size,
-    recognise_size,
     shapes_of,
     write_tensors,
 )
@@ -39,6 +36,9 @@ from cascade_train.models.lora import (
     adapted_modules,
     lora_spec,
 )
+
+DEFAULT_FILTERS = (".attn",)
+"""What the original's published configuration adapts."""
 
 FORMAT = "cascade_train.lora/1"
 SINGLE_FILE = "lora.safetensors"
@@ -95,8 +95,8 @@ def write_peft_folder(folder: Path, lora: StoredLora) -> None:
         write_tensors(folder / TOKENS_FILE, rows, header)
 
 
-def write_diffusers_file(folder: Path, lora: StoredLora) -> None:
-    """Write adapters of Stable Diffusion as `load_lora_weights` of diffusers' pipelines reads them.
+def write_diffusers_file(folder: Path, lora: StoredLora, root: str) -> None:
+    """Write adapters as `load_lora_weights` of diffusers' pipelines reads them; `root` is what these call the network.
 
     Rank and alpha lie in the header, as diffusers writes them; trained tokens have no place in it, see
     `write_embeddings`.
@@ -104,7 +104,7 @@ def write_diffusers_file(folder: Path, lora: StoredLora) -> None:
     from peft import LoraConfig
 
     spec, tensors, facts = lora.spec, dict[str, Tensor](), dict[str, object]()
-    for prefix, state in {"unet": lora.state, **{tower: each for tower, (each, _) in lora.towers().items()}}.items():
+    for prefix, state in {root: lora.state, **{tower: each for tower, (each, _) in lora.towers().items()}}.items():
         names = adapted_modules(state)
         if names:
             config = LoraConfig(r=spec.rank, lora_alpha=spec.alpha, use_dora=spec.dora).to_dict()
@@ -122,7 +122,7 @@ def _ending(name: str) -> str:
 
 
 def write_embeddings(folder: Path, lora: StoredLora) -> None:
-    """Write each new token of Stable Diffusion as `load_textual_inversion` of diffusers takes it, into a new folder.
+    """Write each new token as `load_textual_inversion` of diffusers takes it, into a new folder.
 
     One file for each: the token's row by its name; of two text encoders `clip_l` and `clip_g`, which are loaded one by
     one. Other programs read the latter too.
@@ -180,13 +180,19 @@ def _stored_tokens(tower: str, header: Mapping[str, str], tensors: Mapping[str, 
 
 
 def read_lora(
-    source: str, *, key: str, modules: Mapping[str, Shape], module_filters: Sequence[str] | None = DEFAULT_FILTERS
+    source: str,
+    *,
+    key: str,
+    family: Family,
+    modules: Mapping[str, Shape],
+    module_filters: Sequence[str] | None = DEFAULT_FILTERS,
 ) -> StoredLora:
     """Read adapters of any known format that fit a network.
 
     Args:
         source: one file (ours, ComfyUI's, kohya's, dotted names, or the original's), a peft folder, or a run of ours.
         key: the config key that named the source.
+        family: of the network.
         modules: the network's modules and the shapes of their weights, see `module_shapes`.
         module_filters: which modules a file of the original adapts; other formats name them.
 
@@ -198,14 +204,12 @@ def read_lora(
         raise ConfigError(f"{origin}: no such file or folder; give a run, its export/lora, or a .safetensors file")
     header, tensors = _read_adapters(source, key)
     with header_checked(origin):
-        _check_size(tensors, header, modules, origin)
-        if is_original(tensors):
-            lora = read_original(header, tensors, modules, module_filters, origin)
-        else:
-            lora = _read_by_name(header, tensors, modules, origin)
+        _check_size(family, tensors, header, modules, origin)
+        numbered = family.read_numbered_lora(header, tensors, modules, module_filters, origin)
+        lora = numbered or _read_by_name(family, header, tensors, modules, origin)
     _check_fit(lora, modules, origin)
     if lora.spec.base_size is None:
-        lora = replace(lora, spec=replace(lora.spec, base_size=_size_of(modules)))
+        lora = replace(lora, spec=replace(lora.spec, base_size=_size_of(family, modules)))
     return lora
 
 
@@ -235,16 +239,22 @@ def _read_peft(folder: Path, key: str, *, prefix: str) -> tuple[dict[str, str], 
 
 
 def _read_by_name(
-    header: Mapping[str, str], tensors: Mapping[str, Tensor], modules: Mapping[str, Shape], origin: str
+    family: Family,
+    header: Mapping[str, str],
+    tensors: Mapping[str, Tensor],
+    modules: Mapping[str, Shape],
+    origin: str,
 ) -> StoredLora:
     """Read ours, peft's, ComfyUI's and kohya's adapters, which name their modules."""
     named = {name: value for name, value in tensors.items() if name not in TOKEN_ROWS.values()}
     if header.get("format") == FORMAT:
-        lora = replace(read_keyed(named, modules, origin, alpha=float(header["alpha"])), spec=_spec_of(header))
+        lora = read_keyed(named, modules, origin, family=family, alpha=float(header["alpha"]))
+        lora = replace(lora, spec=_spec_of(header))
     elif is_keyed(named):
         if DIFFUSERS_HEADER in header:
-            header = {**header, _ALPHA: str(json.loads(header[DIFFUSERS_HEADER])["unet.lora_alpha"])}
-        lora = read_keyed(named, modules, origin, alpha=float(header[_ALPHA]) if _ALPHA in header else None)
+            header = {**header, _ALPHA: str(json.loads(header[DIFFUSERS_HEADER])[f"{family.lora_root}.lora_alpha"])}
+        alpha = float(header[_ALPHA]) if _ALPHA in header else None
+        lora = read_keyed(named, modules, origin, family=family, alpha=alpha)
     else:
         first = ", ".join(list(tensors)[:2]) or "nothing"
         raise ConfigError(
@@ -274,13 +284,14 @@ def holds_lora(source: str) -> bool:
         return False
     with safe_open(path, framework="pt") as file:
         names = list(file.keys())
-    return is_original(names) or is_keyed(names)
+    return is_keyed(names) or any(".lora_" in name for name in names)
 
 
-def adapter_size(source: str, *, key: str) -> str | None:
-    """Return the `model=` name of the base of stored adapters, from header or widths; None = no published size."""
+def adapter_size(families: Iterable[Family], source: str, *, key: str) -> str | None:
+    """Return the option of `model=` of the base of stored adapters, from header or widths; None = no published size."""
     header, tensors = _read_adapters(source, key)
-    return header.get("base_size") or recognise_adapter_size(_network_shapes(tensors))[0]
+    found = (family.adapter_size(_network_shapes(tensors))[0] for family in families)
+    return header.get("base_size") or next((size for size in found if size is not None), None)
 
 
 def _network_shapes(tensors: Mapping[str, Tensor]) -> list[Shape]:
@@ -310,7 +321,8 @@ def refill_lora(
 
     See `read_lora`. A ConfigError where modules, rank or alpha differ.
     """
-    lora = read_lora(source, key=key, modules=module_shapes(network), module_filters=module_filters)
+    modules = module_shapes(network)
+    lora = read_lora(source, key=key, family=network.family, modules=modules, module_filters=module_filters)
     spec, carried = lora.spec, lora_spec(network)
     if (spec.rank, spec.alpha) != (carried.rank, carried.alpha):
         raise ConfigError(
@@ -342,22 +354,27 @@ def fill_adapters(network: nn.Module, state: Mapping[str, Tensor], origin: str) 
 
 
 def _check_size(
-    tensors: Mapping[str, Tensor], header: Mapping[str, str], modules: Mapping[str, Shape], origin: str
+    family: Family,
+    tensors: Mapping[str, Tensor],
+    header: Mapping[str, str],
+    modules: Mapping[str, Shape],
+    origin: str,
 ) -> None:
     """Refuse adapters of another published size than the network's, which the header or the widths tell."""
-    wanted = _size_of(modules)
+    wanted = _size_of(family, modules)
     widths = {each for shape in modules.values() for each in shape[:2]}
-    size, width = recognise_adapter_size(_network_shapes(tensors))
+    size, width = family.adapter_size(_network_shapes(tensors))
     stored = header.get("base_size") or (size if width not in widths else None)
     if stored is not None and stored != wanted:
-        is_now = SIZES[wanted] if wanted is not None else "of another size"
+        is_now = family.sizes[wanted] if wanted is not None else "of another size"
+        belongs = family.sizes.get(stored, stored)
         raise ConfigError(
-            f"{origin}: the adapter belongs to {SIZES[stored]}, but the network is {is_now}; use model={stored}"
+            f"{origin}: the adapter belongs to {belongs}, but the network is {is_now}; use model={stored}"
         )
 
 
-def _size_of(modules: Mapping[str, Shape]) -> str | None:
-    return recognise_size({f"{name}.weight": shape for name, shape in modules.items()})
+def _size_of(family: Family, modules: Mapping[str, Shape]) -> str | None:
+    return family.size_of({f"{name}.weight": shape for name, shape in modules.items()})
 
 
 def _check_fit(lora: StoredLora, modules: Mapping[str, Shape], origin: str) -> None:

@@ -1,15 +1,12 @@
 """Adapters under ComfyUI's and kohya's names: one safetensors file, one name per adapted module.
 
-Both spell a module's path with underscores. ComfyUI maps `lora_prior_unet_` and `lora_unet_` onto the names of its own
-Stage C, and `lora_prior_te_` onto its text encoder (comfy/lora.py); kohya's branch for the cascade writes `lora_unet_`
-and `lora_te_` (networks/lora.py). Both keep q, k and v apart below `attention.attn` and call the output `out_proj`. Of
-Stable Diffusion kohya writes diffusers' names, of XL the original's, and `lora_te1_` for the first text encoder.
+Both spell a module's path with underscores. What a family's modules are called, it says itself (`Family.spelling`).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,19 +14,15 @@ import torch
 from torch import Tensor
 
 from cascade_train.errors import ConfigError
-from cascade_train.models.formats.original_names import unet_modules
+from cascade_train.models.family import Family, Spelling
 from cascade_train.models.formats.weights_tensors import write_tensors
 from cascade_train.models.lora import TEXT_ENCODERS, LoraSpec, StoredLora, adapted_modules
 
-PREFIXES = {
-    "comfyui": ("lora_prior_unet_", "lora_prior_te_"),
-    "kohya": ("lora_unet_", "lora_te_"),
-    "kohya_sdxl": ("lora_unet_", "lora_te1_"),
-}
-"""Style -> prefixes of the network's and of the text encoder's modules."""
+TEXT_PREFIXES = ("lora_prior_te_", "lora_te_", "lora_te1_")
+"""Prefixes of a text encoder's modules in files of any family."""
 
 SECOND_PREFIX = "lora_te2_"
-"""Prefix of the second text encoder's modules, of SDXL."""
+"""Prefix of a second text encoder's modules."""
 
 _HALVES = {
     ".lora_down.weight": "down",
@@ -41,7 +34,7 @@ _HALVES = {
     ".lora_magnitude_vector": "magnitude",
     ".lora_magnitude_vector.weight": "magnitude",
 }
-_DOTTED = ("base_model.model.", "prior.", "unet.", "diffusion_model.")
+_DOTTED = ("", "base_model.model.", "diffusion_model.")
 _TEXT_MODULE = re.compile(r"text_model_encoder_layers_(\d+)_(self_attn_[kqv]_proj|self_attn_out_proj|mlp_fc[12])")
 
 
@@ -61,32 +54,19 @@ class Adapter:
         return 1.0 if self.alpha is None else float(self.alpha) / self.down.shape[0]
 
 
-def foreign_name(name: str, *, is_stage_b: bool = False) -> str:
-    """Return a module's dotted name in ComfyUI's and kohya's networks."""
-    name = name.replace(".attention.to_out.0", ".attention.attn.out_proj").replace(
-        ".attention.to_", ".attention.attn.to_"
-    )
-    return "clip_mapper" if is_stage_b and name == "clip_txt_pooled_mapper" else name
-
-
 def write_keyed(
-    path: Path, lora: StoredLora, metadata: Mapping[str, str], *, style: str, modules: Iterable[str] = ()
+    path: Path, lora: StoredLora, metadata: Mapping[str, str], *, family: Family, spelling: Spelling
 ) -> None:
-    """Write adapters under ComfyUI's or kohya's names; `style` is a key of `PREFIXES`.
-
-    `modules` are all of the network, in whose style "kohya_sdxl" some have names by their place among the others.
+    """Write adapters under the names of another program.
 
     Trained tokens are not part of these formats, see `write_token_files`. `metadata` is added to the header.
     """
-    is_stage_b = any(name.startswith("clip_mapper") for name in lora.spec.targets)
-    originals = unet_modules(modules) if style == "kohya_sdxl" else {}
     tensors: dict[str, Tensor] = {}
-    of_network, of_text = PREFIXES[style]
-    states = ((of_network, lora.state), (of_text, lora.text_encoder), (SECOND_PREFIX, lora.text_encoder_2))
+    of_towers = ((spelling.text_encoder, lora.text_encoder), (SECOND_PREFIX, lora.text_encoder_2))
+    states = ((spelling.network, lora.state), *of_towers)
     for prefix, state in states:
         for name in adapted_modules(state):
-            foreign = originals.get(name) or foreign_name(name, is_stage_b=is_stage_b)
-            stem = prefix + foreign.replace(".", "_")
+            stem = prefix + spelling.names.get(name, name).replace(".", "_")
             up = state[f"{name}.lora_B.weight"]
             tensors[f"{stem}.lora_down.weight"] = state[f"{name}.lora_A.weight"]
             tensors[f"{stem}.lora_up.weight"] = up
@@ -98,15 +78,10 @@ def write_keyed(
         "ss_network_module": "networks.lora",
         "ss_network_dim": str(lora.spec.rank),
         "ss_network_alpha": str(lora.spec.alpha),
-        "modelspec.architecture": f"{'stable-diffusion' if is_of_unet(lora.spec.targets) else 'stable-cascade'}/lora",
+        "modelspec.architecture": f"{family.tag}/lora",
         "base_size": lora.spec.base_size or "",
     }
     write_tensors(path, tensors, {**metadata, **header})
-
-
-def is_of_unet(targets: Iterable[str]) -> bool:
-    """Return whether adapted modules are those of Stable Diffusion's network, and not of the cascade's."""
-    return any(".attentions." in name or ".resnets." in name for name in targets)
 
 
 def write_token_files(folder: Path, lora: StoredLora) -> None:
@@ -128,13 +103,18 @@ def is_keyed(names: Iterable[str]) -> bool:
 
 
 def read_keyed(
-    tensors: Mapping[str, Tensor], modules: Iterable[str], origin: str, *, alpha: float | None = None
+    tensors: Mapping[str, Tensor],
+    modules: Iterable[str],
+    origin: str,
+    *,
+    family: Family,
+    alpha: float | None = None,
 ) -> StoredLora:
-    """Read adapters under ComfyUI's, kohya's or dotted names, for a network with these modules.
+    """Read adapters under ComfyUI's, kohya's or dotted names, for a family's network with these modules.
 
     `alpha` is that of every adapter; None = as the tensors say. A ConfigError names what does not belong or lacks.
     """
-    found, names = _collect(tensors, origin), _known_names(modules)
+    found, names = _collect(tensors, origin), _known_names(family, [*modules])
     network: dict[str, Adapter] = {}
     text: dict[str, dict[str, Adapter]] = {tower: {} for tower in TEXT_ENCODERS}
     for stem, adapter in found.items():
@@ -163,22 +143,20 @@ def _collect(tensors: Mapping[str, Tensor], origin: str) -> dict[str, Adapter]:
     return found
 
 
-def _known_names(modules: Iterable[str]) -> dict[str, str]:
+def _known_names(family: Family, modules: Sequence[str]) -> dict[str, str]:
     """Return every spelling of the network's modules -> our name."""
-    names: dict[str, str] = {}
-    modules = list(modules)
-    originals = unet_modules(modules) if is_of_unet(modules) else {}
-    names |= {f"{PREFIXES['kohya'][0]}{each.replace('.', '_')}": name for name, each in originals.items()}
-    for module in modules:
-        for spelling in {module, foreign_name(module), foreign_name(module, is_stage_b=True)}:
-            names |= {f"{prefix}{spelling}": module for prefix in ("", *_DOTTED)}
-            names |= {f"{prefix}{spelling.replace('.', '_')}": module for prefix, _ in PREFIXES.values()}
+    dotted = (*_DOTTED, *(f"{part}." for part in family.parts))
+    names = {f"{prefix}{module}": module for module in modules for prefix in dotted}
+    for each in family.spellings(modules):
+        for ours, theirs in each.names.items():
+            names |= {f"{prefix}{theirs}": ours for prefix in dotted}
+            names |= {f"{each.network}{spelled.replace('.', '_')}": ours for spelled in (ours, theirs)}
     return names
 
 
 def _text_name(stem: str) -> tuple[str, str] | None:
     """Return the text encoder and its module that a stored name means; None = no module of one."""
-    prefixes = {prefix: "text_encoder" for _, prefix in PREFIXES.values()} | {SECOND_PREFIX: "text_encoder_2"}
+    prefixes = dict.fromkeys(TEXT_PREFIXES, "text_encoder") | {SECOND_PREFIX: "text_encoder_2"}
     for prefix, tower in prefixes.items():
         inner = stem.removeprefix(prefix)
         if inner == stem:

@@ -12,38 +12,32 @@ import torch
 from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
-from cascade_train.models.formats.single_file import unet_layout
+from cascade_train.models.family import Family
 from cascade_train.models.formats.weights_source import find_weight_files
 from cascade_train.models.formats.weights_tensors import (
-    SIZES,
     Layout,
     Shape,
     Stored,
     StoredTensors,
     check_fit,
-    is_condition_unet,
-    map_keys,
     own_names,
-    recognise_size,
     shapes_of,
 )
 from cascade_train.models.initialize import InitialValues, Shares, materialise
 
 
 def open_weights(
-    source: str, *, key: str = "model.weights", part: str | None = None, layout: Layout = own_names
+    source: str,
+    *,
+    key: str = "model.weights",
+    part: str | tuple[str, ...] | None = None,
+    layout: Layout = own_names,
 ) -> StoredTensors:
     """Find weights (see `find_weight_files`) and return their tensors as a context manager.
 
-    `layout` says how stored names become the module's: `map_keys` for denoising networks.
+    `layout` says how stored names become the module's, see `Family.layout`.
     """
     return StoredTensors(find_weight_files(source, key=key, part=part), key=key, layout=layout)
-
-
-def network_layout(network: nn.Module) -> Layout:
-    """Return how the names of a stored denoising network become its own: the cascade's, or Stable Diffusion's."""
-    config = dict(network.config)
-    return unet_layout(config) if is_condition_unet(config) else map_keys
 
 
 def load_network(
@@ -53,20 +47,20 @@ def load_network(
     dtype: torch.dtype | None,
     device: torch.device,
     key: str = "model.weights",
-    part: str = "network",
+    part: str | None = None,
 ) -> None:
     """Load a denoising network in place, tensor by tensor; diffusers' keys or the original's.
 
-    It may lie on the meta device. `dtype` None = that of the first stored tensor. A ConfigError names the model that
-    other weights belong to.
+    It may lie on the meta device. `dtype` None = that of the first stored tensor; `part` None = whichever of the
+    family's is there. A ConfigError names the model that other weights belong to.
     """
-    with open_weights(source, key=key, part=part, layout=network_layout(network)) as tensors:
+    with _open_network(network, source, key=key, part=part) as tensors:
         _check_network(network, tensors, f"{key}={source}")
         _put(network, tensors, dtype or tensors.read(next(iter(tensors.shapes()))).dtype, device)
 
 
 def load_state(
-    network: nn.Module, source: str, *, dtype: torch.dtype | None, key: str, part: str = "network"
+    network: nn.Module, source: str, *, dtype: torch.dtype | None, key: str, part: str | None = None
 ) -> dict[str, Tensor]:
     """Load a network on the host, as `load_network`, and return its state dict."""
     load_network(network, source, dtype=dtype, device=torch.device("cpu"), key=key, part=part)
@@ -75,16 +69,21 @@ def load_state(
 
 def read_network(network: nn.Module, source: str, *, key: str, part: str = "prior") -> Iterator[tuple[str, Tensor]]:
     """Yield name and whole fp32 value, on the host, of the stored tensors of a network, which may be sharded."""
-    with open_weights(source, key=key, part=part, layout=network_layout(network)) as tensors:
+    with _open_network(network, source, key=key, part=part) as tensors:
         _check_network(network, tensors, f"{key}={source}")
         for name in tensors.shapes():
             yield name, copy_to(tensors.read(name), torch.float32, torch.device("cpu"))
 
 
-def stored_size(source: str, *, key: str, part: str = "network") -> str | None:
-    """Return the `model=` name of the size of a stored network, see `recognise_size`."""
-    with open_weights(source, key=key, part=part, layout=map_keys) as tensors:
-        return recognise_size(tensors.shapes())
+def stored_size(family: Family, source: str, *, key: str, part: str | None = None) -> str | None:
+    """Return the option of `model=` that a stored network of a family has the size of, see `Family.size_of`."""
+    with open_weights(source, key=key, part=part or family.parts, layout=family.layout({})) as tensors:
+        return family.size_of(tensors.shapes())
+
+
+def _open_network(network: nn.Module, source: str, *, key: str, part: str | None) -> StoredTensors:
+    family = network.family
+    return open_weights(source, key=key, part=part or family.parts, layout=family.layout(dict(network.config)))
 
 
 class StoredValues(InitialValues):
@@ -94,8 +93,8 @@ class StoredValues(InitialValues):
         ConfigError: no such weights, or weights of another model, naming it.
     """
 
-    def __init__(self, network: nn.Module, source: str, *, key: str = "model.weights", part: str = "network") -> None:
-        self._tensors = open_weights(source, key=key, part=part, layout=network_layout(network))
+    def __init__(self, network: nn.Module, source: str, *, key: str = "model.weights", part: str | None = None) -> None:
+        self._tensors = _open_network(network, source, key=key, part=part)
         with self._tensors as tensors:
             _check_network(network, tensors, f"{key}={source}")
 
@@ -162,12 +161,12 @@ def _check_network(network: nn.Module, tensors: StoredTensors, origin: str) -> N
             f"{origin}: holds adapters, not a network's weights; train on them with task=lora task.weights=…, or merge "
             "them into weights: cascade-train merge"
         )
-    stored = recognise_size(shapes)
-    wanted = recognise_size(shapes_of(network.state_dict()))
+    family = network.family
+    stored, wanted = family.size_of(shapes), family.size_of(shapes_of(network.state_dict()))
     if stored is not None and stored != wanted:
-        is_now = SIZES[wanted] if wanted is not None else "of another size"
+        is_now = family.sizes[wanted] if wanted is not None else "of another size"
         raise ConfigError(
-            f"{origin}: these are weights of {SIZES[stored]}, but the network is {is_now}; use model={stored}"
+            f"{origin}: these are weights of {family.sizes[stored]}, but the network is {is_now}; use model={stored}"
         )
     _check_shapes(network, shapes, origin)
 

@@ -14,17 +14,11 @@ from cascade_train.files.untrusted import read_json
 from cascade_train.redaction import LONGEST_NAME, shortened
 
 SINGLE_FILE_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
-NETWORK_PARTS = ("prior", "decoder", "unet")
-"""Folders of pipelines and exports that hold a denoising network: Stage C's, Stage B's and Stable Diffusion's."""
-
 PIPELINE = "pipeline"
 """Folder of an export that holds a whole model of another family than the cascade, with a folder for each part."""
 
 PIPELINE_INDEX = "model_index.json"
 """What says which pipeline a folder of diffusers holds."""
-
-PIPELINES = ("StableDiffusionPipeline", "StableDiffusionXLPipeline")
-"""Classes of pipelines that this library reads and writes whole."""
 
 STEMS = ("diffusion_pytorch_model", "model", "pytorch_model")
 """Stems of weight files in folders of diffusers and transformers."""
@@ -75,7 +69,9 @@ class WeightsSpec:
     weights: bool = True
 
 
-def find_weight_files(source: str, *, key: str = "model.weights", part: str | None = "network") -> list[Path]:
+def find_weight_files(
+    source: str, *, key: str = "model.weights", part: str | tuple[str, ...] | None = None
+) -> list[Path]:
     """Return the files that hold the weights named by `source`, downloading from the hub if needed.
 
     Args:
@@ -83,8 +79,8 @@ def find_weight_files(source: str, *, key: str = "model.weights", part: str | No
             folder; a run of ours (its `export/`); a hub id, `owner/name[@revision][:subfolder]` or `…:file`; or one
             of `PACKAGED`, or a folder in it.
         key: the config key that named the source, for messages.
-        part: the folder of a pipeline or an export that is meant; "network" = whichever of `NETWORK_PARTS` is there,
-            the first on the hub; None = the source itself.
+        part: the folder of a pipeline or an export that is meant; of several, whichever is there, the first on the
+            hub; None = the source itself.
 
     Raises:
         ConfigError: nothing there, no weights in it, or a hub id that cannot be had.
@@ -92,8 +88,8 @@ def find_weight_files(source: str, *, key: str = "model.weights", part: str | No
     path = local_path(source)
     if path.is_file():
         return _one_file(path, key)
-    if part == "network":
-        part = next((name for name in NETWORK_PARTS if _holds(path, name)), NETWORK_PARTS[0])
+    if isinstance(part, tuple):
+        part = next((name for name in part if _holds(path, name)), part[0])
     if path.is_dir():
         return _folder_files(path if part is None else find_part(path, part, key), key)
     files = hub_files(WeightsSpec(key=key, source=source, part=part))
@@ -105,19 +101,18 @@ def find_files(spec: WeightsSpec) -> list[Path]:
     path = local_path(spec.source)
     if not path.exists():
         return hub_files(spec)
-    is_part = path.is_dir() and spec.part not in (None, "network")
-    folder = find_part(path, str(spec.part), spec.key) if is_part else path
+    folder = find_part(path, spec.part, spec.key) if path.is_dir() and spec.part is not None else path
     beside = [folder / name for name in spec.beside if (folder / name).is_file()]
     return [*beside, *(find_weight_files(spec.source, key=spec.key, part=spec.part) if spec.weights else [])]
 
 
-def find_pipeline(source: str) -> Path | None:
-    """Return the folder of a pipeline of Stable Diffusion that a source is or holds; None = there is none."""
+def find_pipeline(source: str) -> tuple[Path, str] | None:
+    """Return the folder of a pipeline of diffusers that a source is or holds, and its class; None = there is none."""
     root = local_path(source)
     for folder in (root, root / PIPELINE, root / "export" / PIPELINE):
         index = folder / PIPELINE_INDEX
-        if index.is_file() and dict(read_json(index.read_bytes())).get("_class_name") in PIPELINES:
-            return folder
+        if index.is_file():
+            return folder, str(dict(read_json(index.read_bytes())).get("_class_name"))
     return None
 
 
@@ -162,8 +157,7 @@ def _left_instead(folder: Path, part: str) -> str:
     left = sorted(child.name for child in export.iterdir() if child.is_dir()) if export.is_dir() else []
     if not left:
         return f"; let it finish, or export its newest checkpoint: cascade-train export from={folder}"
-    is_adapter = part in NETWORK_PARTS and "lora" in left
-    adapter = "; an adapter is no whole network, give the weights that it was trained on" if is_adapter else ""
+    adapter = "; an adapter is no whole network, give the weights that it was trained on" if "lora" in left else ""
     return f", only {', '.join(left)}{adapter}"
 
 
@@ -229,7 +223,7 @@ def hub_names(spec: WeightsSpec) -> tuple[HubSource, list[str]]:
             f"{spec.key}={spec.source}: no such file or folder; give a path that exists, a hub id such as "
             f"owner/name:subfolder, or {' or '.join(PACKAGED)}"
         )
-    folder = source.inside or (NETWORK_PARTS[0] if spec.part == "network" else spec.part) or ""
+    folder = source.inside or spec.part or ""
     if folder.endswith(SINGLE_FILE_SUFFIXES):
         return source, [folder]
     prefix = f"{folder}/" if folder else ""

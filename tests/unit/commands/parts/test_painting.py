@@ -12,7 +12,7 @@ from cascade_train.results.find import find_model
 def test_a_negative_prompt_without_guidance_is_said_to_do_nothing(
     scale: float | None, warns: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cfg = find_model("package:tiny/sd", key="from", part="network").cfg
+    cfg = find_model("package:tiny/sd", key="from", part=None).cfg
     override_sampling(cfg, PaintingArgs(source="package:tiny/sd", guidance_scale=scale, negative_prompt="dull"))
     assert cfg.sample.negative_prompt == "dull"
     assert ("negative_prompt= has no effect" in caplog.text) is warns

@@ -515,7 +515,7 @@ def test_mindones_edm_and_onetrainers_stable_diffusion(tmp_path: Path, capsys: p
     edm = "    denoiser_config: {params: {weighting_config: {target: gm.modules.EDMWeighting}}}\n    loss_fn"
     flags = "flags=--weight sd_xl_base_1.0_ms.ckpt --data_path coco"
     cfg = imported(tmp_path, {"edm.yaml": MINDONE.replace("    loss_fn", edm)}, flags)
-    check(cfg, {"model._target_": "cascade_train.models.stable_diffusion.StableDiffusionXL", "task.rank": 8})
+    check(cfg, {"model._target_": "cascade_train.models.stable_diffusion.stage.StableDiffusionXL", "task.rank": 8})
     assert cfg.objective.schedule._target_.endswith("EDMTrainSchedule")
     sd = {
         "training_method": "FINE_TUNE",

@@ -24,13 +24,15 @@ from transformers import (
 )
 
 from cascade_train.errors import RunError
-from cascade_train.models.formats import export_lora, export_pipelines
+from cascade_train.models.cascade.family import CASCADE
+from cascade_train.models.cascade.formats import export_pipelines
+from cascade_train.models.cascade.formats.export_pipelines import save_prior
+from cascade_train.models.cascade.networks.unet import CascadeUNet
+from cascade_train.models.formats import export_lora
 from cascade_train.models.formats.export import build_plain_network, replaced_directory, replaced_file
 from cascade_train.models.formats.export_lora import save_lora
-from cascade_train.models.formats.export_pipelines import save_prior
 from cascade_train.models.formats.weights import load_network
 from cascade_train.models.lora import StoredLora, adapter_state, inject_lora, lora_spec
-from cascade_train.models.networks.cascade_unet import CascadeUNet
 from cascade_train.models.token_count import FOLDER
 from tests.unit.models.small_networks import empty_network, predict, small_network
 
@@ -194,7 +196,7 @@ def test_an_adapter_that_reads_back_differently_never_appears(tmp_path: Path, mo
         ),
     )
     with pytest.raises(RunError, match="reads back with a relative error of"):
-        save_lora(StoredLora(spec=lora_spec(network), state=state), network.config, tmp_path / "lora", {})
+        save_lora(StoredLora(spec=lora_spec(network), state=state), CASCADE, network.config, tmp_path / "lora", {})
     assert not list(tmp_path.iterdir())
 
 
@@ -206,9 +208,9 @@ def test_a_state_that_does_not_fit_the_config_is_not_written(parts: Any, tmp_pat
 
 def test_a_plain_network_shares_the_memory_of_its_state(network: CascadeUNet) -> None:
     state = network.state_dict()
-    plain = build_plain_network(network.config, state)
+    plain = build_plain_network(CASCADE, network.config, state)
     assert plain.clip_txt_mapper.weight.data_ptr() == state["clip_txt_mapper.weight"].data_ptr()
-    assert build_plain_network(network.config, None).clip_txt_mapper.weight.is_meta
+    assert build_plain_network(CASCADE, network.config, None).clip_txt_mapper.weight.is_meta
 
 
 def test_a_failure_leaves_the_old_directory(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,16 +12,20 @@ import torch
 from safetensors.torch import load_file
 
 from cascade_train.errors import ConfigError, RunError
-from cascade_train.models.formats import export
+from cascade_train.models.cascade.family import CASCADE
+from cascade_train.models.cascade.formats import names
+from cascade_train.models.cascade.formats.names import original_state
+from cascade_train.models.cascade.networks.unet import CascadeUNet
 from cascade_train.models.formats import export_lora as export_lora_module
-from cascade_train.models.formats.export import fixed_prediction, original_state, save_network
-from cascade_train.models.formats.export_lora import LORA_FORMATS, export_lora, merge_all
+from cascade_train.models.formats.export import fixed_prediction, save_network
+from cascade_train.models.formats.export_lora import export_lora, merge_all
 from cascade_train.models.formats.lora_files import adapter_size, holds_lora, module_shapes, read_lora
 from cascade_train.models.formats.weights import load_state, stored_size
-from cascade_train.models.networks.cascade_unet import CascadeUNet
 from tests.unit.models import small_networks
 from tests.unit.models.small_networks import SMALL_B, empty_network, load_lora, small_network
 from tests.unit.models.test_lora_formats import TOKENS, adapted, stored
+
+predicted = partial(fixed_prediction, CASCADE)
 
 
 @pytest.mark.parametrize("stage", ["b", "c"])
@@ -28,7 +33,7 @@ def test_a_single_file_has_the_original_names_and_comes_back(stage: str, tmp_pat
     network = small_network(**(SMALL_B if stage == "b" else {}))
     state = {name: value.bfloat16() for name, value in network.state_dict().items()}
     out = tmp_path / "stage.safetensors"
-    assert save_network(state, network.config, out, format="original") < 1e-2
+    assert save_network(CASCADE, state, network.config, out, format="original") < 1e-2
     found, expected = load_file(out), small_networks.original_state(state)
     assert found.keys() == expected.keys()
     assert ("clip_mapper.weight" in found) == (stage == "b")
@@ -41,34 +46,34 @@ def test_a_single_file_has_the_original_names_and_comes_back(stage: str, tmp_pat
 
 def test_a_network_folder_is_weights_again(tmp_path: Path) -> None:
     network = small_network()
-    save_network(network.state_dict(), network.config, tmp_path / "prior", format="diffusers")
+    save_network(CASCADE, network.state_dict(), network.config, tmp_path / "prior", format="diffusers")
     fresh = empty_network()
     load_state(fresh, str(tmp_path), dtype=torch.float32, key="from")
-    assert torch.equal(fixed_prediction(fresh), fixed_prediction(network))
+    assert torch.equal(predicted(fresh), predicted(network))
     assert (tmp_path / "prior" / "config.json").is_file()
 
 
 def test_a_file_that_reads_back_differently_never_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     network = small_network()
-    monkeypatch.setattr(export, "original_state", lambda state: {n: v + 1e-3 for n, v in original_state(state).items()})
+    monkeypatch.setattr(names, "original_state", lambda state: {n: v + 1e-3 for n, v in original_state(state).items()})
     with pytest.raises(RunError, match="reads back differently from what was written"):
-        save_network(network.state_dict(), network.config, tmp_path / "stage.safetensors", format="original")
+        save_network(CASCADE, network.state_dict(), network.config, tmp_path / "stage.safetensors", format="original")
     assert not list(tmp_path.iterdir())
 
 
 def test_a_tensor_that_the_file_lost_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     network = small_network()
     kept = [name for name in network.state_dict() if name != "clf.1.bias"]
-    monkeypatch.setattr(export, "original_state", lambda state: original_state({name: state[name] for name in kept}))
+    monkeypatch.setattr(names, "original_state", lambda state: original_state({name: state[name] for name in kept}))
     with pytest.raises(RunError, match="clf.1.bias reads back differently from what was written; nothing was kept"):
-        save_network(network.state_dict(), network.config, tmp_path / "stage.safetensors", format="original")
+        save_network(CASCADE, network.state_dict(), network.config, tmp_path / "stage.safetensors", format="original")
     assert not list(tmp_path.iterdir())
 
 
 def test_sizes_are_told_from_the_tensors(tmp_path: Path) -> None:
     network = small_network(conditioning_dim=1536, block_out_channels=[4, 4])
-    save_network(network.state_dict(), network.config, tmp_path / "c.safetensors", format="original")
-    assert stored_size(str(tmp_path / "c.safetensors"), key="from") == "c_1b"
+    save_network(CASCADE, network.state_dict(), network.config, tmp_path / "c.safetensors", format="original")
+    assert stored_size(CASCADE, str(tmp_path / "c.safetensors"), key="from") == "c_1b"
     assert not holds_lora(str(tmp_path / "c.safetensors"))
     assert not holds_lora("owner/name")
     torch.save({}, tmp_path / "empty.pt")
@@ -76,16 +81,16 @@ def test_sizes_are_told_from_the_tensors(tmp_path: Path) -> None:
         load_state(empty_network(), str(tmp_path / "empty.pt"), dtype=None, key="from")
 
 
-@pytest.mark.parametrize("name", LORA_FORMATS)
+@pytest.mark.parametrize("name", CASCADE.lora_formats)
 def test_adapters_go_out_in_every_format(name: str, tmp_path: Path) -> None:
     network = adapted()
     out = tmp_path / ("lora" if name == "peft" else "lora.safetensors")
     assert export_lora(stored(network, tokens=TOKENS), network, out, format=name, metadata={"run": "mine"}) < 1e-5
     assert holds_lora(str(out))
-    assert adapter_size(str(out), key="from") is None
+    assert adapter_size([CASCADE], str(out), key="from") is None
     fresh = small_network()
     load_lora(fresh, str(out))
-    torch.testing.assert_close(fixed_prediction(fresh), fixed_prediction(network), atol=1e-5, rtol=1e-6)
+    torch.testing.assert_close(predicted(fresh), predicted(network), atol=1e-5, rtol=1e-6)
     assert (tmp_path / "lora.embeddings" / "fernando.safetensors").is_file() == (name in ("comfyui", "kohya"))
 
 
@@ -119,7 +124,7 @@ def test_merged_weights_predict_what_the_adapted_network_does(dora: bool, tmp_pa
     plain = small_network()
     before = {name: value.clone() for name, value in plain.state_dict().items()}
     merge_all(plain, plain.state_dict(), [str(source)], [1.0], key="lora")
-    torch.testing.assert_close(fixed_prediction(plain), fixed_prediction(network), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(predicted(plain), predicted(network), atol=1e-5, rtol=1e-5)
     full = {name: value.clone() for name, value in plain.state_dict().items()}
     half = small_network()
     merge_all(half, half.state_dict(), [str(source), str(source)], [0.75, -0.25], key="lora")
@@ -148,7 +153,7 @@ def test_a_network_of_another_size_is_refused_by_name(tmp_path: Path) -> None:
     inject_lora(big, rank=1, alpha=1.0, dropout=0.0, module_filters=["down_blocks.1.2.attention.to_q"], seed=0)
     export_lora(stored(big), big, lora_path, format="kohya", metadata={})
     with pytest.raises(ConfigError, match="the adapter belongs to Stage C 1B, but the network is of another size"):
-        read_lora(str(lora_path), key="lora", modules=module_shapes(small_network()))
+        read_lora(str(lora_path), key="lora", family=CASCADE, modules=module_shapes(small_network()))
 
 
 def test_adapters_are_not_taken_for_weights(tmp_path: Path) -> None:

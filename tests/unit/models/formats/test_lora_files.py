@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from cascade_train.errors import ConfigError
+from cascade_train.models.cascade.family import CASCADE
+from cascade_train.models.cascade.networks.unet import CascadeUNet
 from cascade_train.models.formats.export import build_plain_network, fixed_prediction
 from cascade_train.models.formats.export_lora import save_lora
 from cascade_train.models.formats.lora_files import ADAPTER_CONFIG, SINGLE_FILE, write_single_file
@@ -24,8 +27,9 @@ from cascade_train.models.lora import (
     inject_lora,
     lora_spec,
 )
-from cascade_train.models.networks.cascade_unet import CascadeUNet
 from tests.unit.models.small_networks import empty_network, load_lora, predict, small_network
+
+predicted = partial(fixed_prediction, CASCADE)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +47,7 @@ def run(trained: CascadeUNet, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that left its adapters in export/lora."""
     folder = tmp_path_factory.mktemp("run")
     lora = StoredLora(spec=lora_spec(trained), state=adapter_state(trained.state_dict()))
-    error = save_lora(lora, trained.config, folder / "export" / "lora", metadata={"run": "lora-c_tiny"})
+    error = save_lora(lora, CASCADE, trained.config, folder / "export" / "lora", metadata={"run": "lora-c_tiny"})
     assert 0.0 <= error < 1e-6
     return folder
 
@@ -58,11 +62,11 @@ def test_an_exported_adapter_predicts_what_the_trained_one_did(run: Path, traine
 
 
 def test_peft_itself_loads_the_folder(run: Path, trained: CascadeUNet) -> None:
-    base = build_plain_network(trained.config, small_network().state_dict())
-    before = fixed_prediction(base)
+    base = build_plain_network(CASCADE, trained.config, small_network().state_dict())
+    before = predicted(base)
     adapted = PeftModel.from_pretrained(base, str(run / "export" / "lora"))
-    found = fixed_prediction(adapted.get_base_model().eval())
-    torch.testing.assert_close(found, fixed_prediction(trained))
+    found = predicted(adapted.get_base_model().eval())
+    torch.testing.assert_close(found, predicted(trained))
     assert not torch.allclose(found, before, atol=1e-2)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import huggingface_hub.constants
@@ -21,6 +22,8 @@ from cascade_train.models.formats.weights_source import (
 )
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
+
+find_network = partial(find_weight_files, part=("prior", "decoder", "unet"))
 
 
 def touch(path: Path) -> Path:
@@ -47,7 +50,7 @@ def cache(hub_cache: Path, repo: str, name: str) -> Path:
 def test_weights_of_a_run_an_export_and_a_pipeline_are_found(tmp_path: Path, inside: str) -> None:
     file = touch(tmp_path / inside / WEIGHTS)
     touch(tmp_path / "metrics.jsonl") if "export" in inside else None
-    assert find_weight_files(str(tmp_path)) == [file]
+    assert find_network(str(tmp_path)) == [file]
 
 
 def test_a_folder_that_is_itself_the_module_is_not_searched_for_parts(tmp_path: Path) -> None:
@@ -58,9 +61,9 @@ def test_a_folder_that_is_itself_the_module_is_not_searched_for_parts(tmp_path: 
 
 def test_full_precision_is_preferred_to_a_variant(tmp_path: Path) -> None:
     touch(tmp_path / "diffusion_pytorch_model.bf16.safetensors")
-    assert find_weight_files(str(tmp_path))[0].name == "diffusion_pytorch_model.bf16.safetensors"
+    assert find_network(str(tmp_path))[0].name == "diffusion_pytorch_model.bf16.safetensors"
     touch(tmp_path / WEIGHTS)
-    assert find_weight_files(str(tmp_path))[0].name == WEIGHTS
+    assert find_network(str(tmp_path))[0].name == WEIGHTS
 
 
 def test_a_checkpoint_is_refused_naming_its_run(tmp_path: Path) -> None:
@@ -69,7 +72,7 @@ def test_a_checkpoint_is_refused_naming_its_run(tmp_path: Path) -> None:
         "is a checkpoint for resuming, in shards.*its run .*/run instead.*cascade-train export from=.*/run step=8 out"
     )
     with pytest.raises(ConfigError, match=message):
-        find_weight_files(str(tmp_path / "run" / "checkpoints" / "step_8"))
+        find_network(str(tmp_path / "run" / "checkpoints" / "step_8"))
 
 
 def test_a_run_that_has_not_finished_is_refused(tmp_path: Path) -> None:
@@ -77,7 +80,7 @@ def test_a_run_that_has_not_finished_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match="this run has left no export/prior; let it finish, or export its newest checkpoint"
     ):
-        find_weight_files(str(tmp_path))
+        find_network(str(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["", "export"])
@@ -86,7 +89,7 @@ def test_a_run_that_left_only_an_adapter_is_refused_as_weights(tmp_path: Path, n
     with pytest.raises(
         ConfigError, match="has left no export/prior, only lora; an adapter is no whole network, give the weights"
     ):
-        find_weight_files(str(tmp_path / name))
+        find_network(str(tmp_path / name))
 
 
 def test_the_adapter_of_a_run_is_found(tmp_path: Path) -> None:
@@ -97,7 +100,7 @@ def test_the_adapter_of_a_run_is_found(tmp_path: Path) -> None:
 def test_a_folder_without_weights_is_refused_saying_what_is_in_it(tmp_path: Path) -> None:
     touch(tmp_path / "holiday.jpg")
     with pytest.raises(ConfigError, match=f"no weights in this folder, looked for {WEIGHTS}.*found holiday.jpg"):
-        find_weight_files(str(tmp_path))
+        find_network(str(tmp_path))
 
 
 def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
@@ -108,7 +111,7 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("source", ["/nowhere/c.safetensors", "models/c.safetensors", "c_3b"])
 def test_a_path_that_does_not_exist_is_refused(source: str) -> None:
     with pytest.raises(ConfigError, match=f"model.weights={source}: no such file or folder; give a path that exists"):
-        find_weight_files(source)
+        find_network(source)
 
 
 @pytest.mark.parametrize("part", ["vqgan", "semantic_compressor", "previewer", "prior", "decoder"])
@@ -120,7 +123,7 @@ def test_each_part_of_the_tiny_cascade_lies_in_the_package(part: str) -> None:
 
 @pytest.mark.parametrize(("family", "part"), [("sd", "vae"), ("sd", "text_encoder"), ("sdxl", "text_encoder_2")])
 def test_each_part_of_the_tiny_stable_diffusions_lies_in_the_package(family: str, part: str) -> None:
-    (network,) = find_weight_files(f"package:tiny/{family}")
+    (network,) = find_network(f"package:tiny/{family}")
     (file,) = find_weight_files(f"package:tiny/{family}", part=part)
     assert (network.parent.name, network.parents[1].name) == ("unet", family)
     assert (file.parent.name, file.parents[1].name) == (part, family)
@@ -136,19 +139,19 @@ def test_the_packaged_weights_are_small(pattern: str, count: int, most: int) -> 
 
 def test_a_package_without_such_weights_is_refused_with_what_there_is() -> None:
     with pytest.raises(ConfigError, match="model.weights=package:huge: no such file or folder.*or package:tiny"):
-        find_weight_files("package:huge")
+        find_network("package:huge")
 
 
 def test_a_cached_hub_id_is_found_offline(hub_cache: Path) -> None:
     file = cache(hub_cache, "owner/name", f"prior_lite/{WEIGHTS}")
-    assert find_weight_files("owner/name:prior_lite") == [file]
+    assert find_network("owner/name:prior_lite") == [file]
 
 
 def test_a_cached_hub_id_in_shards_is_found_offline(hub_cache: Path) -> None:
     index = cache(hub_cache, "owner/name", f"prior/{WEIGHTS}.index.json")
     index.write_text('{"weight_map": {"a": "one.safetensors", "b": "two.safetensors", "c": "one.safetensors"}}')
     shards = [cache(hub_cache, "owner/name", f"prior/{name}.safetensors") for name in ("one", "two")]
-    assert find_weight_files("owner/name") == shards
+    assert find_network("owner/name") == shards
 
 
 def test_a_single_file_of_a_hub_id_is_found_offline(hub_cache: Path) -> None:
@@ -165,7 +168,7 @@ def test_a_hub_id_that_cannot_be_had_is_refused_with_the_key_and_the_remedy(sour
         f"model.weights={source}: neither a path that exists here nor a hub id.*download it where there is a network"
     )
     with pytest.raises(ConfigError, match=message):
-        find_weight_files(source)
+        find_network(source)
 
 
 def test_a_hub_repository_without_weights_in_the_subfolder_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +180,7 @@ def test_a_hub_repository_without_weights_in_the_subfolder_is_refused(monkeypatc
 
     monkeypatch.setattr(HubSource, "look", answer)
     with pytest.raises(ConfigError, match="owner/name holds no weights in 'decoder'; name the subfolder after a colon"):
-        find_weight_files("owner/name:decoder")
+        find_network("owner/name:decoder")
     assert asked[0] == f"decoder/{WEIGHTS}"
     assert len(asked) == len(set(asked)) > 10
 
@@ -188,7 +191,7 @@ def test_a_hub_that_answers_with_an_error_is_reported_once(monkeypatch: pytest.M
 
     monkeypatch.setattr(HubSource, "look", answer)
     with pytest.raises(ConfigError, match=r"model.weights=owner/name: .*OSError: no route to owner/name"):
-        find_weight_files("owner/name")
+        find_network("owner/name")
 
 
 @pytest.mark.usefixtures("hub_cache")
@@ -230,4 +233,4 @@ def test_an_index_of_the_hub_names_files_beside_it_or_is_refused(hub_cache: Path
     index = cache(hub_cache, "owner/name", "prior/model.safetensors.index.json")
     index.write_text('{"weight_map": {"a": "../../model.safetensors"}}')
     with pytest.raises(ConfigError, match="which is no file of weights beside it"):
-        find_weight_files("owner/name:prior")
+        find_network("owner/name:prior")

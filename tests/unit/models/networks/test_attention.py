@@ -8,9 +8,9 @@ from diffusers.models.attention_processor import Attention
 from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
+from cascade_train.models.cascade.networks.unet import CascadeUNet
 from cascade_train.models.networks import attention
 from cascade_train.models.networks.attention import drop_probabilities, set_attention
-from cascade_train.models.networks.cascade_unet import CascadeUNet
 from tests.unit.models.stages import filled_network, network_inputs
 
 WIDTH, HEADS, P = 32, 4, 0.5

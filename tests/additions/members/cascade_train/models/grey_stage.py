@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from cascade_train.models.cascade.stage_c import StageC
 from cascade_train.models.stage import Images
-from cascade_train.models.stage_c import StageC
 
 
 class GreyStage(StageC):

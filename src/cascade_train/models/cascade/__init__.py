@@ -1,0 +1,1 @@
+"""The stages of Stable Cascade, and all that only they know."""

@@ -1,0 +1,127 @@
+"""Stable Cascade as a family: names of its exports, and what loads them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from cascade_train.models.cascade.formats import names
+from cascade_train.models.family import Draw, Family, Spelling
+from cascade_train.models.formats.weights_tensors import Layout, Shape
+
+if TYPE_CHECKING:
+    from cascade_train.models.lora import StoredLora
+
+USES = {
+    "prior": "`prior/` is Stage C as a pipeline: `StableCascadePriorPipeline.from_pretrained('prior')` of diffusers.",
+    "prior.original.safetensors": "`prior.original.safetensors` is Stage C for the original code and for ComfyUI, as a "
+    "diffusion model.",
+    "decoder": "`decoder/` is Stage B as a pipeline: `StableCascadeDecoderPipeline.from_pretrained('decoder')` of "
+    "diffusers, or with a Stage A that it does not know the network alone.",
+    "decoder.original.safetensors": "`decoder.original.safetensors` is Stage B for the original code and for ComfyUI.",
+    "combined": "`combined/` is the whole cascade: `StableCascadeCombinedPipeline.from_pretrained('combined')` of "
+    "diffusers.",
+    "lora": "`lora/` is a LoRA of Stage C: `PeftModel.from_pretrained(network, 'lora')` of peft, on diffusers' "
+    "`StableCascadeUNet` of the base. New tokens and adapters of the text encoder lie in files of their own beside "
+    "it.",
+    "lora.safetensors": "`lora.safetensors` is a LoRA of Stage C with its tokens in one file, for cascade_train.",
+    "lora.comfyui.safetensors": "`lora.comfyui.safetensors` is a LoRA of Stage C for ComfyUI: put it into "
+    "`models/loras`, and its tokens, if there are any, from `lora.comfyui.embeddings/` into `models/embeddings`.",
+    "lora.kohya.safetensors": "`lora.kohya.safetensors` is a LoRA of Stage C for sd-scripts and ComfyUI.",
+    "lora.original.safetensors": "`lora.original.safetensors` is a LoRA of Stage C for the original code.",
+    "controlnet": "`controlnet/controlnet.safetensors` is a control network of Stage C, in the original's layout.",
+    "vqgan": "`vqgan/` is Stage A: `PaellaVQModel.from_pretrained('vqgan')` of diffusers.",
+    "stage_a": "`stage_a/stage_a.safetensors` is Stage A for the original code and for ComfyUI, as a VAE.",
+    "semantic_compressor": "`semantic_compressor/` is a semantic compressor, for cascade_train.",
+    "previewer": "`previewer/` is a previewer of Stage C's latents, for cascade_train.",
+}
+"""What an export is and what loads it, by its name."""
+
+
+class Cascade(Family):
+    """Stable Cascade: Stage A, B and C."""
+
+    tag = "stable-cascade"
+    parts = ("prior", "decoder")
+    uses = USES
+    in_diffusers = frozenset({"prior", "decoder", "combined", "vqgan"})
+    sizes = MappingProxyType(names.SIZES)
+    lora_formats = ("peft", "single", "comfyui", "kohya", "original")
+
+    def network_class(self) -> Any:
+        """Return diffusers' `StableCascadeUNet`."""
+        from cascade_train.models.cascade.networks.unet import StableCascadeUNet  # heavy: diffusers
+
+        return StableCascadeUNet
+
+    def probe(self, config: Any, draw: Draw) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+        """Return a latent of the smallest size that every level can halve, 4 x 4 of Stage C, and its conditions."""
+        is_stage_c = config.clip_text_in_channels is not None
+        side = 4 if is_stage_c else config.patch_size * 2 ** (len(config.block_out_channels) - 1)
+        latent = draw(1, config.in_channels, side, side)
+        conditions = {"clip_text_pooled": draw(1, 1, config.clip_text_pooled_in_channels)}
+        if is_stage_c:
+            conditions["clip_text"] = draw(1, 5, config.clip_text_in_channels)
+            conditions["clip_img"] = draw(1, 1, config.clip_image_in_channels)
+        else:
+            conditions["effnet"] = draw(1, config.effnet_in_channels, 2, 2)
+        return (latent, torch.full((1,), 0.5, dtype=latent.dtype)), conditions
+
+    def layout(self, config: Mapping[str, Any]) -> Layout:
+        """Return the layout of diffusers' names or the original's."""
+        return names.map_keys
+
+    def part_of(self, config: Mapping[str, Any]) -> str:
+        """Return `prior` for Stage C, `decoder` for Stage B."""
+        return self.parts[config["clip_text_in_channels"] is None]
+
+    def original_state(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return a network's tensors under the original's names."""
+        return names.original_state(state)
+
+    def size_of(self, shapes: Mapping[str, Shape]) -> str | None:
+        """Return the published size that has these tensors."""
+        return names.recognise_size(shapes)
+
+    def adapter_size(self, shapes: Iterable[Shape]) -> tuple[str | None, int]:
+        """Return the published size whose widths stored adapters have, and the width that tells it."""
+        return names.recognise_adapter_size(shapes)
+
+    def spelling(self, format: str, modules: Sequence[str]) -> Spelling:
+        """Return the names of ComfyUI (comfy/lora.py) or of kohya's branch for the cascade (networks/lora.py)."""
+        prefixes = ("lora_prior_unet_", "lora_prior_te_") if format == "comfyui" else ("lora_unet_", "lora_te_")
+        return Spelling(*prefixes, names.foreign_names(modules))
+
+    def spellings(self, modules: Sequence[str]) -> list[Spelling]:
+        """Return the names of ComfyUI and kohya."""
+        return [self.spelling(format, modules) for format in ("comfyui", "kohya")]
+
+    def read_numbered_lora(
+        self,
+        header: Mapping[str, str],
+        tensors: Mapping[str, Tensor],
+        modules: Mapping[str, Shape],
+        filters: Sequence[str] | None,
+        origin: str,
+    ) -> StoredLora | None:
+        """Read the original's layout."""
+        from cascade_train.models.cascade.formats.lora_file_original import is_original, read_original  # not for others
+
+        return read_original(header, tensors, modules, filters, origin) if is_original(tensors) else None
+
+    def write_numbered_lora(
+        self, path: Path, lora: StoredLora, modules: Mapping[str, Shape], metadata: Mapping[str, str]
+    ) -> None:
+        """Write the original's layout."""
+        from cascade_train.models.cascade.formats.lora_file_original import write_original  # not for others
+
+        write_original(path, lora, modules, metadata)
+
+
+CASCADE = Cascade()
+"""What its stages name."""

@@ -1,0 +1,1 @@
+"""Files of weights that only Stable Cascade has."""

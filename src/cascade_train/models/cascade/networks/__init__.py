@@ -1,0 +1,1 @@
+"""Networks of Stable Cascade, from diffusers or beside it."""

@@ -1,0 +1,107 @@
+"""Stage A: images to latents with a codebook, and back.
+
+Must not live here: its losses (tasks/vqgan.py), and Stage A as a frozen part of Stage B (latent_codec.py).
+
+Shape legend: B batch, C channels, H W image or latent size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from cascade_train.models.cascade.family import CASCADE
+from cascade_train.models.cascade.latent_codec import ORIGINAL_NAMES, vq_arguments
+from cascade_train.models.formats.weights import load_module
+from cascade_train.models.initialize import initialise
+from cascade_train.models.stage import AutoencoderStage, Images, Save
+from cascade_train.options import File
+
+
+@dataclass(kw_only=True, eq=False)
+class StageA(AutoencoderStage):
+    """Stage A of Stable Cascade, at any size. It has no captions, and denoises nothing.
+
+    Args:
+        random_encoders: there are none beside the network; here so that `debug=random_weights` fits every model.
+        weights: of the network: hub id, local folder of diffusers, run, or single file, with the original's names or
+            diffusers'; null = from scratch.
+        scale_factor: what latents are divided by for Stage B; written into the export.
+        levels: levels, each of half the resolution; the stride is 2 to this power.
+        bottleneck_blocks: residual blocks at the lowest resolution of the decoder.
+        embed_dim: width at the lowest resolution.
+        latent_channels: channels of the latent.
+        num_vq_embeddings: entries of the codebook.
+
+    Raises:
+        ValueError: an image size that does not divide, or a scale factor that is not above 0.
+    """
+
+    family = CASCADE
+    name = "stage_a"
+    abilities = frozenset({"vq_autoencoder"})
+    part = "vqgan"
+    latent_name = "vq_latent"
+
+    image_size: int
+    precision: Literal["bf16", "fp32"]
+    seed: int
+    random_encoders: bool
+    weights: File[str | None]
+    scale_factor: float
+    levels: int
+    bottleneck_blocks: int
+    embed_dim: int
+    latent_channels: int
+    num_vq_embeddings: int
+
+    def __post_init__(self) -> None:
+        stride = 2**self.levels
+        if self.image_size < stride or self.image_size % stride:
+            raise ValueError(
+                f"model.image_size={self.image_size}: must be a multiple of {stride} pixels, 2 to the power of "
+                "model.levels"
+            )
+        if not self.scale_factor > 0.0:
+            raise ValueError(f"model.scale_factor={self.scale_factor}: latents are divided by it; set it above 0")
+        self.image_multiple = stride
+        self.arguments = vq_arguments(self)
+
+    def build(self, *, device: torch.device, network_dtype: torch.dtype, frozen_dtype: torch.dtype) -> None:
+        """Make the network on the meta device, then load or initialise it on `device`; statistics of norms are fp32."""
+        from cascade_train.models.cascade.networks.vq_network import VQNetwork, vq_rule  # heavy: diffusers
+
+        with torch.device("meta"):
+            network = VQNetwork(**self.arguments)
+        if self.weights is None:
+            initialise(network, vq_rule, device=device, dtype=torch.float32, seed=self.seed)
+        else:
+            where = {"device": device, "key": "model.weights", "part": self.part}
+            load_module(network, self.weights, dtype=torch.float32, renamed=ORIGINAL_NAMES, **where)
+        for parameter in network.parameters():
+            parameter.data = parameter.data.to(network_dtype)
+        self.network = network.train()
+
+    @torch.no_grad()
+    def encode(self, images: Images) -> Tensor:
+        """Encode images (B, 3, H, W) float in [0, 1] to (B, C, H / stride, W / stride) fp32, by the scale factor."""
+        if not isinstance(images, Tensor):
+            raise AssertionError("nothing that Stage A makes of images can be cached")
+        return self.network(images, only="encode") / self.scale_factor
+
+    @torch.no_grad()
+    def decode(self, latent_BCHW: Tensor) -> Tensor:
+        """Decode latents (B, C, H, W), by the scale factor, to (B, 3, stride H, stride W) fp32 in [0, 1]."""
+        return self.network(latent_BCHW * self.scale_factor, only="decode").clamp(0, 1)
+
+    def exports(self) -> Mapping[str, Save]:
+        """Return `vqgan`, a folder that diffusers loads, and `stage_a`, the original's file."""
+        from cascade_train.models.cascade.formats.export_vqgan import save_vqgan  # heavy: diffusers
+
+        save = partial(save_vqgan, self.arguments)
+        return {self.part: save, "stage_a": partial(save, original=True)}

@@ -1,0 +1,100 @@
+"""Stage C: semantic latents from text and, optionally, an image.
+
+Shape legend: B batch, C channels, H W image or latent size, L text tokens, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from cascade_train.models.cascade.denoising import CascadeStage
+from cascade_train.models.cascade.image_encoder import ImageEncoder
+from cascade_train.models.cascade.previewer import Previewer
+from cascade_train.models.stage import Conditions, Images, Save, Tokens, product, to_device
+
+if TYPE_CHECKING:
+    from cascade_train.models.control import Control, ControlOptions
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class StageC(CascadeStage):
+    """Stage C of Stable Cascade, at any size.
+
+    Args:
+        image_encoder: frozen image tower; null = the image condition is always zeros.
+        semantic_compressor: images to latents.
+        previewer: latents to small images.
+    """
+
+    name = "stage_c"
+    abilities = frozenset({"denoising", "text_to_image", "control", "previewer"})
+    part = "prior"
+    frozen_parts = ("text_encoder", "semantic_compressor", "image_encoder", "previewer")
+    widths = (
+        ("in_channels", "semantic_compressor", "latent_channels"),
+        ("clip_text_in_channels", "text_encoder", "hidden_size"),
+        ("clip_text_pooled_in_channels", "text_encoder", "projection_dim"),
+        ("clip_image_in_channels", "image_encoder", "projection_dim"),
+    )
+    encoded_by = "semantic_compressor"
+    decoded_by = "previewer"
+    image_keep_prob = 0.1
+    guidance_scale = 4.0
+    needs_image = False
+    latent_name = "effnet_latent"
+    encodes_nothing = frozenset({"network", "previewer"})
+
+    image_encoder: ImageEncoder | None
+    previewer: Previewer
+
+    def __post_init__(self) -> None:
+        if self.network.clip_text_in_channels is None or self.network.clip_image_in_channels is None:
+            raise ValueError("model.network.clip_text_in_channels and clip_image_in_channels: Stage C needs both")
+        self.image_products = {"effnet_latent": "semantic_compressor"}
+        if self.image_encoder is not None:
+            self.image_products["clip_img"] = "image_encoder"
+        self.caption_products = dict.fromkeys(("clip_text", "clip_text_pooled"), "text_encoder")
+        super().__post_init__()
+
+    def conditions(
+        self,
+        tokens: Tokens,
+        images: Images | None = None,
+        keep_image_B: Tensor | None = None,
+        drawn: Any = None,
+    ) -> Conditions:
+        """Encode captions and images to `clip_text` (B, L, D), `clip_text_pooled` (B, 1, D), `clip_img` (B, 1, D').
+
+        `clip_img` is zeros without images, without an image tower, and for samples that do not keep theirs, which the
+        tower does not see.
+        """
+        made = self._encode_text(tokens)
+        text, pooled = made["clip_text"], made["clip_text_pooled"]
+        kept = list(range(len(text))) if keep_image_B is None else [i for i, k in enumerate(keep_image_B.tolist()) if k]
+        image = text.new_zeros(len(text), 1, self.network_config.clip_image_in_channels)
+        if self.image_encoder is not None and images is not None and kept:
+            rows = to_device(torch.tensor(kept), text.device)
+            chosen = images[rows] if isinstance(images, Tensor) else {"clip_img": images["clip_img"][rows]}
+            image = image.index_copy(0, rows, product(chosen, "clip_img", self.image_encoder.encode).to(text.dtype))
+        return {"clip_text": text, "clip_text_pooled": pooled, "clip_img": image}
+
+    def add_control(self, options: ControlOptions, device: torch.device) -> Control:
+        """Return a control network, see `FeatureControl`."""
+        from cascade_train.models.cascade.control import FeatureControl  # heavy: files of weights
+
+        return FeatureControl(self.network, options, device)
+
+    def exports(self) -> Mapping[str, Save]:
+        """Return `prior`, a folder that diffusers' prior pipeline loads."""
+        return {self.part: self._save}
+
+    def _save(self, state: Mapping[str, Tensor], directory: Path) -> float:
+        from cascade_train.models.cascade.formats.export_pipelines import save_prior  # heavy: files of weights
+
+        return save_prior(self, state, directory)

@@ -1,0 +1,143 @@
+"""The contract of a model family: what all its stages share, and the rest of the program asks for.
+
+A family is one object that its stages and networks name. Must not live here: what a stage does (stage.py).
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from cascade_train.errors import ConfigError
+from cascade_train.models.formats.weights_tensors import Layout, Shape, own_names
+
+if TYPE_CHECKING:
+    from cascade_train.models.lora import StoredLora
+
+Draw = Callable[..., Tensor]
+"""Returns a fixed normal draw of a shape, in the dtype of a network."""
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """How other programs name adapted modules: prefixes, and a module's name -> theirs, with dots."""
+
+    network: str
+    text_encoder: str
+    names: Mapping[str, str]
+
+
+class Family(abc.ABC):
+    """A family of models, without state.
+
+    Attributes:
+        tag: its name on the hub.
+        parts: folders of pipelines and exports that hold a denoising network.
+        uses: a sentence on what an export is and what loads it, by the export's name; for model cards.
+        in_diffusers: exports that a pipeline or model class of diffusers loads.
+        pipelines: classes of diffusers' pipelines that are read as a folder; each with the option of `model=` whose
+            sizes the folder's own replace.
+        sizes: what a published size is called, by its option of `model=`.
+        lora_root: what diffusers' pipelines call the network in files of adapters; None = they load none.
+        lora_formats: formats of adapters, see `export_lora`.
+    """
+
+    tag: ClassVar[str]
+    parts: ClassVar[tuple[str, ...]]
+    uses: ClassVar[Mapping[str, str]]
+    in_diffusers: ClassVar[frozenset[str]]
+    pipelines: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    sizes: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    lora_root: ClassVar[str | None] = None
+    lora_formats: ClassVar[tuple[str, ...]] = ("peft", "single")
+
+    @abc.abstractmethod
+    def network_class(self) -> Any:
+        """Return diffusers' own class of the denoising network."""
+
+    @abc.abstractmethod
+    def probe(self, config: Any, draw: Draw) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+        """Return small fixed inputs of a network of this diffusers config, by which exports are compared."""
+
+    def layout(self, config: Mapping[str, Any]) -> Layout:
+        """Return how the names of a stored network of this diffusers config become its own; by default they are."""
+        return own_names
+
+    def part_of(self, config: Mapping[str, Any]) -> str:
+        """Return which of `parts` holds a network of this diffusers config."""
+        return self.parts[0]
+
+    def original_state(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return a network's tensors under the original code's names; a ConfigError where there are none."""
+        raise ConfigError(f"format=original: networks of {self.tag} have no such format; choose format=diffusers")
+
+    def size_of(self, shapes: Mapping[str, Shape]) -> str | None:
+        """Return the option of `model=` whose network has these tensors, one of `sizes`; None = another size."""
+        return None
+
+    def adapter_size(self, shapes: Iterable[Shape]) -> tuple[str | None, int]:
+        """Return the size whose widths stored adapters have, and the width that tells it; (None, 0) = none."""
+        return None, 0
+
+    def spelling(self, format: str, modules: Sequence[str]) -> Spelling:
+        """Return how a format of `lora_formats` names the modules of a network, which are given in its order."""
+        raise AssertionError(f"{format} is none of the formats of {self.tag}")
+
+    def spellings(self, modules: Sequence[str]) -> list[Spelling]:
+        """Return all ways in which files of adapters may name the modules of a network."""
+        return []
+
+    def read_numbered_lora(
+        self,
+        header: Mapping[str, str],
+        tensors: Mapping[str, Tensor],
+        modules: Mapping[str, Shape],
+        filters: Sequence[str] | None,
+        origin: str,
+    ) -> StoredLora | None:
+        """Read adapters that are stored by position instead of name; None = they are not."""
+        return None
+
+    def write_numbered_lora(
+        self, path: Path, lora: StoredLora, modules: Mapping[str, Shape], metadata: Mapping[str, str]
+    ) -> None:
+        """Write adapters by position, in the format "original"; a ConfigError for what has no place there."""
+        raise AssertionError(f"adapters of {self.tag} are stored by name")
+
+    def read_text_tower(self, source: str, module: nn.Module, *, part: str) -> dict[str, Tensor]:
+        """Return the tensors of a text tower in a file of a whole model, under the names of `module`.
+
+        Raises:
+            ConfigError: the file holds no such tower.
+        """
+        raise ConfigError(
+            f"model.{part}.weights={source}: text towers of {self.tag} are not read from one file; name a folder"
+        )
+
+    def stored_pipeline(self, folder: Path, model: str) -> tuple[list[str], dict[str, Any]]:
+        """Return how a training of a pipeline's folder is composed: overrides, and values by dotted key.
+
+        `model` is the value of `pipelines` for its class.
+
+        Raises:
+            ConfigError: a part or a configuration that is not there, or an architecture that is not built here.
+        """
+        raise AssertionError(f"{self.tag} reads no pipeline whole")
+
+    def save_single_file(self, folder: Path, out: Path, *, dtype: torch.dtype | None) -> float:
+        """Write a folder of one of `pipelines` as one file, replacing `out`; return the largest relative difference.
+
+        `dtype` None = that of the stored weights.
+
+        Raises:
+            ConfigError: no such file for this pipeline.
+            RunError: what was written reads back differently.
+        """
+        raise ConfigError(f"format=single_file: pipelines of {self.tag} are not written as one file. Leave it out.")

@@ -1,0 +1,98 @@
+"""Pipelines of Stable Diffusion out, of a built stage and a plain state dict: folders that diffusers loads.
+
+Must not live here: how they take their place and are compared (export.py), and pipelines of the cascade
+(export_pipelines.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import diffusers
+import torch
+from diffusers import AutoencoderKL, StableDiffusionPipeline, StableDiffusionXLPipeline, UNet2DConditionModel
+from torch import Tensor
+
+from cascade_train.models.formats.export import (
+    build_plain_network,
+    check_equal_tensors,
+    fixed_prediction,
+    quiet,
+    read_back_error,
+    reconstruction,
+    replaced_directory,
+)
+from cascade_train.models.formats.pipeline_parts import copy_on_host, on_host, tokenizer_of_length, tower_of
+from cascade_train.models.stable_diffusion.family import STABLE_DIFFUSION
+
+if TYPE_CHECKING:
+    from cascade_train.models.stable_diffusion.stage import StableDiffusion
+
+
+def save_pipeline(
+    stage: StableDiffusion,
+    state: Mapping[str, Tensor],
+    directory: Path,
+    towers: Mapping[str, Mapping[str, Tensor]] = MappingProxyType({}),
+) -> float:
+    """Write a folder that diffusers' pipeline of the family loads, replacing `directory` at once.
+
+    The built stage's parts go along; what it left out is built. `state` is the network's whole state dict on the host,
+    in the dtype to be written; `towers` are those of text towers that trained. Its scheduler samples as the objective
+    does; where diffusers has none such, the folder holds what trained alone, as `unet/` and the towers. Returns the
+    relative difference of a fixed prediction after reading it back; a RunError leaves `directory` as it was.
+    """
+    stage.complete()
+    network = build_plain_network(STABLE_DIFFUSION, stage.network.config, state)
+    with replaced_directory(directory) as place, quiet():
+        if stage.scheduler is None:
+            network.save_pretrained(place / "unet")
+            for name in towers:
+                _tower(stage, name, network.dtype, towers).save_pretrained(place / name)
+        else:
+            _pipeline(network, stage, dict(stage.scheduler), towers).save_pretrained(place)
+        for name, tower in towers.items():
+            found = type(stage.text_encoders()[name].module).from_pretrained(place / name, dtype=network.dtype)
+            check_equal_tensors({n: v.to(network.dtype) for n, v in tower.items()}, found.state_dict(), directory)
+        loaded = UNet2DConditionModel.from_pretrained(place / "unet", torch_dtype=network.dtype)
+        return read_back_error(network, loaded, directory, partial(fixed_prediction, STABLE_DIFFUSION))
+
+
+def save_vae(config: Mapping[str, Any], state: Mapping[str, Tensor], directory: Path) -> float:
+    """Write a folder that `AutoencoderKL.from_pretrained` loads, as `save_pipeline` does, of these arguments."""
+    with torch.device("meta"):
+        model = AutoencoderKL(**config)
+    model.load_state_dict(dict(state), strict=True, assign=True)
+    model = model.requires_grad_(requires_grad=False).eval()
+    with replaced_directory(directory) as place, quiet():
+        model.save_pretrained(place)
+        loaded = AutoencoderKL.from_pretrained(place, torch_dtype=model.dtype)
+        return read_back_error(model, loaded, directory, reconstruction)
+
+
+def _tower(stage: StableDiffusion, name: str, dtype: torch.dtype, towers: Mapping[str, Mapping[str, Tensor]]) -> Any:
+    """Return a text tower on the host, as it trained or as it is."""
+    module = stage.text_encoders()[name].module
+    return tower_of(module, towers[name], dtype) if name in towers else copy_on_host(module, dtype)
+
+
+def _pipeline(
+    network: UNet2DConditionModel,
+    stage: StableDiffusion,
+    scheduler: dict[str, Any],
+    towers: Mapping[str, Mapping[str, Tensor]],
+) -> Any:
+    kind = getattr(diffusers, scheduler.pop("_class_name"))
+    vae = AutoencoderKL(**stage.vae.arguments)
+    vae.load_state_dict(on_host(stage.vae.module, network.dtype), strict=True, assign=True)
+    parts: dict[str, Any] = {"unet": network, "vae": vae.eval(), "scheduler": kind(**scheduler)}
+    for name, encoder in stage.text_encoders().items():
+        parts[name] = _tower(stage, name, network.dtype, towers)
+        parts[name.replace("text_encoder", "tokenizer")] = tokenizer_of_length(encoder)
+    if "text_encoder_2" in parts:  # the empty caption is encoded, as in training
+        return StableDiffusionXLPipeline(**parts, force_zeros_for_empty_prompt=False, add_watermarker=False)
+    return StableDiffusionPipeline(**parts, safety_checker=None, feature_extractor=None, requires_safety_checker=False)

@@ -1,0 +1,71 @@
+"""A folder of diffusers' pipeline as the configuration that a run on it would have.
+
+Must not live here: where folders lie (formats/weights_source.py), and how weights are read (formats/weights.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from cascade_train.errors import ConfigError
+from cascade_train.files.untrusted import read_json
+from cascade_train.models.stable_diffusion.unet_config import stored_arguments
+
+_TOWER = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "hidden_act", "vocab_size")
+_VAE = ("scaling_factor", "latent_channels", "block_out_channels", "layers_per_block", "norm_num_groups")
+_BETAS = ("beta_schedule", "beta_start", "beta_end", "num_train_timesteps", "rescale_betas_zero_snr")
+
+_EDM = {"sigma_min": 0.002, "sigma_max": 80.0, "sigma_data": 0.5, "rho": 7.0}
+"""Of diffusers' EDM schedulers, with their defaults."""
+
+
+def stored_pipeline(folder: Path, base: str) -> tuple[list[str], dict[str, Any]]:
+    """Return overrides and values by dotted key of a training that would go on from a pipeline's folder.
+
+    `base` is the model whose sizes the folder's own replace.
+
+    Raises:
+        ConfigError: a part or a configuration that is not there, or an architecture that this library does not build.
+    """
+    schedule = _json(folder / "scheduler" / "scheduler_config.json")
+    overrides = [f"model={base}", "task=finetune", f"objective={_objective(schedule)}", "run.name=pipeline"]
+    changed: dict[str, Any] = {"model.weights": str(folder)}
+    network, vae = stored_arguments(_json(folder / "unet" / "config.json")), _json(folder / "vae" / "config.json", _VAE)
+    changed |= {f"model.network.{name}": value for name, value in network.items()}
+    changed |= {f"model.vae.{name}": vae[name] for name in _VAE}
+    changed["model.image_size"] = network["sample_size"] * 2 ** (len(vae["block_out_channels"]) - 1)
+    for number in ("", "_2") if (folder / "text_encoder_2").is_dir() else ("",):
+        tower = _json(folder / f"text_encoder{number}" / "config.json", (*_TOWER, "max_position_embeddings"))
+        own = {name: tower[name] for name in _TOWER} | {"max_tokens": tower["max_position_embeddings"]}
+        own |= {"tokenizer": str(folder), "tokenizer_subfolder": f"tokenizer{number}", "pad_token": None}
+        own |= {"projection_dim": tower.get("projection_dim", 512)} if number else {}
+        changed |= {f"model.text_encoder{number}.{name}": value for name, value in own.items()}
+    return overrides, changed | _noise(schedule)
+
+
+def _json(path: Path, needed: Sequence[str] = ()) -> dict[str, Any]:
+    """Return what a file of a pipeline says; a ConfigError where it is not there, or lacks something that is needed."""
+    if not path.is_file():
+        raise ConfigError(f"from={path.parent}: the pipeline has no {path.name}; copy the whole folder")
+    found = read_json(path.read_bytes())
+    stored: dict[str, Any] = found if isinstance(found, dict) else {}
+    if missing := [name for name in needed if name not in stored]:
+        raise ConfigError(f"{path}: lacks {', '.join(missing)}; save the pipeline by diffusers again")
+    return stored
+
+
+def _noise(schedule: dict[str, Any]) -> dict[str, Any]:
+    """Return the noise levels of a scheduler, by dotted key of the objective."""
+    if "EDM" not in str(schedule.get("_class_name")):
+        return {f"objective.schedule.{name}": schedule[name] for name in _BETAS if name in schedule}
+    low, high, data, power = (schedule.get(name, default) for name, default in _EDM.items())
+    of_schedule = {"objective.schedule.sigma_range": [low, high], "objective.schedule.p": power}
+    return {**of_schedule, "objective.scaling.sigma_data": data}
+
+
+def _objective(schedule: dict[str, Any]) -> str:
+    if "EDM" in str(schedule.get("_class_name")):
+        return "edm_sdxl"
+    return "ddpm_v" if schedule.get("prediction_type") == "v_prediction" else "ddpm"

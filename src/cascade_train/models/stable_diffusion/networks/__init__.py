@@ -1,0 +1,1 @@
+"""Networks of Stable Diffusion, from diffusers."""

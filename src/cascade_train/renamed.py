@@ -1,0 +1,37 @@
+"""Names that components had in earlier versions, by which configurations may still name them."""
+
+from __future__ import annotations
+
+_MODELS, _DIFFUSION = "cascade_train.models", "cascade_train.diffusion"
+
+RENAMED = {
+    **{
+        f"{_MODELS}.{old}": f"{_MODELS}.{new}"
+        for old, new in (
+            ("autoencoder_kl", "stable_diffusion.autoencoder_kl"),
+            ("cascade_unet_config", "cascade.unet_config"),
+            ("condition_unet_config", "stable_diffusion.unet_config"),
+            ("convolutional", "cascade.convolutional"),
+            ("image_encoder", "cascade.image_encoder"),
+            ("latent_codec", "cascade.latent_codec"),
+            ("previewer", "cascade.previewer"),
+            ("semantic_compressor", "cascade.semantic_compressor"),
+            ("stable_diffusion", "stable_diffusion.stage"),
+            ("stage_a", "cascade.stage_a"),
+            ("stage_b", "cascade.stage_b"),
+            ("stage_c", "cascade.stage_c"),
+            ("stage_vae", "stable_diffusion.stage_vae"),
+        )
+    },
+    f"{_DIFFUSION}.noise_condition.StableDiffusionCondition": f"{_DIFFUSION}.noise_condition.ScaledLinearCondition",
+    f"{_DIFFUSION}.schedule.StableDiffusionSchedule": f"{_DIFFUSION}.schedule.ScaledLinearSchedule",
+}
+"""Module or class as it was named -> its name today."""
+
+
+def current_target(target: str) -> str:
+    """Return today's name of the class that a `_target_` names, by any name that it ever had."""
+    if target in RENAMED:
+        return RENAMED[target]
+    module, _, name = target.rpartition(".")
+    return f"{RENAMED[module]}.{name}" if module in RENAMED else target

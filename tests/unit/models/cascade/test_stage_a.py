@@ -1,0 +1,217 @@
+"""Stage A as a stage, and its network against diffusers' own."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers.pipelines.deprecated.wuerstchen.modeling_paella_vq_model import PaellaVQModel
+from safetensors.torch import save_file
+from torch import nn
+
+from cascade_train.errors import ConfigError
+from cascade_train.models.cascade.networks.vq_network import count_codes, revive, unused_since
+from cascade_train.models.image_quality import FeatureDistance, check_installed, image_quality
+from cascade_train.models.initialize import Fill, fill_
+from cascade_train.models.networks.discriminator import build_discriminator
+from tests.unit.models.stages import build_stage, make_stage
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def stage() -> Any:
+    built = build_stage("a_tiny")
+    for name, parameter in built.network.named_parameters():
+        fill_(parameter, Fill(kind="normal", scale=0.1), 0, name)
+    return built
+
+
+@pytest.fixture(scope="module")
+def images() -> torch.Tensor:
+    return torch.rand(2, 3, 32, 48, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def reference(stage: Any) -> PaellaVQModel:
+    model = PaellaVQModel(**stage.arguments).eval()
+    model.load_state_dict(stage.network.state_dict())
+    return model
+
+
+def test_latents_and_pictures_have_their_shapes_and_ranges(stage: Any, images: torch.Tensor) -> None:
+    latent = stage.encode(images)
+    assert tuple(latent.shape[1:]) == stage.latent_shape(32, 48) == (4, 8, 12)
+    picture = stage.decode(50 * latent)
+    assert picture.shape == images.shape
+    assert 0 <= picture.min() < picture.max() <= 1
+    assert not latent.requires_grad
+    assert not picture.requires_grad
+    assert stage.encode(images[:1]).shape == (1, 4, 8, 12)
+
+
+def test_statistics_of_norms_stay_fp32_where_weights_are_bf16(images: torch.Tensor) -> None:
+    stage = make_stage("a_tiny")
+    stage.build(device=CPU, network_dtype=torch.bfloat16, frozen_dtype=torch.bfloat16)
+    assert {parameter.dtype for parameter in stage.network.parameters()} == {torch.bfloat16}
+    buffers = {name: buffer.dtype for name, buffer in stage.network.named_buffers() if buffer.is_floating_point()}
+    assert len(buffers) == 2
+    assert set(buffers.values()) == {torch.float32}
+    exact = make_stage("a_tiny")
+    exact.build(device=CPU, network_dtype=torch.float32, frozen_dtype=torch.float32)
+    torch.testing.assert_close(stage.encode(images), exact.encode(images), rtol=0.1, atol=0.05)
+
+
+def test_the_scale_divides_latents_and_leaves_pictures_alone(stage: Any, images: torch.Tensor) -> None:
+    other = build_stage("a_tiny", {"scale_factor": stage.scale_factor / 2})
+    other.network = stage.network
+    torch.testing.assert_close(other.encode(images), 2 * stage.encode(images))
+    torch.testing.assert_close(other.decode(other.encode(images)), stage.decode(stage.encode(images)))
+
+
+@torch.no_grad()
+def test_the_network_is_that_of_diffusers(stage: Any, images: torch.Tensor, reference: PaellaVQModel) -> None:
+    made = stage.network(images)
+    torch.testing.assert_close(made.latent_BChw, reference.encode(images).latents)
+    torch.testing.assert_close(made.image_BCHW, reference(images).sample)
+    quantised = stage.network(images, quantised_B=torch.tensor([True, False])).image_BCHW
+    expected = reference.decode(made.latent_BChw, force_not_quantize=False).sample
+    torch.testing.assert_close(quantised[0], expected[0])
+    torch.testing.assert_close(quantised[1], made.image_BCHW[1])
+    assert made.code_BChw.shape == made.latent_BChw.shape
+    assert made.index_Bhw.shape == (2, 8, 12)
+
+
+def test_gradients_pass_straight_through_the_codes(stage: Any, images: torch.Tensor) -> None:
+    network = stage.network
+    made = network(images, quantised_B=torch.tensor([True, True]))
+    latent = made.code_BChw.detach().requires_grad_()
+    (at_code,) = torch.autograd.grad(network(latent, only="decode").square().sum(), latent)
+    (at_latent,) = torch.autograd.grad(made.image_BCHW.square().sum(), made.latent_BChw)
+    torch.testing.assert_close(at_latent, at_code, rtol=1e-4, atol=1e-5)
+
+
+def test_a_sample_does_not_depend_on_its_neighbours_in_train_mode(stage: Any, images: torch.Tensor) -> None:
+    stage.network.train()
+    before = {name: buffer.clone() for name, buffer in stage.network.named_buffers()}
+    torch.testing.assert_close(stage.network(images).latent_BChw[:1], stage.network(images[:1]).latent_BChw)
+    assert all(torch.equal(buffer, before[name]) for name, buffer in stage.network.named_buffers())
+
+
+@torch.no_grad()
+def test_compute_in_bf16_comes_near(stage: Any, images: torch.Tensor) -> None:
+    half = copy.deepcopy(stage.network)
+    for parameter in half.parameters():
+        parameter.data = parameter.data.bfloat16()
+    everyone = torch.tensor([True, True])
+    exact, rounded = (network(images, quantised_B=everyone) for network in (stage.network, half))
+    assert rounded.latent_BChw.dtype == rounded.image_BCHW.dtype == rounded.code_BChw.dtype == torch.float32
+    torch.testing.assert_close(rounded.latent_BChw, exact.latent_BChw, rtol=0.05, atol=0.02)
+
+
+def test_recomputation_does_not_change_gradients(stage: Any, images: torch.Tensor) -> None:
+    parameters, gradients = list(stage.network.parameters()), []
+    for enabled in (False, True):
+        stage.set_activation_checkpointing(enabled)
+        made = stage.network(images, quantised_B=torch.tensor([True, False]))
+        loss = made.image_BCHW.square().mean() + made.code_BChw.square().mean()
+        gradients.append(torch.autograd.grad(loss, parameters))
+    stage.set_activation_checkpointing(False)
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    assert all(gradient.any() for gradient in gradients[0])
+
+
+def test_units_are_the_residual_blocks(stage: Any) -> None:
+    assert [type(module).__name__ for (module,) in stage.units()] == ["MixingResidualBlock"] * 6
+    assert stage.frozen_modules() == stage.tokenize(["a"]) == stage.conditions({}) == {}
+    stage.set_attention("math")
+
+
+def test_the_originals_file_and_a_run_load(stage: Any, images: torch.Tensor, tmp_path: Path) -> None:
+    state = stage.network.state_dict()
+    renamed = {name.replace("vquantizer.embedding.", "vquantizer.codebook."): value for name, value in state.items()}
+    save_file(renamed, tmp_path / "stage_a.safetensors")
+    (tmp_path / "export" / "vqgan").mkdir(parents=True)
+    save_file(state, tmp_path / "export" / "vqgan" / "diffusion_pytorch_model.safetensors")
+    for source in (tmp_path / "stage_a.safetensors", tmp_path):
+        loaded = build_stage("a_tiny", {"weights": str(source)})
+        assert torch.equal(loaded.encode(images), stage.encode(images))
+    with pytest.raises(ConfigError, match=r"model.weights=.*not the weights of this model|this model needs"):
+        build_stage("a_tiny", {"weights": str(tmp_path), "embed_dim": 32})
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"image_size": 98}, r"model.image_size=98: .* of 4 pixels, 2 to the power of model.levels"),
+        ({"scale_factor": 0.0}, r"model.scale_factor=0.0: latents are divided by it; set it above 0"),
+    ],
+)
+def test_what_does_not_divide_is_refused(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(Exception, match=message):
+        make_stage("a_tiny", changed)
+
+
+def test_what_a_cache_holds_is_no_picture(stage: Any) -> None:
+    with pytest.raises(AssertionError, match="nothing that Stage A makes of images"):
+        stage.encode({})
+
+
+def test_codes_are_counted_and_dead_ones_revived_in_order() -> None:
+    counts = count_codes(torch.tensor([[0, 2], [2, 2]]), 5)
+    assert counts.tolist() == [1.0, 0.0, 3.0, 0.0, 0.0]
+    unused = unused_since(torch.tensor([4, 1, 7, 0, 1]), counts)
+    assert unused.tolist() == [0, 2, 0, 1, 2]
+    weight = nn.Parameter(torch.zeros(5, 2))
+    left = revive(weight, torch.tensor([0, 2, 0, 1, 2]), torch.tensor([[5.0, 6.0]]), after_steps=2)
+    assert weight.tolist() == [[0, 0], [5, 6], [0, 0], [0, 0], [0, 0]]
+    assert left.tolist() == [0, 0, 0, 1, 2]
+
+
+def test_a_discriminator_scores_patches_sample_by_sample() -> None:
+    discriminator = build_discriminator(channels=8, layers=2, seed=0, device=CPU)
+    images = torch.rand(2, 3, 20, 32)
+    scores = discriminator(images)
+    assert scores.shape == (2, 5, 8)
+    torch.testing.assert_close(discriminator(images[:1]), scores[:1])
+    again = build_discriminator(channels=8, layers=2, seed=0, device=CPU)
+    assert torch.equal(again(images), scores)
+
+
+def test_quality_is_that_of_its_definition() -> None:
+    original = torch.full((2, 3, 16, 16), 0.5)
+    image = original.clone()
+    image[1] += 0.1
+    quality = image_quality(image, original)
+    assert quality["psnr"].tolist() == pytest.approx([100.0, 20.0], abs=1e-3)
+    assert quality["ssim"][0] == pytest.approx(1.0)
+    assert quality["ssim"][1] == pytest.approx((2 * 0.5 * 0.6 + 1e-4) / (0.25 + 0.36 + 1e-4), abs=1e-3)
+
+
+def test_a_missing_library_of_metrics_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cascade_train.models.image_quality.find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=r"pip install --editable '\.\[metrics\]'"):
+        check_installed()
+
+
+def test_the_distance_of_features_is_zero_at_the_original_and_has_a_gradient(tmp_path: Path) -> None:
+    from torchvision.models.vgg import cfgs, make_layers
+
+    torch.manual_seed(0)
+    state = {f"features.{name}": value for name, value in make_layers(cfgs["D"]).state_dict().items()}
+    save_file(state, tmp_path / "vgg.safetensors")
+    distance = FeatureDistance(str(tmp_path / "vgg.safetensors"), device=CPU)
+    images = torch.rand(2, 3, 16, 24)
+    assert distance(images, images).tolist() == [0.0, 0.0]
+    other = torch.rand(2, 3, 16, 24, requires_grad=True)
+    found = distance(other, images)
+    assert found.shape == (2,)
+    assert (found > 0).all()
+    found.sum().backward()
+    assert other.grad.abs().sum() > 0
+    save_file({"features.0.weight": state["features.0.weight"]}, tmp_path / "part.safetensors")
+    with pytest.raises(ConfigError, match=r"objective.perceptual.weights=.*features.0.bias of VGG-16 is not there"):
+        FeatureDistance(str(tmp_path / "part.safetensors"), device=CPU)
