@@ -33,6 +33,7 @@ from cascade_train.models.formats.lora_files import (
 )
 from cascade_train.models.formats.lora_files_keyed import write_keyed, write_token_files
 from cascade_train.models.formats.lora_files_original import write_original
+from cascade_train.models.formats.model_spec import model_spec
 from cascade_train.models.formats.weights_tensors import is_condition_unet
 from cascade_train.models.lora import LoraSpec, StoredLora, adapted_modules, magnitude_factor
 
@@ -75,12 +76,13 @@ def export_lora(
     *,
     format: str,
     metadata: Mapping[str, str],
+    title: str = "LoRA",
 ) -> float:
     """Write adapters of a network, which may lie on meta, in one of `LORA_FORMATS`, replacing `out`.
 
     `out` is a folder for "peft", else a file that ends in `.safetensors`. Trained tokens are written as embeddings in
     `<stem>.embeddings` where the format has no place for them; for anything else it has none for, a ConfigError.
-    `metadata` is added to the header. What reads back differently is a RunError.
+    `metadata` is added to the header, of "comfyui" and "kohya" with `title` and what else `model_spec` says. What reads back differently is a RunError.
     """
     if format in ("comfyui", "original") and is_condition_unet(network.config):
         raise ConfigError(
@@ -89,10 +91,17 @@ def export_lora(
     if format == "peft":
         return save_lora(lora, network.config, out, metadata)
     modules, keyed = module_shapes(network), format in ("comfyui", "kohya")
+    if keyed and lora.tokens is not None and is_condition_unet(network.config) and not all(lora.tokens.is_new):
+        known = [name for name, is_new in zip(lora.tokens.strings, lora.tokens.is_new, strict=True) if not is_new]
+        raise ConfigError(
+            f"format={format}: has no place for tokens of the vocabulary that were trained ({', '.join(known)}), only "
+            "for new ones; use format=single or peft, which hold them"
+        )
     with replaced_file(out) as partial:
         if keyed:
             is_xl = format == "kohya" and network.config.get("addition_embed_type") is not None
-            write_keyed(partial, lora, metadata, style="kohya_sdxl" if is_xl else format, modules=modules)
+            spec = model_spec(network.config, title, is_lora=True)
+            write_keyed(partial, lora, {**metadata, **spec}, style="kohya_sdxl" if is_xl else format, modules=modules)
         elif format == "original":
             write_original(partial, lora, modules, metadata)
         else:

@@ -10,24 +10,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from cascade_train.errors import ConfigError
 from cascade_train.files.untrusted import read_json
 from cascade_train.models.formats.export import check_equal_tensors, quiet, replaced_file
+from cascade_train.models.formats.model_spec import model_spec
 from cascade_train.models.formats.original_names import clip_tensors, open_clip_tensors, unet_tensors, vae_tensors
 from cascade_train.models.formats.single_file import TOWERS, UNET, VAE, read_text_tower, read_vae, unet_layout
 from cascade_train.models.formats.weights import open_weights
+from cascade_train.models.formats.weights_tensors import write_tensors
 
 OPEN_CLIP_WIDTH = 1024
 """Hidden size of the text tower of Stable Diffusion 2, which is OpenCLIP's; 1.x has another."""
 
 
-def save_single_file(folder: Path, out: Path, *, dtype: torch.dtype | None) -> float:
+def save_single_file(folder: Path, out: Path, *, dtype: torch.dtype | None, title: str = "Checkpoint") -> float:
     """Write the pipeline in a folder of diffusers as one file, replacing `out`; return 0, its error.
 
-    `dtype` None = as the tensors are stored. Each part is read back by diffusers' converters and compared bit for bit
+    `dtype` None = as the tensors are stored; `title` is for the header. Each part is read back by diffusers' converters and compared bit for bit
     (RunError). The scheduler has no place in such a file.
 
     Raises:
@@ -45,10 +46,16 @@ def save_single_file(folder: Path, out: Path, *, dtype: torch.dtype | None) -> f
         named = (open_clip_tensors if of_sd2 or name == "text_encoder_2" else clip_tensors)(parts[name])
         whole |= {f"{TOWERS[name][-1 if is_xl else 0]}{each}": tensor for each, tensor in named.items()}
     with replaced_file(out) as partial, quiet():
-        save_file({name: tensor.contiguous() for name, tensor in whole.items()}, partial, metadata={"format": "pt"})
+        write_tensors(partial, whole, {"format": "pt", **_header(folder, title)})
         for name, state in parts.items():
             check_equal_tensors(state, _read_back(folder, name, partial), out)
     return 0.0
+
+
+def _header(folder: Path, title: str) -> dict[str, str]:
+    schedule = folder / "scheduler" / "scheduler_config.json"
+    prediction = dict(read_json(schedule.read_bytes())).get("prediction_type") if schedule.is_file() else None
+    return model_spec(part_config(folder, "unet"), title, is_lora=False, prediction=prediction)
 
 
 def _has_weights(path: Path) -> bool:

@@ -94,11 +94,10 @@ def write_keyed(
             magnitude = state.get(f"{name}.lora_magnitude_vector.weight")
             if magnitude is not None:
                 tensors[f"{stem}.dora_scale"] = magnitude.reshape(-1, *[1] * (up.ndim - 1))
-    header = {  # what other programs look for: kohya's `ss_` keys, Stability's modelspec
+    header = {  # what kohya's programs look for
         "ss_network_module": "networks.lora",
         "ss_network_dim": str(lora.spec.rank),
         "ss_network_alpha": str(lora.spec.alpha),
-        "modelspec.architecture": f"{'stable-diffusion' if is_of_unet(lora.spec.targets) else 'stable-cascade'}/lora",
         "base_size": lora.spec.base_size or "",
     }
     write_tensors(path, tensors, {**metadata, **header})
