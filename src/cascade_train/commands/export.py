@@ -165,7 +165,9 @@ def _single_file(args: ExportArgs, source: str, out: Path) -> list[str]:
             f"format={SINGLE_FILE}: from={source} holds no pipeline of Stable Diffusion, and nothing else is written "
             "so. Name a run of task=finetune, its export, or a pipeline's folder."
         )
-    print_error(out / name, save_single_file(folder, out / name, dtype=DTYPES.get(args.dtype or ""), title=_title(source)))
+    print_error(
+        out / name, save_single_file(folder, out / name, dtype=DTYPES.get(args.dtype or ""), title=_title(source))
+    )
     return [name]
 
 

@@ -82,7 +82,8 @@ def export_lora(
 
     `out` is a folder for "peft", else a file that ends in `.safetensors`. Trained tokens are written as embeddings in
     `<stem>.embeddings` where the format has no place for them; for anything else it has none for, a ConfigError.
-    `metadata` is added to the header, of "comfyui" and "kohya" with `title` and what else `model_spec` says. What reads back differently is a RunError.
+    `metadata` is added to the header, of "comfyui" and "kohya" with `title` and what else `model_spec`
+    says. What reads back differently is a RunError.
     """
     if format in ("comfyui", "original") and is_condition_unet(network.config):
         raise ConfigError(

@@ -5,6 +5,7 @@ Must not live here: the names (original_names.py), and how such a file is read (
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from cascade_train.models.formats.single_file import TOWERS, UNET, VAE, read_tex
 from cascade_train.models.formats.weights import open_weights
 from cascade_train.models.formats.weights_tensors import write_tensors
 
+log = logging.getLogger(__name__)
+
 OPEN_CLIP_WIDTH = 1024
 """Hidden size of the text tower of Stable Diffusion 2, which is OpenCLIP's; 1.x has another."""
 
@@ -28,8 +31,8 @@ OPEN_CLIP_WIDTH = 1024
 def save_single_file(folder: Path, out: Path, *, dtype: torch.dtype | None, title: str = "Checkpoint") -> float:
     """Write the pipeline in a folder of diffusers as one file, replacing `out`; return 0, its error.
 
-    `dtype` None = as the tensors are stored; `title` is for the header. Each part is read back by diffusers' converters and compared bit for bit
-    (RunError). The scheduler has no place in such a file.
+    `dtype` None = as the tensors are stored; `title` is for the header. Each part is read back by diffusers'
+    converters and compared bit for bit (RunError). The scheduler has no place in such a file.
 
     Raises:
         ConfigError: a part that is not there or cannot be read.
@@ -45,6 +48,8 @@ def save_single_file(folder: Path, out: Path, *, dtype: torch.dtype | None, titl
         of_sd2 = not is_xl and part_config(folder, name)["hidden_size"] == OPEN_CLIP_WIDTH
         named = (open_clip_tensors if of_sd2 or name == "text_encoder_2" else clip_tensors)(parts[name])
         whole |= {f"{TOWERS[name][-1 if is_xl else 0]}{each}": tensor for each, tensor in named.items()}
+    if is_xl and len({part_config(folder, name)["hidden_size"] for name in TOWERS}) == 1:
+        log.warning("%s: both text towers have one width, by which diffusers' from_single_file tells them apart.", out)
     with replaced_file(out) as partial, quiet():
         write_tensors(partial, whole, {"format": "pt", **_header(folder, title)})
         for name, state in parts.items():

@@ -31,7 +31,9 @@ def model_spec(
         side = _SD_STRIDE * network_config["sample_size"]
         is_xl = network_config.get("addition_embed_type") is not None
         is_v2 = not is_xl and network_config["cross_attention_dim"] == _SD2_WIDTH
-        is_v = prediction == "v_prediction" or (prediction is None and is_v2 and network_config["sample_size"] == _V_SIDE)
+        is_v = prediction == "v_prediction" or (
+            prediction is None and is_v2 and network_config["sample_size"] == _V_SIDE
+        )
         of_v2 = "stable-diffusion-v2-768-v" if is_v else "stable-diffusion-v2-512"
         architecture = "stable-diffusion-xl-v1-base" if is_xl else of_v2 if is_v2 else "stable-diffusion-v1"
         implementation = "diffusers" if is_lora and not is_xl else _GENERATIVE_MODELS
