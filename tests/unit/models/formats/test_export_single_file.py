@@ -9,13 +9,14 @@ import pytest
 import torch
 from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
 from diffusers.loaders.single_file_utils import convert_ldm_unet_checkpoint
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from cascade_train.errors import ConfigError, RunError
 from cascade_train.models.formats import export_single_file
 from cascade_train.models.formats.export_single_file import save_single_file
 from cascade_train.models.formats.original_names import unet_modules
 from cascade_train.models.formats.weights_source import find_pipeline
+from cascade_train.models.formats.weights_tensors import write_tensors
 from tests.unit.models.stages import build_stage, make_stage, random_weights
 
 KINDS = {"sd_tiny": StableDiffusionPipeline, "sdxl_tiny": StableDiffusionXLPipeline}
@@ -121,7 +122,7 @@ def test_what_is_missing_or_damaged_is_said(
 
     def damaged(file: Path, tensors: dict[str, Any], metadata: dict[str, str]) -> None:
         first = next(iter(tensors))
-        save_file({**tensors, first: tensors[first] + 1}, file, metadata=metadata)
+        write_tensors(file, {**tensors, first: tensors[first] + 1}, metadata)
 
     monkeypatch.setattr(export_single_file, "write_tensors", damaged)
     with pytest.raises(RunError, match="reads back differently from what was written"):
