@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
@@ -26,19 +26,23 @@ class Hub:
 
     `files` are its contents by name; those above `lfs_bytes` are announced by SHA-256, others by git's SHA-1. `faults`
     are answered one by one instead of the next requests for a file's content: a number of bytes after which the
-    connection is cut, "wrong" bytes, or (status, headers). `refusal` is the answer to everything. `pushed` holds what
-    came by commits, by repository and name, and `made` what was asked for new repositories.
+    connection is cut, "wrong" bytes, an "endless" body, or (status, headers). `headers` replace those that announce a
+    file. `refusal` is the answer to everything. `pushed` holds what
+    came by commits, by repository and name, `made` what was asked for new repositories, and `endless` counts the bytes
+    of endless bodies that were taken.
     """
 
     files: dict[str, bytes]
     lfs_bytes: int = 1000
     commit: str = COMMIT
     faults: deque[Any] = field(default_factory=deque)
+    headers: dict[str, str] = field(default_factory=dict)
     refusal: tuple[int, dict[str, str]] | None = None
     requests: list[tuple[str, str, str | None]] = field(default_factory=list)
     made: list[dict[str, Any]] = field(default_factory=list)
     pushed: dict[str, dict[str, bytes]] = field(default_factory=dict)
     stored: dict[str, bytes] = field(default_factory=dict)
+    endless: int = 0
     url: str = ""
 
     def etag(self, content: bytes) -> str:
@@ -80,7 +84,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_HEAD(self) -> None:
         if (content := self.found()) is not None:
             headers = {"ETag": f'"{self.hub.etag(content)}"', "X-Repo-Commit": self.hub.commit}
-            self.answer(200, headers | {"Content-Length": str(len(content)), "Accept-Ranges": "bytes"})
+            headers |= {"Content-Length": str(len(content)), "Accept-Ranges": "bytes"}
+            self.answer(200, headers | self.hub.headers)
 
     def do_GET(self) -> None:
         if (content := self.found()) is None:
@@ -89,11 +94,21 @@ class Handler(BaseHTTPRequestHandler):
         if isinstance(fault, tuple):
             self.answer(*fault)
             return
+        if fault == "endless":
+            self.answer_without_end()
+            return
         first = int((self.headers.get("Range") or "bytes=0-").removeprefix("bytes=").partition("-")[0])
         ranged = {"Content-Range": f"bytes {first}-{len(content) - 1}/{len(content)}"} if first else {}
         self.answer(206 if first else 200, {"Content-Length": str(len(content) - first), **ranged})
         rest = bytes(len(content) - first) if fault == "wrong" else content[first:]
         self.wfile.write(rest[:fault] if isinstance(fault, int) else rest)
+
+    def answer_without_end(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        with suppress(ConnectionError):
+            for _ in range(2000):  # which a client that does not stop would take all
+                self.hub.endless += self.wfile.write(bytes(10_000))
 
     def do_POST(self) -> None:
         """Take a new repository, and the four requests of an upload: the card, modes, large files, the commit."""

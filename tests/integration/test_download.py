@@ -189,6 +189,15 @@ def test_a_cut_for_good_ends_with_code_2_and_the_next_call_completes_it(
     assert launch(["download", *NEEDS]) == 0
 
 
+def test_what_has_no_hash_in_the_cache_is_not_called_compared(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_SYMLINKS", True)
+    assert launch(["download", "c_tiny", f"model.weights={PINNED}:prior"]) == 0
+    said = capsys.readouterr().out
+    assert "0 files are here and match their hashes; 1 more are here, but the cache holds no hash" in said
+
+
 def test_models_without_files_of_the_hub_need_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     every_tiny = sorted(name for name in option_targets("model") if name.endswith("_tiny"))
     assert every_tiny == ["a_tiny", "b_tiny", "c_tiny", "sd_tiny", "sdxl_tiny", "vae_tiny"]

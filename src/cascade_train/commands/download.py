@@ -20,7 +20,7 @@ from cascade_train.config.launch import parser
 from cascade_train.config.overrides import searching
 from cascade_train.config.targets import class_constant
 from cascade_train.errors import ConfigError
-from cascade_train.files.hub import free_bytes, unavailable
+from cascade_train.files.hub import HubSource, announced_hash, free_bytes, unavailable
 from cascade_train.files.web import WebFile
 from cascade_train.models.formats.weights_source import WeightsSpec, hub_names, local_path
 from cascade_train.results.evaluation.published import NETWORKS
@@ -48,7 +48,7 @@ class _Item:
     size: int
     is_here: bool
     origin: str
-    fetch: Callable[[], Path]
+    fetch: Callable[[], bool]  # returns whether there is a hash that it was compared with
     disk: tuple[Path, int]  # the folder that it goes to, and the room there
 
 
@@ -72,14 +72,15 @@ def download(args: DownloadArgs, rest: list[str]) -> int:
             )
     if args.dry_run:
         return 0
+    compared = 0
     for item in items:
         try:
-            item.fetch()
-        except ConfigError:
-            raise
+            compared += item.fetch()
         except Exception as error:  # of the client or the network
             raise unavailable(item.origin, error) from error
-    sys.stdout.write(f"{len(items)} files are here and match their hashes; HF_HUB_OFFLINE=1 works from now on.\n")
+    unknown = len(items) - compared
+    left = f" {unknown} more are here, but the cache holds no hash to compare them with;" if unknown else ""
+    sys.stdout.write(f"{compared} files are here and match their hashes;{left} HF_HUB_OFFLINE=1 works from now on.\n")
     for name in [word for word in rest if word in NETWORKS]:
         sys.stdout.write(f"evaluate takes {name} as {_argument(name)}\n")
     return 0
@@ -120,9 +121,13 @@ def _of_hub(spec: WeightsSpec) -> Iterator[_Item]:
             size=info.file_size or 0,
             is_here=info.is_cached,
             origin=origin,
-            fetch=partial(source.fetch, name, verify=True),
+            fetch=partial(_fetch, source, name),
             disk=free_bytes(),
         )
+
+
+def _fetch(source: HubSource, name: str) -> bool:
+    return announced_hash(source.fetch(name, verify=True)) is not None
 
 
 def _of_web(key: str, file: WebFile) -> _Item:
@@ -132,7 +137,9 @@ def _of_web(key: str, file: WebFile) -> _Item:
     except OSError as error:
         raise unavailable(origin, error) from error
     disk = file.path.parent, file.free_bytes()
-    return _Item(file.url, size, is_here=file.path.is_file(), origin=origin, fetch=file.fetch, disk=disk)
+    return _Item(
+        file.url, size, is_here=file.path.is_file(), origin=origin, fetch=lambda: file.fetch().is_file(), disk=disk
+    )
 
 
 def _argument(name: str) -> str:

@@ -69,7 +69,7 @@ class ExportArgs(WeightsArgs):
         super().__post_init__()
         for name in self.formats():
             if name not in NETWORK | LORA | {COMBINED: COMBINED}:
-                raise ConfigError(f"format={name} is unknown.{did_you_mean(name, [*NETWORK, *LORA, COMBINED])}")
+                raise ConfigError(f"format={name} is unknown.{did_you_mean(name, [*(NETWORK | LORA), COMBINED])}")
         if self.push is not None and (parse_source(self.push) or HubSource("", None, "-")).repo != self.push:
             raise ConfigError(f"push={self.push} is no repository of the hub. Write it user/name.")
         self._check_combined()
@@ -167,8 +167,16 @@ def _single_file(args: ExportArgs, source: str, out: Path) -> list[str]:
             "task=finetune on a model that has one, its export, or a pipeline's folder."
         )
     family, folder, _ = found
-    print_error(out / name, family.save_single_file(folder, out / name, dtype=DTYPES.get(args.dtype or "")))
+    save, dtype = family.save_single_file, DTYPES.get(args.dtype or "")
+    print_error(out / name, save(folder, out / name, dtype=dtype, title=_title(source)))
     return [name]
+
+
+def _title(source: str) -> str:
+    """Return what a file calls itself: the run, or the folder or file, that it was made from."""
+    from cascade_train.results.find import run_of
+
+    return (run_of(Path(source)) or Path(source)).absolute().stem
 
 
 def _convert(args: ExportArgs, formats: list[str], source: str, out: Path) -> list[str]:
@@ -190,7 +198,7 @@ def _convert(args: ExportArgs, formats: list[str], source: str, out: Path) -> li
         lora = read_lora(source, key="from", family=network.family, modules=modules, module_filters=filters)
         for name in formats:
             path = out / names[name]
-            print_error(path, export_lora(lora, network, path, format=name, metadata={}))
+            print_error(path, export_lora(lora, network, path, format=name, metadata={}, title=_title(source)))
         return [names[name] for name in formats]
     config = network_config(network)
     state = load_state(network, source, dtype=DTYPES.get(args.dtype or ""), key="from")

@@ -12,16 +12,24 @@ import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from tempfile import TemporaryDirectory
+from threading import Thread
+from typing import TYPE_CHECKING, Any
 
 from cascade_train.errors import ConfigError
+from cascade_train.redaction import LONGEST_NAME, shortened
 
 if TYPE_CHECKING:
     from huggingface_hub import DryRunFileInfo
 
 _SOURCE = re.compile(r"(?!.*\.\.)(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?(:(?P<inside>[\w./-]+))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_ETAG = re.compile(r'(W/)?"?([0-9a-f]{40}|[0-9a-f]{64})"?')
+_SECONDS = 5.0
+"""How long a hub may take to answer at all, before the first download."""
+
 _LOG_IN = "log in (hf auth login, or HF_TOKEN in the environment)"
 _REMEDIES = {
     "GatedRepoError": f"accept its terms at {{url}}, then {_LOG_IN}",
@@ -64,21 +72,26 @@ class HubSource:
         path = self._cache() / "snapshots" / (self.commit or "-")
         return path if path.is_dir() else None
 
-    def look(self, name: str, *, cached_only: bool = False) -> DryRunFileInfo | None:
+    def look(self, name: str, *, cached_only: bool = False, cache_dir: str | None = None) -> DryRunFileInfo | None:
         """Return size and place of a file without fetching it; None = the repository has none of that name.
 
         Raises:
             LocalEntryNotFoundError: it is not in the cache, and the hub cannot be asked.
             Exception: another error of the client.
         """
-        from huggingface_hub import _CACHED_NO_EXIST, hf_hub_download, try_to_load_from_cache
+        from huggingface_hub import _CACHED_NO_EXIST, constants, hf_hub_download, try_to_load_from_cache
         from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
-        _log_as_others()
-        if try_to_load_from_cache(self.repo, name, revision=self.asked) is _CACHED_NO_EXIST:
+        _prepare_client()
+        cached = try_to_load_from_cache(self.repo, name, revision=self.asked, cache_dir=cache_dir)
+        if cached is _CACHED_NO_EXIST:
             return None
+        if cached is None and not cached_only:
+            _reach(constants.ENDPOINT)
         try:
-            return hf_hub_download(self.repo, name, revision=self.asked, local_files_only=cached_only, dry_run=True)
+            return hf_hub_download(
+                self.repo, name, revision=self.asked, cache_dir=cache_dir, local_files_only=cached_only, dry_run=True
+            )
         except LocalEntryNotFoundError:
             raise
         except EntryNotFoundError:
@@ -87,31 +100,49 @@ class HubSource:
     def fetch(self, name: str, *, verify: bool = False) -> Path:
         """Return the path of a file in the cache, downloaded and checked against its hash if it is not there.
 
-        `verify`: what is there is checked too, and downloaded again where it is damaged.
+        `verify`: what is there is checked too, and replaced by a new download where it is damaged.
 
         Raises:
-            ConfigError: the hub sent another content than it announced; it is removed.
+            ConfigError: the hub sent other or more content than it announced; it is not kept.
             Exception: an error of the client.
         """
+        there = (self.folder() or self._cache()) / name
+        is_here = there.is_file()
+        is_new, path = False, there
+        if not (is_here and _COMMIT.fullmatch(self.asked)):
+            is_new, path = self._download(name)
+        if is_here and path == there and not verify:
+            return path
+        if (fault := find_fault(path)) and is_new:
+            _remove(path)
+            raise self._mismatch(name, fault)
+        if fault:
+            self._replace(path, name)
+        return path
+
+    def _download(self, name: str, cache_dir: str | None = None) -> tuple[bool, Path]:
+        """Return whether the content came now, and the path that it has in the cache."""
         from huggingface_hub import hf_hub_download
 
-        _log_as_others()
-        there = (self.folder() or self._cache()) / name
-        if verify and there.is_file() and find_fault(there) is not None:
-            _remove(there)
-        is_here = there.is_file()
-        if is_here and _COMMIT.fullmatch(self.asked):
-            return there
-        path = Path(hf_hub_download(self.repo, name, revision=self.asked))
-        if is_here and path == there:
-            return path
-        if fault := find_fault(path):
-            _remove(path)
-            raise ConfigError(
-                f"{self.repo}:{name}: what came is not what the hub announced ({fault}) and was removed; download it "
-                "again, and if that does not help, look for a proxy or mirror (HF_ENDPOINT) that changes files"
-            )
-        return path
+        info = self.look(name, cache_dir=cache_dir)
+        bar = _bounded_bar(f"{self.repo}:{name}", None if info is None else info.file_size)
+        path = hf_hub_download(self.repo, name, revision=self.asked, cache_dir=cache_dir, tqdm_class=bar)
+        return info is None or not info.is_cached, Path(path)
+
+    def _replace(self, damaged: Path, name: str) -> None:
+        """Download a file beside the cache, and put it into the place of a damaged one if it is what that should be."""
+        with TemporaryDirectory(dir=self._cache().parent) as beside:
+            _, path = self._download(name, beside)
+            fault = find_fault(path)
+            if fault or announced_hash(path) != announced_hash(damaged):
+                raise self._mismatch(name, fault or "another file than the damaged one in the cache")
+            (path.parent / path.readlink()).replace(damaged.parent / damaged.readlink())
+
+    def _mismatch(self, name: str, fault: str) -> ConfigError:
+        return ConfigError(
+            f"{self.repo}:{name}: checksum mismatch of the download ({fault}), which was removed; download it again, "
+            "and if that does not help, look for a proxy or mirror (HF_ENDPOINT) that changes files"
+        )
 
     def _cache(self) -> Path:
         from huggingface_hub import constants
@@ -147,9 +178,85 @@ def find_fault(path: Path) -> str | None:
     return None if found == expected else f"its hash is {found[:12]}…, not {expected[:12]}…"
 
 
-def _log_as_others() -> None:
-    """Take away the client's own handler: it shows, with all secrets, what the root's handler shows too."""
+def _prepare_client() -> None:
+    """Have the client's answers checked, and take away its own handler: it shows, with all secrets, what others do."""
     logging.getLogger("huggingface_hub").handlers.clear()
+    _check_answers()
+
+
+@cache
+def _check_answers() -> None:
+    from huggingface_hub import set_client_factory
+    from huggingface_hub.utils import _http
+
+    factory = _http._GLOBAL_CLIENT_FACTORY  # the user's, if there is one
+
+    def client() -> Any:
+        made = factory()
+        made.event_hooks["response"].append(_check_answer)
+        return made
+
+    set_client_factory(client)
+
+
+def _check_answer(answer: Any) -> None:
+    """Refuse a commit or an ETag that is no hash: the client names folders and files by them."""
+    headers = answer.headers
+    if answer.url.host != "huggingface.co":
+        headers.pop("X-Xet-Hash", None)  # of Xet's servers, which the hub names, the client bounds no download
+    commit, etag = headers.get("X-Repo-Commit"), headers.get("X-Linked-Etag") or headers.get("ETag")
+    if answer.request.method != "HEAD" or commit is None:  # without a commit the client takes nothing
+        return
+    wrong = [commit] if not _COMMIT.fullmatch(commit) else []
+    if wrong or (answer.status_code < 400 and etag is not None and not _ETAG.fullmatch(etag)):
+        raise ConfigError(
+            f"{answer.url}: the hub announces {shortened((wrong or [etag])[0], LONGEST_NAME)!r} where a hash belongs; "
+            "nothing was written. Let HF_ENDPOINT name a hub or mirror that announces SHA-1 or SHA-256, or unset it"
+        )
+
+
+@cache
+def _reach(endpoint: str) -> None:
+    """Return once a hub answers; a LocalEntryNotFoundError soon if not: the client would try for half a minute."""
+    from huggingface_hub import get_session
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    errors: list[Exception] = [TimeoutError(f"no answer from {endpoint} within {_SECONDS:.0f} s")]
+
+    def ask() -> None:
+        try:
+            get_session().head(endpoint, timeout=_SECONDS)
+            errors.clear()
+        except Exception as error:  # of the client or the network
+            errors[:] = [error]
+
+    asking = Thread(target=ask, daemon=True)  # since a look-up of names has no timeout
+    asking.start()
+    asking.join(_SECONDS)
+    if errors:
+        raise LocalEntryNotFoundError(f"{endpoint} cannot be reached") from errors[0]
+
+
+def _bounded_bar(where: str, size: int | None) -> type[Any]:
+    """Return a progress bar of the client that ends a download above its size; None = what its answer announces."""
+    from huggingface_hub.utils import tqdm
+
+    class Bar(tqdm):
+        def __init__(self, *given: Any, **options: Any) -> None:
+            super().__init__(*given, **options)
+            self.left = (options["total"] or 0) if size is None else size
+            self.is_bound = "bar_format" not in options  # else one of Xet's two, which counts other bytes too
+
+        def update(self, n: float | None = 1) -> bool | None:
+            self.left -= int(n or 0)
+            if self.is_bound and self.left < 0:
+                raise ConfigError(
+                    f"{where}: more came than the {size} bytes that the hub announced; it was removed. Look for a "
+                    "proxy or mirror (HF_ENDPOINT) that changes files"
+                )
+            return super().update(n)
+
+    return Bar
 
 
 def _remove(path: Path) -> None:
@@ -169,6 +276,8 @@ def free_bytes() -> tuple[Path, int]:
 
 def unavailable(origin: str, error: Exception) -> ConfigError:
     """Return what a user reads of an error of the client; `origin` is the key with its value."""
+    if isinstance(error, ConfigError):
+        return ConfigError(f"{origin}: {error}")
     if type(error).__name__ == "LocalEntryNotFoundError" and isinstance(error.__cause__, Exception):
         error = error.__cause__  # why the hub could not be asked
     response = getattr(error, "response", None)

@@ -10,7 +10,6 @@ import os
 import shutil
 import urllib.request
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from cascade_train.errors import ConfigError
@@ -74,10 +73,12 @@ class WebFile:
         return self.path
 
     def _download(self, target: Path) -> str:
-        """Write the content to a file, and return its SHA-256."""
+        """Write the content to a file, and return its SHA-256; at most what its address announces."""
         digest = hashlib.sha256()
         with urllib.request.urlopen(self.url, timeout=SECONDS) as answer, target.open("wb") as file:
-            for block in iter(partial(answer.read, BLOCK), b""):
+            left = int(answer.headers.get("Content-Length") or 0)
+            while block := answer.read(min(BLOCK, left)):
+                left -= len(block)
                 digest.update(block)
                 file.write(block)
         return digest.hexdigest()

@@ -121,6 +121,10 @@ class Family(abc.ABC):
             f"model.{part}.weights={source}: text towers of {self.tag} are not read from one file; name a folder"
         )
 
+    def model_spec(self, config: Mapping[str, Any], *, is_lora: bool, prediction: str | None) -> dict[str, str]:
+        """Return the entries of a header that name a model of this diffusers config, see `formats.model_spec`."""
+        return {"modelspec.architecture": self.tag}
+
     def stored_pipeline(self, folder: Path, model: str) -> tuple[list[str], dict[str, Any]]:
         """Return how a training of a pipeline's folder is composed: overrides, and values by dotted key.
 
@@ -131,10 +135,10 @@ class Family(abc.ABC):
         """
         raise AssertionError(f"{self.tag} reads no pipeline whole")
 
-    def save_single_file(self, folder: Path, out: Path, *, dtype: torch.dtype | None) -> float:
+    def save_single_file(self, folder: Path, out: Path, *, dtype: torch.dtype | None, title: str) -> float:
         """Write a folder of one of `pipelines` as one file, replacing `out`; return the largest relative difference.
 
-        `dtype` None = that of the stored weights.
+        `dtype` None = that of the stored weights; `title` is for the header.
 
         Raises:
             ConfigError: no such file for this pipeline.

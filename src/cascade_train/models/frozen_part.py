@@ -13,7 +13,7 @@ from torch import nn
 
 from cascade_train.errors import ConfigError
 from cascade_train.models.family import Family
-from cascade_train.models.formats.weights import load_module, put_tensors
+from cascade_train.models.formats.weights import check_dtypes, load_module, put_tensors
 from cascade_train.models.formats.weights_source import (
     CONFIG_FILES,
     SINGLE_FILE_SUFFIXES,
@@ -155,6 +155,7 @@ class ClipTower:
                 folder, subfolder = local_folder(ClipTower.weight_specs(self)[0])
                 where = {"subfolder": subfolder, "device_map": {"": device}}
                 module = kind.from_pretrained(folder, dtype=dtype, **where)
+                check_dtypes(f"{folder}/{subfolder}", key=f"model.{self.key}.weights")
             except (OSError, ValueError) as error:
                 raise ConfigError(
                     f"{self.key}.weights={self.weights}: is neither a local folder nor a hub id that can be reached; "

@@ -6,10 +6,13 @@ import logging
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 
 import huggingface_hub
 import pytest
+from huggingface_hub.errors import RemoteEntryNotFoundError
 
+import cascade_train.files.hub as hub_module
 from cascade_train.errors import ConfigError
 from cascade_train.files.hub import HubSource, find_fault, free_bytes, parse_source, push_folder, without_commit
 from cascade_train.models.formats.weights_source import find_weight_files
@@ -80,7 +83,7 @@ def test_wrong_bytes_are_refused_and_not_left_in_the_cache(hub: Hub, tmp_path: P
     source = HubSource("owner/name", COMMIT, "")
     for name in ("big.safetensors", "small.json"):
         hub.faults.append("wrong")
-        with pytest.raises(ConfigError, match=f"{name}: what came is not what the hub announced"):
+        with pytest.raises(ConfigError, match=f"{name}: checksum mismatch of the download"):
             source.fetch(name)
         assert blobs(tmp_path) == []
         assert source.fetch(name).read_bytes() == hub.files[name]
@@ -95,6 +98,68 @@ def test_a_damaged_file_is_found_and_downloaded_again(hub: Hub) -> None:
     assert "its hash is" in str(find_fault(path))
     assert source.fetch("big.safetensors", verify=True).read_bytes() == BIG
     assert find_fault(path) is None
+
+
+def test_a_damaged_file_stays_until_its_replacement_is_whole(hub: Hub, tmp_path: Path) -> None:
+    source, damage = HubSource("owner/name", COMMIT, ""), BIG[:-1] + b"?"
+    path = source.fetch("big.safetensors")
+    path.resolve().write_bytes(damage)
+    hub.faults.append("wrong")
+    with pytest.raises(ConfigError, match="checksum mismatch of the download"):
+        source.fetch("big.safetensors", verify=True)
+    assert path.read_bytes() == damage
+    hub.commit = "d" * 40
+    other = HubSource("owner/name", hub.commit, "").fetch("big.safetensors")  # another commit with the same content
+    assert other.read_bytes() == path.read_bytes() == BIG
+    assert [each.name for each in (tmp_path / "hub").iterdir() if "owner" not in each.name and each.is_dir()] == [
+        ".locks"
+    ], "nothing is left beside the cache"
+
+
+HOSTILE = "../../../../written"
+
+
+@pytest.mark.parametrize("name", ["big.safetensors", "absent.json"])
+@pytest.mark.parametrize(
+    "announced", [{"ETag": f'"{HOSTILE}"'}, {"X-Linked-Etag": "main"}, {"commit": HOSTILE}, {"commit": "c" * 39}]
+)
+def test_what_the_hub_announces_never_names_a_file(
+    hub: Hub, tmp_path: Path, name: str, announced: dict[str, str]
+) -> None:
+    hub.commit = announced.get("commit", COMMIT)
+    hub.headers = {key: value for key, value in announced.items() if key != "commit"}
+    refused = name in hub.files or "commit" in announced
+    message = "announces '.*' where a hash belongs; nothing was written" if refused else "404"
+    with pytest.raises(ConfigError if refused else RemoteEntryNotFoundError, match=message):
+        HubSource("owner/name", "main", "").fetch(name)
+    written = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert [path.name for path in written] == ([] if refused else ["main", name]), "a known commit, an absent file"
+
+
+def test_a_body_without_end_is_stopped_above_the_announced_size(hub: Hub, tmp_path: Path) -> None:
+    hub.faults.append("endless")
+    with pytest.raises(ConfigError, match=r"small.json: more came than the 2 bytes that the hub announced"):
+        HubSource("owner/name", COMMIT, "").fetch("small.json")
+    assert blobs(tmp_path) == []
+    assert hub.endless < 10_000_000
+
+
+def test_a_hub_that_cannot_be_reached_is_given_up_at_once(
+    hub: Hub, waits: list[float], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:1")
+    with pytest.raises(ConfigError, match=r"ConnectError: .*download it where there is a network"):
+        find_weight_files("owner/name", part="prior")
+    monkeypatch.setattr(hub_module, "_SECONDS", 0.1)
+    monkeypatch.setattr(huggingface_hub, "get_session", lambda: time_out())
+    with pytest.raises(ConfigError, match=r"TimeoutError: no answer from http://127.0.0.1:1 within 0 s"):
+        find_weight_files("owner/name", part="prior")
+    assert waits == []
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def time_out() -> None:
+    Event().wait(1)
 
 
 def test_what_the_client_logs_is_shown_once_and_by_handlers_that_hide_secrets(
@@ -128,21 +193,21 @@ def test_what_cannot_be_had_is_refused_with_what_helps(
 ) -> None:
     hub.refusal = refusal
     with pytest.raises(ConfigError, match=message):
-        find_weight_files(source)
+        find_weight_files(source, part="prior")
 
 
 def test_a_source_without_a_revision_stays_at_the_commit_of_its_first_download(
     hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = find_weight_files("owner/name")
+    first = find_weight_files("owner/name", part="prior")
     asked = len(hub.requests)
     hub.files = {WEIGHTS: BIG[:6000]}
-    assert find_weight_files("owner/name") == first
+    assert find_weight_files("owner/name", part="prior") == first
     assert len(hub.requests) == asked, "what is here needs no network"
     hub.commit = "d" * 40
-    assert find_weight_files("owner/name@main")[0].read_bytes() == BIG[:6000]
+    assert find_weight_files("owner/name@main", part="prior")[0].read_bytes() == BIG[:6000]
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    assert find_weight_files(f"owner/name@{COMMIT}") == first
+    assert find_weight_files(f"owner/name@{COMMIT}", part="prior") == first
 
 
 def test_the_room_of_the_cache_is_that_of_its_disk(hub: Hub, tmp_path: Path) -> None:

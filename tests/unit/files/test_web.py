@@ -21,11 +21,12 @@ def test_a_file_is_kept_where_torch_keeps_it_and_checked(tmp_path: Path, monkeyp
         assert file.path == Path(torch.hub.get_dir()) / "checkpoints" / "net.pth"
         assert file.size() == len(content)
         assert file.free_bytes() > 0
-        hub.faults.extend([70_000, "wrong"])
-        for _ in range(2):  # a cut connection, other bytes
+        hub.faults.extend([70_000, "wrong", "endless"])
+        for _ in range(3):  # a cut connection, other bytes, a body that is not announced and has no end
             with pytest.raises(ConfigError, match=r"net.pth: what came has the SHA-256 .*…, not .*…, and was removed"):
                 file.fetch()
             assert not list(file.path.parent.iterdir())
+        assert hub.endless < 10_000_000, "what is not announced is not read"
         assert file.fetch().read_bytes() == content
         file.path.write_bytes(b"damaged")
         assert file.fetch().read_bytes() == content

@@ -53,8 +53,8 @@ TEXT = {
 SPELLING = {name: CASCADE.spelling(name, [*module_shapes(empty_network())]) for name in ("comfyui", "kohya")}
 FORMATS: dict[str, Callable[[Path, StoredLora], None]] = {
     "single": lambda path, lora: write_single_file(path, lora, {}),
-    "comfyui": lambda path, lora: write_keyed(path, lora, {}, family=CASCADE, spelling=SPELLING["comfyui"]),
-    "kohya": lambda path, lora: write_keyed(path, lora, {}, family=CASCADE, spelling=SPELLING["kohya"]),
+    "comfyui": lambda path, lora: write_keyed(path, lora, {}, spelling=SPELLING["comfyui"]),
+    "kohya": lambda path, lora: write_keyed(path, lora, {}, spelling=SPELLING["kohya"]),
     "original": lambda path, lora: write_original(path, lora, module_shapes(empty_network()), {}),
 }
 
@@ -120,7 +120,6 @@ def test_comfyui_maps_every_key_that_is_written_for_it(tmp_path: Path, trained: 
         tmp_path / "lora.safetensors",
         stored(trained, text_encoder=TEXT),
         {},
-        family=CASCADE,
         spelling=SPELLING["comfyui"],
     )
     paths = [name.removesuffix(".weight") for name in comfyui_weights(empty_network())]
@@ -290,7 +289,7 @@ def test_broken_files_are_refused(tmp_path: Path) -> None:
 
 def test_a_run_starts_from_any_format(tmp_path: Path) -> None:
     first = adapted()
-    write_keyed(tmp_path / "lora.safetensors", stored(first), {}, family=CASCADE, spelling=SPELLING["kohya"])
+    write_keyed(tmp_path / "lora.safetensors", stored(first), {}, spelling=SPELLING["kohya"])
     second = small_network()
     inject_lora(second, rank=2, alpha=3.0, dropout=0.0, module_filters=[".attn"], seed=5)
     refill_lora(second, str(tmp_path / "lora.safetensors"), key="task.weights")
@@ -317,7 +316,7 @@ def test_peft_itself_loads_a_dora_folder(tmp_path: Path) -> None:
 
 def test_comfyui_computes_from_its_file_what_the_adapted_network_does(tmp_path: Path) -> None:
     network = adapted([".attn", "embedding", "channelwise"])
-    write_keyed(tmp_path / "lora.safetensors", stored(network), {}, family=CASCADE, spelling=SPELLING["comfyui"])
+    write_keyed(tmp_path / "lora.safetensors", stored(network), {}, spelling=SPELLING["comfyui"])
     file, plain = load_file(tmp_path / "lora.safetensors"), small_network()
     with torch.no_grad():
         for ours, theirs in zip(

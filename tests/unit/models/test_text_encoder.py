@@ -1,8 +1,10 @@
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer
 
 from cascade_train.config.components import construct
@@ -93,6 +95,16 @@ def test_stored_weights_and_tokenizer_are_loaded(folder: Path) -> None:
         assert torch.equal(value, loaded.module.state_dict()[name])
     assert not loaded.module.training
     assert not any(p.requires_grad for p in loaded.module.parameters())
+
+
+def test_a_tower_of_integers_is_refused(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "text", tmp_path / "text")
+    file = tmp_path / "text" / "model.safetensors"
+    stored = load_file(file)
+    name = "text_model.final_layer_norm.weight"
+    save_file({**stored, name: stored[name].long()}, file, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=f"model.text_encoder.weights=.*model.safetensors: {name} is stored as int64"):
+        built(weights=str(tmp_path), subfolder="text")
 
 
 def test_legacy_end_of_text_id_is_corrected(folder: Path) -> None:

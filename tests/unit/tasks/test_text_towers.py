@@ -194,6 +194,20 @@ def test_other_programs_find_the_towers_under_kohyas_names(family: str, prefixes
             make("sd_tiny", "lora", {}, text_encoder_filters=[".mlp"])._load_tower("text_encoder_2", {}, None, "from=x")
 
 
+@pytest.mark.parametrize("family", ["sd_tiny", "sdxl_tiny"])
+def test_tokens_that_kohyas_format_has_no_place_for_are_refused_before_anything_is_written(
+    family: str, tmp_path: Path
+) -> None:
+    task = make(family, "lora", {}, train_tokens=[*TOKENS[:1], ["^black</w>", None]])
+    folder, network = left(task, "lora", tmp_path), task.stage.network
+    modules = {name: tuple(layer.get_base_layer().weight.shape) for name, layer in adapted_layers(network)}
+    lora, out = read_lora(str(folder), key="from", family=network.family, modules=modules), tmp_path / "out"
+    with pytest.raises(ConfigError, match=r"format=kohya: has no place for .* \(black</w>\).*use format=single"):
+        export_lora(lora, network, out / "kohya.safetensors", format="kohya", metadata={})
+    assert not out.exists()
+    assert export_lora(lora, network, out / "single.safetensors", format="single", metadata={}) < 1e-6
+
+
 @pytest.mark.parametrize(
     ("option", "towers", "message"),
     [

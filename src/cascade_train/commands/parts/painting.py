@@ -13,6 +13,7 @@ from omegaconf import DictConfig
 
 from cascade_train.config.preflight import guidance_scale, preflight
 from cascade_train.config.schema import limit
+from cascade_train.data.prompts import read_prompts
 from cascade_train.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -68,6 +69,13 @@ class PaintingArgs:
         scale = self.decoder_guidance_scale
         if scale is not None and not 0.0 <= scale < math.inf:
             raise ConfigError(f"decoder_guidance_scale={scale} must be 0 or more; 1 = none.")
+        if self.negative_prompt is not None:
+            prompts = read_prompts(self.negative_prompt, key="negative_prompt")
+            if len(prompts) != 1:
+                raise ConfigError(
+                    f"negative_prompt={self.negative_prompt}: must be one text, and holds {len(prompts)}."
+                )
+            self.negative_prompt = prompts[0]
         for key in ("decoder_steps", "decoder_guidance_scale"):
             if self.decoder is None and getattr(self, key) is not None:
                 raise ConfigError(f"{key}={getattr(self, key)} is for decoder=…; without one, leave it out.")

@@ -199,10 +199,16 @@ def _whole_bytes(value: object) -> int:
     return math.prod(value.shape) * value.element_size() if isinstance(value, Tensor) else 0
 
 
+class _Writer(FileSystemWriter):
+    def storage_meta(self) -> StorageMeta:
+        """Return no random id and no path, which nobody reads, so that equal states become equal files."""
+        return StorageMeta()
+
+
 def write_files(directory: Path, snapshot: Snapshot, group: ProcessGroup | None) -> None:
     """Write a snapshot's files into an empty directory that all ranks share, synced; RunError on all. Collective."""
     ahead = 0 if snapshot.staged else _COPY_AHEAD
-    writer = FileSystemWriter(directory, sync_files=True, per_thread_copy_ahead=ahead)
+    writer = _Writer(directory, sync_files=True, per_thread_copy_ahead=ahead)
     try:
         state_dict_saver.save({}, storage_writer=writer, planner=snapshot, process_group=group)
     except CheckpointException as error:

@@ -92,6 +92,15 @@ class Cascade(Family):
         """Return the published size whose widths stored adapters have, and the width that tells it."""
         return names.recognise_adapter_size(shapes)
 
+    def model_spec(self, config: Mapping[str, Any], *, is_lora: bool, prediction: str | None) -> dict[str, str]:
+        """Return the architecture by its stage, of 1024 pixels."""
+        stage = {"prior": "c", "decoder": "b"}[self.part_of(config)]
+        return {
+            "modelspec.architecture": f"stable-cascade-v1-stage-{stage}",
+            "modelspec.implementation": "https://github.com/Stability-AI/StableCascade",
+            "modelspec.resolution": "1024x1024",
+        }
+
     def spelling(self, format: str, modules: Sequence[str]) -> Spelling:
         """Return the names of ComfyUI (comfy/lora.py) or of kohya's branch for the cascade (networks/lora.py)."""
         prefixes = ("lora_prior_unet_", "lora_prior_te_") if format == "comfyui" else ("lora_unet_", "lora_te_")

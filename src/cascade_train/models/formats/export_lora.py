@@ -34,6 +34,7 @@ from cascade_train.models.formats.lora_files import (
     write_single_file,
 )
 from cascade_train.models.formats.lora_files_keyed import write_keyed, write_token_files
+from cascade_train.models.formats.model_spec import model_spec
 from cascade_train.models.lora import LoraSpec, StoredLora, adapted_modules, magnitude_factor
 
 log = logging.getLogger(__name__)
@@ -77,12 +78,14 @@ def export_lora(
     *,
     format: str,
     metadata: Mapping[str, str],
+    title: str = "LoRA",
 ) -> float:
     """Write adapters of a network, which may lie on meta, in one of its family's `lora_formats`, replacing `out`.
 
     `out` is a folder for "peft", else a file that ends in `.safetensors`. Trained tokens are written as embeddings in
     `<stem>.embeddings` where the format has no place for them; for anything else it has none for, a ConfigError.
-    `metadata` is added to the header. What reads back differently is a RunError.
+    `metadata` is added to the header, of "comfyui" and "kohya" with `title` and what else `model_spec`
+    says. What reads back differently is a RunError.
     """
     family: Family = network.family
     if format not in family.lora_formats:
@@ -91,9 +94,16 @@ def export_lora(
     if format == "peft":
         return save_lora(lora, family, network.config, out, metadata)
     modules, keyed = module_shapes(network), format in ("comfyui", "kohya")
+    if keyed and lora.tokens is not None and family.lora_root is not None and not all(lora.tokens.is_new):
+        old = [name for name, is_new in zip(lora.tokens.strings, lora.tokens.is_new, strict=True) if not is_new]
+        raise ConfigError(
+            f"format={format}: has no place for tokens of the vocabulary that were trained ({', '.join(old)}), only "
+            "for new ones; use format=single or peft, which hold them"
+        )
     with replaced_file(out) as place:
         if keyed:
-            write_keyed(place, lora, metadata, family=family, spelling=family.spelling(format, [*modules]))
+            header = {**metadata, **model_spec(family, network.config, title, is_lora=True)}
+            write_keyed(place, lora, header, spelling=family.spelling(format, [*modules]))
         elif format == "original":
             family.write_numbered_lora(place, lora, modules, metadata)
         else:

@@ -54,9 +54,7 @@ class Adapter:
         return 1.0 if self.alpha is None else float(self.alpha) / self.down.shape[0]
 
 
-def write_keyed(
-    path: Path, lora: StoredLora, metadata: Mapping[str, str], *, family: Family, spelling: Spelling
-) -> None:
+def write_keyed(path: Path, lora: StoredLora, metadata: Mapping[str, str], *, spelling: Spelling) -> None:
     """Write adapters under the names of another program.
 
     Trained tokens are not part of these formats, see `write_token_files`. `metadata` is added to the header.
@@ -74,11 +72,10 @@ def write_keyed(
             magnitude = state.get(f"{name}.lora_magnitude_vector.weight")
             if magnitude is not None:
                 tensors[f"{stem}.dora_scale"] = magnitude.reshape(-1, *[1] * (up.ndim - 1))
-    header = {  # what other programs look for: kohya's `ss_` keys, Stability's modelspec
+    header = {  # what kohya's programs look for
         "ss_network_module": "networks.lora",
         "ss_network_dim": str(lora.spec.rank),
         "ss_network_alpha": str(lora.spec.alpha),
-        "modelspec.architecture": f"{family.tag}/lora",
         "base_size": lora.spec.base_size or "",
     }
     write_tensors(path, tensors, {**metadata, **header})

@@ -129,6 +129,12 @@ def load_module(
         _put(module, tensors, dtype, device)
 
 
+def check_dtypes(source: str, *, key: str) -> None:
+    """Refuse weights that another library has loaded, where they are stored as integers or booleans."""
+    with open_weights(source, key=key):
+        return
+
+
 def put_tensors(
     module: nn.Module, values: Mapping[str, Tensor], *, dtype: torch.dtype, device: torch.device, origin: str
 ) -> None:

@@ -262,7 +262,5 @@ def _there(source: HubSource, wanted: list[tuple[str, ...]], spec: WeightsSpec) 
 def _fetch(source: HubSource, name: str, spec: WeightsSpec) -> Path:
     try:
         return source.fetch(name)
-    except ConfigError:
-        raise
     except Exception as error:
         raise unavailable(f"{spec.key}={spec.source}", error) from error

@@ -58,13 +58,19 @@ class StoredTensors:
         self._stored: Mapping[str, Stored] = {}
 
     def __enter__(self) -> Self:
+        files: dict[str, Path] = {}
         for file in self._files:
             if file.suffix == ".safetensors":
                 holder = self._open(file)
-                self._holders |= dict.fromkeys(holder.keys(), holder)
+                found = dict.fromkeys(holder.keys(), holder)
             else:
-                self._holders |= load_pickle(file, self._key)
+                found = load_pickle(file, self._key)
+            self._holders |= found
+            files |= dict.fromkeys(found, file)
         self._stored = self._layout(self._holders)
+        for name, stored in self._stored.items():
+            if self._shape(stored):  # not a count
+                check_floating(stored.name, self.read_rows(name, 0, 0), f"{self._key}={files[stored.name]}")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -103,6 +109,16 @@ class StoredTensors:
         holder = self._holders[stored.name]
         begin = first if stored.third is None else first + stored.third * self._shape(stored)[0]
         return (holder if isinstance(holder, Tensor) else holder.get_slice(stored.name))[begin : begin + count]
+
+
+def check_floating(name: str, tensor: Tensor, origin: str) -> None:
+    """Refuse weights, not indices, that are stored as integers or booleans."""
+    if not tensor.is_floating_point() and not name.endswith(("position_ids", ".indices")):
+        raise ConfigError(
+            f"{origin}: {name} is stored as {str(tensor.dtype).removeprefix('torch.')}, and weights are floating-point "
+            "numbers; take the file in fp16, bf16 or fp32 that this one was made from: of quantized weights the scales "
+            "are not read here"
+        )
 
 
 def load_pickle(file: Path, key: str) -> dict[str, Tensor]:
@@ -174,9 +190,13 @@ def read_tensors(path: Path, key: str, *, what: str) -> tuple[dict[str, str], di
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - not a mapping
-            return file.metadata() or {}, tensors
+            header = file.metadata() or {}
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"{key}={path}: is no readable {what} ({error}); copy it again") from error
+    for name, tensor in tensors.items():
+        if tensor.ndim:  # else an alpha or a count
+            check_floating(name, tensor, f"{key}={path}")
+    return header, tensors
 
 
 @contextmanager

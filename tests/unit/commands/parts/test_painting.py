@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from cascade_train.commands.parts.painting import PaintingArgs, override_sampling
+from cascade_train.errors import ConfigError
 from cascade_train.results.find import find_model
+
+
+def test_a_negative_prompt_is_read_from_a_file_of_one(tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("dull\n")
+    assert PaintingArgs(source="x", negative_prompt=f"@{tmp_path}/one.txt").negative_prompt == "dull"
+    (tmp_path / "two.txt").write_text("dull\ngrey\n")
+    with pytest.raises(ConfigError, match="negative_prompt=@.*two.txt: must be one text, and holds 2"):
+        PaintingArgs(source="x", negative_prompt=f"@{tmp_path}/two.txt")
 
 
 @pytest.mark.parametrize(("scale", "warns"), [(1.0, True), (3.0, False), (None, False)])

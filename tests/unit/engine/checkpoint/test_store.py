@@ -77,6 +77,16 @@ def test_the_manifest_names_every_file(store):
     assert len(others) >= 2
 
 
+def test_equal_states_become_equal_files(store, tmp_path):
+    first = store.save(3, state(), FACTS)
+    found = {each.name: each.read_bytes() for each in first.iterdir()}
+    assert str(tmp_path).encode() not in found[".metadata"]
+    other = tmp_path / "elsewhere"
+    first.rename(other)
+    again = store.save(3, state(), FACTS)
+    assert {each.name: each.read_bytes() for each in again.iterdir()} == found
+
+
 def test_newest_is_the_highest_step_that_verifies(store, caplog):
     assert store.newest() is None
     for step in (9, 10):

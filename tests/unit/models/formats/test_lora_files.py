@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import save_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cascade_train.errors import ConfigError
@@ -119,6 +120,16 @@ def test_tensors_that_do_not_match_the_list_of_modules_are_refused(tmp_path: Pat
     source = write(tmp_path / "lora.safetensors", tiny_state(), targets=("clip_txt_mapper", "clf.1"))
     with pytest.raises(ConfigError, match=r"are not those of the adapted modules \(2 missing: clf.1.lora_A.weight"):
         load_lora(empty_network(), source)
+
+
+def test_adapters_of_integers_are_refused(run: Path, tmp_path: Path) -> None:
+    stored = load_file(run / "export" / "lora" / SINGLE_FILE)
+    with safe_open(run / "export" / "lora" / SINGLE_FILE, framework="pt") as file:
+        header = file.metadata()
+    name = next(name for name in stored if name.endswith("lora_B.weight"))
+    save_file({**stored, name: stored[name].int()}, tmp_path / "lora.safetensors", metadata=header)
+    with pytest.raises(ConfigError, match=f"lora.safetensors: {name} is stored as int32, and weights are floating"):
+        load_lora(empty_network(), str(tmp_path / "lora.safetensors"))
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:

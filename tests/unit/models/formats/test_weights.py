@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -141,6 +143,28 @@ def test_another_shape_is_named(network: CascadeUNet, tmp_path: Path) -> None:
     save_file(network.state_dict(), tmp_path / "c.safetensors")
     with pytest.raises(ConfigError, match=r"has shape \(.*\), this model needs \(.*\); choose the model="):
         load(tmp_path / "c.safetensors", clip_seq=3)
+
+
+@pytest.mark.parametrize("name", ["c.safetensors", "c.pt"])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.int32, torch.complex64])
+@pytest.mark.parametrize("rename", [dict, original_state])
+def test_weights_that_are_no_floating_point_numbers_are_refused(
+    network: CascadeUNet, tmp_path: Path, name: str, dtype: torch.dtype, rename: Callable[..., dict[str, Tensor]]
+) -> None:
+    state = rename(network.state_dict())
+    changed = list(state)[7]
+    state[changed] = state[changed].to(dtype)
+    save_file(state, tmp_path / name) if name.endswith("s") else torch.save(state, tmp_path / name)
+    message = rf"model.weights={tmp_path}/{name}: {re.escape(changed)} is stored as {str(dtype)[6:]}, and weights are"
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path / name)
+
+
+def test_counts_and_indices_may_be_integers(tmp_path: Path) -> None:
+    whole = {"0.num_batches_tracked": torch.tensor(3), "embeddings.position_ids": torch.arange(4)[None]}
+    save_file(whole, tmp_path / "c.safetensors")
+    with StoredTensors([tmp_path / "c.safetensors"], key="model.weights") as tensors:
+        assert tensors.shapes() == {"0.num_batches_tracked": (), "embeddings.position_ids": (1, 4)}
 
 
 def test_a_broken_safetensors_file_is_refused(tmp_path: Path) -> None:

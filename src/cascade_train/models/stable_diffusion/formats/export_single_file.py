@@ -5,18 +5,21 @@ Must not live here: the names (original_names.py), and how such a file is read (
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from cascade_train.errors import ConfigError
 from cascade_train.files.untrusted import read_json
 from cascade_train.models.formats.export import check_equal_tensors, quiet, replaced_file
+from cascade_train.models.formats.model_spec import model_spec
 from cascade_train.models.formats.weights import open_weights
+from cascade_train.models.formats.weights_tensors import write_tensors
+from cascade_train.models.stable_diffusion.family import STABLE_DIFFUSION
 from cascade_train.models.stable_diffusion.formats.original_names import (
     clip_tensors,
     open_clip_tensors,
@@ -32,15 +35,17 @@ from cascade_train.models.stable_diffusion.formats.single_file import (
     unet_layout,
 )
 
+log = logging.getLogger(__name__)
+
 OPEN_CLIP_WIDTH = 1024
 """Hidden size of the text tower of Stable Diffusion 2, which is OpenCLIP's; 1.x has another."""
 
 
-def save_single_file(folder: Path, out: Path, *, dtype: torch.dtype | None) -> float:
+def save_single_file(folder: Path, out: Path, *, dtype: torch.dtype | None, title: str = "Checkpoint") -> float:
     """Write the pipeline in a folder of diffusers as one file, replacing `out`; return 0, its error.
 
-    `dtype` None = as the tensors are stored. Each part is read back by diffusers' converters and compared bit for bit
-    (RunError). The scheduler has no place in such a file.
+    `dtype` None = as the tensors are stored; `title` is for the header. Each part is read back by diffusers'
+    converters and compared bit for bit (RunError). The scheduler has no place in such a file.
 
     Raises:
         ConfigError: a part that is not there or cannot be read.
@@ -56,11 +61,19 @@ def save_single_file(folder: Path, out: Path, *, dtype: torch.dtype | None) -> f
         of_sd2 = not is_xl and part_config(folder, name)["hidden_size"] == OPEN_CLIP_WIDTH
         named = (open_clip_tensors if of_sd2 or name == "text_encoder_2" else clip_tensors)(parts[name])
         whole |= {f"{TOWERS[name][-1 if is_xl else 0]}{each}": tensor for each, tensor in named.items()}
+    if is_xl and len({part_config(folder, name)["hidden_size"] for name in TOWERS}) == 1:
+        log.warning("%s: both text towers have one width, by which diffusers' from_single_file tells them apart.", out)
     with replaced_file(out) as partial, quiet():
-        save_file({name: tensor.contiguous() for name, tensor in whole.items()}, partial, metadata={"format": "pt"})
+        write_tensors(partial, whole, {"format": "pt", **_header(folder, title)})
         for name, state in parts.items():
             check_equal_tensors(state, _read_back(folder, name, partial), out)
     return 0.0
+
+
+def _header(folder: Path, title: str) -> dict[str, str]:
+    schedule = folder / "scheduler" / "scheduler_config.json"
+    prediction = dict(read_json(schedule.read_bytes())).get("prediction_type") if schedule.is_file() else None
+    return model_spec(STABLE_DIFFUSION, part_config(folder, "unet"), title, is_lora=False, prediction=prediction)
 
 
 def _has_weights(path: Path) -> bool:

@@ -9,9 +9,10 @@ import pytest
 import torch
 from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
 from diffusers.loaders.single_file_utils import convert_ldm_unet_checkpoint
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from cascade_train.errors import ConfigError, RunError
+from cascade_train.models.formats.weights_tensors import write_tensors
 from cascade_train.models.stable_diffusion.family import STABLE_DIFFUSION
 from cascade_train.models.stable_diffusion.formats import export_single_file
 from cascade_train.models.stable_diffusion.formats.export_single_file import save_single_file
@@ -73,6 +74,17 @@ def test_diffusers_loads_every_part_to_the_bit(
         assert all(torch.equal(value, state[name]) for name, value in wanted.items()), part
 
 
+def test_towers_of_one_width_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    one = {"text_encoder": {"hidden_size": 48, "num_attention_heads": 4}, "network": {"cross_attention_dim": 96}}
+    for name, changes in {"one": one, "two": {}}.items():
+        stage = build_stage("sdxl_tiny", {"seed": 5, **changes})
+        stage.scheduler = {"_class_name": "DDIMScheduler"}
+        stage.exports()["pipeline"](stage.network.state_dict(), tmp_path / name)
+        caplog.clear()
+        save_single_file(tmp_path / name, tmp_path / f"{name}.safetensors", dtype=None)
+        assert ("both text towers have one width" in caplog.text) is (name == "one")
+
+
 def test_the_dtype_can_be_chosen(pipeline: tuple[str, Path], tmp_path: Path) -> None:
     save_single_file(pipeline[1], tmp_path / "half.safetensors", dtype=torch.bfloat16)
     assert {tensor.dtype for tensor in load_file(tmp_path / "half.safetensors").values()} == {torch.bfloat16}
@@ -111,11 +123,11 @@ def test_what_is_missing_or_damaged_is_said(
     with pytest.raises(ConfigError, match="the pipeline has no text_encoder, so that one file cannot hold it"):
         save_single_file(tmp_path / "half", tmp_path / "out.safetensors", dtype=None)
 
-    def damaged(tensors: dict[str, Any], file: Path, **options: Any) -> None:
+    def damaged(file: Path, tensors: dict[str, Any], metadata: dict[str, str]) -> None:
         first = next(iter(tensors))
-        save_file({**tensors, first: tensors[first] + 1}, file, **options)
+        write_tensors(file, {**tensors, first: tensors[first] + 1}, metadata)
 
-    monkeypatch.setattr(export_single_file, "save_file", damaged)
+    monkeypatch.setattr(export_single_file, "write_tensors", damaged)
     with pytest.raises(RunError, match="reads back differently from what was written"):
         save_single_file(folder, tmp_path / "out.safetensors", dtype=None)
     assert not (tmp_path / "out.safetensors").exists()
