@@ -36,7 +36,7 @@ class Index:
 
     def name(self, row: int) -> str:
         """Return shard and key of a row for messages: one printable line, whatever the key holds."""
-        return printable(f"{self.shards[self.table['shard'][row]]}:{self.keys[row].decode()}")
+        return printable(f"{self.shards[self.table['shard'][row]]}:{self.keys[row].decode(errors='surrogateescape')}")
 
     @functools.cached_property
     def digest(self) -> str:

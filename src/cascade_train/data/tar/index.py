@@ -70,7 +70,7 @@ def scan_shard(tar: Tar) -> ShardIndex:
         file.seek(0)
         for key, found in samples(tar.item.url, Forward(file, seekable=True), _size_and_place, dropped):
             rows.append((0, *found["image"], *(number for part in PARTS for number in found.get(part, _ABSENT)[2:])))
-            keys.append(key.encode())
+            keys.append(key.encode(errors="surrogateescape"))
     if not rows and not dropped.examples:
         raise ConfigError(f"data.urls: {tar.item.url} is an empty tar, or holds no file with an extension")
     if not rows:
