@@ -26,6 +26,9 @@ from cascade_train.options import check_choice
 FAULTS = ("unreadable", "duplicates", "near", "empty", "long")
 """What may be listed for data.quarantine."""
 
+MANY = 10_000
+"""Pictures that take about a minute to decode."""
+
 DEFAULTS = {"model": "c_3b", "task": "finetune"}
 """What is composed where nothing is chosen; only sizes and the tokenizer follow from it."""
 
@@ -36,7 +39,7 @@ class InspectArgs:
 
     out: str = "inspect.html"
     """Page to write."""
-    read: int | None = 2000
+    read: int | None = None
     """Pictures to read and decode, evenly spread over the data; null = all."""
     pictures: int = 16
     """Pictures of a batch to show."""
@@ -67,11 +70,13 @@ def inspect(args: InspectArgs, cfg: DictConfig) -> int:
     from cascade_train.data.survey.report import Report
     from cascade_train.models.token_count import token_counter
 
+    allowed = cfg.data.max_unreadable_share
     allow_unreadable(cfg.data)
     with library_log() as log:
         data = open_data_set(build_component(cfg, "data"), share=None, held_out=None)
         if not data.training.index.rows_are_samples:
             raise ConfigError("These tars can only be streamed, so there is no index to look at: copy them first.")
+        log_length(args.read, len(data.training.rows))
         found = survey(data.training, read=args.read, seed=cfg.run.seed)
         try:
             batch = data.shown_batch(args.pictures, seed=cfg.run.seed)
@@ -85,6 +90,7 @@ def inspect(args: InspectArgs, cfg: DictConfig) -> int:
         survey=found,
         tokens=tuple(count(list(found.captions.values()))),
         max_tokens=encoder.get("max_tokens", 77),
+        max_unreadable_share=allowed,
         counted_by=count.name,
         log=tuple(log),
         batch=batch,
@@ -101,6 +107,12 @@ def inspect(args: InspectArgs, cfg: DictConfig) -> int:
         told.append(f"{lines.count(chr(10))} samples to leave out: data.quarantine={args.quarantine}")
     sys.stdout.write("\n".join([*told, ""]))
     return 0
+
+
+def log_length(read: int | None, samples: int) -> None:
+    """Say how to look at fewer pictures where there are many."""
+    if read is None and samples > MANY:
+        logging.getLogger(__name__).info("Decoding %d pictures; read=2000 looks at so many, evenly spread.", samples)
 
 
 def unfilled(shapes: Any, cfg: DictConfig) -> int:

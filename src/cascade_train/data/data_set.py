@@ -11,6 +11,7 @@ from typing import Unpack
 import numpy as np
 
 from cascade_train.batch import Batch, SampleTransform
+from cascade_train.data.index.pictures import refuse_unreadable
 from cascade_train.data.index.rows import Index, split
 from cascade_train.data.index.selection import selected
 from cascade_train.data.loading.feed import Feed, FeedOptions, FeedRequest, Loader
@@ -169,4 +170,6 @@ def open_data_set(
 def _opened(source: Source, transform: SampleTransform | None) -> Rows:
     index = source.open()
     rows = np.flatnonzero(selected(index, source.selectors()))
+    if index.rows_are_samples:
+        refuse_unreadable(index, rows, source.max_unreadable_share)
     return Rows(source=source, index=index, rows=rows, transform=transform)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from cascade_train.data.index.pictures import first_names, load_picture_sizes, refuse_unreadable
+from cascade_train.data.index.pictures import first_names, load_picture_sizes
 from cascade_train.data.index.row_filter import parse_row_filters
 from cascade_train.data.index.rows import Index
 from cascade_train.data.sample import UnreadableSampleError
@@ -41,7 +41,6 @@ class FileSource(Source):
             self._index = self._indexed()
         except OSError as error:
             raise RunError(f"data.path={self.path} cannot be read: {error}") from error
-        refuse_unreadable(self._index, f"data.path={self.path}", self.max_unreadable_share)
         return self._index
 
     @abc.abstractmethod

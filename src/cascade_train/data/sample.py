@@ -108,8 +108,13 @@ def too_many_text(count: int, samples: int, max_share: float, listed: str) -> st
     return (
         f"{count} of {samples} samples are unreadable, more than data.max_unreadable_share={max_share:g} allows:"
         f" {listed}. Remove or replace them, or allow as many by"
-        f" data.max_unreadable_share={min(1.0, math.ceil(100 * count / samples) / 100):g}."
+        f" data.max_unreadable_share={sufficient_share(count, samples):g}."
     )
+
+
+def sufficient_share(count: int, samples: int) -> float:
+    """Return the least share, in whole percent, that allows as many unreadable samples."""
+    return min(1.0, math.ceil(100 * count / samples) / 100)
 
 
 def by_reason(unreadable: Iterable[Unreadable]) -> str:

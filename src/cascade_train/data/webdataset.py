@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cascade_train.data.index.pictures import refuse_unreadable
 from cascade_train.data.index.row_filter import parse_row_filters
 from cascade_train.data.index.rows import ROW_FIELDS, Index
 from cascade_train.data.index.selection import RowSelector
@@ -86,7 +85,6 @@ class WebDataset(Source):
         names = tuple(tar.name for tar in self._tars)
         keys = np.concatenate([shard.keys for shard in shards])
         index = Index(shards=names, table=table[kept], keys=keys[kept], filters=self._filters.identity)
-        refuse_unreadable(index, "data.urls", self.max_unreadable_share)
         self._index = index
         self._stores = list({id(tar.store): tar.store for tar in self._tars if tar.store is not None}.values())
         threads = max(store.parallel_reads for store in self._stores)

@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 
 from cascade_train.data.captions import Captions
+from cascade_train.data.data_set import open_data_set
 from cascade_train.data.folder import Folder, caption_of_name, find_pictures
 from cascade_train.data.index import pictures as picture_files
 from cascade_train.data.sample import UnreadableSampleError
@@ -249,8 +250,8 @@ def test_pictures_without_a_header_are_counted_and_too_many_stop_the_start(tmp_p
         RunError,
         match=r"2 of 3 samples are unreadable, more than .*=0.01 allows: .*:b.png, .*:loop.png .*_share=0.67\.",
     ):
-        folder(tmp_path).open()
-    assert len(folder(tmp_path, max_unreadable_share=0.67).open()) == 3
+        open_data_set(folder(tmp_path), share=None, held_out=None)
+    assert len(open_data_set(folder(tmp_path, max_unreadable_share=0.67), share=None, held_out=None).training.rows) == 3
     (tmp_path / "loop.png").unlink()
     assert folder(tmp_path).open().table["width"].tolist() == [40, 0]
 
