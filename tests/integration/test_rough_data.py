@@ -174,3 +174,21 @@ def test_a_tar_that_is_cut_short_is_refused(rough, tmp_path, capfd):
     assert code == 2
     assert not (tmp_path / "run").exists()
     assert "rough.tar" in capfd.readouterr().err
+
+
+def test_a_batch_of_more_than_all_samples_is_refused_and_a_run_that_has_one_goes_on(tmp_path, capfd, monkeypatch):
+    path = tars.write(tmp_path / "set" / "few.tar", tars.samples(range(10)))
+    few = [*NARROW, "task=finetune", "data=webdataset", f"data.urls={path}", "data.num_workers=0"]
+    arguments = [*SMALL, *few, f"run.dir={tmp_path / 'run'}"]
+    assert launch([*arguments, "train.global_batch_size=16"]) == 2
+    said = " ".join(capfd.readouterr().err.split())
+    assert "train.global_batch_size=16 is more than the 10 samples to train on" in said
+    assert not (tmp_path / "run").exists()
+    flushed = train(
+        tmp_path / "flushed", *few, "train.global_batch_size=16", "data.leftover=flush", "train.max_steps=1"
+    )
+    assert len(read_metrics(flushed)) == 1
+    with monkeypatch.context() as patched:  # as an earlier version
+        patched.setattr("cascade_train.data.data_set.DataSet.check_batch", lambda *_: None)
+        train(tmp_path / "run", *few, "train.global_batch_size=16", "train.max_steps=1")
+    assert len(read_metrics(train(tmp_path / "run", *few, "train.global_batch_size=16", "train.max_steps=2"))) == 2

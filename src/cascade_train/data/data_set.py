@@ -84,6 +84,18 @@ class DataSet:
                         f" {width} pixels, but the model needs sides that are multiples of {multiple}: set it to that"
                     )
 
+    def check_batch(self, global_batch_size: int) -> None:
+        """Raise a ConfigError where a batch takes more than all training samples, and nothing says what fills it."""
+        count = len(self.training.rows)
+        is_known = self.training.index.rows_are_samples and self.training.source.leftover != "flush"
+        if is_known and global_batch_size > count:
+            raise ConfigError(
+                f"train.global_batch_size={global_batch_size} is more than the {count} samples to train on, so that each"
+                f" step would repeat them: set it to {count} or less. Repeats that are meant are written down: as a"
+                " number in multiply.txt (data=folder), by data.repeats (data=mixture), or data.leftover=flush, whose"
+                " repeats weigh nothing"
+            )
+
     def training_feed(self, **options: Unpack[FeedOptions]) -> Feed:
         """Return the endless feed of training batches for one rank."""
         feed = self.training.load(**options)
