@@ -60,6 +60,7 @@ def pack(args: PackArgs) -> int:
             worker_start="fork",
             path=args.folder,
             caption_from=args.caption_from,  # type: ignore[arg-type] # checked by the source
+            metadata=True,
             index_dir=None,
             row_filters=None,
         )

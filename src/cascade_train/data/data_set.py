@@ -90,10 +90,9 @@ class DataSet:
         is_known = self.training.index.rows_are_samples and self.training.source.leftover != "flush"
         if is_known and global_batch_size > count:
             raise ConfigError(
-                f"train.global_batch_size={global_batch_size} is more than the {count} samples to train on, so that each"
-                f" step would repeat them: set it to {count} or less. Repeats that are meant are written down: as a"
-                " number in multiply.txt (data=folder), by data.repeats (data=mixture), or data.leftover=flush, whose"
-                " repeats weigh nothing"
+                f"train.global_batch_size={global_batch_size} is more than the {count} samples to train on, so that"
+                f" each step would repeat them: set it to {count} or less, or say how often pictures come (multiply.txt"
+                " of a folder, data.repeats of a mixture); data.leftover=flush fills the batch with repeats of weight 0"
             )
 
     def training_feed(self, **options: Unpack[FeedOptions]) -> Feed:

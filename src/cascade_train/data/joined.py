@@ -92,7 +92,9 @@ class JoinedSource(Source):
             names = [f"{part.prefix}{part.index.name(row)}".encode() for row in rows.tolist()]
             keys[here] = np.array(names, dtype=object)[places]
         filters = " ".join(part.index.filters for part in parts if part.index.filters)
-        return Index(shards=(name,) * blocks, table=table, keys=np.array(keys.tolist()), filters=filters)
+        metadata = "+".join(part.index.metadata for part in parts if part.index.metadata)
+        keys_N = np.array(keys.tolist())
+        return Index(shards=(name,) * blocks, table=table, keys=keys_N, filters=filters, metadata=metadata)
 
     def _place(self, row: int) -> tuple[Part, int]:
         return self._parts[self._part[row]], int(self._row[row])

@@ -29,6 +29,7 @@ class Index:
     the upright picture, 0 where the header cannot be read. A source adds its own."""
     keys: np.ndarray  # (N,) bytes, each sample's key within its shard
     filters: str = ""  # identity of the row filters that chose these samples; empty = none
+    metadata: str = ""  # identity of what metadata files say of these samples; empty = none is read
     rows_are_samples: bool = True  # False where each row stands for a tar that can only be streamed
 
     def __len__(self) -> int:
