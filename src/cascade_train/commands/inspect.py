@@ -26,9 +26,6 @@ from cascade_train.options import check_choice
 FAULTS = ("unreadable", "duplicates", "near", "empty", "long")
 """What may be listed for data.quarantine."""
 
-MANY = 10_000
-"""Pictures that take about a minute to decode."""
-
 DEFAULTS = {"model": "c_3b", "task": "finetune"}
 """What is composed where nothing is chosen; only sizes and the tokenizer follow from it."""
 
@@ -76,7 +73,8 @@ def inspect(args: InspectArgs, cfg: DictConfig) -> int:
         data = open_data_set(build_component(cfg, "data"), share=None, held_out=None)
         if not data.training.index.rows_are_samples:
             raise ConfigError("These tars can only be streamed, so there is no index to look at: copy them first.")
-        log_length(args.read, len(data.training.rows))
+        if args.read is None and len(data.training.rows) > 10_000:  # a minute
+            logging.getLogger(__name__).info("Decoding all pictures; read=2000 looks at so many, evenly spread.")
         found = survey(data.training, read=args.read, seed=cfg.run.seed)
         try:
             batch = data.shown_batch(args.pictures, seed=cfg.run.seed)
@@ -107,12 +105,6 @@ def inspect(args: InspectArgs, cfg: DictConfig) -> int:
         told.append(f"{lines.count(chr(10))} samples to leave out: data.quarantine={args.quarantine}")
     sys.stdout.write("\n".join([*told, ""]))
     return 0
-
-
-def log_length(read: int | None, samples: int) -> None:
-    """Say how to look at fewer pictures where there are many."""
-    if read is None and samples > MANY:
-        logging.getLogger(__name__).info("Decoding %d pictures; read=2000 looks at so many, evenly spread.", samples)
 
 
 def unfilled(shapes: Any, cfg: DictConfig) -> int:

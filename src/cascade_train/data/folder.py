@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import abc
 import hashlib
+import json
 import logging
 import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +20,7 @@ from cascade_train.data.file_source import FileSource
 from cascade_train.data.index.pictures import EXTENSIONS, first_names, load_facts, load_picture_sizes
 from cascade_train.data.index.row_filter import read_metadata
 from cascade_train.data.index.rows import ROW_FIELDS, Index, repeat_counts, repeated_rows
-from cascade_train.data.metadata import NAMES, Metadata, Place, caption_of
+from cascade_train.data.metadata import NAMES, Metadata, caption_of
 from cascade_train.data.sample import FileLimits, RawSample, UnreadableSampleError
 from cascade_train.data.table import number_of
 from cascade_train.errors import ConfigError
@@ -47,7 +48,7 @@ class PictureFile:
     caption: int  # position in `CAPTION_FILES`, or `FROM_METADATA`
     values: int  # position in `VALUE_FILES`
     mask: bool  # whether it has a mask
-    row: Place | None = None  # of a metadata file
+    row: Mapping[str, Any] = field(default_factory=dict)  # what a metadata file says
 
 
 @dataclass(kw_only=True)
@@ -59,7 +60,6 @@ class PictureFolder(FileSource):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._root = Path(self.path).expanduser()
-        self._metadata: Metadata | None = None
 
     @abc.abstractmethod
     def usable(self, found: list[PictureFile], others: list[str]) -> list[PictureFile]:
@@ -98,8 +98,8 @@ class PictureFolder(FileSource):
         table = np.zeros(len(found), dtype=FOLDER_FIELDS)
         file_bytes, sizes = load_picture_sizes(self._root, self._root, [file.name for file in found], self._cache_dir)
         table["bytes"], table["width"], table["height"] = file_bytes, *sizes.T
-        for field in ("caption", "values", "mask"):
-            table[field] = [getattr(file, field) for file in found]
+        for part in ("caption", "values", "mask"):
+            table[part] = [getattr(file, part) for file in found]
         keys = np.array([file.name.encode() for file in found])
         counts = np.zeros(len(found), dtype=np.int64)
         factors = np.array([file.factor for file in found])
@@ -111,7 +111,7 @@ class PictureFolder(FileSource):
         if len(self._filters):
             counts = np.where(self._filters.kept(self._verdicts(found)), counts, 0)
         rows = repeated_rows(counts)
-        name, self._places = self._root.resolve().name, [found[row].row for row in rows.tolist()]
+        name, self._described = self._root.resolve().name, [found[row].row for row in rows.tolist()]
         return Index(
             shards=(name,),
             table=table[rows],
@@ -134,7 +134,7 @@ class PictureFolder(FileSource):
         verdicts = np.zeros((len(found), columns), dtype=np.int32)
         verdicts[[bool(file.values) for file in found]] = judged
         for number, file in enumerate(found):
-            if file.row is not None:
+            if file.row:
                 values = self._values(file.name, VALUE_FILES[file.values], file.row) or {}
                 verdicts[number] = self._filters.judge({key: number_of(value) for key, value in values.items()})
         return verdicts
@@ -160,18 +160,17 @@ class PictureFolder(FileSource):
     def values_of(self, row: int) -> Mapping[str, Any]:
         """Return the values of the json or yaml beside a picture, none where there is no such file."""
         name, extension = self._index.keys[row].decode(), VALUE_FILES[self._index.table["values"][row]]
-        values = self._values(name, extension, self._places[row])
+        values = self._values(name, extension, self._described[row])
         if values is None:
             raise UnreadableSampleError(
                 f"its {extension[1:]} is damaged: it is no mapping that can be read, or too large"
             )
         return values
 
-    def _values(self, name: str, extension: str, place: Place | None) -> Mapping[str, Any] | None:
-        """Return the values of a picture's row, and over them those beside it; None where these cannot be read."""
+    def _values(self, name: str, extension: str, row: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """Return what the row of a metadata file and a file beside a picture say; None where that cannot be read."""
         values = read_values(self._root / beside(name, extension), self.limits) if extension else {}
-        described = {} if place is None or self._metadata is None else self._metadata.values(place)
-        return None if values is None else {**described, **values}
+        return None if values is None else {**row, **values}
 
 
 @dataclass(kw_only=True)
@@ -192,16 +191,15 @@ class Folder(PictureFolder):
 
     def usable(self, found: list[PictureFile], others: list[str]) -> list[PictureFile]:
         """See `PictureFolder.usable`."""
-        found = self._with_rows(found, others)
+        metadata = self._read_metadata(found, others)
+        found = [self._with_row(file, metadata.rows.get(file.name, {})) for file in found]
         named = [file.name for file in found if self.caption_from == "name" or not file.caption]
         if not self.captions.needs_text:
-            missing, named = [file.name for file in found if not file.values and file.row is None], []
+            missing, named = [file.name for file in found if not file.values and not file.row], []
         elif self.caption_from == "file":
             missing, named = named, []
-        elif self._metadata is not None:
-            missing = [name for name in named if not caption_of_name(name) or self._metadata.covers(name)]
         else:
-            missing = [name for name in named if not caption_of_name(name)]
+            missing = [name for name in named if not caption_of_name(name) or metadata.covers(name)]
         left_out = set(missing)
         usable = [file for file in found if file.name not in left_out]
         if not usable:
@@ -221,24 +219,23 @@ class Folder(PictureFolder):
             )  # fmt: skip
         return usable
 
-    def _with_rows(self, found: list[PictureFile], others: list[str]) -> list[PictureFile]:
-        """Return the pictures with their rows of metadata files, where these are read; a caption beside one counts."""
+    def _read_metadata(self, found: list[PictureFile], others: list[str]) -> Metadata:
+        """Read metadata files where they are wanted, and log how many captions come from them."""
         files = [name for name in others if name.rpartition("/")[2] in NAMES]
         if not self.metadata or not files or self.caption_from == "name":
-            return found
+            return Metadata(rows={}, folders=())
         others[:] = [name for name in others if name not in files]
-        self._metadata = Metadata(self._root, files, [file.name for file in found])
-        uses_values, places = self.captions.needs_values or len(self._filters) > 0, self._metadata.places
-        described = []
-        for file in found:
-            place = places.get(file.name)
-            takes = place is not None and place.has_caption and not file.caption
-            row = place if takes or uses_values else None
-            described.append(replace(file, row=row, caption=FROM_METADATA if takes else file.caption))
-        count = sum(file.caption == FROM_METADATA for file in described)
+        metadata = Metadata.read(self._root, files, [file.name for file in found])
+        count = sum(not file.caption and bool(caption_of(metadata.rows.get(file.name, {}))) for file in found)
         text = "%s: captions of %d of %d pictures are those of %s"
         _log.info(text, self.path, count, len(found), first_names(files))
-        return described
+        return metadata
+
+    def _with_row(self, file: PictureFile, row: Mapping[str, Any]) -> PictureFile:
+        """Return a picture with what is used of its row; a caption beside it goes first."""
+        if not file.caption and caption_of(row):
+            return replace(file, row=row, caption=FROM_METADATA)
+        return replace(file, row=row) if self.captions.needs_values or len(self._filters) else file
 
     def caption_from_of(self, entry: np.void) -> str:
         """See `PictureFolder.caption_from_of`."""
@@ -248,7 +245,7 @@ class Folder(PictureFolder):
         """See `PictureFolder.caption`."""
         name, place = self._index.keys[row].decode(), int(self._index.table["caption"][row])
         if place == FROM_METADATA:
-            return caption_of(self._values(name, "", self._places[row]) or {})
+            return caption_of(self._described[row])
         extension = "" if self.caption_from == "name" else CAPTION_FILES[place]
         if not extension:
             return caption_of_name(name)
@@ -320,8 +317,8 @@ def counted(names: Sequence[str]) -> str:
 
 def _identity(found: list[PictureFile]) -> str:
     """Return 16 hex digits that change with what metadata files say of pictures, empty where they say nothing."""
-    told = [file.name.encode() + file.row.digest for file in found if file.row is not None]
-    return hashlib.sha256(b"\n".join(told)).hexdigest()[:16] if told else ""
+    told = {file.name: file.row for file in found if file.row}
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16] if told else ""
 
 
 def _in_one_folder(folder: Path, prefix: str, names: list[str], others: list[str]) -> Iterator[PictureFile]:

@@ -1,12 +1,7 @@
-"""The `metadata.jsonl` or `metadata.csv` of a folder: a row for each picture, as datasets and diffusers read them.
-
-A row names its picture by `file_name`, relative to the file's own folder; `text` or `caption` is its caption.
-"""
+"""The `metadata.jsonl` or `metadata.csv` of a folder: a row for each picture, as datasets and diffusers read them."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import posixpath
 import unicodedata
@@ -16,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from cascade_train.data.index.pictures import first_names
-from cascade_train.data.sample import UnreadableSampleError
 from cascade_train.data.table import TableFile
 from cascade_train.errors import ConfigError
 
@@ -26,64 +20,48 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where the row of a picture lies."""
-
-    table: int  # number of the file
-    start: int  # of the row, in bytes
-    size: int
-    has_caption: bool
-    digest: bytes  # of its values
-
-
 class Metadata:
-    """The rows of all metadata files below a folder, by the name of their picture."""
+    """What such files say."""
 
-    def __init__(self, root: Path, files: Sequence[str], pictures: Sequence[str]) -> None:
-        """Read the files, and log which of their rows name none of the pictures; a ConfigError for a damaged file."""
-        self.tables = [TableFile(root / name) for name in files]
-        self.places: dict[str, Place] = {}
-        self._folders: list[str] = []  # of the files that name pictures
-        by_text = {_normal(name): name for name in pictures}
-        for number, name in enumerate(files):
-            try:
-                self._scan(number, name, by_text)
-            except ConfigError as error:
-                raise ConfigError(f"{error}; data.metadata=false reads no such file") from error
+    rows: Mapping[str, Mapping[str, Any]]  # by the name of the picture
+    folders: tuple[str, ...]  # where files lie whose rows name pictures
 
-    def _scan(self, number: int, name: str, by_text: Mapping[str, str]) -> None:
-        absent, again, folder, names_any = list[str](), list[str](), posixpath.dirname(name), False
-        for start, size, values in self.tables[number].rows():
-            named = str(values.get(FILE_NAME) or "")
-            names_any = names_any or bool(named)
-            picture = by_text.get(_normal(posixpath.join(folder, named.replace("\\", "/"))))
-            if picture is None or picture in self.places:
-                (absent if picture is None else again).append(named or f"no {FILE_NAME}")
-                continue
-            digest = hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=8).digest()
-            has_caption = any(values.get(key) for key in CAPTIONS)
-            self.places[picture] = Place(table=number, start=start, size=size, has_caption=has_caption, digest=digest)
-        self._folders += [folder] if names_any else []
-        for names, why in ((absent, "name no picture that is there"), (again, "name a picture that has one already")):
-            if names:
-                _log.warning("%s: %d rows %s and are not read: %s", name, len(names), why, first_names(names))
+    @classmethod
+    def read(cls, root: Path, files: Sequence[str], pictures: Sequence[str]) -> Metadata:
+        """Read files below a folder, and log which rows name none of the pictures; a ConfigError for a damaged file."""
+        rows: dict[str, Mapping[str, Any]] = {}
+        name_of, folders = {_normal(name): name for name in pictures}, []
+        for file in files:
+            folder, unread = posixpath.dirname(file), list[str]()
+            for values in _rows(root / file):
+                picture = name_of.get(_normal(posixpath.join(folder, str(values[FILE_NAME]).replace("\\", "/"))))
+                if picture is None or picture in rows:
+                    unread.append(str(values[FILE_NAME]))
+                else:
+                    rows[picture] = values
+                folders.append(folder)
+            if unread:
+                text = "%s: %d rows name no picture, or one that has a row already, and are not read: %s"
+                _log.warning(text, root / file, len(unread), first_names(unread))
+        return cls(rows=rows, folders=tuple(dict.fromkeys(folders)))
 
     def covers(self, picture: str) -> bool:
         """Return whether a picture lies in or below a folder with such a file, which should then name it."""
-        return any(not folder or picture.startswith(f"{folder}/") for folder in self._folders)
-
-    def values(self, place: Place) -> Mapping[str, Any]:
-        """Return the values of a row; an UnreadableSampleError where its file changed."""
-        return self.tables[place.table].read(place.start, place.size)
+        return any(not folder or picture.startswith(f"{folder}/") for folder in self.folders)
 
 
 def caption_of(values: Mapping[str, Any]) -> str:
-    """Return the caption of a row, several as its lines."""
-    value = next((values[key] for key in CAPTIONS if values.get(key)), None)
+    """Return the caption of a row, several as its lines; empty where it has no text."""
+    value = next((values[key] for key in CAPTIONS if values.get(key)), "")
     texts = value if isinstance(value, list) else [value]
-    if not all(isinstance(text, str) for text in texts):
-        raise UnreadableSampleError(f"its caption is no text: {value!r:.60}")
-    return "\n".join(text.strip() for text in texts)
+    return "\n".join(text.strip() for text in texts if isinstance(text, str))
+
+
+def _rows(path: Path) -> list[Mapping[str, Any]]:
+    try:
+        return [values for _, _, values in TableFile(path).rows() if values.get(FILE_NAME)]
+    except ConfigError as error:
+        raise ConfigError(f"{error}; data.metadata=false reads no such file") from error
 
 
 def _normal(path: str) -> str:

@@ -90,6 +90,10 @@ class FileLimits:
         """
         try:
             found = path.stat()
+        except OSError as error:
+            if not path.is_symlink():
+                raise
+            raise UnreadableSampleError(f"its {part} is a link to nothing that can be read") from error
         except ValueError as error:  # what a table names
             raise UnreadableSampleError(f"its {part} has a name that no file can have: {error}") from error
         if not stat.S_ISREG(found.st_mode):
