@@ -34,8 +34,6 @@ CAPTION_FILES = ("", ".txt", ".caption")
 VALUE_FILES = ("", ".json", ".yaml", ".yml")
 """Where more about a picture comes from, by the number in the index; the first means nowhere."""
 MASK = ".mask.png"
-FROM_METADATA = len(CAPTION_FILES)
-"""In place of a position in `CAPTION_FILES`: the caption is that of a row of a metadata file."""
 _log = logging.getLogger(__name__)
 
 
@@ -45,7 +43,7 @@ class PictureFile:
 
     name: str  # relative to the root, with slashes
     factor: float  # how often it comes in an epoch, from the folder's `multiply.txt`
-    caption: int  # position in `CAPTION_FILES`, or `FROM_METADATA`
+    caption: int  # position in `CAPTION_FILES`
     values: int  # position in `VALUE_FILES`
     mask: bool  # whether it has a mask
     row: Mapping[str, Any] = field(default_factory=dict)  # what a metadata file says
@@ -145,17 +143,17 @@ class PictureFolder(FileSource):
         return RawSample(
             image=self.limits.read(self._root / name, "image"),
             caption=self.caption(row),
-            caption_from=self.caption_from_of(entry),
+            caption_from=self.caption_from_of(row),
             key=self._index.name(row),
             mask=self.limits.read(self._root / beside(name, MASK), "mask") if entry["mask"] else None,
             values=self.values_of(row) if self.captions.needs_values else {},
         )
 
-    def caption_from_of(self, entry: np.void) -> str:
-        """Return where `caption` found the caption of a picture."""
-        if entry["caption"] == FROM_METADATA:
-            return "metadata"
-        return f"{CAPTION_FILES[entry['caption']]} beside the picture" if entry["caption"] else "the picture's name"
+    def caption_from_of(self, row: int) -> str:
+        """Return where `caption` found the caption of a row of the index."""
+        place = self._index.table["caption"][row]
+        names = "a metadata file" if caption_of(self._described[row]) else "the picture's name"
+        return f"{CAPTION_FILES[place]} beside the picture" if place else names
 
     def values_of(self, row: int) -> Mapping[str, Any]:
         """Return the values of the json or yaml beside a picture, none where there is no such file."""
@@ -193,7 +191,9 @@ class Folder(PictureFolder):
         """See `PictureFolder.usable`."""
         metadata = self._read_metadata(found, others)
         found = [self._with_row(file, metadata.rows.get(file.name, {})) for file in found]
-        named = [file.name for file in found if self.caption_from == "name" or not file.caption]
+        named = [
+            file.name for file in found if self.caption_from == "name" or not (file.caption or caption_of(file.row))
+        ]
         if not self.captions.needs_text:
             missing, named = [file.name for file in found if not file.values and not file.row], []
         elif self.caption_from == "file":
@@ -233,22 +233,19 @@ class Folder(PictureFolder):
 
     def _with_row(self, file: PictureFile, row: Mapping[str, Any]) -> PictureFile:
         """Return a picture with what is used of its row; a caption beside it goes first."""
-        if not file.caption and caption_of(row):
-            return replace(file, row=row, caption=FROM_METADATA)
-        return replace(file, row=row) if self.captions.needs_values or len(self._filters) else file
+        is_used = self.captions.needs_values or len(self._filters) or not file.caption
+        return replace(file, row=row) if is_used else file
 
-    def caption_from_of(self, entry: np.void) -> str:
+    def caption_from_of(self, row: int) -> str:
         """See `PictureFolder.caption_from_of`."""
-        return "the picture's name" if self.caption_from == "name" else super().caption_from_of(entry)
+        return "the picture's name" if self.caption_from == "name" else super().caption_from_of(row)
 
     def caption(self, row: int) -> str:
         """See `PictureFolder.caption`."""
-        name, place = self._index.keys[row].decode(), int(self._index.table["caption"][row])
-        if place == FROM_METADATA:
-            return caption_of(self._described[row])
+        name, place = self._index.keys[row].decode(), self._index.table["caption"][row]
         extension = "" if self.caption_from == "name" else CAPTION_FILES[place]
         if not extension:
-            return caption_of_name(name)
+            return caption_of(self._described[row]) or caption_of_name(name)
         try:
             content = self.limits.read(self._root / beside(name, extension), "caption")
             return content.decode("utf-8-sig").strip()
