@@ -174,3 +174,44 @@ def test_a_tar_that_is_cut_short_is_refused(rough, tmp_path, capfd):
     assert code == 2
     assert not (tmp_path / "run").exists()
     assert "rough.tar" in capfd.readouterr().err
+
+
+def test_a_batch_of_more_than_all_samples_is_refused_and_a_run_that_has_one_goes_on(tmp_path, capfd, monkeypatch):
+    path = tars.write(tmp_path / "set" / "few.tar", tars.samples(range(10)))
+    few = [*NARROW, "task=finetune", "data=webdataset", f"data.urls={path}", "data.num_workers=0"]
+    arguments = [*SMALL, *few, f"run.dir={tmp_path / 'run'}"]
+    assert launch([*arguments, "train.global_batch_size=16"]) == 2
+    said = " ".join(capfd.readouterr().err.split())
+    assert "train.global_batch_size=16 is more than the 10 samples to train on" in said
+    assert not (tmp_path / "run").exists()
+    flushed = train(
+        tmp_path / "flushed", *few, "train.global_batch_size=16", "data.leftover=flush", "train.max_steps=1"
+    )
+    assert len(read_metrics(flushed)) == 1
+    with monkeypatch.context() as patched:  # as an earlier version
+        patched.setattr("cascade_train.data.data_set.DataSet.check_batch", lambda *_: None)
+        train(tmp_path / "run", *few, "train.global_batch_size=16", "train.max_steps=1")
+    assert len(read_metrics(train(tmp_path / "run", *few, "train.global_batch_size=16", "train.max_steps=2"))) == 2
+
+
+def test_runs_and_caches_of_before_metadata_was_read_go_on_with_the_key_that_a_refusal_names(tmp_path, capfd):
+    root = tmp_path / "set"
+    for number in range(12):
+        (root / f"img_{number:03d}.png").write_bytes(tars.picture(tint=number))
+    rows = [{"file_name": f"img_{number:03d}.png", "text": f"number {number}"} for number in range(12)]
+    (root / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data = [*NARROW, "task=finetune", "data=folder", f"data.path={root}", "data.num_workers=0"]
+    before = "data.metadata=false"
+    run = train(tmp_path / "run", *data, before, "train.max_steps=2")
+    arguments = [*SMALL, *data, f"run.dir={run}", "train.max_steps=3"]
+    assert launch(arguments) == 2
+    assert "or set data.metadata=false" in " ".join(capfd.readouterr().err.split())
+    assert launch([*arguments, before]) == 0
+    assert len(read_metrics(run)) == 3
+    cache = ["cache", *data, f"out={tmp_path / 'cache'}", "model=c_tiny"]
+    assert launch([*cache, before]) == 0
+    assert launch(cache) == 2
+    assert "data.metadata" in capfd.readouterr().err
+    assert launch([*cache, before]) == 0
+    assert launch([*cache[:-2], f"out={tmp_path / 'new'}", "model=c_tiny"]) == 0
+    assert launch([*cache[:-2], f"out={tmp_path / 'new'}", "model=c_tiny"]) == 0

@@ -220,6 +220,8 @@ def describe(cfg: Mapping[str, Any], encoder: Encoder, data: Rows, index: Index,
     captions = encoder.captions([""]).get("", {})
     identity = encoder_identity(cfg, stage, [*stage.image_products, *captions])
     identity |= data_identity(cfg)
+    if data.index.metadata:  # caches made before have none: these captions came from elsewhere
+        identity["data.metadata"] = data.index.metadata
     return Manifest(
         rows=len(index),
         unit_samples=unit_samples,

@@ -113,6 +113,8 @@ def train_in(
 ) -> int:
     """Train in a claimed directory, to the end and the exports, or to a stop; return the exit code. Collective."""
     with run.withdrawn_on_failure():
+        if run.resume_from is None:  # a run that began so goes on
+            data.check_batch(cfg.train.global_batch_size)
         phases = build_phases(cfg, parts, world)
         initial = ("task.weights", "task.backbone_weights", *(["model.weights"] if parts.task.trains_network else []))
         specs, resumed = weight_specs(cfg, parts), run.resume_from is not None

@@ -36,7 +36,7 @@ class InspectArgs:
 
     out: str = "inspect.html"
     """Page to write."""
-    read: int | None = 2000
+    read: int | None = None
     """Pictures to read and decode, evenly spread over the data; null = all."""
     pictures: int = 16
     """Pictures of a batch to show."""
@@ -67,11 +67,14 @@ def inspect(args: InspectArgs, cfg: DictConfig) -> int:
     from cascade_train.data.survey.report import Report
     from cascade_train.models.token_count import token_counter
 
+    allowed = cfg.data.max_unreadable_share
     allow_unreadable(cfg.data)
     with library_log() as log:
         data = open_data_set(build_component(cfg, "data"), share=None, held_out=None)
         if not data.training.index.rows_are_samples:
             raise ConfigError("These tars can only be streamed, so there is no index to look at: copy them first.")
+        if args.read is None and len(data.training.rows) > 10_000:  # a minute
+            logging.getLogger(__name__).info("Decoding all pictures; read=2000 looks at so many, evenly spread.")
         found = survey(data.training, read=args.read, seed=cfg.run.seed)
         try:
             batch = data.shown_batch(args.pictures, seed=cfg.run.seed)
@@ -85,6 +88,7 @@ def inspect(args: InspectArgs, cfg: DictConfig) -> int:
         survey=found,
         tokens=tuple(count(list(found.captions.values()))),
         max_tokens=encoder.get("max_tokens", 77),
+        max_unreadable_share=allowed,
         counted_by=count.name,
         log=tuple(log),
         batch=batch,

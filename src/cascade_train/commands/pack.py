@@ -58,9 +58,9 @@ def pack(args: PackArgs) -> int:
             shuffle_window_shards=1,
             num_workers=0,
             worker_start="fork",
-            max_unreadable_share=1.0,
             path=args.folder,
             caption_from=args.caption_from,  # type: ignore[arg-type] # checked by the source
+            metadata=True,
             index_dir=None,
             row_filters=None,
         )

@@ -107,7 +107,7 @@ class ClassFolders(PictureFolder):
 
     idx_to_prompt: File[str | None]
 
-    def usable(self, found: list[PictureFile]) -> list[PictureFile]:
+    def usable(self, found: list[PictureFile], others: list[str]) -> list[PictureFile]:
         """See `PictureFolder.usable`."""
         usable = [file for file in found if "/" in file.name]
         if not usable:
@@ -129,9 +129,9 @@ class ClassFolders(PictureFolder):
         index = super()._indexed()  # loads the prompts
         return self._given.added_to(index)
 
-    def caption(self, name: str, entry: np.void) -> str:
+    def caption(self, row: int) -> str:
         """See `PictureFolder.caption`."""
-        return self._prompts[_class_of(name)][0]
+        return self._prompts[_class_of(self._index.keys[row].decode())][0]
 
     def read(self, row: int) -> RawSample:
         """Read one picture, with the prompts of its class."""

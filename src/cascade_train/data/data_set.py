@@ -12,6 +12,7 @@ import numpy as np
 
 from cascade_train.batch import Batch, SampleTransform
 from cascade_train.data.index.content import content_record
+from cascade_train.data.index.pictures import refuse_unreadable
 from cascade_train.data.index.rows import Index, split
 from cascade_train.data.index.selection import selected
 from cascade_train.data.loading.feed import Feed, FeedOptions, FeedRequest, Loader
@@ -83,6 +84,17 @@ class DataSet:
                         f"data.buckets.multiple_px={part.source.buckets.multiple_px} makes pictures of {height} x"
                         f" {width} pixels, but the model needs sides that are multiples of {multiple}: set it to that"
                     )
+
+    def check_batch(self, global_batch_size: int) -> None:
+        """Raise a ConfigError where a batch takes more than all training samples, and nothing says what fills it."""
+        count = len(self.training.rows)
+        is_known = self.training.index.rows_are_samples and self.training.source.leftover != "flush"
+        if is_known and global_batch_size > count:
+            raise ConfigError(
+                f"train.global_batch_size={global_batch_size} is more than the {count} samples to train on, so that"
+                f" each step would repeat them: set it to {count} or less, or say how often pictures come (multiply.txt"
+                " of a folder, data.repeats of a mixture); data.leftover=flush fills the batch with repeats of weight 0"
+            )
 
     def training_feed(self, **options: Unpack[FeedOptions]) -> Feed:
         """Return the endless feed of training batches for one rank."""
@@ -170,4 +182,6 @@ def open_data_set(
 def _opened(source: Source, transform: SampleTransform | None) -> Rows:
     index = source.open()
     rows = np.flatnonzero(selected(index, source.selectors()))
+    if index.rows_are_samples:
+        refuse_unreadable(index, rows, source.max_unreadable_share)
     return Rows(source=source, index=index, rows=rows, transform=transform)

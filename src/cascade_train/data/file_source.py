@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from cascade_train.data.index.content import combined
-from cascade_train.data.index.pictures import first_names, load_picture_facts, refuse_unreadable
+from cascade_train.data.index.pictures import first_names, load_picture_facts
 from cascade_train.data.index.row_filter import parse_row_filters
 from cascade_train.data.index.rows import Index
 from cascade_train.data.sample import UnreadableSampleError
@@ -42,7 +42,6 @@ class FileSource(Source):
             self._index = self._indexed()
         except OSError as error:
             raise RunError(f"data.path={self.path} cannot be read: {error}") from error
-        refuse_unreadable(self._index, f"data.path={self.path}", self.max_unreadable_share)
         return self._index
 
     @abc.abstractmethod

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import abc
+import hashlib
+import json
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,10 +21,12 @@ from cascade_train.data.index.content import combined
 from cascade_train.data.index.pictures import EXTENSIONS, first_names, load_checksums, load_facts, load_picture_facts
 from cascade_train.data.index.row_filter import read_metadata
 from cascade_train.data.index.rows import ROW_FIELDS, Index, repeat_counts, repeated_rows
+from cascade_train.data.metadata import NAMES, Metadata, caption_of
 from cascade_train.data.sample import FileLimits, RawSample, UnreadableSampleError
+from cascade_train.data.table import number_of
 from cascade_train.errors import ConfigError
 from cascade_train.files.untrusted import read_yaml
-from cascade_train.options import File, Order, check_choice
+from cascade_train.options import File, Free, Order, check_choice
 
 FOLDER_FIELDS = [*ROW_FIELDS, ("bytes", "<i8"), ("caption", "u1"), ("values", "u1"), ("mask", "u1")]
 MULTIPLY = "multiply.txt"
@@ -42,6 +47,7 @@ class PictureFile:
     caption: int  # position in `CAPTION_FILES`
     values: int  # position in `VALUE_FILES`
     mask: bool  # whether it has a mask
+    row: Mapping[str, Any] = field(default_factory=dict)  # what a metadata file says
 
 
 @dataclass(kw_only=True)
@@ -56,38 +62,45 @@ class PictureFolder(FileSource):
         self._takes_captions = False  # whether captions come from files beside the pictures
 
     @abc.abstractmethod
-    def usable(self, found: list[PictureFile]) -> list[PictureFile]:
-        """Return the pictures that have a caption, and log which have none; a ConfigError where none has."""
+    def usable(self, found: list[PictureFile], others: list[str]) -> list[PictureFile]:
+        """Return the pictures that have a caption, and log which have none; a ConfigError where none has.
+
+        `others` are the files that belong to no picture; those that are read are removed.
+        """
 
     @abc.abstractmethod
-    def caption(self, name: str, entry: np.void) -> str:
-        """Return the caption of a picture by its name and its row of the index."""
+    def caption(self, row: int) -> str:
+        """Return the caption of a row of the index."""
 
     def check(self) -> None:
         """See `Source.check`: the folder, and a picture in it."""
-        if next(find_pictures(self._root), None) is None:
-            raise ConfigError(self._empty_text())
+        others: list[str] = []
+        if next(find_pictures(self._root, others), None) is None:
+            raise ConfigError(self._empty_text(others))
 
-    def _empty_text(self) -> str:
+    def _empty_text(self, others: Sequence[str]) -> str:
         has_tars = next(self._root.glob("*.tar"), None) is not None
         tars = "; its tar files are read by data=webdataset and named by data.urls" if has_tars else ""
         return (
             f"data.path={self.path} holds no picture (.{', .'.join(EXTENSIONS)}), nor do the folders below it;"
-            f" hidden files do not count{tars}"
+            f" hidden files do not count{tars}{f'; there are {counted(others)}' if others else ''}"
         )
 
     def _indexed(self) -> Index:
         """Index the usable pictures in the order of their names, repeated, and those that meet the filters."""
-        found = list(find_pictures(self._root))
+        others: list[str] = []
+        found = list(find_pictures(self._root, others))
         if not found:
-            raise ConfigError(self._empty_text())
-        found = self.usable(found)
+            raise ConfigError(self._empty_text(others))
+        found = self.usable(found, others)
+        if others:
+            _log.warning("%s: passed over what belongs to no picture that is read: %s", self.path, counted(others))
         table = np.zeros(len(found), dtype=FOLDER_FIELDS)
         file_bytes, facts = load_picture_facts(self._root, self._root, [file.name for file in found], self._cache_dir)
         table["bytes"], table["width"], table["height"] = file_bytes, *facts[:, :2].T
         content = combined(facts[:, 2], *self._checksums_beside(found))
-        for field in ("caption", "values", "mask"):
-            table[field] = [getattr(file, field) for file in found]
+        for part in ("caption", "values", "mask"):
+            table[part] = [getattr(file, part) for file in found]
         keys = np.array([file.name.encode() for file in found])
         counts = np.zeros(len(found), dtype=np.int64)
         factors = np.array([file.factor for file in found])
@@ -99,9 +112,15 @@ class PictureFolder(FileSource):
         if len(self._filters):
             counts = np.where(self._filters.kept(self._verdicts(found)), counts, 0)
         rows = repeated_rows(counts)
-        name = self._root.resolve().name
-        filters = self._filters.identity
-        return Index(shards=(name,), table=table[rows], keys=keys[rows], filters=filters, content=content[rows])
+        name, self._described = self._root.resolve().name, [found[row].row for row in rows.tolist()]
+        return Index(
+            shards=(name,),
+            table=table[rows],
+            keys=keys[rows],
+            filters=self._filters.identity,
+            metadata=_identity(found),
+            content=content[rows],
+        )
 
     def _checksums_beside(self, found: list[PictureFile]) -> np.ndarray:
         """Return the checksums of captions, values and masks that make samples, (3, N) int64, 0 = there is none."""
@@ -125,6 +144,10 @@ class PictureFolder(FileSource):
         )
         verdicts = np.zeros((len(found), columns), dtype=np.int64)
         verdicts[[bool(file.values) for file in found]] = judged
+        for number, file in enumerate(found):
+            if file.row:
+                values = self._values(file.name, VALUE_FILES[file.values], file.row) or {}
+                verdicts[number] = self._filters.judge({key: number_of(value) for key, value in values.items()})
         return verdicts
 
     def read(self, row: int) -> RawSample:
@@ -132,31 +155,38 @@ class PictureFolder(FileSource):
         name, entry = self._index.keys[row].decode(), self._index.table[row]
         return RawSample(
             image=self.limits.read(self._root / name, "image"),
-            caption=self.caption(name, entry),
-            caption_from=self.caption_from_of(entry),
+            caption=self.caption(row),
+            caption_from=self.caption_from_of(row),
             key=self._index.name(row),
             mask=self.limits.read(self._root / beside(name, MASK), "mask") if entry["mask"] else None,
             values=self.values_of(row) if self.captions.needs_values else {},
         )
 
-    def caption_from_of(self, entry: np.void) -> str:
-        """Return where `caption` found the caption of a picture."""
-        return f"{CAPTION_FILES[entry['caption']]} beside the picture" if entry["caption"] else "the picture's name"
+    def caption_from_of(self, row: int) -> str:
+        """Return where `caption` found the caption of a row of the index."""
+        place = self._index.table["caption"][row]
+        names = "a metadata file" if caption_of(self._described[row]) else "the picture's name"
+        return f"{CAPTION_FILES[place]} beside the picture" if place else names
 
     def values_of(self, row: int) -> Mapping[str, Any]:
         """Return the values of the json or yaml beside a picture, none where there is no such file."""
         name, extension = self._index.keys[row].decode(), VALUE_FILES[self._index.table["values"][row]]
-        values = read_values(self._root / beside(name, extension), self.limits) if extension else {}
+        values = self._values(name, extension, self._described[row])
         if values is None:
             raise UnreadableSampleError(
                 f"its {extension[1:]} is damaged: it is no mapping that can be read, or too large"
             )
         return values
 
+    def _values(self, name: str, extension: str, row: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """Return what the row of a metadata file and a file beside a picture say; None where that cannot be read."""
+        values = read_values(self._root / beside(name, extension), self.limits) if extension else {}
+        return None if values is None else {**row, **values}
+
 
 @dataclass(kw_only=True)
 class Folder(PictureFolder):
-    """Pictures with their captions beside them, in `name.txt` or `name.caption`, or in their names.
+    """Pictures with their captions beside them, in `name.txt` or `name.caption`, in a metadata file, or in their names.
 
     Of `a cat_(2).jpg`, the caption is the file name up to the first underscore. `name.json` or `name.yaml` may hold
     more, `name.mask.png` where the loss counts. A file `multiply.txt` with a number sets how often the pictures of its
@@ -164,49 +194,72 @@ class Folder(PictureFolder):
     """
 
     caption_from: Literal["file_or_name", "file", "name"]
+    metadata: Free[bool] = False  # as runs had it before they knew of it; what it changes, the index tells
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("data.caption_from", self.caption_from, ("file_or_name", "file", "name"))
         self._takes_captions = self.caption_from != "name"
 
-    def usable(self, found: list[PictureFile]) -> list[PictureFile]:
+    def usable(self, found: list[PictureFile], others: list[str]) -> list[PictureFile]:
         """See `PictureFolder.usable`."""
-        named = [file.name for file in found if self.caption_from == "name" or not file.caption]
+        metadata = self._read_metadata(found, others)
+        found = [self._with_row(file, metadata.rows.get(file.name, {})) for file in found]
+        named = [
+            file.name for file in found if self.caption_from == "name" or not (file.caption or caption_of(file.row))
+        ]
         if not self.captions.needs_text:
-            missing, named = [file.name for file in found if not file.values], []
+            missing, named = [file.name for file in found if not file.values and not file.row], []
         elif self.caption_from == "file":
             missing, named = named, []
         else:
-            missing = [name for name in named if not caption_of_name(name)]
+            missing = [name for name in named if not caption_of_name(name) or metadata.covers(name)]
         left_out = set(missing)
         usable = [file for file in found if file.name not in left_out]
         if not usable:
             raise ConfigError(
                 f"data.path={self.path}: none of {len(found)} pictures has a caption beside it"
-                f" ({', '.join(CAPTION_FILES[1:] if self.captions.needs_text else VALUE_FILES[1:])}); write them, or"
-                " take names by data.caption_from=file_or_name"
+                f" ({', '.join(CAPTION_FILES[1:] if self.captions.needs_text else VALUE_FILES[1:])}) or in"
+                f" {' or '.join(NAMES)}; write them, or take names by data.caption_from=file_or_name"
             )
         if missing:
             _log.warning(
                 "%s: left out %d pictures without a caption: %s", self.path, len(missing), first_names(missing)
             )
-        if named and self.caption_from != "name":
+        if len(named) > len(missing) and self.caption_from != "name":
             _log.info(
                 "%s: %d of %d pictures have no caption file (%s), so their names are their captions: %s",
                 self.path, len(named) - len(missing), len(usable), ", ".join(CAPTION_FILES[1:]), first_names(named),
             )  # fmt: skip
         return usable
 
-    def caption_from_of(self, entry: np.void) -> str:
-        """See `PictureFolder.caption_from_of`."""
-        return "the picture's name" if self.caption_from == "name" else super().caption_from_of(entry)
+    def _read_metadata(self, found: list[PictureFile], others: list[str]) -> Metadata:
+        """Read metadata files where they are wanted, and log how many captions come from them."""
+        files = [name for name in others if name.rpartition("/")[2] in NAMES]
+        if not self.metadata or not files or self.caption_from == "name":
+            return Metadata(rows={}, folders=())
+        others[:] = [name for name in others if name not in files]
+        metadata = Metadata.read(self._root, files, [file.name for file in found])
+        count = sum(not file.caption and bool(caption_of(metadata.rows.get(file.name, {}))) for file in found)
+        text = "%s: captions of %d of %d pictures are those of %s"
+        _log.info(text, self.path, count, len(found), first_names(files))
+        return metadata
 
-    def caption(self, name: str, entry: np.void) -> str:
+    def _with_row(self, file: PictureFile, row: Mapping[str, Any]) -> PictureFile:
+        """Return a picture with what is used of its row; a caption beside it goes first."""
+        is_used = self.captions.needs_values or len(self._filters) or not file.caption
+        return replace(file, row=row) if is_used else file
+
+    def caption_from_of(self, row: int) -> str:
+        """See `PictureFolder.caption_from_of`."""
+        return "the picture's name" if self.caption_from == "name" else super().caption_from_of(row)
+
+    def caption(self, row: int) -> str:
         """See `PictureFolder.caption`."""
-        extension = "" if self.caption_from == "name" else CAPTION_FILES[entry["caption"]]
+        name, place = self._index.keys[row].decode(), self._index.table["caption"][row]
+        extension = "" if self.caption_from == "name" else CAPTION_FILES[place]
         if not extension:
-            return caption_of_name(name)
+            return caption_of(self._described[row]) or caption_of_name(name)
         try:
             content = self.limits.read(self._root / beside(name, extension), "caption")
             return content.decode("utf-8-sig").strip()
@@ -214,8 +267,10 @@ class Folder(PictureFolder):
             raise UnreadableSampleError(f"the caption is not UTF-8: {error}") from error
 
 
-def find_pictures(root: Path) -> Iterator[PictureFile]:
+def find_pictures(root: Path, others: list[str]) -> Iterator[PictureFile]:
     """Yield the pictures below a folder, folders and names in the order of their code points.
+
+    `others` gets the names of visible files that belong to none of them.
 
     Links to folders are followed; a folder that is reached again, as by a loop of links, counts once. A missing folder,
     or a `multiply.txt` that is not a number, is a ConfigError.
@@ -234,7 +289,7 @@ def find_pictures(root: Path) -> Iterator[PictureFile]:
         prefix = "" if Path(folder) == root else f"{Path(folder).relative_to(root).as_posix()}/"
         strange += [name for name in names if not _is_utf8(prefix + name)]
         visible = sorted(name for name in names if not name.startswith(".") and _is_utf8(prefix + name))
-        yield from _in_one_folder(Path(folder), prefix, visible)
+        yield from _in_one_folder(Path(folder), prefix, visible, others)
     if strange:
         _log.warning("%s: left out %d files whose names are not UTF-8: %s", root, len(strange), ascii(strange[:5]))
 
@@ -264,15 +319,30 @@ def beside(name: str, extension: str) -> str:
     return f"{name.rpartition('.')[0]}{extension}"
 
 
-def _in_one_folder(folder: Path, prefix: str, names: list[str]) -> Iterator[PictureFile]:
-    there = set(names)
+def counted(names: Sequence[str]) -> str:
+    """Return how many files of each kind there are, and the first of each: `3 .gif (a.gif)`."""
+    first: dict[str, str] = {}
+    kinds = Counter(Path(name).suffix.lower() for name in names if first.setdefault(Path(name).suffix.lower(), name))
+    return ", ".join(f"{count} {kind or 'without extension'} ({first[kind]})" for kind, count in kinds.most_common())
+
+
+def _identity(found: list[PictureFile]) -> str:
+    """Return 16 hex digits that change with what metadata files say of pictures, empty where they say nothing."""
+    told = {file.name: file.row for file in found if file.row}
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16] if told else ""
+
+
+def _in_one_folder(folder: Path, prefix: str, names: list[str], others: list[str]) -> Iterator[PictureFile]:
+    there, used = set(names), {MULTIPLY}
     factor = _read_factor(folder / MULTIPLY) if MULTIPLY in there else 1.0
     for name in names:
         stem, _, extension = name.rpartition(".")
         if stem and extension.lower() in EXTENSIONS and not name.endswith(MASK):
             caption, values = (_first(stem, extensions, there) for extensions in (CAPTION_FILES, VALUE_FILES))
             mask = f"{stem}{MASK}" in there
+            used |= {name, *(stem + extension for extension in (*CAPTION_FILES[1:], *VALUE_FILES[1:], MASK))}
             yield PictureFile(name=prefix + name, factor=factor, caption=caption, values=values, mask=mask)
+    others += [prefix + name for name in names if name not in used]
 
 
 def _first(stem: str, extensions: tuple[str, ...], there: set[str]) -> int:

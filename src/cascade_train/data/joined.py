@@ -93,8 +93,14 @@ class JoinedSource(Source):
             names = [f"{part.prefix}{part.index.name(row)}".encode() for row in rows.tolist()]
             keys[here] = np.array(names, dtype=object)[places]
         filters = " ".join(part.index.filters for part in parts if part.index.filters)
-        keys_N = np.array(keys.tolist())
-        return Index(shards=(name,) * blocks, table=table, keys=keys_N, filters=filters, content=content)
+        return Index(
+            shards=(name,) * blocks,
+            table=table,
+            keys=np.array(keys.tolist()),
+            filters=filters,
+            metadata="+".join(part.index.metadata for part in parts if part.index.metadata),
+            content=content,
+        )
 
     def _place(self, row: int) -> tuple[Part, int]:
         return self._parts[self._part[row]], int(self._row[row])

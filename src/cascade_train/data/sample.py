@@ -90,6 +90,10 @@ class FileLimits:
         """
         try:
             found = path.stat()
+        except OSError as error:
+            if not path.is_symlink():
+                raise
+            raise UnreadableSampleError(f"its {part} is a link to nothing that can be read") from error
         except ValueError as error:  # what a table names
             raise UnreadableSampleError(f"its {part} has a name that no file can have: {error}") from error
         if not stat.S_ISREG(found.st_mode):
@@ -108,8 +112,13 @@ def too_many_text(count: int, samples: int, max_share: float, listed: str) -> st
     return (
         f"{count} of {samples} samples are unreadable, more than data.max_unreadable_share={max_share:g} allows:"
         f" {listed}. Remove or replace them, or allow as many by"
-        f" data.max_unreadable_share={min(1.0, math.ceil(100 * count / samples) / 100):g}."
+        f" data.max_unreadable_share={sufficient_share(count, samples):g}."
     )
+
+
+def sufficient_share(count: int, samples: int) -> float:
+    """Return the least share, in whole percent, that allows as many unreadable samples."""
+    return min(1.0, math.ceil(100 * count / samples) / 100)
 
 
 def by_reason(unreadable: Iterable[Unreadable]) -> str:

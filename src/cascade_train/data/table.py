@@ -65,7 +65,7 @@ class Table(TableSource):
             texts.append(text_checksum(used))
             masks.append(str(values.get(self.mask_column or "") or ""))
             if len(self._filters):
-                verdicts.append(self._filters.judge({key: _number(value) for key, value in values.items()}))
+                verdicts.append(self._filters.judge({key: number_of(value) for key, value in values.items()}))
         self._check_columns(path, columns)
         if not names:
             raise ConfigError(
@@ -193,7 +193,7 @@ class TableFile:
         return values
 
 
-def _number(value: Any) -> Any:
+def number_of(value: Any) -> Any:
     """Return a text that is a number as such, as filters compare it, and anything else as it is."""
     for kind in (int, float) if isinstance(value, str) else ():
         with contextlib.suppress(ValueError):

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cascade_train.data.index.content import combined, text_checksum
-from cascade_train.data.index.pictures import refuse_unreadable
 from cascade_train.data.index.row_filter import parse_row_filters
 from cascade_train.data.index.rows import ROW_FIELDS, Index
 from cascade_train.data.index.selection import RowSelector
@@ -89,7 +88,6 @@ class WebDataset(Source):
         used = [part != "json" or self.captions.needs_values for part in ("image", *PARTS)]
         content = combined(*np.concatenate([shard.checksums for shard in shards])[kept].T[used])
         index = Index(shards=names, table=table[kept], keys=keys[kept], filters=self._filters.identity, content=content)
-        refuse_unreadable(index, "data.urls", self.max_unreadable_share)
         self._index = index
         self._stores = list({id(tar.store): tar.store for tar in self._tars if tar.store is not None}.values())
         threads = max(store.parallel_reads for store in self._stores)

@@ -120,7 +120,16 @@ def test_findings_are_told_as_text_and_nothing_else_is_where_all_is_well(
     assert "5 samples in an epoch, 5 different pictures\n3 of them read and decoded\n1 training sizes;" in text
     assert "nothing found that is worth a look" in text
     bad = tars.write(tmp_path / "b.tar", tars.samples(range(40, 60), damaged=range(45, 60)))
-    assert launch(["inspect", *SMALL, f"data.urls={bad}", f"out={tmp_path / 'page.html'}", "read=null"]) == 0
+    assert launch(["inspect", *SMALL, f"data.urls={bad}", f"out={tmp_path / 'page.html'}"]) == 0
+    stops = "a run stops, since data.max_unreadable_share=0.01 allows fewer: leave them out by data.quarantine=<list>"
+    text = capsys.readouterr().out
+    assert f"! [75 % of an epoch] 15 cannot be read; {stops}, or allow data.max_unreadable_share=0.75: b.tar:" in text
+    assert (
+        launch(
+            ["inspect", *SMALL, f"data.urls={bad}", f"out={tmp_path / 'page.html'}", "data.max_unreadable_share=0.75"]
+        )
+        == 0
+    )
     assert "! [75 % of an epoch] 15 cannot be read: b.tar:0045 (" in capsys.readouterr().out
 
 
@@ -130,7 +139,8 @@ def test_data_too_damaged_for_a_batch_still_has_a_page(tmp_path: Path, capsys: p
     assert launch(["inspect", *SMALL, *arguments]) == 0
     text = capsys.readouterr().out
     assert "No batch could be made: " in text
-    assert "! [100 % of an epoch] 1 cannot be read: root:a red thing.png (not a picture" in text
+    assert "! [100 % of an epoch] 1 cannot be read; a run stops, since" in text
+    assert "root:a red thing.png (not a picture" in text
     assert (tmp_path / "page.html").stat().st_size > 1000
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections import Counter
 from pathlib import Path
 
@@ -9,9 +10,10 @@ import torch
 
 from cascade_train.data.buckets import Buckets
 from cascade_train.data.data_set import open_data_set
-from cascade_train.errors import ConfigError
+from cascade_train.errors import ConfigError, RunError
 from tests.unit.data import tars
 from tests.unit.data.dataset_contract import content
+from tests.unit.data.test_mixture import mixture_of
 from tests.unit.data.test_shapes import shapes
 
 ONE_RANK = {"micro_batch_size": 4, "rank": 0, "ranks": 1}
@@ -125,4 +127,39 @@ def test_ranks_have_one_shape_at_a_step_and_continue_on_other_ranks(tmp_path: Pa
         assert all(each == states[0] for each in states)
         state = states[0]
     assert len({batch.image_BCHW.shape for batch in expected}) == 4
+    data.close()
+
+
+def test_pictures_without_a_header_are_named_at_the_start_and_too_many_stop_it_unless_they_are_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad = [(f"bad{i}.{extension}", b"?") for i in range(12) for extension in ("jpg", "txt")]
+    path = tars.write(tmp_path / "a.tar", [*tars.samples(range(5)), *bad])
+    too_many = r"12 of 17 samples are unreadable, .*=0.01 allows: a.tar:bad0, .*, \.\.\. .* Remove .*_share=0.71\."
+    with pytest.raises(RunError, match=too_many):
+        open_data_set(tars.webdataset(path), share=None, held_out=None)
+    mixture = mixture_of({"one": tars.webdataset(path)})
+    with pytest.raises(RunError, match=too_many.replace("a.tar", "mixture:one/a.tar")):
+        open_data_set(mixture, share=None, held_out=None)
+    with caplog.at_level(logging.WARNING):
+        assert len(
+            open_data_set(tars.webdataset(path, max_unreadable_share=0.71), share=None, held_out=None).training.rows
+        )
+    assert "12 of 17 pictures have no header that can be read: a.tar:bad0, a.tar:bad1" in caplog.text
+    caplog.clear()
+    (tmp_path / "list.jsonl").write_text("".join(json.dumps({"sample": f"a.tar:bad{i}"}) + "\n" for i in range(12)))
+    source = tars.webdataset(path, quarantine=str(tmp_path / "list.jsonl"))
+    assert open_data_set(source, share=None, held_out=None).training.rows.tolist() == [0, 1, 2, 3, 4]
+    assert "no header" not in caplog.text
+
+
+def test_a_picture_that_is_alone_in_its_shape_has_a_stand_in_of_another(tmp_path: Path) -> None:
+    files = [*tars.samples(range(7)), ("bad.png", b"no header, which counts as square"), ("bad.txt", b"text")]
+    ratios = {"aspect_ratios": ["1/1", "5/4"], "buckets": Buckets(multiple_px=8), "image_size": 64, "leftover": "flush"}
+    data = open_data_set(tars.webdataset(tars.write(tmp_path / "a.tar", files), **ratios), share=None, held_out=None)
+    assert data.training.shapes.tolist() == [7, 1]
+    feed = data.training_feed(seed=0, global_batch_size=4, **ONE_RANK)
+    shapes_seen = {tuple(micro.image_BCHW.shape[2:]) for _ in range(6) for micro in next(feed)}
+    assert len(shapes_seen) == 2
+    assert [each.name for each in feed.skipped] == ["a.tar:bad"]
     data.close()

@@ -13,12 +13,15 @@ import pytest
 from PIL import Image
 
 from cascade_train.data.captions import Captions
+from cascade_train.data.data_set import open_data_set
 from cascade_train.data.folder import Folder, caption_of_name, find_pictures
 from cascade_train.data.index import pictures as picture_files
 from cascade_train.data.sample import UnreadableSampleError
+from cascade_train.data.source import Source
 from cascade_train.errors import ConfigError, RunError
 from tests.unit.data import tars
 from tests.unit.data.dataset_contract import DatasetContract, loading
+from tests.unit.data.test_mixture import mixture_of
 
 
 def folder(path: Path, **options: Any) -> Folder:
@@ -249,8 +252,8 @@ def test_pictures_without_a_header_are_counted_and_too_many_stop_the_start(tmp_p
         RunError,
         match=r"2 of 3 samples are unreadable, more than .*=0.01 allows: .*:b.png, .*:loop.png .*_share=0.67\.",
     ):
-        folder(tmp_path).open()
-    assert len(folder(tmp_path, max_unreadable_share=0.67).open()) == 3
+        open_data_set(folder(tmp_path), share=None, held_out=None)
+    assert len(open_data_set(folder(tmp_path, max_unreadable_share=0.67), share=None, held_out=None).training.rows) == 3
     (tmp_path / "loop.png").unlink()
     assert folder(tmp_path).open().table["width"].tolist() == [40, 0]
 
@@ -313,7 +316,7 @@ def test_two_pictures_of_one_stem_share_their_files(tmp_path: Path) -> None:
     write(tmp_path / "a.png")
     write(tmp_path / "a.jpg")
     write(tmp_path / "a.txt", "both")
-    assert [file.name for file in find_pictures(tmp_path)] == ["a.jpg", "a.png"]
+    assert [file.name for file in find_pictures(tmp_path, [])] == ["a.jpg", "a.png"]
     assert set(captions(folder(tmp_path)).values()) == {"both"}
 
 
@@ -327,4 +330,109 @@ def test_a_yaml_that_would_not_end_is_one_unreadable_sample(tmp_path: Path, text
     source = folder(tmp_path, captions=Captions(key="a29", choose="first"), row_filters=None)
     source.open()
     with pytest.raises(UnreadableSampleError, match="its yaml is damaged: it is no mapping that can be read"):
+        source.read(0)
+
+
+def rows(*values: dict[str, Any]) -> str:
+    return "".join(json.dumps(each, ensure_ascii=False) + "\n" for each in values)
+
+
+def described_folder(path: Path) -> Path:
+    """Write pictures, most of which rows of metadata files describe."""
+    for name in ("a.png", "b.png", "sub/c_1.png", "d.png", "sub/e\u0301.png", "other_2.png"):
+        write(path / name)
+    write(path / "b.txt", "beside")
+    told = ({"file_name": "a.png", "text": " of a ", "n": 3}, {"file_name": "b.png", "text": "of b"})
+    more = (
+        {"file_name": "./sub\\\\c_1.png", "caption": ["c", "C"]},
+        {"file_name": "none.png", "text": "x"},
+        {"text": "y"},
+    )
+    write(path / "metadata.jsonl", "\ufeff" + rows(*told, *more, {"file_name": "d.png", "text": ""}))
+    write(path / "sub/metadata.csv", 'file_name,text,n\r\n\u00e9.png,"é, too",5\r\n')
+    return path
+
+
+def test_captions_come_from_metadata_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    root = described_folder(tmp_path / "root")
+    found = captions(folder(root, metadata=True))
+    assert found == {"a.png": "of a", "b.png": "beside", "sub/c_1.png": "c\nC", "sub/e\u0301.png": "é, too"}
+    assert "captions of 3 of 6 pictures are those of metadata.jsonl, sub/metadata.csv" in caplog.text
+    assert (
+        "metadata.jsonl: 1 rows name no picture, or one that has a row already, and are not read: none.png"
+        in caplog.text
+    )
+    assert "left out 2 pictures without a caption: d.png, other_2.png" in caplog.text
+    assert "so their names are their captions" not in caplog.text
+    before = captions(folder(root))
+    assert before["a.png"] == "a"
+    assert captions(folder(root, metadata=True, caption_from="name")) == before | {"b.png": "b"}
+    values = folder(root, metadata=True, captions=Captions(key="n"), row_filters={"n": "> 2"})
+    assert [values.open().keys.tolist(), values.read(0).values["n"], values.read(1).values["n"]] == [
+        [b"a.png", b"sub/e\xcc\x81.png"], 3, "5",
+    ]  # fmt: skip
+    write(tmp_path / "plain/metadata.csv", "price\n3\n")
+    write(tmp_path / "plain/a.png")
+    assert captions(folder(tmp_path / "plain", metadata=True)) == {"a.png": "a"}
+    write(tmp_path / "plain/metadata.jsonl", "{")
+    with pytest.raises(ConfigError, match="metadata.jsonl, line 1 is no json mapping.*; data.metadata=false reads no"):
+        folder(tmp_path / "plain", metadata=True).open()
+
+
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_a_run_from_before_metadata_was_read_is_refused_with_the_key_that_continues_it(
+    tmp_path: Path, is_mixed: bool
+) -> None:
+    def source(root: Path, **options: Any) -> Source:
+        one = folder(root, **options)
+        return mixture_of({"one": one, "two": folder(root)}) if is_mixed else one
+
+    root = described_folder(tmp_path / "root")
+    with loading(source(root)) as loader:
+        before = loader.state_dict()
+    with loading(source(root, metadata=False)) as loader:
+        loader.load_state_dict(before)
+    with loading(source(root, metadata=True)) as loader:
+        now = loader.state_dict()
+        with pytest.raises(ConfigError, match=r"metadata was none, is \w{16}: .*or set data.metadata=false"):
+            loader.load_state_dict(before)
+        loader.load_state_dict(now)
+    (root / "metadata.jsonl").write_text((root / "metadata.jsonl").read_text().replace(" of a ", " of A "))
+    with loading(source(root, metadata=True)) as loader, pytest.raises(ConfigError, match="metadata was"):
+        loader.load_state_dict(now)
+    for name in ("metadata.jsonl", "sub/metadata.csv"):
+        (root / name).unlink()
+    with loading(source(root, metadata=True)) as loader:
+        loader.load_state_dict(before)
+
+
+def test_what_belongs_to_no_picture_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("a.png", "a.txt", "a.json", "a.mask.png", ".hidden", "multiply.txt"):
+        write(tmp_path / name, "1" if name == "multiply.txt" else None)
+    names_ = ("b.GIF", "sub/c.gif", "b.tiff", "d.txt", "e.heic", "f.caption", "metadata.parquet", "README")
+    for name in names_:
+        write(tmp_path / name, "x")
+    folder(tmp_path).open()
+    assert caplog.text.count("passed over what belongs to no picture that is read: 2 .gif (b.GIF), ") == 1
+    for each in (
+        "1 .tiff (b.tiff)",
+        "1 .txt (d.txt)",
+        "1 .heic (e.heic)",
+        "1 .parquet (metadata.parquet)",
+        "1 without extension",
+    ):
+        assert each in caplog.text
+    assert "hidden" not in caplog.text
+    for name in ("a.png", "a.txt", "a.json", "a.mask.png"):
+        (tmp_path / name).unlink()
+    with pytest.raises(ConfigError, match=r"holds no picture .*; there are 2 .gif \(b.GIF\), "):
+        folder(tmp_path).check()
+
+
+def test_a_link_to_nothing_is_one_unreadable_sample(tmp_path: Path) -> None:
+    (tmp_path / "a.png").symlink_to(tmp_path / "gone.png")
+    source = folder(tmp_path)
+    source.open()
+    with pytest.raises(UnreadableSampleError, match="its image is a link to nothing that can be read"):
         source.read(0)

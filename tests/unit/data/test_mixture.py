@@ -187,3 +187,14 @@ def test_no_sources_and_no_samples_are_refused() -> None:
     top = {key: getattr(source, key) for key in ORDER}
     with pytest.raises(ValueError, match="names nothing to mix"):
         Mixture(sources={}, repeats=None, shares=None, loss_weights=None, **top)
+
+
+def test_a_mixture_of_filtered_sources_resumes(tmp_path: Path) -> None:
+    json_of = [(f"{key:04d}.json", b'{"n": 3}') for key in range(8)]
+    path = tars.write(tmp_path / "a.tar", sorted([*tars.samples(range(8)), *json_of]))
+    sources = {name: tars.webdataset(path, row_filters={"n": f"> {low}"}) for low, name in enumerate(("a", "b"))}
+    with loading(mixture_of(sources)) as loader:
+        next(loader)
+        state = loader.state_dict()
+        loader.load_state_dict(state)
+        assert loader.position == 1

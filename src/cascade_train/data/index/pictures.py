@@ -110,12 +110,18 @@ def load_facts(
     return marks[rows, 0], values[rows]
 
 
-def refuse_unreadable(index: Index, where: str, share: float) -> None:
-    """Raise a RunError where too many pictures have no header with their size; `where` is the key that names them."""
-    names = sorted({index.name(row) for row in np.flatnonzero(index.table["width"] == 0).tolist()})
-    if len(names) > most_unreadable(len(index), share):
+def refuse_unreadable(index: Index, rows: np.ndarray, share: float) -> None:
+    """Warn of pictures among the rows whose headers cannot be read; a RunError where they are too many."""
+    names = sorted({index.name(row) for row in rows[index.table["width"][rows] == 0].tolist()})
+    if len(names) > most_unreadable(len(rows), share):
         listed = f"{first_names(names, 10)} (no header that tells the size)"
-        raise RunError(f"{where}: {too_many_text(len(names), len(index), share, listed)}")
+        raise RunError(f"data: {too_many_text(len(names), len(rows), share, listed)}")
+    if names:
+        _log.warning(
+            "%d of %d pictures have no header that can be read: %s. Others stand in for them; a new run leaves them out"
+            " by data.quarantine=<list>, which `cascade-train inspect quarantine=<list>` writes.",
+            len(names), len(rows), first_names(names),
+        )  # fmt: skip
 
 
 def first_names(names: Sequence[str], most: int = 5) -> str:

@@ -29,6 +29,7 @@ class Index:
     the upright picture, 0 where the header cannot be read. A source adds its own."""
     keys: np.ndarray  # (N,) bytes, each sample's key within its shard
     filters: str = ""  # identity of the row filters that chose these samples; empty = none
+    metadata: str = ""  # identity of what metadata files say of these samples; empty = none is read
     content: np.ndarray = field(default=None)  # type: ignore[arg-type] # (N,) uint64, checksums of samples, 0 = unknown
     rows_are_samples: bool = True  # False where each row stands for a tar that can only be streamed
 
@@ -41,7 +42,7 @@ class Index:
 
     def name(self, row: int) -> str:
         """Return shard and key of a row for messages: one printable line, whatever the key holds."""
-        return printable(f"{self.shards[self.table['shard'][row]]}:{self.keys[row].decode()}")
+        return printable(f"{self.shards[self.table['shard'][row]]}:{self.keys[row].decode(errors='surrogateescape')}")
 
     @functools.cached_property
     def digest(self) -> str:

@@ -17,6 +17,7 @@ import numpy as np
 from cascade_train.data.index.row_filter import PASSED, RowFilter, parse_row_filters
 from cascade_train.data.index.rows import Index
 from cascade_train.errors import ConfigError
+from cascade_train.redaction import printable
 
 SIZE_FILTERS, QUARANTINE = "data.size_filters", "data.quarantine"
 QUARANTINE_FOLDER = "quarantine"
@@ -124,9 +125,10 @@ def _quarantined(file: Path) -> Iterator[str]:
 def quarantine_selection(names: Collection[str], index: Index) -> Selection:
     """Return which samples are not among the names (as `Index.name` has them), and log how many are not in the data."""
     colons = ((name, start) for name in names for start, mark in enumerate(name) if mark == ":")
-    keys = {name[start + 1 :].encode(errors="surrogateescape") for name, start in colons}
-    candidates = np.flatnonzero(np.isin(index.keys, list(keys))) if keys else np.zeros(0, dtype=np.int64)
-    found = {row: index.name(row) for row in candidates.tolist() if index.name(row) in names}
+    keys = {name[start + 1 :] for name, start in colons}
+    texts = (printable(key.decode(errors="surrogateescape")) for key in index.keys.tolist())
+    candidates = [row for row, text in enumerate(texts) if text in keys]
+    found = {row: index.name(row) for row in candidates if index.name(row) in names}
     kept = np.ones(len(index), dtype=bool)
     kept[list(found)] = False
     missing = len(names) - len(set(found.values()))

@@ -238,6 +238,6 @@ class SkippedCount:
         if len(self.each) > most:
             listed = by_reason(self.each[:20]) + ("; ..." if len(self.each) > 20 else "")
             raise RunError(
-                f"{too_many_text(len(self.each), samples, self._max_share, listed)} Another run leaves them out by"
-                " data.quarantine=<this run.dir>."
+                f"{too_many_text(len(self.each), samples, self._max_share, listed)} With that, this run continues;"
+                " a new run leaves them out by data.quarantine=<this run.dir>."
             )

@@ -69,8 +69,8 @@ class _Sample:
 class MicroBatches(Dataset[Batch | Failure]):
     """Batches by their references.
 
-    An unreadable sample finds its stand-in among `stand_ins`, the sorted rows of each shape, (height, width). Samples
-    whose keys are in `excluded` are replaced without a report, although they can be read.
+    An unreadable sample finds its stand-in among `stand_ins`, the sorted rows of each shape, (height, width), first in
+    its own. Samples whose keys are in `excluded` are replaced without a report, although they can be read.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class MicroBatches(Dataset[Batch | Failure]):
         return self._index.name(row)
 
     def _sample(self, row: int, epoch: int, step: Step) -> _Sample:
-        """Return the row's sample, or the next row's that is readable and not excluded."""
+        """Return the row's sample, or that of another row that is readable and not excluded."""
         skipped: list[Unreadable] = []
         for candidate in self._candidates(row, step):
             if len(skipped) == MAX_STAND_INS:
@@ -138,16 +138,18 @@ class MicroBatches(Dataset[Batch | Failure]):
             raw = replace(raw, image=None, mask=None, caption=caption, tensors=tensors)
             return _Sample(row=candidate, raw=raw, framed=framed, skipped=tuple(skipped))
         if not skipped:
-            raise RunError("left out by a rollback (rolled_back.jsonl), and so is every sample of its shape")
-        if not len(self._stand_ins[step.height, step.width]):
+            raise RunError("left out by a rollback (rolled_back.jsonl), and so is every other sample")
+        if not any(map(len, self._stand_ins.values())):
             raise RunError(skipped[0].reason)
         raise RunError(f"unreadable, and so are the samples after it: {by_reason(skipped)}")
 
     def _candidates(self, row: int, step: Step) -> Iterator[int]:
-        """Yield the row, then those of its shape from the next one on, each once."""
-        others = self._stand_ins[step.height, step.width]
-        place = int(np.searchsorted(others, row, side="right"))
-        return itertools.chain([row], (int(others[(place + i) % len(others)]) for i in range(len(others))))
+        """Yield the row, those of its shape from the next one on, and then, where it is alone in it, all others."""
+        same = self._stand_ins[step.height, step.width]
+        place = int(np.searchsorted(same, row, side="right"))
+        yield from itertools.chain([row], (int(same[(place + i) % len(same)]) for i in range(len(same))))
+        for others in self._stand_ins.values():
+            yield from others.tolist()
 
     def _generator(self, row: int, epoch: int, purpose: str) -> torch.Generator:
         return torch.Generator().manual_seed(sample_seed(self._seed, epoch, row, purpose))

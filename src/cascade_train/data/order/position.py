@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from cascade_train.data.loading.feed import FeedRequest
 
 _REMEDIES = {
+    "metadata": "captions came from elsewhere than these metadata files; put them back, or set data.metadata=false",
     "filters": "data.row_filters changed; set it back",
     "index": "the files behind data changed; put them back",
     "rows": "other samples take part: set validate.share, data.size_filters, data.quarantine and data.buckets back",
@@ -33,6 +35,8 @@ _REMEDIES = {
     "replacement": "set data.replacement back",
     "order": "this version of the library orders samples in another way; use the version that wrote the checkpoint",
 }
+_ITEM = re.compile(r"(\w+)=(.*?)(?= \w+=|$)")
+"""A name and its value, in which there may be spaces: joined sources have the filters of each."""
 _log = logging.getLogger(__name__)
 
 
@@ -76,6 +80,8 @@ class Order:
             "seed": str(seed),
             "window": str(source.shuffle_window_shards),
         }
+        if index.metadata:
+            self._identity["metadata"] = index.metadata
         if index.filters:
             self._identity["filters"] = index.filters
         if len(table.sizes_K2) > 1:
@@ -164,7 +170,7 @@ class Order:
         return ", ".join(f"{sizes[b][0]}x{sizes[b][1]} {count_K[b]}" for b in buckets if count_K[b])
 
     def _changes(self, state: Mapping[str, Any]) -> list[str]:
-        saved = dict(item.split("=", 1) for item in state["identity"].split())
+        saved = dict(_ITEM.findall(state["identity"]))
         pairs = {name: (saved.get(name, "none"), self._identity.get(name, "none")) for name in _REMEDIES}
         told = {
             name: f"{name} was {was}, is {now}: {_REMEDIES[name]}" for name, (was, now) in pairs.items() if was != now

@@ -20,6 +20,7 @@ import numpy as np
 from PIL import Image
 
 from cascade_train.batch import Batch
+from cascade_train.data.sample import most_unreadable, sufficient_share
 from cascade_train.data.survey.look import MUCH, Survey
 
 NAMES_IN_TEXT = 5
@@ -68,6 +69,7 @@ class Report:
     counted_by: str  # which tokenizer counted
     log: tuple[str, ...]  # what was logged when the data was opened: what is left out, how many each filter keeps
     batch: Batch | None  # some samples of one training size; None = none could be made
+    max_unreadable_share: float = 1.0  # of the samples, above which a run stops
     unfilled: int = 0  # samples of an epoch that fill no batch of their shape and are dropped
 
     def counts(self) -> list[str]:
@@ -113,6 +115,7 @@ class Report:
             "unreadable": Finding(
                 text=f"{len(found.unreadable)} cannot be read",
                 cost=len(found.unreadable) / read,
+                remedy=self._stop(len(found.unreadable), read),
                 names=tuple(f"{name} ({why})" for name, why in found.unreadable),
                 leave_out=found.unreadable,
             ),
@@ -120,6 +123,15 @@ class Report:
             "near": Finding(text=groups, cost=len(likes) / read, names=near, leave_out=likes),
             "rotated": Finding(text=turned, names=found.rotated),
         }
+
+    def _stop(self, unreadable: int, read: int) -> str:
+        """Return that a run stops at so many unreadable samples of those that were read, and what helps; else none."""
+        if unreadable <= most_unreadable(read, self.max_unreadable_share):
+            return ""
+        return (
+            f"a run stops, since data.max_unreadable_share={self.max_unreadable_share:g} allows fewer: leave them out"
+            f" by data.quarantine=<list>, or allow data.max_unreadable_share={sufficient_share(unreadable, read):g}"
+        )
 
     def _of_captions(self) -> dict[str, Finding]:
         captions = self.survey.captions

@@ -78,7 +78,7 @@ def scan_shard(tar: Tar) -> ShardIndex:
             parts = [found.get(part, _ABSENT) for part in PARTS]
             rows.append((0, *found["image"][:4], *(number for part in parts for number in part[2:4])))
             checksums.append([found["image"][4], *(part[4] for part in parts)])
-            keys.append(key.encode())
+            keys.append(key.encode(errors="surrogateescape"))
     if not rows and not dropped.examples:
         raise ConfigError(f"data.urls: {tar.item.url} is an empty tar, or holds no file with an extension")
     if not rows:

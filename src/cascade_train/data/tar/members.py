@@ -189,7 +189,7 @@ def raw_sample(parts: Mapping[str, bytes], key: str, *, needs_values: bool) -> R
     if values is None:
         raise UnreadableSampleError("it has no readable json, which data.captions asks for")
     try:
-        caption = parts["caption"].decode().strip()
+        caption = parts["caption"].decode("utf-8-sig").strip()
     except UnicodeDecodeError as error:
         raise UnreadableSampleError(f"the caption is not UTF-8: {error}") from error
     return RawSample(

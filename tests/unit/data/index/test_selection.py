@@ -191,14 +191,15 @@ def test_a_path_without_a_list_is_refused(tmp_path: Path) -> None:
 
 
 def test_rows_are_found_by_shard_and_key(caplog: pytest.LogCaptureFixture) -> None:
-    table = np.zeros(5, dtype=ROW_FIELDS)
-    table["shard"] = [0, 0, 1, 1, 1]
-    keys = np.array([b"x:1", b"2", b"x:1", b"2", "猫".encode()])
+    table = np.zeros(7, dtype=ROW_FIELDS)
+    table["shard"] = [0, 0, 1, 1, 1, 1, 1]
+    keys = np.array([b"x:1", b"2", b"x:1", b"2", "猫".encode(), "no\xa0break".encode(), b"caf\xe9"])
     index = Index(shards=("a", "b:c"), table=table, keys=keys)
+    odd = {index.name(5), index.name(6)}  # of which escapes are listed
     with caplog.at_level(logging.INFO):
-        selection = quarantine_selection({"a:x:1", "b:c:2", "b:c:猫", "a:3", "b:2"}, index)
-    assert selection.kept.tolist() == [False, True, True, False, False]
-    assert "data.quarantine: 2 of 5 names are not in this data." in caplog.text
+        selection = quarantine_selection({"a:x:1", "b:c:2", "b:c:猫", "a:3", "b:2", *odd}, index)
+    assert selection.kept.tolist() == [False, True, True, False, False, False, False]
+    assert "data.quarantine: 2 of 7 names are not in this data." in caplog.text
     assert quarantine_selection(set(), index).kept.all()
 
 

@@ -92,7 +92,7 @@ def test_a_few_of_many_do_not_stop_a_run_however_small_the_share() -> None:
         RunError, match="4 of 64 samples are unreadable, more than data.max_unreadable_share=0.01"
     ) as told:
         skipped.add(step(64, "d"))
-    advised = re.search(r"data.max_unreadable_share=([0-9.]+)\. Another run", str(told.value))
+    advised = re.search(r"data.max_unreadable_share=([0-9.]+)\. With that, this run continues", str(told.value))
     assert advised is not None
     SkippedCount(64, float(advised[1])).add(step(64, *"abcd"))
 
