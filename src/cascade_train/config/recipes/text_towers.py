@@ -19,13 +19,6 @@ FIRST, SECOND = "model.text_encoder", "model.text_encoder_2"
 ADAPTED = {"kohya": [".self_attn", ".mlp"], "onetrainer": [".self_attn", ".mlp"], "simpletuner": [".self_attn"]}
 """Layers of a text tower that each trainer's adapters go to."""
 
-SILENT = {
-    "kohya": {"network_train_unet_only": False},
-    "everydream": {"disable_textenc_training": False},
-    "onetrainer": {"text_encoder.train": True, "text_encoder_2.train": True},
-}
-"""What trains where a file says nothing."""
-
 STOP = "stop_text_encoder_training"
 """The step of sd-scripts' train_db.py from which the text tower is frozen; 0 or less = from the beginning."""
 
@@ -33,21 +26,19 @@ CLIP_EMBEDDERS = ("FrozenCLIPEmbedder", "FrozenOpenCLIPEmbedder2")
 """MindONE's classes of SDXL's two text towers."""
 
 
-def take_towers(recipe: Recipe, system: str, given: Mapping[str, Any], *, fills: bool) -> None:
+def take_towers(recipe: Recipe, system: str, given: Mapping[str, Any], *, said: Set[str], fills: bool) -> None:
     """Let the text towers train that a trainer's file trains, at its rates.
 
-    `fills`: also what its trainer trains where the file says nothing.
+    `said`: the keys that the file has itself; `fills`: also what its trainer trains where the file says nothing.
     """
-    if not recipe.timesteps:
+    if not recipe.timesteps or system not in TOWERS:
         return
     towers = [FIRST, SECOND] if recipe.groups["model"].startswith("sdxl") else [FIRST]
-    is_lora, said = recipe.groups["task"] == "lora", given.keys()
-    given = {**(SILENT.get(system, {}) if fills else {}), **given}
+    is_lora = recipe.groups["task"] == "lora"
     for key, (tower, layer) in _hidden_layers(system, given, towers).items():
         recipe.put(key, {f"{tower}.hidden_layer": layer})
-    if is_lora:
-        _layers(recipe, system, given)
-        recipe.implied |= {"network_module", "layer_filter"} - said
+    if is_lora and system == "kohya":
+        recipe.put("network_module", {"task.module_filters": [".attentions."]})
     key, rates = _rates(system, given, said, len(towers), is_lora)
     trained = {tower: rate for tower, rate in zip(towers, rates, strict=True) if rate != 0}
     spoken = sorted((SPOKEN[system] | {key}) & said)
@@ -93,22 +84,9 @@ def _put(
 ) -> None:
     """Take over what the keys of a trainer's that speak of text towers come to together."""
     own = {tower: rate for tower, rate in trained.items() if rate not in (None, recipe.values.get("optimizer.lr"))}
-    ours = ours | {f"{tower}.lr": rate for tower, rate in own.items()}
-    recipe.put(key, ours)
+    recipe.put({key, *spoken}, ours | {f"{tower}.lr": rate for tower, rate in own.items()})
     if key == STOP:
         recipe.remarks.append("The file stops the text encoder at a step, and here it trains to the end.")
-    for name in spoken:
-        recipe.assigned[name] = ours
-        recipe.note(name, "", Kind.TAKEN)
-
-
-def _layers(recipe: Recipe, system: str, given: Mapping[str, Any]) -> None:
-    """Choose the layers of the network that a trainer gives adapters."""
-    if system == "kohya":
-        recipe.put("network_module", {"task": "lora", "task.module_filters": [".attentions."]})
-    elif system == "onetrainer":
-        filters = [part.strip() for part in str(given.get("layer_filter") or "").split(",") if part.strip()]
-        recipe.put("layer_filter", {"task.module_filters": filters or None})
 
 
 def _hidden_layers(system: str, given: Mapping[str, Any], towers: list[str]) -> dict[str, tuple[str, int]]:
