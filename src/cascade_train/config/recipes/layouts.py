@@ -83,7 +83,7 @@ def _read(table: Values, key: str, value: Any) -> Any:
     rows = table["keys"] | table["data"]
     row = rows.get(row_of(rows, key) or "", "")
     to = row if isinstance(row, str) else str(row.get("to", "sample." if row.get("as") == "prompts" else ""))
-    return value if to.startswith(TEXTS) and value != "" else scalar(value)
+    return None if value in ("", "???") else value if to.startswith(TEXTS) else scalar(value)
 
 
 def _follow(nested: dict[str, Any], given: Given, table: Values, path: Path) -> None:

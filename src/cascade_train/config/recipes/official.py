@@ -13,9 +13,9 @@ from typing import Any
 
 from cascade_train.config.recipes.recipe import Kind, Recipe
 from cascade_train.config.recipes.table import whole
-from cascade_train.errors import ConfigError
 
 FIRST = ("run", "model", "data", "task", "objective", "train", "optimizer", "lr_scheduler", "ema", "parallel")
+PARAMS = "controlnet_filter_params."
 FILTER_FILES = {
     "InpaintFilter": "its saliency network is task.filter.weights=saliency_model.pt; null draws holes at random",
     "IdentityFilter": "its networks are task.filter.detector=det_10g.onnx and task.filter.recogniser=w600k_r50.onnx",
@@ -25,13 +25,7 @@ FILTER_FILES = {
 
 
 def finish_official(recipe: Recipe, given: Mapping[str, Any], fills: bool) -> None:
-    """Take what ties several keys together, and what the original does by itself where `fills`.
-
-    Raises:
-        ConfigError: a model that does not exist.
-    """
-    if "model" in recipe.asked or not given.get("model_version"):
-        raise ConfigError(f"model_version={given.get('model_version')} is no model of Stable Cascade: 3.6B, 1B, 3B, 700M.")
+    """Take what ties several keys together, and what the original does by itself where `fills`."""
     is_stage_b = recipe.groups["model"].startswith("b_")
     if given.get("adaptive_loss_weight") and given.get("edm_objective"):
         recipe.put("edm_objective", {"objective.target._target_": "cascade_train.diffusion.target.VTarget"})
@@ -66,10 +60,10 @@ def _note_captions(recipe: Recipe, getter: Any, found: Mapping[str, Any] | None)
 
 
 def _control(recipe: Recipe, given: Mapping[str, Any]) -> None:
-    name, arguments = given.get("controlnet_filter"), given.get("controlnet_filter_params") or {}
-    if arguments:
-        values = {f"task.filter.{key.replace('thresold', 'threshold')}": value for key, value in arguments.items()}
-        recipe.put("controlnet_filter_params", values)
+    name = given.get("controlnet_filter")
+    for key, value in given.items():
+        if key.startswith(PARAMS):
+            recipe.put(key, {f"task.filter.{key.removeprefix(PARAMS).replace('thresold', 'threshold')}": value})
     if name in FILTER_FILES:
         recipe.note(f"controlnet_filter {name}", FILTER_FILES[name])
     elif name is not None and "controlnet_filter" not in recipe.taken():

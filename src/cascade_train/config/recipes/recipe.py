@@ -106,9 +106,10 @@ class Recipe:
             self._forget(key, why, kind)
 
     def _forget(self, key: str, why: str, kind: Kind) -> None:
-        self.note(key, why, kind)
-        if key in self.implied:
-            del self.fates[key]
+        if key not in self.implied:
+            self.note(key, why, kind)
+        elif key not in self.taken():
+            self.fates.pop(key, None)
 
     def ask(self, group: str, why: str) -> None:
         """Leave the choice of a group to the user."""

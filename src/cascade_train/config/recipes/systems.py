@@ -16,6 +16,7 @@ from cascade_train.config.recipes.table import OFF, Values, chosen, fits, load_t
 from cascade_train.config.recipes.text_towers import take_parts, take_towers
 from cascade_train.errors import ConfigError
 
+SILENT = "what the file does not say"
 LONG = "model.text_encoder.long_captions"
 
 
@@ -35,6 +36,9 @@ def from_source(
     given = lay_out(system, source, path, flags=flags, fills=fills)
     families = chosen(given.keys, table["choices"]["model"])
     certain = families if len(families) == 1 else []
+    if "closed" in table and not certain:
+        key = table["closed"]
+        raise ConfigError(f"{key}={given.keys.get(key)} is no model of {table['title']}. Mend it in the file.")
     models = [model] if model else certain or list(table["choices"]["model"])
     recipes = [_translated(system, given, table, each, certain, path, ranks, fills) for each in models]
     recipe = _common(recipes)
@@ -64,7 +68,7 @@ def _translated(
 ) -> Recipe:
     """Return what a file comes to where one model trains."""
     tasks = chosen(given.keys, table["choices"]["task"])
-    recipe = Recipe(groups={"task": tasks[0] if len(tasks) == 1 else "finetune", "model": model})
+    recipe = Recipe(groups={"task": tasks[0] if len(tasks) == 1 else "finetune", "model": model} | table.get("groups", {}))
     recipe.implied = set(given.implied)
     if len(tasks) != 1:
         recipe.ask("task", table["choices"].get("ask", "the file does not say for certain: task=finetune or task=lora"))
@@ -86,7 +90,9 @@ def _translated(
     _objective(recipe, given.keys)
     missing = {key: value for key, value in given.ours.items() if key not in recipe.values}
     if missing:
-        recipe.put("what the file does not say", missing)
+        recipe.implied.add(SILENT)
+        recipe.put(SILENT, missing)
+    recipe.fates = {k: fate for k, fate in recipe.fates.items() if k not in recipe.implied or fate[0] is Kind.TAKEN}
     recipe.fates |= given.notes
     for key in own.keys() - recipe.fates.keys() - given.implied - recipe.taken().keys():
         off = given.keys[key] in OFF

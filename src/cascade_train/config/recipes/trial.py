@@ -32,18 +32,20 @@ def settle(recipe: Recipe) -> DictConfig:
     recipe.confine()
     cfg = _choices(recipe)
     _join_lists(recipe, cfg)
-    for key in sorted(recipe.values, key=lambda key: not key.endswith("_target_")):
-        node, argument = _component(cfg, key)
-        if key.endswith("_target_"):
-            OmegaConf.update(cfg, key, recipe.values[key], force_add=True)
-        elif node is not None and argument not in parameters(import_target(node))[0]:
-            why = f"{key}={shown(recipe.values[key])} is left out: {node.rpartition('.')[2]} takes no such key"
-            recipe.drop(key, why, Kind.MISSING)
     open_nodes = recipe.asked | ({"objective"} if "model" in recipe.asked else set())
     recipe.defaults = {
         key for key, value in recipe.values.items()
         if key.partition(".")[0] not in open_nodes and OmegaConf.select(cfg, key, default=...) == value
     }  # fmt: skip
+    for key in sorted(recipe.values, key=lambda key: not key.endswith("_target_")):
+        target, argument = _component(cfg, key)
+        if key.endswith("_target_"):
+            OmegaConf.update(cfg, key, recipe.values[key], force_add=True)
+        elif target is not None and argument not in parameters(import_target(target))[0]:
+            node = key.partition(".")[0]
+            chosen = f"{node}={recipe.groups[node]}" if node in recipe.groups else target.rpartition(".")[2]
+            why = f"{key}={shown(recipe.values[key])} is left out: {chosen} takes no such key"
+            recipe.drop(key, why, Kind.MISSING)
     return cfg
 
 
@@ -64,10 +66,10 @@ def try_out(recipe: Recipe, source: str, *, ranks: int) -> None:
         preflight(cfg, ranks=ranks)
     except ConfigError as error:
         named = [key for key in recipe.values if re.search(rf"(?<![\w.]){re.escape(key)}(=|:| |\.)", str(error))]
-        if not named:
-            recipe.note("a training", f"before it begins: {error}")
-        else:
+        if named:
             raise _refused(source, recipe, named[0], str(error)) from error
+        if __file__ not in str(error):
+            recipe.note("a training", f"before it begins: {error}")
 
 
 def _choices(recipe: Recipe) -> DictConfig:

@@ -21,7 +21,10 @@ from tests.unit.config.recipes.test_systems import (
 )
 
 FIRST, SECOND = "model.text_encoder", "model.text_encoder_2"
-KOHYA: dict[str, Any] = {"train_data_dir": "cats", "learning_rate": 1e-5, "resolution": 512}
+KOHYA: dict[str, Any] = {
+    "pretrained_model_name_or_path": "sd_v1-5_vae.safetensors", "train_data_dir": "cats", "learning_rate": 1e-5,
+    "resolution": 512,
+}  # fmt: skip
 XL = {**KOHYA, "pretrained_model_name_or_path": "sd_xl.safetensors"}
 LORA = {**KOHYA, "network_module": "networks.lora", "network_dim": 4, "unet_lr": 1e-4}
 ADAPTED = [".self_attn", ".mlp"]
