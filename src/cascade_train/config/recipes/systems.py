@@ -92,7 +92,8 @@ def _translated(
     if missing:
         recipe.implied.add(SILENT)
         recipe.put(SILENT, missing)
-    recipe.fates = {k: fate for k, fate in recipe.fates.items() if k not in recipe.implied or fate[0] is Kind.TAKEN}
+    told = (Kind.TAKEN, Kind.YOURS)  # of what the file does not say
+    recipe.fates = {k: fate for k, fate in recipe.fates.items() if k not in recipe.implied or fate[0] in told}
     recipe.fates |= given.notes
     for key in own.keys() - recipe.fates.keys() - given.implied - recipe.taken().keys():
         off = given.keys[key] in OFF

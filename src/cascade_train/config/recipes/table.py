@@ -100,7 +100,8 @@ def apply(recipe: Recipe, key: str, row: Any, given: Values, source: Path, *, to
     if value is None:
         recipe.note(told, "it is not set", Kind.SAME)
     elif not fits(given, row.get("when", {})):
-        recipe.note(told, why or f"it belongs to {', '.join(row['when'])}, which is off or otherwise", Kind.SAME)
+        needed = f"it belongs to {', '.join(row['when'])}, which is off or otherwise"
+        recipe.note(told, why or needed, kind if kind is Kind.YOURS else Kind.SAME)
     elif _is(value, row.get("same")):
         recipe.note(told, f"{value} is what happens here", Kind.SAME)
     elif row.keys() & {"to", "values", "also", "left"}:
@@ -222,7 +223,7 @@ def _warmup(value: Any, _: Path) -> float:
     """Return the steps of the warmup; 1 = none."""
     value = value[0] if isinstance(value, list) and value else value
     if not isinstance(value, int | float | None):
-        raise ConfigError(f"{value!r} must be a number of steps: it is the warmup. Mend it in the file.")
+        raise TypeError("the warmup must be a number of steps")
     if value and value < 1:
         raise LeftError(f"{value} of the steps: lr_scheduler.warmup_steps= counts them")
     return value or 1

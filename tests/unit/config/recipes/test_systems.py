@@ -161,7 +161,7 @@ SIMPLETUNER = {
     "--validation_guidance": 3.5,
     "--validation_negative_prompt": "ugly", "--validation_num_inference_steps": 30, "--hub_model_id": "cats",
     "--stable_cascade_use_decoder_for_validation": True, "--offset_noise": "true", "--noise_offset": 0.05,
-    "--caption_dropout_probability": 0.2, "--max_grad_norm": 1.5, "--snr_gamma": 5,
+    "--caption_dropout_probability": 0.2, "--max_grad_norm": 1.5, "--grad_clip_method": "norm", "--snr_gamma": 5,
 }  # fmt: skip
 BACKENDS = [
     {"id": "primary", "type": "local", "dataset_type": "images", "instance_data_dir": "/data/cats", "resolution": 768,
@@ -232,16 +232,16 @@ def test_sd_scripts_training_and_dataset_files(tmp_path: Path, capsys: pytest.Ca
     said = capsys.readouterr().out
     assert "brand_new_option: it is not in the table of sd-scripts" in said
     assert "secret" not in said
-    assert "The file trains sd15" in said
+    assert "The file trains model=sd15; model=c_1b trains here." in said
     assert "ip_noise_gamma: objective.input_perturbation=0.1" in said
     assert "network_train_unet_only: adapters of the text encoder" in said
-    assert "optimizer_args d0: " in said
+    assert "optimizer_args.d0: " in said
     every = {line.partition(" = ")[0].strip() for line in KOHYA.splitlines() if " = " in line}
     assert all(key in said for key in every - {"prompts"}), "each key is accounted for"
 
 
 def test_what_sd_scripts_does_by_itself_is_taken_or_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    small = {"train.json": {"train_data_dir": str(tmp_path / "data"), "resolution": "512,768", "network_dim": 8}}
+    small = {"train.json": {"train_data_dir": str(tmp_path / "data"), "resolution": "512,768", "network_dim": 8, "network_module": "networks.lora"}}
     for name in ("3_cats", "1_dogs"):
         (tmp_path / "data" / name).mkdir(parents=True)
     cfg = imported(tmp_path, small, "model=c_1b", "flags=--train_batch_size 6 --flip_aug")
@@ -258,7 +258,7 @@ def test_what_sd_scripts_does_by_itself_is_taken_or_left(tmp_path: Path, capsys:
             "data.flip_prob": 0.5,
         },
     )
-    assert "max_train_steps: train.max_steps=1600; its default" in capsys.readouterr().out
+    assert "max_train_steps: train.max_steps=1600, train.max_epochs=null; its default" in capsys.readouterr().out
     ours = imported(tmp_path, small, "model=c_1b", "behaviour=ours")
     check(
         ours,
@@ -311,7 +311,7 @@ def test_a_file_that_is_named_and_not_there_is_left_to_the_user(
 ) -> None:
     cfg = imported(tmp_path, {"train.json": EVERYDREAM}, "model=c_1b")
     assert cfg.optimizer.lr == 1e-6
-    assert "optimizer_config: optimizer.json is neither here nor beside the file" in capsys.readouterr().out
+    assert "optimizer_config: optimizer.json is left: optimizer.json is not in the folder of the file" in capsys.readouterr().out
 
 
 def test_mindones_yaml_with_its_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -424,7 +424,7 @@ def test_simpletuners_environment_file_and_backends_alone(tmp_path: Path) -> Non
             "train.global_batch_size": 4,
         },
     )
-    cfg = imported(tmp_path, {"backends.json": BACKENDS}, "model=c_tiny", "behaviour=ours")
+    cfg = imported(tmp_path, {"backends.json": BACKENDS}, "model=c_tiny", "behaviour=ours", more=("task=lora",))
     assert cfg.data.path == "/data/cats"
 
 
@@ -437,14 +437,14 @@ def test_simpletuners_environment_file_and_backends_alone(tmp_path: Path) -> Non
             "learning_rate becomes optimizer.lr here, and its value",
         ),
         ({"train_data_dir": "a", "train_batch_size": "two"}, (), "train_batch_size='two' must be a whole number"),
-        ({"train_data_dir": "a", "max_train_epochs": 1.5}, (), "max_train_epochs=1.5 must be a whole number"),
+        ({"train_data_dir": "a", "max_train_epochs": 1.5}, (), "max_train_epochs becomes train.max_epochs here"),
         (
             {"train_data_dir": "a", "resolution": "big"},
             (),
             "resolution='big' is of another type than its trainer reads",
         ),
-        ({"train_data_dir": "a", "lr_warmup_steps": "few"}, (), "lr_warmup_steps='few' must be a number of steps"),
-        ({"network_dim": -1, "train_data_dir": "a"}, (), "network_dim becomes task.rank here"),
+        ({"train_data_dir": "a", "lr_warmup_steps": "few"}, (), "reads: the warmup must be a number of steps"),
+        ({"network_dim": -1, "network_module": "networks.lora"}, (), "network_dim becomes task.rank here"),
         ({"a": 1}, (), "Name its trainer by system="),
         ({"a": 1}, ("system=koya",), "system=koya is unknown; choose one of everydream, everydream1, kohya"),
         ({"train_data_dir": "a"}, ("flags=3",), "must begin with a flag such as --seed, not with 3"),
@@ -474,13 +474,14 @@ def test_every_entry_of_a_table_leads_somewhere(name: str) -> None:
     """Each key of ours in a table is one of a composed configuration, and each entry says what becomes of the key."""
     table = load_table(name)
     cfg = checked("model=c_tiny", "task=lora")
-    known = {"to", "of", "ddpm", "values", "as", "also", "same", "needs", "read", "unneeded", "missing", "yours"}
+    known = set("to of sd values as per over below also left same when read unneeded missing yours".split())
     entries = [entry for section in ("keys", "data") for entry in table.get(section, {}).values()]
     assert len(entries) > 30
     for entry in entries:
         assert isinstance(entry, str) or (entry and entry.keys() <= known), entry
-        to = entry if isinstance(entry, str) else entry.get("to", "")
-        assert not to or to.startswith(".") or to.partition(".")[0] in cfg, entry
+        to = entry if isinstance(entry, str) else entry.get("to", [])
+        for ours in [to] if isinstance(to, str) else to:
+            assert ours.startswith(".") or ours.partition("@")[0].partition(".")[0] in {*cfg, "filter"}, entry
 
 
 def test_flags_are_read_as_they_are_typed() -> None:
@@ -504,7 +505,9 @@ def test_flags_are_read_as_they_are_typed() -> None:
 def test_the_family_of_a_file_trains_with_its_own_timesteps(
     more: dict[str, Any], model: str, values: dict[str, Any], tmp_path: Path
 ) -> None:
-    given = {"train_data_dir": "cats", "network_dim": 4, "resolution": 512, "min_snr_gamma": 5, **more}
+    name = {} if "v2" in more else {"pretrained_model_name_or_path": "sd_v1-5.ckpt"}
+    given = {"train_data_dir": "cats", "network_module": "networks.lora", "resolution": 512, "min_snr_gamma": 5}
+    given |= name | more
     cfg = imported(tmp_path, {"train.json": given})
     check(cfg, {**values, "model._target_": f"cascade_train.models.stable_diffusion.{model}"})
     assert cfg.objective.schedule._target_.endswith("DDPMSchedule")
@@ -529,7 +532,7 @@ def test_mindones_edm_and_onetrainers_stable_diffusion(tmp_path: Path, capsys: p
     assert cfg.objective.loss_weight._target_.endswith("ConstantLossWeight")
     said = capsys.readouterr().out
     assert "weight: a checkpoint of MindSpore" in said
-    assert "loss_weight_fn: the weight P2 is Stable Cascade's: objective=ddpm" in said
+    assert "P2 is Stable Cascade's: objective=ddpm" in said
     assert "base_model_name: they are the model's own" in said
 
 
@@ -565,16 +568,17 @@ def test_mindones_sizes_tables_and_what_else_it_trains(tmp_path: Path, capsys: p
 
     def kind(name: str, flags: str) -> DictConfig:
         source["data"]["dataset_config"]["target"] = f"gm.data.dataset.Text2ImageDataset{name}"
-        return imported(tmp_path, {"x.yaml": yaml.safe_dump(source)}, "model=c_1b", f"flags={flags}")
+        more = () if name == "DreamBooth" else ("task=lora",)
+        return imported(tmp_path, {"x.yaml": yaml.safe_dump(source)}, "model=c_1b", f"flags={flags}", more=more)
 
     cfg = kind("DreamBooth", "--instance_data_path dog --instance_prompt 'a sks dog'")
     assert cfg.data._target_.endswith(".Folder")
     check(cfg, {"data.path": "dog", "data.captions.template": "a sks dog"})
-    kind("ControlNet", f"--data_path {tmp_path}")
-    kind("TextualInversion", f"--data_path {tmp_path}")
-    said = capsys.readouterr().out
-    assert "The file trains a control network, and this experiment is a task=lora in its place." in said
-    assert "The file learns a new token, and this experiment is a task=lora in its place." in said
+    for name in ("ControlNet", "TextualInversion"):
+        kind(name, f"--data_path {tmp_path}")
+        said = capsys.readouterr().out
+        assert "task: the file trains a control network (task=controlnet" in said
+        assert "experiment=mine task=..." in said
 
 
 def test_simpletuner_switches_a_cadence_off_by_zero(tmp_path: Path) -> None:

@@ -12,9 +12,7 @@ import pytest
 import yaml
 
 from cascade_train.__main__ import launch
-try:
-    from cascade_train.files.untrusted import read_regular
-except ImportError: pass
+from cascade_train.files.untrusted import read_regular
 from tests.unit.commands.test_recipe import OPEN_DIFFUSION, official
 from tests.unit.config.recipes.test_systems import BACKENDS, EVERYDREAM, MINDONE, ONETRAINER, SIMPLETUNER
 
