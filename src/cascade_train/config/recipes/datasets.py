@@ -14,6 +14,9 @@ SOURCE, REPEATS, WEIGHT, PREFIX, SUFFIX = ".data", ".repeats", ".loss_weight", "
 """What an entry of a table's `data` may come to beside keys of a source: its option, how often it comes in an epoch,
 the weight of its loss, and what stands before and behind its captions."""
 
+UNNAMED = "pictures"
+"""The source of a file that describes one dataset."""
+
 Dataset = Mapping[str, Any]
 Part = dict[str, tuple[Any, str]]
 """A source: our key, which begins with a dot -> its value, and the trainer's key that it comes from."""
@@ -33,7 +36,7 @@ def take_datasets(
     counted = any(part.get(key, (1, ""))[0] != 1 for _, part in parts for key in (REPEATS, WEIGHT))
     if len(parts) > 1 or counted:
         recipe.groups["data"] = "mixture"
-    for name, part in parts:
+    for name, part in [(name or UNNAMED, part) for name, part in parts]:
         alone = recipe.groups.get("data") != "mixture"
         group, place = ("data", "data") if alone else (f"{ADDED}data@data.sources.{name}", f"data.sources.{name}")
         recipe.groups.setdefault(group, "folder")
@@ -43,7 +46,7 @@ def take_datasets(
             elif value == 1:
                 recipe.note(told, "1 is what happens here", Kind.SAME)
     for key, ours in ((REPEATS, "data.repeats"), (WEIGHT, "data.loss_weights")):
-        numbers = {name: part[key] for name, part in parts if part.get(key, (1, ""))[0] != 1}
+        numbers = {name or UNNAMED: part[key] for name, part in parts if part.get(key, (1, ""))[0] != 1}
         if numbers:
             recipe.put([told for _, told in numbers.values()], {ours: {n: value for n, (value, _) in numbers.items()}})
 

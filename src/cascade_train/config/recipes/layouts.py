@@ -14,7 +14,8 @@ from cascade_train.config.recipes.reading import flat, parsed, read_flags, read_
 from cascade_train.config.recipes.recipe import Kind
 from cascade_train.config.recipes.table import OFF, SYSTEMS, Values, fits, load_table, pairs, row_of
 
-TEXTS = ("run.", "tracker.", "model.", ".path", "sample.", ".captions.", "data.urls", "data.path", "task.weights")
+TEXTS = ("run.name", "run.dir", "tracker.", "model.weights", "model.vae.weights", ".path", "sample.prompts",
+         "sample.negative_prompt", ".captions.tags.separator", "data.urls", "data.path", "task.weights")  # fmt: skip
 """Where texts stay texts, though they spell a number."""
 
 
@@ -61,10 +62,10 @@ def lay_out(system: str, source: Any, path: Path, *, flags: Values, fills: bool)
     nested = {str(key).removeprefix("--"): value for key, value in source.items()} | flags
     _follow(nested, given, table, path)
     for name in table.get("pairs", ()):
-        if name in nested:
-            nested[name] = pairs(nested[name])
+        nested[name] = pairs(nested.get(name)) or None
     renamed = {table.get("renamed", {}).get(key, key): value for key, value in flat(nested)}
-    given.keys = {key: _read(table, key, value) for key, value in renamed.items()}
+    bare = {name for name in table.get("pairs", ()) if renamed.get(name) is None}
+    given.keys = {key: _read(table, key, value) for key, value in renamed.items() if key not in bare}
     (_kohya if system == "kohya" else _listed)(given, table)
     if fills:
         known = {key for key in table.get("defaults", {}) if row_of(table["keys"] | table["data"], key) is not None}
@@ -82,7 +83,7 @@ def _read(table: Values, key: str, value: Any) -> Any:
     """Return a value as its trainer reads it: a text that spells a number is one, and an empty one is not set."""
     rows = table["keys"] | table["data"]
     row = rows.get(row_of(rows, key) or "", "")
-    to = row if isinstance(row, str) else str(row.get("to", "sample." if row.get("as") == "prompts" else ""))
+    to = row if isinstance(row, str) else str(row.get("to", ""))
     return None if value in ("", "???") else value if to.startswith(TEXTS) else scalar(value)
 
 

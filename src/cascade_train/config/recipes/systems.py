@@ -13,7 +13,7 @@ from cascade_train.config.recipes.official import finish_official
 from cascade_train.config.recipes.open_diffusion import finish_open_diffusion
 from cascade_train.config.recipes.recipe import Kind, Recipe, own_objective
 from cascade_train.config.recipes.table import OFF, Values, chosen, fits, load_table, take, whole
-from cascade_train.config.recipes.text_towers import take_parts, take_towers
+from cascade_train.config.recipes.text_towers import take_towers
 from cascade_train.errors import ConfigError
 
 SILENT = "what the file does not say"
@@ -220,10 +220,6 @@ def _conditioner(recipe: Recipe, given: Values) -> None:
         recipe.put(key, towers)
 
 
-def _finish_onetrainer(recipe: Recipe, given: Values, _: bool) -> None:
-    take_parts(recipe, given)
-
-
 CLIP_LAYERS = 12
 """Of SDXL's first text tower, whose hidden states MindONE counts from the embeddings on."""
 OPEN_CLIP_LAYERS = {"last": -1, "penultimate": -2}
@@ -243,6 +239,5 @@ FINISHES: dict[str, Callable[[Recipe, Values, bool], None]] = {
     "official": finish_official,
     "open_diffusion": finish_open_diffusion,
     "mindone": _finish_mindone,
-    "onetrainer": _finish_onetrainer,
 }
 """By system: what ties several keys together."""

@@ -207,8 +207,8 @@ def without_switches(text: Any) -> list[str]:
 
 
 def _prompts(value: Any, source: Path) -> list[str]:
-    """Return the prompts of a text file, or of a text that is none's name."""
-    if not str(value).endswith((".txt", ".json", ".toml")):
+    """Return the prompts of a text file, or of several words that are none's name."""
+    if " " in str(value) and not str(value).endswith((".txt", ".json", ".toml")):
         return without_switches(value)
     try:
         path, content = read_linked(str(value), source)

@@ -42,6 +42,8 @@ def take_towers(recipe: Recipe, system: str, given: Mapping[str, Any], *, said: 
     key, rates = _rates(system, given, said, len(towers), is_lora)
     trained = {tower: rate for tower, rate in zip(towers, rates, strict=True) if rate != 0}
     spoken = sorted((SPOKEN[system] | {key}) & said)
+    never = DEAF.get((system, "adapters" if is_lora and system == "kohya" else towers[-1]), set())
+    deaf = [name for name in spoken if not trained or name in never or (given[name] in OFF and name != key)]
     if trained and is_lora and system not in ADAPTED:
         recipe.note(key, "adapters of text towers: task.text_encoder_filters=[.self_attn]")
     elif trained and is_lora and len(trained) < len(towers):
@@ -49,25 +51,12 @@ def take_towers(recipe: Recipe, system: str, given: Mapping[str, Any], *, said: 
             recipe.note(name, "adapters go into both text towers, or none: task.text_encoder_filters", Kind.MISSING)
     elif trained:
         adapted = {"task.text_encoder_filters": ADAPTED[system]} if is_lora else {}
-        _put(recipe, key, spoken, adapted or {f"{tower}.train": True for tower in trained}, trained)
+        heard = [name for name in spoken if name not in deaf]
+        _put(recipe, key, heard, adapted or {f"{tower}.train": True for tower in trained}, trained)
         recipe.implied |= {key} - said
-    deaf = DEAF.get((system, "adapters" if is_lora and system == "kohya" else towers[-1]), set())
-    for name in spoken:
-        if not trained or name in deaf or (given[name] in OFF and name != key):
-            unset = trained and given[name] is None and name not in deaf
-            recipe.note(name, "nothing is set" if unset else "no text tower trains by it", Kind.SAME)
-
-
-def take_parts(recipe: Recipe, given: Mapping[str, Any]) -> None:
-    """Take OneTrainer's rate of the network, which goes before the file's; a part that never stops trains as here."""
-    rate = f"{'unet' if recipe.timesteps else 'prior'}.learning_rate"
-    if given.get(rate) is not None:
-        recipe.put(rate, {"optimizer.lr": given[rate]})
-        if given.get("learning_rate") is not None:
-            recipe.note("learning_rate", f"{rate} goes before it", Kind.UNNEEDED)
-    for key in given:
-        if key.endswith(".stop_training_after") and given.get(f"{key}_unit") == "NEVER" and key in recipe.fates:
-            recipe.note(key, "it trains to the end there, as here", Kind.SAME)
+    for name in deaf:
+        unset = trained and given[name] is None and name not in never
+        recipe.note(name, "nothing is set" if unset else "no text tower trains by it", Kind.SAME)
 
 
 def _rates(system: str, given: Mapping[str, Any], said: Set[str], count: int, is_lora: bool) -> tuple[str, Rates]:
