@@ -205,7 +205,15 @@ def bucket_sizes() -> Iterator[str]:
 def migration() -> Iterator[str]:
     """Yield a section for each trainer whose files are read: its keys, and what becomes of them."""
     for table in sorted(map(load_table, SYSTEMS), key=lambda table: str(table["title"]).lower()):
-        yield from ("", f"### {table['title']}", "", f"Reads: {table['reads']}", "", "| Its key | Here | |", "|---|---|---|")
+        yield from (
+            "",
+            f"### {table['title']}",
+            "",
+            f"Reads: {table['reads']}",
+            "",
+            "| Its key | Here | |",
+            "|---|---|---|",
+        )
         told: dict[tuple[str, str], list[str]] = {}
         for section in ("keys", "data"):
             for key, entry in table[section].items():

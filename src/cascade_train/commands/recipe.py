@@ -96,9 +96,9 @@ def translate(source: Any, args: ImportArgs) -> Recipe:
             " SimpleTuner. Name its trainer by system=."
         )
     flags = read_flags(args.flags) if args.flags else {}
-    rest = {"flags": flags, "ranks": args.ranks, "model": args.model, "fills": args.behaviour != "ours"}
+    path, fills = Path(args.source), args.behaviour != "ours"
     try:
-        recipe = from_source(system, source, path=Path(args.source), **rest)
+        recipe = from_source(system, source, path=path, flags=flags, ranks=args.ranks, model=args.model, fills=fills)
         settle(recipe)
         parse_row_filters(recipe.values.get("data.row_filters"))
     except ConfigError:

@@ -18,8 +18,8 @@ UNNAMED = "pictures"
 """The source of a file that describes one dataset."""
 
 Dataset = Mapping[str, Any]
-Part = dict[str, tuple[Any, str]]
-"""A source: our key, which begins with a dot -> its value, and the trainer's key that it comes from."""
+Part = dict[str, tuple[Any, tuple[str, ...]]]
+"""A source: our key, which begins with a dot -> its value, and the trainer's keys that it comes from."""
 
 
 def take_datasets(
@@ -42,13 +42,16 @@ def take_datasets(
         recipe.groups.setdefault(group, "folder")
         for key, (value, told) in part.items():
             if key not in (REPEATS, WEIGHT):
-                recipe.put({*recipe.origins.get(f"{place}{key}", ()), told}, {group if key == SOURCE else place + key: value})
+                ours = group if key == SOURCE else f"{place}{key}"
+                recipe.put({*recipe.origins.get(ours, ()), *told}, {ours: value})
             elif value == 1:
-                recipe.note(told, "1 is what happens here", Kind.SAME)
+                recipe.note(told[0], "1 is what happens here", Kind.SAME)
     for key, ours in ((REPEATS, "data.repeats"), (WEIGHT, "data.loss_weights")):
         numbers = {name or UNNAMED: part[key] for name, part in parts if part.get(key, (1, ""))[0] != 1}
         if numbers:
-            recipe.put([told for _, told in numbers.values()], {ours: {n: value for n, (value, _) in numbers.items()}})
+            recipe.put(
+                [told[0] for _, told in numbers.values()], {ours: {n: value for n, (value, _) in numbers.items()}}
+            )
 
 
 def names(texts: Sequence[str]) -> list[str]:
@@ -97,7 +100,10 @@ def _part(recipe: Recipe, name: str, inherited: Dataset, own: Dataset, table: Ma
             recipe.put({*recipe.origins.get(ours, ()), told}, {ours: value})
         if not shared:
             recipe.fates |= trial.fates
-        part |= {ours: (value, told) for ours, value in assigned.items() if ours.startswith(".")}
+        for ours in assigned.keys() - shared.keys():
+            for other in part.pop(ours, (None, ()))[1]:
+                recipe.note(other, f"{told} goes before it", Kind.UNNEEDED)
+            part[ours] = (assigned[ours], (told,))
     return _tidied(recipe, part)
 
 
@@ -107,11 +113,11 @@ def _tidied(recipe: Recipe, part: Part) -> Part:
     if not any(part.get(f".captions.tags.{key}", (False, ""))[0] for key in ("shuffle", "drop_prob")):
         for key, told in tags.items():
             del part[key]
-            recipe.note(told, "no tags are shuffled or dropped", Kind.SAME)
+            recipe.note(told[0], "no tags are shuffled or dropped", Kind.SAME)
     elif ".captions.tags.separator" not in part:
         part[".captions.tags.separator"] = (",", next(iter(tags.values())))
-    texts = [part.pop(key, ("", "")) for key in (PREFIX, SUFFIX)]
+    texts: list[tuple[Any, tuple[str, ...]]] = [part.pop(key, ("", ())) for key in (PREFIX, SUFFIX)]
     before, behind = (str(text).replace("{", "{{").replace("}", "}}") for text, _ in texts)
     if before or behind:
-        part.setdefault(".captions.template", (f"{before}{{caption}}{behind}", texts[0][1] or texts[1][1]))
+        part.setdefault(".captions.template", (f"{before}{{caption}}{behind}", (*texts[0][1], *texts[1][1])))
     return part

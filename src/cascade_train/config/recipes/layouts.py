@@ -58,8 +58,8 @@ def lay_out(system: str, source: Any, path: Path, *, flags: Values, fills: bool)
         source = {k: v for k, v in source.items() if k not in sections} | {
             key: value for section in sections.values() for key, value in section.items()
         }
-        flags = _typed(source.get("additional_parameters")) | flags
-    nested = {str(key).removeprefix("--"): value for key, value in source.items()} | flags
+        flags = {**_typed(source.get("additional_parameters")), **flags}
+    nested = {**{str(key).removeprefix("--"): value for key, value in source.items()}, **flags}
     _follow(nested, given, table, path)
     for name in table.get("pairs", ()):
         nested[name] = pairs(nested.get(name)) or None
@@ -138,4 +138,3 @@ def _kohya(given: Given, table: Values) -> None:
         del keys["train_data_dir"]
         given.notes["train_data_dir"] = (Kind.UNNEEDED, "a source for each of its folders that is named as 10_cats")
         given.datasets = list(zip(names([name for name, _ in found]), [each for _, each in found], strict=True))
-

@@ -35,7 +35,7 @@ OPTION, KEY = re.compile(r"[\w-]+", re.ASCII), re.compile(r"[+\w@./-]+", re.ASCI
 """What an option of a group, and a key, may be called."""
 OUR_CLASSES = ("cascade_train.", "torch.optim.")
 """Where the classes lie that tables name."""
-UNTRUSTED = "a file of another trainer may hold no command (pipe:), no interpolation ($" "{) and no class"
+UNTRUSTED = "a file of another trainer may hold no command (pipe:), no interpolation (${) and no class"
 
 
 class Kind(StrEnum):

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from cascade_train.config.groups import group_options
 from cascade_train.config.recipes.datasets import take_datasets
 from cascade_train.config.recipes.layouts import Given, lay_out
 from cascade_train.config.recipes.official import finish_official
@@ -68,7 +67,9 @@ def _translated(
 ) -> Recipe:
     """Return what a file comes to where one model trains."""
     tasks = chosen(given.keys, table["choices"]["task"])
-    recipe = Recipe(groups={"task": tasks[0] if len(tasks) == 1 else "finetune", "model": model} | table.get("groups", {}))
+    recipe = Recipe(
+        groups={"task": tasks[0] if len(tasks) == 1 else "finetune", "model": model} | table.get("groups", {})
+    )
     recipe.implied = set(given.implied)
     if len(tasks) != 1:
         recipe.ask("task", table["choices"].get("ask", "the file does not say for certain: task=finetune or task=lora"))
@@ -97,7 +98,9 @@ def _translated(
     recipe.fates |= given.notes
     for key in own.keys() - recipe.fates.keys() - given.implied - recipe.taken().keys():
         off = given.keys[key] in OFF
-        recipe.note(key, "it is off there, as here" if off else "nothing is taken from it", [Kind.YOURS, Kind.SAME][off])
+        recipe.note(
+            key, "it is off there, as here" if off else "nothing is taken from it", [Kind.YOURS, Kind.SAME][off]
+        )
     return recipe
 
 
@@ -112,9 +115,9 @@ def _say_chosen(recipe: Recipe, given: Given, table: Values, group: str) -> None
 
 def _weights(recipe: Recipe, given: Values, table: Values, certain: list[str]) -> None:
     """Take the weights of the file's model; another takes none of them."""
-    key, model = table.get("weights"), recipe.groups["model"]
+    key, model = str(table.get("weights")), recipe.groups["model"]
     weights = given.get(key)
-    if weights in OFF or key is None:
+    if weights in OFF:
         return
     if model not in (certain or table["choices"]["model"]):
         recipe.note(key, "its weights are those of another model", Kind.MISSING)
@@ -167,17 +170,16 @@ def _adafactor(recipe: Recipe, given: Values, table: Values) -> None:
 def _objective(recipe: Recipe, given: Values) -> None:
     """Choose the objective that says the same on the timesteps of the model."""
     own, wanted = own_objective(recipe.groups["model"]), recipe.groups.get("objective", "")
-    weighted = any(key in recipe.values for key in ("objective.loss_weight.gamma",)) and wanted in ("v", "min_snr")
-    wanted = "min_snr" if weighted else wanted  # whose target may be the velocity
-    is_velocity = own == "ddpm_v" or any(given.get(key) == value for key, value in VELOCITY.items())
-    if wanted in ("v", "min_snr"):
-        option = f"ddpm_{wanted}" if recipe.timesteps else wanted
-        keys = {*recipe.origins["objective"], *recipe.origins.get("objective.loss_weight.gamma", ())}
-        recipe.put(keys, {"objective": option})
-    if wanted == "min_snr" and is_velocity:
+    weight = "objective.loss_weight.gamma"
+    if wanted not in ("v", "min_snr"):
+        return
+    wanted = "min_snr" if weight in recipe.values else wanted  # whose target may be the velocity
+    option = f"ddpm_{wanted}" if recipe.timesteps else wanted
+    recipe.put({*recipe.origins["objective"], *recipe.origins.get(weight, ())}, {"objective": option})
+    said = [key for key, value in VELOCITY.items() if given.get(key) == value]
+    if wanted == "min_snr" and (said or own == "ddpm_v"):
         target = {"objective.target._target_": "cascade_train.diffusion.target.VTarget"}
-        keys = [key for key in VELOCITY if given.get(key) not in OFF] or recipe.origins["objective"]
-        recipe.put(keys, {**target, "objective.loss_weight.target": "v"})
+        recipe.put(said or recipe.origins["objective"], {**target, "objective.loss_weight.target": "v"})
 
 
 def _finish_mindone(recipe: Recipe, given: Values, _: bool) -> None:
@@ -187,7 +189,11 @@ def _finish_mindone(recipe: Recipe, given: Values, _: bool) -> None:
     tars = "wds" in kind.lower() or "webdataset" in kind.lower()
     recipe.put("data.dataset_config.target", {"data": "webdataset" if tars else "csv"})
     if given.get("data_path"):
-        table = {"data.path": _tables(str(given["data_path"])), "data.image_column": "dir", "data.caption_column": "text"}
+        table = {
+            "data.path": _tables(str(given["data_path"])),
+            "data.image_column": "dir",
+            "data.caption_column": "text",
+        }
         recipe.put("data_path", {"data.urls": given["data_path"]} if tars else table)
     if "DreamBooth" in kind:
         recipe.put("data.dataset_config.target", {"data": "folder"})

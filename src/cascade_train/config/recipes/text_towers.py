@@ -54,7 +54,7 @@ def take_towers(recipe: Recipe, system: str, given: Mapping[str, Any], *, said: 
         heard = [name for name in spoken if name not in deaf]
         _put(recipe, key, heard, adapted or {f"{tower}.train": True for tower in trained}, trained)
         recipe.implied |= {key} - said
-    for name in deaf:
+    for name in set(deaf) - recipe.taken().keys():
         unset = trained and given[name] is None and name not in never
         recipe.note(name, "nothing is set" if unset else "no text tower trains by it", Kind.SAME)
 

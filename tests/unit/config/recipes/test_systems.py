@@ -241,7 +241,14 @@ def test_sd_scripts_training_and_dataset_files(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_what_sd_scripts_does_by_itself_is_taken_or_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    small = {"train.json": {"train_data_dir": str(tmp_path / "data"), "resolution": "512,768", "network_dim": 8, "network_module": "networks.lora"}}
+    small = {
+        "train.json": {
+            "train_data_dir": str(tmp_path / "data"),
+            "resolution": "512,768",
+            "network_dim": 8,
+            "network_module": "networks.lora",
+        }
+    }
     for name in ("3_cats", "1_dogs"):
         (tmp_path / "data" / name).mkdir(parents=True)
     cfg = imported(tmp_path, small, "model=c_1b", "flags=--train_batch_size 6 --flip_aug")
@@ -311,7 +318,10 @@ def test_a_file_that_is_named_and_not_there_is_left_to_the_user(
 ) -> None:
     cfg = imported(tmp_path, {"train.json": EVERYDREAM}, "model=c_1b")
     assert cfg.optimizer.lr == 1e-6
-    assert "optimizer_config: optimizer.json is left: optimizer.json is not in the folder of the file" in capsys.readouterr().out
+    assert (
+        "optimizer_config: optimizer.json is left: optimizer.json is not in the folder of the file"
+        in capsys.readouterr().out
+    )
 
 
 def test_mindones_yaml_with_its_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -474,7 +484,26 @@ def test_every_entry_of_a_table_leads_somewhere(name: str) -> None:
     """Each key of ours in a table is one of a composed configuration, and each entry says what becomes of the key."""
     table = load_table(name)
     cfg = checked("model=c_tiny", "task=lora")
-    known = set("to of sd values as per over below also left same when read unneeded missing yours".split())
+    known = set(
+        [
+            "to",
+            "of",
+            "sd",
+            "values",
+            "as",
+            "per",
+            "over",
+            "below",
+            "also",
+            "left",
+            "same",
+            "when",
+            "read",
+            "unneeded",
+            "missing",
+            "yours",
+        ]
+    )
     entries = [entry for section in ("keys", "data") for entry in table.get(section, {}).values()]
     assert len(entries) > 30
     for entry in entries:

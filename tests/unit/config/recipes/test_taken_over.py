@@ -53,12 +53,13 @@ PRESETS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
                   {"optimizer.algorithm._target_": "torch.optim.AdamW", "optimizer.lr": 3e-6}),
     "sd15": ({"sdxl": False, "max_resolution": "512,650", "clip_skip": 2, "max_train_steps": "320", "seed": "1234",
               "xformers": "xformers", "max_train_epochs": ""},
-             {"model.text_encoder.hidden_layer": -2, "train.max_steps": 320, "model.image_size": 576, "run.seed": 1234}),
+             {"model.text_encoder.hidden_layer": -2, "train.max_steps": 320, "model.image_size": 576,
+              "run.seed": 1234}),
     "multires": ({"noise_offset_type": "Multires", "multires_noise_iterations": 8, "multires_noise_discount": 0.2,
                   "sdxl": False, "max_train_epochs": "16"},
                  {"objective.noise.levels": 8, "objective.noise.discount": 0.2, "objective.offset_noise": 0.0,
                   "train.max_epochs": 16}),
-    "finetune": ({key: None for key in ("LoRA_type", "network_dim", "network_alpha", "network_dropout", "sdxl")}
+    "finetune": (dict.fromkeys(("LoRA_type", "network_dim", "network_alpha", "network_dropout", "sdxl", "unet_lr"))
                  | {"sdxl_checkbox": True, "train_batch_size": "1", "dataset_repeats": "10", "xformers": "sdpa",
                     "learning_rate": "0.0000166666666", "additional_parameters": "--flip_aug --seed 7"},
                  {"optimizer.lr": 1.66666666e-05, "data.flip_prob": 0.5, "run.seed": 7, "train.micro_batch_size": 1}),
@@ -182,10 +183,16 @@ def test_every_row_of_every_table_that_is_taken_over_is_in_the_composed_recipe(
 ) -> None:
     table = load_table(system)
     given = {key: sample(row, variant) for key, row in {**table["data"], **table["keys"]}.items() if "*" not in key}
-    table_batch = {key: 2 for key in table["batch"].values()}
-    given |= table_batch | {"dataset_config": None, "resume_ckpt": "sd_v1-5", "model_version": "1B", "text_encoder_lr": 1}
+    table_batch = dict.fromkeys(table["batch"].values(), 2)
+    given |= table_batch | {
+        "dataset_config": None,
+        "resume_ckpt": "sd_v1-5",
+        "model_version": "1B",
+        "text_encoder_lr": 1,
+    }
     given |= {"validation_config": None, "optimizer_config": None, "network_args": None, "concept_file_name": None}
-    given |= {"captions_getter": ["txt", "identity"], "controlnet_filter": "CannyFilter", "webdataset_path": "a.tar", "clip_skip": 2, "model_type": "lora"}
+    given |= {"captions_getter": ["txt", "identity"], "dataset_filters": [["a", "> 1"]]}
+    given |= {"controlnet_filter": "CannyFilter", "webdataset_path": "a.tar", "clip_skip": 2, "model_type": "lora"}
     given |= {key: 1e-6 for key in given if "learning_rate" in key or key.endswith("overrides.lr")}
     given |= {key: 1 for key in given if "layer_skip" in key}
     given |= {"experiment.num_examples_to_see": 64, "stop_text_encoder_training": 0, "emb_models": []}
