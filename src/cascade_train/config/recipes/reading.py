@@ -11,7 +11,7 @@ import os
 import re
 import shlex
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +164,7 @@ def flat(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
             yield f"{prefix}{name}", value
 
 
-READERS = {
+READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     ".json": ("JSON", read_json),
     ".toml": ("TOML", tomllib.loads),
     ".env": ("lines of KEY=value", read_environment),

@@ -162,8 +162,8 @@ def meant(key: str, row: Values, given: Values, source: Path) -> dict[str, Any] 
         value = known[word(value)]
         if value is None or isinstance(value, dict):
             return dict(value or {})
-    names = row.get("to", [])
-    return row.get("also", {}) | dict.fromkeys([names] if isinstance(names, str) else names, value)
+    names, more = row.get("to", []), dict(row.get("also", {}))
+    return more | dict.fromkeys([names] if isinstance(names, str) else names, value)
 
 
 def whole(given: Values, key: str) -> int:
