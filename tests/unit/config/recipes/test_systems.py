@@ -199,31 +199,15 @@ def test_sd_scripts_training_and_dataset_files(tmp_path: Path, capsys: pytest.Ca
     prompts = "# comment\na cat --w 512 --n bad\n\na dog on a hill\n"
     files = {"train.toml": KOHYA, "data.toml": SUBSETS, "prompts.txt": prompts}
     cfg = imported(tmp_path, files, "model=c_1b", ranks=1)
-    check(
-        cfg,
-        {
-            "task.rank": 32,
-            "task.alpha": 16,
-            "optimizer.lr": 2e-4,
-            "optimizer.weight_decay": 0.1,
-            "optimizer.algorithm.betas": [0.9, 0.99],
-            "train.micro_batch_size": 2,
-            "train.global_batch_size": 4,
-            "train.max_epochs": 10,
-            "train.max_grad_norm": None,
-            "lr_scheduler.cycles": 3,
-            "lr_scheduler.warmup_steps": 100,
-            "objective.offset_noise": 0.05,
-            "run.dir": "out/my_cat",
-            "objective.loss_weight.gamma": 3.0,
-            "sample.prompts": ["a cat", "a dog on a hill"],
-            "model.text_encoder.long_captions": True,
-            "task.cond_drop_prob": 0.0,
-            "data.repeats": {"my_cat": 10},
-            "data.loss_weights": {"reg": 0.5},
-            "data.flip_prob": 0.5,
-        },
-    )
+    check(cfg, {
+        "task.rank": 32, "task.alpha": 16, "optimizer.lr": 2e-4, "optimizer.weight_decay": 0.1,
+        "optimizer.algorithm.betas": [0.9, 0.99], "train.micro_batch_size": 2, "train.global_batch_size": 4,
+        "train.max_epochs": 10, "train.max_grad_norm": None, "lr_scheduler.cycles": 3,
+        "lr_scheduler.warmup_steps": 100, "objective.offset_noise": 0.05, "run.dir": "out/my_cat",
+        "objective.loss_weight.gamma": 3.0, "sample.prompts": ["a cat", "a dog on a hill"],
+        "model.text_encoder.long_captions": True, "task.cond_drop_prob": 0.0, "data.repeats": {"my_cat": 10},
+        "data.loss_weights": {"reg": 0.5}, "data.flip_prob": 0.5,
+    })  # fmt: skip
     cat = cfg.data.sources.my_cat
     assert (cat.path, cat.captions.tags.keep_first, cat.captions.template) == (
         "data\\10_my cat", 1, "photo {{1}}, {caption}")  # fmt: skip
@@ -252,58 +236,30 @@ def test_what_sd_scripts_does_by_itself_is_taken_or_left(tmp_path: Path, capsys:
     for name in ("3_cats", "1_dogs"):
         (tmp_path / "data" / name).mkdir(parents=True)
     cfg = imported(tmp_path, small, "model=c_1b", "flags=--train_batch_size 6 --flip_aug")
-    check(
-        cfg,
-        {
-            "train.max_steps": 1600,
-            "task.alpha": 1,
-            "task.cond_drop_prob": 0.0,
-            "optimizer.lr": 2e-6,
-            "train.global_batch_size": 6,
-            "data.repeats": {"cats": 3},
-            "model.image_size": 640,
-            "data.flip_prob": 0.5,
-        },
-    )
+    check(cfg, {
+        "train.max_steps": 1600, "task.alpha": 1, "task.cond_drop_prob": 0.0, "optimizer.lr": 2e-6,
+        "train.global_batch_size": 6, "data.repeats": {"cats": 3}, "model.image_size": 640,
+        "data.flip_prob": 0.5,
+    })  # fmt: skip
     assert "train.max_steps=1600; its default" in capsys.readouterr().out
     ours = imported(tmp_path, small, "model=c_1b", "behaviour=ours")
-    check(
-        ours,
-        {
-            "train.max_steps": 10000,
-            "task.alpha": 4.0,
-            "task.cond_drop_prob": 0.05,
-        },
-    )
+    check(ours, {
+        "train.max_steps": 10000, "task.alpha": 4.0, "task.cond_drop_prob": 0.05,
+    })  # fmt: skip
 
 
 def test_everydream_with_the_files_that_it_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = {"train.json": EVERYDREAM, "optimizer.json": OPTIMIZER, "validation.json": VALIDATION}
     cfg = imported(tmp_path, files, "model=c_1b")
-    check(
-        cfg,
-        {
-            "train.micro_batch_size": 8,
-            "train.global_batch_size": 16,
-            "train.max_epochs": 40,
-            "train.max_grad_norm": None,
-            "optimizer.lr": 2e-6,
-            "optimizer.weight_decay": 0.02,
-            "optimizer.algorithm.betas": [0.9, 0.99],
-            "lr_scheduler.warmup_steps": 50,
-            "objective.offset_noise": 0.02,
-            "objective.noise.discount": 0.03,
-            "objective.loss_weight.gamma": 5.0,
-            "sample.every_steps": 150,
-            "log.every_steps": 10,
-            "validate.share": 0.15,
-            "task.cond_drop_prob": 0.06,
-            "ema.decay": 0.999,
-            "ema.every_steps": 50,
-            "data.path": "samples",
-            "data.captions.tags.keep_first": 2,
-        },
-    )
+    check(cfg, {
+        "train.micro_batch_size": 8, "train.global_batch_size": 16, "train.max_epochs": 40,
+        "train.max_grad_norm": None, "optimizer.lr": 2e-6, "optimizer.weight_decay": 0.02,
+        "optimizer.algorithm.betas": [0.9, 0.99], "lr_scheduler.warmup_steps": 50,
+        "objective.offset_noise": 0.02, "objective.noise.discount": 0.03, "objective.loss_weight.gamma": 5.0,
+        "sample.every_steps": 150, "log.every_steps": 10, "validate.share": 0.15,
+        "task.cond_drop_prob": 0.06, "ema.decay": 0.999, "ema.every_steps": 50, "data.path": "samples",
+        "data.captions.tags.keep_first": 2,
+    })  # fmt: skip
     assert (cfg.data.aspect_ratios, cfg.data.flip_prob, cfg.model.image_size) == ("wide", 0.5, 768)
     assert cfg.lr_scheduler._target_.endswith("CosineSchedule")
     said = capsys.readouterr().out
@@ -326,20 +282,11 @@ def test_a_file_that_is_named_and_not_there_is_left_to_the_user(
 
 def test_mindones_yaml_with_its_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cfg = imported(tmp_path, {"lora.yaml": MINDONE}, "model=c_1b", "ranks=2", f"flags={MINDONE_FLAGS}", ranks=2)
-    check(
-        cfg,
-        {
-            "train.micro_batch_size": 4,
-            "train.global_batch_size": 16,
-            "train.max_steps": 50000,
-            "checkpoint.every_steps": 250,
-            "task.rank": 8,
-            "task.alpha": 4,
-            "optimizer.lr": 1e-6,
-            "optimizer.algorithm.betas": [0.9, 0.98],
-            "ema.decay": 0.9999,
-        },
-    )
+    check(cfg, {
+        "train.micro_batch_size": 4, "train.global_batch_size": 16, "train.max_steps": 50000,
+        "checkpoint.every_steps": 250, "task.rank": 8, "task.alpha": 4, "optimizer.lr": 1e-6,
+        "optimizer.algorithm.betas": [0.9, 0.98], "ema.decay": 0.9999,
+    })  # fmt: skip
     bias = cfg.objective.timestep_bias
     assert (bias.strategy, bias.begin, bias.end, bias.multiplier) == ("range", 0.2, 0.5, 2)
     assert (cfg.data.path, cfg.data.image_column, cfg.data.caption_column) == ("coco/img_txt.csv", "dir", "text")
@@ -352,34 +299,17 @@ def test_mindones_yaml_with_its_flags(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_onetrainers_training_of_stage_c(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cfg = imported(tmp_path, {"config.json": ONETRAINER})
     assert cfg.model.network.block_out_channels == [2048, 2048]
-    check(
-        cfg,
-        {
-            "task.rank": 8,
-            "task.alpha": 4.0,
-            "task.dora": True,
-            "task.cond_drop_prob": 0.1,
-            "optimizer.algorithm.betas": [0.9, 0.98],
-            "train.global_batch_size": 8,
-            "train.max_epochs": 20,
-            "lr_scheduler.warmup_steps": 100,
-            "run.dir": "work/run",
-            "ema.decay": 0.99,
-            "ema.every_steps": 5,
-            "sample.every_steps": 100,
-            "sample.prompts": ["a cat"],
-        },
-    )
+    check(cfg, {
+        "task.rank": 8, "task.alpha": 4.0, "task.dora": True, "task.cond_drop_prob": 0.1,
+        "optimizer.algorithm.betas": [0.9, 0.98], "train.global_batch_size": 8, "train.max_epochs": 20,
+        "lr_scheduler.warmup_steps": 100, "run.dir": "work/run", "ema.decay": 0.99, "ema.every_steps": 5,
+        "sample.every_steps": 100, "sample.prompts": ["a cat"],
+    })  # fmt: skip
     assert cfg.ema.device == "cpu"
     assert set(cfg.data.sources) == {"my_cats", "others"}
-    check(
-        cfg,
-        {
-            "data.repeats": {"my_cats": 2.0},
-            "data.loss_weights": {"others": 0.5},
-            "data.flip_prob": 0.5,
-        },
-    )
+    check(cfg, {
+        "data.repeats": {"my_cats": 2.0}, "data.loss_weights": {"others": 0.5}, "data.flip_prob": 0.5,
+    })  # fmt: skip
     assert (cfg.data.sources.my_cats.caption_from, cfg.data.sources.others.caption_from) == ("name", "file")
     said = capsys.readouterr().out
     assert "hf_secret" not in said
@@ -392,28 +322,14 @@ def test_onetrainers_training_of_stage_c(tmp_path: Path, capsys: pytest.CaptureF
 def test_simpletuners_configuration_and_backends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cfg = imported(tmp_path, {"config.json": SIMPLETUNER, "backends.json": BACKENDS})
     assert cfg.model.network.block_out_channels == [1536, 1536]
-    check(
-        cfg,
-        {
-            "task.rank": 16,
-            "task.alpha": 16.0,
-            "task.dropout": 0.1,
-            "task.cond_drop_prob": 0.2,
-            "train.max_steps": 30000,
-            "lr_scheduler.min_factor": pytest.approx(0.01),
-            "optimizer.lr": 1e-4,
-            "train.max_grad_norm": 1.5,
-            "ema.decay": 0.995,
-            "data.path": "/data/cats",
-            "data.caption_from": "file",
-            "data.captions.choose": "random",
-            "data.size_filters": {"short_side": ">= 256"},
-            "data.crop": "random",
-            "data.aspect_ratios": "wide",
-            "model.image_size": 768,
-            "sample.guidance_scale": 3.5,
-        },
-    )
+    check(cfg, {
+        "task.rank": 16, "task.alpha": 16.0, "task.dropout": 0.1, "task.cond_drop_prob": 0.2,
+        "train.max_steps": 30000, "lr_scheduler.min_factor": pytest.approx(0.01), "optimizer.lr": 1e-4,
+        "train.max_grad_norm": 1.5, "ema.decay": 0.995, "data.path": "/data/cats",
+        "data.caption_from": "file", "data.captions.choose": "random",
+        "data.size_filters": {"short_side": ">= 256"}, "data.crop": "random", "data.aspect_ratios": "wide",
+        "model.image_size": 768, "sample.guidance_scale": 3.5,
+    })  # fmt: skip
     assert cfg.train.precision == "fp32"
     said = capsys.readouterr().out
     assert "aws-secret" not in said
@@ -426,14 +342,9 @@ def test_simpletuners_environment_file_and_backends_alone(tmp_path: Path) -> Non
         "# a comment\nexport MODEL_FAMILY='sdxl'\nexport LEARNING_RATE=8e-5 # fast\nMAX_NUM_STEPS=\"500\"\necho hi\n"
     )
     cfg = imported(tmp_path, {"config.env": lines}, "model=c_tiny", more=("data.path=cats",))
-    check(
-        cfg,
-        {
-            "optimizer.lr": 8e-5,
-            "train.max_steps": 500,
-            "train.global_batch_size": 4,
-        },
-    )
+    check(cfg, {
+        "optimizer.lr": 8e-5, "train.max_steps": 500, "train.global_batch_size": 4,
+    })  # fmt: skip
     cfg = imported(tmp_path, {"backends.json": BACKENDS}, "model=c_tiny", "behaviour=ours", more=("task=lora",))
     assert cfg.data.path == "/data/cats"
 
