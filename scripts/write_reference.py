@@ -23,13 +23,15 @@ from omegaconf import MISSING, OmegaConf
 from cascade_train.commands.parts.command_line import ALIASES, Command
 from cascade_train.config.help import commands
 from cascade_train.config.meanings import attribute_docs, meaning_of
-from cascade_train.config.recipes.recipe import NAMES, Kind, shown
+from cascade_train.config.recipes.recipe import Kind, shown
 from cascade_train.config.recipes.table import SYSTEMS, load_table
 from cascade_train.data.buckets import PRESETS, Buckets, bucket_size
 
 ROOT = Path(__file__).resolve().parents[1]
 CONF, CONFIG = ROOT / "conf", ROOT / "src/cascade_train/config"
 SCHEMAS = (CONFIG / "schema.py",)
+NAMES = re.compile(r"[a-z_]+(?:[.][a-z_]+)+|[a-z_]+=")
+"""Our keys and groups in the words of a table."""
 CHOSEN = {"parallel": "auto", "memory": "none", "tracker": "none"}
 """Typed groups, whose values lie in the option that is chosen by default."""
 

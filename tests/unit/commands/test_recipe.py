@@ -113,7 +113,7 @@ def test_what_has_no_equivalent_is_printed(tmp_path: Path, capsys: pytest.Captur
     assert run(tmp_path, given)[0] == 0
     text = capsys.readouterr().out
     for line in ("odd_key: it is not in the table of Stable Cascade's", "captions_getter: ['old",
-                 "dtype: trained weights stay fp32", "output_path: sample grids",
+                 "dtype: trained weights stay fp32", "output_path: a run logs",
                  "s3:// is read through boto3", "edm_objective: objective.target._target_="):  # fmt: skip
         assert line in text
     kept = yaml.safe_load((tmp_path / "conf" / "experiment" / "mine.yaml").read_text())

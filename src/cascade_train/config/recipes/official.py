@@ -14,7 +14,6 @@ from typing import Any
 from cascade_train.config.recipes.recipe import Kind, Recipe
 from cascade_train.config.recipes.table import whole
 
-FIRST = ("run", "model", "data", "task", "objective", "train", "optimizer", "lr_scheduler", "ema", "parallel")
 PARAMS = "controlnet_filter_params."
 FILTER_FILES = {
     "InpaintFilter": "its saliency network is task.filter.weights=saliency_model.pt; null draws holes at random",
@@ -44,8 +43,6 @@ def finish_official(recipe: Recipe, given: Mapping[str, Any], fills: bool) -> No
     switches = original_behaviour(given, task=recipe.groups["task"], is_stage_b=is_stage_b)
     recipe.values |= switches if fills else {}
     recipe.remarks.append(describe("original" if fills else "ours", switches))
-    order = {node: number for number, node in enumerate(FIRST)}
-    recipe.values = dict(sorted(recipe.values.items(), key=lambda item: order.get(item[0].split(".")[0], len(order))))
 
 
 def _note_captions(recipe: Recipe, getter: Any, found: Mapping[str, Any] | None) -> None:

@@ -25,9 +25,6 @@ OWN_OBJECTIVE = "override /objective@_global_.objective"
 ADDED = "+"
 """Before a group that is not among the defaults and is added, such as data@data.sources.mine."""
 
-NAMES = re.compile(r"[a-z_]+(?:[.][a-z_]+)+|[a-z_]+=")
-"""Our keys and groups in the words of a table."""
-
 LONGEST = 200
 """Characters of a value in the report."""
 

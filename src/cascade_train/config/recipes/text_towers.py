@@ -41,7 +41,7 @@ def take_towers(recipe: Recipe, system: str, given: Mapping[str, Any], *, said: 
         recipe.put("network_module", {"task.module_filters": [".attentions."]})
     key, rates = _rates(system, given, said, len(towers), is_lora)
     trained = {tower: rate for tower, rate in zip(towers, rates, strict=True) if rate != 0}
-    spoken = sorted((SPOKEN[system] | {key}) & said)
+    spoken = sorted((SPOKEN.get(system, set()) | {key}) & said)
     never = DEAF.get((system, "adapters" if is_lora and system == "kohya" else towers[-1]), set())
     deaf = [name for name in spoken if not trained or name in never or (given[name] in OFF and name != key)]
     if trained and is_lora and system not in ADAPTED:
@@ -54,7 +54,7 @@ def take_towers(recipe: Recipe, system: str, given: Mapping[str, Any], *, said: 
         heard = [name for name in spoken if name not in deaf]
         _put(recipe, key, heard, adapted or {f"{tower}.train": True for tower in trained}, trained)
         recipe.implied |= {key} - said
-    for name in set(deaf) - recipe.taken().keys():
+    for name in [name for name in deaf if name not in recipe.taken()]:
         unset = trained and given[name] is None and name not in never
         recipe.note(name, "nothing is set" if unset else "no text tower trains by it", Kind.SAME)
 
@@ -64,7 +64,7 @@ def _rates(system: str, given: Mapping[str, Any], said: Set[str], count: int, is
     try:
         return TOWERS[system](given, count, is_lora)
     except (TypeError, ValueError) as error:
-        named = ", ".join(sorted(SPOKEN[system] & said))
+        named = ", ".join(sorted(SPOKEN.get(system, set()) & said))
         raise ConfigError(f"{named}: of another type than its trainer reads: {error}. Mend it in the file.") from error
 
 
@@ -154,32 +154,19 @@ def _simpletuner(given: Mapping[str, Any], count: int, is_lora: bool) -> tuple[s
     return "train_text_encoder", [_rate(given.get("text_encoder_lr")) if trains else 0.0] * count
 
 
-TOWERS = {
-    "kohya": _kohya,
-    "everydream": _everydream,
-    "everydream1": _everydream1,
-    "mindone": _mindone,
-    "onetrainer": _onetrainer,
-    "simpletuner": _simpletuner,
-}
+TOWERS = {"kohya": _kohya, "everydream": _everydream, "everydream1": _everydream1, "mindone": _mindone,
+          "onetrainer": _onetrainer, "simpletuner": _simpletuner}  # fmt: skip
+RATES = ("text_encoder_lr", "learning_rate_te", "learning_rate_te1", "learning_rate_te2")
 SPOKEN: dict[str, set[str]] = {
-    "kohya": {
-        "network_train_unet_only",
-        "text_encoder_lr",
-        "learning_rate_te",
-        "learning_rate_te1",
-        "learning_rate_te2",
-    },
+    "kohya": {"network_train_unet_only", *RATES},
     "everydream": {"optimizer.text_encoder_overrides.lr"},
-    "everydream1": set(),
-    "mindone": set(),
     "onetrainer": {f"text_encoder{n}.{key}" for n in ("", "_2") for key in ("train", "learning_rate")},
     "simpletuner": {"text_encoder_lr"},
 }
 """By system: which towers its file trains and by which key, and the other keys that say so."""
 
 DEAF: dict[tuple[str, str], set[str]] = {
-    ("kohya", "adapters"): {"learning_rate_te", "learning_rate_te1", "learning_rate_te2"},
+    ("kohya", "adapters"): {*RATES[1:]},
     ("kohya", FIRST): {"network_train_unet_only", "text_encoder_lr", "learning_rate_te1", "learning_rate_te2"},
     ("kohya", SECOND): {"network_train_unet_only", "text_encoder_lr", "learning_rate_te"},
     ("onetrainer", FIRST): {"text_encoder_2.train", "text_encoder_2.learning_rate"},
