@@ -56,6 +56,11 @@ def _common(recipes: Sequence[Recipe]) -> Recipe:
     for ours in [key for key in every[0] if key != "model"]:
         if any(each.get(ours, ...) != every[0][ours] for each in every):
             first.drop(ours, why)
+    alone = {key for each, recipe in zip(every, recipes, strict=True) for ours in each.keys() - every[0].keys()
+             for key in recipe.origins.get(ours, ())}  # fmt: skip
+    for key in alone & first.taken().keys():
+        for ours in first.taken().get(key, {}):
+            first.drop(ours, why)
     for key, fate in first.fates.copy().items():
         if any(each.fates.get(key, fate)[0] != fate[0] for each in recipes):
             first.note(key, why)

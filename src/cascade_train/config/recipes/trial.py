@@ -45,6 +45,7 @@ def settle(recipe: Recipe) -> DictConfig:
             node = key.partition(".")[0]
             chosen = f"{node}={recipe.groups[node]}" if node in recipe.groups else target.rpartition(".")[2]
             why = f"{key}={shown(recipe.values[key])} is left out: {chosen} takes no such key"
+            why = f"{key}={shown(recipe.values[key])}, where {node}= takes it" if node in recipe.asked else why
             recipe.drop(key, why, Kind.MISSING)
     return cfg
 

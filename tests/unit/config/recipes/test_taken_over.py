@@ -284,3 +284,11 @@ def test_what_a_recipe_does_not_do_is_not_said_to_be_taken_over(
 ) -> None:
     recipe, _ = told(given, folder, system=system)
     assert recipe.fates[key][0] is kind
+
+
+def test_what_follows_the_model_is_left_with_it(folder: Path) -> None:
+    given = {"pretrained_model_name_or_path": "mine.ckpt", "min_snr_gamma": 5, "clip_skip": 2, "resolution": 640}
+    recipe, cfg = told(given, folder, "model=sd21", system="kohya")
+    assert recipe.fates["min_snr_gamma"][0] is recipe.fates["clip_skip"][0] is Kind.YOURS
+    assert cfg.objective.target._target_.endswith("VTarget")
+    assert cfg.model.image_size == 640
