@@ -23,13 +23,15 @@ from omegaconf import MISSING, OmegaConf
 from cascade_train.commands.parts.command_line import ALIASES, Command
 from cascade_train.config.help import commands
 from cascade_train.config.meanings import attribute_docs, meaning_of
-from cascade_train.config.recipes.recipe import NAMES, Kind, shown
+from cascade_train.config.recipes.recipe import Kind, shown
 from cascade_train.config.recipes.table import SYSTEMS, load_table
 from cascade_train.data.buckets import PRESETS, Buckets, bucket_size
 
 ROOT = Path(__file__).resolve().parents[1]
 CONF, CONFIG = ROOT / "conf", ROOT / "src/cascade_train/config"
 SCHEMAS = (CONFIG / "schema.py",)
+NAMES = re.compile(r"[a-z_]+(?:[.][a-z_]+)+|[a-z_]+=")
+"""Our keys and groups in the words of a table."""
 CHOSEN = {"parallel": "auto", "memory": "none", "tracker": "none"}
 """Typed groups, whose values lie in the option that is chosen by default."""
 
@@ -216,32 +218,38 @@ def migration() -> Iterator[str]:
         )
         told: dict[tuple[str, str], list[str]] = {}
         for section in ("keys", "data"):
-            for key, entry in table.get(section, {}).items():
+            for key, entry in table[section].items():
                 told.setdefault(_entry(entry), []).append(f"`{key}`")
         yield from (f"| {', '.join(dict.fromkeys(keys))} | {ours} | {why} |" for (ours, why), keys in told.items())
-        for when, name in (("Where a file says nothing", "silent"), ("Whatever a file says", "always")):
-            known = {key: value for key, value in table.get(name, {}).items() if value is not None}
-            values = ", ".join(f"`{key}={shown(value)}`" for key, value in known.items())
-            yield from ("", f"{when}: {values}.") if values else ()
+        values = ", ".join(f"`{key}={shown(value)}`" for key, value in table.get("defaults", {}).items())
+        yield from ("", f"Where a file says nothing: {values}.") if values else ()
     yield ""
 
 
 def _entry(entry: Any) -> tuple[str, str]:
     """Return what an entry of a table of keys comes to here, and a sentence."""
     entry = {"to": entry} if isinstance(entry, str) else entry
-    named = [entry[key] for key in ("to", "ddpm") if key in entry] or list(entry.get("also", {}))
-    for value in entry.get("values", {}).values():
-        named += value if isinstance(value, dict) and "to" not in entry else ()
-    words = str(entry.get("read", ""))
-    named += [name.rstrip("=") for name in NAMES.findall(words)]
+    own = {"to": entry["sd"]} if isinstance(entry.get("sd"), str) else entry.get("sd", {})
+    named = [name for row in (entry, own) for name in _named(row)]
     ours = ", ".join(f"`{'data' if name.startswith('.') else ''}{name}`" for name in dict.fromkeys(named))
     kinds = {key: Kind[key.upper()] for key in ("unneeded", "missing", "yours") if key in entry}
+    words = str(entry.get("read", ""))
     why = next((f"{entry[key]}" for key in kinds), "" if len(words.split()) == len(named) else words)
+    left = "".join(f"; `{shown(value)}`: {reason}" for value, reason in entry.get("left", {}).items())
     label = next((str(kind) for kind in kinds.values()), "")
     if "same" in entry:
         same = " or ".join(f"`{shown(value)}`" for value in _listed(entry["same"]))
-        return ours or label, _cell(f"{same} is what happens here; else: {why}")
-    return ours or label, _cell(f"else: {why}" if ours and kinds else why)
+        rest = f"; else: {why}" if why else ""
+        return ours or label, _cell(f"{same} is what happens here{rest}")
+    return ours or label, _cell(f"{'else: ' if ours and kinds else ''}{why}{left}".removeprefix("; "))
+
+
+def _named(row: Mapping[str, Any]) -> list[str]:
+    """Return the keys of ours that a row comes to."""
+    named = [*_listed(row.get("to", [])), *row.get("also", {})]
+    for value in row.get("values", {}).values():
+        named += value if isinstance(value, dict) and "to" not in row else ()
+    return named + [name.rstrip("=") for name in NAMES.findall(str(row.get("read", "")))]
 
 
 def _listed(value: Any) -> list[Any]:

@@ -13,12 +13,11 @@ from typing import Any
 
 from cascade_train.commands.parts.command_line import Command
 from cascade_train.config.recipes.layouts import system_of
-from cascade_train.config.recipes.official import BEHAVIOURS, from_official, is_official
-from cascade_train.config.recipes.open_diffusion import from_open_diffusion, is_open_diffusion
+from cascade_train.config.recipes.official import BEHAVIOURS
 from cascade_train.config.recipes.reading import read_flags, read_source
 from cascade_train.config.recipes.recipe import Recipe
-from cascade_train.config.recipes.systems import from_system
-from cascade_train.config.recipes.table import SYSTEMS, load_table
+from cascade_train.config.recipes.systems import from_source
+from cascade_train.config.recipes.table import SYSTEMS
 from cascade_train.errors import ConfigError
 from cascade_train.options import check_choice, check_least
 from cascade_train.redaction import printable
@@ -37,10 +36,10 @@ class ImportArgs:
     behaviour: str | None = None
     """What applies where a file is silent: original, what its trainer does (null too); or ours."""
     model: str | None = None
-    """Model to train in the place of the file's; null = the file's own, or c_3b where there is none here."""
+    """Model to train in the place of the file's; null = the file's own, asked for where that is not certain."""
     system: str | None = None
-    """Whose file it is, where its keys do not tell: everydream, everydream1, kohya, mindone, onetrainer or
-    simpletuner."""
+    """Whose file it is, where its keys do not tell: everydream, everydream1, kohya, mindone, official, onetrainer,
+    open_diffusion or simpletuner."""
     flags: str | None = None
     """What was typed behind the trainer's script, as one text: "--seed 3 --flip_aug"; goes before the file."""
     overwrite: bool = False
@@ -51,7 +50,7 @@ class ImportArgs:
         if self.behaviour not in (None, *BEHAVIOURS):
             raise ConfigError(f"behaviour={self.behaviour} is unknown: choose {' or '.join(BEHAVIOURS)}.")
         if self.system is not None:
-            check_choice("system", self.system, [name for name in SYSTEMS if "silent" in load_table(name)])
+            check_choice("system", self.system, sorted(SYSTEMS))
 
 
 def import_recipe(args: ImportArgs) -> int:
@@ -69,10 +68,11 @@ def import_recipe(args: ImportArgs) -> int:
         raise ConfigError(f"out={args.out} exists. Choose another name, or replace it by overwrite=true.")
     recipe = translate(read_source(Path(args.source)), args)
     try_out(recipe, args.source, ranks=args.ranks)
-    command = f"cascade-train --config-dir {out.absolute().parents[1]} experiment={out.stem}"
+    asked = "".join(f" {group}=..." for group in sorted(recipe.asked))
+    command = f"cascade-train --config-dir {out.absolute().parents[1]} experiment={out.stem}{asked}"
     out.parent.mkdir(parents=True, exist_ok=True)
-    shown = f"cascade-train --config-dir {out.parents[1]} experiment={out.stem}"
-    out.write_text(recipe.text(title=f"Imported from {printable(Path(args.source).name)}.", command=shown))
+    shown = f"cascade-train --config-dir {out.parents[1]} experiment={out.stem}{asked}"
+    out.write_text(recipe.text(title=f"Imported from {printable(Path(args.source).name)}.", command=printable(shown)))
     print(f"Wrote {out}. Run it: {command}")
     for line in recipe.report():
         print(printable(line))
@@ -85,41 +85,27 @@ def translate(source: Any, args: ImportArgs) -> Recipe:
     Raises:
         ConfigError: it is of no known trainer, or one of its row filters is refused.
     """
+    from cascade_train.config.recipes.trial import settle  # heavy: torch
     from cascade_train.data.index.row_filter import parse_row_filters  # heavy: numpy
 
-    try:
-        recipe = _translated(source, args, args.system or system_of(source))
-    except ConfigError:
-        raise
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{args.source} holds a value of another type than its trainer reads: {error}.") from error
-    try:
-        parse_row_filters(recipe.values.get("data.row_filters"))
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    recipe.leave_out_unknown()
-    return recipe
-
-
-def _translated(source: Any, args: ImportArgs, system: str | None) -> Recipe:
-    flags = read_flags(args.flags) if args.flags else {}
-    if args.system is None and isinstance(source, dict) and is_official(source):
-        return from_official(source, ranks=args.ranks, behaviour=args.behaviour or "original")
-    if args.system is None and isinstance(source, dict) and is_open_diffusion(source):
-        if args.behaviour == "original":
-            raise ConfigError(
-                "behaviour=original is for files of Stable Cascade; open-diffusion trains another network."
-            )
-        return from_open_diffusion(source, ranks=args.ranks, model=args.model)
+    system = args.system or system_of(source)
     if system is None:
         raise ConfigError(
             f"{args.source} is neither a training file of Stable Cascade (experiment_id, model_version) nor one of"
             " open-diffusion (system, experiment, dataset), EveryDream, MindONE, sd-scripts, OneTrainer or"
             " SimpleTuner. Name its trainer by system=."
         )
-    fills = args.behaviour != "ours"
-    path = Path(args.source)
-    return from_system(system, source, path=path, flags=flags, ranks=args.ranks, model=args.model, fills=fills)
+    flags = read_flags(args.flags) if args.flags else {}
+    path, fills = Path(args.source), args.behaviour != "ours"
+    try:
+        recipe = from_source(system, source, path=path, flags=flags, ranks=args.ranks, model=args.model, fills=fills)
+        settle(recipe)
+        parse_row_filters(recipe.values.get("data.row_filters"))
+    except ConfigError:
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{args.source} holds a value of another type than its trainer reads: {error}.") from error
+    return recipe
 
 
 COMMAND = {

@@ -1,4 +1,4 @@
-"""JSON and YAML from outside, read within bounds, since a few bytes may stand for more than the memory holds.
+"""Files, JSON and YAML from outside, read within bounds, since a few bytes may stand for more than the memory holds.
 
 Any fault of a text is a ValueError.
 """
@@ -6,6 +6,8 @@ Any fault of a text is a ValueError.
 from __future__ import annotations
 
 import json
+import os
+import stat
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -42,6 +44,33 @@ class _Loader(yaml.SafeLoader):
         if isinstance(node, yaml.ScalarNode) and node.tag == INTEGER and len(node.value) > MAX_DIGITS:
             raise ValueError(f"it holds a number of {len(node.value)} digits")
         return node
+
+
+def read_regular(path: Path, *, limit: int, within: Path | None = None) -> bytes:
+    """Return what a regular file of at most `limit` bytes holds; `within` a folder, no link leads to it.
+
+    Raises:
+        ValueError: it is not there, lies elsewhere, is a link, a pipe or a folder, or is larger.
+    """
+    folder = Path() if within is None else Path(os.path.normpath(within))
+    parts = [str(path)] if within is None else Path(os.path.normpath(path)).relative_to(folder).parts
+    follow = 0 if within is None else os.O_NOFOLLOW
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        for part in parts:
+            handle, outer = os.open(part, os.O_RDONLY | os.O_NONBLOCK | follow, dir_fd=handle), handle
+            os.close(outer)
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise ValueError(f"{path} is no regular file")
+        with os.fdopen(os.dup(handle), "rb") as file:
+            content = file.read(limit + 1)
+    except OSError as error:
+        raise ValueError(f"{path} is no regular file that can be read here ({error.strerror})") from error
+    finally:
+        os.close(handle)
+    if len(content) > limit:
+        raise ValueError(f"{path} has more than {limit} bytes")
+    return content
 
 
 def read_json(text: str | bytes) -> Any:

@@ -1,4 +1,4 @@
-"""What the keys of Stable Cascade's own training files (configs/training/*.yaml) mean here, by official.yaml.
+"""What the keys of Stable Cascade's own training files (configs/training/*.yaml) mean here, beyond official.yaml.
 
 The expression in `captions_getter` is parsed, never run: what is understood is a key, texts put together, and a draw
 between two.
@@ -12,140 +12,73 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cascade_train.config.recipes.recipe import Kind, Recipe
-from cascade_train.config.recipes.table import load_table, take
-from cascade_train.errors import ConfigError
+from cascade_train.config.recipes.table import whole
 
-TABLE = load_table("official")
-FIRST = ("run", "model", "data", "task", "objective", "train", "optimizer", "lr_scheduler", "ema", "parallel")
-
-
-def is_official(source: Mapping[str, Any]) -> bool:
-    """Return whether a configuration is one of the original trainer's."""
-    return {"experiment_id", "model_version"} <= source.keys()
-
-
-def from_official(source: Mapping[str, Any], *, ranks: int, behaviour: str) -> Recipe:
-    """Translate one configuration, which gives accumulation steps; its micro-batch follows from the `ranks`.
-
-    Where the file says nothing, the `behaviour` is "original" or "ours".
-
-    Raises:
-        ConfigError: a model that does not exist, or a batch that does not divide.
-    """
-    given = {key: value for key, value in source.items() if value is not None}
-    recipe = Recipe(groups=_groups(given))
-    take(recipe, given, TABLE)
-    recipe.values |= _values(given, ranks) | _ema(given) | _control(given)
-    _note(given, recipe)
-    switches = original_behaviour(given, task=recipe.groups["task"], is_stage_b=_is_stage_b(given))
-    recipe.values |= switches if behaviour == "original" else {}
-    recipe.remarks.append(describe(behaviour, switches))
-    order = {node: number for number, node in enumerate(FIRST)}
-    recipe.values = dict(sorted(recipe.values.items(), key=lambda item: order.get(item[0].split(".")[0], len(order))))
-    return recipe
+PARAMS = "controlnet_filter_params."
+FILTER_FILES = {
+    "InpaintFilter": "its saliency network is task.filter.weights=saliency_model.pt; null draws holes at random",
+    "IdentityFilter": "its networks are task.filter.detector=det_10g.onnx and task.filter.recogniser=w600k_r50.onnx",
+    "PidiFilter": "its network is task.filter.weights=table5_pidinet.pth",
+}
+"""What filters of the original find in a folder of its own, and where they are named here."""
 
 
-def _groups(given: Mapping[str, Any]) -> dict[str, str]:
-    version = str(given["model_version"])
-    if version not in TABLE["models"]:
-        raise ConfigError(f"model_version={version} is no model of Stable Cascade: {', '.join(TABLE['models'])} are.")
-    chosen = {"task": _task(given), "model": TABLE["models"][version], "data": "webdataset"}
-    if "controlnet_filter" in given:
-        chosen["filter@task.filter"] = TABLE["filters"].get(str(given["controlnet_filter"]), "own")
-    if given.get("adaptive_loss_weight"):
-        chosen["objective"] = "adaptive"
-    elif given.get("edm_objective"):
-        chosen["objective"] = "v"
-    if given.get("use_fsdp"):
-        chosen["parallel"] = "fsdp"
-    if "wandb_project" in given:
-        chosen["tracker"] = "wandb"
-    return chosen
-
-
-def _task(given: Mapping[str, Any]) -> str:
-    if "controlnet_blocks" in given:
-        return "controlnet"
-    if "module_filters" in given:
-        return "lora"
-    return "reconstruction" if _is_stage_b(given) else "finetune"
-
-
-def _is_stage_b(given: Mapping[str, Any]) -> bool:
-    return str(TABLE["models"][str(given["model_version"])]).startswith("b_")
-
-
-def _values(given: Mapping[str, Any], ranks: int) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    if "checkpoint_path" in given:
-        values["run.dir"] = f"{str(given['checkpoint_path']).rstrip('/')}/{given['experiment_id']}"
-    if "save_every" in given:
-        values |= {"checkpoint.every_steps": given["save_every"], "sample.every_steps": given["save_every"]}
-    if "generator_checkpoint_path" not in given:
-        values["model.weights"] = None
-    passes = int(given.get("grad_accum_steps", 1))
-    if passes > 1:
-        batch = int(given["batch_size"])
-        if batch % (passes * ranks):
-            raise ConfigError(
-                f"batch_size={batch} does not divide into grad_accum_steps={passes} passes of {ranks} ranks. "
-                "Give the number of processes: ranks=<number>."
-            )
-        values["train.micro_batch_size"] = batch // passes // ranks
+def finish_official(recipe: Recipe, given: Mapping[str, Any], fills: bool) -> None:
+    """Take what ties several keys together, and what the original does by itself where `fills`."""
+    is_stage_b = recipe.groups["model"].startswith("b_")
     if given.get("adaptive_loss_weight") and given.get("edm_objective"):
-        values["objective.target._target_"] = "cascade_train.diffusion.target.VTarget"
-    values |= caption_keys(given.get("captions_getter", ("txt", "identity"))) or {}
-    sampling = (
-        {"sample.steps": 10, "sample.guidance_scale": 1.5} if _is_stage_b(given) else {"sample.guidance_scale": 5.0}
+        recipe.put("edm_objective", {"objective.target._target_": "cascade_train.diffusion.target.VTarget"})
+    captions = caption_keys(given.get("captions_getter") or ("txt", "identity"))
+    if captions:
+        recipe.put("captions_getter", captions)
+    elif "captions_getter" in given:
+        _note_captions(recipe, given["captions_getter"], captions)
+    if given.get("ema_beta"):
+        start = int(given.get("ema_start_iters") or 0) // whole(given, "grad_accum_steps") + 1
+        recipe.put("ema_start_iters", {"ema.start_step": start})
+    _control(recipe, given)
+    _urls(recipe, given.get("webdataset_path") or [])
+    steps = {"sample.steps": 10, "sample.guidance_scale": 1.5} if is_stage_b else {"sample.guidance_scale": 5.0}
+    recipe.values |= steps
+    switches = original_behaviour(given, task=recipe.groups["task"], is_stage_b=is_stage_b)
+    recipe.values |= switches if fills else {}
+    recipe.remarks.append(describe("original" if fills else "ours", switches))
+
+
+def _note_captions(recipe: Recipe, getter: Any, found: Mapping[str, Any] | None) -> None:
+    if found is not None:
+        recipe.note("captions_getter", "captions are read from .txt, as here", Kind.SAME)
+        return
+    why = (
+        f"{getter} is not taken over, and captions are read from .txt: data.captions.key names a key of the json, or "
+        "several with weights, and data.captions.template puts texts together"
     )
-    return values | sampling
+    recipe.note("captions_getter", why)
 
 
-def _ema(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the average's cadence in optimizer steps; the original counts micro-batches."""
-    if "ema_beta" not in given:
-        return {}
-    passes = int(given.get("grad_accum_steps", 1))
-    return {
-        "ema.start_step": int(given.get("ema_start_iters", 0)) // passes + 1,
-        "ema.every_steps": max(1, int(given.get("ema_iters", 1)) // passes),
-    }
-
-
-def _control(given: Mapping[str, Any]) -> dict[str, Any]:
-    arguments = given.get("controlnet_filter_params") or {}
-    values = {f"task.filter.{TABLE['filter_arguments'].get(key, key)}": value for key, value in arguments.items()}
-    if "controlnet_filter" in given and given.get("controlnet_bottleneck_mode", "effnet") == "effnet":
-        values["task.backbone_weights"] = "imagenet"
-    return values
-
-
-def _note(given: Mapping[str, Any], recipe: Recipe) -> None:
+def _control(recipe: Recipe, given: Mapping[str, Any]) -> None:
     name = given.get("controlnet_filter")
-    if name in TABLE["filter_files"]:
-        recipe.note("controlnet_filter", TABLE["filter_files"][name])
-    elif name is not None and name not in TABLE["filters"]:
-        recipe.note(
-            "controlnet_filter",
-            f"{name} is no filter of the original: name your class by task.filter._target_ (docs/add-a-filter.md)",
-        )
-    if "captions_getter" in given and caption_keys(given["captions_getter"]) is None:
-        recipe.note(
-            "captions_getter",
-            f"{given['captions_getter']} is not taken over, and captions are read from .txt: data.captions.key names a"
-            " key of the json, or several with weights, and data.captions.template puts texts together",
-        )
-    urls = given.get("webdataset_path", [])
+    for key, value in given.items():
+        if key.startswith(PARAMS):
+            recipe.put(key, {f"task.filter.{key.removeprefix(PARAMS).replace('thresold', 'threshold')}": value})
+    if name in FILTER_FILES:
+        recipe.note(f"controlnet_filter {name}", FILTER_FILES[name])
+    elif name is not None and "controlnet_filter" not in recipe.taken():
+        recipe.groups["filter@task.filter"] = "own"
+        why = f"{name} is no filter of the original: name your class by task.filter._target_ (docs/add-a-filter.md)"
+        recipe.note("controlnet_filter", why)
+    if name is not None and given.get("controlnet_bottleneck_mode", "effnet") == "effnet":
+        recipe.values["task.backbone_weights"] = "imagenet"
+
+
+def _urls(recipe: Recipe, urls: Any) -> None:
     if isinstance(urls, str) and urls.strip().endswith(".yml"):
-        recipe.note("webdataset_path", f"data.urls=[...], the entries of {recipe.values.pop('data.urls')}")
+        recipe.drop("data.urls", f"data.urls=[...], the entries of {urls}")
     for url in [urls] if isinstance(urls, str) else urls:
-        if url.startswith("s3:"):
-            recipe.note("webdataset_path", f"data.urls={urls}: s3:// is read through boto3, install the extra s3")
-        elif url.startswith("http"):
-            recipe.note("webdataset_path", f"{url} is not read by itself: stream it through pipe:curl in data.urls")
-    if given.get("edm_objective"):
-        why = "the original cannot load this key; taken as its file's name says: a velocity target"
-        recipe.note("edm_objective", why, Kind.TAKEN)
+        if str(url).startswith("s3:"):
+            recipe.note("webdataset_path on s3", "s3:// is read through boto3, install the extra s3")
+        elif str(url).startswith("http"):
+            recipe.note("webdataset_path on the web", f"{url} is not read by itself: stream it through curl")
 
 
 BEHAVIOURS = ("original", "ours")

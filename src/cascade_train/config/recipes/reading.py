@@ -1,10 +1,13 @@
 """Files of other trainers as plain values: YAML, JSON, TOML, lines of `export KEY=value`, and flags as they are typed.
 
-No expression is run: an interpolation is followed where it leads to a value of the same file, and nowhere else.
+No expression is run: an interpolation is followed where it leads to a value of the same file, and nowhere else. What a
+file names is opened where it is a small regular file in the folder of the file that names it.
 """
 
 from __future__ import annotations
 
+import io
+import os
 import re
 import shlex
 import tomllib
@@ -12,11 +15,12 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import MISSING, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-from cascade_train.config.saved import load_yaml
 from cascade_train.errors import ConfigError
-from cascade_train.files.untrusted import read_json
+from cascade_train.files.untrusted import check_yaml, read_json, read_regular
 
 MAX_BYTES = 1_000_000
 REFERENCE = re.compile(r"\$\{([\w.-]+)\}")
@@ -24,6 +28,8 @@ MAX_REFERENCES, LONGEST = 20, 10_000
 """How many interpolations are followed, one behind the other or within one text, and how long what they make may be."""
 ENVIRONMENT = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)\+?=(.*)")
 """A line of a file that a shell reads."""
+WORDS = {"true": True, "false": False, "none": None, "null": None, "": None}
+NUMBER = re.compile(r"[+-]?(0|[1-9]\d*)?(\.\d*)?(e[+-]?\d+)?")
 
 
 def read_source(path: Path) -> Any:
@@ -32,20 +38,50 @@ def read_source(path: Path) -> Any:
     Raises:
         ConfigError: it is not there, too large, not of its form, or holds no keys and values.
     """
-    if not path.is_file() or path.stat().st_size > MAX_BYTES:
-        raise ConfigError(f"{path} is no file of at most {MAX_BYTES} bytes. Name a training configuration.")
-    if path.suffix not in READERS:
-        source = OmegaConf.to_container(load_yaml(path), resolve=False)
-        source = resolved(source) if isinstance(source, dict) else source
-    else:
-        form, reader = READERS[path.suffix]
-        try:
-            source = reader(path.read_text(encoding="utf-8-sig"))
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{path} cannot be read as {form}: {error}. Give another file, or mend it.") from error
+    try:
+        content = read_regular(path, limit=MAX_BYTES)
+    except ValueError as error:
+        raise ConfigError(
+            f"{path} is no file of at most {MAX_BYTES} bytes: {error}. Name a training configuration."
+        ) from error
+    return parsed(content, path)
+
+
+def read_linked(name: str, source: Path) -> tuple[Path, bytes]:
+    """Return a file that a configuration names, from its folder or from one above it, and what it holds.
+
+    Raises:
+        ValueError: it is no small regular file inside the folder of the configuration, or a link leads to it.
+    """
+    folder = source.absolute().parent
+    for base in (folder, *folder.parents[:3]):
+        path = Path(os.path.normpath(base / name))
+        if folder in path.parents and os.path.lexists(path):
+            return path, read_regular(path, within=folder, limit=MAX_BYTES)
+    raise ValueError(f"{name} is not in the folder of the file, and others are not opened")
+
+
+def parsed(content: bytes, path: Path) -> Any:
+    """Return the values of a text, by the ending of its file.
+
+    Raises:
+        ConfigError: it is not of its form, or holds no keys and values.
+    """
+    form, reader = READERS.get(path.suffix, ("YAML", _read_yaml))
+    try:
+        source = reader(content.decode("utf-8-sig"))
+    except (ValueError, RecursionError, OmegaConfBaseException, yaml.YAMLError) as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise ConfigError(f"{path} cannot be read as {form}: {reason}. Give another file, or mend it.") from error
     if isinstance(source, dict) or (isinstance(source, list) and source and all(isinstance(s, dict) for s in source)):
         return source
     raise ConfigError(f"{path} holds no keys and values. Name a training configuration.")
+
+
+def _read_yaml(text: str) -> Any:
+    check_yaml(text)
+    source = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
+    return resolved(source) if isinstance(source, dict) else source
 
 
 def resolved(source: dict[Any, Any]) -> dict[str, Any]:
@@ -110,26 +146,13 @@ def read_flags(text: str) -> dict[str, Any]:
 
 
 def scalar(value: Any) -> Any:
-    """Return the number or the truth that a text spells; other values as they are."""
-    if not isinstance(value, str):
-        return value
-    word = value.strip().lower()
-    if word in WORDS:
-        return WORDS[word]
-    for number in (int, float):
-        try:
-            return number(word)
-        except ValueError:
-            continue
+    """Return the number, the truth or the nothing that a text spells; other values as they are."""
+    word = value.strip().lower() if isinstance(value, str) else value
+    if not isinstance(word, str) or word in WORDS:
+        return WORDS.get(word, value) if isinstance(word, str) else value
+    if NUMBER.fullmatch(word) and any(each.isdigit() for each in word):
+        return float(word) if set(word) & set(".e") else int(word)
     return value
-
-
-def found_beside(name: str, path: Path) -> Path | None:
-    """Return a file that a configuration names: from here, from its folder or from those above; None = not there."""
-    for folder in (Path(), *path.absolute().parents[:3]):
-        if (folder / name).is_file():
-            return folder / name
-    return None
 
 
 def flat(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -141,7 +164,6 @@ def flat(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
             yield f"{prefix}{name}", value
 
 
-WORDS = {"true": True, "false": False, "none": None, "null": None}
 READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     ".json": ("JSON", read_json),
     ".toml": ("TOML", tomllib.loads),

@@ -9,19 +9,15 @@ from __future__ import annotations
 import functools
 import re
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 import yaml
 
-from cascade_train.config.arguments import parameters
+from cascade_train.config.arguments import HYDRA_KEYS
 from cascade_train.config.groups import conf_dir, groups
-from cascade_train.config.targets import import_target
-
-DEFAULTS = {"data": "webdataset", "objective": "gdf"}
-"""Options of groups that a recipe may leave out."""
 
 OWN_OBJECTIVE = "override /objective@_global_.objective"
 """How a model chooses its objective in its defaults."""
@@ -29,11 +25,14 @@ OWN_OBJECTIVE = "override /objective@_global_.objective"
 ADDED = "+"
 """Before a group that is not among the defaults and is added, such as data@data.sources.mine."""
 
-NAMES = re.compile(r"[a-z_]+(?:[.][a-z_]+)+|[a-z_]+=")
-"""Our keys and groups in the words of a table."""
-
 LONGEST = 200
 """Characters of a value in the report."""
+
+OPTION, KEY = re.compile(r"[\w-]+", re.ASCII), re.compile(r"[+\w@./-]+", re.ASCII)
+"""What an option of a group, and a key, may be called."""
+OUR_CLASSES = ("cascade_train.", "torch.optim.")
+"""Where the classes lie that tables name."""
+UNTRUSTED = "a file of another trainer may hold no command (pipe:), no interpolation (${) and no class"
 
 
 class Kind(StrEnum):
@@ -56,20 +55,20 @@ class Recipe:
         values: dotted key -> value.
         remarks: sentences about the whole, printed and written into the file.
         fates: the trainer's key -> what became of it, and a sentence.
-        origins: our key or group -> the trainer's key that it comes from.
-        assigned: the trainer's key -> what it comes to, by our keys.
+        origins: our key or group -> the trainer's keys that it comes from.
         defaults: our keys whose values are the defaults of what is chosen, so that the file needs none of them.
         implied: the trainer's keys that its file does not have, taken as its trainer takes them.
+        asked: groups that the file leaves open; the option here stands in for the one that the user gives.
     """
 
     groups: dict[str, str] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
     fates: dict[str, tuple[Kind, str]] = field(default_factory=dict)
-    origins: dict[str, str] = field(default_factory=dict)
-    assigned: dict[str, dict[str, Any]] = field(default_factory=dict)
+    origins: dict[str, tuple[str, ...]] = field(default_factory=dict)
     defaults: set[str] = field(default_factory=set)
     implied: set[str] = field(default_factory=set)
+    asked: set[str] = field(default_factory=set)
 
     @property
     def timesteps(self) -> bool:
@@ -80,76 +79,113 @@ class Recipe:
         """Say what became of a key of the trainer's."""
         self.fates[key] = (kind, why)
 
-    def put(self, key: str, assigned: Mapping[str, Any]) -> None:
-        """Take over what a key of the trainer's comes to: values by dotted key, options by group."""
+    def put(self, keys: str | Iterable[str], assigned: Mapping[str, Any]) -> None:
+        """Take over what keys of the trainer's come to: values by dotted key, options by group."""
+        names = (keys,) if isinstance(keys, str) else tuple(keys)
+        replaced = {key for ours in assigned for key in self.origins.get(ours, ())} - set(names)
         for ours, value in assigned.items():
-            if ours.partition("@")[0].removeprefix(ADDED) in groups():
+            if is_group(ours):
                 self.groups[ours] = str(value)
             else:
                 self.values[ours] = value
-            self.origins[ours] = key
-            self.assigned.setdefault(key, {})[ours] = value
-        self.note(key, "", Kind.TAKEN)
+            self.origins[ours] = names
+        for name in names:
+            self.note(name, "", Kind.TAKEN)
+        for key in replaced - self.taken().keys():
+            self._forget(key, f"{names[0]} goes before it", Kind.UNNEEDED)
 
-    def leave_out_unknown(self) -> None:
-        """Leave out keys that the chosen components do not take, and say so."""
-        for key in list(self.values):
-            if not self._known(key):
-                node, value = key.partition(".")[0], self.values.pop(key)
-                origin = self.origins.get(key, key)
-                if origin not in self.implied:
-                    why = f"{key}={shown(value)} is left out: {node}={self._option(node)} takes no such key"
-                    self.note(origin, why, Kind.MISSING)
-                else:
-                    self.fates.pop(origin, None)
+    def drop(self, ours: str, why: str, kind: Kind = Kind.YOURS) -> None:
+        """Take a value or a choice out again."""
+        self.values.pop(ours, None)
+        if ours not in ("model", "task"):
+            self.groups.pop(ours, None)
+        for key in self.origins.pop(ours, (ours,)):
+            self._forget(key, why, kind)
 
-    def _known(self, key: str) -> bool:
-        """Return whether the component that a key goes to takes its first argument; typed nodes are checked later."""
-        node, *rest = key.split(".")
-        file = conf_dir() / node / f"{self._option(node)}.yaml"
-        if not rest or not file.is_file():
-            return True
-        target = yaml.safe_load(file.read_text()).get("_target_")
-        return target is None or rest[0] in parameters(import_target(target))[0]
+    def _forget(self, key: str, why: str, kind: Kind) -> None:
+        if key not in self.implied:
+            self.note(key, why, kind)
+        elif key not in self.taken():
+            self.fates.pop(key, None)
 
-    def _option(self, group: str) -> str:
-        return self.groups.get(group, DEFAULTS.get(group, ""))
+    def ask(self, group: str, why: str) -> None:
+        """Leave the choice of a group to the user."""
+        self.asked.add(group)
+        self.note(group, why)
+
+    def taken(self) -> dict[str, dict[str, Any]]:
+        """Return the trainer's keys that something in the recipe comes from, each with that."""
+        found: dict[str, dict[str, Any]] = {}
+        every = self.groups | self.values
+        for ours, keys in self.origins.items():
+            for key in keys:
+                found.setdefault(key, {})[ours] = every[ours]
+        return found
+
+    def confine(self) -> None:
+        """Leave out what a file of a stranger must not put into a recipe, wherever in a key or a value it lies."""
+        for ours, value in [*self.values.items(), *self.groups.items()]:
+            if any(map(is_untrusted, _texts(value, ours))) or not KEY.fullmatch(ours):
+                self.drop(ours, f"{ours.rpartition('.')[0] or 'it'} is not set from it: {UNTRUSTED}")
+            elif ours in self.groups and not OPTION.fullmatch(value):
+                self.drop(ours, f"{ours}= takes one of its options")
 
     def text(self, *, title: str, command: str) -> str:
         """Return the experiment's file: what it is, the command that runs it, its choices, its values."""
-        added_first = sorted(self.groups.items(), key=lambda each: not each[0].startswith(ADDED))  # as Hydra wants it
-        body = {"defaults": [dict([_choice(*each)]) for each in added_first]} if self.groups else {}
+        self.confine()
+        chosen = {group: option for group, option in self.groups.items() if group not in self.asked}
+        added_first = sorted(chosen.items(), key=lambda each: not each[0].startswith(ADDED))  # as Hydra wants it
+        body = {"defaults": [dict([_choice(*each)]) for each in added_first]} if chosen else {}
         about = [line for remark in self.remarks for line in textwrap.wrap(remark, 118, break_long_words=False)]
-        parts = ["# @package _global_\n", *(f"# {line}\n" for line in (title, command, *about)), _dump(body)]
+        lines = [line for line in (title, command, *about) if not is_untrusted(line)]
+        parts = ["# @package _global_\n", *(f"# {line}\n" for line in lines), _dump(body)]
         values = nested({key: value for key, value in self.values.items() if key not in self.defaults})
         return "".join([*parts, *(f"\n{_dump({node: value})}" for node, value in values.items())])
 
     def report(self) -> list[str]:
         """Return the remarks, and each key of the trainer's under what became of it; those of one fate share a line."""
-        lines = list(self.remarks)
+        lines, taken = list(self.remarks), self.taken()
         told: dict[tuple[Kind, str], list[str]] = {}
         for key in self.fates:
-            told.setdefault(self._told(key), []).append(key)
+            told.setdefault(self._told(key, taken.get(key, {})), []).append(key)
         for kind in Kind:
             some = [f"  {', '.join(keys)}: {why}" for (its, why), keys in told.items() if its is kind]
             lines += [f"{kind}:", *some] if some else []
         return lines
 
-    def _told(self, key: str) -> tuple[Kind, str]:
+    def _told(self, key: str, ours: Mapping[str, Any]) -> tuple[Kind, str]:
         """Return what became of a key, with what it comes to."""
         kind, why = self.fates[key]
         if kind is Kind.TAKEN:
-            ours = self.assigned.get(key) or self._read(why)
-            why = "" if ours else why
-            kind = Kind.SAME if ours and ours.keys() <= self.defaults else kind
-            why = ", ".join([*(f"{k}={shown(v)}" for k, v in ours.items()), *([why] if why else [])])
+            kind = Kind.SAME if ours.keys() <= self.defaults else kind
+            why = ", ".join(f"{name}={shown(value)}" for name, value in ours.items())
         return kind, f"{why}{'; its default' if key in self.implied else ''}"
 
-    def _read(self, words: str) -> dict[str, Any]:
-        """Return what the recipe sets of the keys of ours that words name."""
-        named = [name.rstrip("=") for name in NAMES.findall(words)]
-        chosen = {group: option for group, option in self.groups.items() if group.partition("@")[0] in named}
-        return chosen | {key: self.values[key] for key in named if key in self.values}
+
+def is_group(ours: str) -> bool:
+    """Return whether a key of ours is a group, whose options are files."""
+    return ours.partition("@")[0].removeprefix(ADDED) in groups()
+
+
+def is_untrusted(text: str) -> bool:
+    """Return whether a text could run a command or read more than itself, once it stands in a configuration."""
+    small = text.lower()
+    return "${" in small or "pipe:" in small
+
+
+def _texts(value: Any, key: str) -> Iterator[str]:
+    """Yield every text of a value, its keys included; as one more what could become another under a key."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield "${" if name in HYDRA_KEYS else str(name)
+            yield from _texts(inner, key)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _texts(inner, key)
+    elif isinstance(value, str):
+        is_class = key.rpartition(".")[2] in HYDRA_KEYS and not value.startswith(OUR_CLASSES)
+        expands = key.endswith("urls") and ":" in value.partition("{")[2]  # {pip,x}e:
+        yield "${" if is_class or expands else value
 
 
 @functools.cache
@@ -158,7 +194,7 @@ def own_objective(model: str) -> str:
     file = conf_dir() / "model" / f"{model}.yaml"
     given = yaml.safe_load(file.read_text(encoding="utf-8")).get("defaults", []) if file.is_file() else []
     found = [each[OWN_OBJECTIVE] for each in given if isinstance(each, dict) and OWN_OBJECTIVE in each]
-    return str([DEFAULTS["objective"], *found][-1])
+    return str(["gdf", *found][-1])
 
 
 def _choice(group: str, option: str) -> tuple[str, str]:

@@ -1,19 +1,24 @@
-"""What the keys of other trainers mean here: the tables beside this file, and how one entry of them is applied.
+"""What the keys of other trainers mean here: the tables beside this file, and how one row of them is applied.
 
-A table's `keys` and `data` (the keys of one of its datasets) map a key, or `prefix*`, to an entry:
+A table's `keys` and `data` (the keys of one of its datasets) map keys, or `prefix*`, to a row. Of two rows that set the
+same key of ours, the later goes before the earlier.
 
-    learning_rate: optimizer.lr                       the same value
+    learning_rate: optimizer.lr                       the same value; betas.0 is the first of a list
     lr_scheduler: {to: lr_scheduler, values: {...}}   the value of a key or the option of a group, by theirs
-    min_timestep: {to: ..., as: thousandth}           converted by the name in CONVERSIONS
+    min_timestep: {to: ..., as: thousandth}           converted by the name in CONVERSIONS, before `values`
+    sample_steps: {to: ..., per: grad_accum}          over the value of another key; `over` is not rounded
+    output_dir: {to: run.dir, below: output_name}     with the value of another key behind it
     snr_gamma: {to: ..., also: {objective: min_snr}}  and more is set
+    seed: {to: run.seed, left: {-1: why}}             this value is left to the user
     loss_type: {same: [l2], missing: why}             this value is what happens here anyway
-    zero_terminal_snr: {ddpm: objective..., missing}  of models with Stable Diffusion's timesteps alone
+    clip_skip: {sd: {...}, missing: why}              another row for models with Stable Diffusion's timesteps
     transformer_depth: {of: sdxl, to: ..., missing}   of this model alone
     cache_latents: {unneeded: why}; or missing, yours
-    multires_noise_discount: {..., needs: another}    belongs to another key, without which it does nothing
-    train_batch_size: {read: words}                   code makes of it what the words say
+    ema_decay: {..., when: {use_ema: true}}           without which it does nothing; see `fits`
+    train_text_encoder: {read: words}                 code makes of it what the words say
 
-A key of ours that begins with a dot belongs to the source that a dataset becomes.
+A key of ours that begins with a dot belongs to the source that a dataset becomes. `choices` say by which keys a file
+chooses a model and a task, `defaults` what its trainer takes where a file says nothing, by its keys or by ours.
 """
 
 from __future__ import annotations
@@ -21,110 +26,162 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Mapping
+import shlex
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from cascade_train.config.recipes.reading import read_linked, scalar
 from cascade_train.config.recipes.recipe import Kind, Recipe
 from cascade_train.errors import ConfigError
 
-SYSTEMS = ("everydream", "everydream1", "kohya", "mindone", "official", "onetrainer", "open_diffusion", "simpletuner")
-"""The trainers whose files are read, by their tables."""
+SYSTEMS = ("official", "open_diffusion", "everydream1", "mindone", "onetrainer", "simpletuner", "everydream", "kohya")
+"""The trainers whose files are read, by their tables; in the order in which a file is looked at."""
 
 OFF: tuple[Any, ...] = (None, "", False, 0, 0.0, "none", "None", [], {})
 """Values by which other trainers switch a thing off."""
+
+Values = Mapping[str, Any]
+
+
+class LeftError(Exception):
+    """A value that is left to the user, with the reason."""
 
 
 @functools.cache
 def load_table(trainer: str) -> dict[str, Any]:
     """Return what the keys of a trainer mean, from its YAML beside this file."""
     table: dict[str, Any] = yaml.safe_load(Path(__file__).with_name(f"{trainer}.yaml").read_text(encoding="utf-8"))
+    for section in ("keys", "data"):
+        rows = table.setdefault(section, {})
+        table[section] = {key: row for keys, row in rows.items() for key in re.split(r",\s+", keys)}
     return table
 
 
-def take(recipe: Recipe, given: Mapping[str, Any], table: Mapping[str, Any], *, section: str = "keys") -> None:
+def take(recipe: Recipe, given: Values, table: Values, source: Path) -> None:
     """Apply a table to every key of a trainer's configuration, and say what became of it."""
-    for key, value in given.items():
-        entry = entry_of(table[section], key)
-        if isinstance(entry, dict) and "ddpm" in entry and recipe.timesteps:
-            entry = {"to": entry["ddpm"]}
-        if isinstance(entry, dict) and entry.get("of", recipe.groups.get("model")) != recipe.groups.get("model"):
-            recipe.note(key, entry["missing"], Kind.UNNEEDED)
-        elif entry is None:
+    order = {key: number for number, key in enumerate(table["keys"])}
+    found = {key: row_of(table["keys"], key) for key in given}
+    for key in sorted(found, key=lambda key: (key not in recipe.implied, order.get(found[key] or "", 0))):
+        if found[key] is None:
             recipe.note(key, f"it is not in the table of {table['title']}", Kind.UNKNOWN)
-        elif value is None:
-            recipe.note(key, "it is not set", Kind.SAME)
-        elif isinstance(entry, dict) and "needs" in entry and given.get(entry["needs"]) in OFF:
-            recipe.note(key, f"it belongs to {entry['needs']}, which is off", Kind.SAME)
         else:
-            apply(recipe, key, entry, value)
+            apply(recipe, key, table["keys"][found[key]], given, source)
 
 
-def entry_of(entries: Mapping[str, Any], key: str) -> Any:
-    """Return the entry of a key, or of the longest `prefix*` that it begins with; None where there is none."""
-    if key in entries:
-        return entries[key]
-    prefixes = [each for each in entries if each.endswith("*") and key.startswith(each[:-1])]
-    return entries[max(prefixes, key=len)] if prefixes else None
+def row_of(rows: Values, key: str) -> str | None:
+    """Return the name of a key's row, or of the longest `prefix*` that it begins with; None where there is none."""
+    prefixes = [each for each in rows if each.endswith("*") and key.startswith(each[:-1])]
+    return key if key in rows else max(prefixes, key=len, default=None)
 
 
-def apply(recipe: Recipe, key: str, entry: Any, value: Any) -> None:
-    """Apply one entry to a value, and say what became of it."""
-    entry = {"to": entry} if isinstance(entry, str) else entry
-    if _is(value, entry.get("same")):
-        recipe.note(key, f"{value} is what happens here", Kind.SAME)
-        return
-    if "read" in entry:
-        recipe.note(key, str(entry["read"]), Kind.TAKEN)
-        return
-    if "to" in entry or "values" in entry or "also" in entry:
-        assigned = meant(key, entry, value)
-        if assigned is None:
-            recipe.note(key, entry.get("missing", f"{value} has no equivalent"), Kind.MISSING)
-        elif not assigned:
-            recipe.note(key, f"{value} is what happens here", Kind.SAME)
+def fits(given: Values, wanted: Values) -> bool:
+    """Return whether values are as wanted: true = on, false = there and off, a text = a pattern of the whole."""
+
+    def fit(value: Any, want: Any) -> bool:
+        if isinstance(want, bool):
+            return value is not None and (value not in OFF) == want
+        return re.fullmatch(str(want).lower(), "" if value is None else word(value), re.DOTALL) is not None
+
+    return all(fit(given.get(key), want) for key, want in wanted.items())
+
+
+def chosen(given: Values, options: Mapping[str, Sequence[Values]]) -> list[str]:
+    """Return the options of which one of the conditions fits."""
+    return [option for option, conditions in options.items() if any(fits(given, each) for each in conditions)]
+
+
+def apply(recipe: Recipe, key: str, row: Any, given: Values, source: Path, *, told: str = "") -> None:
+    """Apply a row to the value of a key, and say what became of it, by the name `told`."""
+    row, value, told = _fitting(row, recipe), given[key], told or key
+    kind, why = next(((Kind[each.upper()], row[each]) for each in ("unneeded", "missing", "yours") if each in row), _NO)
+    if value is None:
+        recipe.note(told, "it is not set", Kind.SAME)
+    elif not fits(given, row.get("when", {})):
+        needed = f"it belongs to {', '.join(row['when'])}, which is off or otherwise"
+        recipe.note(told, why or needed, kind if kind is Kind.YOURS else Kind.SAME)
+    elif _is(value, row.get("same")):
+        recipe.note(told, f"{value} is what happens here", Kind.SAME)
+    elif row.keys() & {"to", "values", "also", "left"}:
+        try:
+            assigned = meant(key, row, given, source)
+        except LeftError as error:
+            recipe.note(told, str(error))
+            return
+        if assigned:
+            recipe.put(told, assigned)
+        elif assigned is None:
+            recipe.note(told, why or f"{value} has no equivalent", kind)
         else:
-            recipe.put(key, assigned)
-        return
-    kind = next(kind for kind in ("unneeded", "missing", "yours") if kind in entry)
-    if kind == "missing" and value in OFF and "same" not in entry:
-        recipe.note(key, "it is off there, as here", Kind.SAME)
-    else:
-        recipe.note(key, entry[kind], Kind[kind.upper()])
+            recipe.note(told, f"{value} is what happens here", Kind.SAME)
+    elif kind is Kind.MISSING and value in OFF and "same" not in row:
+        recipe.note(told, "it is off there, as here", Kind.SAME)
+    elif why:
+        recipe.note(told, why, kind)
 
 
-def meant(key: str, entry: Mapping[str, Any], value: Any) -> dict[str, Any] | None:
-    """Return what a value comes to, by our keys; None where it has no equivalent."""
-    if "values" in entry:
-        known = {_word(theirs): ours for theirs, ours in entry["values"].items()}
-        if _word(value) not in known:
+_NO = (Kind.MISSING, "")
+
+
+def _fitting(row: Any, recipe: Recipe) -> dict[str, Any]:
+    """Return a row as a mapping, of those for other models the one for this."""
+    row = {"to": row} if isinstance(row, str) else row
+    if "sd" in row and recipe.timesteps:
+        return _fitting(row["sd"], recipe)
+    if row.get("of", recipe.groups["model"]) != recipe.groups["model"]:
+        return {"unneeded": row["missing"]}
+    return dict(row)
+
+
+def meant(key: str, row: Values, given: Values, source: Path) -> dict[str, Any] | None:
+    """Return what a value comes to, by our keys; None where it has no equivalent.
+
+    Raises:
+        LeftError: it is left to the user.
+        ConfigError: it is of another type than its trainer reads.
+    """
+    value = given[key]
+    try:
+        value = CONVERSIONS[row["as"]](value, source) if "as" in row else value
+        value = value / whole(given, row["per"]) if "per" in row and value is not None else value
+        value = max(1, int(value)) if "per" in row and value is not None else value
+        value = float(value) / float(given[row["over"]]) if "over" in row else value
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
+        raise ConfigError(f"{key}={value!r} is of another type than its trainer reads: {error}.") from error
+    if "below" in row and given.get(row["below"]) not in OFF:
+        value = f"{str(value).rstrip('/')}/{given[row['below']]}"
+    reasons = {word(theirs): why for theirs, why in row.get("left", {}).items()}
+    if word(value) in reasons:
+        raise LeftError(reasons[word(value)])
+    if "values" in row:
+        known = {word(theirs): ours for theirs, ours in row["values"].items()}
+        if word(value) not in known:
             return None
-        value = known[_word(value)]
+        value = known[word(value)]
         if value is None or isinstance(value, dict):
             return dict(value or {})
-    try:
-        value = CONVERSIONS[entry["as"]](value) if "as" in entry else value
-    except (TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{key}={value!r} is of another type than its trainer reads: {error}.") from error
-    return {**entry.get("also", {}), **({entry["to"]: value} if "to" in entry else {})}
+    names, more = row.get("to", []), dict(row.get("also", {}))
+    return more | dict.fromkeys([names] if isinstance(names, str) else names, value)
 
 
-def whole(given: Mapping[str, Any], key: str, default: int = 1) -> int:
+def whole(given: Values, key: str) -> int:
     """Return a value that counts; a ConfigError that names it where it does not."""
-    value = given.get(key, default)
+    value = given.get(key)
+    value = 1 if value is None else value
     if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or value < 1:
         raise ConfigError(f"{key}={value!r} must be a whole number, 1 or more: it counts. Mend it in the file.")
     return int(value)
 
 
-def _word(value: Any) -> str:
+def word(value: Any) -> str:
+    """Return a value as tables compare it."""
     return str(value).strip().lower()
 
 
 def _is(value: Any, same: Any) -> bool:
-    return same is not None and _word(value) in {_word(each) for each in (same if isinstance(same, list) else [same])}
+    return same is not None and word(value) in {word(each) for each in (same if isinstance(same, list) else [same])}
 
 
 def side(value: Any) -> int:
@@ -149,18 +206,77 @@ def without_switches(text: Any) -> list[str]:
     return [line for line in found if line and not line.startswith("#")]
 
 
-CONVERSIONS: dict[str, Callable[[Any], Any]] = {
-    "side": side,
-    "shapes": shapes,
-    "thousandth": lambda value: float(value) / 1000,
-    "one_more": lambda value: value + 1,
-    "upscale": lambda value: 1.0 + float(value),
-    "prompts": without_switches,
-    "whole": round,
-    "list": lambda value: [str(value)],
-    "or_off": lambda value: value or None,
-    "with_space": lambda value: f"{value} ",
-    "space_with": lambda value: f" {value}",
-    "at_least": lambda value: {"short_side": f">= {int(value)}"},
+def _prompts(value: Any, source: Path) -> list[str]:
+    """Return the prompts of a text file, or of several words that are none's name."""
+    if " " in str(value) and not str(value).endswith((".txt", ".json", ".toml")):
+        return without_switches(value)
+    try:
+        path, content = read_linked(str(value), source)
+        if path.suffix != ".txt":
+            raise ValueError(f"of {path.suffix[1:]} they are not read")
+        return without_switches(content.decode("utf-8-sig"))
+    except ValueError as error:
+        raise LeftError(f"sample.prompts=[...] takes the prompts themselves: {error}") from error
+
+
+def _warmup(value: Any, _: Path) -> float:
+    """Return the steps of the warmup; 1 = none."""
+    value = value[0] if isinstance(value, list) and value else value
+    if not isinstance(value, int | float | None):
+        raise TypeError("the warmup must be a number of steps")
+    if value and value < 1:
+        raise LeftError(f"{value} of the steps: lr_scheduler.warmup_steps= counts them")
+    return value or 1
+
+
+def _crop(transforms: Any, _: Path) -> str:
+    """Return which part of a picture the last of MindONE's transforms that crops takes."""
+    names = " ".join(str(each.get("target")) for each in transforms)
+    if "Crop" not in names:
+        raise LeftError("no crop is among them: data.crop=center, random or saliency")
+    return "center" if "CenterCrop" in names else "random"
+
+
+def _count(value: Any, _: Path) -> int:
+    if float(value) < 1 or int(value) != float(value):
+        raise LeftError("parts of an epoch are no cadence: validate.every_steps=")
+    return int(value)
+
+
+def _prompt(samples: Any, _: Path) -> list[str]:
+    found = [each["prompt"] for each in samples if each.get("enabled", True) and each.get("prompt")]
+    if not found:
+        raise LeftError("none is enabled: sample.prompts=[...]")
+    return found
+
+
+CONVERSIONS: dict[str, Callable[[Any, Path], Any]] = {
+    "side": lambda value, _: side(value),
+    "shapes": lambda value, _: shapes(value),
+    "thousandth": lambda value, _: float(value) / 1000,
+    "one_more": lambda value, _: value + 1,
+    "upscale": lambda value, _: 1.0 + float(value),
+    "prompts": _prompts,
+    "samples": _prompt,
+    "crop": _crop,
+    "count": _count,
+    "warmup": _warmup,
+    "number": lambda value, _: float(value),
+    "numbers": lambda value, _: [scalar(each) for each in str(value).strip("()[] ").split(",")],
+    "whole": lambda value, _: round(value),
+    "last": lambda value, _: str(value).rpartition(".")[2],
+    "list": lambda value, _: [str(value)],
+    "parts": lambda value, _: [part.strip() for part in str(value).split(",") if part.strip()] or None,
+    "template": lambda value, _: str(value).replace("{", "{{").replace("}", "}}"),
+    "or_off": lambda value, _: value or None,
+    "with_space": lambda value, _: f"{value} ",
+    "space_with": lambda value, _: f" {value}",
+    "at_least": lambda value, _: {"short_side": f">= {int(value)}"},
 }
-"""Conversions of values, by the name that a table gives."""
+"""Conversions of values, by the name that a table gives; the second argument is the file that is read."""
+
+
+def pairs(value: Any) -> dict[str, Any]:
+    """Return texts `name=value`, or one text of them, by name."""
+    texts = shlex.split(value.replace(", ", " ")) if isinstance(value, str) else value
+    return {name: scalar(given) for name, _, given in (str(each).partition("=") for each in texts or []) if name}

@@ -19,13 +19,6 @@ FIRST, SECOND = "model.text_encoder", "model.text_encoder_2"
 ADAPTED = {"kohya": [".self_attn", ".mlp"], "onetrainer": [".self_attn", ".mlp"], "simpletuner": [".self_attn"]}
 """Layers of a text tower that each trainer's adapters go to."""
 
-SILENT = {
-    "kohya": {"network_train_unet_only": False},
-    "everydream": {"disable_textenc_training": False},
-    "onetrainer": {"text_encoder.train": True, "text_encoder_2.train": True},
-}
-"""What trains where a file says nothing."""
-
 STOP = "stop_text_encoder_training"
 """The step of sd-scripts' train_db.py from which the text tower is frozen; 0 or less = from the beginning."""
 
@@ -33,24 +26,24 @@ CLIP_EMBEDDERS = ("FrozenCLIPEmbedder", "FrozenOpenCLIPEmbedder2")
 """MindONE's classes of SDXL's two text towers."""
 
 
-def take_towers(recipe: Recipe, system: str, given: Mapping[str, Any], *, fills: bool) -> None:
+def take_towers(recipe: Recipe, system: str, given: Mapping[str, Any], *, said: Set[str], fills: bool) -> None:
     """Let the text towers train that a trainer's file trains, at its rates.
 
-    `fills`: also what its trainer trains where the file says nothing.
+    `said`: the keys that the file has itself; `fills`: also what its trainer trains where the file says nothing.
     """
-    if not recipe.timesteps:
+    if not recipe.timesteps or system not in TOWERS:
         return
     towers = [FIRST, SECOND] if recipe.groups["model"].startswith("sdxl") else [FIRST]
-    is_lora, said = recipe.groups["task"] == "lora", given.keys()
-    given = {**(SILENT.get(system, {}) if fills else {}), **given}
+    is_lora = recipe.groups["task"] == "lora"
     for key, (tower, layer) in _hidden_layers(system, given, towers).items():
         recipe.put(key, {f"{tower}.hidden_layer": layer})
-    if is_lora:
-        _layers(recipe, system, given)
-        recipe.implied |= {"network_module", "layer_filter"} - said
+    if is_lora and system == "kohya":
+        recipe.put("network_module", {"task.module_filters": [".attentions."]})
     key, rates = _rates(system, given, said, len(towers), is_lora)
     trained = {tower: rate for tower, rate in zip(towers, rates, strict=True) if rate != 0}
-    spoken = sorted((SPOKEN[system] | {key}) & said)
+    spoken = sorted((SPOKEN.get(system, set()) | {key}) & said)
+    never = DEAF.get((system, "adapters" if is_lora and system == "kohya" else towers[-1]), set())
+    deaf = [name for name in spoken if not trained or name in never or (given[name] in OFF and name != key)]
     if trained and is_lora and system not in ADAPTED:
         recipe.note(key, "adapters of text towers: task.text_encoder_filters=[.self_attn]")
     elif trained and is_lora and len(trained) < len(towers):
@@ -58,25 +51,12 @@ def take_towers(recipe: Recipe, system: str, given: Mapping[str, Any], *, fills:
             recipe.note(name, "adapters go into both text towers, or none: task.text_encoder_filters", Kind.MISSING)
     elif trained:
         adapted = {"task.text_encoder_filters": ADAPTED[system]} if is_lora else {}
-        _put(recipe, key, spoken, adapted or {f"{tower}.train": True for tower in trained}, trained)
+        heard = [name for name in spoken if name not in deaf]
+        _put(recipe, key, heard, adapted or {f"{tower}.train": True for tower in trained}, trained)
         recipe.implied |= {key} - said
-    deaf = DEAF.get((system, "adapters" if is_lora and system == "kohya" else towers[-1]), set())
-    for name in spoken:
-        if not trained or name in deaf or (given[name] in OFF and name != key):
-            unset = trained and given[name] is None and name not in deaf
-            recipe.note(name, "nothing is set" if unset else "no text tower trains by it", Kind.SAME)
-
-
-def take_parts(recipe: Recipe, given: Mapping[str, Any]) -> None:
-    """Take OneTrainer's rate of the network, which goes before the file's; a part that never stops trains as here."""
-    rate = f"{'unet' if recipe.timesteps else 'prior'}.learning_rate"
-    if given.get(rate) is not None:
-        recipe.put(rate, {"optimizer.lr": given[rate]})
-        if given.get("learning_rate") is not None:
-            recipe.note("learning_rate", f"{rate} goes before it", Kind.UNNEEDED)
-    for key in given:
-        if key.endswith(".stop_training_after") and given.get(f"{key}_unit") == "NEVER" and key in recipe.fates:
-            recipe.note(key, "it trains to the end there, as here", Kind.SAME)
+    for name in [name for name in deaf if name not in recipe.taken()]:
+        unset = trained and given[name] is None and name not in never
+        recipe.note(name, "nothing is set" if unset else "no text tower trains by it", Kind.SAME)
 
 
 def _rates(system: str, given: Mapping[str, Any], said: Set[str], count: int, is_lora: bool) -> tuple[str, Rates]:
@@ -84,7 +64,7 @@ def _rates(system: str, given: Mapping[str, Any], said: Set[str], count: int, is
     try:
         return TOWERS[system](given, count, is_lora)
     except (TypeError, ValueError) as error:
-        named = ", ".join(sorted(SPOKEN[system] & said))
+        named = ", ".join(sorted(SPOKEN.get(system, set()) & said))
         raise ConfigError(f"{named}: of another type than its trainer reads: {error}. Mend it in the file.") from error
 
 
@@ -93,22 +73,9 @@ def _put(
 ) -> None:
     """Take over what the keys of a trainer's that speak of text towers come to together."""
     own = {tower: rate for tower, rate in trained.items() if rate not in (None, recipe.values.get("optimizer.lr"))}
-    ours = ours | {f"{tower}.lr": rate for tower, rate in own.items()}
-    recipe.put(key, ours)
+    recipe.put({key, *spoken}, ours | {f"{tower}.lr": rate for tower, rate in own.items()})
     if key == STOP:
         recipe.remarks.append("The file stops the text encoder at a step, and here it trains to the end.")
-    for name in spoken:
-        recipe.assigned[name] = ours
-        recipe.note(name, "", Kind.TAKEN)
-
-
-def _layers(recipe: Recipe, system: str, given: Mapping[str, Any]) -> None:
-    """Choose the layers of the network that a trainer gives adapters."""
-    if system == "kohya":
-        recipe.put("network_module", {"task": "lora", "task.module_filters": [".attentions."]})
-    elif system == "onetrainer":
-        filters = [part.strip() for part in str(given.get("layer_filter") or "").split(",") if part.strip()]
-        recipe.put("layer_filter", {"task.module_filters": filters or None})
 
 
 def _hidden_layers(system: str, given: Mapping[str, Any], towers: list[str]) -> dict[str, tuple[str, int]]:
@@ -187,32 +154,19 @@ def _simpletuner(given: Mapping[str, Any], count: int, is_lora: bool) -> tuple[s
     return "train_text_encoder", [_rate(given.get("text_encoder_lr")) if trains else 0.0] * count
 
 
-TOWERS = {
-    "kohya": _kohya,
-    "everydream": _everydream,
-    "everydream1": _everydream1,
-    "mindone": _mindone,
-    "onetrainer": _onetrainer,
-    "simpletuner": _simpletuner,
-}
+TOWERS = {"kohya": _kohya, "everydream": _everydream, "everydream1": _everydream1, "mindone": _mindone,
+          "onetrainer": _onetrainer, "simpletuner": _simpletuner}  # fmt: skip
+RATES = ("text_encoder_lr", "learning_rate_te", "learning_rate_te1", "learning_rate_te2")
 SPOKEN: dict[str, set[str]] = {
-    "kohya": {
-        "network_train_unet_only",
-        "text_encoder_lr",
-        "learning_rate_te",
-        "learning_rate_te1",
-        "learning_rate_te2",
-    },
+    "kohya": {"network_train_unet_only", *RATES},
     "everydream": {"optimizer.text_encoder_overrides.lr"},
-    "everydream1": set(),
-    "mindone": set(),
     "onetrainer": {f"text_encoder{n}.{key}" for n in ("", "_2") for key in ("train", "learning_rate")},
     "simpletuner": {"text_encoder_lr"},
 }
 """By system: which towers its file trains and by which key, and the other keys that say so."""
 
 DEAF: dict[tuple[str, str], set[str]] = {
-    ("kohya", "adapters"): {"learning_rate_te", "learning_rate_te1", "learning_rate_te2"},
+    ("kohya", "adapters"): {*RATES[1:]},
     ("kohya", FIRST): {"network_train_unet_only", "text_encoder_lr", "learning_rate_te1", "learning_rate_te2"},
     ("kohya", SECOND): {"network_train_unet_only", "text_encoder_lr", "learning_rate_te"},
     ("onetrainer", FIRST): {"text_encoder_2.train", "text_encoder_2.learning_rate"},
