@@ -23,6 +23,10 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path.insert(0, str(ROOT))
 
+from tests import conftest  # noqa: E402, F401 - before torch, the arithmetic of tests
+
+# isort: split
+
 import numpy as np  # noqa: E402
 from PIL import Image  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
@@ -31,7 +35,6 @@ from torch.distributed.checkpoint import filesystem  # noqa: E402
 from cascade_train.__main__ import launch  # noqa: E402
 from cascade_train.config.targets import import_target  # noqa: E402
 from cascade_train.models.formats.weights_source import local_path  # noqa: E402
-from tests import conftest  # noqa: E402, F401 - its arithmetic is every test's
 from tests.distributed.forked import be_rank, free_port  # noqa: E402
 from tests.integration.runs import TIMING, tensor_digests  # noqa: E402
 from tests.unit.data.tars import write  # noqa: E402
