@@ -80,7 +80,8 @@ ON_SD = "model.weights=base/sd model.text_encoder.weights=base/sd/pipeline"
 ON_SDXL = "model.weights=base/sdxl " + " ".join(
     f"model.text_encoder{each}.weights=base/sdxl/pipeline" for each in ("", "_2")
 )
-LORA = "task=lora task.rank=1 optimizer.lr=1e-2"
+ADAPTERS = "task=lora task.rank=1"
+LORA = f"{ADAPTERS} optimizer.lr=1e-2"
 STAR, COLOURS = '["[star]","^star</w>"]', '["^(red|green|blue)</w>",null]'
 TOWERS = "task.text_encoder_filters=[.self_attn]"
 SGD = "optimizer=torch optimizer.algorithm._target_=torch.optim.SGD optimizer.lr=1"
@@ -146,7 +147,7 @@ EXPORTS = {
     "pair": "[diffusers]",
 }
 CACHE = f"task=finetune {C} {NEW} {FOLDER} data.num_workers=0 out=cache unit_samples=5 batch_size=4"
-SWEEP = f"{LORA} {C} {ON_C} {FEW} {COMMON} train.max_steps={STEP} run.name=rates optimizer.lr=1e-3,1e-2"
+SWEEP = f"{ADAPTERS} {C} {ON_C} {FEW} {COMMON} train.max_steps={STEP} run.name=rates optimizer.lr=1e-3,1e-2"
 EVALUATION = f"""from=c_finetune checkpoint={STEP} prompts=[red,blue,green,circle] real=data/folder
   features=package:tiny steps=2 sampler=ddim batch_size=2"""
 DROPPED = ("export", "loss.png", "report.html", "grid.png", "environment.json", ".cascade_train_index", f"step_{STEPS}")
