@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -10,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -73,3 +75,17 @@ def read_metrics(directory: Path) -> list[dict[str, Any]]:
 def exported_weights(directory: Path) -> dict[str, Tensor]:
     """Return the exported network of a finetune run."""
     return load_file(directory / "export" / "prior" / "prior" / "diffusion_pytorch_model.safetensors")
+
+
+def tensor_digests(folder: Path) -> dict[str, dict[str, str]]:
+    """Return dtype, shape and digest of every tensor in the weight files below a folder, by file and name."""
+    files = {path.relative_to(folder).as_posix(): load_file(path) for path in sorted(folder.rglob("*.safetensors"))}
+    return {
+        file: {name: f"{value.dtype} {list(value.shape)} {_digest(value)}" for name, value in sorted(tensors.items())}
+        for file, tensors in files.items()
+    }
+
+
+def _digest(value: Tensor) -> str:
+    data = value.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(data).hexdigest()[:12]
