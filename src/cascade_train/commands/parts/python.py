@@ -28,7 +28,7 @@ from cascade_train.commands.parts.command_line import filled
 from cascade_train.config.error_messages import in_our_words
 from cascade_train.config.groups import conf_dir
 from cascade_train.config.hydra_compat import BASE
-from cascade_train.config.launch import prepare_process, register_schema, with_implied_choices
+from cascade_train.config.launch import check_chosen_once, prepare_process, register_schema, with_implied_choices
 from cascade_train.config.overrides import check_not_hydras, searching, with_paths_quoted
 from cascade_train.config.preflight import preflight
 from cascade_train.config.sweep import is_main
@@ -248,6 +248,7 @@ def _composed(overrides: Sequence[str], config_dir: str | Path | None) -> DictCo
             raise ConfigError(f"{flag!r} is an option of the command line, and no override, key=value.")
         check_not_hydras(overrides)
         choices = with_implied_choices(with_paths_quoted(overrides))
+        check_chosen_once(choices)
         for each in OverridesParser.create().parse_overrides(choices):
             if each.is_sweep_override():
                 raise ConfigError(f"{each.input_line} has several values: call this for each of them, in a loop.")
