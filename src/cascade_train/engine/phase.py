@@ -232,19 +232,16 @@ class BoundPhase:
 def checked_loss(phase: Phase, prepared: Any) -> StepOutput:
     """Return what a phase's loss does; a RunError names it where that has not the form of a `StepOutput`."""
     output: Any = phase.loss(prepared)
-    wanted = "must return a StepOutput, whose loss_B is (B,), one loss per sample"
     name = getattr(phase.loss, "__qualname__", f"the loss of phase {phase.name}")
     if not isinstance(output, StepOutput):
-        raise RunError(f"{name} returned a value of type {type(output).__name__}, but {wanted}.")
+        raise RunError(f"{name} must return a StepOutput, and returned a value of type {type(output).__name__}.")
     for key, value in {"loss_B": output.loss_B, **output.report}.items():
-        shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        if (
-            not isinstance(value, Tensor)
-            or not value.ndim
-            or value.shape[:1] != output.loss_B.shape[:1]
-            or value.ndim > 1 + (key != "loss_B")
-        ):
-            raise RunError(f"{name} returned {key} of shape {shape}, but {wanted}, and every report (B,) or (B, n).")
+        shape = tuple(value.shape) if isinstance(value, Tensor) else ()
+        if len(shape) not in ((1,) if key == "loss_B" else (1, 2)) or shape[0] != len(output.loss_B):
+            raise RunError(
+                f"{name} must return loss_B (B,), one loss per sample, and reports (B,) or (B, n), and returned {key} "
+                f"as a {type(value).__name__} of shape {shape}."
+            )
     return output
 
 

@@ -124,6 +124,7 @@ PLAIN = {
 def test_a_choice_is_taken_in_the_forms_that_users_of_hydra_type(typed: str):
     assert with_implied_choices([typed]) == [PLAIN[typed]]
 
+
 @pytest.mark.parametrize(
     "typed",
     [
