@@ -113,7 +113,7 @@ def test_what_cannot_be_shown_or_promoted_is_refused(
 ) -> None:
     run = sweep / "lr=1e-4,rank=2"
     failed = tmp_path / "failed"
-    write_lines(failed / "results.jsonl", [result(run, "1e-4", 2, 0.7, code=1)])
+    write_lines(failed / "results.jsonl", [result(failed / "gone", "1e-4", 2, 0.7, code=1)])
 
     def refusal(*arguments: str, code: int = 2) -> str:
         assert launch(["report", *arguments]) == code

@@ -101,7 +101,7 @@ class RunDirectory:
 
     def withdraw(self) -> None:
         """Remove a directory that this claim made and that holds no results yet, on rank 0. Not collective."""
-        if dist.get_rank() == 0 and self.created and _is_untouched(self.path):
+        if dist.get_rank() == 0 and self.created and self.path.is_dir() and _is_untouched(self.path):
             shutil.rmtree(self.path.resolve())
 
     @contextmanager
