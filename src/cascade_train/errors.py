@@ -2,6 +2,8 @@
 
 import re
 import shutil
+import sysconfig
+import traceback
 from pathlib import Path
 
 STOPPED = 75
@@ -50,6 +52,19 @@ class RankLostError(RunError):
     def __init__(self, message: str, *, shared: bool = False, code: int = 1) -> None:
         super().__init__(message, shared=shared)
         self.code = code
+
+
+def line_of_user(error: BaseException) -> str:
+    """Return the innermost line of a user's own file below ours, as "mine.py, line 3, in loss: "; or empty."""
+    installed = (*map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), "<")
+    called, found = False, ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        code = frame.f_code
+        if Path(code.co_filename).is_relative_to(Path(__file__).parent):
+            called = True
+        elif called and not code.co_filename.startswith(installed):
+            found = f"{Path(code.co_filename).name}, line {line}, in {code.co_name}: "
+    return found
 
 
 LOST_PEER = re.compile(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.integration.runs import SMALL, exported_weights, read_metrics
+from tests.integration.runs import exported_weights, read_metrics, small_beside
 from tests.unit.models.stages import untrained
 from tests.warm.programs import warm_programs
 
@@ -134,7 +134,7 @@ def fork(directory, runs, expected=None):
             "argv": None
             if overrides is None
             else [
-                *SMALL,
+                *small_beside(*overrides),
                 f"run.dir={directory / name.rpartition('@')[2]}",
                 *(override.format(base=directory / "base") for override in overrides),
             ],

@@ -222,3 +222,10 @@ def test_a_data_worker_that_is_killed_ends_the_run_in_one_line(tmp_path):
     (line,) = [line for line in rest if not line.startswith("step ")]
     assert "data worker process ended unexpectedly" in line
     assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()], "the other worker ends too"
+
+
+def test_a_refusal_of_the_first_batch_leaves_no_run(tmp_path, capfd):
+    given = ["task=controlnet", "filter=sr_effnet", "task.bottleneck=large", "model=c_tiny", "sample.every_steps=null"]
+    assert launch([*given, "train.global_batch_size=2", "data.num_workers=0", f"run.dir={tmp_path / 'run'}"]) == 2
+    assert "task.filter.scale_factor=0.5: the stage cannot encode" in capfd.readouterr().err
+    assert list(tmp_path.iterdir()) == []

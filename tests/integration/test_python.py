@@ -26,7 +26,9 @@ from cascade_train import ConfigError, Run, RunError, compose, evaluate, generat
 from cascade_train.commands.parts import python
 from cascade_train.config.groups import typed_keys
 from cascade_train.config.hydra_compat import BASE
+from cascade_train.data.data_set import DataSet
 from cascade_train.distributed.process_group import process_group
+from cascade_train.engine.loop import Trainer
 from cascade_train.signals import STOP_SIGNALS
 from cascade_train.tasks.text_to_image import TextToImage
 from tests.integration.runs import SMALL, read_metrics
@@ -185,3 +187,34 @@ print("diffusers.models" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout == "['cascade_train']\nFalse\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (
+            lambda: train(task="lora"),
+            r"argument 'task'.*An override is a text: train\('task=lora'\)",
+        ),
+        (
+            lambda: compose("task=lora model=c_tiny"),
+            "2 overrides. Give each by itself: 'task=lora', 'model=c_tiny'",
+        ),
+        (lambda: compose("task=lora", confdir="x"), r"Did you mean config_dir\?"),
+        (lambda: generate(from_="runs/a"), r"'source'. Call it as generate\(source, prompts=\(\), \*\*options\)"),
+        (lambda: evaluate("runs/a", "red", 3), r"too many positional arguments. Call it as evaluate\(source"),
+        (lambda: compose("task=lora", "task=finetune"), "task is chosen more than once"),
+    ],
+)
+def test_a_wrong_call_is_refused_with_the_right_one(call, words):
+    with pytest.raises(ConfigError, match=words):
+        call()
+
+
+def test_data_is_closed_where_closing_the_training_fails(tmp_path, monkeypatch):
+    closed = []
+    monkeypatch.setattr(Trainer, "close", Mock(side_effect=OSError("no network")))
+    monkeypatch.setattr(DataSet, "close", lambda data: closed.append(data))
+    with pytest.raises(OSError, match="no network"):
+        train(*LORA, f"run.dir={tmp_path / 'run'}")
+    assert len(closed) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -22,7 +23,7 @@ from cascade_train.distributed.parallelize import (
 from cascade_train.distributed.process_group import World, build_mesh, mesh_shape
 from cascade_train.engine.average import Ema
 from cascade_train.engine.optimizer import OptimizerSpec
-from cascade_train.engine.phase import BoundPhase, trainable_parameters
+from cascade_train.engine.phase import BoundPhase, checked_loss, trainable_parameters
 from cascade_train.errors import ConfigError
 from cascade_train.models.formats.int8 import fill_codes, quantize
 from cascade_train.models.lora import MAGNITUDE
@@ -185,7 +186,7 @@ def bind(cfg: DictConfig, phase: Phase, parts: Parts) -> BoundPhase:
         if cfg.ema.weights is not None:
             from_every_rank(partial(ema.start_from, parts.task.initial_average(cfg.ema.weights)))
     return BoundPhase(
-        phase,
+        replace(phase, loss=partial(checked_loss, phase)),
         optimizer=spec.build(parameters, cfg.train.global_batch_size, seed=cfg.run.seed, lrs=phase.lrs),
         base_lr=spec.base_lr(cfg.train.global_batch_size),
         lrs={root: spec.base_lr(cfg.train.global_batch_size, lr) for root, lr in phase.lrs.items()},

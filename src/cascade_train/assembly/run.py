@@ -150,8 +150,10 @@ def train_in(
             trainer.tracker.alert("Failed", str(error) or type(error).__name__)
             raise
         finally:
-            trainer.close()
-            data.close()
+            try:
+                trainer.close()
+            finally:
+                data.close()
         if trainer.stopped is not None:
             run.record_stop({"step": trainer.step, "reason": trainer.stopped})
             return code_of_stop()

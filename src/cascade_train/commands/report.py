@@ -7,6 +7,7 @@ Pages need no other file and no network. A run writes its own at its end; engine
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +22,9 @@ from cascade_train.config.sweeps.naming import key_of
 from cascade_train.config.sweeps.ranking import LOSS, Result, metric_of, ranked
 from cascade_train.engine.run import report as pages
 from cascade_train.errors import ConfigError, RunError, unwritten
+from cascade_train.redaction import redact_argument
+
+log = logging.getLogger(__name__)
 
 MOST_SHOWN = 24
 """Runs of a sweep whose curves and samples are shown, the best of them."""
@@ -114,10 +118,24 @@ def sweep_results(folder: Path) -> list[Result]:
         reason = "no such folder" if not folder.is_dir() else f"neither {CONFIG_NAME} nor {RESULTS} with a result in it"
         raise ConfigError(f"from={folder}: {reason}. Name the folder of a run, or of a sweep a run of which has ended.")
     for each in found:
-        run, values = Path(each["run_dir"]), each["values"]
-        each["values"] = {name: value for name, value in values.items() if pages.is_number(value)}
+        run = Path(each["run_dir"])
+        each["values"] = {name: value for name, value in each["values"].items() if pages.is_number(value)}
         each["run_dir"] = str(run if run.is_dir() else folder / run.name)
-    return ranked(found)
+    own = [each for each in found if is_of_sweep(folder, each)]
+    if len(own) < len(found):
+        strange = next(each["run_dir"] for each in found if each not in own)
+        log.warning("%s names runs of other sweeps, which are left out, such as %s.", folder, strange)
+    if not own:
+        raise ConfigError(f"from={folder}: all runs that it names are of other sweeps. Name the sweep's own folder.")
+    return ranked(own)
+
+
+def is_of_sweep(folder: Path, result: Result) -> bool:
+    """Return whether a result's run lies in the sweep's folder, is gone, or was started by the result's overrides."""
+    run = Path(result["run_dir"])
+    if folder.resolve() in run.resolve().parents or not run.exists():
+        return True
+    return [redact_argument(each) for each in overrides_of(run)] == result["overrides"]
 
 
 def is_result(found: pages.Data) -> bool:

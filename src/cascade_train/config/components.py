@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from cascade_train.config.arguments import HYDRA_KEYS, Parameter, fits, literals, needs_component, parameters
 from cascade_train.config.groups import did_you_mean, group_options, groups, nearest, options_with
 from cascade_train.config.meanings import argument_doc, meaning_of
+from cascade_train.config.methods import hold_returns
 from cascade_train.config.targets import broken_contract, check_targets, components_in, import_target, is_component
 from cascade_train.errors import ConfigError
 
@@ -41,9 +42,11 @@ def check_component(
     broken = None
     for place, each in components_in(path, node):
         target = each["_target_"]
-        reason = broken_contract(place, target, import_target(target), contracts.get(place, ()))
+        made = import_target(target)
+        reason = broken_contract(place, target, made, contracts.get(place, ()))
         if reason is None:
             _check_arguments(place, each)
+            hold_returns(made)
         broken = broken or reason
     if broken is not None:
         raise ConfigError(broken)
@@ -160,7 +163,7 @@ def _check_arguments(path: str, node: Mapping[str, Any]) -> None:
     given = {key: value for key, value in node.items() if key not in HYDRA_KEYS}
     for key in given:
         if key not in known and not takes_any:
-            hint = unknown_hint(path, key, known)
+            hint = _base_hint(import_target(target), key) or unknown_hint(path, key, known)
             raise ConfigError(f"{path}.{key} is unknown: {target} has no such argument.{hint}")
     required = [name for name, parameter in known.items() if parameter.required and name not in given]
     required = required[len(node.get("_args_", ())) :]
@@ -173,6 +176,14 @@ def _check_arguments(path: str, node: Mapping[str, Any]) -> None:
     for key, value in given.items():
         if key in known and not fits(value, known[key].hint):
             raise ConfigError(_mismatch(f"{path}.{key}", value, known[key]))
+
+
+def _base_hint(made: Any, key: str) -> str:
+    """Return a sentence on an argument that a base class takes, and the constructor of the class does not; or empty."""
+    bases = [each for each in getattr(made, "__mro__", ())[1:] if each.__module__.startswith("cascade_train.")]
+    base = next((each.__name__ for each in bases if key in parameters(each)[0]), None)
+    own = f"{getattr(made, '__name__', '')}.__init__"
+    return "" if base is None else f" {base} takes it: {own} must take it too and pass it on, or be left out."
 
 
 def by_path(message: str, place: str) -> str:

@@ -37,6 +37,7 @@ from cascade_train.errors import (
     Interrupted,
     RankLostError,
     RunError,
+    line_of_user,
     unwritten,
 )
 from cascade_train.redaction import logged
@@ -132,6 +133,8 @@ def _report(error: Exception) -> int:
     paragraph = paragraph_of(error)
     if paragraph is None:
         error.add_note(f"on rank {rank}")
+        if line := line_of_user(error):
+            sys.stderr.write(logged(f"{line}{type(error).__name__}: {_one_line(error)}\n"))
         sys.stderr.write(logged("".join(traceback.format_exception(error))))
         _write_error_file(logged(repr(error)))
         return 1

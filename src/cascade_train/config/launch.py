@@ -32,7 +32,7 @@ from cascade_train.config.sweep import check_launcher, is_main, sweeps_saved_red
 from cascade_train.config.sweeps.naming import place_run
 from cascade_train.config.sweeps.slurm import adopt_slurm_step, one_thread_a_rank, slurm_jobs_followed
 from cascade_train.errors import ConfigError
-from cascade_train.redaction import show_log
+from cascade_train.redaction import redact_argument, show_log
 from cascade_train.signals import CONTINUED, Signals, while_importing
 
 
@@ -149,6 +149,27 @@ def _in_full(argument: str, known: Sequence[str]) -> str:
     return f"{NESTED.get(name, name) if name in known else key}={text}"
 
 
+def check_chosen_once(overrides: Sequence[str]) -> None:
+    """Refuse two options of one group, of which Hydra takes the last; log which of several values of a key counts."""
+    given: dict[str, list[str]] = {}
+    for override in overrides:
+        key, equals, value = override.lstrip("+").partition("=")
+        if equals and value not in (values := given.setdefault(key, [])):
+            values.append(value)
+    for key, values in given.items():
+        if len(values) == 1:
+            continue
+        if "/" in key or key.partition("@")[0] in groups():
+            raise ConfigError(
+                f"{key} is chosen more than once: {' and '.join(f'{key}={each}' for each in values)}, of which Hydra "
+                "takes the last. Keep one; a script with a default that its caller may replace takes that from a "
+                "variable (docs/config.md, Overrides)."
+            )
+        if is_main():
+            last = redact_argument(f"{key}={values[-1]}").partition("=")[2]
+            sys.stderr.write(f"{key} is given {len(values)} times; the last counts: {last}.\n")
+
+
 def data_of_path(value: str) -> str:
     """Return the option of data that reads a path, or the first of a list of paths, as typed for `data.path`."""
     path = Path(value.strip("[] ").partition(",")[0].strip("\"' ")).expanduser()
@@ -190,6 +211,7 @@ def _arguments(argv: Sequence[str]) -> Iterator[None]:
                 f"{command!r} is a command and comes first: cascade-train {command} …; --help lists its keys."
             )
     check_not_expanded(overrides)
+    check_chosen_once(overrides)
     check_not_hydras(overrides)
     flags = [argument for argument in argv if argument not in overrides]
     sys.argv = [before[0], *overrides, *flags]  # Hydra's parser refuses flags between overrides

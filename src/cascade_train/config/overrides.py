@@ -23,6 +23,9 @@ def refusal(override: str) -> str:
     key, equals, value = override.partition("=")
     if not equals:
         return f"{override!r} is not an override. Write key=value, with quotes for the shell around spaces."
+    parts = [part.rstrip(",") for part in override.split()]
+    if len(parts) > 1 and all("=" in part and parses(part) for part in parts):
+        return f"{override!r} holds {len(parts)} overrides. Give each by itself: {', '.join(map(repr, parts))}."
     form = quoted_form(override)
     if form is None:
         reason = _imbalance(value) or f"{key!r} is not a path of names such as train.max_steps."

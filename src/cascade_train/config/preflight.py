@@ -146,7 +146,8 @@ def _check_components(
     nodes = {key: getattr(root, key) for key in keys}
     data, others = ({key: node for key, node in nodes.items() if (key == "data") == first} for first in (True, False))
     refused = _refused(data, allowed, derived)
-    check_data(root)
+    if refused is None:
+        check_data(root)
     check_targets(others, allowed)
     check_objective_fits(root)
     check_noise_unit(root)

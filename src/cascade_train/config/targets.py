@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from cascade_train.config.methods import wrong_arguments
 from cascade_train.errors import ConfigError
 from cascade_train.renamed import current_target
 from cascade_train.signals import while_importing
@@ -192,15 +193,18 @@ def _is_class_in(target: str, places: Sequence[str]) -> bool:
 def broken_contract(path: str, target: str, made: Any, bases: Sequence[str] = ()) -> str | None:
     """Return why the class that a target names cannot be used; None for no reason, and for what is no class.
 
-    It must inherit from one of `bases`, dotted paths, where there are any, and define what is abstract in it and the
-    class variables that have no value.
+    It must inherit from one of `bases`, dotted paths, where there are any, define what is abstract in it and the
+    class variables that have no value, and its methods take the arguments of those that they replace.
     """
     if not isinstance(made, type):
         return None
     found = _inherited(made, bases)
     wanted = _left_open(import_target(bases[0])) if bases and not found else set[str]()
     lacking = {name for name in wanted if not hasattr(made, name)} | _left_open(made)
-    return _reason(path, target, made.__name__, lacking, () if found else bases)
+    if lacking or (bases and not found):
+        return _reason(path, target, made.__name__, lacking, () if found else bases)
+    reason = wrong_arguments(made)
+    return None if reason is None else f"{path}._target_={target} cannot be used: {reason}"
 
 
 def _inherited(made: type, bases: Sequence[str]) -> list[str]:
@@ -215,11 +219,11 @@ def _left_open(made: type) -> set[str]:
     return without | set(getattr(made, "__abstractmethods__", ()))
 
 
-def _reason(path: str, target: str, name: str, lacking: Collection[str], bases: Sequence[str]) -> str | None:
-    """Return a paragraph on a class that lacks members, and a base where there are any; None where it lacks nothing."""
+def _reason(path: str, target: str, name: str, lacking: Collection[str], bases: Sequence[str]) -> str:
+    """Return a paragraph on a class that lacks members, or a base where there are any."""
     names, who = ", ".join(sorted(lacking)), f"{path}._target_={target} cannot be used"
     if not bases:
-        return f"{who}: {name} does not define {names}. Define what is missing." if names else None
+        return f"{who}: {name} does not define {names}. Define what is missing."
     module, _, base = bases[0].rpartition(".")
     remedy = (
         f"Write 'from {module} import {base}' and 'class {name}({base})'{f', and define {names} in it' * bool(names)}"

@@ -49,6 +49,17 @@ class RawSample:
     values: Mapping[str, Any] = field(default_factory=dict)
     tensors: Mapping[str, np.ndarray] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        for name, value, wanted in (("image", self.image, "(H, W, 3)"), ("mask", self.mask, "(H, W)")):
+            shape = tuple(getattr(value, "shape", ()))
+            is_array = isinstance(value, np.ndarray) and value.dtype == np.uint8 and shape[2:] in ((), (3,))
+            if value is None or isinstance(value, bytes) or (is_array and len(shape) == len(wanted.split(","))):
+                continue
+            found = f"{type(value).__name__}, {getattr(value, 'dtype', 'no dtype')}, {shape}"
+            raise RunError(f"RawSample.{name} must be the bytes of a picture, or uint8 {wanted}, and is a {found}.")
+        if not isinstance(self.caption, str) or not isinstance(self.key, str):
+            raise RunError(f"RawSample.caption={self.caption!r} and key={self.key!r} must be texts.")
+
 
 def value_of(values: Mapping[str, Any], key: str) -> Any:
     """Return a sample's value under a key; None = there is none.

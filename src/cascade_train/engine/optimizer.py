@@ -80,6 +80,15 @@ class OptimizerSpec:
                 f"optimizer.algorithm={made.__name__} cannot train here: {REFUSED[made]}. Choose another, such as "
                 "torch.optim.AdamW."
             )
+        if inspect.unwrap(getattr(made, "step", len)) is Optimizer.step:
+            raise ValueError(f"optimizer.algorithm={made.__name__} does not define step. Define it.")
+        try:
+            inspect.signature(algorithm).bind([], lr=lr)
+        except TypeError as error:
+            raise ValueError(
+                f"optimizer.algorithm={made.__name__} is constructed from parameter groups and lr, and its constructor "
+                f"does not take them: {error}. Write 'def __init__(self, params, lr, ...)'."
+            ) from error
         if weight_decay > 0 and not _takes_weight_decay(made):
             raise ValueError(
                 f"optimizer.weight_decay={weight_decay} has no effect: {made.__name__} has no weight decay. Set "

@@ -31,6 +31,7 @@ from cascade_train.engine.average import Ema
 from cascade_train.engine.checkpoint.store import CheckpointStore
 from cascade_train.engine.lr_schedule import LrSchedule
 from cascade_train.engine.optimizer import Averaging, Estimating, can_withhold, fill_state, progress, settings
+from cascade_train.errors import RunError
 from cascade_train.tasks.base import Phase, StepOutput, Task
 
 
@@ -226,6 +227,22 @@ class BoundPhase:
         self.optimizer.load_state_dict({"state": states, "param_groups": groups})
         for group, ours in zip(self.optimizer.param_groups, configured, strict=True):
             group.update(ours)
+
+
+def checked_loss(phase: Phase, prepared: Any) -> StepOutput:
+    """Return what a phase's loss does; a RunError names it where that has not the form of a `StepOutput`."""
+    output: Any = phase.loss(prepared)
+    name = getattr(phase.loss, "__qualname__", f"the loss of phase {phase.name}")
+    if not isinstance(output, StepOutput):
+        raise RunError(f"{name} must return a StepOutput, and returned a value of type {type(output).__name__}.")
+    for key, value in {"loss_B": output.loss_B, **output.report}.items():
+        shape = tuple(value.shape) if isinstance(value, Tensor) else ()
+        if len(shape) not in ((1,) if key == "loss_B" else (1, 2)) or shape[0] != len(output.loss_B):
+            raise RunError(
+                f"{name} must return loss_B (B,), one loss per sample, and reports (B,) or (B, n), and returned {key} "
+                f"as a {type(value).__name__} of shape {shape}."
+            )
+    return output
 
 
 def gather_samples(outputs: Sequence[StepOutput]) -> dict[str, Tensor]:

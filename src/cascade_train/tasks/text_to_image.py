@@ -19,7 +19,7 @@ from torch.nn.functional import adaptive_avg_pool2d
 from cascade_train.batch import Batch
 from cascade_train.diffusion.objective import Diffused, Objective
 from cascade_train.diffusion.sampler import ImageNoise, sample
-from cascade_train.errors import ConfigError
+from cascade_train.errors import ConfigError, RunError
 from cascade_train.models.stage import Conditions, Images, Products, Stage, Steering, Tokens
 from cascade_train.tasks.base import (
     Draws,
@@ -169,7 +169,7 @@ class TextToImage(Task):
             diffused = self.objective.diffuse(x0_BCHW, *noise, **further)
         steering = self.steering(prepared, training=True)
         pred_BCHW = self._predict(diffused.noised, diffused.timestep_ratio_B, cond, steering)
-        loss_B, loss_raw_B = self.objective.loss(pred_BCHW, diffused, prepared.mask_B1HW)
+        loss_B, loss_raw_B = self._scored(pred_BCHW, diffused, prepared)
         self.objective.after_micro_batch(diffused.logsnr_B, loss_raw_B)
         report = {"loss_raw": loss_raw_B.detach(), "logsnr": diffused.logsnr_B}
         return StepOutput(loss_B=weighted(loss_B, prepared.weight_B), report=report)
@@ -194,7 +194,17 @@ class TextToImage(Task):
         cond = self.stage.conditions(prepared.tokens, images if self.stage.needs_image else None)
         steering = self.steering(prepared, training=False)
         pred_BCHW = self._predict(diffused.noised, diffused.timestep_ratio_B, cond, steering)
-        return self.objective.loss(pred_BCHW, diffused, prepared.mask_B1HW)[1]
+        return self._scored(pred_BCHW, diffused, prepared)[1]
+
+    def _scored(self, pred_BCHW: Tensor, diffused: Diffused, prepared: PreparedBatch) -> tuple[Tensor, Tensor]:
+        """Return the weighted and unweighted losses, (B,) each; a RunError where the objective's have another shape."""
+        losses = self.objective.loss(pred_BCHW, diffused, prepared.mask_B1HW)
+        if any(each.shape != pred_BCHW.shape[:1] for each in losses):
+            raise RunError(
+                f"{type(self.objective).__name__}.loss must return a weighted and an unweighted loss of each sample, "
+                f"({len(pred_BCHW)},) here, and returned the shapes {[tuple(each.shape) for each in losses]}."
+            )
+        return losses
 
     def steering(self, prepared: PreparedBatch, *, training: bool) -> Steering | None:
         """Return what is added in the network under a batch's maps, some dropped in training; None = nothing."""

@@ -94,7 +94,9 @@ def test_a_sweep_is_a_table_with_the_best_first(sweep: Path) -> None:
 def test_a_sweep_that_has_not_ended_is_shown_by_the_runs_that_have(sweep: Path, tmp_path: Path) -> None:
     ended = json.loads((sweep / "results.jsonl").read_text().splitlines()[0])
     (tmp_path / ".results").mkdir()
-    (tmp_path / ".results/a.json").write_text(json.dumps({**ended, "call": "x"}))
+    (tmp_path / ".results/a.json").write_text(
+        json.dumps({**ended, "call": "x", "run_dir": str(make_run(tmp_path / "a"))})
+    )
     (tmp_path / ".results/b.json").write_text("torn")
     assert len(written(str(tmp_path)).data["sweep"]["rows"]) == 1
 
@@ -111,7 +113,7 @@ def test_what_cannot_be_shown_or_promoted_is_refused(
 ) -> None:
     run = sweep / "lr=1e-4,rank=2"
     failed = tmp_path / "failed"
-    write_lines(failed / "results.jsonl", [result(run, "1e-4", 2, 0.7, code=1)])
+    write_lines(failed / "results.jsonl", [result(failed / "gone", "1e-4", 2, 0.7, code=1)])
 
     def refusal(*arguments: str, code: int = 2) -> str:
         assert launch(["report", *arguments]) == code
@@ -126,3 +128,18 @@ def test_what_cannot_be_shown_or_promoted_is_refused(
     assert "ended well with a value of validate/loss, so that none is the best" in refusal(str(failed), "promote=best")
     assert "could not be written" in refusal(str(run), "out=/proc/no/page.html", code=1)
     assert not (failed / "report.html").exists()
+
+
+def test_runs_of_other_sweeps_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tmp_path / "sweep"
+    inside, elsewhere, stranger = (make_run(tmp_path / name) for name in ("sweep/a", "scratch/b", "private/c"))
+    results = [result(inside, "1", 2, 0.3), result(elsewhere, "2", 4, 0.4), result(stranger, "3", 8, 0.1)]
+    (elsewhere / "start.json").write_text(json.dumps({"overrides": results[1]["overrides"]}))
+    (stranger / "start.json").write_text(json.dumps({"overrides": ["task=lora", "optimizer.lr=4"]}))
+    write_lines(folder / "results.jsonl", results)
+    page = written(str(folder))
+    assert [each["name"] for each in page.data["runs"]] == ["a", "b"]
+    assert [row["run"] for row in page.data["sweep"]["rows"]] == ["a", "b"]
+    assert f"runs of other sweeps, which are left out, such as {stranger}" in caplog.text
+    write_lines(folder / "results.jsonl", results[2:])
+    assert launch(["report", str(folder)]) == 2

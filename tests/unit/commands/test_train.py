@@ -39,7 +39,7 @@ SCRIPT = """
 import os, sys
 from cascade_train.__main__ import launch
 for line in sys.argv[1:]:
-    code = launch(["task=lora", "model=c_tiny", *line.split()])
+    code = launch(["task=lora", *([] if "model=" in line else ["model=c_tiny"]), *line.split()])
     level = os.environ["TORCH_CPP_LOG_LEVEL"]  # which torch reads when it is imported
     sys.stderr.write(f"code {code}, torch {'torch' in sys.modules}, logs {level}\\n---\\n")
 """

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -122,6 +123,32 @@ PLAIN = {
 @pytest.mark.parametrize("typed", PLAIN)
 def test_a_choice_is_taken_in_the_forms_that_users_of_hydra_type(typed: str):
     assert with_implied_choices([typed]) == [PLAIN[typed]]
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        ["task=lora", "task=finetune"],
+        ["task=lora", "+task=finetune"],
+        ["task=lora", "++task=finetune"],
+        ["--multirun", "task=lora", "task=finetune"],
+        ["task=lora", "experiment=tiny_c", "+experiment=tiny_token"],
+        ["task=controlnet", "filter=canny", "filter@task.filter=qr"],
+        ["--multirun", "task=lora", "hydra/launcher=basic", "hydra/launcher=joblib"],
+    ],
+)
+def test_a_group_that_is_chosen_twice_is_refused(start: Start, trained: list[DictConfig], typed: list[str]):
+    code, said = start("model=c_tiny", *typed)
+    assert (code, trained) == (2, [])
+    assert re.match(r"\S+ is chosen more than once: (\S+) and \S+, of which Hydra takes the last\. Keep one", said)
+
+
+def test_a_choice_may_be_repeated_and_a_value_given_again(
+    start: Start, trained: list[DictConfig], capsys: pytest.CaptureFixture[str]
+):
+    typed = ["task=lora", "+task=lora", "train.max_steps=5", "++train.max_steps=6"]
+    assert start("model=c_tiny", *typed) == (0, "train.max_steps is given 2 times; the last counts: 6.\n")
+    assert [cfg.train.max_steps for cfg in trained] == [6]
 
 
 def test_an_experiment_with_a_plus_is_that_experiment(start: Start, trained: list[DictConfig]):

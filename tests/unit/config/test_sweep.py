@@ -243,7 +243,7 @@ def test_a_defect_ends_the_sweep_and_does_not_hide_why_it_ends(
 
     with pytest.raises(ValueError, match="the cause"):
         sweep_as_newer_hydra()
-    assert capsys.readouterr().err.count("IndexError: a defect") == 2
+    assert capsys.readouterr().err.count("IndexError: a defect") == 4
 
 
 def test_only_rank_zero_writes(folder: Path, monkeypatch: pytest.MonkeyPatch):

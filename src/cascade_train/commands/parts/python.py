@@ -7,7 +7,9 @@ its own file.
 from __future__ import annotations
 
 import copy
+import functools
 import gc
+import inspect
 import io
 import json
 import logging
@@ -16,7 +18,7 @@ from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
@@ -26,9 +28,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from cascade_train.commands.parts.command_line import filled
 from cascade_train.config.error_messages import in_our_words
-from cascade_train.config.groups import conf_dir
+from cascade_train.config.groups import conf_dir, nearest
 from cascade_train.config.hydra_compat import BASE
-from cascade_train.config.launch import prepare_process, register_schema, with_implied_choices
+from cascade_train.config.launch import check_chosen_once, prepare_process, register_schema, with_implied_choices
 from cascade_train.config.overrides import check_not_hydras, searching, with_paths_quoted
 from cascade_train.config.preflight import preflight
 from cascade_train.config.sweep import is_main
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
 
     from cascade_train.assembly.planning.plan import Plan
     from cascade_train.results.evaluation.verdict import Verdict
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 METRICS = "metrics.jsonl"
 """In the folder of a run."""
@@ -100,6 +104,28 @@ class Run:
         return list(read_json_lines(self.path / METRICS))
 
 
+def called_rightly(function: F) -> F:
+    """Have a function refuse arguments that it does not take with a ConfigError, which shows how it is called."""
+    signature = inspect.signature(function)
+    bare = [each.replace(annotation=each.empty) for each in signature.parameters.values()]
+    form = f"{function.__name__}{signature.replace(parameters=bare, return_annotation=signature.empty)}"
+
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        try:
+            signature.bind(*args, **options)
+        except TypeError as error:
+            wrong = next((each for each in options if each not in signature.parameters), None)
+            hint = nearest(wrong or "", signature.parameters)
+            if wrong is not None and not hint and "overrides" in signature.parameters:
+                hint = f" An override is a text: {function.__name__}('{wrong}={options[wrong]}')."
+            raise ConfigError(f"{function.__name__}(): {error}. Call it as {form}.{hint}") from None
+        return function(*args, **options)
+
+    return cast(F, call)
+
+
+@called_rightly
 def compose(*overrides: str, config_dir: str | Path | None = None) -> DictConfig:
     """Return the configuration of a training, checked; values that follow others go on following them.
 
@@ -115,6 +141,7 @@ def compose(*overrides: str, config_dir: str | Path | None = None) -> DictConfig
     return cfg
 
 
+@called_rightly
 def train(*overrides: str | DictConfig, config_dir: str | Path | None = None) -> Run:
     """Train to the end, or to a stop by a signal, and return what the run left. Collective.
 
@@ -141,6 +168,7 @@ def train(*overrides: str | DictConfig, config_dir: str | Path | None = None) ->
     return Run.of(folder / cfg.run.dir)
 
 
+@called_rightly
 def plan(
     *overrides: str | DictConfig,
     ranks: int | None = None,
@@ -168,6 +196,7 @@ def plan(
         return planned(args, cfg)
 
 
+@called_rightly
 def generate(source: str | Path | Run, prompts: str | Sequence[str] = (), **options: Any) -> list[Image]:
     """Return images of trained stages, `count` for each prompt.
 
@@ -187,6 +216,7 @@ def generate(source: str | Path | Run, prompts: str | Sequence[str] = (), **opti
         return painted(args, None if out is None else str(out))
 
 
+@called_rightly
 def evaluate(source: str | Path | Run, prompts: str | Sequence[str] = (), **options: Any) -> Verdict:
     """Measure pictures of trained stages, and return the numbers, as `measures` by name. Continues where it was killed.
 
@@ -248,6 +278,7 @@ def _composed(overrides: Sequence[str], config_dir: str | Path | None) -> DictCo
             raise ConfigError(f"{flag!r} is an option of the command line, and no override, key=value.")
         check_not_hydras(overrides)
         choices = with_implied_choices(with_paths_quoted(overrides))
+        check_chosen_once(choices)
         for each in OverridesParser.create().parse_overrides(choices):
             if each.is_sweep_override():
                 raise ConfigError(f"{each.input_line} has several values: call this for each of them, in a loop.")

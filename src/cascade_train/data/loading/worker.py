@@ -33,7 +33,7 @@ from cascade_train.data.index.rows import Index
 from cascade_train.data.order.plan import Step
 from cascade_train.data.sample import RawSample, UnreadableSampleError, by_reason
 from cascade_train.data.source import Source
-from cascade_train.errors import ConfigError, RunError
+from cascade_train.errors import ConfigError, RunError, line_of_user
 from cascade_train.signals import STOP_SIGNALS
 
 MAX_STAND_INS = 16
@@ -55,7 +55,7 @@ class Failure:
     def of(cls, what: str, error: Exception) -> Failure:
         """Return the error being handled as text, which crosses a process border where the error itself may not."""
         cause = str(error) if isinstance(error, ConfigError | RunError) else f"{type(error).__name__}: {error}"
-        return cls(text=f"{what}: {cause}", trace=traceback.format_exc())
+        return cls(text=f"{what}: {line_of_user(error)}{cause}", trace=traceback.format_exc())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -101,8 +101,8 @@ class RunDirectory:
 
     def withdraw(self) -> None:
         """Remove a directory that this claim made and that holds no results yet, on rank 0. Not collective."""
-        if dist.get_rank() == 0 and self.created and _is_untouched(self.path):
-            shutil.rmtree(self.path)
+        if dist.get_rank() == 0 and self.created and self.path.is_dir() and _is_untouched(self.path):
+            shutil.rmtree(self.path.resolve())
 
     @contextmanager
     def withdrawn_on_failure(self) -> Iterator[None]:
@@ -123,11 +123,11 @@ class RunDirectory:
 def claimed(
     directory: Path, *, config: Mapping[str, Any], resume: str, free_keys: Collection[str] = ()
 ) -> Iterator[RunDirectory]:
-    """Claim a run directory (`claim`) for the block; a signal before the first step leaves nothing. Collective."""
+    """Claim a run directory for the block; a signal or refusal before the first step leaves nothing. Collective."""
     claims: list[RunDirectory] = []
     try:
         yield claim(directory, config=config, resume=resume, free_keys=free_keys, claims=claims)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, ConfigError):
         for run in claims:
             run.withdraw()
         raise
@@ -324,6 +324,7 @@ def _find_origin(resume: str) -> Path:
 
 
 def _create(directory: Path, config: dict[str, Any]) -> None:
+    directory = directory.resolve()  # a link stays one
     missing_parents = [path for path in directory.parents if not path.exists()]
     beside = directory.with_name(f".{directory.name}.{os.getpid()}.claim")
     try:

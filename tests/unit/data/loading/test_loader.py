@@ -50,7 +50,7 @@ def test_a_failure_names_the_sample_and_the_cause(
     broken_rows(monkeypatch, dict.fromkeys(range(37), error))
     with (
         loading(shapes(num_workers=num_workers)) as loader,
-        pytest.raises(RunError, match=rf"^sample shapes-seed0:00000\d\d: {text}") as caught,
+        pytest.raises(RunError, match=rf"^sample shapes-seed0:00000\d\d: test_loader.py, line .*: {text}") as caught,
     ):
         next(loader)
     assert "read_or_fail" in caught.value.__notes__[0]

@@ -500,3 +500,16 @@ def test_the_grid_before_the_first_step_is_nothing_to_lose(directory, grid, stay
     (run.samples / grid).mkdir(parents=True)
     run.withdraw()
     assert directory.exists() is stays
+
+
+@pytest.mark.parametrize("made", [True, False])
+def test_a_link_to_an_empty_folder_becomes_a_run(world, tmp_path, made):
+    target, link = tmp_path / "target", tmp_path / "link"
+    if made:
+        target.mkdir()
+    link.symlink_to(target)
+    run = claim(link, config=CONFIG, resume="auto")
+    assert (run.path, link.is_symlink(), (target / "config.yaml").is_file()) == (link, True, True)
+    run.lock.release()
+    run.withdraw()
+    assert not target.exists()

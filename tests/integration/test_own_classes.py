@@ -1,0 +1,160 @@
+"""Classes of a user's own that are written wrong: a sentence with class, method and what is expected, or their line."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from cascade_train.__main__ import launch
+from tests.integration.runs import SMALL
+
+HEAD = """
+import numpy as np, torch
+from cascade_train.data.sample import RawSample
+from cascade_train.data.shapes import Shapes
+from cascade_train.diffusion.objective import Objective
+from cascade_train.engine.lr_schedule import ConstantSchedule
+from cascade_train.models.stage_c import StageC
+from cascade_train.tasks.base import StepOutput
+from cascade_train.tasks.finetune import Finetune
+
+"""
+OPTIMIZER = "class Mine(torch.optim.SGD):\n    "
+LOSS = "class Mine(Objective):\n    def loss(self, pred_BCHW, diffused, mask_B1HW=None): return "
+ARRAY = "RawSample(image=np.zeros((8, 8, 3), dtype=np.float32), caption='', key='')"
+
+REFUSED = {  # key, class, what is said before anything is built
+    "a constructor without image_size": (
+        "data",
+        "class Mine(Shapes):\n    def __init__(self, seed: int): pass",
+        r"data\.\w+ is unknown: mine.Mine has no such argument\. Shapes takes it: Mine.__init__ must take it too",
+    ),
+    "attach(self)": (
+        "task",
+        "class Mine(Finetune):\n    def attach(self): pass",
+        r"Mine.attach\(self\) does not take .* of WholeNetwork.attach\. Write 'def attach\(self, stage, objective, dev",
+    ),
+    "an objective of another signature": (
+        "objective",
+        "class Mine(Objective):\n    def loss(self, pred_BCHW, diffused): pass",
+        r"Mine.loss\(self, pred_BCHW, diffused\) does not take .*'def loss\(self, pred_BCHW, diffused, mask_B1HW",
+    ),
+    "keywords of the base left out": (
+        "model",
+        "class Mine(StageC):\n    def build(self): pass",
+        r"Mine.build\(self\) does not take .*'def build\(self, \*, device, network_dtype, frozen_dtype\)'",
+    ),
+    "an optimizer's step that needs its closure": (
+        "optimizer.algorithm",
+        f"{OPTIMIZER}def step(self, closure): pass",
+        r"Mine.step\(self, closure\) does not take the arguments of SGD.step",
+    ),
+    "an optimizer's constructor without lr": (
+        "optimizer.algorithm",
+        f"{OPTIMIZER}def __init__(self, params, weight_decay=0.0): pass",
+        r"optimizer.algorithm=Mine is constructed from parameter groups and lr, .*'lr'\. Write 'def __init__",
+    ),
+    "an optimizer without step": (
+        "optimizer.algorithm",
+        "class Mine(torch.optim.Optimizer):\n    def __init__(self, params, lr, weight_decay): pass",
+        "optimizer.algorithm=Mine does not define step",
+    ),
+}
+
+STOPPED = {  # key, class, what is said at the first step or while the run is built
+    "an int for losses": (
+        "objective",
+        f"{LOSS}1",
+        r"Mine.loss must return tuple\[Tensor, .* of type int\.",
+    ),
+    "one scalar": ("objective", f"{LOSS}pred_BCHW.mean()", r"Mine.loss must return tuple.* of type Tensor\."),
+    "scalars": (
+        "objective",
+        f"{LOSS}(pred_BCHW.mean(), pred_BCHW.mean())",
+        r"Mine.loss must return .* loss of each sample, \(8,\) here, and returned the shapes \[\(\), \(\)\]",
+    ),
+    "a loss of another shape": (
+        "task",
+        "class Mine(Finetune):\n    def loss(self, prepared):\n"
+        "        return StepOutput(loss_B=super().loss(prepared).loss_B.mean(), report={})",
+        r"Mine.loss must return loss_B \(B,\), .*and returned loss_B as a Tensor of shape \(\)\.",
+    ),
+    "no output of a step": (
+        "task",
+        "class Mine(Finetune):\n    def phases(self):\n        import dataclasses\n"
+        "        return [dataclasses.replace(each, loss=self.own) for each in super().phases()]\n"
+        "    def own(self, prepared): return 1",
+        "Mine.own must return a StepOutput, and returned a value of type int",
+    ),
+    "read that returns a dict": (
+        "data",
+        "class Mine(Shapes):\n    def read(self, row): return {}",
+        "Mine.read must return RawSample, and returned a value of type dict",
+    ),
+    "pictures of floats": (
+        "data",
+        f"class Mine(Shapes):\n    def read(self, row): return {ARRAY}",
+        r"mine.py, line \d+, in read: RawSample.image must be .* uint8 \(H, W, 3\), and is a ndarray, float32",
+    ),
+    "an exception of its own in a worker": (
+        "data",
+        "class Mine(Shapes):\n    def read(self, row): return {}['here']",
+        r"sample \S+: mine.py, line \d+, in read: KeyError: 'here'",
+    ),
+    "a list that lacks its form": (
+        "task",
+        "class Mine(Finetune):\n    def phases(self): return [1]",
+        r"Mine.phases must return list\[Phase\]",
+    ),
+    "a schedule that returns nothing": (
+        "lr_scheduler",
+        "class Mine(ConstantSchedule):\n    def factor(self, step, max_steps): pass",
+        "Mine.factor must return float, and returned a value of type NoneType",
+    ),
+}
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def run(key: str, written: str) -> tuple[int, str]:
+        (tmp_path / "mine.py").write_text(HEAD + written + "\n")
+        monkeypatch.delitem(sys.modules, "mine", raising=False)
+        chosen = [f"{key}._target_=mine.Mine", "data.num_workers=0", "run.allowed_packages=[cascade_train,torch,mine]"]
+        given = [*SMALL, "task=finetune", "optimizer=torch", "optimizer.algorithm._target_=torch.optim.SGD", *chosen]
+        return launch([*given, "run.dir=run"]), capfd.readouterr().err
+
+    return run
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_method_that_cannot_be_called_is_refused(start, tmp_path: Path, case: str):
+    key, written, words = REFUSED[case]
+    code, said = start(key, written)
+    assert (code, (tmp_path / "run").exists()) == (2, False), said
+    assert re.search(words, said), said
+
+
+@pytest.mark.parametrize("case", STOPPED)
+def test_a_method_that_returns_something_else_is_named(start, case: str):
+    key, written, words = STOPPED[case]
+    code, said = start(key, written)
+    assert code == 1
+    assert re.search(words, said), said
+    assert "Traceback" not in said
+
+
+def test_an_exception_of_a_users_class_shows_the_users_line_first(start):
+    code, said = start(
+        "task", "class Mine(Finetune):\n    def prepare_batch(self, batch):\n        raise ValueError('x')"
+    )
+    assert code == 1
+    lines = said.splitlines()
+    begin = next(number for number, line in enumerate(lines) if line.startswith("mine.py"))
+    assert re.fullmatch(r"mine.py, line \d+, in prepare_batch: ValueError: x", lines[begin])
+    assert lines[begin + 1].startswith("Traceback")
