@@ -137,6 +137,7 @@ def keep(verdict: Verdict, run: Path, step: int, grid: Path, *, track: bool, is_
             directory=run,
             run_id=newest[0].facts["tracker_run_id"] if newest else None,
             config=cfg,
+            beside=True,
         )
     except ConfigError as error:
         log.warning("The numbers are in %s, and not in the tracker: %s", run / EVALUATIONS, error)
