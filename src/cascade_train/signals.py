@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -53,9 +53,15 @@ def handling(handler: Handler) -> Iterator[None]:
 def stop_at_once(number: int, frame: FrameType | None) -> None:
     """End the process on a signal during imports, where a library could swallow an exception."""
     stop = stop_before_steps(number)
-    if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
-        os.write(2, f"{stop} {CONTINUED}\n".encode())
+    _say(f"{stop} {CONTINUED}")
     os._exit(stop.code)
+
+
+def _say(text: str) -> None:
+    """Write a line to stderr on the first rank, by a call that a signal handler may make at any moment."""
+    if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+        with suppress(OSError):  # the terminal may be closed
+            os.write(2, f"\n{text}\n".encode())
 
 
 def stop_before_steps(number: int) -> Interrupted:
@@ -124,6 +130,8 @@ class Signals:
             self.first, self._first_time = received, now
             if not self._voting:
                 raise stop_before_steps(number)
+            again = "Ctrl-C" if received is signal.SIGINT else f"{received.name} once more, or Ctrl-C,"
+            _say(f"{received.name}: saves and stops after this step. {again} ends the run at once, without saving.")
         elif received is signal.SIGINT or self._is_new_request(received, now):
             raise Interrupted(f"Ended at once by {received.name}.", code=128 + number)
 

@@ -215,6 +215,10 @@ def test_a_watched_run_is_judged_at_each_checkpoint(
 
     pictures = run / "evaluation" / "step_4" / "pictures"
     exported = judged(tmp_path / "export", source=str(run), **{k: given[k] for k in ("features", "samples")})
+    caution = json.loads((tmp_path / "export" / "metrics.json").read_text())["caution"]
+    assert caution.startswith("fid of 4 images against 11 real ones is too large")
+    assert {caution, lines[0]["caution"]} == {caution}
+    assert caution in capsys.readouterr().out, "below the table"
     assert exported["fid"] == pytest.approx(lines[1]["evaluate/fid"]), "the last checkpoint is what was exported"
     for path in sorted(pictures.glob("*.png")):
         assert torch.equal(pixels(path), pixels(tmp_path / "export" / "pictures" / path.name))
@@ -304,11 +308,15 @@ def test_a_watch_of_a_finished_run_that_is_continued_goes_on(tmp_path: Path) -> 
         ({}, "evaluate needs from=<a run, export or weights>, or watch=<a run>, and not both"),
         ({"source": "a", "watch": "b"}, "evaluate needs from=<a run, export or weights>"),
         ({"watch": "b", "checkpoint": 3}, "checkpoint=3: is for from=; watch= judges all. Leave it out"),
-        ({"watch": "/nowhere"}, "watch=/nowhere: no run with checkpoints. Name the folder of a run that has begun"),
+        (
+            {"watch": "/nowhere", "max_wait_hours": 1e-9},
+            "watch=/nowhere: no run has begun there in max_wait_hours=1e-09",
+        ),
+        ({"watch": "{real}"}, "pictures: is no run. Name the folder of a run"),
+        ({"source": "{real}", "checkpoint": 2}, "pictures: is no run. Name the folder of a run"),
         ({"source": "c", "resize": "bilinear"}, "resize=bilinear is unknown: choose clean or tf1"),
         ({"source": "c", "samples": 0}, "samples=0 must be 1 or more"),
         ({"source": "c", "max_wait_hours": 0.0}, "max_wait_hours=0.0 must be greater than 0"),
-        ({"source": "package:tiny", "prompts": "a"}, "features=null and clip=null measure nothing. Give features"),
         (
             {"source": "package:tiny", "prompts": "a", "features": "package:tiny", "real": "{real}"},
             "features=package:tiny: sets of 1 images and 5 real pictures are too small to compare; at least 4",

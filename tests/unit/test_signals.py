@@ -42,6 +42,18 @@ def test_a_signal_during_set_up_ends_at_once(signals, number):
     assert ended.value.code == (130 if number == signal.SIGINT else 75)
 
 
+@pytest.mark.parametrize(
+    ("number", "again"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM once more, or Ctrl-C,")]
+)
+@pytest.mark.parametrize(("rank", "lines"), [("0", 1), ("1", 0)])
+def test_the_first_signal_is_answered_at_once_by_one_rank(signals, capfd, monkeypatch, number, again, rank, lines):
+    monkeypatch.setenv("RANK", rank)
+    signals.wait_for_votes()
+    signal.raise_signal(number)
+    line = f"{number.name}: saves and stops after this step. {again} ends the run at once, without saving.\n"
+    assert capfd.readouterr().err == f"\n{line}" * lines
+
+
 def test_ctrl_c_again_ends_at_once(signals):
     signals.wait_for_votes()
     signal.raise_signal(signal.SIGINT)

@@ -19,10 +19,12 @@ from cascade_train.config.saved import CONFIG_NAME, load_saved_config
 from cascade_train.config.schema import limit
 from cascade_train.data.prompts import read_prompts
 from cascade_train.errors import ConfigError
+from cascade_train.files.run_folder import is_run
 
 if TYPE_CHECKING:
     from cascade_train.results.evaluation.judge import Settings
     from cascade_train.results.evaluation.verdict import Verdict
+    from cascade_train.results.find import TrainedModel
 
 RESIZES = ("clean", "tf1")
 
@@ -54,7 +56,8 @@ class EvaluateArgs(PaintingArgs):
     """How many of them, drawn by the seed; null = all."""
     features: str | None = None
     """File of FID's Inception V3, for FID, KID, precision and recall, of a Stage B or A rFID; package:tiny = the tiny
-    cascade's compressor in its place, to compare tiny models; null = not measured."""
+    cascade's compressor in its place, to compare tiny models; null = not measured, but of a Stage C without clip: the
+    file that `download inception` left, of a tiny one package:tiny."""
     resize: str = "clean"
     """How pictures are resized for it: clean (antialiased, as clean-fid), or tf1 (as torch-fidelity, validate.rfid)."""
     clip: str | None = None
@@ -81,14 +84,14 @@ class EvaluateArgs(PaintingArgs):
         limit(self, "", "max_wait_hours", above=0.0)
         self.prompts = read_prompts(self.prompts)
 
-    def settings(self) -> Settings:
-        """Return what is evaluated and how."""
-        from cascade_train.results.evaluation.judge import Settings  # heavy: torch and everything above it
+    def settings(self, model: TrainedModel) -> Settings:
+        """Return how a model is evaluated."""
+        from cascade_train.results.evaluation.judge import Settings, measurable  # heavy: torch and everything above it
 
         own = ("count", "samples", "real_samples", "seed", "batch_size", "height", "width", "compression")
         networks = ("features", "resize", "clip", "lpips")
         values = {key: getattr(self, key) for key in (*own, *networks)}
-        return Settings(**values, prompts=tuple(self.prompts), real=tuple(listed(self.real)))
+        return measurable(Settings(**values, prompts=tuple(self.prompts), real=tuple(listed(self.real))), model)
 
 
 def evaluate(args: EvaluateArgs) -> int:
@@ -118,13 +121,17 @@ def run_folder(args: EvaluateArgs) -> Path | None:
     from cascade_train.results.find import run_of  # heavy: torch and everything above it
 
     key, named = ("from", args.source) if args.watch is None else ("watch", args.watch)
+    if args.watch is not None:
+        from cascade_train.results.evaluation.watch import wait_for_run
+
+        wait_for_run(Path(args.watch), max_wait_hours=args.max_wait_hours)
     found = run_of(Path(str(named)))
     if found is not None and found.name == "export" and (found.parent / CONFIG_NAME).is_file():
         found = found.parent
-    if found is not None and (found / "metrics.jsonl").is_file():
+    if found is not None and is_run(found):
         return found
     if args.watch is not None or args.checkpoint is not None:
-        raise ConfigError(f"{key}={named}: no run with checkpoints. Name the folder of a run that has begun.")
+        raise ConfigError(f"{key}={named}: is no run. Name the folder of a run.")
     return None
 
 
@@ -142,7 +149,7 @@ def _judge_weights(args: EvaluateArgs, run: Path | None) -> Verdict:
     out = default if args.out is None else Path(args.out)
     stamp = None if run is None else checkpoint_stamp(run / "checkpoints" / name)  # of the same weights
     with process_group() as world, alone_in(out, world):
-        found = Judge(args.settings(), world).judge(model, decoder, out, run=run, stamp=stamp)
+        found = Judge(args.settings(model), world).judge(model, decoder, out, run=run, stamp=stamp)
         if world.is_main:
             found.write(out)
             sys.stdout.write(f"{found.table()}\n{out}\n")
@@ -164,7 +171,7 @@ def _judge_checkpoints(args: EvaluateArgs, run: Path | None) -> Verdict | None:
     model, decoder = find_stages(args, TrainedModel(origin=f"{key}={run}", cfg=cfg, export=None))
     out = run / "evaluation" if args.out is None else Path(args.out)
     with process_group() as world:
-        judge = Judge(args.settings(), world)
+        judge = Judge(args.settings(model), world)
         watched = Watched(run=run, model=model, decoder=decoder, out=out, track=args.track)
         if args.checkpoint is not None:
             return watched.judge(judge, args.checkpoint, world)

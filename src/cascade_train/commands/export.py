@@ -19,6 +19,7 @@ from cascade_train.config.groups import did_you_mean
 from cascade_train.config.saved import CONFIG_NAME, load_saved_config
 from cascade_train.errors import ConfigError
 from cascade_train.files.hub import HubSource, parse_source, push_folder
+from cascade_train.files.run_folder import is_run, no_checkpoint_yet
 
 COMBINED = "combined"
 """Format of Stage C, B and A in one folder, and its name in `out`."""
@@ -98,19 +99,21 @@ def export(args: ExportArgs) -> int:
         RunError: what was written reads back differently.
     """
     source = Path(args.source)
-    is_run = (source / CONFIG_NAME).is_file() and (source / "checkpoints").is_dir()
-    out = Path(args.out) if args.out is not None else source / "export" if is_run else Path("export")
+    of_run = (source / CONFIG_NAME).is_file() and (source / "checkpoints").is_dir()
+    if is_run(source) and (reason := no_checkpoint_yet(source)):
+        raise ConfigError(f"from={source}: {reason}")
+    out = Path(args.out) if args.out is not None else source / "export" if of_run else Path("export")
     written: list[str] = []
     if args.formats() == [COMBINED]:
         _combine(args, out / COMBINED)
         written = [COMBINED]
-    elif is_run:
+    elif of_run:
         _export_checkpoint(args, source, out)
     elif not args.formats():
         raise ConfigError(f"from={source}: is no run with checkpoints; say what to write it as, e.g. format=original.")
     if args.formats() not in ([], [COMBINED]):
-        written = _write_formats(args, str(out if is_run else source), out)
-    _finish(args, out, written, all_of_run=is_run)
+        written = _write_formats(args, str(out if of_run else source), out)
+    _finish(args, out, written, all_of_run=of_run)
     return 0
 
 

@@ -28,6 +28,7 @@ from cascade_train.config.schema import ParallelConfig, ParallelMode, Root
 from cascade_train.config.sweeps.naming import key_of
 from cascade_train.config.targets import components_in, is_trusted
 from cascade_train.errors import ConfigError
+from cascade_train.files.run_folder import is_run, no_checkpoint_yet
 from cascade_train.files.untrusted import check_yaml
 
 CONFIG_NAME = "config.yaml"
@@ -107,11 +108,11 @@ def export_folder(folder: Path, *, key: str = "from") -> Path:
     """
     if (folder / "export").is_dir():
         return folder / "export"
-    if (folder / "metrics.jsonl").exists() or (folder / "checkpoints").is_dir():
-        raise ConfigError(
-            f"{key}={folder}: the run has not written its export yet. "
-            f"Let it finish, or run cascade-train export from={folder}."
+    if is_run(folder):
+        reason = no_checkpoint_yet(folder) or (
+            f"this run has not written its export yet. Let it finish, or run cascade-train export from={folder}."
         )
+        raise ConfigError(f"{key}={folder}: {reason}")
     return folder
 
 

@@ -34,6 +34,7 @@ class Place:
         name: shown as the run's name.
         folder: of the tracker's files, in the run's folder.
         run_id: of a tracked run that is continued; None = a new one.
+        beside: another process tracks the run too; whether it goes on is its to say.
     """
 
     project: str | None
@@ -42,6 +43,7 @@ class Place:
     name: str
     folder: Path
     run_id: str | None
+    beside: bool = False
 
 
 def nothing(*_: Any) -> None:
@@ -193,7 +195,8 @@ def mlflow(place: Place, config: Values) -> Calls:
     known = client.get_experiment_by_name(place.project)
     group = known.experiment_id if known else client.create_experiment(place.project, artifacts)
     run_id = place.run_id or client.create_run(group, run_name=place.name).info.run_id
-    client.update_run(run_id, status="RUNNING")
+    if not place.beside:
+        client.update_run(run_id, status="RUNNING")
     client.log_dict(run_id, config, "config.yaml")
     settings = [Param(key, str(value)[:500]) for key, value in flatten(config).items()]
     for begin in range(0, len(settings) if place.run_id is None else 0, 100):  # they never change
@@ -296,6 +299,7 @@ def trackio(place: Place, config: Values) -> Calls:
 
 def wandb(place: Place, config: Values) -> Calls:
     """Start a run of Weights & Biases, or files to sync later. Who gets alerts is a setting of the user's account."""
+    os.environ.setdefault("WANDB_INIT_TIMEOUT", "15")  # s; wandb's own 90 hold up a start whose server is dead
     import wandb
 
     run: Any = wandb.init(
@@ -306,6 +310,7 @@ def wandb(place: Place, config: Values) -> Calls:
         name=place.name,
         id=place.run_id,
         resume="allow",
+        settings=wandb.Settings(x_update_finish_state=not place.beside),
     )
     wandb.config.update(config, allow_val_change=True)
     # Steps go with the values, so that a resumed run may log a step again (wandb drops steps that go back).

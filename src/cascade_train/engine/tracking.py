@@ -118,6 +118,7 @@ def build_tracker(
     directory: Path,
     run_id: str | None,
     config: Mapping[str, Any],
+    beside: bool = False,
 ) -> Tracker:
     """Start the tracker on rank 0, and a null one with the same `run_id` on the others. Collective.
 
@@ -131,6 +132,7 @@ def build_tracker(
         name=run_name,
         folder=directory / name,
         run_id=run_id,
+        beside=beside,
     )
     started: list[Calls] = []
 

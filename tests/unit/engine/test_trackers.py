@@ -299,3 +299,13 @@ def read_trackio(folder: Path, run_id: str) -> list[tuple[int, float]]:
 
 
 READERS = {name: globals()[f"read_{name}"] for name in LIBRARIES}
+
+
+@pytest.mark.parametrize("name", ["mlflow"])
+def test_a_second_process_leaves_the_state_of_a_run_as_it_is(
+    world: Any, tmp_path: Path, name: str, stand_in: MagicMock
+) -> None:
+    place = {"project": "tests", "entity": None, "mode": "online", "run_name": "r", "run_id": "abc"}
+    for beside in (True, False):
+        build_tracker(name, directory=tmp_path, config=CONFIG, beside=beside, **place).finish()  # type: ignore[arg-type]
+        assert stand_in.MlflowClient().update_run.call_count == (not beside)

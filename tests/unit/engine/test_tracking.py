@@ -293,3 +293,26 @@ def test_a_tracker_that_fails_is_reported_once_and_ends_nothing(world, tmp_path,
     tracker.finish()
     assert caplog.text.count("The tracker failed (ConnectionResetError: wandb-core is gone)") == 1
     assert wandb.of("finish") == []
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_second_process_does_not_end_a_run_of_wandb_nor_wait_long_for_a_dead_server(
+    world, tmp_path, monkeypatch, beside
+):
+    wandb = pytest.importorskip("wandb", reason="needs cascade-train[wandb]")
+    begun = []
+
+    def init(**given):
+        begun.append(given["settings"])
+        raise OSError("the server is dead")
+
+    monkeypatch.setattr(wandb, "init", init)
+    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "7")
+    given = {"project": "x", "entity": None, "mode": "online", "run_name": "r", "config": {}}
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="wandb could not start: the server is dead.*tracker.mode=offline"):
+            build_tracker("wandb", directory=tmp_path, run_id=None, beside=beside, **given)
+        seconds = os.environ["WANDB_INIT_TIMEOUT"]
+        monkeypatch.delenv("WANDB_INIT_TIMEOUT")
+        assert seconds == ("15" if len(begun) == 2 else "7"), "the user's own stays"
+    assert {settings.x_update_finish_state for settings in begun} == {not beside}

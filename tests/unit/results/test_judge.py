@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,15 @@ import pytest
 from cascade_train.distributed.process_group import World
 from cascade_train.engine.run.lock import LOCK_NAME
 from cascade_train.errors import ConfigError
-from cascade_train.results.evaluation.judge import Judge, Settings, alone_in, claim
+from cascade_train.results.evaluation.judge import Judge, Kind, Settings, alone_in, check_fits, claim, measurable
 from cascade_train.results.evaluation.pictures import Folder
+from cascade_train.results.evaluation.published import INCEPTION
 from cascade_train.results.find import TrainedModel
 from tests.unit.config.composing import checked
 from tests.unit.data import tars
+
+EMPTY: dict[str, Any] = dict.fromkeys(each.name for each in fields(Settings))
+SETTINGS = Settings(**EMPTY | {"prompts": ("a red square",), "count": 1, "seed": 0, "batch_size": 1, "resize": "clean"})
 
 
 def claimed(out: Path, weights: str, *, seed: int = 0, run: Path | None = None) -> bool:
@@ -98,12 +102,10 @@ def test_an_evaluation_that_is_refused_leaves_no_folder(world: World, tmp_path: 
 
 
 def test_numbers_against_other_real_pictures_were_found_in_another_way(world: World, tmp_path: Path) -> None:
-    none: dict[str, Any] = dict.fromkeys(f.name for f in fields(Settings))
-    given = {"prompts": ("a red square",), "count": 1, "seed": 0, "batch_size": 1, "resize": "clean"}
     model = TrainedModel(origin="from=x", cfg=checked("model=c_tiny", "task=finetune"), export=None)
 
     def way(**changes: Any) -> str:
-        settings = Settings(**none | given | {"real": (str(tmp_path),), "features": "package:tiny"} | changes)
+        settings = replace(SETTINGS, **{"real": (str(tmp_path),), "features": "package:tiny"} | changes)
         return Judge(settings, world).way(model, None)
 
     (tmp_path / "a.jpg").write_bytes(tars.picture(tint=0))
@@ -114,3 +116,27 @@ def test_numbers_against_other_real_pictures_were_found_in_another_way(world: Wo
     (tmp_path / "b.jpg").write_bytes(tars.picture(tint=40))
     assert way() != before
     assert way(features=None, clip="clip") == unseen, "pictures that no number is of"
+
+
+def test_what_is_not_chosen_is_measured_by_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    nothing = replace(SETTINGS, features=None, clip=None)
+
+    def features(*overrides: str, settings: Settings = nothing) -> str | None:
+        model = TrainedModel(origin="from=run", cfg=checked(*overrides), export=None)
+        return measurable(settings, model).features
+
+    tiny, large = ("model=c_tiny", "task=finetune"), ("model=c_1b", "task=finetune")
+    assert features(*tiny) == "package:tiny"
+    assert features(*tiny, settings=replace(nothing, clip="c")) is None
+    assert features(*tiny, settings=replace(nothing, features="f")) == "f"
+    assert features("model=b_tiny", "task=reconstruction") is None, "PSNR and SSIM are measured"
+    assert features(*large) is None
+    model = TrainedModel(origin="from=run", cfg=checked(*large), export=None)
+    with pytest.raises(
+        ConfigError, match="Inception V3 is not on this machine. Download it with cascade-train download"
+    ):
+        check_fits(nothing, model, None, Kind.of(model))
+    INCEPTION.path.parent.mkdir(parents=True)
+    INCEPTION.path.touch()
+    assert features(*large) == str(INCEPTION.path)

@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 
 from cascade_train.engine.checkpoint.folder import EVALUATIONS, evaluations
+from cascade_train.engine.run.report import notes
 from cascade_train.engine.sampling import CELL_PX, LABEL_PX
 from cascade_train.results.evaluation import verdict
 from cascade_train.results.evaluation.pictures import Folder
@@ -68,3 +69,29 @@ def test_a_row_is_a_prompt_and_a_column_a_picture_of_it(tmp_path: Path, monkeypa
     monkeypatch.setattr(verdict, "ROWS", 1)
     monkeypatch.setattr(verdict, "COLUMNS", 2)
     assert shown(tmp_path / "cut", prompts=2, count=3, follows=False) == [[0, 10]]
+
+
+@pytest.mark.parametrize(
+    ("name", "images", "real", "words"),
+    [
+        ("fid", 20, 47, "fid of 20 images against 47 real ones is too large"),
+        ("rfid", 10_000, 9_999, "rfid of 10,000 images against 9,999 real ones is too large"),
+        ("fid", 10_000, 10_000, None),
+        ("clip_score", 20, 0, None),
+    ],
+)
+def test_few_pictures_are_cautioned_against_wherever_their_fid_is_shown(
+    tmp_path: Path, name: str, images: int, real: int, words: str | None
+) -> None:
+    networks = {"clip": "c", "features": "f", "resize": "clean"}
+    found = found_of(images=images, real="photos", real_images=real, networks=networks, measures={name: 90.0})
+    keep(found, tmp_path, 4, tmp_path / GRID, track=False, is_main=True)
+    page = [note["text"] for note in notes(tmp_path, {}) if note["warning"]]
+    if words is None:
+        assert found.plain()["caution"] is None
+        assert len(found.table().splitlines()) == 2
+        assert page == []
+        return
+    assert found.plain()["caution"].startswith(words)
+    assert found.table().splitlines()[-1].startswith(words)
+    assert page[0].startswith(f"Evaluation of step 4: {words}")

@@ -138,11 +138,15 @@ def _decided(cfg: DictConfig, place: Place, is_open: bool) -> tuple[Values, list
         choice, first = choose(stays, place), {}
     values = {**bound, **first, **choice.values, "train.micro_batch_size": choice.micro_batch_size}
     check(changed(cfg, values), choice, place)
-    of_device = f"{_gb(choice.bytes)} of {_gb(place.room.gb * 1e9)} GB by its computed peak"
-    said = f"micro_batch_size={choice.micro_batch_size}: {of_device}"
+    budget, here = (
+        cfg.memory.budget_gb,
+        f"{_gb(place.room.gb * 1e9)} GB{'' if place.room.on_cuda else ' free on this host'}",
+    )
+    of = here if budget in (None, AUTO) else f"memory.budget_gb={budget}, here are {here}"
+    said = f"micro_batch_size={choice.micro_batch_size}: {_gb(choice.bytes)} GB by its computed peak, of {of}"
     new = {key: value for key, value in values.items() if key in CHOSEN and OmegaConf.select(cfg, key) != value}
-    chosen = f"memory={cfg.memory.budget_gb} chose {names_of(new)}"
-    return values, [said, *([chosen] if cfg.memory.budget_gb is not None else [])]
+    chosen = f"memory.budget_gb={budget} chose {names_of(new)}"
+    return values, [said, *([chosen] if budget is not None else [])]
 
 
 def _counted(cfg: DictConfig) -> int:

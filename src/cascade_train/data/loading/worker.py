@@ -225,7 +225,7 @@ class Results(Generic[T]):
         self._iterator: Iterator[T | Failure] | None = None
         self._data_loader: DataLoader[T | Failure] | None = None
         self._make: Callable[[], DataLoader[T | Failure]] | None = partial(
-            DataLoader,
+            _Loader,
             dataset,
             batch_size=None,
             sampler=references,
@@ -282,6 +282,13 @@ class Results(Generic[T]):
             if 0 < timeout <= time.monotonic() - begun:
                 text = f"no batch for {timeout:g} s (data.max_wait_seconds). {self._whereabouts()}"
             return Failure(text=text, trace=traceback.format_exc())
+
+
+class _Loader(DataLoader[T]):
+    """Without torch's advice of as many workers as cores: they wait for files as often as they decode."""
+
+    def check_worker_number_rationality(self) -> None:
+        """Check nothing: each log line has the share of time that the loop waits for data."""
 
 
 @contextmanager

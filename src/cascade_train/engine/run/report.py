@@ -216,6 +216,9 @@ def notes(folder: Path, metrics: Metrics) -> Iterator[Data]:
     if unreadable:
         named = [f"{line.get('sample')}: {line.get('reason')}" for line in unreadable[:MOST_NAMES]]
         yield {"text": f"{len(unreadable)} samples could not be read.", "warning": True, "names": named}
+    for line in list(read_rows(folder / EVALUATIONS, caution=str))[-1:]:
+        if "caution" in line:
+            yield {"text": f"Evaluation of step {line.get('step')}: {line['caution']}", "warning": True, "names": []}
     _, waits = metrics.get("data_wait_share", ((), ()))
     if waits and statistics.fmean(waits) > SLOW_DATA:
         text = f"The loop waited for data in {statistics.fmean(waits):.0%} of its time. Raise data.num_workers."

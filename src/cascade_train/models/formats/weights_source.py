@@ -10,6 +10,7 @@ from pathlib import Path
 
 from cascade_train.errors import ConfigError
 from cascade_train.files.hub import HubSource, parse_source, unavailable
+from cascade_train.files.run_folder import is_run, no_checkpoint_yet
 from cascade_train.files.untrusted import read_json
 from cascade_train.redaction import LONGEST_NAME, shortened
 
@@ -147,7 +148,7 @@ def find_part(folder: Path, part: str, key: str) -> Path:
             f"{key}={folder}: is a checkpoint for resuming, in shards of its own form; name its run {run} instead, "
             f"whose export/{part} is read, or export it: cascade-train export from={run} step={step} out=…"
         )
-    if (folder / "export").is_dir() or (folder / "metrics.jsonl").is_file() or (folder / "lora").is_dir():
+    if (folder / "export").is_dir() or is_run(folder) or (folder / "lora").is_dir():
         raise ConfigError(f"{key}={folder}: this run has left no export/{part}{_left_instead(folder, part)}")
     return folder
 
@@ -156,6 +157,8 @@ def _left_instead(folder: Path, part: str) -> str:
     export = folder if (folder / "lora").is_dir() else folder / "export"
     left = sorted(child.name for child in export.iterdir() if child.is_dir()) if export.is_dir() else []
     if not left:
+        if is_run(folder) and (reason := no_checkpoint_yet(folder)):
+            return f": {reason}"
         return f"; let it finish, or export its newest checkpoint: cascade-train export from={folder}"
     adapter = "; an adapter is no whole network, give the weights that it was trained on" if "lora" in left else ""
     return f", only {', '.join(left)}{adapter}"

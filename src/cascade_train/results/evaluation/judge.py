@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from cascade_train.engine.run.lock import RunLock
 from cascade_train.errors import ConfigError
 from cascade_train.files.durable import write_durably
 from cascade_train.models.formats.weights_source import local_path
+from cascade_train.models.image_quality import PACKAGED_FEATURES
 from cascade_train.results.evaluation.measures import (
     LEAST,
     Networks,
@@ -32,6 +33,7 @@ from cascade_train.results.evaluation.measures import (
 )
 from cascade_train.results.evaluation.originals import Originals, open_originals
 from cascade_train.results.evaluation.pictures import Batch, Folder, Work, make_pictures, missing
+from cascade_train.results.evaluation.published import INCEPTION
 from cascade_train.results.evaluation.verdict import Verdict
 from cascade_train.results.find import TrainedModel
 from cascade_train.results.paint import Sizes, fit_sizes
@@ -40,6 +42,9 @@ log = logging.getLogger(__name__)
 
 SETTINGS = "settings.json"
 """What the pictures in a folder depend on, so that those of another evaluation are not mistaken for them."""
+
+TINY_PX = 96
+"""Pictures of tiny models, at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +86,15 @@ class Kind:
         task = build_component(model.cfg, "task").for_objective(objective)
         reconstructs = stage.needs_image or not objective.denoises
         return cls(follows=reconstructs or task.needs_image, reconstructs=reconstructs)
+
+
+def measurable(settings: Settings, model: TrainedModel) -> Settings:
+    """Return settings with features to paint by where they measure nothing: Inception's, or a tiny model's own."""
+    if settings.features is not None or settings.clip is not None or Kind.of(model).reconstructs:
+        return settings
+    if model.cfg.model.image_size <= TINY_PX:
+        return replace(settings, features=PACKAGED_FEATURES)
+    return replace(settings, features=str(INCEPTION.path)) if INCEPTION.path.is_file() else settings
 
 
 class Judge:
@@ -259,8 +273,9 @@ def check_fits(settings: Settings, model: TrainedModel, decoder: TrainedModel | 
         raise ConfigError(f"lpips={settings.lpips}: compares reconstructions with originals; for a Stage B or A.")
     if not kind.reconstructs and settings.features is None and settings.clip is None:
         raise ConfigError(
-            "features=null and clip=null measure nothing. Give features=<file of Inception V3> for FID, KID, precision "
-            "and recall, clip=<folder> for CLIPScore, or both."
+            "features=null and clip=null measure nothing, and Inception V3 is not on this machine. Download it with "
+            "cascade-train download inception, or give features=<its file> for FID, KID, precision and recall, "
+            "clip=<folder> for CLIPScore, or both."
         )
     if not kind.follows:
         return

@@ -33,6 +33,9 @@ ROWS, COLUMNS = 12, 8
 SETS = ("fid", "kid", "kid_std", "precision", "recall", "rfid")
 """Measures of sets, by a network's features."""
 
+ENOUGH = 10_000
+"""Pictures on each side from which on the bias of FID is small (Heusel et al. 2017)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
@@ -67,13 +70,25 @@ class Verdict:
     def plain(self) -> dict[str, Any]:
         """Return JSON values, without what is made of each picture; a number that is not finite is null."""
         finite = {name: value if math.isfinite(value) else None for name, value in self.measures.items()}
-        told = ("origin", "images", "real", "real_images", "networks", "settings", "weights")
+        told = ("origin", "images", "real", "real_images", "networks", "settings", "weights", "caution")
         return {**{key: getattr(self, key) for key in told}, "measures": finite}
 
     def table(self) -> str:
         """Return the numbers as lines, each with what it is of."""
         lines = [f"{name:<12} {value:10.4f}   {self._meaning(name)}" for name, value in self.measures.items()]
-        return "\n".join([f"{self.images} images of {self.origin}", *lines])
+        cautions = [] if self.caution is None else [self.caution]
+        return "\n".join([f"{self.images} images of {self.origin}", *lines, *cautions])
+
+    @property
+    def caution(self) -> str | None:
+        """What to mind in reading the numbers; None = nothing."""
+        name = next((name for name in self.measures if name in ("fid", "rfid")), None)
+        if name is None or min(self.images, self.real_images) >= ENOUGH:
+            return None
+        return (
+            f"{name} of {self.images:,} images against {self.real_images:,} real ones is too large, the more so the "
+            f"fewer they are (bias of FID): compare it with equal numbers alone. {ENOUGH:,} of each are usual."
+        )
 
     def _meaning(self, name: str) -> str:
         if name == "clip_score":
@@ -122,6 +137,7 @@ def keep(verdict: Verdict, run: Path, step: int, grid: Path, *, track: bool, is_
             directory=run,
             run_id=newest[0].facts["tracker_run_id"] if newest else None,
             config=cfg,
+            beside=True,
         )
     except ConfigError as error:
         log.warning("The numbers are in %s, and not in the tracker: %s", run / EVALUATIONS, error)

@@ -18,6 +18,7 @@ from cascade_train.engine.checkpoint.folder import CheckpointFolder
 from cascade_train.engine.checkpoint.manifest import Manifest, whole_manifest
 from cascade_train.engine.checkpoint.store import CheckpointStore
 from cascade_train.engine.run.lock import LOCK_NAME
+from cascade_train.errors import ConfigError
 from cascade_train.results.evaluation.judge import Judge, alone_in
 from cascade_train.results.evaluation.verdict import GRID, Verdict, judged, keep
 from cascade_train.results.export import export_step, find_checkpoint
@@ -81,6 +82,24 @@ class Watched:
         return found
 
 
+def wait_for_run(run: Path, *, max_wait_hours: float | None, sleep: Callable[[float], None] = time.sleep) -> None:
+    """Wait until a run begins in a folder that is not there yet; any other is left to be refused.
+
+    Raises:
+        ConfigError: none has begun after `max_wait_hours`; None = no limit.
+    """
+    waited, longest = 0.0, math.inf if max_wait_hours is None else 3600 * max_wait_hours
+    while not run.exists():
+        if waited == 0.0:
+            log.warning("watch=%s: no such folder yet; waits until a run begins in %s.", run, run.absolute())
+        if waited >= longest:
+            raise ConfigError(
+                f"watch={run}: no run has begun there in max_wait_hours={max_wait_hours}. Name its folder."
+            )
+        sleep(min(POLL_SECONDS, longest))
+        waited += min(POLL_SECONDS, longest)
+
+
 def watch(watched: Watched, judge: Judge, world: World, *, max_wait_hours: float | None) -> int:
     """Judge each checkpoint of a run that is not judged yet, until the run has finished; return how many. Collective.
 
@@ -92,6 +111,9 @@ def watch(watched: Watched, judge: Judge, world: World, *, max_wait_hours: float
     begun = time.monotonic()
     same = judge.way(watched.model, watched.decoder)
     done = from_rank_zero(lambda: judged(watched.run, same))
+    if world.is_main:
+        sys.stdout.write(f"Watches {watched.run}: each checkpoint is judged as it appears\n")
+        sys.stdout.flush()
 
     def look() -> tuple[Manifest | None, bool]:
         left = max(0.0, begun + longest - time.monotonic())

@@ -231,7 +231,7 @@ def test_a_run_that_continues_keeps_what_its_checkpoints_hold(tmp_path: Path):
     began = changed(cfg, {"run.dir": str(tmp_path / "new"), "run.resume": str(tmp_path / "run/checkpoints/step_2")})
     values, notes = fitting._known(began, place(large))
     assert values == chosen
-    assert notes[1] == "memory=auto chose optimizer=adamw_8bit train.master_weights=bf16"
+    assert notes[1] == "memory.budget_gb=auto chose optimizer=adamw_8bit train.master_weights=bf16"
 
 
 def saved_keys(means: dict[str, object]) -> tuple[str, ...]:
@@ -307,3 +307,12 @@ def test_a_training_that_cannot_be_rehearsed_starts_unless_something_is_to_be_ch
         ConfigError, match=r"cannot be computed beforehand \(RuntimeError: Tensor\.item.* Set train\.micro"
     ):
         fitting._known(checked(*TINY, "task=lora", "train.micro_batch_size=auto"), here)
+
+
+def test_the_log_names_the_budget_that_was_asked_for() -> None:
+    cfg = checked(*TINY, "task=lora", "memory.budget_gb=0.5")
+    said, chosen = fitting._known(cfg, place(Room(gb=23.8, on_cuda=False)))[1]
+    assert said.endswith(" GB by its computed peak, of memory.budget_gb=0.5, here are 23.8 GB free on this host")
+    assert chosen == "memory.budget_gb=0.5 chose nothing more"
+    notes = fitting._known(checked(*TINY, "task=lora", "memory=auto"), place(Room(gb=80, on_cuda=True)))[1]
+    assert notes[0].endswith(" GB by its computed peak, of 80.0 GB")

@@ -223,3 +223,9 @@ def test_the_end_is_registered_once(monkeypatch):
     worker_module.end_workers_with_this_process()
     assert registered == [worker_module._kill_children]
     worker_module.end_workers_with_this_process.cache_clear()
+
+
+def test_more_workers_than_cores_are_no_warning(tar: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._utils, "cpu_count", lambda: 1)  # as torch asks; warnings are errors here
+    with loading(tars.webdataset(tar, num_workers=2)) as loader:
+        assert len(next(loader)) == 4

@@ -77,6 +77,7 @@ def test_a_checkpoint_is_refused_naming_its_run(tmp_path: Path) -> None:
 
 def test_a_run_that_has_not_finished_is_refused(tmp_path: Path) -> None:
     touch(tmp_path / "metrics.jsonl")
+    (tmp_path / "checkpoints" / "step_2").mkdir(parents=True)
     with pytest.raises(
         ConfigError, match="this run has left no export/prior; let it finish, or export its newest checkpoint"
     ):

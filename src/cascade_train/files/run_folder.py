@@ -1,0 +1,44 @@
+"""What makes a folder a run's, and when a young run saves its first checkpoint. Nothing of a run is loaded here."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from cascade_train.files.untrusted import read_json_lines, read_yaml
+
+BESIDE = ("environment.json", "checkpoints")
+"""What lies beside the configuration of a run, of which an export has none."""
+
+
+def is_run(folder: Path) -> bool:
+    """Return whether a folder is a run's, however young; an export has a configuration too, and none of the others."""
+    begun = (folder / "config.yaml").is_file() and any((folder / name).exists() for name in BESIDE)
+    return begun or (folder / "metrics.jsonl").is_file()
+
+
+def no_checkpoint_yet(run: Path) -> str | None:
+    """Return, in a sentence, that a run has no checkpoint yet and when it saves one; None where it left something."""
+    if (run / "export").is_dir() or any((run / "checkpoints").glob("step_*")):
+        return None
+    config: Any = {}
+    with suppress(OSError, ValueError):
+        config = read_yaml((run / "config.yaml").read_bytes())
+    step = max((row["step"] for row in read_json_lines(run / "metrics.jsonl") if "step" in row), default=0)
+    return (
+        f"this run has no checkpoint yet. It is at step {step:,}, and saves {_next_save(config, step)}. Wait for that, "
+        "or stop the run by Ctrl-C, which saves one; the same command continues it."
+    )
+
+
+def _next_save(config: Any, step: int) -> str:
+    try:
+        checkpoint, last = config["checkpoint"], config["train"]["max_steps"]
+        epochs, every = checkpoint.get("every_epochs"), checkpoint["every_steps"]
+    except (LookupError, TypeError, AttributeError):  # damaged
+        return "one at its end at the latest"
+    if epochs is not None:
+        return f"one every {epochs} epochs"
+    ends = [each for each in (last, every and (step // every + 1) * every) if each]
+    return f"the next at step {min(ends):,}" if ends else "one at its end"
