@@ -35,3 +35,11 @@ def current_target(target: str) -> str:
         return RENAMED[target]
     module, _, name = target.rpartition(".")
     return f"{RENAMED[module]}.{name}" if module in RENAMED else target
+
+
+def first_target(target: str) -> str:
+    """Return the name that a class had first, whatever it is called today: what digests are made of stays."""
+    old = next((old for old, new in RENAMED.items() if new in (target, target.rpartition(".")[0])), None)
+    if old is None:
+        return target
+    return old if RENAMED[old] == target else f"{old}.{target.rpartition('.')[2]}"

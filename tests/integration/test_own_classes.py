@@ -17,7 +17,7 @@ from cascade_train.data.sample import RawSample
 from cascade_train.data.shapes import Shapes
 from cascade_train.diffusion.objective import Objective
 from cascade_train.engine.lr_schedule import ConstantSchedule
-from cascade_train.models.stage_c import StageC
+from cascade_train.models.cascade.stage_c import StageC
 from cascade_train.tasks.base import StepOutput
 from cascade_train.tasks.finetune import Finetune
 

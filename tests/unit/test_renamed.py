@@ -8,7 +8,7 @@ import pytest
 
 from cascade_train.config.targets import import_target, is_trusted
 from cascade_train.engine.run.config_difference import find_differences
-from cascade_train.renamed import RENAMED, current_target
+from cascade_train.renamed import RENAMED, current_target, first_target
 
 FIRST = Path(__file__).parent / "first_targets.txt"
 """Every component that the first configurations and pages named."""
@@ -33,6 +33,7 @@ def test_a_name_of_the_first_version_resolves(target: str) -> None:
     made = import_target(target)
     assert isinstance(made, type)
     assert import_target(current_target(target)) is made
+    assert first_target(current_target(target)) == first_target(target) == target
 
 
 def test_no_row_is_without_a_component() -> None:

@@ -24,7 +24,7 @@ from cascade_train.errors import ConfigError, RunError
 from cascade_train.files.hub import parse_source, without_commit
 from cascade_train.models.formats.weights_source import local_path
 from cascade_train.models.stage import Stage
-from cascade_train.renamed import current_target
+from cascade_train.renamed import first_target
 from cascade_train.tasks.base import Task
 
 _log = logging.getLogger(__name__)
@@ -58,6 +58,8 @@ def by_content(node: Mapping[str, Any], *, seeded: bool = False) -> dict[str, An
     found: dict[str, Any] = {
         key: by_content(value, seeded=seeded) if isinstance(value, Mapping) else value for key, value in node.items()
     }
+    if "_target_" in found:
+        found["_target_"] = first_target(found["_target_"])  # as caches of earlier versions have it
     for key in [name for name, roles in declared_roles(node).items() if "File" in roles and name in node]:
         inside = "subfolder" if key == "weights" else f"{key}_subfolder"
         found[key] = None if seeded else content(found[key], found.pop(inside, None))
@@ -103,8 +105,6 @@ def _same(own: Any, held: Any) -> bool:
     if not (_is_content(own) and _is_content(held)):
         if isinstance(own, Mapping) and isinstance(held, Mapping):
             return own.keys() == held.keys() and all(_same(value, held[key]) for key, value in own.items())
-        if isinstance(own, str) and isinstance(held, str) and current_target(own) == current_target(held):
-            return True
         return bool(own == held) or (_is_content(own) and _same_name(own["source"], held))  # of earlier versions
     if None in (own["sha256"], held["sha256"]):
         return _same_name(own["source"], held["source"])
