@@ -13,7 +13,7 @@ from cascade_train.models.convolutional import ConvolutionalCompressor
 from cascade_train.models.image_encoder import ImageEncoder
 from cascade_train.models.latent_codec import VQGAN
 from cascade_train.models.text_encoder import TextEncoder
-from tests.integration.runs import NARROW, SMALL, read_metrics, small_beside, train
+from tests.integration.runs import NARROW, SMALL, once, read_metrics, train
 from tests.unit.data.tars import picture, write
 from tests.unit.models.test_stage_c import TINY_VISION
 
@@ -311,6 +311,4 @@ def test_stage_b_and_masks_train_from_a_cache_as_without(tmp_path, monkeypatch, 
     taken = (*decoder, *short, *validated, "data=cached", f"data.path={tmp_path / 'cache'}", "data.num_workers=0")
     assert_equal_metrics(without, train(tmp_path / "with", *taken))
     again = (*taken[len(decoder) :], "validate.reconstructions=2", f"run.dir={tmp_path / 'more'}")
-    assert "validate.reconstructions: are of pictures" in refused(
-        capfd, *small_beside(*decoder), *decoder, *again, command=()
-    )
+    assert "validate.reconstructions: are of pictures" in refused(capfd, *once(*SMALL, *decoder, *again), command=())
