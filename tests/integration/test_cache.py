@@ -49,7 +49,7 @@ def refused(capfd, *arguments, command=("cache",), code=2):
 
 def train_refused(capfd, folder, *arguments):
 
-    command = [*SMALL, "task=finetune", "data=cached", f"data.path={folder}", *arguments]
+    command = once(*SMALL, "task=finetune", "data=cached", f"data.path={folder}", *arguments)
     return refused(capfd, *command, "run.dir=/nowhere/run", command=())
 
 
@@ -191,7 +191,8 @@ def test_what_is_damaged_is_made_again_and_nothing_else(tmp_path, capfd):
 def train_run_error(capfd, folder, directory):
 
     data = ("data=cached", f"data.path={folder}", "data.num_workers=0")
-    return refused(capfd, *SMALL, "task=finetune", *RUN, *data, f"run.dir={directory}", command=(), code=1)
+    given = once(*SMALL, "task=finetune", *RUN, *data, f"run.dir={directory}")
+    return refused(capfd, *given, command=(), code=1)
 
 
 @pytest.mark.parametrize(
