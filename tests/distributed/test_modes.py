@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.integration.runs import exported_weights, read_metrics, small_beside
+from tests.integration.runs import SMALL, exported_weights, once, read_metrics
 from tests.unit.models.stages import untrained
 from tests.warm.programs import warm_programs
 
@@ -133,11 +133,11 @@ def fork(directory, runs, expected=None):
             "out": str(directory / f"{name}_notes"),
             "argv": None
             if overrides is None
-            else [
-                *small_beside(*overrides),
+            else once(
+                *SMALL,
                 f"run.dir={directory / name.rpartition('@')[2]}",
                 *(override.format(base=directory / "base") for override in overrides),
-            ],
+            ),
         }
         for name, (ranks, hook, overrides) in runs.items()
     ]

@@ -32,16 +32,14 @@ TIMING = ("images_per_second", "data_wait_share")
 """Metrics that are read off a clock and differ between equal runs."""
 
 
-def small_beside(*overrides: str) -> list[str]:
-    """Return `SMALL` without the model where the overrides choose another."""
-    return [
-        each for each in SMALL if not (each.startswith("model=") and any(o.startswith("model=") for o in overrides))
-    ]
+def once(*overrides: str) -> list[str]:
+    """Return overrides with the last one of each key alone."""
+    return list({each.partition("=")[0]: each for each in overrides}.values())
 
 
 def train(directory: Path, *overrides: str) -> Path:
     """Train a small run in this process, assert that it ended well, and return its directory."""
-    code = launch([*small_beside(*overrides), f"run.dir={directory}", *overrides])
+    code = launch(once(*SMALL, f"run.dir={directory}", *overrides))
     assert code == 0, f"exit code {code}"
     return directory
 

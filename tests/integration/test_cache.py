@@ -13,7 +13,7 @@ from cascade_train.models.cascade.convolutional import ConvolutionalCompressor
 from cascade_train.models.cascade.image_encoder import ImageEncoder
 from cascade_train.models.cascade.latent_codec import VQGAN
 from cascade_train.models.text_encoder import TextEncoder
-from tests.integration.runs import NARROW, SMALL, read_metrics, small_beside, train
+from tests.integration.runs import NARROW, SMALL, once, read_metrics, train
 from tests.unit.data.tars import picture, write
 from tests.unit.models.cascade.test_stage_c import TINY_VISION
 
@@ -49,7 +49,7 @@ def refused(capfd, *arguments, command=("cache",), code=2):
 
 def train_refused(capfd, folder, *arguments):
 
-    command = [*SMALL, "task=finetune", "data=cached", f"data.path={folder}", *arguments]
+    command = once(*SMALL, "task=finetune", "data=cached", f"data.path={folder}", *arguments)
     return refused(capfd, *command, "run.dir=/nowhere/run", command=())
 
 
@@ -191,7 +191,8 @@ def test_what_is_damaged_is_made_again_and_nothing_else(tmp_path, capfd):
 def train_run_error(capfd, folder, directory):
 
     data = ("data=cached", f"data.path={folder}", "data.num_workers=0")
-    return refused(capfd, *SMALL, "task=finetune", *RUN, *data, f"run.dir={directory}", command=(), code=1)
+    given = once(*SMALL, "task=finetune", *RUN, *data, f"run.dir={directory}")
+    return refused(capfd, *given, command=(), code=1)
 
 
 @pytest.mark.parametrize(
@@ -311,6 +312,4 @@ def test_stage_b_and_masks_train_from_a_cache_as_without(tmp_path, monkeypatch, 
     taken = (*decoder, *short, *validated, "data=cached", f"data.path={tmp_path / 'cache'}", "data.num_workers=0")
     assert_equal_metrics(without, train(tmp_path / "with", *taken))
     again = (*taken[len(decoder) :], "validate.reconstructions=2", f"run.dir={tmp_path / 'more'}")
-    assert "validate.reconstructions: are of pictures" in refused(
-        capfd, *small_beside(*decoder), *decoder, *again, command=()
-    )
+    assert "validate.reconstructions: are of pictures" in refused(capfd, *once(*SMALL, *decoder, *again), command=())

@@ -13,7 +13,7 @@ from cascade_train.__main__ import launch
 from cascade_train.batch import Batch
 from cascade_train.engine.loop import Trainer
 from tests.distributed.test_modes import B_NARROW
-from tests.integration.runs import read_metrics, small_beside, train
+from tests.integration.runs import SMALL, once, read_metrics, train
 from tests.integration.test_previewer import ORIGINAL, SCRATCH
 from tests.integration.test_stage_a import NARROW as A_NARROW
 from tests.unit.data import tars
@@ -84,7 +84,7 @@ def test_sides_that_do_not_divide_are_refused_with_the_rule(
     name: str, key: str, data: tuple[str, ...], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run, multiple = tmp_path / "run", 4 if name == "a" else 32
-    assert launch([*small_beside(*overrides(name)), *overrides(name), *data, f"{key}=33", f"run.dir={run}"]) == 2
+    assert launch(once(*SMALL, *overrides(name), *data, f"{key}=33", f"run.dir={run}")) == 2
     said = capfd.readouterr().err
     assert "Traceback" not in said
     assert f"must be a multiple of {multiple} pixels" in said or f"sides that are multiples of {multiple}: " in said
