@@ -29,7 +29,13 @@ RUNS = (
 )
 EXPORTED = tuple(name for name in RUNS if name not in ("c_cached", "c_stream"))
 TARGETS = (HERE / f"{COMMIT}_targets.txt").read_text().split()
-TOLERANCE = 1e-3
+SEEDED = {
+    **dict.fromkeys(("c_finetune", "pair", "b_reconstruction"), "text_encoder/"),
+    "sdxl_finetune": r"text_(encoder/|model\.).*layers\.1\.",
+}
+"""Of a run's export, tensors that come from its seed and from no file: CPUs round them differently."""
+TOLERANCE, OF_BF16 = 1e-4, 1e-2
+"""Instructions of other CPUs (SSE 4.1, AVX2) move metrics by at most 3e-5, of a network that computes in bf16 by 3e-3."""
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +62,7 @@ def test_everything_in_the_set_is_tried(frozen: dict[str, Any]) -> None:
 def test_a_stopped_run_goes_on_as_it_would_have(frozen: dict[str, Any], name: str) -> None:
     expected = stopped(Path(name))
     assert launch(frozen["runs"][name]) == 0
-    assert_went_on(Path(name), expected, TOLERANCE)
+    assert_went_on(Path(name), expected, OF_BF16 if name == "c_plain_lora" else TOLERANCE)
 
 
 @reads_checkpoints
@@ -65,7 +71,7 @@ def test_a_checkpoint_is_exported_to_the_same_tensors(frozen: dict[str, Any], na
     written = frozen["exports"][name]
     assert launch(["export", f"from={name}", f"step={STEP}", f"format={written['format']}", "out=again"]) == 0
     assert written["tensors"]
-    assert tensor_digests(Path("again")) == written["tensors"]
+    assert stored(name, tensor_digests(Path("again"))) == stored(name, written["tensors"])
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -147,6 +153,15 @@ def test_checkpoints_are_listed_and_verified(capsys: pytest.CaptureFixture[str])
     part = next(Path("pair", "checkpoints", f"step_{STEP}").glob("*.distcp"))
     part.write_bytes(part.read_bytes()[:-1] + b"\xff")
     assert launch(["checkpoints", "verify", "pair"]) == 1
+
+
+def stored(name: str, digests: dict[str, dict[str, str]]) -> dict[str, str]:
+    """Return digests by file and tensor; of those that no checkpoint holds, dtype and shape alone."""
+    flat = {f"{file} {tensor}": digest for file, tensors in digests.items() for tensor, digest in tensors.items()}
+    seeded = {key for key in flat if name in SEEDED and re.search(SEEDED[name], key)}
+    assert (name in SEEDED) == bool(seeded)
+    assert len(seeded) < len(flat)
+    return {key: digest.rpartition(" ")[0] if key in seeded else digest for key, digest in flat.items()}
 
 
 def lines(file: str) -> list[dict[str, Any]]:

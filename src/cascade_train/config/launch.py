@@ -13,6 +13,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
@@ -98,8 +99,18 @@ def _compose(argv: Sequence[str], job: Callable[[DictConfig], int]) -> None:
     check_launcher(argv)
     followed = slurm_jobs_followed(argv)
     arguments = _arguments([a for a in argv if a not in HELP])
-    with Signals(), arguments, composed_once(argv), sweeps_saved_redacted(), followed:
+    with Signals(), arguments, composed_once(argv), sweeps_saved_redacted(), followed, _hydra_config_restored():
         hydra.main(config_path=str(conf_dir()), config_name="config", **BASE, **CALLBACKS)(job)()
+
+
+@contextmanager
+def _hydra_config_restored() -> Iterator[None]:
+    """Leave `${hydra:…}` as it was before: `--cfg` and sweeps would leave it to the next command of this process."""
+    before = HydraConfig.instance().cfg
+    try:
+        yield
+    finally:
+        HydraConfig.instance().cfg = before
 
 
 def register_schema() -> None:

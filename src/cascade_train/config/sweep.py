@@ -21,6 +21,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
 
 import yaml
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode, TaskFunction
@@ -93,6 +94,7 @@ class SweepResults(Callback):
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Give the sweep its folder, and take away the summary of an earlier call."""
         self.reported = True  # where this fails, there is nothing to report
+        HydraConfig.instance().set_config(config)  # else ${hydra:…} in hydra.sweep.dir has nothing to look at
         with ending_the_sweep():
             folder = place_sweep(config)
             if is_main():
@@ -215,9 +217,11 @@ class SweepResults(Callback):
 
 def _show_changes(path: Path, config: DictConfig) -> None:
     """Show which single values differ from those saved of an earlier call, whose runs continue."""
+    typed = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)  # an item would be interpolated
+    assert isinstance(typed, list)
     before, now = (
         {key_of(override): redact_argument(override) for override in overrides if parses(override)}
-        for overrides in (_saved_overrides(path), config.hydra.overrides.task)
+        for overrides in (_saved_overrides(path), map(str, typed))
     )
     changed = [f"{before[key]} before, {now[key]} now" for key in now if before.get(key, now[key]) != now[key]]
     if changed:

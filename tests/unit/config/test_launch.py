@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from hydra._internal.hydra import Hydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
@@ -228,6 +229,7 @@ SWEEPS = {
     ("run.name=a,b",): ["multirun/lora-c_tiny/name=a", "multirun/lora-c_tiny/name=b"],
     ("run.dir=out", "run.seed=1,2"): ["out/seed=1", "out/seed=2"],
     ("run.dir=out/${run.name}/x", "run.seed=1,2"): ["out/lora-c_tiny-seed=1/x", "out/lora-c_tiny-seed=2/x"],
+    ("hydra.sweep.dir=out/${run.name}/x", "run.seed=1,2"): ["out/lora-c_tiny/x/seed=1", "out/lora-c_tiny/x/seed=2"],
     ("run.dir=a,b",): ["a/lora-c_tiny", "b/lora-c_tiny"],
     ("hydra.sweep.dir=there", "run.seed=1,2"): ["there/seed=1", "there/seed=2"],
     ("run.seed=1,2", "data.seed=3,4", "data.samples=8"): [
@@ -244,6 +246,20 @@ def test_runs_of_a_sweep_are_named_by_what_was_swept(
     code, text = start("--multirun", *chosen, *overrides)
     assert code == 0, text
     assert [cfg.run.dir for cfg in trained] == SWEEPS[overrides]
+
+
+@pytest.mark.parametrize("asked", [("--cfg", "job"), ("--multirun", "run.seed=1,2")])
+def test_a_command_leaves_nothing_for_interpolations_of_the_next(start: Start, asked: tuple[str, ...]):
+    HydraConfig.instance().cfg = None
+    assert start(*TINY, *asked)[0] == 0
+    assert not HydraConfig.initialized()
+
+
+def test_a_second_call_of_a_sweep_sees_no_change_in_an_interpolation(start: Start):
+    for _ in range(2):
+        code, text = start("--multirun", *TINY, "run.dir=out/${run.name}/x", "run.seed=1,2")
+        assert code == 0
+        assert "before" not in text
 
 
 def test_a_sweep_of_one_run_is_named_by_its_overrides(start: Start, trained: list[DictConfig]):
