@@ -35,7 +35,7 @@ SEEDED = {
 }
 """Of a run's export, tensors that come from its seed and from no file: CPUs round them differently."""
 TOLERANCE, OF_BF16 = 1e-4, 1e-2
-"""Instructions of other CPUs (SSE 4.1, AVX2) move metrics by at most 3e-5, of networks in bf16 by 3e-3."""
+"""Other CPUs (SSE 4.1, AVX2) move metrics by 3e-5 at most, where the network computes in bf16 by 3e-3."""
 
 
 @pytest.fixture(scope="module")
