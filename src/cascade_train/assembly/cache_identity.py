@@ -7,27 +7,19 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from cascade_train.config.arguments import component_options, declared_roles
-from cascade_train.config.components import construct
-from cascade_train.config.targets import check_targets
 from cascade_train.data.cached import Cached
-from cascade_train.data.index.rows import Index
-from cascade_train.data.latent_cache import refuse_changed
-from cascade_train.data.storage.s3 import SCHEME
 from cascade_train.engine.run.config_difference import ADDED
-from cascade_train.errors import ConfigError, RunError
+from cascade_train.errors import ConfigError
 from cascade_train.files.hub import parse_source, without_commit
 from cascade_train.models.formats.weights_source import local_path
 from cascade_train.models.stage import Stage
 from cascade_train.renamed import first_target
 from cascade_train.tasks.base import Task
-
-_log = logging.getLogger(__name__)
 
 
 def encoder_identity(cfg: Mapping[str, Any], stage: Stage, names: Iterable[str]) -> dict[str, Any]:
@@ -163,24 +155,6 @@ def take_cache(cfg: Mapping[str, Any], stage: Stage, task: Task, source: Cached)
     if manifest.captions:
         stage.caption_lookup = source.find_captions
         source.find_captions(["", cfg["sample"]["negative_prompt"], *(cfg["sample"]["prompts"] or [])])
-
-
-def check_source(cfg: Mapping[str, Any], source: Cached, index: Index) -> None:
-    """Compare an opened cache with the data that it was made of, where that lies on this machine's disks.
-
-    A ConfigError where it changed. No file is read that was indexed before and has its size and time.
-    """
-    node, allowed = source.manifest.source, cfg["run"]["allowed_packages"]
-    if not node or SCHEME in str(node):
-        return
-    try:
-        check_targets({"data": node}, None if cfg["run"]["allow_any_target"] else allowed)
-        now = construct(node, "data").open()
-    except (ConfigError, RunError) as error:
-        _log.info("The cache is not compared with the data that it was made of: %s", error)
-        return
-    remedy = "run cascade-train cache again with data.on_change=restart, or train on what the cache holds"
-    refuse_changed(f"data.path={source.path}", now, index, source.on_change, remedy)
 
 
 def check_data(cfg: Mapping[str, Any], source: Cached) -> None:

@@ -29,7 +29,6 @@ from cascade_train.assembly.components import build_component, build_parts
 from cascade_train.assembly.model import compute_dtype
 from cascade_train.assembly.samples import read_sample_prompts
 from cascade_train.batch import Batch
-from cascade_train.config.arguments import make_absolute
 from cascade_train.config.saved import to_plain
 from cascade_train.data.cached import Cached
 from cascade_train.data.data_set import Rows, open_data_set
@@ -43,7 +42,6 @@ from cascade_train.distributed.rng import allow_tf32
 from cascade_train.errors import ConfigError, RunError
 from cascade_train.files.durable import remove_abandoned
 from cascade_train.models.stage import Stage
-from cascade_train.redaction import redacted
 from cascade_train.tasks.base import ImageMaker, Task
 from cascade_train.tasks.text_to_image import latent_mask
 
@@ -82,9 +80,7 @@ def make_cache(
     index = sized_index(source, data.index, data.rows)
     manifest = describe(to_plain(cfg), encoder, data, index, unit_samples)
     folder = Path(out)
-    make_absolute(cfg)
-    located = replace(manifest, source=redacted(to_plain(cfg)["data"]))
-    stale = write_manifest(folder, located, index, on_change=source.on_change)
+    stale = write_manifest(folder, manifest, index, on_change=source.on_change)
     remove_abandoned(folder)
     mine = range(task_index, manifest.units, task_count)
     todo = [unit for unit in mine if unit in stale or not is_whole(folder, unit, manifest)]

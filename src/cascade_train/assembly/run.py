@@ -14,7 +14,7 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from cascade_train.assembly.cache_identity import check_source, take_cache
+from cascade_train.assembly.cache_identity import take_cache
 from cascade_train.assembly.components import Parts, build_component, build_parts
 from cascade_train.assembly.loaded_weights import record_weights, weight_specs
 from cascade_train.assembly.model import build_phases
@@ -93,8 +93,7 @@ def train_on(cfg: DictConfig, world: World, signals: Signals, heartbeat: Heartbe
     data.check_sides(parts.stage.image_multiple)
     plain = to_plain(cfg)
     if isinstance(data.training.source, Cached):
-        take_cache(plain, parts.stage, parts.task, cached := data.training.source)
-        from_rank_zero(lambda: check_source(plain, cached, data.training.index))
+        take_cache(plain, parts.stage, parts.task, data.training.source)
     with claimed(Path(cfg.run.dir), config=plain, resume=cfg.run.resume, free_keys=free_keys(plain)) as run:
         if not run.finished:
             return train_in(run, cfg, parts, data, world, signals, heartbeat)

@@ -29,12 +29,13 @@ from cascade_train.data.latent_cache import (
     load_table,
     read_index,
     read_manifest,
+    refuse_changed,
     samples_tar,
 )
 from cascade_train.data.sample import RawSample, UnreadableSampleError
 from cascade_train.data.source import Source
 from cascade_train.errors import ConfigError
-from cascade_train.options import File, Order
+from cascade_train.options import File, Free, Order
 
 
 @dataclass(kw_only=True)
@@ -46,6 +47,7 @@ class Cached(Source):
 
     is_cache: ClassVar[bool] = True
     path: Order[File[str]]
+    source: Free[Source | None] = None
     crop: Literal["center", "random", "saliency"] = "center"
 
     def __post_init__(self) -> None:
@@ -74,6 +76,9 @@ class Cached(Source):
         self._digests, first = np.unique(np.concatenate([table.digests for table in tables]), return_index=True)
         self._captions, self._unit_of_caption = self._captions[first], units[first]
         self._index = replace(self._index, content=np.concatenate([table.content for table in tables]))
+        if self.source is not None:
+            remedy = "run cascade-train cache again, or train on what the cache holds,"
+            refuse_changed(f"data.path={self.path}", self.source.open(), self._index, self.on_change, remedy)
         return self._index
 
     def bucket_table(self, index: Index) -> BucketTable:

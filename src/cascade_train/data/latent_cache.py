@@ -16,7 +16,7 @@ import tarfile
 import zlib
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,6 @@ class Manifest:
     captions: Mapping[str, str]  # of a caption, by name: dtype and shape; empty = the cache holds no captions
     identity: Mapping[str, Any]  # everything that changes a value, by its configuration key
     made_with: Mapping[str, str]  # versions of the libraries that made the tensors
-    source: Mapping[str, Any] = field(default_factory=dict)  # node of the data that it was made of, to compare with it
 
     @property
     def units(self) -> int:
@@ -64,9 +63,8 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """16 hex digits that change with anything but the libraries' versions and where the data lies."""
+        """16 hex digits that change with anything but the libraries' versions."""
         fields = dataclasses.asdict(self) | {"made_with": None}
-        del fields["source"]
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
     def rows_of(self, unit: int) -> range:
@@ -83,7 +81,7 @@ def write_manifest(folder: Path, manifest: Manifest, index: Index, *, on_change:
         folder.mkdir(parents=True, exist_ok=True)
         if (folder / MANIFEST).is_file():
             other = read_manifest(folder)
-            difference, then = first_difference(manifest, other), made_of(folder, other)
+            difference, then = first_difference(manifest, other), made_of(folder, other, index)
             if manifest.index != other.index:
                 difference = changed_samples(index, then) or difference
             if difference is not None:
@@ -133,8 +131,6 @@ def read_manifest(folder: Path) -> Manifest:
         )
     try:
         fields = json.loads(path.read_text())
-        if "source" not in fields:
-            _log.warning("%s does not tell of which data it was made, so that whether that changed is unknown.", path)
         if fields["format"] == FORMAT:
             return Manifest(**fields)
     except (ValueError, TypeError, KeyError) as error:
@@ -155,13 +151,14 @@ def read_index(folder: Path, manifest: Manifest) -> Index:
     return index
 
 
-def made_of(folder: Path, manifest: Manifest) -> Index:
-    """Return the index that a cache follows, with the content that its units were made of. Raises as `read_index`."""
-    parts = []
+def made_of(folder: Path, manifest: Manifest, index: Index) -> Index:
+    """Return the index that a cache follows, with what its units were made of, for the others the content of now."""
+    then = read_index(folder, manifest)
+    content = np.resize(index.content, len(then))
     for unit in range(manifest.units):
-        table = load_table(folder, unit, manifest)
-        parts.append(np.zeros(len(manifest.rows_of(unit)), dtype=np.uint64) if table is None else table.content)
-    return replace(read_index(folder, manifest), content=np.concatenate(parts))
+        if table := load_table(folder, unit, manifest):
+            content[manifest.rows_of(unit)] = table.content
+    return replace(then, content=content)
 
 
 @dataclass(frozen=True, kw_only=True)

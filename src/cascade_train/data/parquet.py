@@ -31,7 +31,7 @@ PARQUET_FIELDS = [*ROW_FIELDS, ("row", "<i4"), ("bytes", "<i8")]
 MUCH_MEMORY = 2 * 1024**3
 """Bytes of row groups in one worker that are worth a warning."""
 
-_FORMAT = 2
+_FORMAT = 1
 _BATCH = 64  # rows that become Python values at once
 _log = logging.getLogger(__name__)
 
@@ -159,10 +159,10 @@ def load_file(path: Path, columns: Columns, cache_dir: Path | None) -> Mapping[s
     text = f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}|{columns}|{_FORMAT}"
     cached = cache_file(default_cache_dir(path) if cache_dir is None else cache_dir, path.stem, text)
     kept = read_cache(cached)
-    if kept is None or not kept.keys() >= {"table", "keys", "unfilled", "checksums"}:
+    if kept is None or not kept.keys() >= {"table", "keys", "unfilled"}:
         kept = scan_file(path, columns)
         write_cache(cached, kept, required=cache_dir is not None)
-    return kept
+    return {"checksums": np.zeros((len(kept["table"]), 2), dtype=np.int64), **kept}  # earlier versions kept none
 
 
 def scan_file(path: Path, columns: Columns) -> dict[str, np.ndarray]:

@@ -1,21 +1,19 @@
 """The atomic write: a file is written beside its final name, synced to the disk, renamed.
 
-A writer holds a lock on what it writes, so that what a killed one left can be told and removed.
-
 What the files mean is not known here.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-_PARTIAL = ".partial"
+_PARTIAL, _DAY = ".partial", 24 * 3600.0
 _NO_DIRECTORY_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS}
 """Errors of file systems that cannot sync a directory; they keep names in order by other means."""
 
@@ -45,7 +43,6 @@ def replacing(path: Path, *, racing: bool = False, durable: bool = True) -> Iter
     """
     name = f"-{uuid.uuid4().hex[:8]}{path.suffix}" if racing else f".{path.name}"
     beside = path.with_name(f"{_PARTIAL}{name}")
-    handle = _open_locked(beside, wait=racing)
     try:
         yield beside
         if durable:
@@ -53,28 +50,16 @@ def replacing(path: Path, *, racing: bool = False, durable: bool = True) -> Iter
         beside.replace(path)
     finally:  # after a signal too
         beside.unlink(missing_ok=True)
-        os.close(handle)
     if durable:
         sync(path.parent)
 
 
-def _open_locked(path: Path, *, wait: bool) -> int:
-    """Create a file and lock it where the file system can, again where it was taken for abandoned in between."""
-    while True:
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        with suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        if os.fstat(handle).st_nlink:
-            return handle
-        os.close(handle)
-
-
 def remove_abandoned(folder: Path) -> None:
-    """Remove from a folder what killed writers left in it; a live one's is locked, and what cannot be locked stays."""
+    """Remove from a folder what killed writers left in it: what nobody wrote to for a day."""
     for left in folder.glob(f"{_PARTIAL}*"):
-        with suppress(OSError), left.open("r+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            left.unlink()
+        with suppress(OSError):
+            if left.stat().st_mtime < time.time() - _DAY:
+                left.unlink()
 
 
 def write_durably(path: Path, text: str, *, racing: bool = False) -> None:

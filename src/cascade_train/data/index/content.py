@@ -6,6 +6,7 @@ written do not count, so that a copy of the data is the same data.
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections.abc import Mapping
 from typing import Any
@@ -14,9 +15,13 @@ import numpy as np
 
 from cascade_train.data.index.rows import Index
 
+ABSENT = 1
+"""The checksum of a part that a sample lacks; 0 is that of what an earlier version of the library indexed: unknown."""
+
 BEGINNING_BYTES = 64 * 1024
 _BLOCKS = 64  # of an index in a record: a data set of as many samples has each of them named
 _NAMED = 5
+_log = logging.getLogger(__name__)
 
 
 def checksum(beginning: bytes, size: int) -> int:
@@ -30,26 +35,28 @@ def text_checksum(value: Any) -> int:
 
 
 def combined(*parts_N: np.ndarray) -> np.ndarray:
-    """Return (N,) uint64 that change where one of the checksums (N,) of a sample's parts does; never 0, unknown."""
+    """Return (N,) uint64 that change where one of the checksums (N,) of a sample's parts does, 0 where one is 0."""
     total_N = np.zeros(len(parts_N[0]), dtype=np.uint64)
     for part_N in parts_N:
         total_N = total_N * np.uint64(6364136223846793005) + part_N.astype(np.uint64)
-    return np.maximum(total_N, np.uint64(1))
+    return np.where(np.all(parts_N, axis=0), np.maximum(total_N, np.uint64(1)), np.uint64(0))
 
 
-def content_record(index: Index) -> dict[str, Any]:
-    """Return what a checkpoint keeps of an index: checksums of keys and content by blocks of rows; under 1 kB."""
-    parts = [b"\n".join(index.keys[block].tolist()) + index.content[block].tobytes() for block in _blocks(len(index))]
-    return {"samples": len(index), "blocks": " ".join(f"{zlib.crc32(part):08x}" for part in parts)}
+def content_record(index: Index) -> str:
+    """Return what a checkpoint keeps of an index: checksums of its content by blocks of rows, 0 = unknown."""
+    parts = (index.content[block] for block in _blocks(len(index)))
+    return " ".join(f"{zlib.crc32(part.tobytes()):08x}" if part.all() else "0" for part in parts)
 
 
-def changed_blocks(index: Index, saved: Mapping[str, Any]) -> str | None:
-    """Return which samples differ from those of a record, for messages; None = none, or that is unknown."""
-    if saved["samples"] != len(index):
-        return f"{saved['samples']} {'samples' if index.rows_are_samples else 'tars'} then, {len(index)} now"
-    pairs = zip(_blocks(len(index)), saved["blocks"].split(), content_record(index)["blocks"].split(), strict=False)
-    changed = [(index.name(block.start), index.name(block.stop - 1)) for block, then, now in pairs if then != now]
-    return _listed([" to ".join(dict.fromkeys(names)) for names in changed])
+def changed_content(index: Index, state: Mapping[str, Any]) -> list[str]:
+    """Return what of the content of the same samples is known to have changed since a state was saved, for messages."""
+    now, blocks = content_record(index).split(), _blocks(len(index))
+    then = state.get("content", "").split() or ["0"] * len(now)
+    _warn_of_unknown(all_known="0" not in then + now)
+    both = zip(blocks, then, now, strict=True)
+    changed = [(index.name(each.start), index.name(each.stop - 1)) for each, *two in both if len({*two, "0"}) == 3]
+    listed = _listed([" to ".join(dict.fromkeys(names)) for names in changed])
+    return [f"the files behind data changed ({listed}); put them back"] if listed else []
 
 
 def changed_rows(index: Index, then: Index) -> np.ndarray:
@@ -59,10 +66,16 @@ def changed_rows(index: Index, then: Index) -> np.ndarray:
 
 
 def changed_samples(index: Index, then: Index) -> str | None:
-    """Return which samples differ from those of an index of before, for messages; None = none, or that is unknown."""
+    """Return which samples differ from those of an index of before, for messages; None = none that is known."""
     if len(index) != len(then):
         return f"{len(then)} samples then, {len(index)} now"
+    _warn_of_unknown(all_known=bool(index.content.all() and then.content.all()))
     return _listed([index.name(row) for row in changed_rows(index, then).tolist()])
+
+
+def _warn_of_unknown(*, all_known: bool) -> None:
+    if not all_known:
+        _log.warning("Whether files of the data changed is unknown where an earlier version indexed or recorded them.")
 
 
 def _listed(names: list[str]) -> str | None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from cascade_train.data.decoding.decode import upright_size
 from cascade_train.data.index.cache import cache_file, default_cache_dir, read_cache, write_cache
-from cascade_train.data.index.content import BEGINNING_BYTES, checksum
+from cascade_train.data.index.content import ABSENT, BEGINNING_BYTES, checksum
 from cascade_train.data.index.rows import Index
 from cascade_train.data.sample import UnreadableSampleError, most_unreadable, too_many_text
 from cascade_train.errors import RunError
@@ -63,13 +63,14 @@ def load_picture_facts(
 
 
 def load_checksums(owner: Path, root: Path, names: Sequence[str], cache_dir: Path | None) -> np.ndarray:
-    """Return the checksums of other files of samples, (N,) int64, 0 where there is no such file. See `load_facts`."""
+    """Return the checksums of other files of samples, (N,) int64. See `load_facts`."""
 
     def read(path: Path) -> tuple[int]:
         with path.open("rb") as file:
             return (checksum(file.read(BEGINNING_BYTES), path.stat().st_size),)
 
-    return load_facts(owner, root, names, read, columns=1, kind="checksums", cache_dir=cache_dir)[1][:, 0]
+    file_bytes, found = load_facts(owner, root, names, read, columns=1, kind="checksums", cache_dir=cache_dir)
+    return np.where(file_bytes < 0, ABSENT, found[:, 0])
 
 
 def load_facts(
@@ -90,7 +91,7 @@ def load_facts(
 
     Returns:
         (N,) int64 bytes of each file, -1 = there is no such file, or it is a folder; and (N, columns) int64 facts, 0
-        where there is no such file.
+        where there is no such file, or it was read for fewer columns.
     """
     row_of = {name: row for row, name in enumerate(dict.fromkeys(names))}
     text = f"{owner.resolve()}|{root.resolve()}|{kind}|{_FORMAT}"
@@ -147,13 +148,14 @@ def _take_known(
 ) -> np.ndarray:
     """Fill in the values of files that are unchanged since they were cached, and return which those are, (N,) bool."""
     known = np.zeros(len(keys), dtype=bool)
-    if kept is None or not kept.keys() >= {"keys", "marks", "values"} or kept["values"].shape[1:] != values.shape[1:]:
+    if kept is None or not kept.keys() >= {"keys", "marks", "values"} or kept["values"].ndim != 2:
         return known
     row_of = {key: row for row, key in enumerate(kept["keys"].tolist())}
     rows = np.array([row_of.get(key, -1) for key in keys], dtype=np.int64)
     there = rows >= 0
     known[there] = (kept["marks"][rows[there]] == marks[there]).all(axis=1)
-    values[known] = kept["values"][rows[known]]
+    columns = min(values.shape[1], kept["values"].shape[1])  # earlier versions read fewer
+    values[known, :columns] = kept["values"][rows[known], :columns]
     return known
 
 

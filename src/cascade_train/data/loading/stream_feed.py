@@ -18,11 +18,10 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from cascade_train.batch import Batch
-from cascade_train.data.index.content import content_record
+from cascade_train.data.index.content import changed_content, content_record
 from cascade_train.data.loading.feed import Feed, FeedRequest
 from cascade_train.data.loading.worker import Failure, MicroBatches, Results
 from cascade_train.data.order.plan import Step
-from cascade_train.data.order.position import with_content
 from cascade_train.data.sample import RawSample
 from cascade_train.data.source import Source
 from cascade_train.data.stream import Cursor, Stream, Take
@@ -129,9 +128,8 @@ class StreamFeed(Feed):
     def _changes(self, state: Mapping[str, Any]) -> list[str]:
         saved = dict(pair.split("=", 1) for pair in state["identity"].split()) | {"batch": state["global_batch_size"]}
         own = {**self._identity, "batch": self._request.global_batch_size}
-        pairs = {name: (saved.get(name), value) for name, value in own.items()}
-        changes = {name: f"{name} was {was}, is {now}" for name, (was, now) in pairs.items() if was != now}
-        return with_content(changes, self._request.index, state)
+        told = [f"{name} was {saved.get(name)}, is {value}" for name, value in own.items() if saved.get(name) != value]
+        return told or changed_content(self._request.index, state)
 
     def __next__(self) -> list[Batch]:
         items: list[Item] = [self._results.next() for _ in self._own]

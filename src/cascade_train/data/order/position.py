@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cascade_train.data.index.content import changed_blocks, content_record
-from cascade_train.data.index.rows import Index
+from cascade_train.data.index.content import changed_content, content_record
 from cascade_train.data.order.plan import ORDER_VERSION, Layouts, Plan, Start, Step
 from cascade_train.data.source import Source
 from cascade_train.errors import ConfigError
@@ -38,15 +37,6 @@ _REMEDIES = {
 _ITEM = re.compile(r"(\w+)=(.*?)(?= \w+=|$)")
 """A name and its value, in which there may be spaces: joined sources have the filters of each."""
 _log = logging.getLogger(__name__)
-
-
-def with_content(changes: dict[str, str], index: Index, state: Mapping[str, Any]) -> list[str]:
-    """Return what changed since a state was saved; of the files behind data, which samples."""
-    if "content" not in state:
-        _log.warning("The checkpoint holds no record of the data's content: whether files changed since is unknown.")
-    elif (not changes or "index" in changes) and (changed := changed_blocks(index, state["content"])):
-        changes["index"] = f"the files behind data changed ({changed}); put them back"
-    return list(changes.values())
 
 
 class Order:
@@ -172,10 +162,8 @@ class Order:
     def _changes(self, state: Mapping[str, Any]) -> list[str]:
         saved = dict(_ITEM.findall(state["identity"]))
         pairs = {name: (saved.get(name, "none"), self._identity.get(name, "none")) for name in _REMEDIES}
-        told = {
-            name: f"{name} was {was}, is {now}: {_REMEDIES[name]}" for name, (was, now) in pairs.items() if was != now
-        }
-        return with_content(told, self._index, state)
+        told = [f"{name} was {was}, is {now}: {_REMEDIES[name]}" for name, (was, now) in pairs.items() if was != now]
+        return told or changed_content(self._index, state)
 
     def _planned(self, global_batch_size: int, start: Start) -> Plan:
         return Plan(layouts=self._layouts, global_batch_size=global_batch_size, leftover=self._leftover, start=start)

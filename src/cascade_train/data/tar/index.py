@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from cascade_train.data.index.cache import cache_file, default_cache_dir, read_cache, user_cache_dir, write_cache
-from cascade_train.data.index.content import BEGINNING_BYTES, checksum
+from cascade_train.data.index.content import ABSENT, BEGINNING_BYTES, checksum
 from cascade_train.data.index.pictures import header_facts
 from cascade_train.data.index.row_filter import RowFilters
 from cascade_train.data.index.rows import ROW_FIELDS
@@ -27,8 +27,8 @@ from cascade_train.data.tar.members import IMAGE_EXTENSIONS, PARTS, Dropped, For
 from cascade_train.errors import ConfigError
 
 TAR_FIELDS = ROW_FIELDS + [(f"{part}_{what}", "<i8") for part in ("image", *PARTS) for what in ("start", "bytes")]
-_FORMAT = 3
-_ABSENT = (0, 0, 0, 0, 0)
+_FORMAT = 2
+_ABSENT = (0, 0, 0, 0, ABSENT)
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 _log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class ShardIndex:
 
     table: np.ndarray  # (N,) with the fields of `TAR_FIELDS`; a missing part has 0 bytes at 0
     keys: np.ndarray  # (N,) bytes
-    checksums: np.ndarray  # (N, 1 + len(PARTS)) int64, of the picture and the parts, 0 = there is none
+    checksums: np.ndarray  # (N, 1 + len(PARTS)) int64, of the picture and the parts, see `ABSENT`
     dropped: Dropped
 
 
@@ -137,7 +137,8 @@ def _cached_shard(cached: Path) -> ShardIndex | None:
         return None
     try:
         dropped = Dropped(**json.loads(str(parts["dropped"])))
-        return ShardIndex(**{name: parts[name] for name in ("table", "keys", "checksums")}, dropped=dropped)
+        checksums = parts.get("checksums", np.zeros((len(parts["table"]), 1 + len(PARTS)), dtype=np.int64))
+        return ShardIndex(table=parts["table"], keys=parts["keys"], checksums=checksums, dropped=dropped)
     except (KeyError, TypeError, ValueError) as error:
         _log.warning("cached index %s is damaged (%s); reading the tar again", cached, error)
         return None

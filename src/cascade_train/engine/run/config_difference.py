@@ -102,7 +102,12 @@ def refused(
 
     Options that components declare free are `free_keys`; `data_may_change` frees the data and the batch size too.
     """
-    bound = [each for each in differences if not each.is_free and each.key not in free_keys]
+    free = [f"{key}." for key in free_keys]  # a node of free options may come in the place of null, and go
+
+    def is_bound(key: str) -> bool:
+        return not any(key.startswith(each) or each.startswith(key) for each in free)
+
+    bound = [each for each in differences if not each.is_free and is_bound(f"{each.key}.")]
     return [each for each in bound if not (data_may_change and each.is_of_data)]
 
 

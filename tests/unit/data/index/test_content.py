@@ -14,7 +14,7 @@ import pytest
 
 from cascade_train.data.classification import ClassFolders, ClassTars
 from cascade_train.data.folder import Folder
-from cascade_train.data.index.content import changed_blocks, changed_rows, changed_samples, content_record
+from cascade_train.data.index.content import changed_content, changed_rows, changed_samples, content_record
 from cascade_train.data.index.rows import ROW_FIELDS, Index
 from cascade_train.data.mixture import Mixture
 from cascade_train.data.parquet import Parquet
@@ -102,7 +102,8 @@ def test_another_caption_of_the_same_length_is_another_content(make: Make, tmp_p
     changed = changed_rows(after, before)
     assert after.digest == before.digest
     assert [after.name(row)[-5:] for row in changed] == [after.name(5)[-5:]] if make in ONE_BY_ONE else len(changed)
-    assert changed_blocks(after, content_record(before)) == changed_samples(after, before)
+    text = f"the files behind data changed ({changed_samples(after, before)}); put them back"
+    assert changed_content(after, {"content": content_record(before)}) == [text]
 
 
 @pytest.mark.parametrize("make", ONE_BY_ONE)
@@ -141,9 +142,20 @@ def million(content: np.ndarray) -> Index:
 
 def test_the_record_of_a_million_samples_is_small_and_names_a_range() -> None:
     content = np.arange(1, 1_000_001, dtype=np.uint64)
-    saved = content_record(million(content))
+    saved = {"content": content_record(million(content))}
     assert len(json.dumps(saved)) < 1000
-    assert changed_blocks(million(content.copy()), saved) is None
-    content[500_000] = 0
-    assert changed_blocks(million(content), saved) == "a:0500000 to a:0515624"
-    assert changed_blocks(million(content[:9]), saved) == "1000000 samples then, 9 now"
+    assert changed_content(million(content.copy()), saved) == []
+    content[500_000] += 1
+    text = "the files behind data changed (a:0500000 to a:0515624); put them back"
+    assert changed_content(million(content), saved) == [text]
+
+
+def test_content_that_an_earlier_version_did_not_record_is_unknown(caplog: pytest.LogCaptureFixture) -> None:
+    content = np.arange(1, 129, dtype=np.uint64)
+    saved = content_record(million(content))
+    content[:1] = 0
+    assert changed_content(million(content), {"content": saved}) == []
+    assert [record.getMessage()[:36] for record in caplog.records] == ["Whether files of the data changed is"]
+    content[100] = 999
+    assert len(changed_content(million(content), {"content": saved})) == 1
+    assert changed_content(million(content), {}) == []
