@@ -8,7 +8,6 @@ RENAMED = {
     **{
         f"{_MODELS}.{old}": f"{_MODELS}.{new}"
         for old, new in (
-            ("autoencoder_kl", "stable_diffusion.autoencoder_kl"),
             ("cascade_unet_config", "cascade.unet_config"),
             ("condition_unet_config", "stable_diffusion.unet_config"),
             ("convolutional", "cascade.convolutional"),
@@ -20,7 +19,6 @@ RENAMED = {
             ("stage_a", "cascade.stage_a"),
             ("stage_b", "cascade.stage_b"),
             ("stage_c", "cascade.stage_c"),
-            ("stage_vae", "stable_diffusion.stage_vae"),
         )
     },
     f"{_DIFFUSION}.noise_condition.StableDiffusionCondition": f"{_DIFFUSION}.noise_condition.ScaledLinearCondition",

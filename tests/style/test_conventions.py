@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.style.source import ROOT, SourceFile, in_rooms, library
+from tests.style.source import PACKAGE, ROOT, SourceFile, in_rooms, library
 
 CONFIG_FILES = sorted((ROOT / "conf").rglob("*.yaml"))
 RUNS_SOMETHING = re.compile(r"(python -m|torchrun|cascade-train|make) ?\S*")
@@ -98,3 +98,19 @@ def test_config_file_says_what_it_is_and_the_command_that_runs_it(path: Path) ->
     assert len(first.split()) >= 3, "the first line says what the file is"
     assert second.startswith("# "), "the second line is the command that runs it"
     assert RUNS_SOMETHING.search(second), "the second line is the command that runs it"
+
+
+SECOND_FAMILY = re.compile(r"stable[ _-]?diffusion|sdxl|condition_?unet", re.IGNORECASE)
+MAY_NAME_IT = {
+    "models/stable_diffusion/": "the family itself",
+    "config/recipes/": "tables of what other trainers' files mean by its names",
+    "renamed.py": "names that saved configurations hold",
+}
+
+
+def test_the_second_family_is_named_in_its_folder_alone() -> None:
+    named = {
+        file.path.relative_to(PACKAGE).as_posix() for file in library() if SECOND_FAMILY.search(file.path.read_text())
+    }
+    assert {place for place in MAY_NAME_IT if any(name.startswith(place) for name in named)} == MAY_NAME_IT.keys()
+    assert not {name for name in named if not name.startswith(tuple(MAY_NAME_IT))}

@@ -1,4 +1,7 @@
-"""What the frozen parts of a stage share: where their values come from, and how they are made."""
+"""What the frozen parts of a stage share: where their values come from, and how they are made.
+
+Shape legend: B batch, C channels, H W image or latent size.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
 from cascade_train.models.family import Family
@@ -77,6 +80,26 @@ class FrozenPart(abc.ABC):
     @abc.abstractmethod
     def _make(self) -> tuple[nn.Module, float]:
         """Return the module, and the gain of seeded values at which activations keep their scale."""
+
+
+class LatentCodec(FrozenPart):
+    """A frozen map between images and latents.
+
+    Attributes:
+        latent_channels: channels of the latent.
+        stride: image pixels for each latent position.
+    """
+
+    latent_channels: int
+    stride: int
+
+    @abc.abstractmethod
+    def encode(self, image_BCHW: Tensor) -> Tensor:
+        """Encode (B, 3, H, W) float in [0, 1] to latents (B, C, ...) fp32. Without gradient. Must not sync."""
+
+    @abc.abstractmethod
+    def decode(self, latent_BCHW: Tensor) -> Tensor:
+        """Decode latents (B, C, H, W) to (B, 3, stride H, stride W) fp32, not clamped. Without gradient."""
 
 
 @dataclass(kw_only=True, eq=False)

@@ -81,11 +81,12 @@ class Stage(abc.ABC):
             file; null = from scratch.
 
     Attributes:
-        family: what it shares with others.
+        family: what it shares with others; autoencoders of several families have none.
         name: its role in its family, such as "stage_c", for messages.
         abilities: what tasks and objectives ask for, see `Task.fits`: "denoising" of latents, "text_to_image" from
-            captions alone, "control" by a control network, "reconstruction" from an image's own latents, and of those
-            that score pictures "vq_autoencoder", "kl_autoencoder" and "previewer".
+            captions alone, "control" by a control network, "reconstruction" from an image's own latents, which are
+            painted by a stage with "semantic_latents", and of those that score pictures "vq_autoencoder",
+            "kl_autoencoder" and "previewer".
         part: name of the folder that holds its network in pipelines and exports.
         image_multiple: both sides of an image must be multiples of this many pixels.
         image_keep_prob: share of training samples that keep their image condition, where a task names no other.
@@ -93,6 +94,7 @@ class Stage(abc.ABC):
         guidance_rescale: share of the guided prediction that gets the spread of the unguided one, see `guide`.
         noise_unit: what its network sees as noise level, see `NoiseCondition.unit`; None = whatever the objective has.
         needs_image: whether the network sees an image in evaluation and sampling too, or text alone.
+        has_run_unit: whether what runs each of its units can be set, as its network's `run_unit`.
         denoises: whether the network denoises latents; else it has no conditions and no `predict`.
         latent_name: what the clean latents are called among the products.
         image_products: what the stage makes of an image alone, without a random choice, by name; the value is the part
@@ -120,6 +122,7 @@ class Stage(abc.ABC):
     guidance_rescale: ClassVar[float] = 0.7
     noise_unit: ClassVar[str | None] = None
     needs_image: ClassVar[bool]
+    has_run_unit: ClassVar[bool] = False
     denoises: ClassVar[bool] = True
     latent_name: ClassVar[str]
     image_products: Mapping[str, str] = MappingProxyType({})

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from cascade_train.batch import Batch
 from cascade_train.models.image_quality import FeatureDistance, image_quality, load_lpips
-from cascade_train.models.stable_diffusion.networks.kl_network import Reconstructed
-from cascade_train.models.stable_diffusion.stage_vae import VAEStage
+from cascade_train.models.networks.kl_network import Reconstructed
+from cascade_train.models.stage_vae import VAEStage
 from cascade_train.options import check_within
 from cascade_train.tasks.autoencoding import (
     MAX_WEIGHT,

@@ -34,7 +34,6 @@ from cascade_train.distributed.parallelize import make_copies, reshard, set_grad
 from cascade_train.distributed.sharded import gathered_alone
 from cascade_train.engine.optimizer import fill_state
 from cascade_train.engine.phase import training_state
-from cascade_train.models.cascade.denoising import CascadeStage
 from cascade_train.models.denoising_stage import DenoisingStage
 from cascade_train.tasks.base import Export, Phase
 from cascade_train.tasks.controlnet import ControlNet
@@ -118,7 +117,7 @@ def rehearse(
         run = _Run(cfg, parts, live, mesh)
         if whole is not None and all(side % PRIME for side in run.sides() | sides_of(tree_iter(vars(prepared[0])))):
             live.samples, live.counts = PRIME, True
-            if shortened and isinstance(parts.stage, CascadeStage) and "network" not in parts.stage.left_out:
+            if shortened and parts.stage.has_run_unit and "network" not in parts.stage.left_out:
                 network: Any = parts.stage.network
                 network.run_unit = Repeats(live)
             begin = run.step(whole)

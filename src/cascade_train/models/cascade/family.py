@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from cascade_train.files.package import without_siblings
 from cascade_train.models.cascade.formats import names
 from cascade_train.models.family import Draw, Family, Spelling
 from cascade_train.models.formats.weights_tensors import Layout, Shape
@@ -55,7 +56,8 @@ class Cascade(Family):
 
     def network_class(self) -> Any:
         """Return diffusers' `StableCascadeUNet`."""
-        from cascade_train.models.cascade.networks.unet import StableCascadeUNet  # heavy: diffusers
+        with without_siblings("diffusers.models.unets"):  # heavy
+            from diffusers.models.unets.unet_stable_cascade import StableCascadeUNet
 
         return StableCascadeUNet
 

@@ -7,40 +7,17 @@ Shape legend: B batch, C channels, H W image or latent size.
 
 from __future__ import annotations
 
-import abc
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from cascade_train.models.frozen_part import FrozenPart
+from cascade_train.models.frozen_part import LatentCodec
 from cascade_train.options import File
 
 ORIGINAL_NAMES = {"vquantizer.codebook.": "vquantizer.embedding."}
 """Beginnings of names that the original and diffusers spell differently."""
-
-
-class LatentCodec(FrozenPart):
-    """A frozen map between images and latents.
-
-    Attributes:
-        latent_channels: channels of the latent.
-        stride: image pixels for each latent position.
-    """
-
-    key = "stage_a"
-    folder = "vqgan"
-    latent_channels: int
-    stride: int
-
-    @abc.abstractmethod
-    def encode(self, image_BCHW: Tensor) -> Tensor:
-        """Encode (B, 3, H, W) float in [0, 1] to latents (B, C, ...) fp32. Without gradient. Must not sync."""
-
-    @abc.abstractmethod
-    def decode(self, latent_BCHW: Tensor) -> Tensor:
-        """Decode latents (B, C, H, W) to (B, 3, stride H, stride W) fp32, not clamped. Without gradient."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -62,6 +39,8 @@ class VQGAN(LatentCodec):
         ValueError: a scale factor that is not above 0.
     """
 
+    key = "stage_a"
+    folder = "vqgan"
     renamed = ORIGINAL_NAMES
 
     weights: File[str | None]

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from cascade_train.batch import Batch
 from cascade_train.models.cascade.denoising import CascadeStage
-from cascade_train.models.cascade.latent_codec import LatentCodec
+from cascade_train.models.frozen_part import LatentCodec
 from cascade_train.models.stage import Conditions, Images, Save, Tokens, to_device
 
 Size = tuple[int, int]

@@ -33,7 +33,7 @@ class StageC(CascadeStage):
     """
 
     name = "stage_c"
-    abilities = frozenset({"denoising", "text_to_image", "control", "previewer"})
+    abilities = frozenset({"denoising", "text_to_image", "control", "previewer", "semantic_latents"})
     part = "prior"
     frozen_parts = ("text_encoder", "semantic_compressor", "image_encoder", "previewer")
     widths = (

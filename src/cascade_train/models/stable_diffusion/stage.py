@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from cascade_train.batch import Batch
+from cascade_train.models.autoencoder_kl import KLAutoencoder
 from cascade_train.models.denoising_stage import DenoisingStage
 from cascade_train.models.formats.weights import StoredValues
 from cascade_train.models.initialize import DrawnValues, torch_rule
-from cascade_train.models.stable_diffusion.autoencoder_kl import KLAutoencoder
 from cascade_train.models.stable_diffusion.family import STABLE_DIFFUSION
 from cascade_train.models.stable_diffusion.unet_config import ConditionUNetConfig
 from cascade_train.models.stage import Conditions, Images, Save, Tokens, below, to_device

@@ -5,8 +5,6 @@ Must not live here: weights, and anything that imports diffusers before `build`.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,9 +15,6 @@ if TYPE_CHECKING:
 
 DOWN, CROSS_DOWN = "DownBlock2D", "CrossAttnDownBlock2D"
 UP, CROSS_UP = "UpBlock2D", "CrossAttnUpBlock2D"
-
-LATENT_SIDE = 64
-"""Of a network whose configuration does not say it: of 512 pixels."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -110,20 +105,3 @@ class ConditionUNetConfig:
 
         with torch.device("meta"):
             return ConditionUNet(**self.arguments)
-
-
-def stored_arguments(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a `ConditionUNetConfig` of a network's configuration in a folder of diffusers.
-
-    What that lacks, or has one number for all levels, is as diffusers takes it.
-    """
-    from diffusers import UNet2DConditionModel  # heavy
-
-    known = inspect.signature(UNet2DConditionModel.__init__).parameters
-    found = {name: each.default for name, each in known.items()} | dict(stored)
-    found["attention_head_dim"] = found["num_attention_heads"] or found["attention_head_dim"]
-    for name in ("attention_head_dim", "transformer_layers_per_block"):
-        found[name] = [found[name]] * len(found["block_out_channels"]) if isinstance(found[name], int) else found[name]
-    found["sample_size"] = found["sample_size"] or LATENT_SIDE
-    wanted = {field.name: found[field.name] for field in fields(ConditionUNetConfig)}
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in wanted.items()}

@@ -23,7 +23,6 @@ from cascade_train.models.formats.export import (
     fixed_prediction,
     quiet,
     read_back_error,
-    reconstruction,
     replaced_directory,
 )
 from cascade_train.models.formats.pipeline_parts import copy_on_host, on_host, tokenizer_of_length, tower_of
@@ -60,18 +59,6 @@ def save_pipeline(
             check_equal_tensors({n: v.to(network.dtype) for n, v in tower.items()}, found.state_dict(), directory)
         loaded = UNet2DConditionModel.from_pretrained(place / "unet", torch_dtype=network.dtype)
         return read_back_error(network, loaded, directory, partial(fixed_prediction, STABLE_DIFFUSION))
-
-
-def save_vae(config: Mapping[str, Any], state: Mapping[str, Tensor], directory: Path) -> float:
-    """Write a folder that `AutoencoderKL.from_pretrained` loads, as `save_pipeline` does, of these arguments."""
-    with torch.device("meta"):
-        model = AutoencoderKL(**config)
-    model.load_state_dict(dict(state), strict=True, assign=True)
-    model = model.requires_grad_(requires_grad=False).eval()
-    with replaced_directory(directory) as place, quiet():
-        model.save_pretrained(place)
-        loaded = AutoencoderKL.from_pretrained(place, torch_dtype=model.dtype)
-        return read_back_error(model, loaded, directory, reconstruction)
 
 
 def _tower(stage: StableDiffusion, name: str, dtype: torch.dtype, towers: Mapping[str, Mapping[str, Tensor]]) -> Any:

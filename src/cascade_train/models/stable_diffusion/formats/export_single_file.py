@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cascade_train.errors import ConfigError
 from cascade_train.files.untrusted import read_json
+from cascade_train.models.formats.autoencoder_kl import VAE, read_vae
 from cascade_train.models.formats.export import check_equal_tensors, quiet, replaced_file
 from cascade_train.models.formats.model_spec import model_spec
 from cascade_train.models.formats.weights import open_weights
@@ -29,9 +30,7 @@ from cascade_train.models.stable_diffusion.formats.original_names import (
 from cascade_train.models.stable_diffusion.formats.single_file import (
     TOWERS,
     UNET,
-    VAE,
     read_text_tower,
-    read_vae,
     unet_layout,
 )
 

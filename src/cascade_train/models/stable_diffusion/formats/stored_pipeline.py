@@ -5,13 +5,25 @@ Must not live here: where folders lie (formats/weights_source.py), and how weigh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from cascade_train.errors import ConfigError
 from cascade_train.files.untrusted import read_json
-from cascade_train.models.stable_diffusion.unet_config import stored_arguments
+
+NETWORK = (
+    "sample_size", "in_channels", "out_channels", "block_out_channels", "layers_per_block", "down_block_types",
+    "up_block_types", "transformer_layers_per_block", "attention_head_dim", "cross_attention_dim",
+    "use_linear_projection", "upcast_attention", "addition_embed_type", "addition_time_embed_dim",
+    "projection_class_embeddings_input_dim", "dropout", "act_fn", "norm_num_groups", "norm_eps",
+    "downsample_padding", "mid_block_scale_factor", "center_input_sample", "flip_sin_to_cos", "freq_shift",
+)  # fmt: skip
+"""Arguments of a `ConditionUNetConfig`."""
+
+LATENT_SIDE = 64
+"""Of a network whose configuration does not say it: of 512 pixels."""
 
 _TOWER = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "hidden_act", "vocab_size")
 _VAE = ("scaling_factor", "latent_channels", "block_out_channels", "layers_per_block", "norm_num_groups")
@@ -32,7 +44,7 @@ def stored_pipeline(folder: Path, base: str) -> tuple[list[str], dict[str, Any]]
     schedule = _json(folder / "scheduler" / "scheduler_config.json")
     overrides = [f"model={base}", "task=finetune", f"objective={_objective(schedule)}", "run.name=pipeline"]
     changed: dict[str, Any] = {"model.weights": str(folder)}
-    network, vae = stored_arguments(_json(folder / "unet" / "config.json")), _json(folder / "vae" / "config.json", _VAE)
+    network, vae = _network(_json(folder / "unet" / "config.json")), _json(folder / "vae" / "config.json", _VAE)
     changed |= {f"model.network.{name}": value for name, value in network.items()}
     changed |= {f"model.vae.{name}": vae[name] for name in _VAE}
     changed["model.image_size"] = network["sample_size"] * 2 ** (len(vae["block_out_channels"]) - 1)
@@ -43,6 +55,23 @@ def stored_pipeline(folder: Path, base: str) -> tuple[list[str], dict[str, Any]]
         own |= {"projection_dim": tower.get("projection_dim", 512)} if number else {}
         changed |= {f"model.text_encoder{number}.{name}": value for name, value in own.items()}
     return overrides, changed | _noise(schedule)
+
+
+def _network(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a `ConditionUNetConfig` of a network's configuration in a folder of diffusers.
+
+    What that lacks, or has one number for all levels, is as diffusers takes it.
+    """
+    from diffusers import UNet2DConditionModel  # heavy
+
+    known = inspect.signature(UNet2DConditionModel.__init__).parameters
+    found = {name: each.default for name, each in known.items()} | dict(stored)
+    found["attention_head_dim"] = found["num_attention_heads"] or found["attention_head_dim"]
+    for name in ("attention_head_dim", "transformer_layers_per_block"):
+        found[name] = [found[name]] * len(found["block_out_channels"]) if isinstance(found[name], int) else found[name]
+    found["sample_size"] = found["sample_size"] or LATENT_SIDE
+    wanted = {name: found[name] for name in NETWORK}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in wanted.items()}
 
 
 def _json(path: Path, needed: Sequence[str] = ()) -> dict[str, Any]:

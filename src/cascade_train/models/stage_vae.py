@@ -1,4 +1,4 @@
-"""Stable Diffusion's autoencoder as what trains: images to latents, as a normal distribution, and back.
+"""A KL autoencoder as what trains: images to latents, as a normal distribution, and back.
 
 Must not live here: its losses (tasks/autoencoder_kl.py), and the autoencoder as a frozen part (autoencoder_kl.py).
 
@@ -15,11 +15,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from cascade_train.models.autoencoder_kl import kl_arguments
+from cascade_train.models.formats.autoencoder_kl import read_vae, save_vae
 from cascade_train.models.formats.weights import put_tensors
 from cascade_train.models.initialize import initialise, torch_rule
-from cascade_train.models.stable_diffusion.autoencoder_kl import kl_arguments
-from cascade_train.models.stable_diffusion.family import STABLE_DIFFUSION
-from cascade_train.models.stable_diffusion.formats.single_file import read_vae
 from cascade_train.models.stage import AutoencoderStage, Images, Save
 from cascade_train.options import File
 
@@ -45,7 +44,6 @@ class VAEStage(AutoencoderStage):
             divide into groups.
     """
 
-    family = STABLE_DIFFUSION
     name = "vae"
     abilities = frozenset({"kl_autoencoder"})
     part = "vae"
@@ -73,7 +71,7 @@ class VAEStage(AutoencoderStage):
 
     def build(self, *, device: torch.device, network_dtype: torch.dtype, frozen_dtype: torch.dtype) -> None:
         """Make the network on the meta device, then load or initialise it on `device`."""
-        from cascade_train.models.stable_diffusion.networks.kl_network import KLNetwork  # heavy: diffusers
+        from cascade_train.models.networks.kl_network import KLNetwork  # heavy: diffusers
 
         with torch.device("meta"):
             network = KLNetwork(**self.arguments)
@@ -107,8 +105,4 @@ class VAEStage(AutoencoderStage):
 
     def exports(self) -> Mapping[str, Save]:
         """Return `vae`, a folder that diffusers loads."""
-        from cascade_train.models.stable_diffusion.formats.export_pipeline import (
-            save_vae,  # heavy: diffusers' pipelines
-        )
-
         return {self.part: partial(save_vae, self.arguments)}

@@ -1,4 +1,4 @@
-"""The network of Stable Diffusion's autoencoder as it trains: diffusers' `AutoencoderKL`, all of it through `forward`.
+"""The network of a KL autoencoder as it trains: diffusers' `AutoencoderKL`, all of it through `forward`.
 
 Must not live here: losses (tasks/autoencoder_kl.py), and the autoencoder as a frozen part (autoencoder_kl.py).
 

@@ -1,6 +1,6 @@
-"""The autoencoder of Stable Diffusion: images to latents, as a normal distribution, and back.
+"""The KL autoencoder of latent diffusion: images to latents, as a normal distribution, and back.
 
-Must not live here: the draw from the distribution (stable_diffusion.py).
+Must not live here: the draw from the distribution (a stage's).
 
 Shape legend: B batch, C channels, H W image or latent size.
 """
@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from cascade_train.files.untrusted import read_json
-from cascade_train.models.cascade.latent_codec import LatentCodec
+from cascade_train.models.formats.autoencoder_kl import read_vae
 from cascade_train.models.formats.weights import put_tensors
 from cascade_train.models.formats.weights_source import find_weight_files
 from cascade_train.models.formats.weights_tensors import header_checked
+from cascade_train.models.frozen_part import LatentCodec
 from cascade_train.models.initialize import FROZEN_SEED, convolution_rule, initialise
-from cascade_train.models.stable_diffusion.formats.single_file import read_vae
 from cascade_train.options import File
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class KLAutoencoder(LatentCodec):
     Args:
         weights: folder of diffusers or hub id, a pipeline's or its own; a run; or a single file, of diffusers' names or
             the original's, with other parts in it or without; null = values from a fixed seed.
-        precision: "auto" = that of frozen modules, "fp32" = always fp32. SDXL's needs fp32 or bf16: in fp16 it
+        precision: "auto" = that of frozen modules, "fp32" = always fp32. That of XL needs fp32 or bf16: in fp16 it
             overflows.
         sample_posterior: whether training draws latents from the distribution; false = takes its mean.
         scaling_factor: what latents are multiplied by.
