@@ -26,8 +26,8 @@ class NoiseCondition(abc.ABC):
     Attributes:
         shift: the condition is that of logSNR + 2 ln(shift): the inverse of a schedule's shift.
         clamp_range: lowest and highest value; None = unlimited.
-        unit: what it counts: "time" in [0, 1], or "timestep" of a discrete schedule; None = anything else. A stage
-            refuses the other than its network was made for.
+        unit: what it counts: "time" in [0, 1], "timestep" of a discrete schedule, or "flow_timestep", a share of noise
+            in steps; None = anything else. A stage refuses another than its network was made for.
     """
 
     unit: ClassVar[str | None] = None
@@ -122,6 +122,26 @@ class RectifiedFlowCondition(NoiseCondition):
 
     def _value(self, logsnr_B: Tensor) -> Tensor:
         return (logsnr_B / 2).sigmoid()
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlowTimestepCondition(NoiseCondition):
+    """Place on the straight line from data (0) to noise: the noise scale of `LerpScaling`, counted in steps.
+
+    Attributes:
+        num_train_timesteps: steps of the line; 1000 for the published networks, 1 = the scale itself.
+    """
+
+    unit = "flow_timestep"
+
+    num_train_timesteps: int
+
+    def __post_init__(self) -> None:
+        check_above("num_train_timesteps", self.num_train_timesteps, 0)
+        super().__post_init__()
+
+    def _value(self, logsnr_B: Tensor) -> Tensor:
+        return (-logsnr_B / 2).sigmoid() * self.num_train_timesteps
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,16 +19,12 @@ from cascade_train.diffusion.loss_weight import LossWeight, MinSNRGammaLossWeigh
 from cascade_train.diffusion.noise import Noise, PlainNoise
 from cascade_train.diffusion.noise_condition import NoiseCondition
 from cascade_train.diffusion.scaling import Scaling, per_sample
-from cascade_train.diffusion.schedule import DDPMSchedule, EDMSampleSchedule, Schedule
-from cascade_train.diffusion.target import EDMTarget, EpsilonTarget, Target, VTarget, X0Target
+from cascade_train.diffusion.schedule import DDPMSchedule, Schedule
+from cascade_train.diffusion.scheduler_config import scheduler_config
+from cascade_train.diffusion.target import EpsilonTarget, Target, VTarget, X0Target
 from cascade_train.diffusion.timestep_bias import TimestepBias
 from cascade_train.errors import ConfigError, RunError
 from cascade_train.options import check_above, check_within
-
-PREDICTION_TYPES: Mapping[type[Target], str] = MappingProxyType(
-    {EpsilonTarget: "epsilon", VTarget: "v_prediction", X0Target: "sample"}
-)
-"""What diffusers' schedulers call the targets."""
 
 SHORT_NAMES: Mapping[str, type[Target]] = MappingProxyType({"epsilon": EpsilonTarget, "v": VTarget, "x0": X0Target})
 """What `MinSNRGammaLossWeight` calls them."""
@@ -185,21 +181,7 @@ class Objective(AdaptiveParts):
 
         With DDIM and as many steps, a divisor of the timesteps, its samples are those of `sample` with "ddim".
         """
-        if isinstance(self.schedule, DDPMSchedule) and type(self.target) in PREDICTION_TYPES:
-            options = ("beta_schedule", "beta_start", "beta_end", "num_train_timesteps", "rescale_betas_zero_snr")
-            sampled = {
-                "clip_sample": False,
-                "set_alpha_to_one": True,
-                "timestep_spacing": "trailing",
-                "steps_offset": 1,
-            }
-            found = {"prediction_type": PREDICTION_TYPES[type(self.target)], **sampled}
-            return {"_class_name": "DDIMScheduler", **{key: getattr(self.schedule, key) for key in options}, **found}
-        if isinstance(self.schedule, EDMSampleSchedule) and isinstance(self.target, EDMTarget):
-            low, high = self.schedule.sigma_range
-            levels = {"sigma_min": low, "sigma_max": high, "sigma_data": self.target.sigma_data, "rho": self.schedule.p}
-            return {"_class_name": "EDMEulerScheduler", **levels, "prediction_type": "epsilon"}
-        return None
+        return scheduler_config(self)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore what `state_dict` returned; a RunError if the state belongs to another objective."""

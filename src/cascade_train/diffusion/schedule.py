@@ -208,14 +208,14 @@ class EDMSampleSchedule(Schedule):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EDMTrainSchedule(EDMSampleSchedule):
-    """Log-normal training noise, ln(sigma) ~ N(mu, std^2) (Karras et al. 2022, table 1).
+class _NormalSchedule(Schedule):
+    """Training noise with -logSNR / 2, which is ln(b / a), drawn from a normal distribution, without limits.
 
-    As a function of t it is `EDMSampleSchedule`; only training draws from the normal, without limits.
+    As a function of t it is the schedule beside which it is a base.
 
     Attributes:
-        mu: mean of ln(sigma), the paper's P_mean.
-        std: standard deviation of ln(sigma), the paper's P_std.
+        mu: mean of -logSNR / 2.
+        std: its standard deviation.
     """
 
     mu: float
@@ -229,6 +229,22 @@ class EDMTrainSchedule(EDMSampleSchedule):
         """Return the training logSNR of uniform numbers, through the normal's quantiles."""
         normal_B: Tensor = torch.special.ndtri((1 - u_B.float()).clamp(2**-24, 1 - 2**-24))
         return -2 * (self.mu + self.std * normal_B) - 2 * math.log(shift * self.shift)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EDMTrainSchedule(_NormalSchedule, EDMSampleSchedule):
+    """Log-normal training noise, ln(sigma) ~ N(mu, std^2), the paper's P_mean and P_std (Karras et al. 2022, table 1).
+
+    As a function of t it is `EDMSampleSchedule`.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogitNormalSchedule(_NormalSchedule, RectifiedFlowSchedule):
+    """Logit-normal training times of a rectified flow, logit(t) ~ N(mu, std^2) (Esser et al. 2024, eq. 19).
+
+    As a function of t it is `RectifiedFlowSchedule`.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,6 +37,8 @@ class KLAutoencoder(LatentCodec):
             overflows.
         sample_posterior: whether training draws latents from the distribution; false = takes its mean.
         scaling_factor: what latents are multiplied by.
+        shift_factor: what is subtracted from them before; null = nothing.
+        use_quant_conv: whether a convolution follows the encoder and another one precedes the decoder.
         latent_channels: channels of the latent.
         block_out_channels: width of each level; the stride is 2 to the power of one less than their number.
         layers_per_block: residual blocks of each level.
@@ -57,9 +59,12 @@ class KLAutoencoder(LatentCodec):
     block_out_channels: list[int]
     layers_per_block: int
     norm_num_groups: int
+    shift_factor: float | None = None
+    use_quant_conv: bool = True
 
     def __post_init__(self) -> None:
-        self.arguments = kl_arguments(self, key=self.key)
+        convolutions = dict.fromkeys(("use_quant_conv", "use_post_quant_conv"), self.use_quant_conv)
+        self.arguments = {**kl_arguments(self, key=self.key), "shift_factor": self.shift_factor, **convolutions}
         self.stride = 2 ** (len(self.block_out_channels) - 1)
 
     def build(self, *, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
@@ -83,13 +88,15 @@ class KLAutoencoder(LatentCodec):
         """Warn where the configuration beside the weights names another scale: nothing else would show it."""
         path = find_weight_files(weights, key=key, part=self.folder)[0].parent / "config.json"
         with header_checked(f"{key}={weights}"):
-            stored = dict(read_json(path.read_bytes())).get("scaling_factor") if path.is_file() else None
-        if isinstance(stored, float) and abs(stored - self.scaling_factor) > 1e-4 * self.scaling_factor:
-            log.warning(
-                "%s=%s: was made for model.vae.scaling_factor=%g, and %g counts here. Set the one that the network "
-                "is trained with.",
-                *(key, weights, stored, self.scaling_factor),
-            )
+            config = dict(read_json(path.read_bytes())) if path.is_file() else {}
+        for name in ("scaling_factor", "shift_factor"):
+            stored, ours = config.get(name), getattr(self, name) or 0.0
+            if isinstance(stored, float) and abs(stored - ours) > 1e-4 * abs(stored):
+                log.warning(
+                    "%s=%s: was made for model.vae.%s=%g, and %g counts here. Set the one that the network is trained "
+                    "with.",
+                    *(key, weights, name, stored, ours),
+                )
 
     def _make(self) -> tuple[nn.Module, float]:
         from diffusers import AutoencoderKL
@@ -100,7 +107,8 @@ class KLAutoencoder(LatentCodec):
     def posterior(self, image_BCHW: Tensor) -> tuple[Tensor, Tensor]:
         """Encode (B, 3, H, W) float in [0, 1] to mean and standard deviation of the latents, (B, C, ...) fp32 each."""
         found = self.module.encode((2 * image_BCHW - 1).to(self.module.dtype)).latent_dist
-        return self.scaling_factor * found.mean.float(), self.scaling_factor * found.std.float()
+        mean_BCHW = found.mean.float() if self.shift_factor is None else found.mean.float() - self.shift_factor
+        return self.scaling_factor * mean_BCHW, self.scaling_factor * found.std.float()
 
     def encode(self, image_BCHW: Tensor) -> Tensor:
         """Encode (B, 3, H, W) float in [0, 1] to the mean of the latents, (B, C, H / stride, W / stride) fp32."""
@@ -109,7 +117,8 @@ class KLAutoencoder(LatentCodec):
     @torch.no_grad()
     def decode(self, latent_BCHW: Tensor) -> Tensor:
         """Decode (B, C, H, W) to (B, 3, stride H, stride W) fp32, not clamped."""
-        return (self.module.decode((latent_BCHW / self.scaling_factor).to(self.module.dtype)).sample.float() + 1) / 2
+        plain_BCHW = latent_BCHW / self.scaling_factor + (self.shift_factor or 0.0)
+        return (self.module.decode(plain_BCHW.to(self.module.dtype)).sample.float() + 1) / 2
 
 
 def kl_arguments(options: Any, *, key: str) -> dict[str, Any]:

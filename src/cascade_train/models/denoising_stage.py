@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from cascade_train.models.formats.weights_source import WeightsSpec
+from cascade_train.models.frozen_part import FrozenTower
 from cascade_train.models.initialize import InitialValues, Shares
 from cascade_train.models.lora import MAGNITUDE, begin_magnitudes
 from cascade_train.models.stage import Images, Stage, Tokens, product
@@ -59,17 +60,22 @@ class DenoisingStage(Stage):
         del self.network  # until `build` makes it of the architecture
         self._values: InitialValues
         self._frozen_dtype: torch.dtype
-        self.image_multiple = getattr(self, self.multiple_of).stride
+        self.image_multiple = self._image_multiple()
         self._parts = {name: part for name in self.frozen_parts if (part := getattr(self, name)) is not None}
-        for encoder in self.text_encoders().values():
-            encoder.family = self.family
+        for part in self._parts.values():
+            if isinstance(part, FrozenTower):
+                part.family = self.family
         self._check()
         if self.random_encoders:
             for part in self._parts.values():
                 part.forget_weights()
 
+    def _image_multiple(self) -> int:
+        stride: int = getattr(self, self.multiple_of).stride
+        return stride
+
     def text_encoders(self) -> dict[str, TextEncoder]:
-        """Return the text towers by their key below `model.`."""
+        """Return the text towers that adapters and tokens may be trained in, by their key below `model.`."""
         return {name: part for name, part in self._parts.items() if isinstance(part, TextEncoder)}
 
     def _check(self) -> None:

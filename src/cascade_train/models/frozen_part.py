@@ -103,48 +103,26 @@ class LatentCodec(FrozenPart):
 
 
 @dataclass(kw_only=True, eq=False)
-class ClipTower:
-    """A frozen tower of CLIP with projection.
+class FrozenTower:
+    """A frozen tower of transformers.
 
     Args:
         weights: hub id (`owner/name[@revision]`) or local folder of transformers, a run, or a file of a whole model;
             null = values from a fixed seed.
         subfolder: folder within `weights`; null = its root.
-        hidden_size: width of the tokens.
-        intermediate_size: width inside the feed-forward layers.
-        num_hidden_layers: number of layers.
-        num_attention_heads: heads of each layer.
-        projection_dim: width of the embedding.
-        hidden_act: activation by its transformers name.
 
     Attributes:
         key: name below `model.`.
         family: of the stage; set before `build`.
         module: exists after `build`, in eval mode and without gradients.
-
-    Raises:
-        ValueError: heads that do not divide the width.
     """
 
     key: ClassVar[str]
 
     weights: File[str | None]
     subfolder: str | None
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    projection_dim: int | None
-    hidden_act: str
 
     def __post_init__(self) -> None:
-        if self.num_attention_heads < 1 or self.hidden_size % self.num_attention_heads:
-            raise ValueError(
-                f"{self.key}.num_attention_heads={self.num_attention_heads}: must divide "
-                f"{self.key}.hidden_size={self.hidden_size}"
-            )
-        own = [field.name for field in fields(ClipTower) if field.name not in ("weights", "subfolder")]
-        self.sizes = {name: getattr(self, name) for name in own}
         self.family: Family
         self.module: Any
 
@@ -167,6 +145,7 @@ class ClipTower:
             with torch.device("meta"):
                 module = kind(config)
             initialise(module, tower_rule, device=device, dtype=dtype, seed=FROZEN_SEED)
+            module.tie_weights()
         elif self.weights.endswith(SINGLE_FILE_SUFFIXES):
             with torch.device("meta"):
                 module = kind(config)
@@ -175,7 +154,7 @@ class ClipTower:
             put_tensors(module, values, dtype=dtype, device=device, origin=origin)
         else:
             try:
-                folder, subfolder = local_folder(ClipTower.weight_specs(self)[0])
+                folder, subfolder = local_folder(FrozenTower.weight_specs(self)[0])
                 where = {"subfolder": subfolder, "device_map": {"": device}}
                 module = kind.from_pretrained(folder, dtype=dtype, **where)
                 check_dtypes(f"{folder}/{subfolder}", key=f"model.{self.key}.weights")
@@ -185,6 +164,40 @@ class ClipTower:
                     f"null takes seeded values ({error})"
                 ) from error
         self.module = module.eval().requires_grad_(False)
+
+
+@dataclass(kw_only=True, eq=False)
+class ClipTower(FrozenTower):
+    """A frozen tower of CLIP with projection.
+
+    Args:
+        hidden_size: width of the tokens.
+        intermediate_size: width inside the feed-forward layers.
+        num_hidden_layers: number of layers.
+        num_attention_heads: heads of each layer.
+        projection_dim: width of the embedding.
+        hidden_act: activation by its transformers name.
+
+    Raises:
+        ValueError: heads that do not divide the width.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    projection_dim: int | None
+    hidden_act: str
+
+    def __post_init__(self) -> None:
+        if self.num_attention_heads < 1 or self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"{self.key}.num_attention_heads={self.num_attention_heads}: must divide "
+                f"{self.key}.hidden_size={self.hidden_size}"
+            )
+        own = [field.name for field in fields(ClipTower) if field.name not in ("weights", "subfolder")]
+        self.sizes = {name: getattr(self, name) for name in own}
+        super().__post_init__()
 
 
 def local_folder(spec: WeightsSpec) -> tuple[str, str]:

@@ -113,7 +113,7 @@ class Stage(abc.ABC):
             exports; set before those. None = there is none.
     """
 
-    family: ClassVar[Family]
+    family: ClassVar[Family] = None  # type: ignore[assignment]  # not asked of autoencoders
     name: ClassVar[str]
     abilities: ClassVar[frozenset[str]] = frozenset()
     part: ClassVar[str]

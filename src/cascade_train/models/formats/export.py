@@ -49,6 +49,7 @@ def build_plain_network(family: Family, config: Mapping[str, Any], state: Mappin
     """Return diffusers' own class around `state` (sharing its memory); None = on the meta device."""
     with torch.device("meta"):
         network = family.network_class().from_config({k: v for k, v in config.items() if not k.startswith("_")})
+    network.family = family
     if state is not None:
         network.load_state_dict(state, strict=True, assign=True)
     return network.eval()
