@@ -27,9 +27,10 @@ from torch import Tensor
 from cascade_train.data.index.content import changed_rows, changed_samples
 from cascade_train.data.index.rows import Index
 from cascade_train.data.storage.store import LocalFiles
-from cascade_train.data.tar.members import fill_tar
+from cascade_train.data.tar.members import write_tar
 from cascade_train.errors import ConfigError, RunError
 from cascade_train.files.durable import replacing, write_durably
+from cascade_train.renamed import current_target
 
 FORMAT = 1
 MANIFEST, INDEX = "manifest.json", "index.npz"
@@ -72,8 +73,10 @@ class Manifest:
         return range(unit * self.unit_samples, min(self.rows, (unit + 1) * self.unit_samples))
 
 
-def write_manifest(folder: Path, manifest: Manifest, index: Index, *, on_change: str = "refuse") -> set[int]:
-    """Write what describes a cache, unless the same is there already; return the units whose samples changed since.
+def write_manifest(
+    folder: Path, manifest: Manifest, index: Index, *, on_change: str = "refuse"
+) -> tuple[Manifest, set[int]]:
+    """Describe a cache and return that, as it is where the same is there, and the units whose samples changed since.
 
     A ConfigError if another one is there, or samples changed and `on_change` is not "restart".
     """
@@ -82,22 +85,22 @@ def write_manifest(folder: Path, manifest: Manifest, index: Index, *, on_change:
         if (folder / MANIFEST).is_file():
             other = read_manifest(folder)
             difference, then = first_difference(manifest, other), made_of(folder, other, index)
-            if manifest.index != other.index:
-                difference = changed_samples(index, then) or difference
             if difference is not None:
+                if manifest.index != other.index:
+                    difference = changed_samples(index, then) or difference
                 raise ConfigError(
                     f"out={folder} holds another cache: {difference}. Choose another folder, or remove it."
                 )
             remedy = "put it back, or make the units of changed samples again"
             refuse_changed(f"out={folder}", index, then, on_change, remedy)
-            return set((changed_rows(index, then) // manifest.unit_samples).tolist())
+            return other, set((changed_rows(index, then) // manifest.unit_samples).tolist())
         with replacing(folder / INDEX, racing=True) as partial:
             np.savez(partial, table=index.table, keys=index.keys, shards=np.array(index.shards))
         text = json.dumps(dataclasses.asdict(manifest), indent=1, sort_keys=True)
         write_durably(folder / MANIFEST, text, racing=True)
     except OSError as error:
         raise ConfigError(f"out={folder} cannot be written ({error}). Choose another folder.") from error
-    return set()
+    return manifest, set()
 
 
 def refuse_changed(where: str, index: Index, then: Index, on_change: str, remedy: str) -> None:
@@ -116,9 +119,16 @@ def first_difference(manifest: Manifest, other: Manifest) -> str | None:
             return f"{name} is {getattr(manifest, name)} here and {getattr(other, name)} there"
     for key in sorted(manifest.identity.keys() | other.identity.keys()):
         own, its = manifest.identity.get(key), other.identity.get(key)
-        if own != its:
+        if _renamed(own) != _renamed(its):
             return f"{key} is {own} here and {its} there"
     return None
+
+
+def _renamed(value: Any) -> Any:
+    """Return an option, or a component's options, with the names that classes have today."""
+    if isinstance(value, Mapping):
+        return {key: _renamed(each) for key, each in value.items()}
+    return current_target(value) if isinstance(value, str) else value
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -218,8 +228,8 @@ def write_unit(
     places = table_file(folder, unit), captions_tar(folder, unit), samples_tar(folder, unit)
     with ExitStack() as stack:  # what was entered last is moved first
         table, *tars = [stack.enter_context(replacing(path, racing=True, durable=False)) for path in places]
-        fill_tar(tars[0], _caption_parts(named, captions))
-        fill_tar(tars[1], _sample_parts(samples))
+        write_tar(tars[0], _caption_parts(named, captions))
+        write_tar(tars[1], _sample_parts(samples))
         of_captions, of_samples = (_spans(tar) for tar in tars)
         names = [(f"{row:09d}.{_PAYLOAD}", f"{row:09d}.{_META}") for row in manifest.rows_of(unit)]
         np.savez(

@@ -29,12 +29,12 @@ class Index:
     the upright picture, 0 where the header cannot be read. A source adds its own."""
     keys: np.ndarray  # (N,) bytes, each sample's key within its shard
     filters: str = ""  # identity of the row filters that chose these samples; empty = none
-    content: np.ndarray = field(default=None)  # type: ignore[arg-type] # (N,) uint64, checksums of samples, 0 = unknown
+    content: np.ndarray = field(default=None)  # type: ignore[arg-type] # (N,) uint64, checksums; 0 = unknown, 1 = no files
     rows_are_samples: bool = True  # False where each row stands for a tar that can only be streamed
 
     def __post_init__(self) -> None:
         if self.content is None:
-            object.__setattr__(self, "content", np.zeros(len(self.table), dtype=np.uint64))
+            object.__setattr__(self, "content", np.ones(len(self.table), dtype=np.uint64))
 
     def __len__(self) -> int:
         return len(self.table)
