@@ -80,7 +80,7 @@ def make_cache(
     index = sized_index(source, data.index, data.rows)
     manifest = describe(to_plain(cfg), encoder, data, index, unit_samples)
     folder = Path(out)
-    stale = write_manifest(folder, manifest, index, on_change=source.on_change)
+    manifest, stale = write_manifest(folder, manifest, index, on_change=source.on_change)
     remove_abandoned(folder)
     mine = range(task_index, manifest.units, task_count)
     todo = [unit for unit in mine if unit in stale or not is_whole(folder, unit, manifest)]

@@ -83,7 +83,7 @@ class JoinedSource(Source):
         self._row = np.concatenate(spans)
         table = np.zeros(len(self._row), dtype=ROW_FIELDS)
         table["shard"] = np.repeat(np.arange(blocks), sizes.sum(axis=1))
-        keys, content = np.empty(len(self._row), dtype=object), np.zeros(len(self._row), dtype=np.uint64)
+        keys, content = np.empty(len(self._row), dtype=object), np.empty(len(self._row), dtype=np.uint64)
         for number, part in enumerate(parts):
             here = self._part == number
             for field in ("width", "height"):

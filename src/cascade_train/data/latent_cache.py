@@ -27,7 +27,7 @@ from torch import Tensor
 from cascade_train.data.index.content import changed_rows, changed_samples
 from cascade_train.data.index.rows import Index
 from cascade_train.data.storage.store import LocalFiles
-from cascade_train.data.tar.members import fill_tar
+from cascade_train.data.tar.members import write_tar
 from cascade_train.errors import ConfigError, RunError
 from cascade_train.files.durable import replacing, write_durably
 
@@ -72,8 +72,10 @@ class Manifest:
         return range(unit * self.unit_samples, min(self.rows, (unit + 1) * self.unit_samples))
 
 
-def write_manifest(folder: Path, manifest: Manifest, index: Index, *, on_change: str = "refuse") -> set[int]:
-    """Write what describes a cache, unless the same is there already; return the units whose samples changed since.
+def write_manifest(
+    folder: Path, manifest: Manifest, index: Index, *, on_change: str = "refuse"
+) -> tuple[Manifest, set[int]]:
+    """Describe a cache and return that, as it is where the same is there, and the units whose samples changed since.
 
     A ConfigError if another one is there, or samples changed and `on_change` is not "restart".
     """
@@ -82,22 +84,22 @@ def write_manifest(folder: Path, manifest: Manifest, index: Index, *, on_change:
         if (folder / MANIFEST).is_file():
             other = read_manifest(folder)
             difference, then = first_difference(manifest, other), made_of(folder, other, index)
-            if manifest.index != other.index:
-                difference = changed_samples(index, then) or difference
             if difference is not None:
+                if manifest.index != other.index:
+                    difference = changed_samples(index, then) or difference
                 raise ConfigError(
                     f"out={folder} holds another cache: {difference}. Choose another folder, or remove it."
                 )
             remedy = "put it back, or make the units of changed samples again"
             refuse_changed(f"out={folder}", index, then, on_change, remedy)
-            return set((changed_rows(index, then) // manifest.unit_samples).tolist())
+            return other, set((changed_rows(index, then) // manifest.unit_samples).tolist())
         with replacing(folder / INDEX, racing=True) as partial:
             np.savez(partial, table=index.table, keys=index.keys, shards=np.array(index.shards))
         text = json.dumps(dataclasses.asdict(manifest), indent=1, sort_keys=True)
         write_durably(folder / MANIFEST, text, racing=True)
     except OSError as error:
         raise ConfigError(f"out={folder} cannot be written ({error}). Choose another folder.") from error
-    return set()
+    return manifest, set()
 
 
 def refuse_changed(where: str, index: Index, then: Index, on_change: str, remedy: str) -> None:
@@ -218,8 +220,8 @@ def write_unit(
     places = table_file(folder, unit), captions_tar(folder, unit), samples_tar(folder, unit)
     with ExitStack() as stack:  # what was entered last is moved first
         table, *tars = [stack.enter_context(replacing(path, racing=True, durable=False)) for path in places]
-        fill_tar(tars[0], _caption_parts(named, captions))
-        fill_tar(tars[1], _sample_parts(samples))
+        write_tar(tars[0], _caption_parts(named, captions))
+        write_tar(tars[1], _sample_parts(samples))
         of_captions, of_samples = (_spans(tar) for tar in tars)
         names = [(f"{row:09d}.{_PAYLOAD}", f"{row:09d}.{_META}") for row in manifest.rows_of(unit)]
         np.savez(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cascade_train.data.index.content import combined, text_checksum
+from cascade_train.data.index.content import BEGINNING_BYTES, checksum, combined, text_checksum
 from cascade_train.data.index.row_filter import parse_row_filters
 from cascade_train.data.index.rows import ROW_FIELDS, Index
 from cascade_train.data.index.selection import RowSelector
@@ -113,11 +113,17 @@ class WebDataset(Source):
         table = np.array(rows, dtype=[*ROW_FIELDS, ("bytes", "<i8")])
         names = tuple(tar.identity for tar in self._tars)
         keys = np.array([name.encode() for name in names])
-        versions = [tar.item.version if tar.is_remote else "" for tar in self._tars]  # an ETag, kept by copies
-        content = combined(np.array([text_checksum(version) for version in versions]))
+        content = combined(np.array([self._checksum(tar) for tar in self._tars]))
         _log.info("%s cannot be indexed: all tars are streamed", streamed)
         filters = self._filters.identity
         return Index(shards=names, table=table, keys=keys, filters=filters, content=content, rows_are_samples=False)
+
+    @staticmethod
+    def _checksum(tar: Tar) -> int:
+        if tar.is_remote:
+            return text_checksum(tar.item.version)  # an ETag
+        with tar.open() as file:
+            return checksum(file.read(BEGINNING_BYTES), tar.item.size)
 
     def own_feed(self, request: FeedRequest) -> Feed | None:
         """Return a feed of streams where not every tar can be indexed; a ConfigError where `streams` does not fit."""

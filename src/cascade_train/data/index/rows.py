@@ -30,12 +30,12 @@ class Index:
     keys: np.ndarray  # (N,) bytes, each sample's key within its shard
     filters: str = ""  # identity of the row filters that chose these samples; empty = none
     metadata: str = ""  # identity of what metadata files say of these samples; empty = none is read
-    content: np.ndarray = field(default=None)  # type: ignore[arg-type] # (N,) uint64, checksums of samples, 0 = unknown
+    content: np.ndarray = field(default=None)  # type: ignore[arg-type] # (N,) uint64, checksums; 0 = unknown, 1 = no files
     rows_are_samples: bool = True  # False where each row stands for a tar that can only be streamed
 
     def __post_init__(self) -> None:
         if self.content is None:
-            object.__setattr__(self, "content", np.zeros(len(self.table), dtype=np.uint64))
+            object.__setattr__(self, "content", np.ones(len(self.table), dtype=np.uint64))
 
     def __len__(self) -> int:
         return len(self.table)

@@ -202,15 +202,9 @@ def write_tar(path: Path, samples: Iterable[Mapping[str, Any]]) -> Path:
 
     Each sample has `__key__` and its parts by extension: bytes, text, or what webdataset encodes.
     """
-    with replacing(path, durable=False) as partial:
-        fill_tar(partial, samples)
-    return path
-
-
-def fill_tar(path: Path, samples: Iterable[Mapping[str, Any]]) -> None:
-    """Write one tar at its place. See `write_tar`."""
     from webdataset import TarWriter  # takes seconds to import
 
-    with TarWriter(str(path), mtime=0) as writer:
+    with replacing(path, durable=False) as partial, TarWriter(str(partial), mtime=0) as writer:
         for sample in samples:
             writer.write(dict(sample))
+    return path
