@@ -36,7 +36,7 @@ class TestWebDataset(DatasetContract):
         more = tars.write(tmp_path / "more.tar", tars.samples([40]))
         with (
             loading(tars.webdataset([str(folder / "part-{0..2}.tar"), str(more)])) as loader,
-            pytest.raises(ConfigError, match="the files behind data changed .37 samples then, 38 now.; put them back"),
+            pytest.raises(ConfigError, match="index was .* the files behind data changed; put them back"),
         ):
             loader.load_state_dict(state)
 

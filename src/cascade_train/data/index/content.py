@@ -6,6 +6,7 @@ written do not count, so that a copy of the data is the same data.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import zlib
 from collections.abc import Mapping
@@ -25,13 +26,18 @@ _log = logging.getLogger(__name__)
 
 
 def checksum(beginning: bytes, size: int) -> int:
-    """Return 32 bits of a file's size and its first `BEGINNING_BYTES`, or all that it holds."""
-    return zlib.crc32(beginning[:BEGINNING_BYTES], zlib.crc32(size.to_bytes(8, "little")))
+    """Return 56 bits of a file's size and its first `BEGINNING_BYTES`, or all that it holds.
+
+    No CRC-32, which is the same for all contents of a size that end in their own, as in gzip.
+    """
+    state = hashlib.blake2b(beginning[:BEGINNING_BYTES], digest_size=7, salt=size.to_bytes(8, "little"))
+    return int.from_bytes(state.digest())
 
 
 def text_checksum(value: Any) -> int:
-    """Return 32 bits of a caption or other plain values."""
-    return zlib.crc32(repr(value).encode(errors="replace"))
+    """Return 56 bits of a caption or other plain values."""
+    text = repr(value).encode(errors="replace")
+    return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest())
 
 
 def combined(*parts_N: np.ndarray) -> np.ndarray:

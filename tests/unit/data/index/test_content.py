@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import shutil
@@ -19,6 +20,7 @@ from cascade_train.data.index.rows import ROW_FIELDS, Index
 from cascade_train.data.mixture import Mixture
 from cascade_train.data.parquet import Parquet
 from cascade_train.data.regularised import Regularised
+from cascade_train.data.shapes import Shapes
 from cascade_train.data.table import Table
 from cascade_train.data.webdataset import WebDataset
 from tests.unit.data import tars
@@ -133,6 +135,26 @@ def test_files_that_did_not_change_are_not_read_again(tmp_path: Path, monkeypatc
     monkeypatch.setattr(Path, "open", lambda path, *rest: opened.append(path.name) or real(path, *rest))
     Folder(**FILES, path=str(tmp_path / "pictures"), caption_from="file").open()
     assert sorted(name for name in opened if not name.endswith(".npz")) == ["2.txt"]
+
+
+def test_another_beginning_of_a_streamed_tar_is_another_content(tmp_path: Path) -> None:
+    def streamed(captions: list[str]) -> Index:
+        source = tar(tmp_path, captions)
+        (tmp_path / "a.tar.gz").write_bytes(gzip.compress((tmp_path / "a.tar").read_bytes(), 0, mtime=0))
+        source.urls = str(tmp_path / "a.tar.gz")
+        return source.open()
+
+    before = streamed(CAPTIONS)
+    after = streamed([*CAPTIONS[:-1], "A caption 5"])
+    assert after.digest == before.digest
+    assert changed_samples(after, before) == "a.tar.gz:a.tar.gz"
+    assert changed_samples(streamed(CAPTIONS), before) is None
+
+
+def test_samples_without_files_are_known_to_be_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    shapes = Shapes(**LOADING, samples=3, seed=0).open()
+    assert changed_content(shapes, {"content": content_record(shapes)}) == []
+    assert not caplog.records
 
 
 def million(content: np.ndarray) -> Index:

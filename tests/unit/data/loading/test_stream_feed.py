@@ -248,7 +248,7 @@ def test_another_epoch_begins_by_choice(urls: list[str], caplog: pytest.LogCaptu
         feed.load_state_dict(state)
         assert feed.position == 1
         assert {epoch for batch in next(feed) for epoch in batch.epoch_B.tolist()} == {1}
-    assert "since they changed: the files behind data changed (6 tars then, 4 now); put them back; " in caplog.text
+    assert "The streams begin epoch 1, since they changed: index was" in caplog.text
 
 
 def test_a_position_in_an_index_is_no_place_in_streams(urls: list[str], tmp_path: Path) -> None:

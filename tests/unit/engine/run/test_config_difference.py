@@ -39,6 +39,12 @@ def test_what_components_declare_free_may_change_and_the_rest_may_not():
     assert refused(differences, free_keys={"data.num_workers"}) == differences[1:]
 
 
+def test_a_free_option_that_is_null_may_become_a_component_and_back():
+    there = [Difference("data.source", None, "(absent)"), Difference("data.source.path", "(absent)", "pictures")]
+    assert refused(there, free_keys={"data.source.path"}) == []
+    assert refused([Difference("data.sources", 1, 2)], free_keys={"data.source"}) != []
+
+
 def test_a_path_may_become_absolute_and_no_other_may_take_its_place(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     own = str(tmp_path / "vgg.pth")
