@@ -506,7 +506,7 @@ def test_the_family_of_a_file_trains_with_its_own_timesteps(
 ) -> None:
     given = {"train_data_dir": "cats", "network_dim": 4, "resolution": 512, "min_snr_gamma": 5, **more}
     cfg = imported(tmp_path, {"train.json": given})
-    check(cfg, {**values, "model._target_": f"cascade_train.models.stable_diffusion.{model}"})
+    check(cfg, {**values, "model._target_": f"cascade_train.models.stable_diffusion.stage.{model}"})
     assert cfg.objective.schedule._target_.endswith("DDPMSchedule")
     assert cfg.objective.target._target_.endswith("VTarget") == ("v_parameterization" in more)
 
