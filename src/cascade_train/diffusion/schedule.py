@@ -214,8 +214,8 @@ class _NormalSchedule(Schedule):
     As a function of t it is the schedule beside which it is a base.
 
     Attributes:
-        mu: mean of -logSNR / 2.
-        std: its standard deviation.
+        mu: mean of -logSNR / 2: of ln(sigma), the P_mean of EDM, or of logit(t) in a flow.
+        std: its standard deviation, the P_std of EDM.
     """
 
     mu: float
@@ -233,7 +233,7 @@ class _NormalSchedule(Schedule):
 
 @dataclass(frozen=True, kw_only=True)
 class EDMTrainSchedule(_NormalSchedule, EDMSampleSchedule):
-    """Log-normal training noise, ln(sigma) ~ N(mu, std^2), the paper's P_mean and P_std (Karras et al. 2022, table 1).
+    """Log-normal training noise, ln(sigma) ~ N(mu, std^2) (Karras et al. 2022, table 1).
 
     As a function of t it is `EDMSampleSchedule`.
     """

@@ -11,6 +11,7 @@ from cascade_train.config.groups import conf_dir, group_options, groups, option_
 from cascade_train.config.preflight import EXTRAS, preflight
 from cascade_train.config.targets import class_constant
 from cascade_train.errors import ConfigError
+from cascade_train.models.cascade.stage_c import StageC
 from tests.unit.config.composing import checked, composed
 from tests.unit.config.defaults import differences, expected
 
@@ -50,7 +51,18 @@ COMPANIONS = {
 }
 """What else is chosen, in the place of `CHOSEN`, with an option or with any option of a group."""
 
+
+class OfFlow(StageC):
+    """A stage of one's own, for an objective that no stage of the package is trained by."""
+
+    noise_unit = "flow_timestep"
+
+
 NEEDED = {
+    "objective=flow_matching": [
+        f"model._target_={OfFlow.__module__}.OfFlow",
+        "run.allowed_packages=[tests,cascade_train,torch]",
+    ],
     "data=webdataset": ["data.urls=[a.tar]"],
     **{f"data={name}": ["data.path=a"] for name in ("cached", "class_folders", "csv", "folder", "parquet")},
     "data=classification": ["data.urls=[a.tar]"],

@@ -16,7 +16,9 @@ from cascade_train.diffusion.objective import Objective
 
 FOLDER = Path(__file__).resolve().parents[3] / "conf" / "objective"
 STABLE_DIFFUSION = ("ddpm", "ddpm_min_snr", "ddpm_v", "edm_sdxl")
-OBJECTIVES = tuple(sorted(("adaptive", "edm", "gdf", "min_snr", "rectified_flow", "v", "x0", *STABLE_DIFFUSION)))
+OBJECTIVES = tuple(
+    sorted(("adaptive", "edm", "flow_matching", "gdf", "min_snr", "rectified_flow", "v", "x0", *STABLE_DIFFUSION))
+)
 
 
 def shipped() -> list[str]:

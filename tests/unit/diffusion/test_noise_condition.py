@@ -12,6 +12,7 @@ from cascade_train.diffusion.noise_condition import (
     DiscreteCondition,
     EDMCondition,
     EDMSigmaCondition,
+    FlowTimestepCondition,
     LogSNRCondition,
     NoiseCondition,
     RectifiedFlowCondition,
@@ -31,6 +32,7 @@ CONDITIONS: tuple[NoiseCondition, ...] = (
     SigmoidCondition(),
     LogSNRCondition(),
     RectifiedFlowCondition(),
+    FlowTimestepCondition(num_train_timesteps=1000),
     ScaledLinearCondition(linear_range=[0.00085, 0.012], total_steps=1000),
     DDPMTimestepCondition(schedule=DDPM),
     DiscreteCondition(condition=COSINE, steps=1000, continuous_range=[0.0, 1.0]),
@@ -70,6 +72,14 @@ def test_stable_diffusion_time_is_the_inverse_of_its_schedule() -> None:
 
 def test_rectified_flow_condition_is_the_signal_scale() -> None:
     torch.testing.assert_close(RectifiedFlowCondition()(LOGSNR), LerpScaling()(LOGSNR)[0])
+
+
+def test_flow_timesteps_are_the_noise_scale_in_any_unit() -> None:
+    for steps in (1, 1000):
+        found = FlowTimestepCondition(num_train_timesteps=steps)(LOGSNR)
+        torch.testing.assert_close(found, steps * LerpScaling()(LOGSNR)[1])
+    with pytest.raises(ConfigError, match="num_train_timesteps"):
+        FlowTimestepCondition(num_train_timesteps=0)
 
 
 def test_edm_condition_is_a_quarter_of_log_sigma() -> None:

@@ -15,6 +15,7 @@ from cascade_train.diffusion.schedule import (
     EDMTrainSchedule,
     InterpolatedSchedule,
     LinearSchedule,
+    LogitNormalSchedule,
     RectifiedFlowSchedule,
     ScaledLinearSchedule,
     Schedule,
@@ -33,6 +34,7 @@ SCHEDULES = {
     "rectified_flow": RectifiedFlowSchedule(logsnr_range=[-15.0, 15.0]),
     "edm_sample": EDMSampleSchedule(sigma_range=[0.002, 80.0], p=7.0),
     "edm_train": EDMTrainSchedule(sigma_range=[0.002, 80.0], p=7.0, mu=-1.2, std=1.2),
+    "logit_normal": LogitNormalSchedule(logsnr_range=[-15.0, 15.0], mu=0.5, std=0.8),
     "linear": LINEAR,
     "stable_diffusion": ScaledLinearSchedule(linear_range=[0.00085, 0.012], total_steps=1000),
     "ddpm": DDPMSchedule(beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012, num_train_timesteps=1000),
@@ -113,6 +115,15 @@ def test_rectified_flow_is_the_ratio_of_the_two_ends() -> None:
     t = torch.tensor([0.1, 0.5, 0.8])
     expected = ((1 - t) / t) ** 2
     torch.testing.assert_close(SCHEDULES["rectified_flow"](t).exp(), expected)
+
+
+def test_logit_normal_times_have_their_moments_and_the_shift_of_the_schedule() -> None:
+    schedule, plain = (replace(SCHEDULES[name], shift=3.0) for name in ("logit_normal", "rectified_flow"))
+    u_B = (torch.arange(20000) + 0.5) / 20000
+    logit_B = schedule.sample(u_B) / -2 - math.log(3.0)
+    assert float(logit_B.mean()) == pytest.approx(0.5, abs=1e-3)
+    assert float(logit_B.std()) == pytest.approx(0.8, abs=1e-3)
+    assert torch.equal(schedule(T), plain(T))
 
 
 def test_edm_sampling_reaches_its_two_sigmas() -> None:

@@ -22,7 +22,7 @@ class TestFinetune(TaskContract):
 
 
 OBJECTIVES = {
-    "c_tiny": ("gdf", "min_snr", "rectified_flow", "v", "x0"),
+    "c_tiny": ("flow_matching", "gdf", "min_snr", "rectified_flow", "v", "x0"),
     "sd_tiny": ("ddpm_v",),
     "sdxl_tiny": ("edm_sdxl",),
 }
