@@ -125,16 +125,6 @@ class Family(abc.ABC):
         """Return the entries of a header that name a model of this diffusers config, see `formats.model_spec`."""
         return {"modelspec.architecture": self.tag}
 
-    def stored_pipeline(self, folder: Path, model: str) -> tuple[list[str], dict[str, Any]]:
-        """Return how a training of a pipeline's folder is composed: overrides, and values by dotted key.
-
-        `model` is the value of `pipelines` for its class.
-
-        Raises:
-            ConfigError: a part or a configuration that is not there, or an architecture that is not built here.
-        """
-        raise AssertionError(f"{self.tag} reads no pipeline whole")
-
     def save_single_file(self, folder: Path, out: Path, *, dtype: torch.dtype | None, title: str) -> float:
         """Write a folder of one of `pipelines` as one file, replacing `out`; return the largest relative difference.
 

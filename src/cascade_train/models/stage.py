@@ -233,6 +233,17 @@ class Stage(abc.ABC):
         """Return the files that `build` and `fill` load, except of parts that are left out; none by default."""
         return []
 
+    @classmethod
+    def stored_pipeline(cls, folder: Path, model: str) -> tuple[list[str], dict[str, Any]]:
+        """Return how a training of a whole pipeline's folder is composed: overrides, and values by dotted key.
+
+        `model` is the value of `Family.pipelines` for its class.
+
+        Raises:
+            ConfigError: a part or a configuration that is not there, or an architecture that is not built here.
+        """
+        raise AssertionError(f"no pipeline of {cls.__name__} is read whole")
+
     def exports(self) -> Mapping[str, Save]:
         """Return what writes the network for other programs, by the export's name; nothing by default.
 

@@ -13,8 +13,9 @@ from omegaconf import DictConfig
 
 from cascade_train.assembly.components import build_component, families
 from cascade_train.config.components import construct
-from cascade_train.config.groups import did_you_mean, option_files
+from cascade_train.config.groups import did_you_mean, option_files, option_targets
 from cascade_train.config.saved import CONFIG_NAME, composed, export_folder, load_saved_config, published_config
+from cascade_train.config.targets import import_target
 from cascade_train.errors import ConfigError
 from cascade_train.models.denoising_stage import DenoisingStage
 from cascade_train.models.family import Family
@@ -95,8 +96,9 @@ def pipeline_config(source: str) -> DictConfig | None:
     found = whole_pipeline(source)
     if found is None:
         return None
-    family, folder, model = found
-    return composed(*family.stored_pipeline(folder, model))
+    _, folder, model = found
+    stage = import_target(option_targets("model")[model])
+    return composed(*stage.stored_pipeline(folder, model))
 
 
 def use_codec(model: TrainedModel, codec: str) -> None:

@@ -102,7 +102,8 @@ def export_lora(
         )
     with replaced_file(out) as place:
         if keyed:
-            header = {**metadata, **model_spec(family, network.config, title, is_lora=True)}
+            own = family.model_spec(network.config, is_lora=True, prediction=None)
+            header = {**metadata, **model_spec(own, title, is_lora=True)}
             write_keyed(place, lora, header, spelling=family.spelling(format, [*modules]))
         elif format == "original":
             family.write_numbered_lora(place, lora, modules, metadata)

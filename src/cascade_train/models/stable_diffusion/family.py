@@ -12,13 +12,7 @@ from torch import Tensor, nn
 
 from cascade_train.models.family import Draw, Family, Spelling
 from cascade_train.models.formats.weights_tensors import Layout
-from cascade_train.models.stable_diffusion.formats import original_names, single_file
-
-_GENERATIVE_MODELS = "https://github.com/Stability-AI/generative-models"
-_SD2_WIDTH = 1024
-_STRIDE = 8
-_V_SIDE = 96
-"""Latent side of the Stable Diffusion 2 that predicts velocity."""
+from cascade_train.models.stable_diffusion.formats import model_spec, original_names, single_file
 
 USES = {
     "lora": "`lora/` is a LoRA of Stable Diffusion: `pipeline.load_lora_weights('lora')` of diffusers, with the base's "
@@ -82,28 +76,9 @@ class StableDiffusionFamily(Family):
         """Return the tensors of a text tower in a file of a whole model, see `Family.read_text_tower`."""
         return single_file.read_text_tower(source, module, part=part)
 
-    def stored_pipeline(self, folder: Path, model: str) -> tuple[list[str], dict[str, Any]]:
-        """Return how a training of a pipeline's folder is composed, see `stored_pipeline`."""
-        from cascade_train.models.stable_diffusion.formats.stored_pipeline import stored_pipeline  # heavy: diffusers
-
-        return stored_pipeline(folder, model)
-
     def model_spec(self, config: Mapping[str, Any], *, is_lora: bool, prediction: str | None) -> dict[str, str]:
         """Return architecture, resolution, prediction and kohya's version, as sd-scripts writes them."""
-        is_xl = config.get("addition_embed_type") is not None
-        is_v2 = not is_xl and config["cross_attention_dim"] == _SD2_WIDTH
-        published_v = is_v2 and config["sample_size"] == _V_SIDE
-        is_v = prediction == "v_prediction" or (prediction is None and published_v)
-        of_v2 = "stable-diffusion-v2-768-v" if is_v else "stable-diffusion-v2-512"
-        side = _STRIDE * config["sample_size"]
-        architecture = "stable-diffusion-xl-v1-base" if is_xl else of_v2 if is_v2 else "stable-diffusion-v1"
-        return {
-            "modelspec.architecture": architecture,
-            "modelspec.implementation": "diffusers" if is_lora and not is_xl else _GENERATIVE_MODELS,
-            "modelspec.resolution": f"{side}x{side}",
-            "modelspec.prediction_type": "v" if is_v else "epsilon",
-            "ss_base_model_version": "sdxl_base_v1-0" if is_xl else f"sd_v{2 if is_v2 else 1}{'_v' if is_v else ''}",
-        }
+        return model_spec.of_unet(config, is_lora=is_lora, prediction=prediction)
 
     def save_single_file(self, folder: Path, out: Path, *, dtype: torch.dtype | None, title: str) -> float:
         """Write a pipeline's folder as one file under the original code's names, see `Family.save_single_file`."""

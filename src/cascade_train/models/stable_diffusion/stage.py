@@ -168,6 +168,13 @@ class StableDiffusion(DenoisingStage):
         self._control = UNetControl(self, options, device)
         return self._control
 
+    @classmethod
+    def stored_pipeline(cls, folder: Path, model: str) -> tuple[list[str], dict[str, Any]]:
+        """Return how a training of a pipeline's folder is composed, see `Stage.stored_pipeline`."""
+        from cascade_train.models.stable_diffusion.formats.stored_pipeline import stored_pipeline  # heavy: diffusers
+
+        return stored_pipeline(folder, model)
+
     def exports(self) -> Mapping[str, Save]:
         """Return `pipeline`, a folder that diffusers' pipeline of this family loads."""
         return {"pipeline": self._save}

@@ -24,7 +24,8 @@ def test_a_header_names_the_model_as_its_readers_do(model: str) -> None:
     network = stored_network("any", model=model, key="from")
     family, config = network.family, dict(network.config)
     for is_lora, ending in ((False, ""), (True, "/lora")):
-        found = model_spec(family, config, "mine", is_lora=is_lora)
+        own = family.model_spec(config, is_lora=is_lora, prediction=None)
+        found = model_spec(own, "mine", is_lora=is_lora)
         assert found["modelspec.architecture"] == architecture + ending
         assert found.get("ss_base_model_version") == version
         assert (found["modelspec.title"], found["modelspec.resolution"]) == ("mine", resolution)

@@ -20,7 +20,7 @@ from cascade_train.models.formats.export import check_equal_tensors, quiet, repl
 from cascade_train.models.formats.model_spec import model_spec
 from cascade_train.models.formats.weights import open_weights
 from cascade_train.models.formats.weights_tensors import write_tensors
-from cascade_train.models.stable_diffusion.family import STABLE_DIFFUSION
+from cascade_train.models.stable_diffusion.formats.model_spec import of_unet
 from cascade_train.models.stable_diffusion.formats.original_names import (
     clip_tensors,
     open_clip_tensors,
@@ -72,7 +72,8 @@ def save_single_file(folder: Path, out: Path, *, dtype: torch.dtype | None, titl
 def _header(folder: Path, title: str) -> dict[str, str]:
     schedule = folder / "scheduler" / "scheduler_config.json"
     prediction = dict(read_json(schedule.read_bytes())).get("prediction_type") if schedule.is_file() else None
-    return model_spec(STABLE_DIFFUSION, part_config(folder, "unet"), title, is_lora=False, prediction=prediction)
+    own = of_unet(part_config(folder, "unet"), is_lora=False, prediction=prediction)
+    return model_spec(own, title, is_lora=False)
 
 
 def _has_weights(path: Path) -> bool:
