@@ -138,3 +138,11 @@ def test_objectives_of_other_noise_levels_are_refused(tmp_path: Path, capsys: py
     asked = [*CONF, *FLOW, "task=finetune", "objective=ddpm", f"run.dir={tmp_path / 'run'}"]
     assert launch(asked) == 2
     assert "made for a flow_timestep" in capsys.readouterr().err
+
+
+def test_weights_of_an_autoencoder_with_another_shift_are_warned_of(
+    run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    weights = {"weights": str(run / "export" / "pipeline"), "shift_factor": None}
+    stages.build_stage("flow_tiny", {"vae": weights})
+    assert "was made for model.vae.shift_factor=0.1, and 0 counts here" in caplog.text
