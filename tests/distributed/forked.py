@@ -155,8 +155,9 @@ def count_loading(out: Path) -> None:
 
     def reading(self: StoredTensors, *arguments: Any) -> torch.Tensor:
         rows = read_rows(self, *arguments)
-        seen["reads"].append(rows.nbytes)
-        write()
+        if rows.nbytes:  # none of it: its dtype was looked at
+            seen["reads"].append(rows.nbytes)
+            write()
         return rows
 
     model.materialise, StoredTensors.read_rows = looking, reading

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from tests.distributed.test_modes import B_NARROW
-from tests.integration.runs import NARROW, SMALL
+from tests.integration.runs import NARROW, SMALL, once
 from tests.integration.test_stage_a import NARROW as A_NARROW
 from tests.warm.programs import warm_programs
 
@@ -19,13 +19,14 @@ RUNS = {
     "decoder": ("task=reconstruction", "model=b_tiny", *B_NARROW, "objective=gdf"),
     "codec": ("task=reconstruction", "model=a_tiny", *(f"model.{each}" for each in A_NARROW)),
 }
+WHOLE = {name: once(*SMALL, "train.max_steps=1", *arguments) for name, arguments in RUNS.items()}
 SCRIPT = f"""
 import sys
 from cascade_train.__main__ import launch
 from cascade_train.commands.export import ExportArgs, export
 
-for name, arguments in {RUNS!r}.items():
-    if launch([*{SMALL!r}, "train.max_steps=1", *arguments, f"run.dir={{name}}"]) != 0:
+for name, arguments in {WHOLE!r}.items():
+    if launch([*arguments, f"run.dir={{name}}"]) != 0:
         sys.exit(name)
 export(ExportArgs(source="lora", format=["single", "comfyui", "kohya"], out="converted/lora"))
 export(ExportArgs(source="prior", format="original", out="converted/prior"))
