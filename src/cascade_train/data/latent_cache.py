@@ -30,6 +30,7 @@ from cascade_train.data.storage.store import LocalFiles
 from cascade_train.data.tar.members import write_tar
 from cascade_train.errors import ConfigError, RunError
 from cascade_train.files.durable import replacing, write_durably
+from cascade_train.renamed import current_target
 
 FORMAT = 1
 MANIFEST, INDEX = "manifest.json", "index.npz"
@@ -118,9 +119,16 @@ def first_difference(manifest: Manifest, other: Manifest) -> str | None:
             return f"{name} is {getattr(manifest, name)} here and {getattr(other, name)} there"
     for key in sorted(manifest.identity.keys() | other.identity.keys()):
         own, its = manifest.identity.get(key), other.identity.get(key)
-        if own != its:
+        if _renamed(own) != _renamed(its):
             return f"{key} is {own} here and {its} there"
     return None
+
+
+def _renamed(value: Any) -> Any:
+    """Return an option, or a component's options, with the names that classes have today."""
+    if isinstance(value, Mapping):
+        return {key: _renamed(each) for key, each in value.items()}
+    return current_target(value) if isinstance(value, str) else value
 
 
 def read_manifest(folder: Path) -> Manifest:

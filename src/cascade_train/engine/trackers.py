@@ -310,7 +310,7 @@ def wandb(place: Place, config: Values) -> Calls:
         name=place.name,
         id=place.run_id,
         resume="allow",
-        settings=wandb.Settings(x_update_finish_state=not place.beside),
+        **({"settings": wandb.Settings(x_update_finish_state=False)} if place.beside else {}),
     )
     wandb.config.update(config, allow_val_change=True)
     # Steps go with the values, so that a resumed run may log a step again (wandb drops steps that go back).

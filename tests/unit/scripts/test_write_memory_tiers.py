@@ -19,7 +19,8 @@ def test_every_published_stage_of_the_cascade_has_a_row_for_every_task_that_trai
     tasks = {task: class_constant(target, "fits") for task, target in option_targets("task").items()}
     models = {m: class_constant(t, "name") for m, t in option_targets("model").items() if not m.endswith("_tiny")}
     stages = {model: stage for model, stage in models.items() if stage.startswith("stage_")}
-    pairs = {(model, task) for model, stage in stages.items() for task, fits in tasks.items() if stage in fits}
+    can = {m: class_constant(t, "abilities") for m, t in option_targets("model").items()}
+    pairs = {(model, task) for model in stages for task, fits in tasks.items() if can[model] & {*fits}}
     previews = {(model, "reconstruction") for model, stage in stages.items() if stage == "stage_c"}
     listed = {tuple(cell.strip(" `") for cell in row) for row in ROWS}
     others = {(model, task) for model in ("sd15", "sd21_base", "sdxl") for task in ("lora", "controlnet", "finetune")}

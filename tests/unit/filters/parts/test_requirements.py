@@ -55,6 +55,7 @@ def test_a_file_of_the_hub_that_cannot_be_had_is_described(monkeypatch: pytest.M
         assert (repo, name, revision) == ("owner/name", "sub/e.pth", "main")
         raise OSError("no network")
 
+    monkeypatch.setattr("cascade_train.files.hub._reach", lambda endpoint: None)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", offline)
     with pytest.raises(ConfigError, match=r"cannot be had from the hub \(OSError\); download it where there is a net"):
         find_file("owner/name:sub/e.pth", KNOWN)
@@ -63,6 +64,7 @@ def test_a_file_of_the_hub_that_cannot_be_had_is_described(monkeypatch: pytest.M
 def test_a_file_of_the_hub_is_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import huggingface_hub
 
+    monkeypatch.setattr("cascade_train.files.hub._reach", lambda endpoint: None)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda repo, name, revision: str(tmp_path / name))
     assert find_file("owner/name:e.pth", KNOWN) == tmp_path / "e.pth"
 
