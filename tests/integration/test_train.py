@@ -81,7 +81,7 @@ def test_a_run_leaves_a_page_with_its_numbers_samples_and_settings(finished):
 
 def test_the_best_run_of_a_sweep_is_promoted_as_export_writes_it(finished, tmp_path):
     good = {
-        "overrides": ["a=1"],
+        "overrides": json.loads((finished / "start.json").read_text())["overrides"],
         "run_dir": str(finished),
         "exit_code": 0,
         "metrics": {"step": 4},

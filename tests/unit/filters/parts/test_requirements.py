@@ -51,7 +51,7 @@ def test_a_file_that_is_not_there_is_described(tmp_path: Path) -> None:
 def test_a_file_of_the_hub_that_cannot_be_had_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
-    def offline(repo: str, name: str, revision: str) -> str:
+    def offline(repo: str, name: str, revision: str, **_: object) -> str:
         assert (repo, name, revision) == ("owner/name", "sub/e.pth", "main")
         raise OSError("no network")
 
@@ -62,10 +62,7 @@ def test_a_file_of_the_hub_that_cannot_be_had_is_described(monkeypatch: pytest.M
 
 
 def test_a_file_of_the_hub_is_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import huggingface_hub
-
-    monkeypatch.setattr("cascade_train.files.hub._reach", lambda endpoint: None)
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda repo, name, revision: str(tmp_path / name))
+    monkeypatch.setattr("cascade_train.files.hub.HubSource.fetch", lambda self, name, **_: tmp_path / name)
     assert find_file("owner/name:e.pth", KNOWN) == tmp_path / "e.pth"
 
 

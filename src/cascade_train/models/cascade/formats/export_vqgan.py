@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from diffusers.pipelines.deprecated.wuerstchen.modeling_paella_vq_model import PaellaVQModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cascade_train.models.cascade.latent_codec import ORIGINAL_NAMES
 from cascade_train.models.formats.export import quiet, read_back_error, reconstruction, replaced_directory
 from cascade_train.models.formats.weights import replace_prefix
+
+if TYPE_CHECKING:
+    from diffusers.pipelines.deprecated.wuerstchen.modeling_paella_vq_model import PaellaVQModel
 
 STAGE_A_FILE = "stage_a.safetensors"
 """The original's name of Stage A's file."""
@@ -43,6 +45,8 @@ def save_vqgan(
 
 def plain_vqgan(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> PaellaVQModel:
     """Return diffusers' own class around `state`, sharing its memory."""
+    from diffusers.pipelines.deprecated.wuerstchen.modeling_paella_vq_model import PaellaVQModel  # only Stage A's
+
     with torch.device("meta"):
         model = PaellaVQModel(**config)
     model.load_state_dict(dict(state), strict=True, assign=True)
