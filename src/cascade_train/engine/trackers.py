@@ -302,6 +302,7 @@ def wandb(place: Place, config: Values) -> Calls:
     os.environ.setdefault("WANDB_INIT_TIMEOUT", "15")  # s; wandb's own 90 hold up a start whose server is dead
     import wandb
 
+    settings = wandb.Settings(x_update_finish_state=False) if place.beside else None
     run: Any = wandb.init(
         project=place.project,
         entity=place.entity,
@@ -310,7 +311,7 @@ def wandb(place: Place, config: Values) -> Calls:
         name=place.name,
         id=place.run_id,
         resume="allow",
-        **({"settings": wandb.Settings(x_update_finish_state=False)} if place.beside else {}),
+        settings=settings,
     )
     wandb.config.update(config, allow_val_change=True)
     # Steps go with the values, so that a resumed run may log a step again (wandb drops steps that go back).

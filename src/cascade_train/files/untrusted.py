@@ -11,7 +11,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import yaml
 
@@ -46,11 +46,12 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
-def read_regular(path: Path, *, limit: int, within: Path | None = None) -> bytes:
-    """Return what a regular file of at most `limit` bytes holds; `within` a folder, no link leads to it.
+def open_regular(path: Path, *, within: Path | None = None) -> BinaryIO:
+    """Open a regular file to read, without waiting for a pipe; `within` a folder, no link leads to it.
 
     Raises:
-        ValueError: it is not there, lies elsewhere, is a link, a pipe or a folder, or is larger.
+        OSError: it is not there, or may not be read; within a folder, also that it is a link.
+        ValueError: it is a pipe, a device or a folder, or lies elsewhere.
     """
     folder = Path() if within is None else Path(os.path.normpath(within))
     parts = [str(path)] if within is None else Path(os.path.normpath(path)).relative_to(folder).parts
@@ -62,12 +63,22 @@ def read_regular(path: Path, *, limit: int, within: Path | None = None) -> bytes
             os.close(outer)
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             raise ValueError(f"{path} is no regular file")
-        with os.fdopen(os.dup(handle), "rb") as file:
+        return os.fdopen(os.dup(handle), "rb")
+    finally:
+        os.close(handle)
+
+
+def read_regular(path: Path, *, limit: int, within: Path | None = None) -> bytes:
+    """Return what a regular file of at most `limit` bytes holds, opened as by `open_regular`.
+
+    Raises:
+        ValueError: it is not there, lies elsewhere, is a link, a pipe or a folder, or is larger.
+    """
+    try:
+        with open_regular(path, within=within) as file:
             content = file.read(limit + 1)
     except OSError as error:
         raise ValueError(f"{path} is no regular file that can be read here ({error.strerror})") from error
-    finally:
-        os.close(handle)
     if len(content) > limit:
         raise ValueError(f"{path} has more than {limit} bytes")
     return content

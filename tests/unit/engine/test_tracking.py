@@ -131,7 +131,7 @@ def test_wandb_gets_its_settings_and_every_step(world, tmp_path, wandb, picture)
     (init,) = wandb.of("init")
     assert init[0] == {
         "project": "p", "entity": "team", "name": "lora-c_tiny", "dir": str(tmp_path), "mode": "offline",
-        "id": None, "resume": "allow",
+        "id": None, "resume": "allow", "settings": None,
     }  # fmt: skip
     assert wandb.of("config") == [(CONFIG,)]
     assert wandb.of("define_metric") == [(("*",), {"step_metric": "step"})]
