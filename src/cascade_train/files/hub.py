@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from cascade_train.errors import ConfigError
@@ -221,20 +220,10 @@ def _reach(endpoint: str) -> None:
     from huggingface_hub import get_session
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    errors: list[Exception] = [TimeoutError(f"no answer from {endpoint} within {_SECONDS:.0f} s")]
-
-    def ask() -> None:
-        try:
-            get_session().head(endpoint, timeout=_SECONDS)
-            errors.clear()
-        except Exception as error:  # of the client or the network
-            errors[:] = [error]
-
-    asking = Thread(target=ask, daemon=True)  # since a look-up of names has no timeout
-    asking.start()
-    asking.join(_SECONDS)
-    if errors:
-        raise LocalEntryNotFoundError(f"{endpoint} cannot be reached") from errors[0]
+    try:
+        get_session().head(endpoint, timeout=_SECONDS)
+    except Exception as error:  # of the client or the network
+        raise LocalEntryNotFoundError(f"{endpoint} cannot be reached") from error
 
 
 def _bounded_bar(where: str, size: int | None) -> type[Any]:
