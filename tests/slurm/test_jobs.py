@@ -277,7 +277,7 @@ def test_job_preempted_while_it_starts_is_requeued(cluster: Cluster, folder: Pat
     cluster.call("scancel", job)
     assert (state, restarts) == ("PENDING", "1"), said(folder)
     assert "requeued; the same command continues" in said(folder)
-    assert not (folder / "run").exists()
+    assert not list(folder.glob("run/checkpoints/step_*")), "it had started"
 
 
 def test_job_after_a_refused_one_ends_where_it_is_told_to(cluster: Cluster, folder: Path):

@@ -20,7 +20,7 @@ from cascade_train.engine.checkpoint.manifest import hash_file
 from cascade_train.errors import ConfigError
 from cascade_train.files.durable import write_durably
 from cascade_train.files.hub import announced_hash, parse_source
-from cascade_train.files.untrusted import read_json
+from cascade_train.files.untrusted import load_mapping
 from cascade_train.models.formats.weights_source import WeightsSpec, find_files, local_path
 
 RECORD = "weights.json"
@@ -64,7 +64,7 @@ def record_weights(run: Path, specs: list[WeightsSpec], *, initial: tuple[str, .
         ConfigError: a frozen part has other files than at the start of the run.
     """
     path, found = run / RECORD, describe_weights(specs)
-    held: Mapping[str, Any] = read_json(path.read_bytes()) if resumed and path.is_file() else {}
+    held: Mapping[str, Any] = load_mapping(path) if resumed and path.is_file() else {}
     for key, own in found.items():
         before = held.get(key, own)
         if key not in initial and own["files"] != before["files"]:

@@ -19,7 +19,7 @@ from cascade_train.engine.checkpoint.folder import BEST, CheckpointFolder, Reten
 from cascade_train.engine.checkpoint.manifest import MANIFEST_NAME, Manifest, find_fault, read_manifest, write_manifest
 from cascade_train.engine.run.lock import RunLock
 from cascade_train.errors import ConfigError, RunError
-from cascade_train.files.untrusted import read_yaml
+from cascade_train.files.untrusted import load_mapping
 
 
 @dataclass(kw_only=True)
@@ -163,11 +163,7 @@ def _open(run: str) -> tuple[CheckpointFolder, Retention]:
     if not (directory / "checkpoints").is_dir():
         raise ConfigError(f"{run} is no run with checkpoints. Give the folder that holds `checkpoints/`.")
     config = directory / "config.yaml"
-    try:
-        saved = read_yaml(config.read_bytes()) if config.is_file() else None
-    except ValueError as error:
-        raise RunError(f"{config} is damaged: {error}. Restore it from a backup.") from error
-    node = saved.get("checkpoint", {}) if isinstance(saved, dict) else {}
+    node = load_mapping(config).get("checkpoint", {}) if config.is_file() else {}
     known = {field.name for field in dataclasses.fields(Retention)}
     return CheckpointFolder(directory / "checkpoints"), Retention(**{k: v for k, v in node.items() if k in known})
 

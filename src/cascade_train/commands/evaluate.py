@@ -7,7 +7,6 @@ What is made and measured, and how, lives in results/evaluation/.
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +18,7 @@ from cascade_train.config.saved import CONFIG_NAME, load_saved_config
 from cascade_train.config.schema import limit
 from cascade_train.data.prompts import read_prompts
 from cascade_train.errors import ConfigError
-from cascade_train.files.run_folder import is_run
+from cascade_train.files.run_folder import exported_step, is_run
 
 if TYPE_CHECKING:
     from cascade_train.results.evaluation.judge import Settings
@@ -179,12 +178,6 @@ def _judge_checkpoints(args: EvaluateArgs, run: Path | None) -> Verdict | None:
     if world.is_main:
         sys.stdout.write(f"{count} checkpoints of {run} judged\n")
     return None
-
-
-def exported_step(run: Path) -> int | None:
-    """Return the step that a run's export is of; None = unknown."""
-    path = run / "export" / "exported.json"
-    return json.loads(path.read_text(encoding="utf-8"))["step"] if path.is_file() else None
 
 
 COMMAND = Command(arguments=EvaluateArgs, run=evaluate, many_ranks=True)

@@ -19,9 +19,10 @@ from cascade_train.commands.parts.command_line import Command, listed
 from cascade_train.config.saved import CONFIG_NAME, recipe_of
 from cascade_train.config.sweep import RESULTS
 from cascade_train.config.sweeps.naming import key_of
-from cascade_train.config.sweeps.ranking import LOSS, Result, metric_of, ranked
+from cascade_train.config.sweeps.ranking import KINDS, LOSS, Result, is_result, metric_of, ranked
 from cascade_train.engine.run import report as pages
 from cascade_train.errors import ConfigError, RunError, unwritten
+from cascade_train.files.untrusted import read_mapping, read_rows
 from cascade_train.redaction import redact_argument
 
 log = logging.getLogger(__name__)
@@ -32,8 +33,6 @@ SHOWN = (LOSS, "validate/", "validate_ema/")
 """How the names of a sweep's curves begin."""
 LEVEL = "_logsnr_"
 """What the names of losses at one noise level hold, of which a sweep has too many."""
-KINDS = {"run_dir": str, "exit_code": int, "values": dict, "metrics": dict, "overrides": list, "best_metric": list}
-"""What a result holds."""
 BEST = {"min": "smallest", "max": "largest"}
 
 
@@ -95,10 +94,10 @@ def run_data(run: Path, against: Sequence[Path]) -> pages.Data:
 
 def overrides_of(run: Path) -> list[str]:
     """Return what the command line of a run set; of a run of an earlier version, as its environment recorded it."""
-    start = pages.read_mapping(run / "start.json", overrides=list)
+    start = read_mapping(run / "start.json", overrides=list)
     if "overrides" in start:
         return [str(each) for each in start["overrides"]]
-    words = pages.read_mapping(run / "environment.json", command_line=list).get("command_line", [])
+    words = read_mapping(run / "environment.json", command_line=list).get("command_line", [])
     return [str(word) for word in words if "=" in str(word)]
 
 
@@ -110,9 +109,9 @@ def sweep_results(folder: Path) -> list[Result]:
     Raises:
         ConfigError: the folder is no sweep's, or no run in it has ended.
     """
-    found = list(pages.read_rows(folder / RESULTS, **KINDS))
+    found = list(read_rows(folder / RESULTS, **KINDS))
     if not found:
-        found = [pages.read_mapping(path, **KINDS) for path in sorted((folder / ".results").glob("[!.]*.json"))]
+        found = [read_mapping(path, **KINDS) for path in sorted((folder / ".results").glob("[!.]*.json"))]
     found = [each for each in found if is_result(each)]
     if not found:
         reason = "no such folder" if not folder.is_dir() else f"neither {CONFIG_NAME} nor {RESULTS} with a result in it"
@@ -136,12 +135,6 @@ def is_of_sweep(folder: Path, result: Result) -> bool:
     if folder.resolve() in run.resolve().parents or not run.exists():
         return True
     return [redact_argument(each) for each in overrides_of(run)] == result["overrides"]
-
-
-def is_result(found: pages.Data) -> bool:
-    """Return whether a mapping with values of `KINDS` is a run's result."""
-    mode = found.get("best_metric", ["", "min"])[1:]
-    return KINDS.keys() - {"best_metric"} <= found.keys() and mode in (["min"], ["max"])
 
 
 def best_run(args: ReportArgs, results: Sequence[Result]) -> Path:

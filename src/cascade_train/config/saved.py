@@ -29,7 +29,7 @@ from cascade_train.config.sweeps.naming import key_of
 from cascade_train.config.targets import components_in, is_trusted
 from cascade_train.errors import ConfigError
 from cascade_train.files.run_folder import is_run, no_checkpoint_yet
-from cascade_train.files.untrusted import check_yaml
+from cascade_train.files.untrusted import check_yaml, read_regular
 
 CONFIG_NAME = "config.yaml"
 ALONE = ParallelConfig(mode=ParallelMode.single, shard_size=None, reshard_after_forward=True, cpu_offload=False)
@@ -70,10 +70,10 @@ def load_yaml(path: Path) -> DictConfig | ListConfig:
         ConfigError: it cannot be read, or is nested or repeated without end.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_regular(path).decode()
         check_yaml(text)
         return OmegaConf.load(io.StringIO(text))
-    except (OSError, ValueError, OmegaConfBaseException, yaml.YAMLError) as error:
+    except (ValueError, OmegaConfBaseException, yaml.YAMLError) as error:
         reason = str(error).splitlines()[0].rstrip(".")
         raise ConfigError(f"{path} cannot be read as YAML: {reason}. Give another file, or mend it.") from error
 

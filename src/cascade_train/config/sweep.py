@@ -20,7 +20,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
 
-import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
@@ -30,15 +29,19 @@ from omegaconf import DictConfig, OmegaConf
 from cascade_train.config.error_messages import exit_code
 from cascade_train.config.overrides import parses
 from cascade_train.config.sweeps.naming import key_of, place_sweep
-from cascade_train.config.sweeps.ranking import Result, measured, metric_of, ranked, table
+from cascade_train.config.sweeps.ranking import KINDS, Result, is_result, measured, metric_of, ranked, table
 from cascade_train.config.sweeps.slurm import ON_SLURM, SlurmJob, adopt_slurm_step, requeue, slurm_jobs
 from cascade_train.errors import STOPPED, ConfigError, RunError, install_hint, unwritten
 from cascade_train.files.durable import write_durably
 from cascade_train.files.plain_yaml import to_yaml
+from cascade_train.files.untrusted import load_mapping, read_mapping
 from cascade_train.redaction import redact_argument, redacted
 
 LOOKING = {"--cfg", "-c", "--info", "-i", "--help", "-h", "--hydra-help"}
 """Flags with which nothing is run."""
+
+OWN = {"call": str, "number": int}
+"""What a run of a sweep adds to its result (`KINDS`), in the sweep's own folder."""
 
 RESULTS, TABLE = "results.jsonl", "results.txt"
 
@@ -191,7 +194,8 @@ class SweepResults(Callback):
         """Return what is known of the runs of this call, and of earlier ones whose directories are still there."""
         end = time.monotonic() + SECONDS_FOR_A_SLOW_FOLDER
         while True:
-            found = [json.loads(path.read_text(encoding="utf-8")) for path in (folder / ".results").glob("[!.]*.json")]
+            found = [read_mapping(path, **KINDS, **OWN) for path in (folder / ".results").glob("[!.]*.json")]
+            found = [each for each in found if is_result(each) and OWN.keys() <= each.keys()]
             own = {each["number"] for each in found if each["call"] == self.call}
             lost = [job for job in slurm_jobs() if job.number not in own]
             if not any(job.state in ("", "COMPLETED") for job in lost) or time.monotonic() > end:
@@ -233,9 +237,9 @@ def _show_changes(path: Path, config: DictConfig) -> None:
 
 def _saved_overrides(path: Path) -> list[str]:
     try:
-        saved = yaml.safe_load(path.read_text(encoding="utf-8"))
+        saved = load_mapping(path)
         return [str(override) for override in saved["hydra"]["overrides"]["task"]]
-    except (OSError, ValueError, yaml.YAMLError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError):
         return []
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from cascade_train.errors import RunError, unwritten
 from cascade_train.files.durable import append_durably, replacing
+from cascade_train.files.untrusted import read_lines
 
 log = logging.getLogger(__name__)
 
@@ -165,9 +166,8 @@ def missing_steps(path: Path, *, first: int | None, last: int) -> list[int]:
 
 def _by_step(path: Path) -> Iterator[tuple[int | None, str]]:
     """Yield the step of each line, and the line, never all at once: there may be millions."""
-    if path.exists():
-        with path.open(encoding="utf-8", errors="replace", newline="\n") as lines:
-            yield from ((step_of(line), line) for line in lines)
+    texts = (line.decode(errors="replace") for line in read_lines(path))
+    return ((step_of(text), text) for text in texts)
 
 
 def step_of(line: str) -> int | None:

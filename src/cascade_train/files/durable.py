@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from cascade_train.files.untrusted import LINES_BYTES, read_regular
+
 _PARTIAL, _DAY = ".partial", 24 * 3600.0
 _NO_DIRECTORY_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS}
 """Errors of file systems that cannot sync a directory; they keep names in order by other means."""
@@ -83,7 +85,7 @@ def read_whole_lines(path: Path, *, errors: str = "replace") -> list[str]:
     """Return the lines of a file (UTF-8), none if it is missing; a last line torn by a crash is cut off the file."""
     if not path.is_file():
         return []
-    text = path.read_text(encoding="utf-8", errors=errors)
+    text = read_regular(path, limit=LINES_BYTES).decode(errors=errors)
     whole = text[: text.rfind("\n") + 1]
     if whole != text:
         write_durably(path, whole)

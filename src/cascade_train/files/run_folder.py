@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from cascade_train.files.untrusted import read_json_lines, read_yaml
+from cascade_train.files.untrusted import read_mapping, read_rows
 
+EXPORT, EXPORTED = "export", "exported.json"
 BESIDE = ("environment.json", "checkpoints")
 """What lies beside the configuration of a run, of which an export has none."""
+
+
+def exported_step(run: Path) -> int | None:
+    """Return the step that a run's export is of; None = unknown."""
+    return read_mapping(run / EXPORT / EXPORTED, step=int).get("step")
 
 
 def is_run(folder: Path) -> bool:
@@ -22,10 +27,8 @@ def no_checkpoint_yet(run: Path) -> str | None:
     """Return, in a sentence, that a run has no checkpoint yet and when it saves one; None where it left something."""
     if (run / "export").is_dir() or any((run / "checkpoints").glob("step_*")):
         return None
-    config: Any = {}
-    with suppress(OSError, ValueError):
-        config = read_yaml((run / "config.yaml").read_bytes())
-    step = max((row["step"] for row in read_json_lines(run / "metrics.jsonl") if "step" in row), default=0)
+    config = read_mapping(run / "config.yaml")
+    step = max((row["step"] for row in read_rows(run / "metrics.jsonl", step=int) if "step" in row), default=0)
     return (
         f"this run has no checkpoint yet. It is at step {step:,}, and saves {_next_save(config, step)}. Wait for that, "
         "or stop the run by Ctrl-C, which saves one; the same command continues it."

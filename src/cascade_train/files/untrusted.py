@@ -1,6 +1,6 @@
-"""Files, JSON and YAML from outside, read within bounds, since a few bytes may stand for more than the memory holds.
+"""The door for files that this process did not write: regular ones alone, of bounded size, depth and lines.
 
-Any fault of a text is a ValueError.
+A few bytes may stand for more than the memory holds. A file's fault is a ConfigError, a text's alone a ValueError.
 """
 
 from __future__ import annotations
@@ -8,12 +8,30 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from functools import partial
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from types import UnionType
+from typing import Any
 
 import yaml
+
+from cascade_train.errors import ConfigError
+
+WHOLE_BYTES = 32 * 2**20
+"""Of a file that is read whole: ten times the manifest of a checkpoint of 10,000 ranks."""
+
+LINES_BYTES, LINE_BYTES = 8 * 2**30, 4 * 2**20
+"""Of a file that is read line by line, and of a line: ten times the metrics of a million steps, and a batch's names."""
+
+PICTURE_BYTES = 2**30
+
+Kind = type | UnionType
+
+REMEDY = "Give another file, or put back a whole copy of it."
 
 MAX_DEPTH = 50
 """Levels of nested lists and mappings, so that recursion over values is safe."""
@@ -46,13 +64,24 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
-def open_regular(path: Path, *, within: Path | None = None) -> BinaryIO:
-    """Open a regular file to read, without waiting for a pipe; `within` a folder, no link leads to it.
+def open_regular(path: Path, *, limit: int = sys.maxsize, within: Path | None = None) -> BufferedReader:
+    """Open a regular file of at most `limit` bytes, without waiting for a pipe; `within` a folder no link leads to it.
 
     Raises:
-        OSError: it is not there, or may not be read; within a folder, also that it is a link.
-        ValueError: it is a pipe, a device or a folder, or lies elsewhere.
+        ConfigError: it is not there, lies elsewhere, is a link, a pipe, a device or a folder, or is larger.
     """
+    try:
+        file = _opened(path, within)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{path} is no regular file that can be read here ({reason}). {REMEDY}") from error
+    if os.fstat(file.fileno()).st_size > limit:
+        file.close()
+        raise ConfigError(f"{path} has more than {limit} bytes. {REMEDY}")
+    return file
+
+
+def _opened(path: Path, within: Path | None) -> BufferedReader:
     folder = Path() if within is None else Path(os.path.normpath(within))
     parts = [str(path)] if within is None else Path(os.path.normpath(path)).relative_to(folder).parts
     follow = 0 if within is None else os.O_NOFOLLOW
@@ -62,26 +91,69 @@ def open_regular(path: Path, *, within: Path | None = None) -> BinaryIO:
             handle, outer = os.open(part, os.O_RDONLY | os.O_NONBLOCK | follow, dir_fd=handle), handle
             os.close(outer)
         if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise ValueError(f"{path} is no regular file")
+            raise ValueError("a pipe, a device or a folder")
         return os.fdopen(os.dup(handle), "rb")
     finally:
         os.close(handle)
 
 
-def read_regular(path: Path, *, limit: int, within: Path | None = None) -> bytes:
-    """Return what a regular file of at most `limit` bytes holds, opened as by `open_regular`.
+def read_regular(path: Path, *, limit: int = WHOLE_BYTES, within: Path | None = None) -> bytes:
+    """Return what a file holds, opened as by `open_regular`."""
+    with open_regular(path, limit=limit, within=within) as file:
+        return file.read(limit)
+
+
+def load_mapping(path: Path, **kinds: Kind) -> dict[str, Any]:
+    """Return the mapping in a JSON file, or by its ending a YAML file, which has values of some kinds.
 
     Raises:
-        ValueError: it is not there, lies elsewhere, is a link, a pipe or a folder, or is larger.
+        ConfigError: it cannot be read, or holds something else.
     """
+    content = read_regular(path)
     try:
-        with open_regular(path, within=within) as file:
-            content = file.read(limit + 1)
-    except OSError as error:
-        raise ValueError(f"{path} is no regular file that can be read here ({error.strerror})") from error
-    if len(content) > limit:
-        raise ValueError(f"{path} has more than {limit} bytes")
-    return content
+        value = (read_yaml if path.suffix == ".yaml" else read_json)(content)
+    except ValueError as error:
+        raise ConfigError(f"{path} is damaged: {error}. {REMEDY}") from error
+    if not isinstance(value, dict) or kinds.keys() - _of_kinds(value, kinds):
+        raise ConfigError(f"{path} is damaged: it is no mapping{' with ' * bool(kinds)}{', '.join(kinds)}. {REMEDY}")
+    return value
+
+
+def read_mapping(path: Path, **kinds: Kind) -> dict[str, Any]:
+    """Return the mapping in a file, without values of other types than `kinds`; empty where it cannot be read."""
+    try:
+        return _of_kinds(load_mapping(path), kinds)
+    except ConfigError:
+        return {}
+
+
+def read_lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file, none where it is not there, never all at once; too long ones in pieces.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    if os.path.lexists(path):
+        with open_regular(path, limit=LINES_BYTES) as file:
+            yield from iter(partial(file.readline, LINE_BYTES), b"")
+
+
+def read_rows(path: Path, **kinds: Kind) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects of a file with one in each line, without values of other types than `kinds`.
+
+    What cannot be read is left out.
+    """
+    with suppress(ConfigError):
+        for line in read_lines(path):
+            with suppress(ValueError):
+                row = read_json(line)
+                if isinstance(row, dict):
+                    yield _of_kinds(row, kinds)
+
+
+def _of_kinds(row: dict[str, Any], kinds: Mapping[str, Kind]) -> dict[str, Any]:
+    """Return a mapping without values of other types than `kinds`."""
+    return {key: value for key, value in row.items() if isinstance(value, kinds.get(key, object))}
 
 
 def read_json(text: str | bytes) -> Any:
@@ -96,19 +168,6 @@ def read_json(text: str | bytes) -> Any:
         raise ValueError(f"it cannot be read ({type(error).__name__})") from error
     _check_depth(value)
     return value
-
-
-def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects of a file with one in each line, never all at once; what cannot be read is left out."""
-    try:
-        with path.open("rb") as lines:
-            for line in lines:
-                with suppress(ValueError):
-                    row = read_json(line)
-                    if isinstance(row, dict):
-                        yield row
-    except OSError:  # there is none, or it may not be read
-        return
 
 
 def read_yaml(text: str | bytes) -> Any:

@@ -30,6 +30,7 @@ from cascade_train.distributed.parallelize import evaluating
 from cascade_train.distributed.process_group import World
 from cascade_train.engine.sampling import to_images
 from cascade_train.errors import ConfigError
+from cascade_train.files.untrusted import PICTURE_BYTES, open_regular
 from cascade_train.models.cascade.formats.export_pipelines import resolution_multiple
 from cascade_train.results.find import TrainedModel
 from cascade_train.tasks.base import Draws, Guide, Painter
@@ -324,10 +325,10 @@ def read_picture(key: str, path: str, size: Size) -> np.ndarray:
         ConfigError: the file is no picture.
     """
     try:
-        with Image.open(Path(path).expanduser()) as stored:
+        with open_regular(Path(path).expanduser(), limit=PICTURE_BYTES) as file, Image.open(file) as stored:
             upright = ImageOps.exif_transpose(stored)
             picture = upright.convert(MAP_MODES.get(upright.mode, "RGB") if key == "control" else "RGB")
-    except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
+    except (OSError, ValueError, UnidentifiedImageError, Image.DecompressionBombError) as error:
         raise ConfigError(f"{key}={path}: no picture that can be read ({type(error).__name__}); name one") from error
     fitted = ImageOps.fit(picture, size[::-1], Image.Resampling.BILINEAR)
     return np.ascontiguousarray(np.atleast_3d(np.asarray(fitted)).transpose(2, 0, 1))

@@ -36,7 +36,7 @@ from cascade_train.config.preflight import preflight
 from cascade_train.config.sweep import is_main
 from cascade_train.engine.run.config_difference import flatten
 from cascade_train.errors import ConfigError
-from cascade_train.files.untrusted import read_json_lines
+from cascade_train.files.untrusted import read_mapping, read_rows
 from cascade_train.redaction import log_shown
 
 if TYPE_CHECKING:
@@ -90,18 +90,16 @@ class Run:
     @classmethod
     def of(cls, path: str | Path) -> Run:
         """Return what the folder of a run holds; a ConfigError where it is none."""
-        from cascade_train.engine.run.report import read_mapping
-
         folder = Path(path).absolute()
         if not (folder / "config.yaml").is_file():
             raise ConfigError(f"{path} is not the folder of a run: there is no config.yaml in it.")
         reason, export = read_mapping(folder / "stopped.json").get("reason"), folder / "export"
-        metrics = {name: value for row in read_json_lines(folder / METRICS) for name, value in row.items()}
+        metrics = {name: value for row in read_rows(folder / METRICS) for name, value in row.items()}
         return cls(path=folder, metrics=metrics, stopped=reason, export=export if export.is_dir() else None)
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the metrics of each optimizer step, in order; none before the first."""
-        return list(read_json_lines(self.path / METRICS))
+        return list(read_rows(self.path / METRICS))
 
 
 def called_rightly(function: F) -> F:

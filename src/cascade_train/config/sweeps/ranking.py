@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cascade_train.files.untrusted import read_json_lines
+from cascade_train.files.untrusted import read_rows
 
 VALIDATION, LOSS = "validate/loss", "loss"
 LOSS_STEPS = 100
@@ -16,12 +16,28 @@ LOSS_STEPS = 100
 Result = dict[str, Any]
 """What a run came to: its overrides, directory, exit code, metrics of the last step, and values that may rank it."""
 
+KINDS = {
+    "run_dir": str,
+    "exit_code": int,
+    "values": dict,
+    "metrics": dict,
+    "overrides": list,
+    "best_metric": list | None,
+}
+"""What a result holds."""
+
+
+def is_result(found: Result) -> bool:
+    """Return whether a mapping with values of `KINDS` is a run's result."""
+    mode = (found.get("best_metric") or ["", "min"])[1:]
+    return KINDS.keys() - {"best_metric"} <= found.keys() and mode in (["min"], ["max"])
+
 
 def measured(path: Path, best_metric: str | None) -> Result:
     """Return `metrics`, the last line of a run's `metrics.jsonl` that can be read, and `values` that may rank it."""
     names = sorted({VALIDATION, best_metric or VALIDATION} - {LOSS})
     newest, known = deque[Result](maxlen=LOSS_STEPS), dict[str, Any]()
-    for row in read_json_lines(path):
+    for row in read_rows(path):
         newest.append(row)
         known |= {name: row[name] for name in names if row.get(name) is not None}
     losses = [row[LOSS] for row in newest if row.get(LOSS) is not None]

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from cascade_train.engine.checkpoint.manifest import Manifest, whole_manifest
 from cascade_train.errors import ConfigError
 from cascade_train.files.durable import sync
-from cascade_train.files.untrusted import read_json_lines
+from cascade_train.files.untrusted import LINES_BYTES, read_rows
 
 log = logging.getLogger(__name__)
 
@@ -190,12 +190,12 @@ def evaluations(path: Path, stamps: Mapping[int, str]) -> dict[int, dict[str, fl
 
 def evaluation_rows(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the lines of a file of evaluations that can be read: one that is torn ends neither a run nor a watch."""
-    return (row for row in read_json_lines(path) if isinstance(row.get("step"), int))
+    return (row for row in read_rows(path, step=int) if "step" in row)
 
 
 def last_logged(path: Path, metric: str, *, step: int) -> dict[str, Any] | None:
     """Return a metric of `metrics.jsonl` as last logged up to a step, {metric, value, step}; None where it is not."""
-    if not path.is_file() or path.stat().st_size == 0:
+    if not path.is_file() or not 0 < path.stat().st_size <= LINES_BYTES:
         return None
     needle = f"{json.dumps(metric)}: ".encode()
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:

@@ -15,7 +15,7 @@ from typing import Any
 
 from cascade_train.errors import RunError
 from cascade_train.files.durable import write_durably
-from cascade_train.files.untrusted import read_json
+from cascade_train.files.untrusted import open_regular, read_json, read_regular
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
@@ -81,7 +81,7 @@ class Manifest:
 
 def hash_file(path: Path) -> FileRecord:
     """Return a file's size and hash."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return FileRecord(size=file.tell(), sha256=digest)
 
@@ -96,9 +96,9 @@ def read_manifest(directory: Path) -> Manifest:
     """Read `<directory>/manifest.json`; a RunError if it is missing, damaged, or of another format version."""
     path = directory / MANIFEST_NAME
     try:
-        body = read_json(path.read_bytes())
+        body = read_json(read_regular(path))
         digest = body.pop("sha256")
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise RunError(f"{path} is missing or unreadable: {error!r}") from error
     if digest != _digest(body):
         raise RunError(f"{path} does not match its own hash")

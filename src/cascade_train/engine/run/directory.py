@@ -21,7 +21,7 @@ import torch.distributed as dist
 from cascade_train.distributed.consensus import from_rank_zero
 from cascade_train.engine.checkpoint.manifest import find_fault, read_manifest
 from cascade_train.engine.checkpoint.store import NO_OPTIMIZER, CheckpointStore
-from cascade_train.engine.metrics import cut_lines, missing_steps, step_of
+from cascade_train.engine.metrics import cut_lines, missing_steps
 from cascade_train.engine.run.config_difference import Difference, describe, find_differences, is_limit_raised, refused
 from cascade_train.engine.run.environment import describe_environment
 from cascade_train.engine.run.lock import CONFIG as _CONFIG
@@ -30,7 +30,8 @@ from cascade_train.engine.trackers import TRACKERS
 from cascade_train.errors import ConfigError, RunError
 from cascade_train.files.durable import append_durably, write_durably
 from cascade_train.files.plain_yaml import to_yaml
-from cascade_train.files.untrusted import read_yaml
+from cascade_train.files.run_folder import EXPORT, EXPORTED, exported_step
+from cascade_train.files.untrusted import load_mapping, read_rows
 from cascade_train.redaction import redacted
 from cascade_train.signals import held_back
 
@@ -40,7 +41,6 @@ _ENVIRONMENT = "environment.json"
 _WEIGHTS = "weights.json"
 _HISTORY = "config_history.jsonl"
 _METRICS = "metrics.jsonl"
-_EXPORT, _EXPORTED = "export", "exported.json"
 _CHECKPOINTS = "checkpoints"
 _QUARANTINE = "quarantine"
 _STOPPED = "stopped.json"
@@ -76,7 +76,7 @@ class RunDirectory:
     def __post_init__(self) -> None:
         self.checkpoints = self.path / _CHECKPOINTS
         self.samples = self.path / _SAMPLES
-        self.export = self.path / _EXPORT
+        self.export = self.path / EXPORT
         self.quarantine = self.path / _QUARANTINE
         self.rolled_back_path = self.path / "rolled_back.jsonl"
         self.metrics_path = self.path / _METRICS
@@ -92,7 +92,7 @@ class RunDirectory:
 
     def record_exports(self, step: int) -> None:
         """Note that the results of `step` lie in `export/`: only then is a run finished. Collective."""
-        from_rank_zero(lambda: write_durably(self.export / _EXPORTED, json.dumps({"step": step}) + "\n"))
+        from_rank_zero(lambda: write_durably(self.export / EXPORTED, json.dumps({"step": step}) + "\n"))
 
     def record_stop(self, stop: dict[str, Any] | None) -> None:
         """Note why a run ended before its last step, for scripts; None = it goes on. Collective."""
@@ -197,7 +197,7 @@ def _continue_run(
             f"run.dir={directory} already holds a run and run.resume=never. Remedy: run.resume=auto to continue it, "
             f"or {other_name}"
         )
-    saved = _read_config(directory / _CONFIG)
+    saved = redacted(load_mapping(directory / _CONFIG))
     differences = find_differences(saved, config)
     may_change = config.get("data", {}).get("on_change") == "restart"
     blocking = refused(differences, free_keys=free_keys, data_may_change=may_change)
@@ -239,7 +239,7 @@ def _is_finished(directory: Path, checkpoint: Path, saved: dict[str, Any], confi
             node, _, name = key.rpartition(".")
             if node in then:
                 then[node][name] = old
-    ended = bool(manifest.facts.get("finished")) and _exported_step(directory) == manifest.step
+    ended = bool(manifest.facts.get("finished")) and exported_step(directory) == manifest.step
     return ended and not is_limit_raised(then, config)
 
 
@@ -260,25 +260,8 @@ def _report_lost_metrics(directory: Path, step: int, saved: dict[str, Any]) -> N
         )
 
 
-def _exported_step(directory: Path) -> int | None:
-    path = directory / _EXPORT / _EXPORTED
-    return step_of(path.read_text(encoding="utf-8")) if path.is_file() else None
-
-
 def _read_history(directory: Path) -> list[dict[str, Any]]:
-    path = directory / _HISTORY
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if step_of(line) is not None]
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        saved = read_yaml(path.read_bytes())
-    except ValueError:
-        saved = None
-    if not isinstance(saved, dict):
-        raise RunError(f"{path} is damaged: it holds no config. Remedy: restore it from a backup, or a new run.name")
-    return dict(redacted(saved))
+    return [row for row in read_rows(directory / _HISTORY, step=int, changes=dict) if {"step", "changes"} <= row.keys()]
 
 
 def _newest(directory: Path) -> Path | None:

@@ -17,6 +17,7 @@ import statistics
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,8 @@ from cascade_train.engine.checkpoint.manifest import whole_manifest
 from cascade_train.engine.run.config_difference import find_differences
 from cascade_train.files.durable import remove_abandoned, replacing
 from cascade_train.files.plain_yaml import to_yaml
-from cascade_train.files.untrusted import read_json, read_json_lines, read_yaml
+from cascade_train.files.run_folder import exported_step
+from cascade_train.files.untrusted import PICTURE_BYTES, open_regular, read_json, read_mapping, read_rows
 from cascade_train.redaction import redact, redacted
 
 if TYPE_CHECKING:
@@ -131,24 +133,10 @@ def read_config(folder: Path) -> Data:
     return read_mapping(folder / "config.yaml", run=dict)
 
 
-def read_mapping(path: Path, **kinds: type) -> Data:
-    """Return the mapping in a JSON or YAML file, without values of other types than `kinds`; else empty."""
-    try:
-        text = path.read_bytes().decode(errors="replace")
-    except OSError:  # there is none, or it may not be read
-        return {}
-    return _parsed(text, read_yaml if path.suffix == ".yaml" else read_json, **kinds)
-
-
-def read_rows(path: Path, **kinds: type) -> Iterator[Data]:
-    """Yield the JSON objects of a file's lines, without values of other types than `kinds`."""
-    return (_of_kinds(row, kinds) for row in read_json_lines(path))
-
-
 def read_metrics(folder: Path) -> Metrics:
     """Return the numbers of a run, line by line: a file of a million steps is larger than what is kept of it."""
     found: dict[str, tuple[array[int], array[float]]] = defaultdict(lambda: (array("q"), array("d")))
-    for row in read_json_lines(folder / "metrics.jsonl"):
+    for row in read_rows(folder / "metrics.jsonl"):
         step: Any = row.get("step")
         for name, value in row.items() if isinstance(step, int) and is_number(step) else ():
             if is_number(value):
@@ -193,11 +181,11 @@ def _curve(steps: Sequence[int], values: Sequence[float], width: int) -> dict[st
 
 def state(folder: Path, metrics: Metrics) -> Data:
     """Return how far a run is: `kind` finished, stopped or unfinished, and a sentence."""
-    exported, stop = read_mapping(folder / "export/exported.json"), read_mapping(folder / "stopped.json")
+    exported, stop = exported_step(folder), read_mapping(folder / "stopped.json")
     step = metrics["step"][0][-1] if "step" in metrics else 0
     if stop:
         return {"kind": "stopped", "text": str(stop.get("reason", "Stopped."))}
-    if exported.get("step") == step:
+    if exported == step:
         return {"kind": "finished", "text": f"Finished at step {step}."}
     return {"kind": "unfinished", "text": f"At step {step}: it trains, or ended without a record of its own."}
 
@@ -234,11 +222,12 @@ def noise_levels(folders: Mapping[str, Path]) -> list[Data]:
     """Return the unweighted loss over logSNR that the newest grids have a chart of, by label."""
     found = []
     for label, folder in _spread(folders, MOST_LEVELS):
-        picture = _opened(folder / "loss_by_logsnr.png")
-        points = {} if picture is None else _parsed(picture.info.get("points", ""), read_json, x=list, y=list)
-        x, y = points.get("x", []), points.get("y", [])
-        if x and len(x) == len(y) and all(map(is_number, [*x, *y])):
-            found.append({"label": label, "x": x, "y": y})
+        picture: Any = _opened(folder / "loss_by_logsnr.png")
+        with suppress(AttributeError, ValueError, LookupError, TypeError):  # damaged, or none of ours
+            points = read_json(picture.info["points"])
+            x, y = points["x"], points["y"]
+            if x and len(x) == len(y) and all(map(is_number, [*x, *y])):
+                found.append({"label": label, "x": x, "y": y})
     return found
 
 
@@ -283,7 +272,7 @@ def _opened(path: Path) -> Image.Image | None:
     from PIL import Image  # the list of commands needs none of it
 
     try:
-        with Image.open(path) as picture:
+        with open_regular(path, limit=PICTURE_BYTES) as file, Image.open(file) as picture:
             picture.load()
             return picture
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):  # Pillow raises all of them for damage
@@ -331,16 +320,3 @@ def is_number(value: Any) -> bool:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return abs(value) < (2**63 if isinstance(value, int) else math.inf)
-
-
-def _parsed(text: str, read: Callable[[str], Any], **kinds: type) -> Data:
-    try:
-        value = read(text)
-    except ValueError:
-        return {}
-    return _of_kinds(value, kinds) if isinstance(value, dict) else {}
-
-
-def _of_kinds(row: Data, kinds: Mapping[str, type]) -> Data:
-    """Return a mapping without values of other types than `kinds`."""
-    return {key: value for key, value in row.items() if isinstance(value, kinds.get(key, object))}

@@ -20,6 +20,7 @@ from cascade_train.distributed.process_group import World
 from cascade_train.engine.run.lock import RunLock
 from cascade_train.errors import ConfigError
 from cascade_train.files.durable import write_durably
+from cascade_train.files.untrusted import load_mapping
 from cascade_train.models.formats.weights_source import local_path
 from cascade_train.models.image_quality import PACKAGED_FEATURES
 from cascade_train.results.evaluation.measures import (
@@ -375,7 +376,7 @@ def claim(out: Path, settings: Mapping[str, Any], *, run: Path | None = None) ->
     """
     path, owner = out / SETTINGS, None if run is None else str(run.resolve())
     if path.is_file():
-        there = json.loads(path.read_text(encoding="utf-8"))
+        there = load_mapping(path)
         is_own = there.pop("run", None) == owner is not None
         changed = sorted(key for key in {*there, *settings} if there.get(key) != settings.get(key))
         if not changed:

@@ -29,6 +29,7 @@ from cascade_train.distributed.parallelize import evaluating
 from cascade_train.distributed.process_group import World
 from cascade_train.engine.sampling import to_images
 from cascade_train.files.durable import replacing
+from cascade_train.files.untrusted import load_mapping
 from cascade_train.results.evaluation.originals import Originals
 from cascade_train.results.find import TrainedModel
 from cascade_train.results.paint import Fingerprint, Order, Sizes, check_same_latents, draws, load_parts
@@ -183,7 +184,7 @@ def _decode(
 ) -> None:
     """Let Stage B and A make pictures of the latents."""
     with _loaded(decoder, world) as parts:
-        sampled = Fingerprint(**json.loads(folder.compressor.read_text()))
+        sampled = Fingerprint(**load_mapping(folder.compressor, kind=str, digest=str))
         check_same_latents(model, sampled, decoder, Fingerprint.of(parts.stage))
         painter = build_painter(decoder.cfg, parts, sizes.picture)
 

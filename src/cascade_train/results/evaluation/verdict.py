@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from cascade_train.engine.sampling import compose_grid
 from cascade_train.engine.tracking import build_tracker
 from cascade_train.errors import ConfigError
 from cascade_train.files.durable import append_durably, write_durably
+from cascade_train.files.untrusted import read_lines
 from cascade_train.results.evaluation.pictures import Folder
 
 log = logging.getLogger(__name__)
@@ -122,7 +124,8 @@ def keep(verdict: Verdict, run: Path, step: int, grid: Path, *, track: bool, is_
     numbers = {f"{EVALUATED}{name}": value for name, value in plain.pop("measures").items()}
     if is_main:
         path = run / EVALUATIONS
-        is_torn = path.is_file() and path.read_bytes()[-1:] not in (b"", b"\n")  # by a crash
+        last = deque(read_lines(path), maxlen=1)
+        is_torn = bool(last) and not last[0].endswith(b"\n")  # by a crash
         append_durably(path, "\n" * is_torn + json.dumps({"step": step, **numbers, **plain}) + "\n")
     if not track:
         return
