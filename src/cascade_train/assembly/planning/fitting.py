@@ -124,19 +124,17 @@ def decide(cfg: DictConfig, budget: Budget) -> Values:
     values = {**bound, **earlier, **choice.values, "train.micro_batch_size": choice.micro_batch_size}
     asked, here = cfg.memory.budget_gb, f"{as_gb(budget.gb * 1e9)} GB{'' if budget.on_cuda else ' free on this host'}"
     of = here if asked in (None, AUTO) else f"memory.budget_gb={asked}, here are {here}"
-    computed = f"{as_gb(choice.bytes)} GB by its computed peak"
+    need, micro = as_gb(choice.bytes), choice.micro_batch_size
     source = "computed from the run's own step, not measured"
-    log.info("micro_batch_size=%d: %s, of %s (%s)", choice.micro_batch_size, computed, of, source)
+    log.info("micro_batch_size=%d: %s GB by its computed peak, of %s (%s)", micro, need, of, source)
     if asked is not None:
         new = {key: value for key, value in values.items() if key in CHOSEN and OmegaConf.select(cfg, key) != value}
         log.info("memory.budget_gb=%s chose %s", asked, names_of(new))
     if is_asked(cfg) and not choice.fits:
         log.warning("%s", nothing_fits(cfg, choice, budget))
     elif choice.bytes > budget.gb * 1e9:
-        log.warning(
-            "This run needs %s, and each rank has %s, at train.micro_batch_size=%d: %s.",
-            *(computed, here, choice.micro_batch_size, remedy(cfg, budget)),
-        )
+        rule = "This run needs %s GB by its computed peak, and each rank has %s, at train.micro_batch_size=%d: %s."
+        log.warning(rule, need, here, micro, remedy(cfg, budget))
     return values
 
 
