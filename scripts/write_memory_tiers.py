@@ -18,15 +18,15 @@ from pathlib import Path
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
-from cascade_train.assembly.planning.devices import ASSUMED_MFU, DEVICES, Room
-from cascade_train.assembly.planning.fitting import TIERS_GB, Place, changed, choose
-from cascade_train.assembly.planning.memory import Memory, memory_of, over_ranks
-from cascade_train.assembly.planning.rehearsal import ENCODERS, Rehearsed
+from cascade_train.assembly.planning.budget import Budget
+from cascade_train.assembly.planning.devices import ASSUMED_MFU, DEVICES
+from cascade_train.assembly.planning.fitting import TIERS_GB, changed, choose
+from cascade_train.assembly.planning.memory import memory_of, over_ranks
+from cascade_train.assembly.planning.rehearsal import ENCODERS
 from cascade_train.config.groups import conf_dir
 from cascade_train.config.hydra_compat import BASE
 from cascade_train.config.launch import register_schema
 from cascade_train.config.preflight import preflight
-from cascade_train.errors import ConfigError
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 PAGE = README.with_name("docs") / "memory.md"
@@ -74,7 +74,7 @@ SHORT = {
     "train.base_weights": "8-bit base",
     "parallel.cpu_offload": "offload",
 }
-"""Means, as the table has them."""
+"""Savings, as the table has them."""
 
 
 def composed(overrides: Sequence[str]) -> DictConfig:
@@ -130,19 +130,16 @@ def split(name: str, overrides: str) -> str:
 def row(model: str, task: str) -> str:
     """Return the line of a model and task."""
     cfg = composed([f"model={model}", f"task={task}"])
-    known: dict[str, tuple[Memory, Rehearsed]] = {}
-    return f"| `{model}` | `{task}` | {' | '.join(cell(cfg, gb, known) for gb in TIERS_GB)} |"
+    return f"| `{model}` | `{task}` | {' | '.join(cell(cfg, gb) for gb in TIERS_GB)} |"
 
 
-def cell(cfg: DictConfig, gb: int, known: dict[str, tuple[Memory, Rehearsed]]) -> str:
-    """Return what a tier chooses: means, micro-batch and computed peak in GB; `known`: what was rehearsed."""
-    place = Place(room=Room(gb=float(gb), on_cuda=True), ranks=1, machine_ranks=1, known=known)
-    try:
-        choice = choose(changed(cfg, {"memory.budget_gb": float(gb)}), place)
-    except ConfigError:
+def cell(cfg: DictConfig, gb: int) -> str:
+    """Return what a tier chooses: savings, micro-batch and computed peak in GB."""
+    choice = choose(changed(cfg, {"memory.budget_gb": float(gb)}), Budget(gb=float(gb)))
+    if not choice.fits:
         return "-"
-    means = ", ".join(SHORT[key] for key in choice.values)
-    return f"{means}{'; ' if means else ''}{choice.micro_batch_size} at a time, {choice.bytes / 1e9:.1f}"
+    savings = ", ".join(SHORT[key] for key in choice.values)
+    return f"{savings}{'; ' if savings else ''}{choice.micro_batch_size} at a time, {choice.bytes / 1e9:.1f}"
 
 
 def lines() -> Iterator[str]:

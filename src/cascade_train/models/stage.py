@@ -94,7 +94,6 @@ class Stage(abc.ABC):
         guidance_rescale: share of the guided prediction that gets the spread of the unguided one, see `guide`.
         noise_unit: what its network sees as noise level, see `NoiseCondition.unit`; None = whatever the objective has.
         needs_image: whether the network sees an image in evaluation and sampling too, or text alone.
-        has_run_unit: whether what runs each of its units can be set, as its network's `run_unit`.
         denoises: whether the network denoises latents; else it has no conditions and no `predict`.
         latent_name: what the clean latents are called among the products.
         image_products: what the stage makes of an image alone, without a random choice, by name; the value is the part
@@ -122,7 +121,6 @@ class Stage(abc.ABC):
     guidance_rescale: ClassVar[float] = 0.7
     noise_unit: ClassVar[str | None] = None
     needs_image: ClassVar[bool]
-    has_run_unit: ClassVar[bool] = False
     denoises: ClassVar[bool] = True
     latent_name: ClassVar[str]
     image_products: Mapping[str, str] = MappingProxyType({})

@@ -1,28 +1,28 @@
-"""What makes a training fit its device: the micro-batch, and means that save memory, chosen by computed peaks.
+"""Choose the micro-batch size, and settings that save memory, by computed peaks; log the computed peak of a start.
 
-Lives here: the choice, and the refusal of what cannot fit. Must not live here: how memory is known (memory.py).
+Lives here: the choice. Must not live here: how memory is known (memory.py).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import math
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from cascade_train.assembly.planning.devices import Room, own_room
-from cascade_train.assembly.planning.means import BOUND, CHOSEN, Means, Values, is_free, ladder, names_of
+from cascade_train.assembly.components import build_parts
+from cascade_train.assembly.planning.budget import Budget, free_gb
+from cascade_train.assembly.planning.devices import HOST_USABLE, as_gb
 from cascade_train.assembly.planning.memory import Memory, memory_of, over_ranks
-from cascade_train.assembly.planning.rehearsal import Rehearsed, count_parameters
+from cascade_train.assembly.planning.rehearsal import Rehearsed, unloaded
 from cascade_train.config.groups import typed_keys
-from cascade_train.config.saved import CONFIG_NAME, to_plain
+from cascade_train.config.saved import CONFIG_NAME
 from cascade_train.config.schema import AUTO
 from cascade_train.config.targets import class_constant
 from cascade_train.distributed.consensus import from_every_rank, from_rank_zero
@@ -35,28 +35,29 @@ log = logging.getLogger(__name__)
 ENOUGH = 4
 """Micro-batch from which on a GPU is busy. Assumed, not measured."""
 
-MOST_OFF = 0.05
-"""By how much a computed peak may be too high, beside what the allocator's fragments take."""
-
-CHECKED_PARAMETERS = 20 * 10**6
-"""Of all modules: a start with fewer is not computed beforehand."""
-
 TIERS_GB = (16, 24, 48, 80)
 """Options of `memory`."""
 
-_COUNTED: dict[str, int] = {}
-"""Parameters, by the classes of a run, the configuration of its model and whether its data is a cache."""
+BOUND = ("optimizer.algorithm", "train.master_weights", "train.base_weights")
+"""Keys that a choice sets and that a run cannot change when it continues, since its checkpoints depend on them."""
+
+CHOSEN = ("ema.device", "activation_checkpointing", "parallel.cpu_offload", *BOUND)
+"""Keys that a choice sets, beside the micro-batch."""
+
+Values = dict[str, Any]
+"""Values of the configuration, by key."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The settings by which a training fits its device.
+    """Settings of a training, and what it needs with them.
 
     Attributes:
-        values: of the configuration that the choice changes.
+        values: that the choice changes, but the micro-batch.
         micro_batch_size: of the run.
         bytes: of a rank's computed peak.
         host_bytes: of what a rank has in host memory.
+        fits: whether the device, or what was asked for, takes the peak, and the host what lies there.
         whole: memory of a rank that holds all weights.
         steps: what was rehearsed.
     """
@@ -65,231 +66,246 @@ class Choice:
     micro_batch_size: int
     bytes: int
     host_bytes: int
+    fits: bool
     whole: Memory
     steps: Rehearsed
 
-    def names(self) -> str:
-        """Return the means, as keys are set."""
-        return names_of(self.values)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """What a training must fit: the memory of each of some ranks, and the settings that stay as they are."""
-
-    room: Room
-    ranks: int
-    machine_ranks: int
-    kept: Collection[str] = ()
-    """Keys and groups that the user set."""
-    known: dict[str, tuple[Memory, Rehearsed]] = field(default_factory=dict, compare=False, repr=False)
-    """What was rehearsed, which no micro-batch and no budget changes."""
-
-    def memory_of(self, cfg: DictConfig) -> tuple[Memory, Rehearsed]:
-        """Return the memory of a rank that holds all weights, and the steps, each configuration rehearsed once."""
-        same = changed(cfg, {"train.micro_batch_size": None, "memory.budget_gb": None})
-        key = json.dumps(to_plain(same), default=str)
-        if key not in self.known:
-            self.known[key] = memory_of(cfg, on_cuda=self.room.on_cuda)
-        return self.known[key]
-
 
 def fit(cfg: DictConfig, world: World) -> None:
-    """Choose what fits the devices of a run, in place, and refuse a run that cannot fit. Collective.
+    """Choose what `memory` and the micro-batch leave open, in place, and log the computed peak. Collective.
 
-    Nothing is loaded or written. What a run that continues here began with stays, where it still fits.
+    Nothing is loaded or written, and no start is refused for a computed peak. On a CPU only a choice computes it.
 
     Raises:
-        ConfigError: it does not fit; names what does.
+        ConfigError: a choice is asked for, and the memory of the run cannot be computed.
     """
-    rooms = from_every_rank(partial(own_room, world.device, world.machine_ranks))
-    room = dataclasses.replace(min(rooms, key=lambda each: each.gb), host_gb=min(each.host_gb for each in rooms))
-    place = Place(room=room, ranks=world.ranks, machine_ranks=world.machine_ranks, kept=typed_keys())
-    values, notes = from_rank_zero(partial(_known, cfg, place))
-    change(cfg, values)
-    for note in notes if world.is_main else ():
-        log.info("%s", note)
+    here = from_every_rank(partial(free_gb, world.device, world.machine_ranks))
+    gb, host_gb = (min(each) for each in zip(*here, strict=True))
+    on_cuda = world.device.type == "cuda"
+    ranks = {"ranks": world.ranks, "machine_ranks": world.machine_ranks}
+    budget = Budget(gb=gb, on_cuda=on_cuda, host_gb=host_gb, kept=typed_keys(), **ranks)
+    if on_cuda or is_asked(cfg):
+        change(cfg, from_rank_zero(partial(choose_or_skip, cfg, budget)))
 
 
-def _known(cfg: DictConfig, place: Place) -> tuple[Values, list[str]]:
-    """Return what to set, and what to say of it, where a step can be rehearsed at all."""
-    is_open = cfg.train.micro_batch_size == AUTO or cfg.memory.budget_gb is not None
+def is_asked(cfg: DictConfig) -> bool:
+    """Return whether the configuration asks for a choice."""
+    return cfg.train.micro_batch_size == AUTO or cfg.memory.budget_gb is not None
+
+
+def choose_or_skip(cfg: DictConfig, budget: Budget) -> Values:
+    """Return what to set, and log it; nothing where no step can be rehearsed and no choice is asked for.
+
+    Raises:
+        ConfigError: no step can be rehearsed, and a choice is asked for.
+    """
     try:
-        return _decided(cfg, place, is_open)
+        return decide(cfg, budget)
     except ConfigError:
         raise
     except Exception as error:  # a class of the user's own may need the values of tensors
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        if is_open:
+        if is_asked(cfg):
             raise ConfigError(
                 f"The memory of this training cannot be computed beforehand ({reason}). Set train.micro_batch_size to "
                 "a number, and memory=none."
             ) from error
-        return {}, [f"The memory of this training is not computed beforehand ({reason})."]
+        log.info("The memory of this training is not computed beforehand (%s).", reason)
+        return {}
 
 
-def _decided(cfg: DictConfig, place: Place, is_open: bool) -> tuple[Values, list[str]]:
-    if not is_open and _counted(cfg) < CHECKED_PARAMETERS:
-        return {}, []
-    bound, first = _earlier(cfg, place)
-    stays, place = changed(cfg, bound), dataclasses.replace(place, kept={*place.kept, *bound})
-    choice = _still(stays, first, place)
-    if choice is None:
-        choice, first = choose(stays, place), {}
-    values = {**bound, **first, **choice.values, "train.micro_batch_size": choice.micro_batch_size}
-    check(changed(cfg, values), choice, place)
-    budget, here = (
-        cfg.memory.budget_gb,
-        f"{_gb(place.room.gb * 1e9)} GB{'' if place.room.on_cuda else ' free on this host'}",
-    )
-    of = here if budget in (None, AUTO) else f"memory.budget_gb={budget}, here are {here}"
-    said = f"micro_batch_size={choice.micro_batch_size}: {_gb(choice.bytes)} GB by its computed peak, of {of}"
-    new = {key: value for key, value in values.items() if key in CHOSEN and OmegaConf.select(cfg, key) != value}
-    chosen = f"memory.budget_gb={budget} chose {names_of(new)}"
-    return values, [said, *([chosen] if budget is not None else [])]
+def decide(cfg: DictConfig, budget: Budget) -> Values:
+    """Return what to set, and log it. A run that continues keeps what it began with, where that still fits."""
+    bound, earlier = saved_settings(cfg, budget)
+    stays, budget = changed(cfg, bound), dataclasses.replace(budget, kept={*budget.kept, *bound})
+    choice = choose(changed(stays, {**earlier, "memory.budget_gb": None}), budget) if earlier else None
+    if choice is None or choice.bytes > budget.gb * 1e9:
+        choice, earlier = choose(stays, budget), {}
+    values = {**bound, **earlier, **choice.values, "train.micro_batch_size": choice.micro_batch_size}
+    asked, here = cfg.memory.budget_gb, f"{as_gb(budget.gb * 1e9)} GB{'' if budget.on_cuda else ' free on this host'}"
+    of = here if asked in (None, AUTO) else f"memory.budget_gb={asked}, here are {here}"
+    need, micro = as_gb(choice.bytes), choice.micro_batch_size
+    source = "computed from the run's own step, not measured"
+    log.info("micro_batch_size=%d: %s GB by its computed peak, of %s (%s)", micro, need, of, source)
+    if asked is not None:
+        new = {key: value for key, value in values.items() if key in CHOSEN and OmegaConf.select(cfg, key) != value}
+        log.info("memory.budget_gb=%s chose %s", asked, names_of(new))
+    if is_asked(cfg) and not choice.fits:
+        log.warning("%s", nothing_fits(cfg, choice, budget))
+    elif choice.bytes > budget.gb * 1e9:
+        rule = "This run needs %s GB by its computed peak, and each rank has %s, at train.micro_batch_size=%d: %s."
+        log.warning(rule, need, here, micro, remedy(cfg, budget))
+    return values
 
 
-def _counted(cfg: DictConfig) -> int:
-    """Return a model's number of parameters; it is built once per process, which runs of a sweep share."""
-    of_run = class_constant(cfg.data._target_, "is_cache"), cfg.task._target_, cfg.objective._target_
-    key = f"{of_run} {OmegaConf.to_container(cfg.model, resolve=True)}"
-    if key not in _COUNTED:
-        _COUNTED[key] = count_parameters(cfg)
-    return _COUNTED[key]
+def choose(cfg: DictConfig, budget: Budget) -> Choice:
+    """Return the largest micro-batch, and the cheapest savings, with which a training fits.
 
-
-def _still(cfg: DictConfig, first: Values, place: Place) -> Choice | None:
-    """Return what an earlier start chose, where there was one and it still fits."""
-    try:
-        choice = choose(changed(cfg, {**first, "memory.budget_gb": None}), place) if first else None
-    except ConfigError:  # of no micro-batch that divides
-        return None
-    return choice if choice is not None and (_is_held(choice, place) or cfg.memory.allow_overflow) else None
-
-
-def choose(cfg: DictConfig, place: Place) -> Choice:
-    """Return the cheapest means, and the largest micro-batch, with which a training fits its budget.
-
-    Means that leave its numbers as they are may be added for a micro-batch of `ENOUGH`; others only where nothing else
-    fits. A configuration that leaves nothing open comes back as it is, whether it fits or not; with
-    `memory.allow_overflow` one of which nothing fits comes back with the last means.
-
-    Raises:
-        ConfigError: nothing fits.
+    Savings that leave its numbers as they are may be added for a micro-batch of `ENOUGH`; others only where nothing
+    else fits. Where nothing fits at all it is what needs least. A configuration that leaves nothing open comes back as
+    it is.
     """
-    budget, share = cfg.memory.budget_gb, cfg.train.global_batch_size // place.ranks
-    is_open = _is_open(cfg, place)
-    sizes = [size for size in range(1, share + 1) if share % size == 0] if is_open else [cfg.train.micro_batch_size]
-    room = place.room if budget in (None, AUTO) else Room(gb=budget, on_cuda=place.room.on_cuda)
-    best = least = None
-    for means in ladder(cfg, place.room, place.kept) if budget is not None else [Means(values={})]:
-        if best is not None and not means.is_cheap:
-            break
-        least = _rehearsed(cfg, means, place, room, sizes)
-        has_host = least.host_bytes <= place.room.usable_host_bytes
-        if not has_host and set(means.values) == {"ema.device"}:  # the host cannot take the average
-            return choose(cfg, dataclasses.replace(place, kept={*place.kept, "ema.device"}))
-        fits = least.bytes <= room.usable_bytes and has_host
-        if fits and (not means.is_cheap or least.micro_batch_size >= min(ENOUGH, sizes[-1])):
-            return least
-        best = best or (least if fits else None)
-    assert least is not None
-    if best is None and (is_open or budget is not None) and not cfg.memory.allow_overflow:
-        raise ConfigError(_nothing_fits(cfg, least, dataclasses.replace(room, host_gb=place.room.host_gb)))
-    return best or least
+    micro, share = cfg.train.micro_batch_size, cfg.train.global_batch_size // budget.ranks
+    sizes = [size for size in range(1, share + 1) if share % size == 0] if _is_size_open(cfg, budget) else [micro]
+    values: Values = {}
+    tried: list[Choice] = []
+    for saving in [{}, *_free(exact_savings(cfg, budget), cfg, budget)]:
+        choice = _computed(cfg, {**values, **saving}, budget, sizes)
+        if saving and choice.host_bytes > budget.host_gb * 1e9 * HOST_USABLE:
+            continue
+        values = choice.values
+        tried.append(choice)
+        if choice.fits and choice.micro_batch_size >= min(ENOUGH, sizes[-1]):
+            return choice
+    if fitting := [choice for choice in tried if choice.fits]:
+        return fitting[0]
+    rounded: Values = {}
+    for saving in _free(rounding_savings(cfg), cfg, budget):
+        rounded |= saving
+        tried.append(_computed(cfg, {**values, **rounded}, budget, sizes))
+        if tried[-1].fits:
+            return tried[-1]
+    for saving in _free(offloading(cfg, budget), cfg, budget):
+        choice = _computed(cfg, {**values, **saving}, budget, sizes)
+        tried += [choice] if choice.host_bytes <= budget.host_gb * 1e9 * HOST_USABLE else []
+    return min(tried, key=lambda choice: choice.bytes)
 
 
-def _is_open(cfg: DictConfig, place: Place) -> bool:
+def _is_size_open(cfg: DictConfig, budget: Budget) -> bool:
     """Return whether the micro-batch is to be chosen."""
     micro = cfg.train.micro_batch_size
-    return micro == AUTO or (cfg.memory.budget_gb is not None and "train.micro_batch_size" not in place.kept)
+    return micro == AUTO or (cfg.memory.budget_gb is not None and "train.micro_batch_size" not in budget.kept)
 
 
-def _rehearsed(cfg: DictConfig, means: Means, place: Place, room: Room, sizes: Sequence[int]) -> Choice:
-    """Return the largest micro-batch that fits with some means, or the smallest where none does."""
-    trial, share = changed(cfg, means.values), cfg.train.global_batch_size // place.ranks
-    whole, steps = place.memory_of(trial)
-    has_gb = place.room.gb if place.room.on_cuda else math.inf  # the device decides the mode, not the budget
-    memory = over_ranks(trial, whole, place.ranks, machine_ranks=place.machine_ranks, device_gb=has_gb)
-    size = memory.largest(room.usable_bytes, sizes, share) or sizes[0]
-    need = memory.total(size, share // size)
-    beside = memory.host_bytes()
-    return Choice(values=means.values, micro_batch_size=size, bytes=need, host_bytes=beside, whole=whole, steps=steps)
+def _free(savings: Iterator[Values], cfg: DictConfig, budget: Budget) -> list[Values]:
+    """Return those of some savings that the user has not decided about; none where `memory` asks for none."""
+    if cfg.memory.budget_gb is None:
+        return []
+    return [saving for saving in savings if all(is_free(key, budget.kept) for key in saving)]
 
 
-def check(cfg: DictConfig, choice: Choice, place: Place) -> None:
-    """Refuse a run whose computed peak its device does not hold.
-
-    Raises:
-        ConfigError: names what fits.
-    """
-    if _is_held(choice, place):
-        return
-    said = (
-        f"This run needs {_gb(choice.bytes)} GB by its computed peak, and each rank has {_gb(place.room.gb * 1e9)}, at "
-        f"train.micro_batch_size={choice.micro_batch_size}: {remedy(cfg, place)}. memory.allow_overflow=true starts it "
-        "nevertheless."
+def _computed(cfg: DictConfig, values: Values, budget: Budget, sizes: Sequence[int]) -> Choice:
+    """Return the largest micro-batch that fits with some values, or the smallest where none does."""
+    trial, share = changed(cfg, values), cfg.train.global_batch_size // budget.ranks
+    whole, steps = memory_of(trial, on_cuda=budget.on_cuda)
+    has_gb = budget.gb if budget.on_cuda else math.inf  # the device decides the mode, not what is asked for
+    memory = over_ranks(trial, whole, budget.ranks, machine_ranks=budget.machine_ranks, device_gb=has_gb)
+    limit = budget.usable_bytes(cfg.memory.budget_gb)
+    size = memory.largest(limit, sizes, share) or sizes[0]
+    need, host = memory.total(size, share // size), memory.host_bytes()
+    fits = need <= limit and host <= budget.host_gb * 1e9 * HOST_USABLE
+    return Choice(
+        values=values, micro_batch_size=size, bytes=need, host_bytes=host, fits=fits, whole=whole, steps=steps
     )
-    if not cfg.memory.allow_overflow:
-        raise ConfigError(said)
-    log.warning("%s", said)
 
 
-def _is_held(choice: Choice, place: Place) -> bool:
-    """Return whether a device holds a computed peak, which may be a little too high."""
-    return choice.bytes <= place.room.gb * 1e9 * (1.0 + MOST_OFF)
+def exact_savings(cfg: DictConfig, budget: Budget) -> Iterator[Values]:
+    """Yield what leaves a run's numbers as they are, up to rounding, and nearly its speed; the cheapest first."""
+    if budget.on_cuda and cfg.ema.decay is not None and cfg.ema.device is None:
+        yield {"ema.device": "cpu"}
+    if not cfg.activation_checkpointing and _builds_network(cfg):
+        yield {"activation_checkpointing": True}
 
 
-def remedy(cfg: DictConfig, place: Place) -> str:
-    """Return what makes a run fit that does not: a micro-batch, else means, else what is to be tried."""
-    cfg = changed(cfg, {"memory.allow_overflow": False})
-    trial = changed(cfg, {"train.micro_batch_size": AUTO, "memory.budget_gb": None})
-    try:
-        return f"train.micro_batch_size={choose(trial, place).micro_batch_size} fits"
-    except ConfigError:
-        trial = changed(cfg, {"memory.budget_gb": AUTO, "train.micro_batch_size": AUTO})
-    try:
-        found = choose(trial, place)
-    except ConfigError:
-        return f"no choice of memory= makes it fit. What needs less: {LESS_MEMORY}"
-    size = f"train.micro_batch_size={found.micro_batch_size}"
-    return f"memory=auto fits, by {found.names()} at {size}"
+def rounding_savings(cfg: DictConfig) -> Iterator[Values]:
+    """Yield what changes a run's numbers a little: each is added to those before."""
+    trains = class_constant(cfg.task._target_, "trains_network")
+    if not trains and cfg.train.base_weights is None and not cfg.task.get("dora") and _builds_network(cfg):
+        yield {"train.base_weights": "int8"}
+    if algorithm := _of_8_bits(cfg.optimizer):
+        yield {"optimizer.algorithm": algorithm}
+    if (cfg.train.precision, cfg.train.master_weights) == ("bf16", "fp32"):
+        parts = build_parts(unloaded(cfg))
+        if parts.task.trains_network and parts.optimizer.rounds():
+            yield {"train.master_weights": "bf16"}
 
 
-def _nothing_fits(cfg: DictConfig, least: Choice, room: Room) -> str:
-    budget = cfg.memory.budget_gb
-    asked = "train.micro_batch_size=auto" if budget is None else f"memory.budget_gb={budget}"
-    tried = f" with {least.names()}" if least.values else ""
-    host = ""
-    if least.host_bytes > room.usable_host_bytes:
-        host = f", beside {_gb(least.host_bytes)} of the {_gb(room.usable_host_bytes)} GB that it may fill of its host"
+def offloading(cfg: DictConfig, budget: Budget) -> Iterator[Values]:
+    """Yield weights and optimizer on the host, where every step waits for the bus, unless the algorithm refuses it."""
+    target = (cfg.optimizer.get("algorithm") or {}).get("_target_")
+    needs_whole = target == "torch.optim.Adafactor" or bool(target and class_constant(target, "needs_whole"))
+    if budget.on_cuda and not needs_whole and not cfg.parallel.cpu_offload:
+        yield {"parallel.cpu_offload": True}
+
+
+def _builds_network(cfg: DictConfig) -> bool:
+    """Return whether the run has the stage's network, which checkpointing recomputes; a previewer's has none."""
+    return "network" not in build_parts(unloaded(cfg)).stage.left_out
+
+
+def _of_8_bits(optimizer: DictConfig) -> Values | None:
+    """Return AdamW with moments of 8 bits in the place of torch's; None for other algorithms."""
+    algorithm: Mapping[Any, Any] = optimizer.get("algorithm") or {}
+    is_plain = algorithm.get("_target_") == "torch.optim.AdamW" and not algorithm.get("amsgrad")
+    if not is_plain or not {"betas", "eps"} <= set(algorithm):
+        return None
+    settings = {"betas": list(algorithm["betas"]), "eps": algorithm["eps"], "block_size": 64}
+    target = "cascade_train.engine.algorithms.adamw_8bit.AdamW8bit"
+    return {"_target_": target, "_partial_": True, **settings}
+
+
+def is_free(key: str, kept: Collection[str]) -> bool:
+    """Return whether the user set neither a key nor something in it, nor, of an optimizer, its group."""
+    blocking = {key, "optimizer"} if key.startswith("optimizer") else {key}
+    return not any(typed in blocking or typed.startswith(f"{key}.") for typed in kept)
+
+
+def names_of(values: Values) -> str:
+    """Return values as keys are set."""
+    return " ".join(_shown(key, value) for key, value in values.items()) or "nothing more"
+
+
+def _shown(key: str, value: Any) -> str:
+    if key == "optimizer.algorithm":
+        return "optimizer=adamw_8bit"
+    return f"{key}={str(value).lower() if isinstance(value, bool) else value}"
+
+
+def remedy(cfg: DictConfig, budget: Budget) -> str:
+    """Return what makes a run fit that does not: a micro-batch, else what memory=auto chooses, else what to try."""
+    for asked in (None, AUTO):
+        found = choose(changed(cfg, {"train.micro_batch_size": AUTO, "memory.budget_gb": asked}), budget)
+        if found.fits:
+            size = f"train.micro_batch_size={found.micro_batch_size}"
+            return f"{size} fits" if asked is None else f"memory=auto fits, by {names_of(found.values)} at {size}"
+    return f"no choice of memory= makes it fit. What needs less: {LESS_MEMORY}"
+
+
+def nothing_fits(cfg: DictConfig, least: Choice, budget: Budget) -> str:
+    """Say that nothing fits what was asked for, what was chosen instead, and the nearest tier that takes it."""
+    asked = cfg.memory.budget_gb
+    key = "train.micro_batch_size=auto" if asked is None else f"memory.budget_gb={asked}"
+    usable, limit = budget.usable_bytes(asked), budget.host_gb * 1e9 * HOST_USABLE
+    tier = next((gb for gb in TIERS_GB if least.bytes <= budget.usable_bytes(float(gb))), None)
+    nearest = "no tier takes that" if tier is None else f"the nearest tier that takes it is memory={tier}gb"
+    host = f", beside {as_gb(least.host_bytes)} of {as_gb(limit)} GB of its host" if least.host_bytes > limit else ""
     return (
-        f"{asked}: no micro-batch fits{tried}. {least.micro_batch_size} a rank needs {_gb(least.bytes)} GB by its "
-        f"computed peak, and a run may fill {_gb(room.usable_bytes)} of {_gb(room.gb * 1e9)}{host}. What needs less: "
-        f"{LESS_MEMORY}."
+        f"{key}: nothing fits. What needs least is taken, train.micro_batch_size={least.micro_batch_size} with "
+        f"{names_of(least.values)}: {as_gb(least.bytes)} GB by its computed peak, where a run may fill "
+        f"{as_gb(usable)}{host}; {nearest}. What needs less: {LESS_MEMORY}."
     )
 
 
-def _earlier(cfg: DictConfig, place: Place) -> tuple[Values, Values]:
+def saved_settings(cfg: DictConfig, budget: Budget) -> tuple[Values, Values]:
     """Return the values that a continued run keeps: those that must stay, and those that it chose by itself.
 
     Empty before the first checkpoint, and without what the user sets now. The second are those of a run that was asked
     for the same `memory`.
     """
-    file, budget = _continued(cfg), cfg.memory.budget_gb
+    file, asked = _continued(cfg), cfg.memory.budget_gb
     try:
         saved = OmegaConf.create(read_yaml(file.read_bytes()) if file is not None else {})
     except ValueError:
         saved = OmegaConf.create()  # what is wrong is said where the run is continued
-    free = [key for key in CHOSEN if budget is not None and is_free(key, place.kept)]
+    free = [key for key in CHOSEN if asked is not None and is_free(key, budget.kept)]
     found = {key: value for key in free if (value := OmegaConf.select(saved, key, default=MISSING)) != MISSING}
     bound = {key: value for key, value in found.items() if key in BOUND}
     micro = OmegaConf.select(saved, "train.micro_batch_size")
     is_same = file is not None and file.parent == Path(cfg.run.dir)
-    if not is_same or not isinstance(micro, int) or OmegaConf.select(saved, "memory.budget_gb") != budget:
+    if not is_same or not isinstance(micro, int) or OmegaConf.select(saved, "memory.budget_gb") != asked:
         return bound, {}
-    divides = (cfg.train.global_batch_size // place.ranks) % micro == 0  # other ranks may continue
-    sizes = {"train.micro_batch_size": micro if divides else AUTO} if _is_open(cfg, place) else {}
+    divides = (cfg.train.global_batch_size // budget.ranks) % micro == 0  # other ranks may continue
+    sizes = {"train.micro_batch_size": micro if divides else AUTO} if _is_size_open(cfg, budget) else {}
     return bound, {**sizes, **found}
 
 
@@ -314,7 +330,3 @@ def change(cfg: DictConfig, values: Mapping[str, Any]) -> None:
     """Set values of a configuration, nodes as a whole."""
     for key, value in values.items():
         OmegaConf.update(cfg, key, value, merge=False, force_add=True)
-
-
-def _gb(count: float) -> str:
-    return f"{count / 1e9:.2f}" if count < 9.95e9 else f"{count / 1e9:.1f}"

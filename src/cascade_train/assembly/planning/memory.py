@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from omegaconf import DictConfig
@@ -25,11 +27,11 @@ from cascade_train.assembly.planning.rehearsal import (
     GRADIENTS,
     OPTIMIZER,
     WEIGHTS,
+    Curves,
     Rehearsed,
     rehearse,
     unloaded,
 )
-from cascade_train.assembly.planning.repeats import Unlike
 from cascade_train.config.targets import class_constant
 from cascade_train.distributed.parallelize import FITS_SHARE
 
@@ -131,36 +133,30 @@ def over_ranks(cfg: DictConfig, memory: Memory, ranks: int, *, machine_ranks: in
 
 def memory_of(cfg: DictConfig, *, on_cuda: bool = True) -> tuple[Memory, Rehearsed]:
     """Rehearse a checked configuration; return the memory of one rank, whose weights are whole, and the steps."""
-    try:
-        steps = _steps(cfg, on_cuda=on_cuda, shortened=True)
-    except Unlike:
-        steps = _steps(cfg, on_cuda=on_cuda, shortened=False)
-    memory = between(*steps.curves, sizes=SIZES)
-    on_host = set(STATE) if cfg.parallel.cpu_offload else {AVERAGE} if cfg.ema.device is not None else set()
-    context = CONTEXT_BYTES if on_cuda else 0
-    return dataclasses.replace(memory, gathered=steps.gathered, on_host=frozenset(on_host), context=context), steps
-
-
-def _steps(cfg: DictConfig, *, on_cuda: bool, shortened: bool) -> Rehearsed:
     bare = unloaded(cfg)
     parts = build_parts(bare)
     if class_constant(cfg.data._target_, "is_cache"):
         batches = cached_batches(cfg, parts, SIZES)
     else:
         batches = [blank_batch(bare, parts, size) for size in SIZES]
-    return rehearse(bare, parts, batches, on_cuda=on_cuda, shortened=shortened)
+    steps = rehearse(bare, parts, batches, on_cuda=on_cuda)
+    on_host = set(STATE) if cfg.parallel.cpu_offload else {AVERAGE} if cfg.ema.device is not None else set()
+    context = CONTEXT_BYTES if on_cuda else 0
+    memory = between(steps, sizes=SIZES)
+    return dataclasses.replace(memory, gathered=steps.gathered, on_host=frozenset(on_host), context=context), steps
 
 
-def between(small: Mapping[str, np.ndarray], large: Mapping[str, np.ndarray], *, sizes: tuple[int, int]) -> Memory:
-    """Return the memory of which two micro-batches are known, operation by operation.
+def between(steps: Rehearsed, *, sizes: tuple[int, int]) -> Memory:
+    """Return the memory of which two micro-batches were rehearsed, from the moments that both have.
 
-    Where the numbers of operations differ, since something is done sample by sample, only the moments of the peaks are
-    compared.
+    Those are all, unless something is done sample by sample; then what is before and after it, and its peak.
     """
+    first, second = steps.operations
+    before = _equal(first, second)
+    after = _equal(first[before:][::-1], second[before:][::-1])
+    is_in_both = min(len(first), len(second)) > before + after
+    small, large = (_joined(curves, before, after, peak=is_in_both) for curves in steps.curves)
     names = list(dict.fromkeys([*small, *large]))
-    length = {len(next(iter(curves.values()))) for curves in (small, large)}
-    if len(length) > 1:
-        small, large = at_peak(small), at_peak(large)
     none = np.zeros_like(next(iter(small.values())))
     step = sizes[1] - sizes[0]
     each = {name: (large.get(name, none) - small.get(name, none)) / step for name in names}
@@ -168,7 +164,15 @@ def between(small: Mapping[str, np.ndarray], large: Mapping[str, np.ndarray], *,
     return Memory(fixed=fixed, each=each)
 
 
-def at_peak(curves: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return curves of one moment, that of their peak."""
-    moment = int(np.sum(list(curves.values()), axis=0).argmax())
-    return {name: curve[moment : moment + 1] for name, curve in curves.items()}
+def _equal(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """Return how many operations from the beginning on are the same."""
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] is pair[1], zip(first, second, strict=False)))
+
+
+def _joined(curves: Curves, before: int, after: int, *, peak: bool) -> Curves:
+    """Return some first and last moments of curves, and the one between them that needs the most."""
+    end = len(next(iter(curves.values()))) - after
+    needed = np.sum(list(curves.values()), axis=0)[before:end]
+    middle = [before + int(needed.argmax())] if peak else []
+    moments = [*range(before), *middle, *range(end, end + after)]
+    return {name: curve[moments] for name, curve in curves.items()}

@@ -13,8 +13,9 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from cascade_train.assembly.planning.devices import ASSUMED_MFU, DEVICES, SIZES_GB, TF32_SHARE, USABLE, Room
-from cascade_train.assembly.planning.fitting import Place, changed, choose, remedy
+from cascade_train.assembly.planning.budget import Budget
+from cascade_train.assembly.planning.devices import ASSUMED_MFU, DEVICES, SIZES_GB, TF32_SHARE, USABLE, as_gb
+from cascade_train.assembly.planning.fitting import changed, choose, is_asked, names_of, nothing_fits, remedy
 from cascade_train.assembly.planning.memory import Memory, over_ranks
 from cascade_train.assembly.planning.samples import Samples
 from cascade_train.config.groups import typed_keys
@@ -107,9 +108,9 @@ class Plan:
         columns = self.memory.values()
         names = dict.fromkeys(name for column in columns for name in column)
         shown = [name for name in names if any(column.get(name, 0) >= 5 * 10**6 for column in columns)]
-        rows = [[f"  {name}", *(_gb(column.get(name, 0)) for column in columns)] for name in shown]
+        rows = [[f"  {name}", *(as_gb(column.get(name, 0)) for column in columns)] for name in shown]
         sizes = [str(self.micro_batch_size[n]) for n in self.memory]
-        return [["  micro-batch", *sizes], *rows, ["  together", *(_gb(sum(c.values())) for c in columns)]]
+        return [["  micro-batch", *sizes], *rows, ["  together", *(as_gb(sum(c.values())) for c in columns)]]
 
     def _length_lines(self) -> Iterator[str]:
         if self.steps is None:
@@ -127,11 +128,11 @@ class Plan:
 
     def _disk_lines(self) -> Iterator[str]:
         if self.host_bytes:
-            yield f"Host     {_gb(self.host_bytes)} GB of each rank, beside what its data workers take"
+            yield f"Host     {as_gb(self.host_bytes)} GB of each rank, beside what its data workers take"
         what = "checkpoint" if self.checkpoints == 1 else "checkpoints"
         yield (
-            f"Disk     {_gb(self.disk_bytes)} GB: {self.checkpoints} {what} of {_gb(self.checkpoint_bytes)} GB"
-            f" that stay, one more while saving; {_gb(self.export_bytes)} GB of trained weights in the export"
+            f"Disk     {as_gb(self.disk_bytes)} GB: {self.checkpoints} {what} of {as_gb(self.checkpoint_bytes)} GB"
+            f" that stay, one more while saving; {as_gb(self.export_bytes)} GB of trained weights in the export"
         )
 
 
@@ -144,15 +145,15 @@ ASSUMPTIONS = (
 
 def make_plan(cfg: DictConfig, *, ranks: int, device: str, samples: Samples) -> Plan:
     """Return the plan of a checked configuration on a number of ranks of a device."""
-    room = Room(gb=DEVICES[device].gb, on_cuda=True)
-    place = Place(room=room, ranks=ranks, machine_ranks=min(ranks, MACHINE_RANKS), kept=typed_keys())
-    choice = choose(cfg, place)
-    chosen = None if cfg.memory.budget_gb is None else f"memory={cfg.memory.budget_gb} chose {choice.names()}"
+    gb, asked = DEVICES[device].gb, cfg
+    budget = Budget(gb=gb, ranks=ranks, machine_ranks=min(ranks, MACHINE_RANKS), kept=typed_keys())
+    choice = choose(cfg, budget)
+    chosen = None if cfg.memory.budget_gb is None else f"memory={cfg.memory.budget_gb} chose {names_of(choice.values)}"
     cfg = changed(cfg, {**choice.values, "train.micro_batch_size": choice.micro_batch_size})
     memory, steps = choice.whole, choice.steps
     batch, given = cfg.train.global_batch_size, cfg.train.micro_batch_size
     micro = {n: size for n in sorted({*RANKS, ranks}) if (size := _micro(batch, given, n))}
-    layouts = {n: over_ranks(cfg, memory, n, machine_ranks=min(n, MACHINE_RANKS), device_gb=room.gb) for n in micro}
+    layouts = {n: over_ranks(cfg, memory, n, machine_ranks=min(n, MACHINE_RANKS), device_gb=gb) for n in micro}
     peaks = {n: layouts[n].peak(size, batch // n // size) for n, size in micro.items()}
     every = _between_saves(cfg, samples)
     newest, older = _kept(changed(cfg, {"checkpoint.every_steps": every}), _steps(cfg, samples))
@@ -166,7 +167,7 @@ def make_plan(cfg: DictConfig, *, ranks: int, device: str, samples: Samples) -> 
         parameters=steps.parameters,
         memory=peaks,
         micro_batch_size=micro,
-        fits=layouts[ranks].largest(DEVICES[device].gb * 1e9 * USABLE, _divisors(batch // ranks), batch // ranks),
+        fits=layouts[ranks].largest(budget.usable_bytes(), _divisors(batch // ranks), batch // ranks),
         largest={n: {gb: _largest(layouts[n], gb, batch // n) for gb in SIZES_GB} for n in micro},
         steps=_steps(cfg, samples),
         global_batch_size=batch,
@@ -185,8 +186,11 @@ def make_plan(cfg: DictConfig, *, ranks: int, device: str, samples: Samples) -> 
         host_bytes=layouts[ranks].host_bytes(),
     )
     need = sum(peaks[ranks].values())
-    overflow = [] if need <= room.usable_bytes else [_remedy(cfg, found, place, need)]
-    warnings = [*overflow, *_warnings(cfg, found, every)]
+    too_large = [nothing_fits(asked, choice, budget)] if is_asked(asked) and not choice.fits else []
+    if not too_large and need > budget.usable_bytes():
+        what = f"{as_gb(need)} GB do not fit the {gb} GB of {device} at a micro-batch of {micro[ranks]}"
+        too_large = [f"{what}: {remedy(cfg, budget)}."]
+    warnings = [*too_large, *_warnings(cfg, found, every)]
     return dataclasses.replace(found, warnings=tuple(warnings))
 
 
@@ -253,7 +257,7 @@ def _warnings(cfg: DictConfig, plan: Plan, every: int | None) -> Iterator[str]:
         yield f"checkpoint.every_epochs={epochs}: its data is not known here; of the checkpoints {counted} counted."
     elif between_saves and plan.checkpoint_bytes > 1e9 and not SAVE_SECONDS[0] <= between_saves <= SAVE_SECONDS[1]:
         key = f"every_steps={every}" if epochs is None else f"every_epochs={epochs}"
-        yield f"checkpoint.{key} saves {_gb(plan.checkpoint_bytes)} GB every {_duration(between_saves)}."
+        yield f"checkpoint.{key} saves {as_gb(plan.checkpoint_bytes)} GB every {_duration(between_saves)}."
     if cfg.train.max_epochs is not None and plan.samples.steps is None:
         ends = "may end the run before" if plan.steps else "ends the run, whose newest and best checkpoints are counted"
         yield f"train.max_epochs={cfg.train.max_epochs} {ends}: its data is not known here."
@@ -262,21 +266,8 @@ def _warnings(cfg: DictConfig, plan: Plan, every: int | None) -> Iterator[str]:
         yield "compile=regional needs less memory than is counted here."
 
 
-def _remedy(cfg: DictConfig, plan: Plan, place: Place, need: int) -> str:
-    """Say that a run does not fit, and what does."""
-    return (
-        f"{_gb(need)} GB do not fit the {DEVICES[plan.device].gb} GB of {plan.device} at a micro-batch of"
-        f" {plan.micro_batch_size[plan.ranks]}: {remedy(cfg, place)}."
-    )
-
-
 def _name(node: Any) -> str:
     return str(node._target_).rpartition(".")[2]
-
-
-def _gb(count: float) -> str:
-    gb = count / 1e9
-    return f"{gb:.1f}" if gb >= 9.95 else f"{gb:.2f}" if gb >= 0.095 or gb == 0 else f"{gb:.1g}"
 
 
 def _duration(seconds: float) -> str:

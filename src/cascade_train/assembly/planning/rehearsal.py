@@ -1,7 +1,7 @@
-"""A run's own build and its own step on torch's meta device: what lives when, and what is computed.
+"""Build a run and take its own optimizer steps on torch's meta device: trace the allocations, and count FLOPs.
 
-Nothing is loaded, drawn or sent, and no tensor has memory: the model is built, bound and takes steps. Lives here: how a
-run is made to do that. Must not live here: what is concluded (memory.py).
+Nothing is loaded, drawn or sent, and no tensor has memory. Lives here: how a run is made to do that. Must not live
+here: what is concluded (memory.py).
 """
 
 from __future__ import annotations
@@ -22,19 +22,15 @@ from torch.nn import functional
 from torch.optim import optimizer
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from cascade_train.assembly.components import Parts, build_parts
+from cascade_train.assembly.components import Parts
 from cascade_train.assembly.model import bind, build_modules, compute_dtype, quantize_base, shard, stored_dtype
-from cascade_train.assembly.planning.batches import PRIME, NoFilter, of_size, on_meta, sides_of
-from cascade_train.assembly.planning.live import CUDA_BLOCK_BYTES, Live
-from cascade_train.assembly.planning.repeats import Repeats
-from cascade_train.assembly.planning.shapes import META, Running, Shapes
+from cascade_train.assembly.planning.batches import NoFilter, on_meta
+from cascade_train.assembly.planning.live import CUDA_BLOCK_BYTES, META, Live, Shapes
 from cascade_train.batch import Batch
-from cascade_train.config.targets import class_constant
 from cascade_train.distributed.parallelize import make_copies, reshard, set_gradient_sync
 from cascade_train.distributed.sharded import gathered_alone
 from cascade_train.engine.optimizer import fill_state
 from cascade_train.engine.phase import training_state
-from cascade_train.models.denoising_stage import DenoisingStage
 from cascade_train.tasks.base import Export, Phase
 from cascade_train.tasks.controlnet import ControlNet
 
@@ -42,6 +38,8 @@ WEIGHTS, COPIES, GRADIENTS, OPTIMIZER = "weights", "copies in the dtype of compu
 AVERAGE, ENCODERS, BATCH, ACTIVATIONS, UPDATE = "average", "encoders", "batch", "activations", "update"
 
 Curves = Mapping[str, np.ndarray]
+"""Bytes after each operation, (T,) int64 by what they are for."""
+
 LAST_STEP = 2**62
 """Step that is rehearsed, for tasks that count."""
 
@@ -51,7 +49,8 @@ class Rehearsed:
     """What steps hold and compute on one rank.
 
     Attributes:
-        curves: of each step, bytes after each operation, (T,) int64 by what they are for.
+        curves: of each step.
+        operations: of each step, those that the moments of its curves follow.
         flops: floating-point operations of a step for each sample, a multiply-add counted as two.
         update_flops: those of a step whatever its samples, such as an optimizer's.
         parameters: of each module, how many there are, and how many of them train.
@@ -62,6 +61,7 @@ class Rehearsed:
     """
 
     curves: Sequence[Curves]
+    operations: Sequence[Sequence[Any]]
     flops: float
     update_flops: float
     parameters: Mapping[str, tuple[int, int]]
@@ -71,68 +71,45 @@ class Rehearsed:
     export_bytes: int
 
 
-def rehearse(
-    cfg: DictConfig,
-    parts: Parts,
-    batches: Sequence[Batch],
-    *,
-    on_cuda: bool = True,
-    at_once: bool | None = None,
-    shortened: bool = True,
-) -> Rehearsed:
+def rehearse(cfg: DictConfig, parts: Parts, batches: Sequence[Batch], *, on_cuda: bool = True) -> Rehearsed:
     """Take a step of a checked configuration with each of some micro-batches, on one rank with whole weights.
 
     Args:
         cfg: from `unloaded`.
         parts: of it, not built yet.
-        batches: two at least, from `blank_batch` or `cached_batches`.
+        batches: two at least, of different sizes, from `blank_batch` or `cached_batches`.
         on_cuda: count what a CUDA device keeps; False = what this CPU does.
-        at_once: take one step of `PRIME` samples that tells of all sizes; None = where all classes are this library's,
-            since others may do something else for each number of samples.
-        shortened: leave out units that repeat others, in a step of `PRIME` samples.
-
-    Raises:
-        Unlike: a unit that was left out repeats none; to be rehearsed anew, and not shortened.
     """
-    if at_once is None:
-        at_once = all(map(_is_ours, (parts.stage, parts.task, parts.objective)))
     with ExitStack() as stack:
         stack.enter_context(_fused_on_meta())
         stack.enter_context(torch.random.fork_rng(devices=[]))
         if isinstance(parts.task, ControlNet):
             parts.task.filter = NoFilter(parts.task.filter)
-        with Running(shapes := Shapes()):
-            build_modules(cfg, parts, META, network_dtype=stored_dtype(cfg, parts))
-            quantize_base(cfg, parts)
+        stack.enter_context(Shapes())
+        build_modules(cfg, parts, META, network_dtype=stored_dtype(cfg, parts))
+        quantize_base(cfg, parts)
         mesh = DeviceMesh("cpu", [[0]], mesh_dim_names=("replicate", "shard"), _init_backend=False, _rank=0)
         parts.task.device = torch.device("cpu")
         prepared = [parts.task.prepare_batch(batch) for batch in batches]
-        sizes = [len(batch) for batch in batches]
-        whole = of_size(PRIME, prepared, sizes) if at_once else None
         parts.task.device = META
         if "step" in (state := parts.task.state_dict()):  # what begins later in a run takes part
             parts.task.load_state_dict({**state, "step": torch.tensor(LAST_STEP)})
         stack.enter_context(_kernels(on_cuda=on_cuda))
-        live = stack.enter_context(Live(block_bytes=CUDA_BLOCK_BYTES if on_cuda else 1, run=shapes.run))
+        live = stack.enter_context(Live(block_bytes=CUDA_BLOCK_BYTES if on_cuda else 1))
         run = _Run(cfg, parts, live, mesh)
-        if whole is not None and all(side % PRIME for side in run.sides() | sides_of(tree_iter(vars(prepared[0])))):
-            live.samples, live.counts = PRIME, True
-            if shortened and parts.stage.has_run_unit and "network" not in parts.stage.left_out:
-                network: Any = parts.stage.network
-                network.run_unit = Repeats(live)
-            begin = run.step(whole)
-            curves: list[Curves] = [live.curves(begin, size) for size in sizes]
-            flops, update_flops = live.flops_of_samples()
-        else:
-            curves, flops, update_flops = run.steps(prepared, sizes)
+        run.step(prepared[0])  # makes what later steps find made, such as tables of noise levels
+        traces = [run.step(each) for each in prepared]
         live.counts = False
+        small, large = (flops for *_, flops in traces[-2:])
+        flops = (large - small) / (len(batches[-1]) - len(batches[-2]))
         state = training_state(run.phases, parts.task)
         optimizers = [each.pop("optimizer") for each in state["phases"].values()]
         weights_bytes = _bytes(state)
         return Rehearsed(
-            curves=curves,
+            curves=[curves for curves, *_ in traces],
+            operations=[operations for _, operations, _ in traces],
             flops=flops,
-            update_flops=update_flops,
+            update_flops=large - len(batches[-1]) * flops,
             parameters=run.parameters,
             gathered=run.gathered,
             checkpoint_bytes=weights_bytes + _bytes(optimizers),
@@ -142,7 +119,7 @@ def rehearse(
 
 
 class _Run:
-    """A run that is built and bound while what lives is recorded."""
+    """A run that is built and bound while its allocations are recorded."""
 
     def __init__(self, cfg: DictConfig, parts: Parts, live: Live, mesh: DeviceMesh) -> None:
         self._parts, self._live = parts, live
@@ -197,14 +174,10 @@ class _Run:
             elif _is_ours(value) and id(value) not in seen:
                 self._take_below(value, seen)
 
-    def sides(self) -> set[int]:
-        """Return the lengths of all dimensions of what was taken."""
-        return sides_of(self._met)
-
-    def step(self, prepared: Any) -> int:
-        """Take an optimizer step on one micro-batch, as the loop does; return the number of its first operation."""
+    def step(self, prepared: Any) -> tuple[Curves, Sequence[Any], int]:
+        """Take an optimizer step on one micro-batch, as the loop does; return its curves, operations and FLOPs."""
         live = self._live
-        live.label = BATCH
+        live.counts, live.flops, live.label = True, 0, BATCH
         prepared = on_meta(prepared)
         live.note(tensor for tensor in tree_iter(vars(prepared)) if isinstance(tensor, Tensor) and tensor.is_meta)
         begin = live.tick
@@ -218,19 +191,7 @@ class _Run:
             live.label = UPDATE
             bound.clip()
             bound.update(bound.phase.start_step + 1, bound.phase.start_step + 1, torch.zeros((), device=META))
-        return begin
-
-    def steps(self, prepared: Sequence[Any], sizes: Sequence[int]) -> tuple[list[Curves], float, float]:
-        """Take a step on each micro-batch; return their curves, and the operations of a sample and of none."""
-        curves: list[Curves] = []
-        counted = [0]
-        self._live.counts = True
-        for each in prepared:
-            curves.append(self._live.curves(self.step(each)))
-            counted.append(self._live.flops)
-        small, large = counted[-2] - counted[-3], counted[-1] - counted[-2]
-        flops = (large - small) / (sizes[-1] - sizes[-2])
-        return curves, flops, large - sizes[-1] * flops
+        return live.curves(begin), live.operations(begin), live.flops
 
 
 def _counted(parts: Parts, phases: Sequence[Phase]) -> dict[str, tuple[int, int]]:
@@ -314,17 +275,6 @@ def unloaded(cfg: DictConfig) -> DictConfig:
             cfg.attention = type(cfg.attention)("sdpa")
         cfg.compile = type(cfg.compile)("off")
     return cfg
-
-
-def count_parameters(cfg: DictConfig) -> int:
-    """Return the number of parameters of a run's network and frozen parts; of the network where its data is a cache."""
-    stage = build_parts(unloaded(cfg)).stage
-    if isinstance(stage, DenoisingStage) and class_constant(cfg.data._target_, "is_cache"):
-        stage.left_out |= frozenset(stage.frozen_parts)
-    stage.build(device=META, network_dtype=torch.float32, frozen_dtype=torch.float32)
-    network = {} if "network" in stage.left_out else {"network": stage.network}
-    modules = {**stage.frozen_modules(), **network}.values()
-    return sum(parameter.numel() for module in modules for parameter in module.parameters())
 
 
 @contextmanager

@@ -33,7 +33,6 @@ class CascadeStage(DenoisingStage):
 
     family = CASCADE
     noise_unit = "time"
-    has_run_unit = True
     multiple_of = "semantic_compressor"
 
     kernels: Free[Literal["eager", "fused"]] = "eager"

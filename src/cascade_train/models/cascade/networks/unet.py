@@ -52,9 +52,6 @@ class CascadeUNet(StableCascadeUNet):
     """The compiled function of a unit; None = not compiled, or block by block."""
     _is_compiled = False
 
-    run_unit: Callable[[Callable[..., Tensor], Sequence[Any], Sequence[list[nn.Module]], int], Tensor] | None = None
-    """What runs a unit in training, as `Repeats` of a rehearsal does; None = it runs itself."""
-
     def compile_units(self, *, each_block: bool = False, **options: Any) -> int:
         """Compile each unit as one function, or each block by itself, for all sizes from the start.
 
@@ -174,18 +171,12 @@ class CascadeUNet(StableCascadeUNet):
         for repeat in range(len(repeat_mappers) + 1):
             if self._is_compiled:  # of one layout and no view of another, as between units: one graph serves for all
                 x = x.clone(memory_format=torch.channels_last)
-            units = self._split(blocks, level)
-            for index, unit in enumerate(units):
+            for index, unit in enumerate(self._split(blocks, level)):
                 unit_skip = skip if index == 0 else None
                 if unit_skip is not None:
                     x = _resize(x, unit_skip)
-                uncontrolled = walk.uncontrolled()
-                arguments = (unit, kinds, x, walk.time, walk.clip, unit_skip, walk.next_control())
                 run = self._recomputed if recompute else self._run_unit
-                if self.run_unit is None:
-                    x = run(*arguments)
-                else:
-                    x = self.run_unit(run, arguments, units[index + 1 :], uncontrolled)
+                x = run(unit, kinds, x, walk.time, walk.clip, unit_skip, walk.next_control())
             if repeat < len(repeat_mappers):
                 x = repeat_mappers[repeat](x)
         return x
@@ -255,10 +246,6 @@ class _Walk:
         self.clip = clip
         self._control = control
         self._executed = 0
-
-    def uncontrolled(self) -> int:
-        """Return the number of blocks before the next one with a control map; a large number where none follows."""
-        return min((index - self._executed for index in self._control if index >= self._executed), default=1 << 30)
 
     def next_control(self) -> Tensor | None:
         self._executed += 1
