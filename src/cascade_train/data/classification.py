@@ -16,7 +16,8 @@ from cascade_train.data.index.rows import Index
 from cascade_train.data.sample import RawSample, UnreadableSampleError
 from cascade_train.data.webdataset import WebDataset
 from cascade_train.errors import ConfigError
-from cascade_train.files.untrusted import read_json
+from cascade_train.files.stored import MAX_BYTES, parsing
+from cascade_train.files.untrusted import read_json, read_regular
 from cascade_train.options import File
 
 CHECKED = 50
@@ -36,12 +37,8 @@ class Prompts:
         """Read a json file, or none; a ConfigError where it is missing, or of another form."""
         if path is None:
             return cls(None)
-        try:
-            given = read_json(Path(path).expanduser().read_bytes())
-        except FileNotFoundError as error:
-            raise ConfigError(f"data.idx_to_prompt={path} is not there; paths start at {Path.cwd()}") from error
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"data.idx_to_prompt={path} cannot be read as json: {error}") from error
+        with parsing(f"data.idx_to_prompt={path}", "cannot be read as json", f"paths start at {Path.cwd()}"):
+            given = read_json(read_regular(Path(path).expanduser(), limit=MAX_BYTES))
         entries = given.values() if isinstance(given, dict) else given
         if not isinstance(given, dict | list) or not all(_is_prompts(entry) for entry in entries):
             raise ConfigError(

@@ -6,7 +6,6 @@ import abc
 import hashlib
 import json
 import logging
-import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +24,8 @@ from cascade_train.data.metadata import NAMES, Metadata, caption_of
 from cascade_train.data.sample import FileLimits, RawSample, UnreadableSampleError
 from cascade_train.data.table import number_of
 from cascade_train.errors import ConfigError
-from cascade_train.files.untrusted import read_yaml
+from cascade_train.files.stored import parsing
+from cascade_train.files.untrusted import read_regular, read_yaml
 from cascade_train.options import File, Free, Order, check_choice
 
 FOLDER_FIELDS = [*ROW_FIELDS, ("bytes", "<i8"), ("caption", "u1"), ("values", "u1"), ("mask", "u1")]
@@ -35,6 +35,7 @@ CAPTION_FILES = ("", ".txt", ".caption")
 VALUE_FILES = ("", ".json", ".yaml", ".yml")
 """Where more about a picture comes from, by the number in the index; the first means nowhere."""
 MASK = ".mask.png"
+_MOST_REPEATS = 10_000  # of each picture in an epoch
 _log = logging.getLogger(__name__)
 
 
@@ -351,14 +352,11 @@ def _first(stem: str, extensions: tuple[str, ...], there: set[str]) -> int:
 
 
 def _read_factor(path: Path) -> float:
-    text = path.read_text(encoding="utf-8", errors="replace").strip()
-    try:
-        factor = float(text)
-    except ValueError:
-        factor = math.nan
-    if not 0 <= factor < math.inf:
-        raise ConfigError(f"{path} holds {text[:20]!r}: write one number, 0 or more, such as 2 or 0.5")
-    return factor
+    with parsing(str(path), "is no factor", "write one number, 0 or more, such as 2 or 0.5"):
+        factor = float(read_regular(path, limit=100))
+        if not 0 <= factor <= _MOST_REPEATS:
+            raise ValueError(f"{factor:g} is not between 0 and {_MOST_REPEATS}")
+        return factor
 
 
 def _is_utf8(name: str) -> bool:

@@ -10,6 +10,7 @@ import itertools
 import logging
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,10 +21,12 @@ from cascade_train.data.decoding.decode import upright_size
 from cascade_train.data.file_source import TableRows, TableSource
 from cascade_train.data.index.cache import cache_file, default_cache_dir, read_cache, write_cache
 from cascade_train.data.index.content import checksum, combined, text_checksum
-from cascade_train.data.index.rows import ROW_FIELDS
+from cascade_train.data.index.rows import LONGEST_KEY, ROW_FIELDS
 from cascade_train.data.sample import RawSample, UnreadableSampleError
 from cascade_train.data.storage.store import PerProcess
 from cascade_train.errors import ConfigError, install_hint
+from cascade_train.files.stored import parsing
+from cascade_train.files.untrusted import open_regular
 
 PARQUET_FIELDS = [*ROW_FIELDS, ("row", "<i4"), ("bytes", "<i8")]
 """Of a row: `shard` is its row group, `row` its place in it, `bytes` those of its picture."""
@@ -137,20 +140,20 @@ class Parquet(TableSource):
         )
 
 
-def open_parquet(path: Path, *, key: str = "data.path") -> Any:
+@contextmanager
+def open_parquet(path: Path, *, key: str = "data.path") -> Iterator[Any]:
     """Open a file with pyarrow; a ConfigError where that is not installed, or what `key` names is no parquet file."""
     try:
-        import pyarrow
         import pyarrow.parquet
     except ImportError as error:
         raise ConfigError(
             f"{'data=parquet' if key == 'data.path' else key} needs the library pyarrow, which is not installed. "
             f"{install_hint('parquet')}."
         ) from error
-    try:
-        return pyarrow.parquet.ParquetFile(path)
-    except pyarrow.ArrowInvalid as error:
-        raise ConfigError(f"{key}: {path} is no parquet file that can be read: {error}") from error
+    with parsing(f"{key}: {path}", "is no parquet file that can be read"):
+        open_regular(path).close()  # no pipe, which pyarrow would wait for
+        with pyarrow.parquet.ParquetFile(path) as file:
+            yield file
 
 
 def load_file(path: Path, columns: Columns, cache_dir: Path | None) -> Mapping[str, np.ndarray]:
@@ -216,12 +219,10 @@ def _present(values: dict[str, Any]) -> dict[str, Any]:
 
 def picture_of(value: Any) -> tuple[bytes | None, str]:
     """Return an encoded picture, or None, and its path, empty where it has none."""
-    if isinstance(value, Mapping):
-        return value.get("bytes"), value.get("path") or ""
-    if isinstance(value, str):
-        return None, value
-    if value is None or isinstance(value, bytes):
-        return value, ""
+    parts = value if isinstance(value, Mapping) else {"path" if isinstance(value, str) else "bytes": value}
+    image, path = parts.get("bytes"), parts.get("path") or ""
+    if isinstance(image, bytes | None) and isinstance(path, str):
+        return image, path if len(path) <= LONGEST_KEY else ""
     raise ConfigError(
         f"data.image_column holds {type(value).__name__}: encoded pictures, paths, or {{bytes, path}} are read"
     )
@@ -230,11 +231,21 @@ def picture_of(value: Any) -> tuple[bytes | None, str]:
 def _upright_size(image: bytes | None, values: Mapping[str, Any], columns: Columns) -> tuple[int, int]:
     """Return (width, height) from the columns or the header; (0, 0) where there is none, or the picture is a file."""
     if columns.width is not None and columns.height is not None:
-        return values[columns.width] or 0, values[columns.height] or 0
+        return _side(columns.width, values[columns.width]), _side(columns.height, values[columns.height])
     try:
         return (0, 0) if image is None else upright_size(image)
     except UnreadableSampleError:
         return 0, 0
+
+
+def _side(column: str, value: Any) -> int:
+    """Return a side in pixels, 0 where a row has none."""
+    if value is None or value != value:  # NaN, as pandas writes it
+        return 0
+    with parsing(f"data.width_column, data.height_column: {column}", f"holds {value!r:.40}", "give sizes in pixels"):
+        if not 0 <= (side := int(value)) < 2**31:
+            raise ValueError("out of bounds")
+        return side
 
 
 class RowGroups:
@@ -256,10 +267,8 @@ class RowGroups:
 
 
 def _read_group(path: Path, group: int, names: list[str] | None) -> Any:
-    import pyarrow
-
     try:
         with open_parquet(path) as file:
             return file.read_row_group(group, columns=names, use_threads=False)
-    except (pyarrow.ArrowException, ConfigError) as error:
+    except ConfigError as error:
         raise UnreadableSampleError(f"row group {group} of {path} is damaged: {error}") from error

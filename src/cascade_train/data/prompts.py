@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from cascade_train.errors import ConfigError
+from cascade_train.files.stored import bounded_lines, parsing
+from cascade_train.files.untrusted import open_regular
 
 FILE = "@"
 """What a prompt that names a file begins with; a prompt that itself begins so has it twice."""
@@ -69,15 +72,12 @@ def _place(named: str) -> tuple[Path, str | None]:
 
 
 def _lines(path: Path, where: str) -> Iterator[str]:
-    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
-        try:
-            text = line.decode("utf-8-sig").strip()
-        except UnicodeDecodeError as error:
-            raise ConfigError(
-                f"{where}, line {number}: is not UTF-8 ({error.reason}). Save the file as UTF-8."
-            ) from error
-        if text:
-            yield text
+    with open_regular(path) as file:
+        for number, line in enumerate(bounded_lines(file, where), start=1):
+            with parsing(f"{where}, line {number}:", "is not UTF-8", "save the file as UTF-8"):
+                text = line.decode("utf-8-sig").strip()
+            if text:
+                yield text
 
 
 def _cells(path: Path, column: str | None, where: str) -> Iterator[str]:
@@ -105,8 +105,8 @@ def _table_rows(path: Path, where: str) -> Iterator[Row]:
 
 def _line_at(path: Path, start: int) -> str:
     """Return the number of the line that begins at a byte."""
-    before = path.read_bytes()[:start].count(b"\n")
-    return f"line {before + 1}"
+    with open_regular(path) as file:
+        return f"line {1 + sum(1 for _ in takewhile(lambda _: file.tell() <= start, file))}"
 
 
 def _parquet_rows(path: Path, column: str | None, where: str) -> Iterator[Row]:

@@ -17,10 +17,11 @@ import numpy as np
 from cascade_train.data.file_source import TableRows, TableSource
 from cascade_train.data.index.content import combined, text_checksum
 from cascade_train.data.index.pictures import first_names, load_checksums
-from cascade_train.data.index.rows import ROW_FIELDS
+from cascade_train.data.index.rows import LONGEST_KEY, ROW_FIELDS
 from cascade_train.data.sample import RawSample, UnreadableSampleError
 from cascade_train.errors import ConfigError
-from cascade_train.files.untrusted import read_json
+from cascade_train.files.stored import bounded_lines, parsing
+from cascade_train.files.untrusted import open_regular, read_json
 
 TABLE_FIELDS = [*ROW_FIELDS, ("bytes", "<i8"), ("row_start", "<i8"), ("row_bytes", "<i8")]
 
@@ -56,11 +57,12 @@ class Table(TableSource):
         unfilled = 0
         for start, size, values in self._files[path].rows():
             columns.update(dict.fromkeys(values))
-            if any(values.get(column) in (None, "", []) for column in wanted):
+            name = str(values.get(self.image_column))
+            if any(values.get(column) in (None, "", []) for column in wanted) or len(name) > LONGEST_KEY:
                 unfilled += 1
                 continue
             places.append((0, 0, 0, -1, start, size))
-            names.append(str(values[self.image_column]))
+            names.append(name)
             used = values if self.captions.needs_values else values.get(self.caption_column or "")
             texts.append(text_checksum(used))
             masks.append(str(values.get(self.mask_column or "") or ""))
@@ -127,7 +129,7 @@ class TableFile:
 
         A ConfigError where the file does not have the form of a table.
         """
-        with self.path.open("rb") as file:
+        with open_regular(self.path) as file:
             lines, start = self._lines(file), 0
             for values in self._json_rows(lines) if self._delimiter is None else self._cell_rows(lines):
                 if values is not None:
@@ -136,23 +138,17 @@ class TableFile:
 
     def _lines(self, file: BinaryIO) -> Iterator[str]:
         start = 0
-        while line := file.readline():
-            try:
-                yield line.decode("utf-8-sig" if start == 0 else "utf-8")
-            except UnicodeDecodeError as error:
-                raise ConfigError(
-                    f"{self._key}: {self.path} is not UTF-8 after byte {start} ({error.reason})"
-                ) from error
+        for line in bounded_lines(file, f"{self._key}: {self.path}"):
+            with parsing(f"{self._key}: {self.path}", f"is not UTF-8 after byte {start}", "save it as UTF-8"):
+                text = line.decode("utf-8-sig" if start == 0 else "utf-8")
+            yield text
             start += len(line)
 
     def _json_rows(self, lines: Iterator[str]) -> Iterator[Mapping[str, Any] | None]:
         for number, line in enumerate(lines, start=1):
-            try:
-                yield self._values(line) if line.strip() else None
-            except ValueError as error:
-                raise ConfigError(
-                    f"{self._key}: {self.path}, line {number} is no json mapping, as {{...}}: {error}"
-                ) from error
+            with parsing(f"{self._key}: {self.path}, line {number}", "is no json mapping", "write one, as {...}"):
+                values = self._values(line) if line.strip() else None
+            yield values
 
     def _cell_rows(self, lines: Iterator[str]) -> Iterator[Mapping[str, Any] | None]:
         reader = csv.reader(lines, delimiter=str(self._delimiter), strict=True)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cascade_train.errors import ConfigError
+from cascade_train.models.formats.weights import check_dtypes
 
 
 class ClipScore:
@@ -36,7 +37,10 @@ class ClipScore:
             )
         try:
             model: Any = CLIPModel.from_pretrained(weights, dtype=torch.float32, local_files_only=True)
+            check_dtypes(weights, key=key)
             self._processor: Any = CLIPProcessor.from_pretrained(weights, local_files_only=True)
+        except ConfigError:
+            raise
         except (OSError, ValueError) as error:
             reason = (str(error).splitlines() or [""])[0]
             raise ConfigError(

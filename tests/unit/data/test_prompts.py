@@ -78,7 +78,7 @@ def test_the_prompts_of_a_run_are_read_from_a_file_when_it_begins(tmp_path: Path
     ("name", "content", "column", "message"),
     [
         ("a.txt", "\n \n", "", "a.txt: holds no prompt. Write one in each line"),
-        ("a.txt", b"one\n\xff\xfe\n", "", "a.txt, line 2: is not UTF-8 .invalid start byte.. Save the file as UTF-8"),
+        ("a.txt", b"one\n\xff\xfe\n", "", "a.txt, line 2: is not UTF-8 .*invalid start byte.; save the file as UTF-8"),
         ("a.txt", "one\n", ":text", "a.txt:text: a .txt has a prompt in each line and no columns; leave out :text"),
         ("a.csv", "caption,n\none,1\n,2\n", "", "a.csv, line 3: caption holds no prompt: ''. Mend or remove the row"),
         ("a.jsonl", '{"text": "a"}\n\n{"no": 1}\n', "", "a.jsonl, line 3: text holds no prompt: None"),

@@ -143,7 +143,7 @@ def test_row_filters_compare_texts_that_are_numbers_as_numbers(
         ("t.csv", "", "data.image_column=image is no column of .*, which has no rows"),
         ("t.csv", "image,caption\nno.png,x\n", "none of 1 pictures is there: no.png; paths are relative to"),
         ("t.csv", 'image,caption\na.png,"x\n', "line 2: unexpected end of data; cells with quotes or line ends must"),
-        ("t.jsonl", "\n[1]\n", "line 2 is no json mapping, as .*: it is a list"),
+        ("t.jsonl", "\n[1]\n", "line 2 is no json mapping .it is a list"),
         ("t.jsonl", '{"image"\n', "line 1 is no json mapping"),
         ("t.xls", "x", "t.xls is no table that can be read: give a file ending in .csv, .tsv"),
     ],
@@ -158,7 +158,7 @@ def test_missing_and_foreign_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not there; paths are relative to the current folder"):
         table(tmp_path / "absent.csv").open()
     (tmp_path / "t.csv").write_bytes(b"image,caption\n\xff,x\n")
-    with pytest.raises(ConfigError, match=r"t.csv is not UTF-8 after byte 14 \(invalid start byte\)"):
+    with pytest.raises(ConfigError, match=r"t.csv is not UTF-8 after byte 14 \(.*invalid start byte\)"):
         table(tmp_path / "t.csv").open()
     with pytest.raises(ValueError, match=r"data.path=\[\] names no file"):
         table([])
@@ -170,7 +170,7 @@ def test_a_table_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pyte
     def refuse(self: Path, *_: Any) -> None:
         raise PermissionError(13, "Permission denied", str(self))
 
-    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr("cascade_train.data.table.open_regular", refuse)
     with pytest.raises(RunError, match="t.csv cannot be read: .*Permission denied"):
         table(path).open()
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from cascade_train.errors import ConfigError
 from cascade_train.files.durable import remove_abandoned, replacing
+from cascade_train.files.untrusted import open_regular
 
 _log = logging.getLogger(__name__)
 
@@ -38,7 +39,7 @@ def cache_file(folder: Path, name: str, identity: str) -> Path:
 def read_cache(cached: Path) -> dict[str, np.ndarray] | None:
     """Return the arrays of a file; None if there is none, or it is damaged or may not be read."""
     try:
-        with cached.open("rb") as file, np.load(file, allow_pickle=False) as parts:
+        with open_regular(cached) as file, np.load(file, allow_pickle=False) as parts:
             return dict(parts)
     except FileNotFoundError:
         return None

@@ -16,6 +16,9 @@ import numpy as np
 from cascade_train.errors import ConfigError
 from cascade_train.redaction import printable
 
+LONGEST_KEY = 4096
+"""Characters of a file's path, and so of a key: in memory all keys of a part are as wide as the longest."""
+
 ROW_FIELDS = [("shard", "<i4"), ("width", "<i4"), ("height", "<i4")]
 
 

@@ -6,7 +6,6 @@ another run left (engine/faults/unreadable.py writes it). Nothing is decoded her
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,6 +16,8 @@ import numpy as np
 from cascade_train.data.index.row_filter import PASSED, RowFilter, parse_row_filters
 from cascade_train.data.index.rows import Index
 from cascade_train.errors import ConfigError
+from cascade_train.files.stored import bounded_lines
+from cascade_train.files.untrusted import open_regular, read_json
 from cascade_train.redaction import printable
 
 SIZE_FILTERS, QUARANTINE = "data.size_filters", "data.quarantine"
@@ -109,17 +110,17 @@ def read_quarantine(path: Path) -> set[str]:
 
 
 def _quarantined(file: Path) -> Iterator[str]:
-    lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
-    for number, line in enumerate(lines, start=1):
-        try:
-            yield str(json.loads(line)["sample"])
-        except (ValueError, LookupError, TypeError) as error:
-            if number == len(lines):  # nothing after the last end of line, or a run was killed while it wrote
-                break
-            raise ConfigError(
-                f'{QUARANTINE}: line {number} of {file} names no sample, as {{"sample": "train.tar:0001"}} does: mend'
-                " it, or remove the line"
-            ) from error
+    with open_regular(file) as opened:
+        for number, line in enumerate(bounded_lines(opened, f"{QUARANTINE}: {file}"), start=1):
+            try:
+                yield str(read_json(line.decode(errors="replace"))["sample"])
+            except (ValueError, LookupError, TypeError) as error:
+                if not line.endswith(b"\n"):  # a run was killed while it wrote
+                    break
+                raise ConfigError(
+                    f'{QUARANTINE}: line {number} of {file} names no sample, as {{"sample": "train.tar:0001"}} does:'
+                    " mend it, or remove the line"
+                ) from error
 
 
 def quarantine_selection(names: Collection[str], index: Index) -> Selection:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,6 +23,8 @@ from cascade_train.data.storage.store import LocalFiles, Store, StoredObject
 from cascade_train.data.tar.members import PARTS
 from cascade_train.errors import ConfigError
 from cascade_train.files.durable import write_durably
+from cascade_train.files.stored import parsing
+from cascade_train.files.untrusted import read_json, read_regular
 from cascade_train.redaction import LONGEST_REASON, redact, redact_argument, shortened
 
 PIPE = "pipe:"
@@ -32,6 +35,9 @@ _ENDS = (".tar", ".tgz", ".tbz2", ".txz", ".tar.gz", ".tar.bz2", ".tar.xz")
 _UNREAD_COMPRESSIONS = (".zst", ".tzst", ".lz4", ".br")
 _ANY_SCHEME = re.compile(r"^([a-zA-Z][a-zA-Z0-9+.-]+):")
 _WEB = "pipe:curl --fail --silent --show-error --location"
+_LONGEST_LISTING = 512 * 1024**2  # of a million tars
+_MOST_TARS, _MOST_BRACES = 1_000_000, 12  # of one pattern
+_RANGE = re.compile(r"\{(-?\d+)\.\.(-?\d+)")  # braceexpand keeps each as a whole
 _log = logging.getLogger(__name__)
 
 
@@ -121,13 +127,9 @@ class Listings:
     def _read(self) -> Mapping[str, list[StoredObject]]:
         if self._path is None or not self._path.is_file():
             return {}
-        try:
-            content: dict[str, list[dict[str, Any]]] = json.loads(self._path.read_text())
+        with parsing(f"data.listing={self._path}", "is damaged", "remove it, and the prefixes are listed again"):
+            content: dict[str, list[dict[str, Any]]] = read_json(read_regular(self._path, limit=_LONGEST_LISTING))
             return {prefix: [StoredObject(**item) for item in items] for prefix, items in content.items()}
-        except (ValueError, TypeError, AttributeError) as error:
-            raise ConfigError(
-                f"data.listing={self._path} is damaged ({error}); remove it, and the prefixes are listed again"
-            ) from error
 
 
 def _warn_of_outside(prefix: str, listed: list[StoredObject]) -> None:
@@ -188,11 +190,17 @@ def _is_prefix(url: str) -> bool:
 
 def _braces(pattern: str) -> list[str]:
     try:
-        expanded = list(braceexpand(pattern))
-    except UnbalancedBracesError as error:
+        longest = max((abs(int(last) - int(first)) for first, last in _RANGE.findall(pattern)), default=0)
+        is_bounded = longest < _MOST_TARS and pattern.count("{") <= _MOST_BRACES
+        expanded = list(islice(braceexpand(pattern), _MOST_TARS + 1)) if is_bounded else []
+    except (UnbalancedBracesError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"data.urls={redact_argument(pattern)} has unbalanced braces: write {{000..005}} or {{a,b}}"
         ) from error
+    if not 0 < len(expanded) <= _MOST_TARS:
+        raise ConfigError(
+            f"data.urls={redact_argument(pattern)} names more than {_MOST_TARS} tars; give several patterns"
+        )
     return expanded if len(expanded) > 1 else [pattern]  # one alone may be a command, whose backslashes stay
 
 

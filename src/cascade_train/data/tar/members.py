@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from cascade_train.data.index.row_filter import read_metadata
+from cascade_train.data.index.rows import LONGEST_KEY
 from cascade_train.data.sample import RawSample, UnreadableSampleError
 from cascade_train.errors import ConfigError
 from cascade_train.files.durable import replacing
+from cascade_train.files.stored import parsing
 from cascade_train.redaction import LONGEST_NAME, printable, shortened
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
@@ -24,6 +26,7 @@ PARTS = {"caption": "txt", "json": "json", "mask": "mask.png"}
 _LONGEST_HEADER = 1024**2  # of names and pax records, which tarfile reads as a whole
 _LONGEST_PADDING = 1024**2  # tar fills up to a multiple of its record, mostly 10 KiB
 _SKIP_BYTES = 1024**2
+_LARGEST = 2**50  # bytes of a member
 T = TypeVar("T")
 
 
@@ -157,16 +160,19 @@ def key_and_extension(name: str) -> tuple[str, str] | None:
 
 def _members(name: str, file: Forward) -> Iterator[Member]:
     """Yield each regular file that has an extension."""
-    try:
-        with tarfile.open(fileobj=file, mode="r:") as tar:  # type: ignore[call-overload] # it needs no more than this
-            for entry in tar:
-                tar.members = []  # tarfile keeps every header otherwise
-                named = key_and_extension(entry.name)
-                if named is not None and entry.isreg() and not entry.issparse():
-                    yield Member(named[0], named[1].lower(), entry.offset_data, entry.size, file)
-            _refuse_unended(name, file, tar.offset)
-    except tarfile.TarError as error:
-        raise ConfigError(f"data.urls: {name} is not a readable tar file ({error}); write or copy it again") from error
+    with (
+        parsing(f"data.urls: {name}", "is not a readable tar file", "write or copy it again", passing=OSError),
+        tarfile.open(fileobj=file, mode="r:") as tar,  # type: ignore[call-overload] # it needs no more than this
+    ):
+        for entry in tar:
+            tar.members = []  # tarfile keeps every header otherwise
+            if len(entry.name) > LONGEST_KEY or not 0 <= entry.size < _LARGEST:
+                text = f"a name of {len(entry.name)} characters, or a size of {entry.size} bytes"
+                raise tarfile.ReadError(f"{text}, at byte {entry.offset}")
+            named = key_and_extension(entry.name)
+            if named is not None and entry.isreg() and not entry.issparse():
+                yield Member(named[0], named[1].lower(), entry.offset_data, entry.size, file)
+        _refuse_unended(name, file, tar.offset)
 
 
 def _refuse_unended(name: str, file: Forward, end: int) -> None:

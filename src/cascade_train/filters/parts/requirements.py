@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import pickle
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError, install_hint
 from cascade_train.files.hub import parse_source
+from cascade_train.files.stored import COPY, check_floating, parsing
 
 if TYPE_CHECKING:
     from onnxruntime import InferenceSession
@@ -89,19 +89,17 @@ def load_weights(module: nn.Module, source: str, known: WeightsFile, *, device: 
 
 def read_tensors(path: Path, known: WeightsFile) -> dict[str, Tensor]:
     """Read tensors by name, without running code from the file; a ConfigError where it holds something else."""
-    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    try:
+    with parsing(f"{known.key}={path}:", "is neither safetensors nor a pickle of tensors", f"{COPY}. {known}"):
         state = load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
-    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, ValueError, OSError) as error:
-        raise ConfigError(
-            f"{known.key}={path}: is neither safetensors nor a pickle of tensors ({type(error).__name__}). {known}"
-        ) from error
     if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
         state = state["state_dict"]
-    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+    if not isinstance(state, dict) or not all(isinstance(n, str) and isinstance(v, Tensor) for n, v in state.items()):
         raise ConfigError(f"{known.key}={path}: holds something else than tensors by name. {known}")
+    for name, value in state.items():
+        if value.ndim:  # not a count
+            check_floating(name, value, f"{known.key}={path}")
     return state
 
 

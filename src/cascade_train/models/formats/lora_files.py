@@ -15,6 +15,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
+from cascade_train.files.stored import parsing, read_mapping
 from cascade_train.models.family import Family
 from cascade_train.models.formats.lora_files_keyed import is_keyed, read_keyed, token_file
 from cascade_train.models.formats.weights import set_tensor
@@ -22,7 +23,6 @@ from cascade_train.models.formats.weights_source import find_part
 from cascade_train.models.formats.weights_tensors import (
     Shape,
     check_fit,
-    header_checked,
     read_tensors,
     shapes_of,
     write_tensors,
@@ -203,7 +203,7 @@ def read_lora(
     if not Path(source).expanduser().exists():
         raise ConfigError(f"{origin}: no such file or folder; give a run, its export/lora, or a .safetensors file")
     header, tensors = _read_adapters(source, key)
-    with header_checked(origin):
+    with parsing(f"{origin}:"):
         _check_size(family, tensors, header, modules, origin)
         numbered = family.read_numbered_lora(header, tensors, modules, module_filters, origin)
         lora = numbered or _read_by_name(family, header, tensors, modules, origin)
@@ -232,8 +232,8 @@ def _read_adapters(source: str, key: str) -> tuple[dict[str, str], dict[str, Ten
 def _read_peft(folder: Path, key: str, *, prefix: str) -> tuple[dict[str, str], dict[str, Tensor]]:
     if not (folder / ADAPTER_CONFIG).is_file() or not (folder / ADAPTER_FILE).is_file():
         raise ConfigError(f"{key}={folder}: is no adapter folder, it lacks {ADAPTER_CONFIG} or {ADAPTER_FILE}")
-    with header_checked(f"{key}={folder}"):
-        alpha = float(json.loads((folder / ADAPTER_CONFIG).read_text())["lora_alpha"])
+    with parsing(f"{key}={folder / ADAPTER_CONFIG}:"):
+        alpha = float(read_mapping(folder / ADAPTER_CONFIG)["lora_alpha"])
     tensors = read_tensors(folder / ADAPTER_FILE, key, what="adapter file")[1]
     return {_ALPHA: str(alpha)}, {f"{prefix}{n.removeprefix(_PEFT_PREFIX)}": value for n, value in tensors.items()}
 
@@ -282,7 +282,7 @@ def holds_lora(source: str) -> bool:
         return any((folder / ADAPTER_CONFIG).is_file() for folder in lora)
     if path.suffix != ".safetensors" or not path.is_file():
         return False
-    with safe_open(path, framework="pt") as file:
+    with parsing(f"{path}:", "cannot be read as safetensors"), safe_open(path, framework="pt") as file:
         names = list(file.keys())
     return is_keyed(names) or any(".lora_" in name for name in names)
 
@@ -379,6 +379,8 @@ def _size_of(family: Family, modules: Mapping[str, Shape]) -> str | None:
 
 def _check_fit(lora: StoredLora, modules: Mapping[str, Shape], origin: str) -> None:
     spec = lora.spec
+    if spec.rank < 1:
+        raise ConfigError(f"{origin}: its adapters have rank {spec.rank}, at least 1 is needed; copy the file again")
     absent = [name for name in spec.targets if name not in modules]
     if absent:
         raise ConfigError(

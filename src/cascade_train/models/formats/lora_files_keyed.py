@@ -5,6 +5,7 @@ Both spell a module's path with underscores. What a family's modules are called,
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -116,6 +117,8 @@ def read_keyed(
     text: dict[str, dict[str, Adapter]] = {tower: {} for tower in TEXT_ENCODERS}
     for stem, adapter in found.items():
         adapter.alpha = adapter.alpha if alpha is None else torch.tensor(alpha)
+        if not math.isfinite(adapter.scale):
+            raise ConfigError(f"{origin}: {stem} is scaled by {adapter.scale}; copy the file again")
         if stem in names:
             network[names[stem]] = adapter
         elif (found_in := _text_name(stem)) is not None:

@@ -8,19 +8,19 @@ from __future__ import annotations
 import json
 import re
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from cascade_train.errors import ConfigError
-from cascade_train.redaction import LONGEST_NAME, shortened
+from cascade_train.files.stored import check_floating, parsing
 
 Shape = tuple[int, ...]
 
@@ -78,12 +78,8 @@ class StoredTensors:
         self._stack.close()
 
     def _open(self, file: Path) -> Any:
-        try:
+        with parsing(f"{self._key}={file}:", "cannot be read as safetensors"):
             return self._stack.enter_context(safe_open(file, framework="pt", device="cpu"))
-        except (SafetensorError, OSError) as error:
-            raise ConfigError(
-                f"{self._key}={file}: cannot be read as safetensors ({error}); copy or download it again"
-            ) from error
 
     def shapes(self) -> dict[str, Shape]:
         """Return every name and shape, without reading the tensors."""
@@ -111,16 +107,6 @@ class StoredTensors:
         return (holder if isinstance(holder, Tensor) else holder.get_slice(stored.name))[begin : begin + count]
 
 
-def check_floating(name: str, tensor: Tensor, origin: str) -> None:
-    """Refuse weights, not indices, that are stored as integers or booleans."""
-    if not tensor.is_floating_point() and not name.endswith(("position_ids", ".indices")):
-        raise ConfigError(
-            f"{origin}: {name} is stored as {str(tensor.dtype).removeprefix('torch.')}, and weights are floating-point "
-            "numbers; take the file in fp16, bf16 or fp32 that this one was made from: of quantized weights the scales "
-            "are not read here"
-        )
-
-
 def load_pickle(file: Path, key: str) -> dict[str, Tensor]:
     """Read a pickle of tensors by name without running code from it; a ConfigError if it holds anything else."""
     try:
@@ -132,7 +118,8 @@ def load_pickle(file: Path, key: str) -> dict[str, Tensor]:
         ) from error
     if isinstance(content, dict) and isinstance(content.get("state_dict"), dict):
         content = content["state_dict"]
-    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
+    items = content.items() if isinstance(content, dict) else [("", None)]
+    if not all(isinstance(name, str) and isinstance(value, Tensor) for name, value in items):
         raise ConfigError(f"{key}={file}: holds something else than tensors by name; convert it to safetensors")
     return content
 
@@ -151,9 +138,8 @@ KINDS = (
 def kind_of(file: Path) -> str:
     """Return in words what a file is, by its size and its first bytes."""
     size = file.stat().st_size
-    if zipfile.is_zipfile(file):
-        with zipfile.ZipFile(file) as content:
-            names = content.namelist()
+    with suppress(zipfile.BadZipFile), zipfile.ZipFile(file) as content:
+        names = content.namelist()
         if any("/code/" in name for name in names):
             return "a program of TorchScript"
         is_torch = any(name.endswith("data.pkl") for name in names)
@@ -187,30 +173,13 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 
 def read_tensors(path: Path, key: str, *, what: str) -> tuple[dict[str, str], dict[str, Tensor]]:
     """Return header and copies of the tensors; `key` and `what`, the content, are for the ConfigError."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - not a mapping
-            header = file.metadata() or {}
-    except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{key}={path}: is no readable {what} ({error}); copy it again") from error
+    with parsing(f"{key}={path}:", f"is no readable {what}"), safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - not a mapping
+        header = file.metadata() or {}
     for name, tensor in tensors.items():
         if tensor.ndim:  # else an alpha or a count
             check_floating(name, tensor, f"{key}={path}")
     return header, tensors
-
-
-@contextmanager
-def header_checked(origin: str) -> Iterator[None]:
-    """Parse a header of a file within; `origin` is for the ConfigError if it lacks something."""
-    try:
-        yield
-    except ConfigError:
-        raise
-    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise ConfigError(
-            f"{origin}: its header is damaged ({type(error).__name__}: {shortened(str(error), LONGEST_NAME)}); copy it "
-            "again from where it was made"
-        ) from error
 
 
 def compare_keys(wanted: Iterable[str], found: Iterable[str], *, limit: int = 3) -> str | None:

@@ -33,8 +33,7 @@ def test_a_cached_index_that_may_not_be_read_counts_as_none(
 ) -> None:
     assert read_cache(tmp_path / "none.npz") is None
     assert caplog.text == ""
-    for method in ("open", "stat"):
-        monkeypatch.setattr(Path, method, _refuse)
+    monkeypatch.setattr("cascade_train.data.index.cache.open_regular", _refuse)
     assert read_cache(tmp_path / "a.npz") is None
     assert "may not be read" in caplog.text
 

@@ -210,10 +210,10 @@ def test_a_tower_and_a_tokenizer_are_found_with_what_lies_beside(hub_cache: Path
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "is no index that can be read"),
-        ("[" * 100_000, "is no index that can be read"),
-        ("[]", "has no weight_map of tensors to the files"),
-        ("{}", "has no weight_map"),
+        ("{", "index.json: is no mapping in JSON that can be read"),
+        ("[" * 100_000, "index.json: is no mapping in JSON that can be read"),
+        ("[]", "index.json: is no mapping in JSON that can be read .it is a list"),
+        ("{}", "has no weight_map of tensors to the files"),
         ('{"weight_map": {}}', "has no weight_map"),
         ('{"weight_map": "model.safetensors"}', "has no weight_map"),
         ('{"weight_map": {"a": 3}}', "has no weight_map"),

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from cascade_train.errors import ConfigError
+from cascade_train.files.stored import parsing
 from cascade_train.models.cascade.networks.controlnet import ControlNetwork, ControlSpec
 from cascade_train.models.formats.export import check_equal_tensors, checked_error, replaced_directory
 from cascade_train.models.formats.weights_source import find_part, find_weight_files
-from cascade_train.models.formats.weights_tensors import header_checked, read_tensors, write_tensors
+from cascade_train.models.formats.weights_tensors import read_tensors, write_tensors
 
 FORMAT = "cascade_train.controlnet/1"
 PART = "controlnet"
@@ -66,7 +67,7 @@ def read_control(source: str, *, key: str, blocks: Sequence[int] | None = None) 
     if bottleneck is None or not outer:
         first = ", ".join(list(tensors)[:2]) or "nothing"
         raise ConfigError(f"{origin}: holds no control network, but {first}; name a controlnet.safetensors")
-    with header_checked(origin):
+    with parsing(f"{origin}:"):
         stem = next(name for name in ("backbone.0.0.weight", "backbone.0.weight") if name in tensors)
         channels = tensors[stem].shape[1]
         kind = f"{len(outer)} projections of task.bottleneck={bottleneck} for maps of {channels} channels"

@@ -16,11 +16,11 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
-from cascade_train.files.untrusted import read_json
+from cascade_train.files.stored import parsing, read_mapping
 from cascade_train.models.formats.export import quiet, read_back_error, replaced_directory
 from cascade_train.models.formats.weights import open_weights
 from cascade_train.models.formats.weights_source import find_weight_files
-from cascade_train.models.formats.weights_tensors import Layout, Stored, header_checked, own_names, write_tensors
+from cascade_train.models.formats.weights_tensors import Layout, Stored, own_names, write_tensors
 
 PART = "controlnet"
 FILE_NAME = "diffusion_pytorch_model.safetensors"
@@ -69,15 +69,14 @@ def read_controlnet(source: str, config: Mapping[str, Any], *, key: str) -> Stor
     if file.suffix == ".safetensors":
         with safe_open(file, framework="pt") as stored:
             header = stored.metadata() or {}
-    with header_checked(origin):
+    with parsing(f"{origin}:"):
         made_by = json.loads(header[FILTER]) if FILTER in header else None
     return StoredControlNet(state=state, channels=state[FIRST_LAYER].shape[1], filter=made_by)
 
 
 def _check_unseen(path: Path, origin: str) -> None:
     """Refuse a network whose configuration, where there is one, says what its tensors do not and what is not here."""
-    with header_checked(origin):
-        stored = dict(read_json(path.read_bytes())) if path.is_file() else {}
+    stored = read_mapping(path)
     for name, usual in UNSEEN.items():
         if stored.get(name, usual) != usual:
             raise ConfigError(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cascade_train.errors import ConfigError
-from cascade_train.files.untrusted import read_json
+from cascade_train.files.stored import parsing, read_mapping
 
 NETWORK = (
     "sample_size", "in_channels", "out_channels", "block_out_channels", "layers_per_block", "down_block_types",
@@ -41,6 +41,11 @@ def stored_pipeline(folder: Path, base: str) -> tuple[list[str], dict[str, Any]]
     Raises:
         ConfigError: a part or a configuration that is not there, or an architecture that this library does not build.
     """
+    with parsing(f"{folder}: a config.json"):
+        return _stored_pipeline(folder, base)
+
+
+def _stored_pipeline(folder: Path, base: str) -> tuple[list[str], dict[str, Any]]:
     schedule = _json(folder / "scheduler" / "scheduler_config.json")
     overrides = [f"model={base}", "task=finetune", f"objective={_objective(schedule)}", "run.name=pipeline"]
     changed: dict[str, Any] = {"model.weights": str(folder)}
@@ -78,8 +83,7 @@ def _json(path: Path, needed: Sequence[str] = ()) -> dict[str, Any]:
     """Return what a file of a pipeline says; a ConfigError where it is not there, or lacks something that is needed."""
     if not path.is_file():
         raise ConfigError(f"from={path.parent}: the pipeline has no {path.name}; copy the whole folder")
-    found = read_json(path.read_bytes())
-    stored: dict[str, Any] = found if isinstance(found, dict) else {}
+    stored = read_mapping(path)
     if missing := [name for name in needed if name not in stored]:
         raise ConfigError(f"{path}: lacks {', '.join(missing)}; save the pipeline by diffusers again")
     return stored
