@@ -56,6 +56,8 @@ OVERVIEW = (
     ("Fine-tune C 3.6B", "model=c_3b task=finetune"),
     ("Fine-tune C 1B", "model=c_1b task=finetune"),
     ("Fine-tune B 1.6B", "model=b_3b task=reconstruction"),
+    ("LoRA, SDXL", "model=sdxl task=lora"),
+    ("Fine-tune SDXL", "model=sdxl task=finetune"),
 )
 """Trainings of the README and of docs/scale.md, and their overrides."""
 
@@ -109,17 +111,17 @@ def taken(overrides: str) -> tuple[dict[int, str], str]:
 
 
 def overview(name: str, overrides: str) -> str:
-    """Return the line of a training in the README: memory, also of each tier, TFLOP of a picture, pictures a second."""
+    """Return the line of a training in the README: memory, what small cards need, hours of 10,000 steps."""
     gb, tflop = taken(overrides)
-    speed = ASSUMED_MFU * DEVICES["h100"].tflops / float(tflop)
-    return f"| {name} | {gb[1]} | {gb[8]} | {' | '.join(_tiers(overrides))} | {tflop} | {speed:.0f} |"
+    hours = 10_000 * 32 * float(tflop) / (ASSUMED_MFU * DEVICES["h100"].tflops) / 3600
+    return f"| {name} | {gb[1]} | {gb[8]} | {' | '.join(_savings(overrides)[:2])} | {hours:.1f} |"
 
 
-def _tiers(overrides: str) -> list[str]:
-    """Return micro-batch and GB of each tier, as docs/memory.md has them."""
+def _savings(overrides: str) -> list[str]:
+    """Return by what each tier makes a training fit, as docs/memory.md has it."""
     model, task = (each.partition("=")[2] for each in overrides.split())
     line = next(line for line in PAGE.read_text().splitlines() if line.startswith(f"| `{model}` | `{task}` | "))
-    return [re.sub(r".*?(\d+) at a time, ", r"\1: ", each.strip()) for each in line.split("|")[3:-1]]
+    return [re.sub(r"(.*?)(; )?\d+ at a time.*", r"\1", each.strip()) or "nothing" for each in line.split("|")[3:-1]]
 
 
 def split(name: str, overrides: str) -> str:
@@ -165,9 +167,8 @@ def split_lines() -> Iterator[str]:
 
 def overview_lines() -> Iterator[str]:
     """Yield the README's table."""
-    tiers = " | ".join(f"`memory={gb}gb`" for gb in TIERS_GB)
-    yield f"| | one GPU | each of 8 (`parallel=fsdp`) | {tiers} | TFLOP an image | images/s |"
-    yield f"|---|---|---|{'---|' * len(TIERS_GB)}---|---|"
+    yield "| | one GPU, GB | each of 8 GPUs, GB | `memory=16gb` takes | `memory=24gb` takes | hours on an H100 |"
+    yield "|---|---|---|---|---|---|"
     yield from (overview(*each) for each in OVERVIEW)
 
 

@@ -28,7 +28,7 @@ from cascade_train.config.targets import class_constant
 from cascade_train.distributed.consensus import from_every_rank, from_rank_zero
 from cascade_train.distributed.process_group import World
 from cascade_train.errors import LESS_MEMORY, ConfigError
-from cascade_train.files.untrusted import read_yaml
+from cascade_train.files.untrusted import read_mapping
 
 log = logging.getLogger(__name__)
 
@@ -293,10 +293,7 @@ def saved_settings(cfg: DictConfig, budget: Budget) -> tuple[Values, Values]:
     for the same `memory`.
     """
     file, asked = _continued(cfg), cfg.memory.budget_gb
-    try:
-        saved = OmegaConf.create(read_yaml(file.read_bytes()) if file is not None else {})
-    except ValueError:
-        saved = OmegaConf.create()  # what is wrong is said where the run is continued
+    saved = OmegaConf.create({} if file is None else read_mapping(file))  # what is wrong is said where it is continued
     free = [key for key in CHOSEN if asked is not None and is_free(key, budget.kept)]
     found = {key: value for key in free if (value := OmegaConf.select(saved, key, default=MISSING)) != MISSING}
     bound = {key: value for key, value in found.items() if key in BOUND}
