@@ -19,6 +19,8 @@ NEVER = {
 TRAIN = """
 import gc, json, sys
 from cascade_train.__main__ import launch, main
+from cascade_train.engine.loss_charts import LossCurve
+LossCurve.draw = lambda self: None  # brings matplotlib at the first save, which is later than the start
 for task in ("lora", "controlnet"):
     code = launch([f"task={task}", f"run.dir={task}", *sys.argv[1:]])
     print(json.dumps([task, code, sorted(sys.modules)]))

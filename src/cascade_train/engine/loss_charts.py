@@ -1,4 +1,4 @@
-"""Charts of the loss, drawn with Pillow: over the steps of a run (`LossCurve`), and by noise level (`LossPlot`).
+"""Charts of the loss, drawn with matplotlib: over the steps of a run (`LossCurve`), and by noise level (`LossPlot`).
 
 Shape legend: G samples of the global batch, N noise levels.
 """
@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 from array import array
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
-from PIL import Image, ImageDraw, ImageFont
-from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
 from cascade_train.errors import unwritten
 from cascade_train.files.durable import replacing
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 log = logging.getLogger(__name__)
 
@@ -33,8 +33,6 @@ POINTS = 2000
 LOWEST, HIGHEST, LEVELS = -16.0, 16.0, 64
 """Range of logSNR and its number of levels; what lies outside counts for the level at its end."""
 
-_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 720, 360, 60, 16, 44, 44
-_NOW, _BEFORE = "#2040a0", "#b0b0b0"
 Point = tuple[float, float]
 
 
@@ -58,10 +56,9 @@ class LossCurve:
         path = self._metrics.with_name(CURVE_NAME)
         try:
             self._read()
-            picture = draw_curve(self._curves)
-            if picture is not None:
+            if self._curves["loss"].values:
                 with replacing(path) as partial:
-                    picture.save(partial, format="png")
+                    draw_curve(self._curves).savefig(partial)
         except (OSError, ValueError) as error:
             log.warning("%s could not be drawn (%s); the numbers are in %s.", path, error, self._metrics)
 
@@ -94,22 +91,23 @@ class Curve:
         return [(self.steps[place], values[place]) for place in places]
 
 
-def draw_curve(curves: Mapping[str, Curve]) -> Image.Image | None:
-    """Return a chart of the curves by the keys of `COLOURS`; None where there is no loss."""
+def draw_curve(curves: Mapping[str, Curve]) -> Figure:
+    """Return a chart of the curves by the keys of `COLOURS`, of which that of the loss has values."""
     loss = curves["loss"]
-    if not loss.values:
-        return None
     lines = [
-        Line(label="each step", colour="#b8c4e8", points=loss.points(loss.values)),
-        Line(label="running mean", colour=COLOURS["loss"], points=loss.points(loss.means)),
+        (loss.points(loss.values), {"label": "each step", "color": "#b8c4e8"}),
+        (loss.points(loss.means), {"label": "running mean", "color": COLOURS["loss"]}),
     ]
-    for key, colour in COLOURS.items():
-        if key != "loss" and curves[key].values:
-            label = f"{key} (unweighted, at fixed noise levels)"
-            points = curves[key].points(curves[key].values)
-            lines.append(Line(label=label, colour=colour, points=points, dotted=True))
-    positive = all(y > 0 for line in lines for _, y in line.points)
-    return draw_chart("loss over optimizer steps", lines, x_format=".0f", logarithmic=positive)
+    for key in [key for key in COLOURS if key != "loss" and curves[key].values]:
+        label = f"{key} (unweighted, at fixed noise levels)"
+        lines.append((curves[key].points(curves[key].values), {"label": label, "color": COLOURS[key], "marker": "."}))
+    chart = draw_chart("Loss over optimizer steps", "optimizer step", lines)
+    if all(y > 0 for points, _ in lines for _, y in points):
+        (axes,) = chart.axes
+        axes.set_yscale("log", subs=(2, 5))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
+    return chart
 
 
 class LossPlot:
@@ -149,7 +147,9 @@ class LossPlot:
         try:
             self._directory.mkdir(exist_ok=True)  # and no run directory that was removed
             file.parent.mkdir(exist_ok=True)
-            draw_losses(points, before).save(file, pnginfo=_as_text(points))
+            x, y = zip(*points, strict=True)
+            numbers = json.dumps({"x": x, "y": y})  # for the page of the run
+            draw_losses(points, before).savefig(file, metadata={"points": numbers})
         except OSError as error:
             file.unlink(missing_ok=True)
             log.warning("%s. The run goes on without this plot.", unwritten(file, error))
@@ -157,57 +157,33 @@ class LossPlot:
         return [file]
 
 
-def _as_text(points: Sequence[Point]) -> PngInfo:
-    """Return the numbers of a plot, which its file carries for the page of the run."""
-    info = PngInfo()
-    x, y = zip(*points, strict=True)
-    info.add_text("points", json.dumps({"x": x, "y": y}))
-    return info
-
-
-def draw_losses(points: Sequence[Point], before: Sequence[Point]) -> Image.Image:
+def draw_losses(points: Sequence[Point], before: Sequence[Point]) -> Figure:
     """Return a chart of (logSNR, loss) points, the earlier ones in grey."""
     lines = [
-        Line(label="since the last plot", colour=_NOW, points=points, dotted=True),
-        Line(label="before it", colour=_BEFORE, points=before, dotted=True),
+        (before, {"label": "before the last plot", "color": "#b0b0b0", "marker": "."}),
+        (points, {"label": "since the last plot", "color": COLOURS["loss"], "marker": "."}),
     ]
-    return draw_chart("unweighted loss over logSNR (left: noise, right: data)", lines, x_format=".1f")
+    chart = draw_chart("Unweighted loss by noise level", "logSNR (left: noise, right: data)", lines)
+    chart.axes[0].set_ylim(bottom=min(0.0, *(y for line, _ in lines for _, y in line)))
+    return chart
 
 
-@dataclass(frozen=True, kw_only=True)
-class Line:
-    """One line of a chart: its label, its colour for Pillow, and points in order of x, each marked where `dotted`."""
+def draw_chart(title: str, x_label: str, lines: Sequence[tuple[Sequence[Point], dict[str, Any]]]) -> Figure:
+    """Return a chart of the loss, of points in order of x and how matplotlib draws them.
 
-    label: str
-    colour: str
-    points: Sequence[Point]
-    dotted: bool = False
+    Without pyplot, whose state belongs to the program that a training runs in.
+    """
+    from matplotlib.figure import Figure  # heavy: not at the start of a run
 
-
-def draw_chart(title: str, lines: Sequence[Line], *, x_format: str, logarithmic: bool = False) -> Image.Image:
-    """Return a chart; linear from 0 to the largest y, or logarithmic between the extremes, which must be above 0."""
-    picture = Image.new("RGB", (_WIDTH, _HEIGHT), "white")
-    canvas, font = ImageDraw.Draw(picture), ImageFont.load_default(size=13)
-    xs, ys = ([point[axis] for line in lines for point in line.points] for axis in (0, 1))
-    scale: Callable[[float], float] = math.log10 if logarithmic else float
-    left, right, low, high = min(xs), max(xs), scale(min(ys)) if logarithmic else min(0.0, *ys), scale(max(ys))
-
-    def place(x: float, scaled: float) -> Point:
-        across = (x - left) / (right - left) if right > left else 0.5
-        up = (scaled - low) / (high - low) if high > low else 0.0
-        return _LEFT + across * (_WIDTH - _LEFT - _RIGHT), _HEIGHT - _BOTTOM - up * (_HEIGHT - _TOP - _BOTTOM)
-
-    for part in range(5):
-        scaled, x = low + (high - low) * part / 4, left + (right - left) * part / 4
-        y = place(x, scaled)[1]
-        canvas.line([(_LEFT, y), (_WIDTH - _RIGHT, y)], fill="#dddddd")
-        canvas.text((8, y - 8), f"{10**scaled if logarithmic else scaled:.3g}", fill="black", font=font)
-        canvas.text((place(x, low)[0] - 14, _HEIGHT - _BOTTOM + 8), f"{x:{x_format}}", fill="black", font=font)
-    canvas.text((_LEFT, 4), title, fill="black", font=font)
-    for number, line in enumerate(lines):
-        canvas.text((_LEFT + 160 * number, 22), line.label, fill=line.colour, font=font)
-        places = [place(x, scale(y)) for x, y in line.points]
-        canvas.line(places, fill=line.colour, width=2)
-        for x, y in places if line.dotted else ():
-            canvas.ellipse((x - 2, y - 2, x + 2, y + 2), fill=line.colour)
-    return picture
+    chart = Figure(figsize=(7.2, 3.6), layout="constrained", facecolor="white")
+    axes = chart.subplots()
+    for points, look in lines:
+        if points:
+            axes.plot(*zip(*points, strict=True), **look)
+    axes.set(title=title, xlabel=x_label, ylabel="loss")
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.locator_params(axis="x", integer=True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(which="both", color="#dddddd")
+    chart.legend(loc="outside lower center", ncols=2, frameon=False)
+    return chart

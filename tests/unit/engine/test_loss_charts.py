@@ -3,14 +3,17 @@
 import errno
 import json
 import logging
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.axes import Axes
 from PIL import Image
 
 from cascade_train.engine import loss_charts
-from cascade_train.engine.loss_charts import LEVELS, POINTS, Curve, Line, LossCurve, LossPlot, draw_chart
+from cascade_train.engine.loss_charts import LEVELS, POINTS, Curve, LossCurve, LossPlot
 
 
 def rows(count: int, **last: float | None) -> list[dict]:
@@ -27,28 +30,67 @@ def draw(directory: Path, metrics: list[dict]) -> Path:
 
 
 @pytest.fixture
-def lines(monkeypatch: pytest.MonkeyPatch) -> dict[str, Line]:
-    seen: dict[str, Line] = {}
+def charts(monkeypatch: pytest.MonkeyPatch) -> list[Axes]:
+    """What is drawn, picture by picture."""
+    seen, draw = [], loss_charts.draw_chart
 
-    def draw(title, drawn, **options):
-        seen.update({line.label: line for line in drawn} | {"": options})
-        return draw_chart(title, drawn, **options)
+    def draw_and_keep(*given):
+        chart = draw(*given)
+        seen.append(chart.axes[0])
+        return chart
 
-    monkeypatch.setattr(loss_charts, "draw_chart", draw)
+    monkeypatch.setattr(loss_charts, "draw_chart", draw_and_keep)
     return seen
 
 
-def test_losses_of_training_and_validation_are_drawn(lines: dict[str, Line], tmp_path: Path):
+def points(axes: Axes, label: str = "each step") -> list[tuple[float, float]]:
+    (line,) = [line for line in axes.lines if line.get_label() == label]
+    return [(float(x), float(y)) for x, y in line.get_xydata()]
+
+
+def ticks(axes: Axes) -> list[str]:
+    """The numbers beside the y axis, of those that lie in view."""
+    low, high = axes.get_ylim()
+    axes.figure.draw_without_rendering()
+    marks = [*axes.yaxis.get_major_ticks(), *axes.yaxis.get_minor_ticks()]
+    return [each.label1.get_text() for each in marks if low <= each.get_loc() <= high]
+
+
+def test_losses_of_training_and_validation_are_drawn(charts: list[Axes], tmp_path: Path):
     draw(tmp_path, [*rows(4), {"step": 5, "loss": None}, {"step": 6, "loss": 0.5, "validate/loss": 0.25}])
-    assert [step for step, _ in lines["each step"].points] == [1, 2, 3, 4, 6, 6]
-    assert set(lines["validate/loss (unweighted, at fixed noise levels)"].points) == {(6, 0.25)}
-    assert not [label for label in lines if label.startswith("validate_ema")]
-    assert lines[""]["logarithmic"]
+    assert [step for step, _ in points(charts[0])] == [1, 2, 3, 4, 6, 6]
+    assert set(points(charts[0], "validate/loss (unweighted, at fixed noise levels)")) == {(6, 0.25)}
+    assert len(charts[0].lines) == 3
+    assert charts[0].get_yscale() == "log"
 
 
-def test_a_loss_that_is_not_positive_gets_a_linear_scale(lines: dict[str, Line], tmp_path: Path):
+def test_a_loss_that_is_not_positive_gets_a_linear_scale(charts: list[Axes], tmp_path: Path):
     assert draw(tmp_path, rows(3, loss=-1.0)).exists()
-    assert not lines[""]["logarithmic"]
+    assert charts[0].get_yscale() == "linear"
+
+
+@pytest.mark.parametrize(
+    ("last", "expected"),
+    [(0.376 / 0.838, {"0.4", "0.5", "0.6", "0.7", "0.8"}), (0.002, {"0.002", "0.005", "0.01", "0.1", "0.5"})],
+    ids=["less than a power of ten", "powers of ten"],
+)
+def test_ticks_are_round_numbers(charts: list[Axes], tmp_path: Path, last: float, expected: set[str]):
+    draw(tmp_path, [{"step": 1, "loss": 0.838}, {"step": 2, "loss": 0.838 * last}])
+    assert expected <= set(ticks(charts[0]))
+    assert all(len(each.lstrip("0.")) == 1 for each in ticks(charts[0])), "one digit that counts"
+    assert (charts[0].get_xlabel(), charts[0].get_ylabel()) == ("optimizer step", "loss")
+
+
+def test_nothing_of_the_host_is_changed(tmp_path: Path):
+    code = (
+        "import sys, pathlib, cascade_train.engine.loss_charts as charts; assert 'matplotlib' not in sys.modules\n"
+        "import matplotlib; before = list(dict.items(matplotlib.rcParams))\n"
+        "charts.LossCurve(pathlib.Path('metrics.jsonl'), is_main=True).draw()\n"
+        "assert list(dict.items(matplotlib.rcParams)) == before and 'matplotlib.pyplot' not in sys.modules"
+    )
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
+    assert (tmp_path / "loss.png").exists()
 
 
 def test_the_mean_follows_the_losses():
@@ -58,11 +100,11 @@ def test_the_mean_follows_the_losses():
     assert list(curve.means) == [1.0, pytest.approx(1.05)]
 
 
-def test_a_long_run_is_thinned_and_keeps_its_ends(lines: dict[str, Line], tmp_path: Path):
+def test_a_long_run_is_thinned_and_keeps_its_ends(charts: list[Axes], tmp_path: Path):
     draw(tmp_path, rows(3 * POINTS + 5))
-    points = lines["each step"].points
-    assert len(points) <= POINTS + 1
-    assert (points[0][0], points[-1][0]) == (1, 3 * POINTS + 5)
+    drawn = points(charts[0])
+    assert len(drawn) <= POINTS + 1
+    assert (drawn[0][0], drawn[-1][0]) == (1, 3 * POINTS + 5)
 
 
 def test_the_picture_lies_beside_the_metrics(tmp_path: Path):
@@ -86,20 +128,18 @@ def test_a_damaged_line_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureF
     assert not (tmp_path / "loss.png").exists()
 
 
-def test_a_drawing_reads_the_lines_since_the_last_one_and_all_of_them_after_a_cut(
-    lines: dict[str, Line], tmp_path: Path
-):
+def test_a_drawing_reads_the_lines_since_the_last_one_and_all_of_them_after_a_cut(charts: list[Axes], tmp_path: Path):
     metrics, first = tmp_path / "metrics.jsonl", rows(3)
     curve = LossCurve(metrics, is_main=True)
     metrics.write_text("".join(json.dumps(row) + "\n" for row in first))
     curve.draw()
     metrics.write_text("#" * metrics.stat().st_size + json.dumps({"step": 4, "loss": 0.1}) + "\n")
     curve.draw()
-    assert [step for step, _ in lines["each step"].points] == [1, 2, 3, 4, 4], "what was read is not read again"
+    assert [step for step, _ in points(charts[-1])] == [1, 2, 3, 4, 4], "what was read is not read again"
     metrics.write_text(json.dumps(first[0]) + "\n")
     curve.forget()
     curve.draw()
-    assert [step for step, _ in lines["each step"].points] == [1, 1]
+    assert [step for step, _ in points(charts[-1])] == [1, 1]
 
 
 CPU = torch.device("cpu")
@@ -130,7 +170,7 @@ def test_the_picture_lies_beside_the_samples_of_its_step(tmp_path: Path):
     plot.add(torch.linspace(-9, 9, 50), torch.linspace(0, 1, 50))
     (path,) = plot.draw(7)
     assert path == tmp_path / "step_7" / "loss_by_logsnr.png"
-    colours = {colour for _, colour in Image.open(path).getcolors(100_000)}
+    colours = {colour for _, colour in Image.open(path).convert("RGB").getcolors(100_000)}
     assert (0x20, 0x40, 0xA0) in colours
     with Image.open(path) as picture:
         points = json.loads(picture.info["points"])
