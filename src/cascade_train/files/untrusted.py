@@ -100,7 +100,7 @@ def _opened(path: Path, within: Path | None) -> BufferedReader:
 def read_regular(path: Path, *, limit: int = WHOLE_BYTES, within: Path | None = None) -> bytes:
     """Return what a file holds, opened as by `open_regular`."""
     with open_regular(path, limit=limit, within=within) as file:
-        return file.read(limit)
+        return file.read(os.fstat(file.fileno()).st_size)
 
 
 def load_mapping(path: Path, **kinds: Kind) -> dict[str, Any]:

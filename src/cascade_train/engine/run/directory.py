@@ -31,7 +31,7 @@ from cascade_train.errors import ConfigError, RunError
 from cascade_train.files.durable import append_durably, write_durably
 from cascade_train.files.plain_yaml import to_yaml
 from cascade_train.files.run_folder import EXPORT, EXPORTED, exported_step
-from cascade_train.files.untrusted import load_mapping, read_rows
+from cascade_train.files.untrusted import load_mapping, read_regular, read_rows
 from cascade_train.redaction import redacted
 from cascade_train.signals import held_back
 
@@ -222,7 +222,7 @@ def _continue_run(
 
 
 def _text(path: Path) -> str | None:
-    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
+    return read_regular(path).decode(errors="replace") if path.is_file() else None
 
 
 def _is_finished(directory: Path, checkpoint: Path, saved: dict[str, Any], config: dict[str, Any]) -> bool:

@@ -176,7 +176,7 @@ def _curve(steps: Sequence[int], values: Sequence[float], width: int) -> dict[st
     parts = [values[first : first + width] for first in range(0, len(values), width)]
     ends = [steps[min(first + width, len(steps)) - 1] for first in range(0, len(steps), width)]
     extremes = {"low": [min(each) for each in parts], "high": [max(each) for each in parts]}
-    return {"x": [*ends], "y": [statistics.fmean(each) for each in parts], **extremes}
+    return {"x": [*ends], "y": [math.fsum(value / len(each) for value in each) for each in parts], **extremes}
 
 
 def state(folder: Path, metrics: Metrics) -> Data:
