@@ -138,7 +138,7 @@ KINDS = (
 def kind_of(file: Path) -> str:
     """Return in words what a file is, by its size and its first bytes."""
     size = file.stat().st_size
-    with suppress(zipfile.BadZipFile), zipfile.ZipFile(file) as content:
+    with suppress(Exception), zipfile.ZipFile(file) as content:  # damage raises errors of many kinds
         names = content.namelist()
         if any("/code/" in name for name in names):
             return "a program of TorchScript"
