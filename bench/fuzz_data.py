@@ -187,33 +187,41 @@ def damaged(content: bytes, chance: random.Random) -> bytes:
         near = chance.choice((64, 600, len(found)))  # headers come first, directories and footers last
         place = chance.randrange(max(1, min(near, len(found))))
         place = max(0, len(found) - 1 - place) if chance.random() < 0.3 else place
-        length = chance.choice((1, 2, 8, 64))
-        match chance.randrange(7):
-            case 0:
-                found[place : place + 1] = bytes([chance.randrange(256)])
-            case 1:
-                number = chance.choice(NUMBERS) & (2**64 - 1)
-                width = chance.choice((4, 8))
-                found[place : place + width] = number.to_bytes(8, chance.choice(("little", "big")))[:width]
-            case 2:
-                word = chance.choice(WORDS)
-                found[place : place + chance.choice((0, len(word)))] = word
-            case 3:
-                del found[place : place + length]
-            case 4:
-                found[place:place] = found[place : place + length] * chance.choice((1, 1, 50))
-            case 5:
-                del found[place:]
-            case _:
-                digit = [number for number, value in enumerate(found[:4096]) if 48 <= value < 58]
-                if digit:
-                    found[chance.choice(digit)] = 48 + chance.randrange(10)
+        _change(found, place, chance)
     if content[257:262] == b"ustar" and chance.random() < 0.8:
-        for start in range(0, len(found) - 511, 512):
-            if content[start + 257 : start + 262] == b"ustar":
-                found[start + 148 : start + 156] = b" " * 8
-                found[start + 148 : start + 156] = b"%06o\0 " % sum(found[start : start + 512])
+        _right_sums(found)
     return bytes(found)
+
+
+def _change(found: bytearray, place: int, chance: random.Random) -> None:
+    length = chance.choice((1, 2, 8, 64))
+    match chance.randrange(7):
+        case 0:
+            found[place : place + 1] = bytes([chance.randrange(256)])
+        case 1:
+            number = chance.choice(NUMBERS) & (2**64 - 1)
+            width = chance.choice((4, 8))
+            found[place : place + width] = number.to_bytes(8, chance.choice(("little", "big")))[:width]
+        case 2:
+            word = chance.choice(WORDS)
+            found[place : place + chance.choice((0, len(word)))] = word
+        case 3:
+            del found[place : place + length]
+        case 4:
+            found[place:place] = found[place : place + length] * chance.choice((1, 1, 50))
+        case 5:
+            del found[place:]
+        case _:
+            digit = [number for number, value in enumerate(found[:4096]) if 48 <= value < 58]
+            if digit:
+                found[chance.choice(digit)] = 48 + chance.randrange(10)
+
+
+def _right_sums(found: bytearray) -> None:
+    for start in range(0, len(found) - 511, 512):
+        if found[start + 257 : start + 262] == b"ustar":
+            found[start + 148 : start + 156] = b" " * 8
+            found[start + 148 : start + 156] = b"%06o\0 " % sum(found[start : start + 512])
 
 
 def end_of(read: Callable[[Path], Any], path: Path) -> tuple[str, str]:
@@ -309,8 +317,8 @@ def main() -> int:
 
 `python bench/fuzz_data.py --minutes {args.minutes:g} --seed {args.seed}` at {commit}, {datetime.now(UTC):%Y-%m-%d}.
 
-Each case is one file with a few bytes changed, read in a process of its own. A hang is more than {SECONDS} s, memory more
-than 1 GiB above what the process began with.
+Each case is one file with a few bytes changed, read in a process of its own. A hang is more than {SECONDS} s,
+memory more than 1 GiB above what the process began with.
 
 {table(counts)}
 """

@@ -177,8 +177,7 @@ def read_tensors(path: Path, key: str, *, what: str) -> tuple[dict[str, str], di
         tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - not a mapping
         header = file.metadata() or {}
     for name, tensor in tensors.items():
-        if tensor.ndim:  # else an alpha or a count
-            check_floating(name, tensor, f"{key}={path}")
+        check_floating(name, tensor, f"{key}={path}")
     return header, tensors
 
 
