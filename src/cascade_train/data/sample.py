@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import stat
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cascade_train.errors import RunError
-from cascade_train.files.untrusted import read_json
+from cascade_train.files.untrusted import open_regular, read_json
 from cascade_train.redaction import LONGEST_NAME, LONGEST_REASON, shortened
 
 if TYPE_CHECKING:
@@ -100,17 +100,15 @@ class FileLimits:
         device may have no end).
         """
         try:
-            found = path.stat()
+            with open_regular(path) as file:
+                self.check(part, os.fstat(file.fileno()).st_size)
+                return file.read()
         except OSError as error:
             if not path.is_symlink():
                 raise
             raise UnreadableSampleError(f"its {part} is a link to nothing that can be read") from error
         except ValueError as error:  # what a table names
-            raise UnreadableSampleError(f"its {part} has a name that no file can have: {error}") from error
-        if not stat.S_ISREG(found.st_mode):
-            raise UnreadableSampleError(f"its {part} is no plain file")
-        self.check(part, found.st_size)
-        return path.read_bytes()
+            raise UnreadableSampleError(f"its {part} is no plain file: {error}") from error
 
 
 def most_unreadable(samples: int, max_share: float) -> float:

@@ -58,8 +58,8 @@ def bounded_lines(file: BinaryIO, origin: str) -> Iterator[bytes]:
 
 
 def check_floating(name: str, tensor: Any, origin: str) -> None:
-    """Refuse weights, not indices, that are stored as integers or booleans."""
-    if not tensor.is_floating_point() and not name.endswith(("position_ids", ".indices")):
+    """Refuse weights, not indices or counts, that are stored as integers or booleans."""
+    if tensor.ndim and not tensor.is_floating_point() and not name.endswith(("position_ids", ".indices")):
         raise ConfigError(
             f"{origin}: {name} is stored as {str(tensor.dtype).removeprefix('torch.')}, and weights are floating-point "
             "numbers; take the file in fp16, bf16 or fp32 that this one was made from: of quantized weights the scales "

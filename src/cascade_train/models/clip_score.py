@@ -37,15 +37,13 @@ class ClipScore:
             )
         try:
             model: Any = CLIPModel.from_pretrained(weights, dtype=torch.float32, local_files_only=True)
-            check_dtypes(weights, key=key)
             self._processor: Any = CLIPProcessor.from_pretrained(weights, local_files_only=True)
-        except ConfigError:
-            raise
         except (OSError, ValueError) as error:
             reason = (str(error).splitlines() or [""])[0]
             raise ConfigError(
                 f"{key}={weights}: is no whole CLIP of transformers, with weights, preprocessor and tokenizer: {reason}"
             ) from error
+        check_dtypes(weights, key=key)
         self._model = model.eval().requires_grad_(False).to(device)
         self._device = device
         self._room = model.config.text_config.max_position_embeddings

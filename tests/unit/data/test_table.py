@@ -200,7 +200,7 @@ def test_names_that_no_file_can_have_are_pictures_that_are_not_there(tmp_path: P
     lines = "".join(json.dumps({"image": name, "caption": "x", "mask": "m\0"}) + "\n" for name in names)
     source = table(text(tmp_path / "t.jsonl", lines), mask_column="mask")
     assert len(source.open()) == 1
-    with pytest.raises(UnreadableSampleError, match="its mask has a name that no file can have"):
+    with pytest.raises(UnreadableSampleError, match="its mask is no plain file: embedded null"):
         source.read(0)
 
 

@@ -37,7 +37,7 @@ _ANY_SCHEME = re.compile(r"^([a-zA-Z][a-zA-Z0-9+.-]+):")
 _WEB = "pipe:curl --fail --silent --show-error --location"
 _LONGEST_LISTING = 512 * 1024**2  # of a million tars
 _MOST_TARS, _MOST_BRACES = 1_000_000, 12  # of one pattern
-_RANGE = re.compile(r"\{(-?\d+)\.\.(-?\d+)")  # braceexpand keeps each as a whole
+_LARGE_NUMBER = re.compile(r"[1-9]\d{6,}\.\.|\.\.-?0*[1-9]\d{6,}")  # of a range, which braceexpand keeps whole
 _log = logging.getLogger(__name__)
 
 
@@ -190,8 +190,7 @@ def _is_prefix(url: str) -> bool:
 
 def _braces(pattern: str) -> list[str]:
     try:
-        longest = max((abs(int(last) - int(first)) for first, last in _RANGE.findall(pattern)), default=0)
-        is_bounded = longest < _MOST_TARS and pattern.count("{") <= _MOST_BRACES
+        is_bounded = pattern.count("{") <= _MOST_BRACES and not _LARGE_NUMBER.search(pattern)
         expanded = list(islice(braceexpand(pattern), _MOST_TARS + 1)) if is_bounded else []
     except (UnbalancedBracesError, ValueError, RecursionError) as error:
         raise ConfigError(

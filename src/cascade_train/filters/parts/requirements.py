@@ -98,8 +98,7 @@ def read_tensors(path: Path, known: WeightsFile) -> dict[str, Tensor]:
     if not isinstance(state, dict) or not all(isinstance(n, str) and isinstance(v, Tensor) for n, v in state.items()):
         raise ConfigError(f"{known.key}={path}: holds something else than tensors by name. {known}")
     for name, value in state.items():
-        if value.ndim:  # not a count
-            check_floating(name, value, f"{known.key}={path}")
+        check_floating(name, value, f"{known.key}={path}")
     return state
 
 

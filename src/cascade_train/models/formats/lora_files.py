@@ -51,8 +51,7 @@ TOKEN_ROWS = {"text_encoder": "token_rows", "text_encoder_2": "token_rows_2"}
 
 DIFFUSERS_HEADER = "lora_adapter_metadata"
 _PEFT_PREFIX = "base_model.model."
-_ALPHA = "lora_alpha"
-"""Of every adapter of a peft folder, from its configuration."""
+_ALPHA = "lora_alpha"  # of every adapter of a peft folder, from its configuration
 _MAGNITUDE = ".lora_magnitude_vector"
 
 

@@ -138,7 +138,7 @@ KINDS = (
 def kind_of(file: Path) -> str:
     """Return in words what a file is, by its size and its first bytes."""
     size = file.stat().st_size
-    with suppress(zipfile.BadZipFile), zipfile.ZipFile(file) as content:
+    with suppress(Exception), zipfile.ZipFile(file) as content:  # damage raises errors of many kinds
         names = content.namelist()
         if any("/code/" in name for name in names):
             return "a program of TorchScript"
@@ -177,8 +177,7 @@ def read_tensors(path: Path, key: str, *, what: str) -> tuple[dict[str, str], di
         tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - not a mapping
         header = file.metadata() or {}
     for name, tensor in tensors.items():
-        if tensor.ndim:  # else an alpha or a count
-            check_floating(name, tensor, f"{key}={path}")
+        check_floating(name, tensor, f"{key}={path}")
     return header, tensors
 
 

@@ -42,24 +42,20 @@ def stored_pipeline(folder: Path, base: str) -> tuple[list[str], dict[str, Any]]
         ConfigError: a part or a configuration that is not there, or an architecture that this library does not build.
     """
     with parsing(f"{folder}: a config.json"):
-        return _stored_pipeline(folder, base)
-
-
-def _stored_pipeline(folder: Path, base: str) -> tuple[list[str], dict[str, Any]]:
-    schedule = _json(folder / "scheduler" / "scheduler_config.json")
-    overrides = [f"model={base}", "task=finetune", f"objective={_objective(schedule)}", "run.name=pipeline"]
-    changed: dict[str, Any] = {"model.weights": str(folder)}
-    network, vae = _network(_json(folder / "unet" / "config.json")), _json(folder / "vae" / "config.json", _VAE)
-    changed |= {f"model.network.{name}": value for name, value in network.items()}
-    changed |= {f"model.vae.{name}": vae[name] for name in _VAE}
-    changed["model.image_size"] = network["sample_size"] * 2 ** (len(vae["block_out_channels"]) - 1)
-    for number in ("", "_2") if (folder / "text_encoder_2").is_dir() else ("",):
-        tower = _json(folder / f"text_encoder{number}" / "config.json", (*_TOWER, "max_position_embeddings"))
-        own = {name: tower[name] for name in _TOWER} | {"max_tokens": tower["max_position_embeddings"]}
-        own |= {"tokenizer": str(folder), "tokenizer_subfolder": f"tokenizer{number}", "pad_token": None}
-        own |= {"projection_dim": tower.get("projection_dim", 512)} if number else {}
-        changed |= {f"model.text_encoder{number}.{name}": value for name, value in own.items()}
-    return overrides, changed | _noise(schedule)
+        schedule = _json(folder / "scheduler" / "scheduler_config.json")
+        overrides = [f"model={base}", "task=finetune", f"objective={_objective(schedule)}", "run.name=pipeline"]
+        changed: dict[str, Any] = {"model.weights": str(folder)}
+        network, vae = _network(_json(folder / "unet" / "config.json")), _json(folder / "vae" / "config.json", _VAE)
+        changed |= {f"model.network.{name}": value for name, value in network.items()}
+        changed |= {f"model.vae.{name}": vae[name] for name in _VAE}
+        changed["model.image_size"] = network["sample_size"] * 2 ** (len(vae["block_out_channels"]) - 1)
+        for number in ("", "_2") if (folder / "text_encoder_2").is_dir() else ("",):
+            tower = _json(folder / f"text_encoder{number}" / "config.json", (*_TOWER, "max_position_embeddings"))
+            own = {name: tower[name] for name in _TOWER} | {"max_tokens": tower["max_position_embeddings"]}
+            own |= {"tokenizer": str(folder), "tokenizer_subfolder": f"tokenizer{number}", "pad_token": None}
+            own |= {"projection_dim": tower.get("projection_dim", 512)} if number else {}
+            changed |= {f"model.text_encoder{number}.{name}": value for name, value in own.items()}
+        return overrides, changed | _noise(schedule)
 
 
 def _network(stored: Mapping[str, Any]) -> dict[str, Any]:
