@@ -191,7 +191,9 @@ class _Run:
             live.label = UPDATE
             bound.clip()
             bound.update(bound.phase.start_step + 1, bound.phase.start_step + 1, torch.zeros((), device=META))
-        return live.curves(begin), live.operations(begin), live.flops
+        trace = live.curves(begin), live.operations(begin), live.flops
+        live.relabel(UPDATE, OPTIMIZER)  # of algorithms that make their state anew
+        return trace
 
 
 def _counted(parts: Parts, phases: Sequence[Phase]) -> dict[str, tuple[int, int]]:

@@ -158,6 +158,15 @@ def test_memory_is_what_the_numbers_of_parameters_say():
     assert AVERAGE not in host.peak(1)
 
 
+def test_state_that_an_optimizer_makes_anew_in_each_step_is_its_own():
+    """Two bytes for each trained weight, which several ranks divide."""
+    own = ("model=c_tiny", "task=finetune", "train.precision=bf16", "train.master_weights=bf16")
+    memory, steps = memory_of(checked(*own, "optimizer=adamw_8bit"))
+    trained = sum(trains for _, trains in steps.parameters.values())
+    assert memory.fixed[OPTIMIZER][0] >= 2 * trained
+    assert memory.over(4).fixed[OPTIMIZER][0] == memory.fixed[OPTIMIZER][0] / 4
+
+
 @pytest.mark.parametrize("model", ["vae_tiny", "a_tiny"])
 def test_what_begins_later_in_a_run_and_files_that_are_not_here_are_counted(model: str):
     own = (f"model={model}", "task=reconstruction", "train.global_batch_size=4")
