@@ -38,7 +38,7 @@ def parsing(
         raise ConfigError(f"{origin} {fault} ({reason}); {remedy}") from error
 
 
-def read_mapping(path: Path, *, key: str | None = None) -> dict[str, Any]:
+def stored_mapping(path: Path, *, key: str | None = None) -> dict[str, Any]:
     """Return what a JSON file says, nothing where it is not there; a ConfigError, of `key`, where it is no mapping."""
     if not path.is_file():
         return {}

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from cascade_train.files.stored import read_mapping
+from cascade_train.files.stored import stored_mapping
 from cascade_train.models.formats.autoencoder_kl import read_vae
 from cascade_train.models.formats.weights import put_tensors
 from cascade_train.models.formats.weights_source import find_weight_files
@@ -86,7 +86,7 @@ class KLAutoencoder(LatentCodec):
     def _compare_scale(self, weights: str, key: str) -> None:
         """Warn where the configuration beside the weights names another scale: nothing else would show it."""
         path = find_weight_files(weights, key=key, part=self.folder)[0].parent / "config.json"
-        config = read_mapping(path)
+        config = stored_mapping(path)
         for name in ("scaling_factor", "shift_factor"):
             stored, ours = config.get(name), getattr(self, name) or 0.0
             if isinstance(stored, float) and abs(stored - ours) > 1e-4 * abs(stored):

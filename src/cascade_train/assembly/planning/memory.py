@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,11 +33,15 @@ from cascade_train.assembly.planning.rehearsal import (
     rehearse,
     unloaded,
 )
+from cascade_train.config.saved import to_plain
 from cascade_train.config.targets import class_constant
 from cascade_train.distributed.parallelize import FITS_SHARE
 
 SIZES = (2, 3)
 """Micro-batches that are rehearsed: a batch of 1 would take other ways through some operations."""
+
+_REHEARSED: dict[str, tuple[Memory, Rehearsed]] = {}
+"""What this process has rehearsed, by configuration: a choice compares several, and a sweep repeats them."""
 
 STATE = (WEIGHTS, GRADIENTS, OPTIMIZER, AVERAGE)
 """What is split where weights are."""
@@ -134,15 +139,19 @@ def over_ranks(cfg: DictConfig, memory: Memory, ranks: int, *, machine_ranks: in
 def memory_of(cfg: DictConfig, *, on_cuda: bool = True) -> tuple[Memory, Rehearsed]:
     """Rehearse a checked configuration; return the memory of one rank, whose weights are whole, and the steps."""
     bare = unloaded(cfg)
-    parts = build_parts(bare)
-    if class_constant(cfg.data._target_, "is_cache"):
-        batches = cached_batches(cfg, parts, SIZES)
-    else:
-        batches = [blank_batch(bare, parts, size) for size in SIZES]
-    steps = rehearse(bare, parts, batches, on_cuda=on_cuda)
+    is_cached = class_constant(cfg.data._target_, "is_cache")
+    key = json.dumps(
+        [on_cuda, {**to_plain(bare), "memory": None, "train": {**to_plain(bare.train), "micro_batch_size": None}}],
+        default=str,
+    )
+    if is_cached or key not in _REHEARSED:
+        parts = build_parts(bare)
+        batches = cached_batches(cfg, parts, SIZES) if is_cached else [blank_batch(bare, parts, n) for n in SIZES]
+        steps = rehearse(bare, parts, batches, on_cuda=on_cuda)
+        _REHEARSED[key] = between(steps, sizes=SIZES), steps
+    memory, steps = _REHEARSED[key]
     on_host = set(STATE) if cfg.parallel.cpu_offload else {AVERAGE} if cfg.ema.device is not None else set()
     context = CONTEXT_BYTES if on_cuda else 0
-    memory = between(steps, sizes=SIZES)
     return dataclasses.replace(memory, gathered=steps.gathered, on_host=frozenset(on_host), context=context), steps
 
 

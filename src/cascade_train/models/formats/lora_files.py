@@ -15,7 +15,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
-from cascade_train.files.stored import parsing, read_mapping
+from cascade_train.files.stored import parsing, stored_mapping
 from cascade_train.models.family import Family
 from cascade_train.models.formats.lora_files_keyed import is_keyed, read_keyed, token_file
 from cascade_train.models.formats.weights import set_tensor
@@ -232,7 +232,7 @@ def _read_peft(folder: Path, key: str, *, prefix: str) -> tuple[dict[str, str], 
     if not (folder / ADAPTER_CONFIG).is_file() or not (folder / ADAPTER_FILE).is_file():
         raise ConfigError(f"{key}={folder}: is no adapter folder, it lacks {ADAPTER_CONFIG} or {ADAPTER_FILE}")
     with parsing(f"{key}={folder / ADAPTER_CONFIG}:"):
-        alpha = float(read_mapping(folder / ADAPTER_CONFIG)["lora_alpha"])
+        alpha = float(stored_mapping(folder / ADAPTER_CONFIG)["lora_alpha"])
     tensors = read_tensors(folder / ADAPTER_FILE, key, what="adapter file")[1]
     return {_ALPHA: str(alpha)}, {f"{prefix}{n.removeprefix(_PEFT_PREFIX)}": value for n, value in tensors.items()}
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from cascade_train.errors import ConfigError
 from cascade_train.files.hub import HubSource, parse_source, unavailable
 from cascade_train.files.run_folder import is_run, no_checkpoint_yet
-from cascade_train.files.stored import read_mapping
+from cascade_train.files.stored import stored_mapping
 from cascade_train.redaction import LONGEST_NAME, shortened
 
 SINGLE_FILE_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
@@ -113,7 +113,7 @@ def find_pipeline(source: str) -> tuple[Path, str] | None:
     for folder in (root, root / PIPELINE, root / "export" / PIPELINE):
         index = folder / PIPELINE_INDEX
         if index.is_file():
-            return folder, str(read_mapping(index).get("_class_name"))
+            return folder, str(stored_mapping(index).get("_class_name"))
     return None
 
 
@@ -188,7 +188,7 @@ def _folder_files(folder: Path, key: str) -> list[Path]:
 
 def shard_names(index: Path, key: str) -> list[str]:
     """Return the files beside an index that hold a model's tensors, sorted; a ConfigError if it names others."""
-    tensors = read_mapping(index, key=key).get("weight_map")
+    tensors = stored_mapping(index, key=key).get("weight_map")
     if not isinstance(tensors, dict) or not tensors or not all(isinstance(name, str) for name in tensors.values()):
         raise ConfigError(
             f"{key}={index}: has no weight_map of tensors to the files that hold them; copy or download it again, or "

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
-from cascade_train.files.stored import parsing, read_mapping
+from cascade_train.files.stored import parsing, stored_mapping
 from cascade_train.models.formats.export import quiet, read_back_error, replaced_directory
 from cascade_train.models.formats.weights import open_weights
 from cascade_train.models.formats.weights_source import find_weight_files
@@ -76,7 +76,7 @@ def read_controlnet(source: str, config: Mapping[str, Any], *, key: str) -> Stor
 
 def _check_unseen(path: Path, origin: str) -> None:
     """Refuse a network whose configuration, where there is one, says what its tensors do not and what is not here."""
-    stored = read_mapping(path)
+    stored = stored_mapping(path)
     for name, usual in UNSEEN.items():
         if stored.get(name, usual) != usual:
             raise ConfigError(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cascade_train.errors import ConfigError
-from cascade_train.files.stored import read_mapping
+from cascade_train.files.stored import stored_mapping
 from cascade_train.models.formats.autoencoder_kl import VAE, read_vae
 from cascade_train.models.formats.export import check_equal_tensors, quiet, replaced_file
 from cascade_train.models.formats.model_spec import model_spec
@@ -70,7 +70,7 @@ def save_single_file(folder: Path, out: Path, *, dtype: torch.dtype | None, titl
 
 
 def _header(folder: Path, title: str) -> dict[str, str]:
-    prediction = read_mapping(folder / "scheduler" / "scheduler_config.json").get("prediction_type")
+    prediction = stored_mapping(folder / "scheduler" / "scheduler_config.json").get("prediction_type")
     own = of_unet(part_config(folder, "unet"), is_lora=False, prediction=prediction)
     return model_spec(own, title, is_lora=False)
 
@@ -81,7 +81,7 @@ def _has_weights(path: Path) -> bool:
 
 def part_config(folder: Path, part: str) -> dict[str, Any]:
     """Return the configuration of a part of a pipeline."""
-    return read_mapping(folder / part / "config.json")
+    return stored_mapping(folder / part / "config.json")
 
 
 def read_part(folder: Path, part: str, dtype: torch.dtype | None) -> dict[str, Tensor]:

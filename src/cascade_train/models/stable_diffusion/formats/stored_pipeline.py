@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cascade_train.errors import ConfigError
-from cascade_train.files.stored import parsing, read_mapping
+from cascade_train.files.stored import parsing, stored_mapping
 
 NETWORK = (
     "sample_size", "in_channels", "out_channels", "block_out_channels", "layers_per_block", "down_block_types",
@@ -79,7 +79,7 @@ def _json(path: Path, needed: Sequence[str] = ()) -> dict[str, Any]:
     """Return what a file of a pipeline says; a ConfigError where it is not there, or lacks something that is needed."""
     if not path.is_file():
         raise ConfigError(f"from={path.parent}: the pipeline has no {path.name}; copy the whole folder")
-    stored = read_mapping(path)
+    stored = stored_mapping(path)
     if missing := [name for name in needed if name not in stored]:
         raise ConfigError(f"{path}: lacks {', '.join(missing)}; save the pipeline by diffusers again")
     return stored
