@@ -306,7 +306,7 @@ JSON_READERS = {
 """Files that hold one mapping, and what reads them."""
 
 LINE, IS_LONG, TAR = "has a line of more than", "has more than", "is not a readable tar file|cut short"
-ROWS: dict[str, tuple[Callable[[Path], Call], str | None]] = {
+ROWS = {
     "tar: pax name of 400,000": (partial(long_name, kind=tarfile.PAX_FORMAT), "a name of 400005 characters"),
     "tar: gnu name of 400,000": (partial(long_name, kind=tarfile.GNU_FORMAT), "a name of 400005 characters"),
     "tar: sparse map": (partial(pax_member, _GNU__sparse__map="1,2,3", _GNU__sparse__size="x"), TAR),
@@ -333,7 +333,7 @@ ROWS: dict[str, tuple[Callable[[Path], Call], str | None]] = {
     "parquet: length of footer": (partial(parquet_damaged, begin=-8, end=-4), "a.parquet is no parquet file"),
     "parquet: 20 GB": (lambda at: parquet(sparse(at / "a.parquet")).open, "a.parquet is no parquet file"),
     "parquet: FIFO": (lambda at: (fifo(at / "a.parquet"), parquet(at).open)[1], "data.path.*is no parquet file"),
-    "table: 20 GB": (lambda at: table(sparse(at / "a.csv")).open, LINE),
+    "table: 20 GB": (lambda at: table(sparse(at / "a.csv")).open, "has a line of more than"),
     "table: 20 GB of json": (lambda at: table(sparse(at / "a.jsonl")).open, LINE),
     "table: long path": (lambda at: table(put(at / "a.csv", MANY_ROWS)).open, "none of 20000 pictures is there"),
     "prompts: 20 GB": (of_file("a.txt", sparse, prompted), LINE),
@@ -371,11 +371,14 @@ ROWS: dict[str, tuple[Callable[[Path], Call], str | None]] = {
     "safetensors: nested": (of_file("a.safetensors", given(header(b"[" * 10**6)), opened), "as safetensors"),
     "ckpt: directory": (of_file("a.ckpt", given(damaged_directory()), opened), "cannot be read as weights alone"),
     "ckpt: integer keys": (of_file("a.ckpt", given(checkpoint({1: torch.ones(2)})), opened), "tensors by name"),
-    "ckpt: list": (of_file("a.ckpt", given(checkpoint([1])), opened), "tensors by name"),
+    "ckpt: list": (
+        of_file("a.ckpt", given(checkpoint([1])), opened),
+        "holds something else than tensors by name; convert",
+    ),
     "ckpt: pickle": (of_file("a.ckpt", given(pickle.dumps({"a": 1})), opened), "weights alone"),
     "ckpt: bomb": (of_file("a.ckpt", given(zip_bomb()), opened), "cannot be read as weights alone"),
     "ckpt: 20 GB": (of_file("a.ckpt", sparse, opened), "cannot be read as weights alone"),
-    "LoRA: rank 0": (with_lora(halves(0)), "have rank 0"),
+    "LoRA: rank 0": (with_lora(halves(0)), "its adapters have rank 0, at least 1 is needed"),
     "LoRA: scalars": (with_lora({name: torch.tensor(1.0) for name in halves(1)}), LORA),
     "LoRA: alpha of three": (with_lora(halves(2, alpha=torch.ones(3))), LORA),
     "LoRA: alpha is NaN": (with_lora(halves(2, alpha=torch.tensor(float("nan")))), "is scaled by nan"),

@@ -21,6 +21,9 @@ PIPELINE = "pipeline"
 PIPELINE_INDEX = "model_index.json"
 """What says which pipeline a folder of diffusers holds."""
 
+LONGEST_FILE_NAME = 255
+"""Bytes, of every usual file system."""
+
 STEMS = ("diffusion_pytorch_model", "model", "pytorch_model")
 """Stems of weight files in folders of diffusers and transformers."""
 
@@ -196,7 +199,8 @@ def shard_names(index: Path, key: str) -> list[str]:
         )
     names = sorted(set(tensors.values()))
     for name in names:
-        if name in ("", ".", "..") or "/" in name or "\\" in name or not name.endswith(SINGLE_FILE_SUFFIXES):
+        is_name = name.endswith(SINGLE_FILE_SUFFIXES) and len(name.encode(errors="replace")) <= LONGEST_FILE_NAME
+        if not is_name or "/" in name or "\\" in name:
             raise ConfigError(
                 f"{key}={index}: names {shortened(name, LONGEST_NAME)!r}, which is no file of weights beside it; an "
                 "index may name nothing else"

@@ -220,6 +220,7 @@ def test_a_tower_and_a_tokenizer_are_found_with_what_lies_beside(hub_cache: Path
         ('{"weight_map": {"a": "../secret.safetensors"}}', "which is no file of weights beside it"),
         ('{"weight_map": {"a": "/etc/passwd"}}', "which is no file of weights beside it"),
         ('{"weight_map": {"a": ".."}}', "which is no file of weights beside it"),
+        ('{"weight_map": {"a": "%s.pt"}}' % ("é" * 200), "which is no file of weights beside it"),
         ('{"weight_map": {"a": "%s"}}' % ("x" * 10_000), r"9800 characters ...\]x+', which is no file of weights"),
     ],
 )
