@@ -36,13 +36,13 @@ from typing import Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # `bench` and `tests` are packages of this checkout
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `bench` and `tests` are packages of this checkout
 
 from bench.fuzz_mutations import mutated
 from cascade_train.__main__ import launch
 from tests.frozen import frozen_set
 
+ROOT = Path(__file__).resolve().parents[1]
 HANG_SECONDS = 10.0
 """Beyond what the command takes on files that are whole."""
 MOST_BYTES = 1 << 30
@@ -301,7 +301,7 @@ def page(cases: list[Case], seed: int, seconds: float) -> list[str]:
         f"{len(cases)} cases, one damaged file each. **{len(failed)} failed.**",
         "",
         f"Hang: {HANG_SECONDS:.0f} seconds more than on whole files. Memory: more than {MOST_BYTES >> 30} GB.",
-        f"Flood: prints more than {MOST_OUTPUT:,} characters. Killed: an exit code other than {', '.join(map(str, REFUSALS))}.",
+        f"Flood: prints more than {MOST_OUTPUT:,} characters. Killed: an exit code other than 0, 1 and 2.",
         "",
         "| command | cases | " + " | ".join(KINDS) + " |",
         "|---|" + "---|" * (1 + len(KINDS)),
