@@ -301,12 +301,7 @@ def page(cases: list[Case], seed: int, seconds: float) -> list[str]:
         f"{len(cases)} cases, one damaged file each. **{len(failed)} failed.**",
         "",
         f"Hang: {HANG_SECONDS:.0f} seconds more than on whole files. Memory: more than {MOST_BYTES >> 30} GB.",
-<<<<<<< HEAD
-        f"Flood: prints more than {MOST_OUTPUT:,} characters.",
-        f"Killed: an exit code other than {', '.join(map(str, REFUSALS))}.",
-=======
         f"Flood: prints more than {MOST_OUTPUT:,} characters. Killed: an exit code other than 0, 1 and 2.",
->>>>>>> door1
         "",
         "| command | cases | " + " | ".join(KINDS) + " |",
         "|---|" + "---|" * (1 + len(KINDS)),
