@@ -86,6 +86,19 @@ def test_a_cache_of_a_mixture_is_refused_where_a_picture_was_replaced_and_made_a
     told.by_training(tmp_path / "cache", *named, code=0)
 
 
+def test_an_edited_row_of_a_metadata_file_is_an_edited_caption(data: Path, tmp_path: Path, told: Told) -> None:
+    for caption in data.glob("*.txt"):
+        caption.unlink()
+    rows = [f'{{"file_name": "{row}.png", "text": "row {row}"}}\n' for row in range(8)]
+    (data / "metadata.jsonl").write_text("".join(rows))
+    source = ("data=folder", f"data.path={data}")
+    told.by_cache(tmp_path / "cache", *source)
+    (data / "metadata.jsonl").write_text("".join([*rows[:6], rows[6].replace("row 6", "another"), rows[7]]))
+    refused = told.by_cache(tmp_path / "cache", *source, code=2)
+    assert "made of data that changed since: data:6.png. Remedy: put it back" in refused
+    assert "1 of 2 units are there already" in told.by_cache(tmp_path / "cache", *source, GOES_ON)
+
+
 def test_a_cache_of_a_folder_whose_caption_was_edited_trains_only_on_demand(
     data: Path, tmp_path: Path, told: Told
 ) -> None:

@@ -17,7 +17,7 @@ from cascade_train.data.sample import RawSample, UnreadableSampleError
 from cascade_train.data.webdataset import WebDataset
 from cascade_train.errors import ConfigError
 from cascade_train.files.stored import MAX_BYTES, parsing
-from cascade_train.files.untrusted import read_json, read_regular
+from cascade_train.files.untrusted import open_regular, read_json
 from cascade_train.options import File
 
 CHECKED = 50
@@ -37,8 +37,10 @@ class Prompts:
         """Read a json file, or none; a ConfigError where it is missing, or of another form."""
         if path is None:
             return cls(None)
-        with parsing(f"data.idx_to_prompt={path}", "cannot be read as json", f"paths start at {Path.cwd()}"):
-            given = read_json(read_regular(Path(path).expanduser(), limit=MAX_BYTES))
+        origin, remedy = f"data.idx_to_prompt={path}", f"paths start at {Path.cwd()}"
+        with parsing(origin, "cannot be read as json", remedy):
+            with open_regular(Path(path).expanduser(), limit=MAX_BYTES) as file:
+                given = read_json(file.read())
         entries = given.values() if isinstance(given, dict) else given
         if not isinstance(given, dict | list) or not all(_is_prompts(entry) for entry in entries):
             raise ConfigError(

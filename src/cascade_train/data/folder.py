@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from cascade_train.data.file_source import FileSource
-from cascade_train.data.index.content import combined
+from cascade_train.data.index.content import combined, text_checksum
 from cascade_train.data.index.pictures import EXTENSIONS, first_names, load_checksums, load_facts, load_picture_facts
 from cascade_train.data.index.row_filter import read_metadata
 from cascade_train.data.index.rows import ROW_FIELDS, Index, repeat_counts, repeated_rows
@@ -25,7 +25,7 @@ from cascade_train.data.sample import FileLimits, RawSample, UnreadableSampleErr
 from cascade_train.data.table import number_of
 from cascade_train.errors import ConfigError
 from cascade_train.files.stored import parsing
-from cascade_train.files.untrusted import read_regular, read_yaml
+from cascade_train.files.untrusted import open_regular, read_yaml
 from cascade_train.options import File, Free, Order, check_choice
 
 FOLDER_FIELDS = [*ROW_FIELDS, ("bytes", "<i8"), ("caption", "u1"), ("values", "u1"), ("mask", "u1")]
@@ -130,7 +130,11 @@ class PictureFolder(FileSource):
             caption = CAPTION_FILES[file.caption] if self._takes_captions else ""
             parts = caption, VALUE_FILES[file.values] if takes_values else "", MASK if file.mask else ""
             names += [beside(file.name, extension) if extension and is_known else "" for extension in parts]
-        return load_checksums(self._root, self._root, names, self._cache_dir).reshape(-1, 3).T
+        parts_N3 = load_checksums(self._root, self._root, names, self._cache_dir).reshape(-1, 3)
+        for own, file in zip(parts_N3, found, strict=True):
+            if file.row:
+                own[0] = text_checksum((file.row, int(own[0])))
+        return parts_N3.T
 
     def _verdicts(self, found: list[PictureFile]) -> np.ndarray:
         """Return the verdicts on each picture's values, (N, 1 + filters)."""
@@ -328,9 +332,9 @@ def counted(names: Sequence[str]) -> str:
 
 
 def _identity(found: list[PictureFile]) -> str:
-    """Return 16 hex digits that change with what metadata files say of pictures, empty where they say nothing."""
-    told = {file.name: file.row for file in found if file.row}
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16] if told else ""
+    """Return 16 hex digits that change with which pictures have a row of a metadata file, empty where none has."""
+    told = sorted(file.name for file in found if file.row)
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16] if told else ""
 
 
 def _in_one_folder(folder: Path, prefix: str, names: list[str], others: list[str]) -> Iterator[PictureFile]:
@@ -352,8 +356,9 @@ def _first(stem: str, extensions: tuple[str, ...], there: set[str]) -> int:
 
 
 def _read_factor(path: Path) -> float:
-    with parsing(str(path), "is no factor", "write one number, 0 or more, such as 2 or 0.5"):
-        factor = float(read_regular(path, limit=100))
+    remedy = "write one number, 0 or more, such as 2 or 0.5"
+    with parsing(str(path), "is no factor", remedy), open_regular(path, limit=100) as file:
+        factor = float(file.read())
         if not 0 <= factor <= _MOST_REPEATS:
             raise ValueError(f"{factor:g} is not between 0 and {_MOST_REPEATS}")
         return factor

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from cascade_train.errors import ConfigError, RunError
-from cascade_train.files.untrusted import read_json, read_regular
+from cascade_train.files.untrusted import open_regular, read_json
 from cascade_train.redaction import LONGEST_NAME, printable, shortened
 
 MAX_BYTES = 16 * 2**20
@@ -42,8 +42,9 @@ def stored_mapping(path: Path, *, key: str | None = None) -> dict[str, Any]:
     """Return what a JSON file says, nothing where it is not there; a ConfigError, of `key`, where it is no mapping."""
     if not path.is_file():
         return {}
-    with parsing(f"{path}:" if key is None else f"{key}={path}:", "is no mapping in JSON that can be read"):
-        found: dict[str, Any] = read_json(read_regular(path, limit=MAX_BYTES))
+    origin = f"{path}:" if key is None else f"{key}={path}:"
+    with parsing(origin, "is no mapping in JSON that can be read"), open_regular(path, limit=MAX_BYTES) as file:
+        found: dict[str, Any] = read_json(file.read())
         if not isinstance(found, dict):
             raise TypeError(f"it is a {type(found).__name__}")
         return found

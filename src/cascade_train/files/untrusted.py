@@ -68,17 +68,18 @@ def open_regular(path: Path, *, limit: int = sys.maxsize, within: Path | None = 
     """Open a regular file of at most `limit` bytes, without waiting for a pipe; `within` a folder no link leads to it.
 
     Raises:
-        ConfigError: it is not there, lies elsewhere, is a link, a pipe, a device or a folder, or is larger.
+        OSError: it is not there, or the system refuses it, such as a link below `within`.
+        ValueError: it is a pipe, a device or a folder, lies elsewhere, or is larger.
     """
-    try:
-        file = _opened(path, within)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{path} is no regular file that can be read here ({reason}). {REMEDY}") from error
+    file = _opened(path, within)
     if os.fstat(file.fileno()).st_size > limit:
         file.close()
-        raise ConfigError(f"{path} has more than {limit} bytes. {REMEDY}")
+        raise ValueError(f"it has more than {limit} bytes")
     return file
+
+
+def _unreadable(path: Path, error: Exception) -> str:
+    return f"{path} is no regular file that can be read here ({getattr(error, 'strerror', None) or error}). {REMEDY}"
 
 
 def _opened(path: Path, within: Path | None) -> BufferedReader:
@@ -98,9 +99,12 @@ def _opened(path: Path, within: Path | None) -> BufferedReader:
 
 
 def read_regular(path: Path, *, limit: int = WHOLE_BYTES, within: Path | None = None) -> bytes:
-    """Return what a file holds, opened as by `open_regular`."""
-    with open_regular(path, limit=limit, within=within) as file:
-        return file.read(os.fstat(file.fileno()).st_size)
+    """Return what a file holds, opened as by `open_regular`; every fault is a ConfigError."""
+    try:
+        with open_regular(path, limit=limit, within=within) as file:
+            return file.read(os.fstat(file.fileno()).st_size)
+    except (OSError, ValueError) as error:
+        raise ConfigError(_unreadable(path, error)) from error
 
 
 def load_mapping(path: Path, **kinds: Kind) -> dict[str, Any]:
@@ -134,8 +138,11 @@ def read_lines(path: Path) -> Iterator[bytes]:
         ConfigError: it cannot be read.
     """
     if os.path.lexists(path):
-        with open_regular(path, limit=LINES_BYTES) as file:
-            yield from iter(partial(file.readline, LINE_BYTES), b"")
+        try:
+            with open_regular(path, limit=LINES_BYTES) as file:
+                yield from iter(partial(file.readline, LINE_BYTES), b"")
+        except OSError as error:
+            raise ConfigError(_unreadable(path, error)) from error
 
 
 def read_rows(path: Path, **kinds: Kind) -> Iterator[dict[str, Any]]:

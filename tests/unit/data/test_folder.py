@@ -399,7 +399,10 @@ def test_a_run_from_before_metadata_was_read_is_refused_with_the_key_that_contin
             loader.load_state_dict(before)
         loader.load_state_dict(now)
     (root / "metadata.jsonl").write_text((root / "metadata.jsonl").read_text().replace(" of a ", " of A "))
-    with loading(source(root, metadata=True)) as loader, pytest.raises(ConfigError, match="metadata was"):
+    with (
+        loading(source(root, metadata=True)) as loader,
+        pytest.raises(ConfigError, match="the files behind data changed"),
+    ):
         loader.load_state_dict(now)
     for name in ("metadata.jsonl", "sub/metadata.csv"):
         (root / name).unlink()

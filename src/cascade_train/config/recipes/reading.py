@@ -20,7 +20,7 @@ from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from cascade_train.errors import ConfigError
-from cascade_train.files.untrusted import check_yaml, read_json, read_regular
+from cascade_train.files.untrusted import MAX_DEPTH, check_yaml, read_json, read_regular
 
 MAX_BYTES = 1_000_000
 REFERENCE = re.compile(r"\$\{([\w.-]+)\}")
@@ -164,9 +164,16 @@ def flat(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
             yield f"{prefix}{name}", value
 
 
+def _read_toml(text: str) -> Any:
+    """Parse TOML whose keys have no more parts than values may have levels: tomllib's memory is quadratic in them."""
+    if re.search(r"(?:\.[\w\-\"' ]{0,64}){" + str(MAX_DEPTH) + "}", text):
+        raise ValueError(f"a key is nested deeper than {MAX_DEPTH} levels")
+    return tomllib.loads(text)
+
+
 READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     ".json": ("JSON", read_json),
-    ".toml": ("TOML", tomllib.loads),
+    ".toml": ("TOML", _read_toml),
     ".env": ("lines of KEY=value", read_environment),
 }
 """Ending -> what it stands for, and what parses it; everything else is read as YAML, of which JSON is a part."""

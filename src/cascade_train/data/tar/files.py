@@ -24,7 +24,7 @@ from cascade_train.data.tar.members import PARTS
 from cascade_train.errors import ConfigError
 from cascade_train.files.durable import write_durably
 from cascade_train.files.stored import parsing
-from cascade_train.files.untrusted import read_json, read_regular
+from cascade_train.files.untrusted import open_regular, read_json
 from cascade_train.redaction import LONGEST_REASON, redact, redact_argument, shortened
 
 PIPE = "pipe:"
@@ -128,7 +128,8 @@ class Listings:
         if self._path is None or not self._path.is_file():
             return {}
         with parsing(f"data.listing={self._path}", "is damaged", "remove it, and the prefixes are listed again"):
-            content: dict[str, list[dict[str, Any]]] = read_json(read_regular(self._path, limit=_LONGEST_LISTING))
+            with open_regular(self._path, limit=_LONGEST_LISTING) as file:
+                content: dict[str, list[dict[str, Any]]] = read_json(file.read())
             return {prefix: [StoredObject(**item) for item in items] for prefix, items in content.items()}
 
 

@@ -170,8 +170,8 @@ def _file_fault(path: Path, record: FileRecord, *, hashes: bool) -> str | None:
             return f"{path.name} has {size} bytes, its manifest says {record.size}"
         if hashes and hash_file(path).sha256 != record.sha256:
             return f"{path.name} does not match the hash in its manifest"
-    except OSError as error:
-        return f"{path.name} cannot be read: {error.strerror}"
+    except (OSError, ValueError) as error:
+        return f"{path.name} cannot be read: {getattr(error, 'strerror', error)}"
     return None
 
 

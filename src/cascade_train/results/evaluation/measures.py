@@ -91,7 +91,12 @@ def features_of(
     """
 
     def of(batch: tuple[int, ...]) -> Tensor:
-        return extract(torch.stack(list(read(batch))).to(world.device).float() / 255).float().cpu()
+        pictures = list(read(batch))
+        if len({each.shape for each in pictures}) > 1:
+            raise ConfigError(
+                f"pictures {batch[0]} to {batch[-1]} of the evaluation differ in size; remove its out= folder"
+            )
+        return extract(torch.stack(pictures).to(world.device).float() / 255).float().cpu()
 
     return _in_order(batches, of, world)
 

@@ -28,8 +28,9 @@ from cascade_train.distributed.consensus import from_every_rank, from_rank_zero
 from cascade_train.distributed.parallelize import evaluating
 from cascade_train.distributed.process_group import World
 from cascade_train.engine.sampling import to_images
+from cascade_train.errors import ConfigError
 from cascade_train.files.durable import replacing
-from cascade_train.files.untrusted import load_mapping
+from cascade_train.files.untrusted import PICTURE_BYTES, load_mapping, open_regular
 from cascade_train.results.evaluation.originals import Originals
 from cascade_train.results.find import TrainedModel
 from cascade_train.results.paint import Fingerprint, Order, Sizes, check_same_latents, draws, load_parts
@@ -92,8 +93,12 @@ class Folder:
 
     def read(self, number: int) -> Tensor:
         """Return a picture, (3, H, W) uint8."""
-        with Image.open(self.picture(number)) as image:
-            return torch.from_numpy(np.array(image.convert("RGB")).transpose(2, 0, 1).copy())
+        path = self.picture(number)
+        try:
+            with open_regular(path, limit=PICTURE_BYTES) as file, Image.open(file) as image:
+                return torch.from_numpy(np.array(image.convert("RGB")).transpose(2, 0, 1).copy())
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # Pillow raises all of them
+            raise ConfigError(f"{path} is no whole picture ({error}); remove it, and it is made again") from error
 
     def save(self, batch: Batch, image_BCHW: Tensor) -> None:
         """Write the pictures of a batch that are not there, (B, 3, H, W) float in [0, 1]."""
