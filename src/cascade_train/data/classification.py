@@ -38,9 +38,9 @@ class Prompts:
         if path is None:
             return cls(None)
         origin, remedy = f"data.idx_to_prompt={path}", f"paths start at {Path.cwd()}"
-        with parsing(origin, "cannot be read as json", remedy):
-            with open_regular(Path(path).expanduser(), limit=MAX_BYTES) as file:
-                given = read_json(file.read())
+        file = Path(path).expanduser()
+        with parsing(origin, "cannot be read as json", remedy), open_regular(file, limit=MAX_BYTES) as opened:
+            given = read_json(opened.read())
         entries = given.values() if isinstance(given, dict) else given
         if not isinstance(given, dict | list) or not all(_is_prompts(entry) for entry in entries):
             raise ConfigError(

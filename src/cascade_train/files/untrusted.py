@@ -141,7 +141,7 @@ def read_lines(path: Path) -> Iterator[bytes]:
         try:
             with open_regular(path, limit=LINES_BYTES) as file:
                 yield from iter(partial(file.readline, LINE_BYTES), b"")
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise ConfigError(_unreadable(path, error)) from error
 
 

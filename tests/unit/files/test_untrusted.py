@@ -1,10 +1,14 @@
 """JSON and YAML from outside: what they say, or one kind of error, soon and whatever they hold."""
 
+import os
 import time
+from pathlib import Path
 
 import pytest
 
-from cascade_train.files.untrusted import MAX_DEPTH, check_yaml, read_json, read_yaml
+from cascade_train.errors import ConfigError
+from cascade_train.files.plain_yaml import to_yaml
+from cascade_train.files.untrusted import MAX_DEPTH, check_yaml, open_regular, read_json, read_regular, read_yaml
 
 DOUBLED = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 30))
 BAD_YAML = {
@@ -71,3 +75,24 @@ def test_plain_values_are_read_as_they_are():
     assert read_json('{"a": [1, 2.5, null, true, "x"], "b": {"c": {"d": []}}}') == values
     assert read_yaml(b"a: [1, 2.5, null, true, x]\nb: {c: {d: []}}") == values
     assert read_json("[" * MAX_DEPTH + "]" * MAX_DEPTH)
+
+
+def test_only_regular_files_of_bounded_size_are_opened(tmp_path: Path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "long").write_bytes(b"12345")
+    for path, fault in (
+        ("pipe", "a pipe, a device or a folder"),
+        (".", "a pipe, a device"),
+        ("long", "more than 4 bytes"),
+    ):
+        with pytest.raises(ValueError, match=fault):
+            open_regular(tmp_path / path, limit=4)
+    with pytest.raises(FileNotFoundError):
+        open_regular(tmp_path / "gone")
+    with pytest.raises(ConfigError, match="gone is no regular file that can be read here .No such file"):
+        read_regular(tmp_path / "gone")
+    assert read_regular(tmp_path / "long", limit=5) == b"12345"
+
+
+def test_half_a_character_of_utf_16_is_escaped():
+    assert to_yaml({"a": "\ud800"}) == 'a: "\\uD800"\n'

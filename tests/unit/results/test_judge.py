@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from cascade_train.distributed.process_group import World
 from cascade_train.engine.run.lock import LOCK_NAME
 from cascade_train.errors import ConfigError
 from cascade_train.results.evaluation.judge import Judge, Kind, Settings, alone_in, check_fits, claim, measurable
+from cascade_train.results.evaluation.measures import features_of
 from cascade_train.results.evaluation.pictures import Folder
 from cascade_train.results.evaluation.published import INCEPTION
 from cascade_train.results.find import TrainedModel
@@ -140,3 +142,16 @@ def test_what_is_not_chosen_is_measured_by_what_is_there(tmp_path: Path, monkeyp
     INCEPTION.path.parent.mkdir(parents=True)
     INCEPTION.path.touch()
     assert features(*large) == str(INCEPTION.path)
+
+
+def test_pictures_of_an_evaluation_that_are_no_longer_whole_are_named(tmp_path: Path, world: World) -> None:
+    folder = Folder(tmp_path)
+    folder.make()
+    Image.new("RGB", (4, 4)).save(folder.picture(0))
+    Image.new("RGB", (8, 4)).save(folder.picture(1))
+    with pytest.raises(ConfigError, match="pictures 0 to 1 of the evaluation differ in size; remove its out= folder"):
+        features_of([(0, 1)], lambda batch: map(folder.read, batch), lambda image: image, world)
+    for damaged in (b"", folder.picture(0).read_bytes()[:40]):
+        folder.picture(0).write_bytes(damaged)
+        with pytest.raises(ConfigError, match="000000.png is no whole picture .*; remove it, and it is made again"):
+            folder.read(0)

@@ -12,6 +12,8 @@ import pytest
 import yaml
 
 from cascade_train.__main__ import launch
+from cascade_train.config.recipes.reading import flat, read_source
+from cascade_train.errors import ConfigError
 from cascade_train.files.untrusted import read_regular
 from tests.unit.commands.test_recipe import OPEN_DIFFUSION, official
 from tests.unit.config.recipes.test_systems import BACKENDS, EVERYDREAM, MINDONE, ONETRAINER, SIMPLETUNER
@@ -153,3 +155,13 @@ def test_a_regular_file_is_read_within_a_folder_and_a_size(tmp_path: Path) -> No
     for name, limit in (("a.txt", 3), ("link", 9), ("../x", 9), (".", 9), ("no", 9)):
         with pytest.raises(ValueError, match=name.strip(".") or "regular"):
             read_regular(tmp_path / name, within=tmp_path, limit=limit)
+
+
+def test_a_toml_key_of_many_parts_is_refused_before_it_is_parsed(tmp_path: Path) -> None:
+    path = tmp_path / "a.toml"
+    for part in ("a", '"a b"'):
+        path.write_text(".".join([part] * 20_000) + " = 1")
+        with pytest.raises(ConfigError, match="cannot be read as TOML: a key is nested deeper than 50 levels"):
+            read_source(path)
+    path.write_text(".".join("a" * 49) + " = 1")
+    assert list(flat(read_source(path))) == [(".".join("a" * 49), 1)]
