@@ -59,7 +59,7 @@ class LossCurve:
             if self._curves["loss"].values:
                 with replacing(path) as partial:
                     draw_curve(self._curves).savefig(partial)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:  # any damage
             log.warning("%s could not be drawn (%s); the numbers are in %s.", path, error, self._metrics)
 
     def _read(self) -> None:

@@ -120,9 +120,20 @@ def test_the_picture_lies_beside_the_metrics(tmp_path: Path):
         assert (32, 64, 160) in {colour for _, colour in picture.convert("RGB").getcolors(100_000)}
 
 
-def test_a_damaged_line_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"step": 1, "lo',
+        "[1]",
+        '{"loss": 1.0}',
+        '{"step": 2, "loss": []}',
+        '{"step": [], "loss": 1.0}',
+        '{"step": 1e99, "loss": 1}',
+    ],
+)
+def test_a_damaged_line_stops_nothing(line: str, tmp_path: Path, caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.WARNING)
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "lo')
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1, "loss": 1.0}}\n{line}\n')
     LossCurve(tmp_path / "metrics.jsonl", is_main=True).draw()
     assert "loss.png could not be drawn" in caplog.text
     assert not (tmp_path / "loss.png").exists()
