@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+import traceback
 import warnings
 
 import pytest
@@ -37,6 +38,23 @@ QUICK = (*SMALL_NETWORK, "task=finetune", "optimizer.lr=1e-2")
 def finished(tmp_path_factory):
     """A finetune run of four steps with everything switched on."""
     return train(tmp_path_factory.mktemp("runs") / "base", *EVERYTHING)
+
+
+def test_few_frames_lie_between_the_command_and_the_update(tmp_path, monkeypatch):
+    found: list[str] = []
+    step = torch.optim.AdamW.step
+
+    def noting(*args, **kwargs):
+        if not found:
+            stack = traceback.extract_stack()
+            found.extend(frame.name for frame in stack if "/src/cascade_train/" in frame.filename)
+        return step(*args, **kwargs)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", noting)
+    train(tmp_path / "run", *NARROW, "task=finetune", "train.max_steps=1")
+    assert found[0] == "launch", "which main calls"
+    assert found[-2:] == ["train_step", "update"]
+    assert len(found) <= 10
 
 
 def test_a_run_leaves_what_it_promises(finished):

@@ -76,29 +76,24 @@ def train(cfg: DictConfig) -> int:
     with Signals() as signals, process_group() as world:
         heartbeat = Heartbeat(rank=world.rank, ranks=world.ranks, timeout_seconds=cfg.run.timeout_seconds)
         with heartbeat.reporting_errors(), heartbeat.naming_lost_ranks():
-            return train_on(cfg, world, signals, heartbeat)
-
-
-def train_on(cfg: DictConfig, world: World, signals: Signals, heartbeat: Heartbeat) -> int:
-    """Train on ranks that have met; return the exit code. Collective."""
-    set_deterministic(cfg.run.deterministic)
-    make_absolute(cfg)
-    read_sample_prompts(cfg)
-    fit(cfg, world)
-    parts = build_parts(cfg)
-    if not gc.isenabled():  # in a process of its own (__main__): what it has imported stays
-        gc.freeze()
-        gc.enable()
-    data = open_data(cfg, parts.task, world)
-    data.check_sides(parts.stage.image_multiple)
-    plain = to_plain(cfg)
-    if isinstance(data.training.source, Cached):
-        take_cache(plain, parts.stage, parts.task, data.training.source)
-    with claimed(Path(cfg.run.dir), config=plain, resume=cfg.run.resume, free_keys=free_keys(plain)) as run:
-        if not run.finished:
-            return train_in(run, cfg, parts, data, world, signals, heartbeat)
-    log.info("%s is finished. Raise train.max_steps to train on, or choose another run.name.", run.path)
-    return 0
+            set_deterministic(cfg.run.deterministic)
+            make_absolute(cfg)
+            read_sample_prompts(cfg)
+            fit(cfg, world)
+            parts = build_parts(cfg)
+            if not gc.isenabled():  # in a process of its own (__main__): what it has imported stays
+                gc.freeze()
+                gc.enable()
+            data = open_data(cfg, parts.task, world)
+            data.check_sides(parts.stage.image_multiple)
+            plain = to_plain(cfg)
+            if isinstance(data.training.source, Cached):
+                take_cache(plain, parts.stage, parts.task, data.training.source)
+            with claimed(Path(cfg.run.dir), config=plain, resume=cfg.run.resume, free_keys=free_keys(plain)) as run:
+                if not run.finished:
+                    return train_in(run, cfg, parts, data, world, signals, heartbeat)
+            log.info("%s is finished. Raise train.max_steps to train on, or choose another run.name.", run.path)
+            return 0
 
 
 def train_in(

@@ -74,15 +74,25 @@ def exit_code(action: Callable[[], Any], *, remedy: str = "") -> int:
     invalid configuration, 130 after Ctrl-C, or that of an `Interrupted`. `remedy` follows the message of these two.
     """
     try:
-        code = int(action() or 0)
-        if code == STOPPED:
-            _write_error_file(STOPPED_IN_ORDER)
-        return code
-    except KeyboardInterrupt as interrupt:
-        return _interrupted(interrupt, remedy)
-    except Exception as error:
-        origin = _origin_in_interrupt(error)
-        return _report(_with_remedy(error)) if origin is None else _interrupted(origin, remedy)
+        return noted(int(action() or 0))
+    except (Exception, KeyboardInterrupt) as error:
+        return code_of(error, remedy=remedy)
+
+
+def noted(code: int) -> int:
+    """Return an exit code; that of an orderly stop is noted for torchrun."""
+    if code == STOPPED:
+        _write_error_file(STOPPED_IN_ORDER)
+    return code
+
+
+def code_of(error: Exception | KeyboardInterrupt, *, remedy: str = "") -> int:
+    """Report an error, and return the exit code that it stands for, as `exit_code` does."""
+    origin = _origin_in_interrupt(error)
+    if origin is not None:
+        return _interrupted(origin, remedy)
+    assert isinstance(error, Exception), "an interrupt is its own origin"
+    return _report(_with_remedy(error))
 
 
 def _with_remedy(error: Exception) -> Exception:

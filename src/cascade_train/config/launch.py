@@ -6,8 +6,6 @@ No rule about values lives here (schema.py, preflight.py), and nothing is built 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import functools
 import logging
 import os
 import re
@@ -24,9 +22,9 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from cascade_train.config.error_messages import exit_code
+from cascade_train.config.error_messages import code_of, noted
 from cascade_train.config.groups import conf_dir, groups
-from cascade_train.config.hydra_compat import BASE, CALLBACKS, composed_once, quicken
+from cascade_train.config.hydra_compat import BASE, CALLBACKS, texts_checked
 from cascade_train.config.overrides import check_not_expanded, check_not_hydras, with_paths_quoted
 from cascade_train.config.schema import Root
 from cascade_train.config.sweep import check_launcher, is_main, sweeps_saved_redacted
@@ -54,37 +52,51 @@ def compose_and_run(
     prepare_process()
     argv = with_implied_choices(with_paths_quoted(argv))
     raw = "HYDRA_FULL_ERROR" in os.environ
-    asked_for_help = not HELP.isdisjoint(argv)
-
-    def checked(cfg: DictConfig) -> int:
-        place_run(cfg, HydraConfig.get(), argv)
-        with while_importing():  # not before, since what only shows a configuration needs none of it
-            from cascade_train.config.preflight import preflight
-
-            ready = (check or preflight)(cfg)
-        show_log(logging.INFO if is_main() else logging.WARNING)
-        return train(ready)
 
     def job(cfg: DictConfig) -> int:
-        if asked_for_help:
+        if not HELP.isdisjoint(argv):
             from cascade_train.config.help import help_text
 
             sys.stdout.write(help_text(cfg))
             return 0
-        code = checked(cfg) if raw else exit_code(functools.partial(checked, cfg), remedy=remedy)
         hydra_cfg = HydraConfig.get()
+        try:
+            place_run(cfg, hydra_cfg, argv)
+            with while_importing():  # not before, since what only shows a configuration needs none of it
+                from cascade_train.config.preflight import preflight
+
+                ready = (check or preflight)(cfg)
+            show_log(logging.INFO if is_main() else logging.WARNING)
+            with _full_errors("1" if raw else None):
+                code = noted(train(ready))
+        except (Exception, KeyboardInterrupt) as error:
+            if raw:
+                raise
+            code = code_of(error, remedy=remedy)
         if code and not (hydra_cfg.mode == RunMode.MULTIRUN and hydra_cfg.callbacks):  # sweep.SweepResults reads codes
             raise SystemExit(code)
         return code
 
     try:
-        if raw:
-            _compose(argv, job)
-            return 0
-        with _own_error_handling():
-            return exit_code(functools.partial(_compose, argv, job), remedy=remedy)
+        check_launcher(argv)
+        followed, arguments = slurm_jobs_followed(argv), _arguments([a for a in argv if a not in HELP])
+        with (
+            Signals(),
+            arguments,
+            texts_checked(),
+            sweeps_saved_redacted(),
+            followed,
+            _hydra_config_restored(),
+            _full_errors("1"),  # else Hydra prints what fails, on every rank
+        ):
+            hydra.main(config_path=str(conf_dir()), config_name="config", **BASE, **CALLBACKS)(job)()
+        return 0
     except SystemExit as stop:
         return int(stop.code or 0)
+    except (Exception, KeyboardInterrupt) as error:
+        if raw:
+            raise
+        return code_of(error, remedy=remedy)
 
 
 def prepare_process() -> None:
@@ -92,15 +104,6 @@ def prepare_process() -> None:
     adopt_slurm_step()
     one_thread_a_rank()
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else C++ stack traces precede the message of a rank
-
-
-def _compose(argv: Sequence[str], job: Callable[[DictConfig], int]) -> None:
-    """Let Hydra compose, print, or run `job` once or per element of a sweep."""
-    check_launcher(argv)
-    followed = slurm_jobs_followed(argv)
-    arguments = _arguments([a for a in argv if a not in HELP])
-    with Signals(), arguments, composed_once(argv), sweeps_saved_redacted(), followed, _hydra_config_restored():
-        hydra.main(config_path=str(conf_dir()), config_name="config", **BASE, **CALLBACKS)(job)()
 
 
 @contextmanager
@@ -114,16 +117,10 @@ def _hydra_config_restored() -> Iterator[None]:
 
 
 def register_schema() -> None:
-    """Make the typed root known to Hydra under the name `schema`, and both of its libraries quicker.
-
-    Hydra copies the sources of its configuration for every look at a group, a hundred times for `--help`. The store of
-    typed nodes, which it only reads, and copies node by node when it does, is then shared instead.
-    """
-    quicken()
+    """Make the typed root known to Hydra under the name `schema`."""
     store = ConfigStore.instance()
     if "schema.yaml" not in store.repo:
         store.store(name="schema", node=Root)
-    ConfigStore.__deepcopy__ = lambda store, _: store  # type: ignore[attr-defined]
 
 
 def with_implied_choices(argv: Sequence[str]) -> list[str]:
@@ -204,7 +201,7 @@ EXAMPLE = {"model": "c_tiny", "task": "finetune"}
 """What `--help` shows where nothing is chosen; the choices that stand in every run's name."""
 
 
-@contextlib.contextmanager
+@contextmanager
 def _arguments(argv: Sequence[str]) -> Iterator[None]:
     """Show `argv` to Hydra, which reads it from sys.
 
@@ -247,11 +244,13 @@ def parser() -> argparse.ArgumentParser:
     return found
 
 
-@contextlib.contextmanager
-def _own_error_handling() -> Iterator[None]:
-    """Let Hydra's exceptions reach us instead of being printed, on every rank, by Hydra."""
-    os.environ["HYDRA_FULL_ERROR"] = "1"
+@contextmanager
+def _full_errors(value: str | None) -> Iterator[None]:
+    """Set the variable by which Hydra lets exceptions pass, or remove it: processes of a run would inherit it."""
+    before = os.environ.pop("HYDRA_FULL_ERROR", None)
+    os.environ |= {} if value is None else {"HYDRA_FULL_ERROR": value}
     try:
         yield
     finally:
-        del os.environ["HYDRA_FULL_ERROR"]
+        os.environ.pop("HYDRA_FULL_ERROR", None)
+        os.environ |= {} if before is None else {"HYDRA_FULL_ERROR": before}

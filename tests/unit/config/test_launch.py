@@ -4,12 +4,9 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from hydra._internal.hydra import Hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from cascade_train.config.groups import conf_dir
@@ -67,7 +64,9 @@ def test_full_errors_are_raised_where_the_user_asks(start: Start, monkeypatch: p
 
 def test_environment_and_arguments_are_left_as_they_were(start: Start):
     before = list(sys.argv)
-    start(*TINY)
+    inside: list[bool] = []
+    assert compose_and_run(TINY, lambda cfg: inside.append("HYDRA_FULL_ERROR" in os.environ) or 0) == 0
+    assert inside == [False], "what a run starts, such as run.on_end, would inherit it"
     assert "HYDRA_FULL_ERROR" not in os.environ
     assert sys.argv == before
 
@@ -175,23 +174,18 @@ def test_one_node_can_be_printed(start: Start, capsys: pytest.CaptureFixture[str
     assert "warmup_steps: 1" in capsys.readouterr().out
 
 
-def test_the_mode_may_be_set_by_a_file_of_the_user(start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    composed: list[Any] = []
-    compose = Hydra.compose_config
-    monkeypatch.setattr(Hydra, "compose_config", lambda *a, **k: composed.append(k.get("run_mode")) or compose(*a, **k))
-    assert start(*TINY)[0] == 0
-    assert composed[-1] == RunMode.RUN
-    assert HAS_WHITELIST or len(composed) == 1, "where only flags can set it, nothing is composed to look it up"
+def test_the_mode_may_be_set_by_a_file_of_the_user(start: Start, trained: list[DictConfig], tmp_path: Path):
     own = tmp_path / "experiment"
     own.mkdir()
     (own / "swept.yaml").write_text("# @package _global_\nhydra:\n  mode: MULTIRUN\n")
-    code, text = start(*TINY, "experiment=swept", "--config-dir", str(tmp_path))
+    typed = [*TINY, "experiment=swept", "run.seed=1,2", "--config-dir", str(tmp_path)]
+    code, text = start(*typed)
     if HAS_WHITELIST:  # Hydra 1.4 takes it from the primary file or the command line alone
         assert (code, "hydra.mode changed during config composition" in text) == (2, True)
-        assert start(*TINY, "hydra.mode=MULTIRUN")[0] == 0
+        assert start(*TINY, "run.seed=1,2", "hydra.mode=MULTIRUN")[0] == 0
     else:
         assert code == 0
-    assert composed[-1] == RunMode.MULTIRUN, "what the user sets is asked for"
+    assert [cfg.run.seed for cfg in trained] == [1, 2]
 
 
 def test_folder_of_the_user_adds_options(start: Start, trained: list[DictConfig], tmp_path: Path):

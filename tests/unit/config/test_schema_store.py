@@ -1,18 +1,10 @@
-"""The typed nodes lie in one store that Hydra shares, and what one composition changes no other sees."""
+"""What one composition changes no other sees."""
 
-import copy
-
-from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
-from cascade_train.config.launch import compose_and_run, register_schema
+from cascade_train.config.launch import compose_and_run
 
 TINY = ("model=c_tiny", "task=lora")
-
-
-def test_sources_are_copied_without_the_typed_nodes() -> None:
-    register_schema()
-    assert copy.deepcopy({"store": ConfigStore.instance()})["store"] is ConfigStore.instance()
 
 
 def test_what_one_composition_changes_no_other_sees() -> None:

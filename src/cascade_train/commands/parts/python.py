@@ -29,7 +29,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from cascade_train.commands.parts.command_line import filled
 from cascade_train.config.error_messages import in_our_words
 from cascade_train.config.groups import conf_dir, nearest
-from cascade_train.config.hydra_compat import BASE
+from cascade_train.config.hydra_compat import BASE, texts_checked
 from cascade_train.config.launch import check_chosen_once, prepare_process, register_schema, with_implied_choices
 from cascade_train.config.overrides import check_not_hydras, searching, with_paths_quoted
 from cascade_train.config.preflight import preflight
@@ -269,7 +269,7 @@ def _composed(overrides: Sequence[str], config_dir: str | Path | None) -> DictCo
     """Return the configuration that overrides describe, not checked."""
     register_schema()
     prepare_process()
-    with _explained(), _hydra(None):
+    with _explained(), _hydra(None), texts_checked():
         if odd := [type(each).__name__ for each in overrides if not isinstance(each, str)]:
             raise ConfigError(NO_OVERRIDES.format(given=odd[0]))
         if flag := next((each for each in overrides if each.startswith("-")), None):
