@@ -159,8 +159,9 @@ def components() -> Iterator[str]:
             whole = {"_target_": _inherited(group, "webdataset")["_target_"], **base}
             yield from _component("Every source", place, base, whole)
         for name, text in options(group).items():
-            node = yaml.safe_load((CONF / group / f"{name}.yaml").read_text())
-            yield from _component(f"`{group}={name}`: {_cell(text)}", place, node, _inherited(group, name))
+            whole = _inherited(group, name)
+            node = yaml.safe_load((CONF / group / f"{name}.yaml").read_text()) if group == "data" else whole
+            yield from _component(f"`{group}={name}`: {_cell(text)}", place, node, whole)
     yield ""
 
 

@@ -21,8 +21,8 @@ from cascade_train.engine.checkpoint.manifest import Manifest, write_manifest
 from cascade_train.errors import ConfigError
 from cascade_train.models.clip_score import ClipScore
 from cascade_train.models.formats.weights_source import local_path
-from cascade_train.models.image_quality import load_tiny_features
 from cascade_train.results import export
+from cascade_train.results.evaluation.measures import load_tiny_features
 from cascade_train.results.evaluation.watch import next_checkpoint
 from tests.distributed.test_modes import NARROW
 from tests.integration.runs import train

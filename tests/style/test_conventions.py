@@ -114,3 +114,16 @@ def test_the_second_family_is_named_in_its_folder_alone() -> None:
     }
     assert {place for place in MAY_NAME_IT if any(name.startswith(place) for name in named)} == MAY_NAME_IT.keys()
     assert not {name for name in named if not name.startswith(tuple(MAY_NAME_IT))}
+
+
+FAMILIES = ("models/cascade/", "models/stable_diffusion/")
+OF_A_FAMILY = re.compile(r"(?:from|import) cascade_train\.models\.(?:cascade|stable_diffusion)\b")
+
+
+def test_a_family_is_imported_in_its_folder_alone() -> None:
+    """Others reach it by what a configuration names, and by what its stages can do."""
+    importing = {
+        file.path.relative_to(PACKAGE).as_posix() for file in library() if OF_A_FAMILY.search(file.path.read_text())
+    }
+    assert len(importing) > 20
+    assert not {name for name in importing if not name.startswith(FAMILIES)}

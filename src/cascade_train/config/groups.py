@@ -13,7 +13,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 import cascade_train
 
@@ -51,7 +51,17 @@ def option_files(group: str, folder: Path | None = None) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=256)
 def _held(file: Path, _changed_ns: int) -> Any:
-    return OmegaConf.to_container(OmegaConf.load(file))
+    return OmegaConf.to_container(_merged(file))
+
+
+def _merged(file: Path) -> Any:
+    """Return what a file holds, on top of the files of its group that its defaults name, such as `_base`."""
+    own = OmegaConf.load(file)
+    given = own.pop("defaults", []) if isinstance(own, DictConfig) else []
+    folders = (file.parent, conf_dir() / file.parent.name)
+    below = ([folder / f"{each}.yaml" for folder in folders] for each in given if isinstance(each, str))
+    found = [next((place for place in places if place.is_file()), None) for places in below]
+    return OmegaConf.merge(*(_merged(place) for place in found if place is not None), own)
 
 
 def option_targets(group: str, folder: Path | None = None) -> dict[str, str]:

@@ -46,12 +46,10 @@ def argument_doc(target: str, name: str) -> str:
 
 @functools.cache
 def key_comments() -> dict[tuple[str, str], str]:
-    """Return the comments of `conf/` on components' keys, by `_target_` and key; a `_base.yaml` serves its group."""
+    """Return the comments of `conf/` on components' keys, by `_target_` and key; those of siblings serve a file too."""
     found: dict[tuple[str, str], str] = {}
     for path in sorted(conf_dir().rglob("*.yaml")):
         comments, targets = _comments_and_targets(path)
-        if "- _base\n" in path.read_text():
-            comments = {**_comments_and_targets(path.with_name("_base.yaml"))[0], **comments}
         for (node, key), text in comments.items():
             if node in targets:
                 found.setdefault((targets[node], key), text)
@@ -59,9 +57,15 @@ def key_comments() -> dict[tuple[str, str], str]:
 
 
 def _comments_and_targets(path: Path) -> tuple[dict[tuple[str, str], str], dict[str, str]]:
-    """Return the comment behind each key of a file, by its node's path, and the `_target_` of each node."""
+    """Return the comment behind each key of a file, by its node's path, and the `_target_` of each node.
+
+    Those of the files of its group that its defaults name are among them.
+    """
     comments, targets, above = dict[tuple[str, str], str](), dict[str, str](), list[tuple[int, str]]()
     for line in path.read_text().splitlines():
+        if (named := re.fullmatch(r"  - (\w+)", line)) and (sibling := path.with_stem(named[1])).is_file():
+            inherited = _comments_and_targets(sibling)
+            comments, targets = comments | inherited[0], targets | inherited[1]
         if found := re.match(r"( *)(\w+):(?: (\S+))?(?:.*? # (.*))?", line):
             above = [(indent, key) for indent, key in above if indent < len(found[1])]
             node = ".".join(key for _, key in above)

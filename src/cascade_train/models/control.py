@@ -12,7 +12,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ from cascade_train.errors import ConfigError
 from cascade_train.models.stage import Steering
 
 log = logging.getLogger(__name__)
+
+Bottleneck = Literal["effnet", "simple", "large", "small"]
+"""What makes features of a map, where a family's control networks have that."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -88,8 +88,10 @@ class LatentCodec(FrozenPart):
     Attributes:
         latent_channels: channels of the latent.
         stride: image pixels for each latent position.
+        in_pipelines: whether a pipeline of diffusers decodes by it.
     """
 
+    in_pipelines: ClassVar[bool] = False
     latent_channels: int
     stride: int
 

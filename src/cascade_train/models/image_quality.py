@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from cascade_train.errors import ConfigError, install_hint
-from cascade_train.models.cascade.convolutional import ConvolutionalCompressor
 from cascade_train.models.formats.weights import copy_to, open_weights, set_tensor
 from cascade_train.models.formats.weights_tensors import StoredTensors
 
@@ -227,29 +226,6 @@ def resized_clean(pixels_CHW: Tensor, side: int = 299) -> Tensor:
     channels = [Image.fromarray(channel.astype(np.float32)) for channel in pixels_CHW.numpy()]
     small = [np.asarray(each.resize((side, side), Image.Resampling.BICUBIC)).clip(0, 255) for each in channels]
     return torch.from_numpy(np.stack(small))
-
-
-PACKAGED_FEATURES = "package:tiny"
-"""Names the compressor of the tiny cascade, whose features need no file."""
-
-
-def load_tiny_features(device: torch.device) -> Callable[[Tensor], Tensor]:
-    """Return features of the tiny cascade's semantic compressor: (B, 3, H, W) float in [0, 1] to (B, 64) fp32.
-
-    The latents of a picture resized to 96 x 96, averaged over its quarters. Distances of them compare tiny models with
-    each other, and with nothing else.
-    """
-    compressor = ConvolutionalCompressor(weights=PACKAGED_FEATURES)
-    compressor.build(device=device)
-
-    @torch.no_grad()
-    def features(image_BCHW: Tensor) -> Tensor:
-        small_BCHW = functional.interpolate(
-            image_BCHW.float(), (96, 96), mode="bilinear", align_corners=False, antialias=True
-        )
-        return functional.adaptive_avg_pool2d(compressor.encode(small_BCHW.clamp(0, 1)), 2).flatten(1)
-
-    return features
 
 
 def frechet_distance(

@@ -21,8 +21,6 @@ from cascade_train.engine.checkpoint.manifest import find_fault
 from cascade_train.engine.checkpoint.store import CheckpointStore
 from cascade_train.engine.phase import restore_training_state
 from cascade_train.errors import ConfigError, RunError
-from cascade_train.models.cascade.formats.export_pipelines import save_combined
-from cascade_train.models.cascade.latent_codec import VQGAN
 from cascade_train.models.formats.export import DTYPES, build_plain_network
 from cascade_train.models.formats.weights import load_state
 from cascade_train.models.stage import Stage
@@ -89,7 +87,8 @@ def export_combined(model: TrainedModel, decoder: TrainedModel, *, dtype: str | 
         first, second = (load_parts(each, world).stage for each in (model, decoder))
     check_same_latents(model, Fingerprint.of(first), decoder, Fingerprint.of(second))
     states = [_stored(each, stage, dtype) for each, stage in ((model, first), (decoder, second))]
-    return save_combined(first, states[0], second, states[1], out)
+    error: float = first.save_combined(states[0], second, states[1], out)
+    return error
 
 
 def _check(model: TrainedModel, decoder: TrainedModel) -> None:
@@ -108,7 +107,7 @@ def _check(model: TrainedModel, decoder: TrainedModel) -> None:
                 "of the cascade sample what predicts noise. Name one that was trained with objective=gdf."
             )
     codec = build_component(decoder.cfg, "model").stage_a
-    if not isinstance(codec, VQGAN):
+    if not codec.in_pipelines:
         raise ConfigError(
             f"{decoder.origin}: decodes by {type(codec).__name__}, which no pipeline of diffusers has. Name a Stage B "
             "on a VQGAN, such as one of model=b_tiny."

@@ -31,7 +31,6 @@ from cascade_train.distributed.process_group import World
 from cascade_train.engine.sampling import to_images
 from cascade_train.errors import ConfigError
 from cascade_train.files.untrusted import PICTURE_BYTES, open_regular
-from cascade_train.models.cascade.formats.export_pipelines import resolution_multiple
 from cascade_train.results.find import TrainedModel
 from cascade_train.tasks.base import Draws, Guide, Painter
 from cascade_train.tasks.text_to_image import DiffusionPainter
@@ -95,7 +94,7 @@ def fit_sizes(
             "its samples/ show what comes back of the data's pictures. Name a run of Stage B or C that denoises."
         )
     if "semantic_latents" in stage.abilities:
-        compression = resolution_multiple(stage) if compression is None else compression
+        compression = stage.semantic_compressor.resolution_multiple if compression is None else compression
         multiple, least = (1, 1) if decoder is None else _steps(stage, model, decoder)
         stride = stage.semantic_compressor.stride
         trained = math.floor(stage.image_size // stride * compression / multiple) * multiple

@@ -19,8 +19,7 @@ from cascade_train.batch import Batch, SampleTransform, sample_seed
 from cascade_train.diffusion.objective import Objective
 from cascade_train.errors import ConfigError
 from cascade_train.filters.base import CONTROL, ControlFilter, ControlMap, transform_images
-from cascade_train.models.cascade.networks.controlnet import Bottleneck
-from cascade_train.models.control import Control, ControlOptions
+from cascade_train.models.control import Bottleneck, Control, ControlOptions
 from cascade_train.models.stage import Conditions, Stage, Steering
 from cascade_train.options import File
 from cascade_train.tasks.base import Export, Guide, ImageMaker, Phase, Predictor

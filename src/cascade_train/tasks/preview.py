@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
 from cascade_train.batch import Batch
-from cascade_train.models.cascade.stage_c import StageC
 from cascade_train.models.formats.export import save_part
 from cascade_train.models.formats.weights import load_module
 from cascade_train.models.image_quality import image_quality
@@ -74,7 +73,7 @@ class Previewing(PictureTask):
 
     fits = ("previewer",)
     result = "preview"
-    stage: StageC
+    stage: Any  # with a previewer and a semantic compressor
 
     def __init__(self, objective: Preview, *, train_compressor: bool) -> None:
         self.objective = objective

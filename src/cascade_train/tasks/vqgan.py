@@ -1,4 +1,4 @@
-"""Training of Stage A: images to latents and back, with a codebook.
+"""Training of an autoencoder with a codebook, such as Stage A, and the upkeep of that codebook.
 
 Must not live here: what all autoencoders share (autoencoding.py).
 
@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from cascade_train.batch import Batch
-from cascade_train.models.cascade.networks.vq_network import Autoencoded, count_codes, revive, unused_since
-from cascade_train.models.cascade.stage_a import StageA
 from cascade_train.models.image_quality import image_quality
 from cascade_train.models.stage import Stage
 from cascade_train.options import check_within
@@ -98,7 +97,7 @@ class Autoencoding(AutoencoderTask):
 
     fits = ("vq_autoencoder",)
     rewritten = True  # dead codes are revived
-    stage: StageA
+    stage: Any  # of an autoencoder with a codebook
     objective: Vqgan
     _unused_K: Tensor
 
@@ -116,10 +115,9 @@ class Autoencoding(AutoencoderTask):
             position_BM=self._copy(torch.stack(places)),
         )
 
-    def reconstruct(self, prepared: PreparedImages) -> Autoencoded:
+    def reconstruct(self, prepared: PreparedImages) -> Any:
         """Return what the network makes of a micro-batch, from codes where those were drawn."""
-        made: Autoencoded = self.stage.network(prepared.image_BCHW, quantised_B=prepared.quantised_B)
-        return made
+        return self.stage.network(prepared.image_BCHW, quantised_B=prepared.quantised_B)
 
     def loss(self, prepared: PreparedImages) -> StepOutput:
         """Return the autoencoder's loss (B,); `loss_raw` is the distance of pixels. Does not sync."""
@@ -185,3 +183,40 @@ class Reconstructor(RoundTrip):
         """Return reconstructions from codes alone."""
         quantised_B = torch.ones(len(image_BCHW), dtype=torch.bool, device=image_BCHW.device)
         return {"from codes": self.stage.network(image_BCHW, quantised_B=quantised_B).image_BCHW.clamp(0, 1)}
+
+
+def count_codes(index: Tensor, entries: int) -> Tensor:
+    """Return how often each of the `entries` codes occurs among the numbers `index`, (K,) fp32."""
+    flat = index.flatten()
+    return torch.zeros(entries, device=flat.device).index_add_(0, flat, torch.ones(len(flat), device=flat.device))
+
+
+def unused_since(unused_K: Tensor, count_K: Tensor) -> Tensor:
+    """Return for how many steps each code has not been chosen, (K,) int64, after a step that chose it so often."""
+    return torch.where(count_K > 0, 0, unused_K + 1)
+
+
+@torch.no_grad()
+def revive(weight: nn.Parameter, unused_K: Tensor, candidate_GC: Tensor, *, after_steps: int) -> Tensor:
+    """Replace codes that have not been chosen for `after_steps` steps by candidates, the lowest numbers first.
+
+    The i-th dead code takes the i-th candidate; more dead codes than candidates wait. The same on every rank; sends
+    nothing and waits for no device. `weight` is (K, C), whole or this rank's shard; `unused_K` (K,) int64, for how many
+    steps each code has not been chosen; `candidate_GC` (G, C) fp32 latents of the step's global batch. Returns
+    `unused_K`, 0 for codes that were replaced.
+    """
+    dead_K = unused_K >= after_steps
+    place_K = dead_K.long().cumsum(0) - 1
+    replaced_K = dead_K & (place_K < len(candidate_GC))
+    rows_KC = candidate_GC[place_K.clamp(0, len(candidate_GC) - 1)]
+    mine_K1, rows = (_own_rows(weight, whole) for whole in (replaced_K[:, None].to(rows_KC.dtype), rows_KC))
+    local = weight.to_local() if isinstance(weight, DTensor) else weight
+    local.copy_(torch.where(mine_K1 > 0, rows.to(local.dtype), local))
+    return torch.where(replaced_K, 0, unused_K)
+
+
+def _own_rows(weight: nn.Parameter, whole: Tensor) -> Tensor:
+    """Return this rank's rows of a tensor that every rank has whole; nothing is sent."""
+    if not isinstance(weight, DTensor):
+        return whole
+    return distribute_tensor(whole, weight.device_mesh, weight.placements, src_data_rank=None).to_local()

@@ -154,7 +154,17 @@ def listed(file: str) -> dict[str, Any]:
     return values
 
 
+def inherited(file: str) -> dict[str, Any]:
+    """Return what a file's keys should be, by the lists of the files that it begins from and its own."""
+    return {key: value for each in lineage(file) for key, value in listed(each).items()}
+
+
 def shipped(file: str) -> dict[str, Any]:
+    """Return what a file sets, itself or by the files that it begins from, as `own` does."""
+    return {key: value for each in lineage(file) for key, value in own(each).items()}
+
+
+def own(file: str) -> dict[str, Any]:
     """Return what a file sets, by key, and the options that it chooses, by `defaults.<group>`; not a run's name."""
     node = yaml.safe_load((conf_dir() / f"{file}.yaml").read_text())
     chosen = [each for each in node.pop("defaults", []) if isinstance(each, dict)]
@@ -167,15 +177,20 @@ def shipped(file: str) -> dict[str, Any]:
 
 
 def lineage(file: str) -> list[str]:
-    """Return the recipes that a recipe begins from, and the recipe itself."""
+    """Return the files of its group that a file begins from, and the file itself."""
     given = yaml.safe_load((conf_dir() / f"{file}.yaml").read_text()).get("defaults", [])
-    others = [each for each in given if isinstance(each, str) and each != "_self_"]
-    return [*(f"{file.rpartition('/')[0]}/{each}" for each in others), file]
+    beside = [f"{file.rpartition('/')[0]}/{each}" for each in given if isinstance(each, str)]
+    return [*(found for each in beside if each in shipped_files() for found in lineage(each)), file]
 
 
 def defaults(file: str) -> dict[str, Any]:
     """Return the numbers, switches, words and choices of a file, which should be in a list, by key."""
-    return {key: value for key, value in shipped(file).items() if key.startswith("defaults.") or is_default(key, value)}
+    return only_defaults(own(file))
+
+
+def only_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of a file's values that should be in a list."""
+    return {key: value for key, value in values.items() if key.startswith("defaults.") or is_default(key, value)}
 
 
 def is_default(key: str, value: Any) -> bool:
@@ -205,11 +220,10 @@ def expected(cfg: DictConfig) -> dict[str, Any]:
         if option is None or name.startswith("hydra/") or package.startswith("data."):
             continue
         if name in ("experiment", "debug"):
-            for file in lineage(f"{name}/{option}"):
-                last |= listed(file)
+            last |= inherited(f"{name}/{option}")
             continue
-        base = listed("data/_base") if name == "data" else {}
-        values |= {f"{MOUNTS.get(name, f'{name}.')}{key}": v for key, v in (base | listed(f"{name}/{option}")).items()}
+        own_values = inherited(f"{name}/{option}")
+        values |= {f"{MOUNTS.get(name, f'{name}.')}{key}": value for key, value in own_values.items()}
     return {key: value for key, value in (values | last).items() if "defaults." not in key}
 
 

@@ -16,10 +16,10 @@ from cascade_train.models.image_quality import (
     image_quality,
     load_inception,
     load_lpips,
-    load_tiny_features,
     psnr,
     resized_clean,
 )
+from cascade_train.results.evaluation.measures import load_tiny_features
 from tests.unit.models.inception import untrained_inception
 
 

@@ -42,6 +42,7 @@ class VQGAN(LatentCodec):
     key = "stage_a"
     folder = "vqgan"
     renamed = ORIGINAL_NAMES
+    in_pipelines = True
 
     weights: File[str | None]
     scale_factor: float

@@ -19,6 +19,9 @@ from cascade_train.models.frozen_part import FrozenPart
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
+PUBLISHED_RESOLUTION_MULTIPLE = 42.67
+"""Pixels of the finished image per latent position where Stage B decodes 24 x 24 to 1024 x 1024 pixels."""
+
 
 class SemanticCompressor(FrozenPart):
     """A frozen map from images to latents.
@@ -31,6 +34,11 @@ class SemanticCompressor(FrozenPart):
     key = folder = "semantic_compressor"
     latent_channels: ClassVar[int]
     stride: ClassVar[int]
+
+    @property
+    def resolution_multiple(self) -> float:
+        """Return the pixels of the finished image for each latent position: the compression."""
+        return float(self.stride)
 
     @abc.abstractmethod
     def encode(self, image_BCHW: Tensor) -> Tensor:
@@ -64,6 +72,7 @@ class EfficientNetCompressor(SemanticCompressor):
 
     latent_channels = 16
     stride = 32
+    resolution_multiple = PUBLISHED_RESOLUTION_MULTIPLE
 
     def build(self, *, device: torch.device) -> None:
         """Make the module, see `FrozenPart.build`, and the constants of its preprocessing."""

@@ -19,6 +19,7 @@ from cascade_train.models.cascade.previewer import Previewer
 from cascade_train.models.stage import Conditions, Images, Save, Tokens, product, to_device
 
 if TYPE_CHECKING:
+    from cascade_train.models.cascade.stage_b import StageB
     from cascade_train.models.control import Control, ControlOptions
 
 
@@ -98,3 +99,11 @@ class StageC(CascadeStage):
         from cascade_train.models.cascade.formats.export_pipelines import save_prior  # heavy: files of weights
 
         return save_prior(self, state, directory)
+
+    def save_combined(
+        self, state: Mapping[str, Tensor], decoder: StageB, decoder_state: Mapping[str, Tensor], directory: Path
+    ) -> float:
+        """Write this stage and a Stage B as one folder for diffusers' combined pipeline; otherwise as `save_prior`."""
+        from cascade_train.models.cascade.formats.export_pipelines import save_combined  # heavy: files of weights
+
+        return save_combined(self, state, decoder, decoder_state, directory)

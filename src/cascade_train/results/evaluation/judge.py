@@ -22,9 +22,9 @@ from cascade_train.errors import ConfigError
 from cascade_train.files.durable import write_durably
 from cascade_train.files.untrusted import load_mapping
 from cascade_train.models.formats.weights_source import local_path
-from cascade_train.models.image_quality import PACKAGED_FEATURES
 from cascade_train.results.evaluation.measures import (
     LEAST,
+    PACKAGED_FEATURES,
     Networks,
     caption_measures,
     features_of,

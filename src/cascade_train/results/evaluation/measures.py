@@ -13,20 +13,19 @@ from importlib.util import find_spec
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.nn.functional import interpolate
 
+from cascade_train.config.components import construct
+from cascade_train.config.groups import option_files
 from cascade_train.distributed.consensus import from_every_rank
 from cascade_train.distributed.process_group import World
 from cascade_train.errors import ConfigError, install_hint
 from cascade_train.models.clip_score import ClipScore
-from cascade_train.models.image_quality import (
-    PACKAGED_FEATURES,
-    check_installed,
-    image_quality,
-    load_inception,
-    load_lpips,
-    load_tiny_features,
-)
+from cascade_train.models.image_quality import check_installed, image_quality, load_inception, load_lpips
+
+PACKAGED_FEATURES = "package:tiny"
+"""Names the compressor of the tiny cascade, whose features need no file."""
 
 NEIGHBOURS = 3
 """Of precision and recall (Kynkäänniemi et al. 2019)."""
@@ -77,6 +76,25 @@ def load_networks(
         clip=None if clip is None else ClipScore(clip, device=device, key="clip"),
         lpips=None if lpips is None else load_lpips(lpips, device=device, key="lpips"),
     )
+
+
+def load_tiny_features(device: torch.device) -> Callable[[Tensor], Tensor]:
+    """Return features of the tiny cascade's semantic compressor: (B, 3, H, W) float in [0, 1] to (B, 64) fp32.
+
+    The latents of a picture resized to 96 x 96, averaged over its quarters. Distances of them compare tiny models with
+    each other, and with nothing else.
+    """
+    compressor = construct({**option_files("model")["c_tiny"]["semantic_compressor"], "weights": PACKAGED_FEATURES})
+    compressor.build(device=device)
+
+    @torch.no_grad()
+    def features(image_BCHW: Tensor) -> Tensor:
+        small_BCHW = functional.interpolate(
+            image_BCHW.float(), (96, 96), mode="bilinear", align_corners=False, antialias=True
+        )
+        return functional.adaptive_avg_pool2d(compressor.encode(small_BCHW.clamp(0, 1)), 2).flatten(1)
+
+    return features
 
 
 def features_of(

@@ -13,10 +13,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 from cascade_train.errors import ConfigError
-from cascade_train.models.cascade.networks.vq_network import count_codes, revive, unused_since
 from cascade_train.models.image_quality import FeatureDistance, check_installed, image_quality
 from cascade_train.models.initialize import Fill, fill_
 from cascade_train.models.networks.discriminator import build_discriminator
+from cascade_train.tasks.vqgan import count_codes, revive, unused_since
 from tests.unit.models.stages import build_stage, make_stage
 
 CPU = torch.device("cpu")

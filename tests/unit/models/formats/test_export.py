@@ -66,7 +66,7 @@ def parts(network: CascadeUNet) -> Any:
         network=network,
         text_encoder=encoder,
         image_encoder=None,
-        semantic_compressor=SimpleNamespace(stride=32),
+        semantic_compressor=SimpleNamespace(stride=32, resolution_multiple=32.0),
         complete=lambda: None,
     )
 

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from cascade_train.models.cascade.family import CASCADE
 from cascade_train.models.cascade.formats.export_vqgan import plain_vqgan
-from cascade_train.models.cascade.latent_codec import VQGAN
 from cascade_train.models.cascade.networks.unet import StableCascadeUNet
 from cascade_train.models.cascade.semantic_compressor import EfficientNetCompressor
 from cascade_train.models.formats.export import (
@@ -37,17 +36,8 @@ if TYPE_CHECKING:
     from cascade_train.models.cascade.stage_b import StageB
     from cascade_train.models.cascade.stage_c import StageC
 
-PUBLISHED_RESOLUTION_MULTIPLE = 42.67
-"""Pixels of the finished image per latent position where Stage B decodes 24 x 24 to 1024 x 1024 pixels."""
-
 PUBLISHED_LATENT_SCALE = 10.67
 """Positions of Stage A's latents for each semantic one where Stage B decodes 24 x 24 to 1024 x 1024 pixels."""
-
-
-def resolution_multiple(stage: StageC) -> float:
-    """Return the pixels of the finished image for each of Stage C's latent positions: the compression."""
-    compressor = stage.semantic_compressor
-    return PUBLISHED_RESOLUTION_MULTIPLE if isinstance(compressor, EfficientNetCompressor) else float(compressor.stride)
 
 
 def save_prior(stage: StageC, state: Mapping[str, Tensor], directory: Path) -> float:
@@ -61,7 +51,7 @@ def save_prior(stage: StageC, state: Mapping[str, Tensor], directory: Path) -> f
     stage.complete()
     network = build_plain_network(CASCADE, stage.network.config, state)
     with replaced_directory(directory) as place, quiet():
-        multiple = resolution_multiple(stage)
+        multiple = stage.semantic_compressor.resolution_multiple
         _write_pipeline(place, "StableCascadePriorPipeline", _prior_parts(network, stage), resolution_multiple=multiple)
         return _folder_error(network, place / "prior", directory)
 
@@ -74,7 +64,7 @@ def save_decoder(stage: StageB, state: Mapping[str, Tensor], directory: Path) ->
     stage.complete()
     network = build_plain_network(CASCADE, stage.network.config, state)
     with replaced_directory(directory) as place, quiet():
-        if isinstance(stage.stage_a, VQGAN):
+        if stage.stage_a.in_pipelines:
             scale = _latent_scale(stage)
             _write_pipeline(
                 place, "StableCascadeDecoderPipeline", _decoder_parts(network, stage), latent_dim_scale=scale

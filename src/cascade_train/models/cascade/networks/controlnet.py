@@ -10,15 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from cascade_train.models.cascade.networks.efficientnet import build_control_features
 from cascade_train.models.initialize import ONES, ZEROS, Fill, Rule, convolution_rule, initialise, torch_uniform
-
-Bottleneck = Literal["effnet", "simple", "large", "small"]
 
 LARGE_WIDTHS = (16384, 1024, 1280)
 """Widths inside the large bottleneck, and of its features."""

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
 from cascade_train.models.formats.autoencoder_kl import read_belonging
-from cascade_train.models.formats.weights_source import SINGLE_FILE_SUFFIXES
 from cascade_train.models.formats.weights_tensors import Layout, Stored, own_names
 
 UNET = "model.diffusion_model."
@@ -40,11 +39,6 @@ def unet_layout(config: Mapping[str, Any]) -> Layout:
         return {name: Stored(stored) for name, stored in converted.items() if stored is not None}
 
     return layout
-
-
-def is_single_file(source: str) -> bool:
-    """Return whether a source of weights names a file, here or on the hub."""
-    return source.endswith(SINGLE_FILE_SUFFIXES)
 
 
 def read_text_tower(source: str, module: nn.Module, *, part: str) -> dict[str, Tensor]:
