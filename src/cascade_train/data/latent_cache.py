@@ -30,6 +30,7 @@ from cascade_train.data.storage.store import LocalFiles
 from cascade_train.data.tar.members import write_tar
 from cascade_train.errors import ConfigError, RunError
 from cascade_train.files.durable import replacing, write_durably
+from cascade_train.files.untrusted import open_regular, read_json, read_regular
 from cascade_train.renamed import current_target
 
 FORMAT = 1
@@ -136,11 +137,11 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     if not path.is_file():
         raise ConfigError(
-            f"data.path={folder}: no cache lies there, since there is no {MANIFEST}. Make one by"
+            f"data.path={folder}: no cache found, there is no {MANIFEST}. Make one by"
             " cascade-train cache … out=<folder>, with the settings of the run."
         )
     try:
-        fields = json.loads(path.read_text())
+        fields = read_json(read_regular(path))
         if fields["format"] == FORMAT:
             return Manifest(**fields)
     except (ValueError, TypeError, KeyError) as error:
@@ -151,7 +152,7 @@ def read_manifest(folder: Path) -> Manifest:
 def read_index(folder: Path, manifest: Manifest) -> Index:
     """Return the index that a cache follows; a ConfigError where it is damaged."""
     try:
-        with (folder / INDEX).open("rb") as file, np.load(file, allow_pickle=False) as parts:
+        with open_regular(folder / INDEX) as file, np.load(file, allow_pickle=False) as parts:
             shards = tuple(parts["shards"].tolist())
             index = Index(shards=shards, table=parts["table"], keys=parts["keys"], filters=manifest.filters)
     except Exception as error:  # numpy and zipfile answer damage in many ways
@@ -250,7 +251,7 @@ def load_table(folder: Path, unit: int, manifest: Manifest) -> UnitTable | None:
     Of the tars only the sizes are checked; `is_whole` reads them.
     """
     try:
-        with table_file(folder, unit).open("rb") as file, np.load(file, allow_pickle=False) as parts:
+        with open_regular(table_file(folder, unit)) as file, np.load(file, allow_pickle=False) as parts:
             unknown = {"content": np.zeros(len(manifest.rows_of(unit)), dtype=np.uint64)}
             fields = unknown | {name: parts[name] for name in parts if name != "manifest"}
             table = UnitTable(**fields, manifest=str(parts["manifest"]))

@@ -106,7 +106,7 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
 
 
 def test_no_cache_damaged_ones_and_other_formats_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="no cache lies there, since there is no manifest.json"):
+    with pytest.raises(ConfigError, match="no cache found, there is no manifest.json"):
         read_manifest(tmp_path)
     write_manifest(tmp_path, replace(make_manifest(), format=7), make_index())
     with pytest.raises(ConfigError, match="has format 7, this version reads 1"):
@@ -120,6 +120,11 @@ def test_a_damaged_or_foreign_index_is_refused(tmp_path):
     write_manifest(tmp_path, make_manifest(index="0"), make_index())
     with pytest.raises(ConfigError, match="is not the index of this cache"):
         read_index(tmp_path, make_manifest(index="0"))
+    (tmp_path / INDEX).unlink()
+    os.mkfifo(tmp_path / INDEX)
+    with pytest.raises(ConfigError, match="index.npz is damaged .a pipe, a device or a folder"):
+        read_index(tmp_path, make_manifest())
+    (tmp_path / INDEX).unlink()
     (tmp_path / INDEX).write_bytes(b"PK")
     with pytest.raises(ConfigError, match="index.npz is damaged"):
         read_index(tmp_path, make_manifest())

@@ -1,14 +1,26 @@
 """JSON and YAML from outside: what they say, or one kind of error, soon and whatever they hold."""
 
+import json
 import os
 import time
 from pathlib import Path
 
 import pytest
 
+from cascade_train.engine.checkpoint.manifest import FileRecord, Manifest, write_manifest
 from cascade_train.errors import ConfigError
 from cascade_train.files.plain_yaml import to_yaml
-from cascade_train.files.untrusted import MAX_DEPTH, check_yaml, open_regular, read_json, read_regular, read_yaml
+from cascade_train.files.untrusted import (
+    LINE_BYTES,
+    LINES_BYTES,
+    MAX_DEPTH,
+    WHOLE_BYTES,
+    check_yaml,
+    open_regular,
+    read_json,
+    read_regular,
+    read_yaml,
+)
 
 DOUBLED = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 30))
 BAD_YAML = {
@@ -96,3 +108,17 @@ def test_only_regular_files_of_bounded_size_are_opened(tmp_path: Path):
 
 def test_half_a_character_of_utf_16_is_escaped():
     assert to_yaml({"a": "\ud800"}) == 'a: "\\uD800"\n'
+
+
+def test_bounds_lie_ten_times_above_the_largest_legitimate_file(tmp_path: Path):
+    record = FileRecord(size=10**10, sha256="0" * 64)
+    write_manifest(
+        tmp_path, Manifest(step=10**6, files={f"__{rank}_0.distcp": record for rank in range(10_000)}, facts={})
+    )
+    assert 10 * (tmp_path / "manifest.json").stat().st_size <= WHOLE_BYTES
+    values = {
+        f"{name}/grad_norm": 0.12345678901234567 for name in ("step", "loss", "lr", "seconds", "data", "memory", "ema")
+    }
+    assert 10 * 10**6 * len(json.dumps(values) + "\n") <= LINES_BYTES
+    keys = [f"shards/{number:06d}.tar/{number:09d}" for number in range(8192)]
+    assert 10 * len(json.dumps({"step": 10**6, "keys": keys})) <= LINE_BYTES
