@@ -1,5 +1,6 @@
 """A cache: one manifest for all who fill it; units appear whole, are read by offset, and notice a changed byte."""
 
+import os
 import pickle
 import zlib
 from dataclasses import replace
