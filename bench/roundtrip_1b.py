@@ -17,14 +17,13 @@ from pathlib import Path
 
 import torch
 from hydra.utils import instantiate
-from omegaconf import OmegaConf
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from cascade_train.__main__ import launch
 from cascade_train.commands.export import ExportArgs, export
-from cascade_train.config.groups import conf_dir
+from cascade_train.config.groups import option_files
 from cascade_train.models.cascade.formats.names import original_state
 
 LR = 1e-3
@@ -69,7 +68,7 @@ class Roundtrip:
 
 def write_original(path: Path, model: str) -> None:
     """Write random bf16 values under the original's names and shapes for a size."""
-    config = instantiate(OmegaConf.load(conf_dir() / "model" / f"{model}.yaml").network, _convert_="all")
+    config = instantiate(option_files("model")[model]["network"], _convert_="all")
     generator = torch.Generator().manual_seed(0)
     shapes = {name: value.shape for name, value in config.build().state_dict().items()}
     values = {name: (0.02 * torch.randn(shape, generator=generator)).bfloat16() for name, shape in shapes.items()}

@@ -70,7 +70,7 @@ def test_answers_within_three_seconds_of_work(tmp_path: Path, argv: tuple[str, .
 
 def test_help_shows_groups_and_keys_and_the_quoted_form(tmp_path: Path, repository: Path):
     text = start(tmp_path, "--help").stdout
-    models = sorted(path.stem for path in (repository / "conf" / "model").glob("*.yaml"))
+    models = sorted(path.stem for path in (repository / "conf" / "model").glob("[!_]*.yaml"))
     assert {"c_tiny", "b_3b"} <= set(models)
     assert re.search(r"\n  model= +" + r",\s+".join(models) + r"\n", text)
     assert re.search(r"\n  train\.max_steps=10000 +Optimizer steps in all; null = no limit\.\n", text)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +11,9 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from cascade_train.config.components import construct
+from cascade_train.config.groups import option_files, option_targets
 from cascade_train.diffusion.objective import Objective
 
-FOLDER = Path(__file__).resolve().parents[3] / "conf" / "objective"
 STABLE_DIFFUSION = ("ddpm", "ddpm_min_snr", "ddpm_v", "edm_sdxl")
 OBJECTIVES = tuple(
     sorted(("adaptive", "edm", "flow_matching", "gdf", "min_snr", "rectified_flow", "v", "x0", *STABLE_DIFFUSION))
@@ -22,7 +21,7 @@ OBJECTIVES = tuple(
 
 
 def shipped() -> list[str]:
-    targets = {path.stem: OmegaConf.load(path)["_target_"] for path in FOLDER.glob("*.yaml")}
+    targets = option_targets("objective")
     return sorted(name for name, target in targets.items() if target == "cascade_train.diffusion.objective.Objective")
 
 
@@ -31,7 +30,7 @@ def build() -> Callable[..., Objective]:
     """Build a shipped objective by name, with some of its own values changed."""
 
     def build_objective(name: str, **changes: Any) -> Objective:
-        return construct(OmegaConf.merge(OmegaConf.load(FOLDER / f"{name}.yaml"), changes))
+        return construct(OmegaConf.merge(option_files("objective")[name], changes))
 
     return build_objective
 

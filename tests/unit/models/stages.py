@@ -10,6 +10,7 @@ import torch
 from omegaconf import OmegaConf
 
 from cascade_train.config.components import construct
+from cascade_train.config.groups import option_files
 from cascade_train.distributed.parallelize import materialise
 from cascade_train.engine.run.config_difference import flatten
 
@@ -71,7 +72,7 @@ def untrained(model: str) -> tuple[str, ...]:
 
 def model_config(model: str, *changes: dict[str, Any]) -> Any:
     """Return the resolved node of `conf/model/<model>.yaml`, `UNTRAINED` if tiny, with changes merged over it."""
-    node = OmegaConf.load(CONF / "model" / f"{model}.yaml")
+    node = OmegaConf.create(option_files("model", CONF)[model])
     node.pop("defaults", None)
     nodes = [{"run": {"seed": 0}}, {"model": node}, {"model": UNTRAINED.get(model, {})}]
     config = OmegaConf.merge(*nodes, *({"model": change} for change in changes))

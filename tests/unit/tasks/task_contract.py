@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cascade_train.batch import Batch
 from cascade_train.config.components import construct
+from cascade_train.config.groups import option_files
 from cascade_train.models.initialize import Fill, fill_
 from cascade_train.tasks.base import Phase, Task
 from tests.unit.models.stages import build_stage
@@ -29,8 +30,9 @@ def component(group: str, option: str, **changes: Any) -> Any:
 
     An option of another group in its defaults, such as `/filter@filter: canny`, is mounted where it says.
     """
-    own: Any = OmegaConf.load(CONF / group / f"{option}.yaml")
-    for place, mounted in [pair for entry in own.pop("defaults", []) if entry != "_self_" for pair in entry.items()]:
+    own: Any = option_files(group)[option]
+    given = OmegaConf.load(CONF / group / f"{option}.yaml").get("defaults", [])
+    for place, mounted in [pair for entry in given if not isinstance(entry, str) for pair in entry.items()]:
         if place.startswith("override "):
             continue
         other, _, key = place.lstrip("/").partition("@")
