@@ -53,9 +53,6 @@ SECONDS_FOR_RANK_ZERO = 10.0
 
 STOPPED_IN_ORDER = "Stopped as asked, and saved. The same command continues."
 
-DEAD_WORKER = re.compile(r"DataLoader worker \(pid")
-"""What torch raises, from its handler of signals, when a worker process has died."""
-
 NO_MEMORY = re.compile(
     r"DefaultCPUAllocator: (can't allocate|not enough) memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED"
     r"|Unable to allocate .* for an array"
@@ -96,16 +93,11 @@ def code_of(error: Exception | KeyboardInterrupt, *, remedy: str = "") -> int:
 
 
 def _with_remedy(error: Exception) -> Exception:
-    """Return what torch raises when a data worker dies or memory runs out, with the remedy; others as they are."""
+    """Return what torch raises where memory runs out, with the remedy; others as they are."""
     is_torchs = type(error).__name__ == "OutOfMemoryError"  # which is not imported here
     if is_torchs or (isinstance(error, RuntimeError | MemoryError) and NO_MEMORY.search(str(error))):
         reason = _one_line(error).partition(". Of the allocated")[0].rstrip(".")
         return RunError(f"{reason}. Needs less memory: {LESS_MEMORY}. cascade-train plan says what needs how much.")
-    if isinstance(error, RuntimeError) and DEAD_WORKER.match(str(error)):
-        return RunError(
-            f"A data worker process ended unexpectedly ({_one_line(error).rstrip('. ')}); it may have run out of "
-            "memory or shared memory: lower data.num_workers, or set it to 0 to see the cause."
-        )
     return error
 
 

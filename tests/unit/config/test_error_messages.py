@@ -296,20 +296,6 @@ def test_a_refused_argument_is_named_by_its_whole_path(refused: str, place: str,
     assert by_path(refused, place) == said
 
 
-def test_a_dead_data_worker_is_told_by_its_rank_wherever_it_is_noticed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    def in_the_middle_of_a_step() -> None:
-        raise RuntimeError("DataLoader worker (pid 6079) is killed by signal: Killed. ")
-
-    monkeypatch.setenv("RANK", "1")
-    assert exit_code(in_the_middle_of_a_step) == 1
-    said = capsys.readouterr().err
-    assert said.startswith("[rank 1] A data worker process ended unexpectedly (DataLoader worker (pid 6079) is killed")
-    assert "lower data.num_workers" in said
-    assert said.count("\n") == 1
-
-
 def test_memory_that_runs_out_is_explained_with_what_needs_less(capsys: pytest.CaptureFixture[str]):
     def in_the_first_forward() -> None:
         raise type("OutOfMemoryError", (RuntimeError,), {})(

@@ -41,6 +41,7 @@ WAIT_WARNING_SECONDS = 60.0
 """How often a wait for one batch is logged."""
 
 T = TypeVar("T")
+_torchs_handler: Any = None  # of SIGCHLD; None until a process has had workers
 _log = logging.getLogger(__name__)
 
 
@@ -268,15 +269,16 @@ class Results(Generic[T]):
             self._data_loader = self._make()
         timeout, begun = self._data_loader.timeout, time.monotonic()
         try:
-            if self._iterator is None:
-                end_workers_with_this_process()
-                self._iterator = iter(self._data_loader)
-            with _logged_wait(self._whereabouts):
-                return next(self._iterator)
+            with _raised_deaths():
+                if self._iterator is None:
+                    end_workers_with_this_process()
+                    self._iterator = iter(self._data_loader)
+                with _logged_wait(self._whereabouts):
+                    return next(self._iterator)
         except (RuntimeError, OSError, EOFError) as error:
             self._iterator = None
             text = (
-                f"a data worker process ended unexpectedly ({error}); it may have run out of memory or shared memory:"
+                f"A data worker process ended unexpectedly ({str(error).rstrip('. ')}); it may have run out of memory or shared memory:"
                 " lower data.num_workers, or set it to 0 to see the cause"
             )
             if 0 < timeout <= time.monotonic() - begun:
@@ -289,6 +291,27 @@ class _Loader(DataLoader[T]):
 
     def check_worker_number_rationality(self) -> None:
         """Check nothing: each log line has the share of time that the loop waits for data."""
+
+
+@contextmanager
+def _raised_deaths() -> Iterator[None]:
+    """Let torch raise the death of a worker, also one since the last block, within the block alone.
+
+    Its handler of SIGCHLD raises wherever the main process is: in logging, which swallows the error, whereupon the
+    process waits in vain, or among the files of a checkpoint.
+    """
+    global _torchs_handler
+    before = signal.getsignal(signal.SIGCHLD)
+    if _torchs_handler is not None:
+        signal.signal(signal.SIGCHLD, _torchs_handler)
+        _torchs_handler(signal.SIGCHLD, None)
+    try:
+        yield
+    finally:
+        now = signal.getsignal(signal.SIGCHLD)  # torch sets its own with the first workers of a process
+        if now is not before:
+            _torchs_handler = now
+            signal.signal(signal.SIGCHLD, before)
 
 
 @contextmanager

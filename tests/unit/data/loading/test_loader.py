@@ -134,9 +134,20 @@ def test_a_killed_worker_is_explained_and_the_others_end(monkeypatch: pytest.Mon
     monkeypatch.setattr(Shapes, "read", die)
     with (
         loading(shapes(num_workers=1)) as loader,
-        pytest.raises(RunError, match="a data worker process ended unexpectedly .* lower data.num_workers"),
+        pytest.raises(RunError, match="A data worker process ended unexpectedly .* lower data.num_workers"),
     ):
         next(loader)
+    assert_ends(before)
+
+
+def test_a_worker_that_dies_between_two_batches_is_told_at_the_next_wait_alone() -> None:
+    before = set(children())
+    with loading(shapes(num_workers=2)) as loader:
+        next(loader)
+        os.kill(min(set(children()) - before), signal.SIGKILL)
+        time.sleep(0.5)  # as if in logging, which swallows whatever is raised in it
+        with pytest.raises(RunError, match="A data worker process ended unexpectedly .* is killed by signal"):
+            next(loader)
     assert_ends(before)
 
 
