@@ -278,8 +278,8 @@ class Results(Generic[T]):
         except (RuntimeError, OSError, EOFError) as error:
             self._iterator = None
             text = (
-                f"A data worker process ended unexpectedly ({str(error).rstrip('. ')}); it may have run out of memory or shared memory:"
-                " lower data.num_workers, or set it to 0 to see the cause"
+                f"A data worker process ended unexpectedly ({str(error).rstrip('. ')}); it may have run out of memory"
+                " or shared memory: lower data.num_workers, or set it to 0 to see the cause"
             )
             if 0 < timeout <= time.monotonic() - begun:
                 text = f"no batch for {timeout:g} s (data.max_wait_seconds). {self._whereabouts()}"
