@@ -94,13 +94,30 @@ class ImageFilter(ControlFilter):
         return arrived
 
     def _make(self, image: np.ndarray, generator: torch.Generator) -> Mapping[str, np.ndarray]:
-        made = self.apply(image, generator)
+        made = np.asarray(self.apply(image, generator))
         if made.ndim != 3 or made.shape[0] != self.channels or made.dtype not in (np.uint8, np.float32):
             raise ConfigError(
                 f"task.filter: {type(self).__name__} made a map of shape {made.shape} and {made.dtype}; it must be"
                 f" ({self.channels}, height, width), uint8 or float32: mend `apply`, or `channels`"
             )
         return {"control_map": made}
+
+
+def map_maker(control_filter: ControlFilter, *, device: torch.device, encode: Encode) -> ControlMap:
+    """Return the filter's half on the device; a ConfigError as of `build`, and for maps that are not (B, C, h, w)."""
+    make = control_filter.build(device=device, encode=encode)
+
+    def made(image_BCHW: Tensor, arrays: Mapping[str, Tensor]) -> Tensor:
+        map_BCHW, wanted = make(image_BCHW, arrays), (len(image_BCHW), control_filter.channels)
+        if not isinstance(map_BCHW, Tensor) or map_BCHW.ndim != 4 or map_BCHW.shape[:2] != wanted:
+            found = tuple(map_BCHW.shape) if isinstance(map_BCHW, Tensor) else type(map_BCHW).__name__
+            raise ConfigError(
+                f"task.filter: {type(control_filter).__name__} made maps of {found}; they must be a tensor of"
+                f" {wanted} x height x width: mend what `build` returns, or `channels`"
+            )
+        return map_BCHW
+
+    return made
 
 
 def make_nothing(image: np.ndarray, generator: torch.Generator) -> Mapping[str, np.ndarray]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from cascade_train.batch import Batch, SampleTransform, sample_seed
 from cascade_train.diffusion.objective import Objective
 from cascade_train.errors import ConfigError
-from cascade_train.filters.base import CONTROL, ControlFilter, ControlMap, transform_images
+from cascade_train.filters.base import CONTROL, ControlFilter, ControlMap, map_maker, transform_images
 from cascade_train.models.control import Bottleneck, Control, ControlOptions
 from cascade_train.models.stage import Conditions, Stage, Steering
 from cascade_train.options import File
@@ -99,13 +99,15 @@ class ControlNet(TextToImage):
     def check_stage(self, stage: Stage) -> None:
         """Refuse options that mean nothing for the stage's control networks."""
         super().check_stage(stage)
+        if not isinstance(getattr(self.filter, "channels", None), int):
+            raise ConfigError(f"task.filter: {type(self.filter).__name__} has no `channels`; set those of its maps")
         stage.check_control(self._options())
 
     def attach(self, stage: Stage, objective: Objective, device: torch.device) -> None:
         """Take the built stage, freeze it, and add the control network; see `Task.attach`."""
         super().attach(stage, objective, device)
         stage.network.requires_grad_(requires_grad=False).eval()
-        self._map = self.filter.build(device=device, encode=stage.encode)
+        self._map = map_maker(self.filter, device=device, encode=stage.encode)
         self._control = stage.add_control(self._options(), device)
 
     def _options(self) -> ControlOptions:
@@ -132,7 +134,7 @@ class ControlNet(TextToImage):
                 f"task.filter: {type(self.filter).__name__} draws another map of a picture each epoch, which a cache"
                 " cannot hold; fix its choices, or train without a cache"
             )
-        control_map = self.filter.build(device=device, encode=stage.encode)
+        control_map = map_maker(self.filter, device=device, encode=stage.encode)
         return lambda image_BCHW, made: {CONTROL: control_map(image_BCHW, made)}
 
     def phases(self) -> list[Phase]:

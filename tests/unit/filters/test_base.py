@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,15 @@ import torch
 from torch import Tensor
 
 from cascade_train.errors import ConfigError
-from cascade_train.filters.base import ControlFilter, ImageFilter, arrived, coloured, resized, transform_images
+from cascade_train.filters.base import (
+    ControlFilter,
+    ImageFilter,
+    arrived,
+    coloured,
+    map_maker,
+    resized,
+    transform_images,
+)
 
 
 class Brightness(ImageFilter):
@@ -59,6 +68,35 @@ def test_a_map_of_floats_arrives_as_it_is() -> None:
 def test_a_map_of_another_form_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"Transposed made a map of shape \(5, 7, 3\) and uint8; it must be \(1, h"):
         transform_images(Transposed(gain=1.0).sample_transform(), images(), generators())
+
+
+@pytest.mark.parametrize(
+    ("made", "found"),
+    [
+        pytest.param(lambda image_BCHW: image_BCHW[:, :2], r"\(2, 2, 5, 7\)", id="other channels"),
+        pytest.param(lambda image_BCHW: image_BCHW[:1], r"\(1, 3, 5, 7\)", id="one map for all"),
+        pytest.param(lambda image_BCHW: image_BCHW[0], r"\(3, 5, 7\)", id="no batch"),
+        pytest.param(lambda image_BCHW: None, "NoneType", id="nothing"),
+    ],
+)
+def test_maps_of_the_device_of_another_form_are_refused_by_name(made: Callable[[Tensor], Any], found: str) -> None:
+    make = map_maker(OnDeviceAlone(), device=torch.device("cpu"), encode=made)
+    with pytest.raises(ConfigError, match=rf"OnDeviceAlone made maps of {found}; .* \(2, 3\) x height x width"):
+        make(images() / 255, {})
+
+
+def test_maps_of_the_device_pass_as_they_are() -> None:
+    make = map_maker(OnDeviceAlone(), device=torch.device("cpu"), encode=torch.neg)
+    assert torch.equal(make(images() / 255, {}), -(images() / 255))
+
+
+def test_a_filter_that_returns_nothing_is_refused_by_name() -> None:
+    class Silent(Brightness):
+        def apply(self, image: np.ndarray, generator: torch.Generator) -> Any:
+            return None
+
+    with pytest.raises(ConfigError, match=r"Silent made a map of shape \(\) and object"):
+        transform_images(Silent(gain=1.0).sample_transform(), images(), generators())
 
 
 def test_a_filter_without_the_workers_half_makes_nothing_there() -> None:

@@ -282,6 +282,17 @@ def test_blocks_of_stored_weights_are_taken_over(tmp_path: Path) -> None:
         make(weights=run, blocks=[0])
 
 
+def test_a_filter_without_channels_is_refused_by_name() -> None:
+    class Unfinished(ControlFilter):
+        def build(self, *, device: torch.device, encode: Encode) -> ControlMap:
+            raise AssertionError("is refused before")
+
+    task = component("task", "controlnet")
+    task.filter = Unfinished()
+    with pytest.raises(ConfigError, match="task.filter: Unfinished has no `channels`"):
+        task.check_stage(build_stage("c_tiny"))
+
+
 def test_another_filter_is_told(trained: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = left(trained, tmp_path)
     with caplog.at_level(logging.WARNING):
