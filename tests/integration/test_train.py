@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+import sys
 import traceback
 import warnings
 
@@ -11,9 +12,11 @@ import torch
 
 from bench.soak_ranks import SMALL_NETWORK
 from cascade_train.__main__ import launch
+from cascade_train.assembly import run
 from cascade_train.distributed import parallelize
 from cascade_train.engine.checkpoint.manifest import read_manifest
 from tests.integration.runs import NARROW, SMALL, exported_weights, read_metrics, train
+from tests.style.test_import_walls import may_import
 from tests.unit.engine.run.report_page import Page, write_lines
 
 EVERYTHING = (
@@ -55,6 +58,35 @@ def test_few_frames_lie_between_the_command_and_the_update(tmp_path, monkeypatch
     assert found[0] == "launch", "which main calls"
     assert found[-2:] == ["train_step", "update"]
     assert len(found) <= 10
+
+
+def test_an_exported_lora_climbs_twice_at_most(tmp_path, monkeypatch):
+    """A climb is a call into a room that the caller's may not import: what a lower room was handed to call."""
+    write, climbs = run.write_exports, list[tuple[str, str]]()
+
+    def place(frame) -> str | None:
+        _, ours, path = frame.f_code.co_filename.partition("/src/cascade_train/")
+        return path if ours and frame.f_code.co_name != "<module>" else None
+
+    def note(frame, event, _):
+        called, caller = place(frame), frame.f_back
+        while caller is not None and place(caller) is None:
+            caller = caller.f_back
+        if event == "call" and called is not None and caller is not None:
+            inner, outer = (each.removesuffix(".py").replace("/", ".") for each in (called, place(caller)))
+            if not may_import(outer.partition(".")[0], inner):
+                climbs.append((outer, inner))
+
+    def watched(*args, **kwargs):
+        sys.setprofile(note)
+        try:
+            write(*args, **kwargs)
+        finally:
+            sys.setprofile(None)
+
+    monkeypatch.setattr(run, "write_exports", watched)
+    train(tmp_path / "run", *NARROW, "task=lora", "train.max_steps=1")
+    assert climbs == [("distributed.consensus", "tasks.lora"), ("distributed.consensus", "assembly.run")]
 
 
 def test_a_run_leaves_what_it_promises(finished):

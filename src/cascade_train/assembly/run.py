@@ -355,8 +355,12 @@ def write_exports(
             state = whole_state(export.module, frozen=export.whole)
             error = from_rank_zero(partial(export.write, state, directory / name))
             log.info("Exported %s; read back with a relative error of %.1e.", directory / name, error)
-    from_rank_zero(lambda: OmegaConf.save(OmegaConf.create(redacted(to_plain(cfg))), directory / "config.yaml"))
-    from_rank_zero(lambda: write_card(directory, list(exports), source="", run=run, step=step))
+
+    def describe() -> None:
+        OmegaConf.save(OmegaConf.create(redacted(to_plain(cfg))), directory / "config.yaml")
+        write_card(directory, list(exports), source="", run=run, step=step)
+
+    from_rank_zero(describe)
 
 
 def overrides() -> list[str]:

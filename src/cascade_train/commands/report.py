@@ -21,6 +21,7 @@ from cascade_train.config.sweep import RESULTS
 from cascade_train.config.sweeps.naming import key_of
 from cascade_train.config.sweeps.ranking import KINDS, LOSS, Result, is_result, metric_of, ranked
 from cascade_train.engine.run import report as pages
+from cascade_train.engine.run.records import is_number, newest_grid, read_metrics
 from cascade_train.errors import ConfigError, RunError, unwritten
 from cascade_train.files.untrusted import read_mapping, read_rows
 from cascade_train.redaction import redact_argument
@@ -118,7 +119,7 @@ def sweep_results(folder: Path) -> list[Result]:
         raise ConfigError(f"from={folder}: {reason}. Name the folder of a run, or of a sweep a run of which has ended.")
     for each in found:
         run = Path(each["run_dir"])
-        each["values"] = {name: value for name, value in each["values"].items() if pages.is_number(value)}
+        each["values"] = {name: value for name, value in each["values"].items() if is_number(value)}
         each["run_dir"] = str(run if run.is_dir() else folder / run.name)
     own = [each for each in found if is_of_sweep(folder, each)]
     if len(own) < len(found):
@@ -161,7 +162,7 @@ def sweep_data(folder: Path, results: Sequence[Result]) -> pages.Data:
     """Return what the page of a sweep shows of its ranked results, as JSON values with secrets hidden."""
     name, mode = metric_of(results)
     runs = {Path(each["run_dir"]).name: Path(each["run_dir"]) for each in results[:MOST_SHOWN]}
-    grids = {run: grid for run, path in runs.items() if (grid := pages.newest_grid(path)) is not None}
+    grids = {run: grid for run, path in runs.items() if (grid := newest_grid(path)) is not None}
     failed = sum(bool(each["exit_code"]) for each in results)
     text = {
         "title": f"Sweep {folder.resolve().name}",
@@ -204,7 +205,7 @@ def setting(override: str) -> tuple[str, float | str]:
 
 def curves_of(run: Path) -> pages.Data:
     """Return the curves of one of a sweep's runs."""
-    curves = pages.series(pages.read_metrics(run), pages.MOST_POINTS_OF_ANOTHER)
+    curves = pages.series(read_metrics(run), pages.MOST_POINTS_OF_ANOTHER)
     return {name: each for name, each in curves.items() if name.startswith(SHOWN) and LEVEL not in name}
 
 

@@ -14,16 +14,14 @@ import logging
 import math
 import re
 import statistics
-from array import array
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cascade_train.engine.checkpoint.folder import EVALUATED, EVALUATIONS, CheckpointFolder
-from cascade_train.engine.checkpoint.manifest import whole_manifest
+from cascade_train.engine.checkpoint.folder import EVALUATIONS
 from cascade_train.engine.run.config_difference import find_differences
+from cascade_train.engine.run.records import Metrics, is_number, read_evaluations, read_metrics, step_folders
 from cascade_train.files.durable import remove_abandoned, replacing
 from cascade_train.files.plain_yaml import to_yaml
 from cascade_train.files.run_folder import exported_step
@@ -50,8 +48,6 @@ SLOW_DATA = 0.2
 
 Data = dict[str, Any]
 Configs = Mapping[str, Mapping[str, Any]]
-Metrics = Mapping[str, tuple[Sequence[int], Sequence[float]]]
-"""By name, the steps at which a metric was logged as a finite number, and these numbers."""
 
 _PICTURE = re.compile(r"(\d+)_(\w+)\.png")
 
@@ -105,7 +101,7 @@ def run_data(folder: Path, *, bases: Configs, against: Sequence[Path] = ()) -> D
     start = read_mapping(folder / "start.json", facts=dict, data=list, overrides=list)
     environment = read_mapping(folder / "environment.json")
     name = str(config.get("run", {}).get("name", folder.resolve().name))
-    steps = {f"step {step}": path for step, path in _steps_of(folder / "samples").items()}
+    steps = {f"step {step}": path for step, path in step_folders(folder / "samples").items()}
     others = {str(other): read_config(other) for other in against}
     curves = {str(other): series(read_metrics(other), MOST_POINTS_OF_ANOTHER) for other in against}
     overrides = [str(each) for each in start.get("overrides", [])]
@@ -131,33 +127,6 @@ def run_data(folder: Path, *, bases: Configs, against: Sequence[Path] = ()) -> D
 def read_config(folder: Path) -> Data:
     """Return the configuration of a run; empty where it cannot be read."""
     return read_mapping(folder / "config.yaml", run=dict)
-
-
-def read_metrics(folder: Path) -> Metrics:
-    """Return the numbers of a run, line by line: a file of a million steps is larger than what is kept of it."""
-    found: dict[str, tuple[array[int], array[float]]] = defaultdict(lambda: (array("q"), array("d")))
-    for row in read_rows(folder / "metrics.jsonl"):
-        step: Any = row.get("step")
-        for name, value in row.items() if isinstance(step, int) and is_number(step) else ():
-            if is_number(value):
-                steps, values = found[name]
-                steps.append(step)
-                values.append(value)
-    return dict(found)
-
-
-def read_evaluations(folder: Path) -> Metrics:
-    """Return the latest numbers of a run's evaluations, without those of weights that it has replaced."""
-    manifests = [whole_manifest(path) for path in CheckpointFolder(folder / "checkpoints").visible().values()]
-    stamps = {manifest.step: manifest.stamp for manifest in manifests if manifest is not None}
-    found: dict[str, dict[int, float]] = defaultdict(dict)
-    for row in read_rows(folder / EVALUATIONS, step=int):
-        step: Any = row.get("step")
-        weights = row.get("weights")
-        for name, value in row.items() if is_number(step) and weights in (None, stamps.get(step, weights)) else ():
-            if name.startswith(EVALUATED) and is_number(value):
-                found[name][step] = value
-    return {name: (steps := sorted(values), [values[step] for step in steps]) for name, values in found.items()}
 
 
 def series(metrics: Metrics, most: int = MOST_POINTS) -> dict[str, dict[str, list[float]]]:
@@ -279,18 +248,6 @@ def _opened(path: Path) -> Image.Image | None:
         return None
 
 
-def _steps_of(folder: Path) -> dict[int, Path]:
-    """Return the folders `step_<n>` in a folder, in the order of their steps."""
-    found = {path: path.name.removeprefix("step_") for path in folder.glob("step_*")}
-    return dict(sorted((int(step), path) for path, step in found.items() if step.isdecimal()))
-
-
-def newest_grid(folder: Path, step: int | None = None, name: str = "") -> Path | None:
-    """Return the folder of a run's newest grid of samples, up to a step and with a file of a name where these count."""
-    found = reversed(_steps_of(folder / "samples").items())
-    return next((path for at, path in found if (step is None or at <= step) and (path / name).exists()), None)
-
-
 def _spread(folders: Mapping[str, Path], most: int) -> list[tuple[str, Path]]:
     """Return at most this many folders, evenly spaced, the first and the last included."""
     every = list(folders.items())
@@ -313,10 +270,3 @@ def _last_values(metrics: Metrics) -> dict[str, str]:
     names = ("step", "samples_seen", "loss", "validate/loss", "validate_ema/loss", "lr", "images_per_second")
     last = {name: float(metrics[name][1][-1]) for name in names if name in metrics}
     return {name: f"{value:,.0f}" if value.is_integer() else f"{value:.6g}" for name, value in last.items()}
-
-
-def is_number(value: Any) -> bool:
-    """Return whether a value of JSON is a finite number, and no integer of more than 64 bits."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return abs(value) < (2**63 if isinstance(value, int) else math.inf)

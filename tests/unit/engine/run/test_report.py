@@ -12,7 +12,8 @@ import pytest
 
 from cascade_train.engine.checkpoint.manifest import Manifest, write_manifest
 from cascade_train.engine.run import report
-from cascade_train.engine.run.report import page, read_metrics, run_data, samples, series, state, write_report
+from cascade_train.engine.run.records import read_metrics
+from cascade_train.engine.run.report import page, run_data, samples, series, state, write_report
 from tests.unit.engine.run.report_page import HOSTILE, SECRET, Page, make_run, metrics, write_lines, write_picture
 
 
