@@ -66,13 +66,14 @@ def test_an_exported_lora_climbs_twice_at_most(tmp_path, monkeypatch):
 
     def place(frame) -> str | None:
         _, ours, path = frame.f_code.co_filename.partition("/src/cascade_train/")
-        return path if ours and frame.f_code.co_name != "<module>" else None
+        return path if ours else None
 
     def note(frame, event, _):
         called, caller = place(frame), frame.f_back
         while caller is not None and place(caller) is None:
             caller = caller.f_back
-        if event == "call" and called is not None and caller is not None:
+        is_import = frame.f_code.co_name == "<module>"
+        if event == "call" and called is not None and caller is not None and not is_import:
             inner, outer = (each.removesuffix(".py").replace("/", ".") for each in (called, place(caller)))
             if not may_import(outer.partition(".")[0], inner):
                 climbs.append((outer, inner))
