@@ -41,6 +41,16 @@ def check_share(key: str, value: float, why: str) -> None:
         raise ConfigError(f"{key}={value} must lie between 0 and 1: {why}")
 
 
+MOST_BLOCKS = 1000
+"""Blocks of a level of a network: ten times those of the deepest. A million take minutes to make, and no memory yet."""
+
+
+def check_blocks(key: str, blocks: int | Sequence[int]) -> None:
+    """Refuse a number of blocks, or one for each level, that no network has."""
+    for number in [blocks] if isinstance(blocks, int) else blocks:
+        check_within(key, number, 0, MOST_BLOCKS)
+
+
 def check_within(key: str, value: float, low: float, high: float) -> None:
     """Refuse a value outside [low, high]."""
     if not low <= value <= high:

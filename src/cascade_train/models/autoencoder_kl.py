@@ -20,7 +20,7 @@ from cascade_train.models.formats.weights import put_tensors
 from cascade_train.models.formats.weights_source import find_weight_files
 from cascade_train.models.frozen_part import LatentCodec
 from cascade_train.models.initialize import FROZEN_SEED, convolution_rule, initialise
-from cascade_train.options import File
+from cascade_train.options import File, check_blocks
 
 log = logging.getLogger(__name__)
 
@@ -122,6 +122,7 @@ class KLAutoencoder(LatentCodec):
 def kl_arguments(options: Any, *, key: str) -> dict[str, Any]:
     """Return the arguments of an `AutoencoderKL` among the attributes of an object; ValueErrors name `key`."""
     widths, groups = options.block_out_channels, options.norm_num_groups
+    check_blocks(f"{key}.layers_per_block", options.layers_per_block)
     if not options.scaling_factor > 0.0:
         raise ValueError(f"{key}.scaling_factor={options.scaling_factor}: multiplies the latents, give one above 0")
     if any(width % groups for width in widths):

@@ -27,7 +27,7 @@ from cascade_train.models.formats.weights_source import (
     local_path,
 )
 from cascade_train.models.initialize import FROZEN_SEED, convolution_rule, initialise, tower_rule
-from cascade_train.options import File
+from cascade_train.options import File, check_blocks
 
 
 class FrozenPart(abc.ABC):
@@ -197,6 +197,7 @@ class ClipTower(FrozenTower):
                 f"{self.key}.num_attention_heads={self.num_attention_heads}: must divide "
                 f"{self.key}.hidden_size={self.hidden_size}"
             )
+        check_blocks(f"{self.key}.num_hidden_layers", self.num_hidden_layers)
         own = [field.name for field in fields(ClipTower) if field.name not in ("weights", "subfolder")]
         self.sizes = {name: getattr(self, name) for name in own}
         super().__post_init__()

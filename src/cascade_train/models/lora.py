@@ -8,11 +8,11 @@ zero, see `Init`. The original adapts q, k and v jointly (Stable Cascade, module
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+import regex
 import torch
 from torch import Tensor, nn
 
@@ -221,10 +221,10 @@ def _matches(module_filter: str, names: Sequence[str]) -> list[str]:
     if found:
         return found
     try:
-        pattern = re.compile(module_filter)
-    except re.error:
+        pattern = regex.compile(module_filter)
+        return [name for name, text in both if any(pattern.search(line, timeout=1.0) for line in text.split("\n"))]
+    except (regex.error, TimeoutError):
         return []
-    return [name for name, text in both if any(pattern.search(line) for line in text.split("\n"))]
 
 
 def _no_match(module_filter: str, names: Sequence[str]) -> str:

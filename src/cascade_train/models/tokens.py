@@ -9,10 +9,10 @@ Shape legend: B batch, L text tokens, D width, N trained tokens, V rows of the t
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import regex
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -126,10 +126,10 @@ def _existing(encoder: TextEncoder, table: nn.Embedding, expression: str) -> dic
 def _matching(vocabulary: Mapping[str, int], expression: str, rows: int) -> list[tuple[str, int]]:
     """Return (key, id) of the tokens that have a row and match, by id."""
     try:
-        pattern = re.compile(expression)
-    except re.error as error:
-        raise ConfigError(f"task.train_tokens: {expression!r} is no regular expression ({error})") from error
-    found = [(name, i) for name, i in vocabulary.items() if i < rows and pattern.search(name)]
+        pattern = regex.compile(expression)
+        found = [(name, i) for name, i in vocabulary.items() if i < rows and pattern.search(name, timeout=1.0)]
+    except (regex.error, TimeoutError) as error:
+        raise ConfigError(f"task.train_tokens: {expression!r} is no regular expression to use ({error})") from error
     if not found:
         raise ConfigError(
             f"task.train_tokens: {expression!r} matches none of the {rows} tokens; keys are word pieces, "

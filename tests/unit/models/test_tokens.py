@@ -138,6 +138,14 @@ def test_entries_that_name_nothing_are_refused(encoder: TextEncoder, entries: En
         train_tokens(encoder, entries)
 
 
+@pytest.mark.timeout(20)
+def test_an_expression_that_takes_for_ever_is_refused(encoder: TextEncoder) -> None:
+    encoder.tokenizer.add_tokens(["a" * 60])
+    encoder.module.resize_token_embeddings(len(encoder.tokenizer))
+    with pytest.raises(ConfigError, match=r"is no regular expression to use \(regex timed out\)"):
+        train_tokens(encoder, [[r"^(a|aa)+[^\w</>]", None]])
+
+
 def test_rows_of_another_width_are_refused(encoder: TextEncoder) -> None:
     stored = train_tokens(built(hidden_size=64), [["[star]", "^star</w>"]]).stored()
     with pytest.raises(ConfigError, match="from=x: its tokens have 64 values each, this text encoder's have 128"):

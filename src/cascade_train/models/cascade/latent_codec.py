@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from cascade_train.models.frozen_part import LatentCodec
-from cascade_train.options import File
+from cascade_train.options import File, check_blocks
 
 ORIGINAL_NAMES = {"vquantizer.codebook.": "vquantizer.embedding."}
 """Beginnings of names that the original and diffusers spell differently."""
@@ -55,8 +55,8 @@ class VQGAN(LatentCodec):
     def __post_init__(self) -> None:
         if not self.scale_factor > 0.0:
             raise ValueError(f"stage_a.scale_factor={self.scale_factor}: divides the latents, give a number above 0")
-        self.stride = 2**self.levels
         self.arguments = vq_arguments(self)
+        self.stride = 2**self.levels
 
     def _make(self) -> tuple[nn.Module, float]:
         from diffusers.pipelines.deprecated.wuerstchen.modeling_paella_vq_model import PaellaVQModel
@@ -75,5 +75,8 @@ class VQGAN(LatentCodec):
 
 
 def vq_arguments(options: object) -> dict[str, Any]:
-    """Return the arguments of a `PaellaVQModel` among the attributes of an object."""
-    return {field.name: getattr(options, field.name) for field in fields(VQGAN) if field.name != "weights"}
+    """Return the arguments of a `PaellaVQModel` among an object's attributes; a ConfigError for too many blocks."""
+    found = {field.name: getattr(options, field.name) for field in fields(VQGAN) if field.name != "weights"}
+    check_blocks("model.bottleneck_blocks", found["bottleneck_blocks"])
+    check_blocks("model.levels", found["levels"])
+    return found

@@ -61,6 +61,7 @@ class StageA(AutoencoderStage):
     num_vq_embeddings: int
 
     def __post_init__(self) -> None:
+        self.arguments = vq_arguments(self)
         stride = 2**self.levels
         if self.image_size < stride or self.image_size % stride:
             raise ValueError(
@@ -70,7 +71,6 @@ class StageA(AutoencoderStage):
         if not self.scale_factor > 0.0:
             raise ValueError(f"model.scale_factor={self.scale_factor}: latents are divided by it; set it above 0")
         self.image_multiple = stride
-        self.arguments = vq_arguments(self)
 
     def build(self, *, device: torch.device, network_dtype: torch.dtype, frozen_dtype: torch.dtype) -> None:
         """Make the network on the meta device, then load or initialise it on `device`; statistics of norms are fp32."""

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from cascade_train.options import check_blocks
+
 if TYPE_CHECKING:
     from cascade_train.models.cascade.networks.unet import CascadeUNet
 
@@ -105,6 +107,8 @@ class CascadeUNetConfig:
                     f"network.{key}={self.arguments[key]}: needs one entry for each of the {levels} levels "
                     "of network.block_out_channels"
                 )
+        for key in per_level[1:5]:
+            check_blocks(f"network.{key}", self.arguments[key])
         switch = self.arguments["switch_level"]
         if switch is not None and len(switch) != levels - 1:
             raise ValueError(f"network.switch_level={switch}: needs {levels - 1} entries, one for each transition")

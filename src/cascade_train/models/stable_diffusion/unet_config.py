@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from cascade_train.options import check_blocks
+
 if TYPE_CHECKING:
     from cascade_train.models.stable_diffusion.networks.unet import ConditionUNet
 
@@ -87,6 +89,8 @@ class ConditionUNetConfig:
                     f"network.{key}={self.arguments[key]}: needs one entry for each of the {levels} levels of "
                     "network.block_out_channels"
                 )
+        for key in ("layers_per_block", "transformer_layers_per_block"):
+            check_blocks(f"network.{key}", self.arguments[key])
         for key, known in (("down_block_types", (DOWN, CROSS_DOWN)), ("up_block_types", (UP, CROSS_UP))):
             if not set(self.arguments[key]) <= set(known):
                 raise ValueError(f"network.{key}={self.arguments[key]}: may have {' and '.join(known)} alone")
