@@ -15,6 +15,7 @@ from cascade_train.__main__ import launch
 from cascade_train.assembly import run
 from cascade_train.distributed import parallelize
 from cascade_train.engine.checkpoint.manifest import read_manifest
+from cascade_train.models.formats import weights_source
 from tests.integration.runs import NARROW, SMALL, exported_weights, read_metrics, train
 from tests.style.test_import_walls import may_import
 from tests.unit.engine.run.report_page import Page, write_lines
@@ -88,6 +89,15 @@ def test_an_exported_lora_climbs_twice_at_most(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "write_exports", watched)
     train(tmp_path / "run", *NARROW, "task=lora", "train.max_steps=1")
     assert climbs == [("distributed.consensus", "tasks.lora"), ("distributed.consensus", "assembly.run")]
+
+
+def test_weights_are_looked_for_once(tmp_path, monkeypatch):
+    looked, find = [], weights_source._one_file
+    monkeypatch.setattr(weights_source, "_one_file", lambda path, key: looked.append(path) or find(path, key))
+    folder = train(tmp_path / "run", "model=c_tiny", "task=lora", "train.max_steps=1", "train.global_batch_size=2")
+    recorded = json.loads((folder / "weights.json").read_text())
+    assert {"model.weights", "model.previewer.weights"} <= recorded.keys()
+    assert len(looked) == len(set(looked)) == sum(len(each["files"]) for each in recorded.values())
 
 
 def test_a_run_leaves_what_it_promises(finished):

@@ -51,6 +51,7 @@ from cascade_train.engine.run.report import write_report
 from cascade_train.engine.tracking import build_tracker
 from cascade_train.engine.validation import HeldOut, Reconstructions, SetDistance, Validation
 from cascade_train.errors import ConfigError, RankLostError, RunError
+from cascade_train.models.formats.weights_source import weights_found_once
 from cascade_train.models.image_quality import (
     ReconstructionQuality,
     check_installed,
@@ -109,10 +110,11 @@ def train_in(
     with run.withdrawn_on_failure():
         if run.resume_from is None:  # a run that began so goes on
             data.check_batch(cfg.train.global_batch_size)
-        phases = build_phases(cfg, parts, world)
         initial = ("task.weights", "task.backbone_weights", *(["model.weights"] if parts.task.trains_network else []))
-        specs, resumed = weight_specs(cfg, parts), run.resume_from is not None
-        from_rank_zero(lambda: record_weights(run.path, specs, initial=initial, resumed=resumed))
+        with weights_found_once():
+            phases = build_phases(cfg, parts, world)
+            specs, resumed = weight_specs(cfg, parts), run.resume_from is not None
+            from_rank_zero(lambda: record_weights(run.path, specs, initial=initial, resumed=resumed))
         trainer = build_trainer(cfg, parts, phases, data, run, world, signals, heartbeat)
         rollback = Rollback(
             listed=RolledBackList(run.rolled_back_path),

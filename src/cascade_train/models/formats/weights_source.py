@@ -5,8 +5,12 @@ Must not live here: reading tensors and what their names mean (weights_tensors.p
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cascade_train.errors import ConfigError
 from cascade_train.files.hub import HubSource, parse_source, unavailable
@@ -73,6 +77,34 @@ class WeightsSpec:
     weights: bool = True
 
 
+_found: dict[Any, list[Path]] | None = None  # within `weights_found_once`
+
+
+@contextmanager
+def weights_found_once() -> Iterator[None]:
+    """Look for each source once within the block, here or on the hub: what is recorded is what was loaded."""
+    global _found
+    _found = {}
+    try:
+        yield
+    finally:
+        _found = None
+
+
+def _once(find: Callable[..., list[Path]]) -> Callable[..., list[Path]]:
+    @functools.wraps(find)
+    def found(*args: Any, **options: Any) -> list[Path]:
+        if _found is None:
+            return find(*args, **options)
+        key = (find, args, *sorted(options.items()))
+        if key not in _found:
+            _found[key] = find(*args, **options)
+        return _found[key]
+
+    return found
+
+
+@_once
 def find_weight_files(
     source: str, *, key: str = "model.weights", part: str | tuple[str, ...] | None = None
 ) -> list[Path]:
@@ -208,6 +240,7 @@ def shard_names(index: Path, key: str) -> list[str]:
     return names
 
 
+@_once
 def hub_files(spec: WeightsSpec) -> list[Path]:
     """Return the files of a spec that names the hub, downloaded if needed; a ConfigError if they cannot be had."""
     source, names = hub_names(spec)

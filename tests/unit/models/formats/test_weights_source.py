@@ -19,6 +19,7 @@ from cascade_train.models.formats.weights_source import (
     find_files,
     find_part,
     find_weight_files,
+    weights_found_once,
 )
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -153,6 +154,20 @@ def test_a_cached_hub_id_in_shards_is_found_offline(hub_cache: Path) -> None:
     index.write_text('{"weight_map": {"a": "one.safetensors", "b": "two.safetensors", "c": "one.safetensors"}}')
     shards = [cache(hub_cache, "owner/name", f"prior/{name}.safetensors") for name in ("one", "two")]
     assert find_network("owner/name") == shards
+
+
+def test_a_hub_id_is_looked_for_once_where_that_is_asked(hub_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, asked, names = cache(hub_cache, "owner/name", f"prior/{WEIGHTS}"), [], weights_source.hub_names
+    monkeypatch.setattr(weights_source, "hub_names", lambda spec: asked.append(spec) or names(spec))
+    spec = WeightsSpec(key="model.weights", source="owner/name", part="prior")
+    with weights_found_once():
+        loaded = find_weight_files("owner/name", key="model.weights", part="prior")
+        assert loaded == find_files(spec) == [file]
+        assert len(asked) == 1
+        with pytest.raises(ConfigError, match="nor a hub id that could be had"):
+            find_weight_files("owner/name", key="model.weights", part="decoder")
+    assert find_files(spec) == [file]
+    assert len(asked) == 3
 
 
 def test_a_single_file_of_a_hub_id_is_found_offline(hub_cache: Path) -> None:
