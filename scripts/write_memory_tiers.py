@@ -111,10 +111,11 @@ def taken(overrides: str) -> tuple[dict[int, str], str]:
 
 
 def overview(name: str, overrides: str) -> str:
-    """Return the line of a training in the README: memory, what small cards need, hours of 10,000 steps."""
+    """Return the line of a training in the README: memory, what small cards need, FLOPs, hours of 10,000 steps."""
     gb, tflop = taken(overrides)
     hours = 10_000 * 32 * float(tflop) / (ASSUMED_MFU * DEVICES["h100"].tflops) / 3600
-    return f"| {name} | {gb[1]} | {gb[8]} | {' | '.join(_savings(overrides)[:2])} | {hours:.1f} |"
+    time = f"{tflop} | {hours:.1f} to {2 * hours:.1f}"
+    return f"| {name} | {gb[1]} | {gb[8]} | {' | '.join(_savings(overrides)[:2])} | {time} |"
 
 
 def _savings(overrides: str) -> list[str]:
@@ -167,8 +168,9 @@ def split_lines() -> Iterator[str]:
 
 def overview_lines() -> Iterator[str]:
     """Yield the README's table."""
-    yield "| | one GPU, GB | each of 8 GPUs, GB | `memory=16gb` takes | `memory=24gb` takes | hours on an H100 |"
-    yield "|---|---|---|---|---|---|"
+    tiers = "`memory=16gb` takes | `memory=24gb` takes"
+    yield f"| | one GPU, GB | each of 8 GPUs, GB | {tiers} | TFLOP an image | hours on an H100 |"
+    yield "|---|---|---|---|---|---|---|"
     yield from (overview(*each) for each in OVERVIEW)
 
 

@@ -1,6 +1,6 @@
 """Files of the hub: what names them, where they lie in its cache, and how they get there, checked, by its own client.
 
-What a model needs of them is not known here. The client is imported where it is used, since that takes a second.
+What a model needs of them is not known here.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import huggingface_hub
+from huggingface_hub import DryRunFileInfo, constants
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+from huggingface_hub.utils import _http, tqdm
 
 from cascade_train.errors import ConfigError
 from cascade_train.redaction import LONGEST_NAME, shortened
-
-if TYPE_CHECKING:
-    from huggingface_hub import DryRunFileInfo
 
 _SOURCE = re.compile(r"(?!.*\.\.)(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?(:(?P<inside>[\w./-]+))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -78,17 +80,14 @@ class HubSource:
             LocalEntryNotFoundError: it is not in the cache, and the hub cannot be asked.
             Exception: another error of the client.
         """
-        from huggingface_hub import _CACHED_NO_EXIST, constants, hf_hub_download, try_to_load_from_cache
-        from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
-
         _prepare_client()
-        cached = try_to_load_from_cache(self.repo, name, revision=self.asked, cache_dir=cache_dir)
-        if cached is _CACHED_NO_EXIST:
+        cached = huggingface_hub.try_to_load_from_cache(self.repo, name, revision=self.asked, cache_dir=cache_dir)
+        if cached is huggingface_hub._CACHED_NO_EXIST:
             return None
         if cached is None and not cached_only:
             _reach(constants.ENDPOINT)
         try:
-            return hf_hub_download(
+            return huggingface_hub.hf_hub_download(
                 self.repo, name, revision=self.asked, cache_dir=cache_dir, local_files_only=cached_only, dry_run=True
             )
         except LocalEntryNotFoundError:
@@ -121,11 +120,11 @@ class HubSource:
 
     def _download(self, name: str, cache_dir: str | None = None) -> tuple[bool, Path]:
         """Return whether the content came now, and the path that it has in the cache."""
-        from huggingface_hub import hf_hub_download
-
         info = self.look(name, cache_dir=cache_dir)
         bar = _bounded_bar(f"{self.repo}:{name}", None if info is None else info.file_size)
-        path = hf_hub_download(self.repo, name, revision=self.asked, cache_dir=cache_dir, tqdm_class=bar)
+        path = huggingface_hub.hf_hub_download(
+            self.repo, name, revision=self.asked, cache_dir=cache_dir, tqdm_class=bar
+        )
         return info is None or not info.is_cached, Path(path)
 
     def _replace(self, damaged: Path, name: str) -> None:
@@ -144,7 +143,6 @@ class HubSource:
         )
 
     def _cache(self) -> Path:
-        from huggingface_hub import constants
 
         return Path(constants.HF_HUB_CACHE).expanduser() / f"models--{self.repo.replace('/', '--')}"
 
@@ -185,8 +183,6 @@ def _prepare_client() -> None:
 
 @cache
 def _check_answers() -> None:
-    from huggingface_hub import set_client_factory
-    from huggingface_hub.utils import _http
 
     factory = _http._GLOBAL_CLIENT_FACTORY  # the user's, if there is one
 
@@ -195,7 +191,7 @@ def _check_answers() -> None:
         made.event_hooks["response"].append(_check_answer)
         return made
 
-    set_client_factory(client)
+    huggingface_hub.set_client_factory(client)
 
 
 def _check_answer(answer: Any) -> None:
@@ -217,18 +213,14 @@ def _check_answer(answer: Any) -> None:
 @cache
 def _reach(endpoint: str) -> None:
     """Return once a hub answers; a LocalEntryNotFoundError soon if not: the client would try for half a minute."""
-    from huggingface_hub import get_session
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
     try:
-        get_session().head(endpoint, timeout=_SECONDS)
+        huggingface_hub.get_session().head(endpoint, timeout=_SECONDS)
     except Exception as error:  # of the client or the network
         raise LocalEntryNotFoundError(f"{endpoint} cannot be reached") from error
 
 
 def _bounded_bar(where: str, size: int | None) -> type[Any]:
     """Return a progress bar of the client that ends a download above its size; None = what its answer announces."""
-    from huggingface_hub.utils import tqdm
 
     class Bar(tqdm):
         def __init__(self, *given: Any, **options: Any) -> None:
@@ -257,8 +249,6 @@ def _remove(path: Path) -> None:
 
 def free_bytes() -> tuple[Path, int]:
     """Return the folder of the cache, and how much room its disk has."""
-    from huggingface_hub import constants
-
     folder = Path(constants.HF_HUB_CACHE).expanduser().absolute()
     return folder, shutil.disk_usage(next(each for each in (folder, *folder.parents) if each.exists())).free
 
@@ -291,10 +281,8 @@ def push_folder(folder: Path, repo: str, *, private: bool, names: Sequence[str])
     Raises:
         ConfigError: the hub refuses, or cannot be reached.
     """
-    from huggingface_hub import HfApi
-
     try:
-        api = HfApi()
+        api = huggingface_hub.HfApi()
         url = api.create_repo(repo, private=private, exist_ok=True)
         api.upload_folder(
             repo_id=repo, folder_path=folder, allow_patterns=list(names), commit_message="Upload by cascade-train"

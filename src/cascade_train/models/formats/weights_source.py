@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import LocalEntryNotFoundError
+
 from cascade_train.errors import ConfigError
 from cascade_train.files.hub import HubSource, parse_source, unavailable
 from cascade_train.files.run_folder import is_run, no_checkpoint_yet
@@ -276,8 +278,6 @@ def hub_names(spec: WeightsSpec) -> tuple[HubSource, list[str]]:
 
 def _there(source: HubSource, wanted: list[tuple[str, ...]], spec: WeightsSpec) -> list[str]:
     """Return the first that the repository has of each list of names; a ConfigError if nothing is known of it."""
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
     found: list[str] = []
     offline: Exception | None = None
     for names in wanted:
