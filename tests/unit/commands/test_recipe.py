@@ -283,7 +283,7 @@ def test_the_command_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert launch(["recipe", "export", "a.yaml"]) == 2
     assert "recipe export is unknown. Did you mean import?" in capsys.readouterr().err
     assert launch(["recipe", "import", "nowhere.yaml", "out=experiment/a.yaml"]) == 2
-    assert "is no file of at most" in capsys.readouterr().err
+    assert "nowhere.yaml is no regular file that can be read here (No such file" in capsys.readouterr().err
 
 
 def test_an_expression_of_the_environment_is_never_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,13 +38,7 @@ def read_source(path: Path) -> Any:
     Raises:
         ConfigError: it is not there, too large, not of its form, or holds no keys and values.
     """
-    try:
-        content = read_regular(path, limit=MAX_BYTES)
-    except ValueError as error:
-        raise ConfigError(
-            f"{path} is no file of at most {MAX_BYTES} bytes: {error}. Name a training configuration."
-        ) from error
-    return parsed(content, path)
+    return parsed(read_regular(path, limit=MAX_BYTES), path)
 
 
 def read_linked(name: str, source: Path) -> tuple[Path, bytes]:
