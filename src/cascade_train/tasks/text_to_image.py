@@ -277,7 +277,12 @@ class TextToImage(Task):
         return {}
 
     def after_step(self, report: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Let the objective adapt to the (G,) losses and noise levels of the global batch."""
+        """Let the objective adapt to (G,) losses and noise levels of the global batch; a ConfigError without them."""
+        if missing := {"logsnr", "loss_raw"} - report.keys():
+            raise ConfigError(
+                f"task: {type(self).__name__}.loss reports no {' and no '.join(sorted(missing))}, to which the "
+                "objective adapts: put (B,) of each into StepOutput.report"
+            )
         self.objective.after_step(report["logsnr"], report["loss_raw"])
         return {}
 

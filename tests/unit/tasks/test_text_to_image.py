@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cascade_train.batch import Batch
+from cascade_train.errors import ConfigError
 from cascade_train.tasks.base import Task
 from cascade_train.tasks.finetune import Finetune
 from tests.unit.tasks.task_contract import attached, component, make_batch
@@ -110,6 +111,11 @@ def test_the_report_holds_what_the_objective_learns_from(task: Any, monkeypatch:
     assert seen[1] is output.report["loss_raw"]
     weight_B = task.objective.loss_weight(output.report["logsnr"])
     torch.testing.assert_close(output.loss_B, weight_B * output.report["loss_raw"])
+
+
+def test_a_report_that_the_objective_cannot_learn_from_is_refused_by_name(task: Any) -> None:
+    with pytest.raises(ConfigError, match=r"Finetune.loss reports no logsnr and no loss_raw, to which the objective"):
+        task.after_step({"loss": torch.zeros(2)})
 
 
 def test_a_samples_weight_multiplies_its_loss_alone(task: Any) -> None:
