@@ -143,7 +143,6 @@ class HubSource:
         )
 
     def _cache(self) -> Path:
-
         return Path(constants.HF_HUB_CACHE).expanduser() / f"models--{self.repo.replace('/', '--')}"
 
 
@@ -183,7 +182,6 @@ def _prepare_client() -> None:
 
 @cache
 def _check_answers() -> None:
-
     factory = _http._GLOBAL_CLIENT_FACTORY  # the user's, if there is one
 
     def client() -> Any:

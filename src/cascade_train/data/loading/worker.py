@@ -301,6 +301,9 @@ def _raised_deaths() -> Iterator[None]:
     process waits in vain, or among the files of a checkpoint.
     """
     global _torchs_handler
+    if threading.current_thread() is not threading.main_thread():  # where Python allows no handlers
+        yield
+        return
     before = signal.getsignal(signal.SIGCHLD)
     if _torchs_handler is not None:
         signal.signal(signal.SIGCHLD, _torchs_handler)
