@@ -19,6 +19,7 @@ from PIL import Image
 
 from cascade_train.engine.run.config_difference import flatten
 from cascade_train.files.plain_yaml import to_yaml
+from cascade_train.files.untrusted import read_regular
 
 Values = dict[str, Any]
 
@@ -171,7 +172,7 @@ def dvclive(place: Place, config: Values) -> Calls:
 
     def rewind(step: int) -> None:
         for table in place.folder.glob("plots/metrics/**/*.tsv"):
-            header, *rows = table.read_text().splitlines(keepends=True)
+            header, *rows = read_regular(table).decode().splitlines(keepends=True)
             table.write_text(header + "".join(row for row in rows if int(row.split("\t")[0]) <= step))
 
     return Calls(

@@ -37,6 +37,7 @@ from cascade_train.engine.checkpoint.manifest import (
 from cascade_train.engine.checkpoint.writing import first_failure
 from cascade_train.errors import ConfigError, RunError
 from cascade_train.files.durable import sync
+from cascade_train.files.untrusted import open_regular
 
 TABLE_NAME = ".metadata"
 """The table of contents, as torch calls it."""
@@ -70,7 +71,7 @@ def read_table(path: Path, manifest: Manifest) -> Metadata:
     """Return a checkpoint's table of contents; a RunError if it is missing, or holds or names what none does."""
     table: Metadata
     try:
-        with (path / TABLE_NAME).open("rb") as file:
+        with open_regular(path / TABLE_NAME) as file:
             table = _TableUnpickler(file).load()
     except FileNotFoundError as error:
         raise RunError(f"the checkpoint {path} has no table of contents ({TABLE_NAME})") from error

@@ -1,6 +1,7 @@
 """Checkpoints on one rank: whole, verified, exact, kept and dropped by rule."""
 
 import logging
+import os
 import shutil
 
 import pytest
@@ -225,6 +226,15 @@ def test_a_table_of_contents_is_required(store):
     (path / ".metadata").unlink()
     with pytest.raises(RunError, match="step_3 has no table of contents"):
         store.load(path, state())
+
+
+@pytest.mark.timeout(20)
+def test_a_table_of_contents_is_a_regular_file(store):
+    path = store.save(3, state(), FACTS)
+    (path / ".metadata").unlink()
+    os.mkfifo(path / ".metadata")
+    with pytest.raises(RunError, match=r"\.metadata is refused: a pipe, a device or a folder"):
+        read_table(path, read_manifest(path))
 
 
 def test_a_table_of_contents_names_only_files_of_the_manifest(store):
