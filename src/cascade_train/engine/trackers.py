@@ -45,7 +45,7 @@ class Destination:
 class Calls:
     """What shows a started run, see the methods of `Tracker`; None = the tracker has no such call.
 
-    `rewind` is for trackers that would show a repeated step twice. `alert` gets Finished, Stopped or Failed, and a text.
+    `rewind` is for trackers that would show a repeated step twice; `alert` gets Finished, Stopped or Failed.
     """
 
     run_id: str | None = None

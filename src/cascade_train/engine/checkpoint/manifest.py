@@ -1,7 +1,4 @@
-"""The manifest of a checkpoint: its format version, step, facts, and the size and hash of each of its files.
-
-Only JSON and hashing live here, no tensors.
-"""
+"""The manifest of a checkpoint: its format version, step, facts, and the size and hash of each of its files."""
 
 from __future__ import annotations
 
@@ -19,28 +16,15 @@ from cascade_train.files.untrusted import open_regular, read_json, read_regular
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
+_INTEGERS = ("step", "facts.step", "facts.samples_seen", "facts.max_steps", "facts.data.position")
+_MAPPINGS = ("facts", "facts.data", "facts.losses", "facts.best", "facts.data.start")
 TYPES: dict[str, Any] = {
-    "step": int,
-    "has_optimizer": bool,
-    "name": str | None,
-    "weights": str | None,
-    "facts": dict,
-    "facts.step": int,
-    "facts.samples_seen": int,
-    "facts.finished": bool,
-    "facts.max_steps": int,
-    "facts.data": dict,
-    "facts.data.position": int,
-    "facts.data.global_batch_size": int,
-    "facts.data.identity": str,
-    "facts.data.start": dict,
-    "facts.data.content": str,
-    "facts.data.streams": list,
-    "facts.tracker_run_id": str | None,
-    "facts.losses": dict,
-    "facts.best": dict,
-    "facts.best.metric": str,
-    "facts.best.value": int | float,
+    **dict.fromkeys(_MAPPINGS, dict),  # before what they contain
+    **dict.fromkeys((*_INTEGERS, "facts.data.global_batch_size"), int),
+    **dict.fromkeys(("has_optimizer", "facts.finished"), bool),
+    **dict.fromkeys(("name", "weights", "facts.tracker_run_id"), str | None),
+    **dict.fromkeys(("facts.data.identity", "facts.data.content", "facts.best.metric"), str),
+    **{"facts.data.streams": list, "facts.best.value": int | float},
 }
 """Types of what the loop writes and later relies on; not all of it is in every manifest."""
 
@@ -60,10 +44,10 @@ class Manifest:
     Attributes:
         step: its optimizer step.
         files: every file beside the manifest, by name.
-        facts: what the loop needs to know without loading tensors.
-        has_optimizer: whether a run can continue from it exactly; false where the optimizer state was dropped.
+        facts: what the loop needs without loading tensors.
+        has_optimizer: a run can continue from it exactly; false once the optimizer state was dropped.
         name: given by `checkpoints promote`; a checkpoint with a name is never deleted.
-        weights: its stamp when it was saved, where its files are others since; see `stamp`.
+        weights: its stamp when it was saved, if its files have changed since.
     """
 
     step: int

@@ -1,7 +1,4 @@
-"""The checkpoints of a run: directories that appear whole, verify themselves, and load on any number of ranks.
-
-What goes into a checkpoint is decided by the loop. Exports for other programs do not live here.
-"""
+"""The checkpoints of a run: directories that appear whole, verify themselves, and load on any number of ranks."""
 
 from __future__ import annotations
 
@@ -32,8 +29,8 @@ from cascade_train.engine.checkpoint.manifest import (
 from cascade_train.engine.checkpoint.writing import (
     Background,
     HostMemory,
+    Job,
     Layout,
-    Piece,
     Snapshot,
     check_space,
     write_files,
@@ -73,10 +70,10 @@ class CheckpointStore:
         self._memory = HostMemory()
         self._layout: Layout | None = None
         self._is_prepared = False
-        self._prepared: Piece | None = None
+        self._prepared: Job | None = None
         self._group = own_group(_SLOWEST_WRITE) if asynchronous else None
         self._background = Background(name="checkpoints")
-        self._in_flight: Piece | None = None
+        self._in_flight: Job | None = None
         self._has_warned = False
         self._slowest_seconds = 0.0
 
@@ -85,11 +82,7 @@ class CheckpointStore:
         if self._group is not None and not self._is_prepared:
             self._is_prepared = True
             tensors = state()
-
-            def plan() -> None:
-                self._plan(tensors)
-
-            self._prepared = self._background.begin(plan)
+            self._prepared = self._background.begin(lambda: self._plan(tensors))
 
     def _plan(self, tensors: dict[str, Any]) -> Snapshot:
         snapshot = Snapshot(tensors, self._layout)
