@@ -246,7 +246,7 @@ def settings(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def progress(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return a copy of each parameter group without its parameters: settings, and what the algorithm counts there."""
+    """Return a copy of each parameter group without its parameters."""
     return [copy.deepcopy({k: v for k, v in group.items() if k != "params"}) for group in optimizer.param_groups]
 
 

@@ -81,28 +81,18 @@ def read_manifest(directory: Path) -> Manifest:
     path = directory / MANIFEST_NAME
     try:
         body = read_json(read_regular(path))
-        digest = body.pop("sha256")
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise RunError(f"{path} is missing or unreadable: {error!r}") from error
-    if digest != _digest(body):
-        raise RunError(f"{path} does not match its own hash")
-    version = body.pop("format_version", None)
-    if version != FORMAT_VERSION:
-        raise RunError(f"{path} has format version {version}, this program reads {FORMAT_VERSION}")
-    return _from_plain(body, path)
-
-
-def _from_plain(body: dict[str, Any], path: Path) -> Manifest:
-    """Return the manifest; what earlier versions did not write has its default."""
-    try:
+        if body.pop("sha256") != _digest(body):
+            raise ValueError("it does not match its own hash")
+        if (version := body.pop("format_version", None)) != FORMAT_VERSION:
+            raise ValueError(f"it has format version {version}, this program reads {FORMAT_VERSION}")
         files = {name: FileRecord(**record) for name, record in body["files"].items()}
         if any(Path(name).name != name for name in files):
             raise ValueError("it names files outside its folder")
         _check_types(body, files)
         optional = {key: body[key] for key in ("has_optimizer", "name", "weights") if key in body}
         return Manifest(step=body["step"], files=files, facts=body["facts"], **optional)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise RunError(f"{path} does not hold what a manifest holds: {error!r}") from error
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise RunError(f"{path} is missing or damaged: {error!r}") from error
 
 
 def _check_types(body: dict[str, Any], files: dict[str, FileRecord]) -> None:
@@ -141,8 +131,6 @@ def _first_fault(directory: Path, manifest: Manifest, *, hashes: bool) -> str | 
     def fault(item: tuple[str, FileRecord]) -> str | None:
         return _file_fault(directory / item[0], item[1], hashes=hashes)
 
-    if not hashes:  # sizes are known before threads have begun
-        return next(filter(None, map(fault, manifest.files.items())), None)
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
         return next(filter(None, pool.map(fault, manifest.files.items())), None)
 

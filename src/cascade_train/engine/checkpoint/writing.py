@@ -56,8 +56,7 @@ class Layout:
 class Snapshot(DefaultSavePlanner):
     """What this rank writes of a state: its own shards, and an even part of those that several ranks hold alike.
 
-    Until `stage` is called it reads the state's own tensors; afterwards copies, so that training may go on. The state
-    is a nested dict of tensors (sharded or plain) and plain values, with the same keys on all ranks. The layout
+    Until `stage` is called it reads the state's own tensors; afterwards copies, so that training may go on. The layout
     of a state `before` is used again where this one has the same form.
     """
 
