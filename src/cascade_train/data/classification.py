@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from cascade_train.data.folder import PictureFile, PictureFolder
-from cascade_train.data.index.content import combined, text_checksum
-from cascade_train.data.index.rows import Index
+from cascade_train.data.index.rows import Index, combined, text_checksum
 from cascade_train.data.sample import RawSample, UnreadableSampleError
 from cascade_train.data.webdataset import WebDataset
 from cascade_train.errors import ConfigError

@@ -16,10 +16,17 @@ from typing import Any, Literal
 import numpy as np
 
 from cascade_train.data.file_source import FileSource
-from cascade_train.data.index.content import combined, text_checksum
-from cascade_train.data.index.pictures import EXTENSIONS, first_names, load_checksums, load_facts, load_picture_facts
+from cascade_train.data.index.cache import load_checksums, load_facts, load_picture_facts
 from cascade_train.data.index.row_filter import read_metadata
-from cascade_train.data.index.rows import ROW_FIELDS, Index, repeat_counts, repeated_rows
+from cascade_train.data.index.rows import (
+    ROW_FIELDS,
+    Index,
+    combined,
+    first_names,
+    repeat_counts,
+    repeated_rows,
+    text_checksum,
+)
 from cascade_train.data.metadata import NAMES, Metadata, caption_of
 from cascade_train.data.sample import FileLimits, RawSample, UnreadableSampleError
 from cascade_train.data.table import number_of
@@ -27,6 +34,9 @@ from cascade_train.errors import ConfigError
 from cascade_train.files.stored import parsing
 from cascade_train.files.untrusted import open_regular, read_yaml
 from cascade_train.options import File, Free, Order, check_choice
+
+EXTENSIONS = ("jpg", "jpeg", "jfif", "png", "webp", "bmp")
+"""Of pictures, in any case."""
 
 FOLDER_FIELDS = [*ROW_FIELDS, ("bytes", "<i8"), ("caption", "u1"), ("values", "u1"), ("mask", "u1")]
 MULTIPLY = "multiply.txt"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cascade_train.data.index.pictures import first_names
+from cascade_train.data.index.rows import first_names
 from cascade_train.data.table import TableFile
 from cascade_train.errors import ConfigError
 

@@ -20,8 +20,7 @@ import numpy as np
 from cascade_train.data.decoding.decode import upright_size
 from cascade_train.data.file_source import TableRows, TableSource
 from cascade_train.data.index.cache import cache_file, default_cache_dir, read_cache, write_cache
-from cascade_train.data.index.content import checksum, combined, text_checksum
-from cascade_train.data.index.rows import LONGEST_KEY, ROW_FIELDS
+from cascade_train.data.index.rows import LONGEST_KEY, ROW_FIELDS, checksum, combined, text_checksum
 from cascade_train.data.sample import RawSample, UnreadableSampleError
 from cascade_train.data.storage.store import PerProcess
 from cascade_train.errors import ConfigError, install_hint

@@ -15,9 +15,8 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from cascade_train.data.file_source import TableRows, TableSource
-from cascade_train.data.index.content import combined, text_checksum
-from cascade_train.data.index.pictures import first_names, load_checksums
-from cascade_train.data.index.rows import LONGEST_KEY, ROW_FIELDS
+from cascade_train.data.index.cache import load_checksums
+from cascade_train.data.index.rows import LONGEST_KEY, ROW_FIELDS, combined, first_names, text_checksum
 from cascade_train.data.sample import RawSample, UnreadableSampleError
 from cascade_train.errors import ConfigError
 from cascade_train.files.stored import bounded_lines, parsing
