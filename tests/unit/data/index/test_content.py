@@ -23,9 +23,8 @@ from cascade_train.data.index.rows import (
     changed_samples,
     content_record,
 )
-from cascade_train.data.mixture import Mixture
+from cascade_train.data.mixture import Mixture, Regularised
 from cascade_train.data.parquet import Parquet
-from cascade_train.data.regularised import Regularised
 from cascade_train.data.shapes import Shapes
 from cascade_train.data.table import Table
 from cascade_train.data.webdataset import WebDataset
