@@ -79,6 +79,12 @@ def write_cache(cached: Path, parts: Mapping[str, np.ndarray], *, required: bool
         _log.warning("the index of %s is not kept, since %s cannot be written (%s)", cached.stem, cached.parent, error)
 
 
+def picture_facts(path: Path) -> tuple[int, int, int]:
+    """Return the `header_facts` of a picture in a file."""
+    with path.open("rb") as file:
+        return header_facts(file.read, path.stat().st_size)
+
+
 def header_facts(read: Callable[[int], bytes], size: int) -> tuple[int, int, int]:
     """Return width, height and checksum of the picture whose next bytes `read` returns; 0 x 0 without a header.
 
@@ -96,12 +102,7 @@ def load_picture_facts(
     owner: Path, root: Path, names: Sequence[str], cache_dir: Path | None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return bytes and `header_facts` of pictures below a folder, in the order of their names. See `load_facts`."""
-
-    def read(path: Path) -> tuple[int, int, int]:
-        with path.open("rb") as file:
-            return header_facts(file.read, path.stat().st_size)
-
-    return load_facts(owner, root, names, read, columns=3, kind="sizes", cache_dir=cache_dir)
+    return load_facts(owner, root, names, picture_facts, columns=3, kind="sizes", cache_dir=cache_dir)
 
 
 def load_checksums(owner: Path, root: Path, names: Sequence[str], cache_dir: Path | None) -> np.ndarray:
