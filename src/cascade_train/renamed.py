@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_MODELS, _DIFFUSION = "cascade_train.models", "cascade_train.diffusion"
+_DATA, _MODELS, _DIFFUSION = "cascade_train.data", "cascade_train.models", "cascade_train.diffusion"
 
 RENAMED = {
     **{
@@ -21,6 +21,7 @@ RENAMED = {
             ("stage_c", "cascade.stage_c"),
         )
     },
+    f"{_DATA}.regularised.Regularised": f"{_DATA}.mixture.Regularised",
     f"{_DIFFUSION}.noise_condition.StableDiffusionCondition": f"{_DIFFUSION}.noise_condition.ScaledLinearCondition",
     f"{_DIFFUSION}.schedule.StableDiffusionSchedule": f"{_DIFFUSION}.schedule.ScaledLinearSchedule",
 }

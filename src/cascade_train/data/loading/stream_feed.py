@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from cascade_train.batch import Batch
-from cascade_train.data.index.content import changed_content, content_record
+from cascade_train.data.index.rows import changed_content, content_record
 from cascade_train.data.loading.feed import Feed, FeedRequest
 from cascade_train.data.loading.worker import Failure, MicroBatches, Results
 from cascade_train.data.order.plan import Step
