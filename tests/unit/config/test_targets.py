@@ -187,7 +187,7 @@ ATTACKS = (
     "cascade_train.data.stream.stream_samples",
     "cascade_train.data.stream.subprocess.run",
     "cascade_train.files.durable.write_durably",
-    "cascade_train.models.formats.weights_tensors.torch.load",
+    "cascade_train.models.formats.weights.torch.load",
     "cascade_train.__main__.launch",
     "cascade_train.commands.generate.generate",
 )
