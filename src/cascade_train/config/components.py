@@ -16,10 +16,10 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from cascade_train.config.arguments import HYDRA_KEYS, Parameter, fits, literals, needs_component, parameters
+from cascade_train.config.contracts import broken_contract, hold_returns
 from cascade_train.config.groups import did_you_mean, group_options, groups, nearest, options_with
 from cascade_train.config.meanings import argument_doc, meaning_of
-from cascade_train.config.methods import hold_returns
-from cascade_train.config.targets import broken_contract, check_targets, components_in, import_target, is_component
+from cascade_train.config.targets import check_targets, components_in, import_target, is_component
 from cascade_train.errors import ConfigError
 
 LATER = object()

@@ -19,9 +19,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from cascade_train.config.compatibility import check_noise_unit, check_objective_fits, check_task_fits_stage
 from cascade_train.config.components import check_component, check_is_component, construct, missing_message
+from cascade_train.config.contracts import CONTRACTS
 from cascade_train.config.groups import chosen, did_you_mean
 from cascade_train.config.schema import AUTO, COMPONENTS, ParallelMode, Precision, Root, TrackerName
-from cascade_train.config.targets import CONTRACTS, check_targets, class_constant, components_in
+from cascade_train.config.targets import check_targets, class_constant, components_in
 from cascade_train.errors import ConfigError, install_hint
 
 EXTRAS = {

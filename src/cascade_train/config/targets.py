@@ -1,4 +1,4 @@
-"""What a `_target_` names: which may be imported, what class it then is, and whether that keeps its contract.
+"""What a `_target_` names: which may be imported, and what it then is.
 
 Packages are allowed by name before anything of them is imported. Of this library and torch only components may be
 named, judged by where a class is defined, whatever path leads to it.
@@ -9,13 +9,11 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
-import inspect
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cascade_train.config.methods import wrong_arguments
 from cascade_train.errors import ConfigError
 from cascade_train.renamed import current_target
 from cascade_train.signals import while_importing
@@ -39,17 +37,6 @@ FUNCTIONS = ("cascade_train.filters.torch_network.load_exported",)
 
 CONFINED = ("cascade_train", "torch")
 """Packages that every configuration may name, and so only in part: torch alone can download code and run it."""
-
-CONTRACTS: Mapping[str, Sequence[str]] = {
-    "model": ["cascade_train.models.stage.Stage"],
-    "task": ["cascade_train.tasks.base.Task"],
-    "objective": ["cascade_train.diffusion.objective.Objective", "cascade_train.tasks.pictures.PictureObjective"],
-    "data": ["cascade_train.data.source.Source"],
-    "optimizer": ["cascade_train.engine.optimizer.OptimizerSpec"],
-    "optimizer.algorithm": ["torch.optim.optimizer.Optimizer"],
-    "lr_scheduler": ["cascade_train.engine.lr_schedule.LrSchedule"],
-}
-"""Key of a component -> the classes of which it must inherit from one. For other nested ones an annotation names it."""
 
 
 def is_component(value: Any) -> bool:
@@ -185,50 +172,12 @@ def _is_class_in(target: str, places: Sequence[str]) -> bool:
     if not isinstance(made, type):
         return False
     home = f"{made.__module__}."
-    if home.startswith(f"{ENGINE}.") and _inherited(made, ENGINE_BASES):
+    if home.startswith(f"{ENGINE}.") and inherited(made, ENGINE_BASES):
         return True
     return any(home.startswith(f"{place}.") for place in places)
 
 
-def broken_contract(path: str, target: str, made: Any, bases: Sequence[str] = ()) -> str | None:
-    """Return why the class that a target names cannot be used; None for no reason, and for what is no class.
-
-    It must inherit from one of `bases`, dotted paths, where there are any, define what is abstract in it and the
-    class variables that have no value, and its methods take the arguments of those that they replace.
-    """
-    if not isinstance(made, type):
-        return None
-    found = _inherited(made, bases)
-    wanted = _left_open(import_target(bases[0])) if bases and not found else set[str]()
-    lacking = {name for name in wanted if not hasattr(made, name)} | _left_open(made)
-    if lacking or (bases and not found):
-        return _reason(path, target, made.__name__, lacking, () if found else bases)
-    reason = wrong_arguments(made)
-    return None if reason is None else f"{path}._target_={target} cannot be used: {reason}"
-
-
-def _inherited(made: type, bases: Sequence[str]) -> list[str]:
+def inherited(made: type, bases: Sequence[str]) -> list[str]:
+    """Return those of some dotted paths of classes that a class inherits from."""
     own = {f"{base.__module__}.{base.__qualname__}" for base in made.__mro__}
     return [base for base in bases if base in own]
-
-
-def _left_open(made: type) -> set[str]:
-    """Return what a class leaves to those that inherit from it: abstract methods, class variables without a value."""
-    hints = [item for base in made.__mro__ for item in inspect.get_annotations(base).items()]
-    without = {name for name, hint in hints if "ClassVar" in str(hint) and not hasattr(made, name)}
-    return without | set(getattr(made, "__abstractmethods__", ()))
-
-
-def _reason(path: str, target: str, name: str, lacking: Collection[str], bases: Sequence[str]) -> str:
-    """Return a paragraph on a class that lacks members, or a base where there are any."""
-    names, who = ", ".join(sorted(lacking)), f"{path}._target_={target} cannot be used"
-    if not bases:
-        return f"{who}: {name} does not define {names}. Define what is missing."
-    module, _, base = bases[0].rpartition(".")
-    remedy = (
-        f"Write 'from {module} import {base}' and 'class {name}({base})'{f', and define {names} in it' * bool(names)}"
-    )
-    if path == "optimizer":
-        remedy = f"Choose optimizer=torch and optimizer.algorithm._target_={target}, or w{remedy[1:]}"
-    any_of = " or ".join(each.rpartition(".")[2] for each in bases)
-    return f"{who}: {name} does not inherit from {any_of}. {remedy}."
