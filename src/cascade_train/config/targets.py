@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,10 @@ TRUSTED = (
 
 ENGINE = "cascade_train.engine"
 ENGINE_BASES = ("cascade_train.engine.lr_schedule.LrSchedule", "torch.optim.optimizer.Optimizer")
-"""What the classes inherit from that it may name in other files of the engine."""
+"""Base classes of what may be named in other files of the engine."""
 
-ALSO_FOR_TRAINING = ("torch.nn",)
-"""Where the classes lie that a configuration of one's own may name besides."""
+COMPONENTS = (*TRUSTED, "torch.nn")
+"""Where the classes lie that a configuration of one's own may name."""
 
 FUNCTIONS = ("cascade_train.filters.torch_network.load_exported",)
 """The functions that it may name: they read what the user gives them."""
@@ -77,7 +78,7 @@ def check_targets(nodes: Mapping[str, Any], allowed: Sequence[str] | None) -> No
             )
     for place, target in found:
         try:
-            if allowed is None or not _is_outside(target, (*TRUSTED, *ALSO_FOR_TRAINING)):
+            if allowed is None or _may_lie_in(target, COMPONENTS):
                 made = import_target(target)
                 if not callable(made):
                     raise ConfigError(f"{target} is a {type(made).__name__} and no class. Name a class.")
@@ -134,36 +135,41 @@ def class_constant(target: str, name: str) -> Any:
 
 
 def is_trusted(target: str) -> bool:
-    """Return whether a target is a class that even a stranger's folder may name."""
+    """Return whether a target is a class that even an untrusted configuration may name."""
     return _is_class_in(target, TRUSTED)
 
 
 def check_confined(path: str, target: str) -> None:
     """Refuse a target of this library or torch that is no component."""
-    if target in FUNCTIONS or target.partition(".")[0] not in CONFINED:
+    if target in FUNCTIONS or target.partition(".")[0] not in CONFINED or _is_class_in(target, COMPONENTS):
         return
-    if not _is_class_in(target, (*TRUSTED, *ALSO_FOR_TRAINING)):
-        places = {p: ".".join(target.split(".")[: p.count(".") + 1]) for p in (*TRUSTED, *ALSO_FOR_TRAINING)}
-        near = next((p for p in places if difflib.get_close_matches(places[p], [p], cutoff=0.9)), None)
-        hint = ""
-        if near is not None and importlib.util.find_spec(places[near]) is None:
-            hint = f" Did you mean {near}{target.removeprefix(places[near])}?"
-        raise ConfigError(
-            f"{path}._target_={target} is no component.{hint} Of torch a configuration may name the classes of "
-            "torch.optim and torch.nn, of cascade_train those of its components: anything else could run code that it "
-            "brings. If you trust it: run.allow_any_target=true."
-        )
+    near = (f" Did you mean {place}{rest}?" for place, rest in _near_places(target))
+    raise ConfigError(
+        f"{path}._target_={target} is no component.{next(near, '')} Of torch a configuration may name the classes of "
+        "torch.optim and torch.nn, of cascade_train those of its components: anything else could run code that it "
+        "brings. If you trust it: run.allow_any_target=true."
+    )
 
 
-def _is_outside(target: str, places: Sequence[str]) -> bool:
-    """Return whether a target of this library or torch is outside of these places, by its name alone."""
-    inside = any(target.startswith(f"{place}.") for place in (*places, ENGINE))
-    return target.partition(".")[0] in CONFINED and not inside
+def _near_places(target: str) -> Iterator[tuple[str, str]]:
+    """Yield the places of components whose name a target begins with misspelt, and what follows in the target."""
+    for place in COMPONENTS:
+        given = ".".join(target.split(".")[: place.count(".") + 1])
+        if difflib.get_close_matches(given, [place], cutoff=0.9):
+            with suppress(ModuleNotFoundError):
+                if importlib.util.find_spec(given) is not None:
+                    continue
+            yield place, target.removeprefix(given)
+
+
+def _may_lie_in(target: str, places: Sequence[str]) -> bool:
+    """Return whether a target of this library or torch lies in one of these places by its name; others always do."""
+    return target.partition(".")[0] not in CONFINED or any(target.startswith(f"{p}.") for p in (*places, ENGINE))
 
 
 def _is_class_in(target: str, places: Sequence[str]) -> bool:
     """Return whether a target is a class that is defined at or below one of these places."""
-    if target.partition(".")[0] not in CONFINED or _is_outside(target, places):
+    if target.partition(".")[0] not in CONFINED or not _may_lie_in(target, places):
         return False
     try:
         made = import_target(target)
@@ -172,9 +178,8 @@ def _is_class_in(target: str, places: Sequence[str]) -> bool:
     if not isinstance(made, type):
         return False
     home = f"{made.__module__}."
-    if home.startswith(f"{ENGINE}.") and inherited(made, ENGINE_BASES):
-        return True
-    return any(home.startswith(f"{place}.") for place in places)
+    is_engines = home.startswith(f"{ENGINE}.") and bool(inherited(made, ENGINE_BASES))
+    return is_engines or any(home.startswith(f"{place}.") for place in places)
 
 
 def inherited(made: type, bases: Sequence[str]) -> list[str]:

@@ -235,6 +235,7 @@ def test_name_that_is_not_there_is_refused_with_the_nearest():
     [
         ("torch.optm.SGD", "torch.optim.SGD"),
         ("cascade_train.task.lora.LoRA", "cascade_train.tasks.lora.LoRA"),
+        ("cascade_train.engin.optimizer.Optimizer", "cascade_train.engine.optimizer.Optimizer"),
         ("cascade_train.model.cascade.stage_c.StageC", "cascade_train.models.cascade.stage_c.StageC"),
     ],
 )

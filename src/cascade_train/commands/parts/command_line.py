@@ -23,8 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from cascade_train.config.error_messages import exit_code
 from cascade_train.config.groups import did_you_mean, nearest
-from cascade_train.config.help import commands, table
-from cascade_train.config.meanings import attribute_docs
+from cascade_train.config.help import attribute_docs, commands, table
 from cascade_train.config.overrides import is_existing_path
 from cascade_train.config.sweeps.slurm import adopt_slurm_step, one_thread_a_rank
 from cascade_train.errors import ConfigError
