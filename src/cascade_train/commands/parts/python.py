@@ -14,23 +14,22 @@ import io
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-import hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 
 from cascade_train.commands.parts.command_line import filled
 from cascade_train.config.error_messages import in_our_words
-from cascade_train.config.groups import conf_dir, nearest
-from cascade_train.config.hydra_compat import BASE, texts_checked
-from cascade_train.config.launch import check_chosen_once, prepare_process, register_schema, with_implied_choices
+from cascade_train.config.groups import nearest
+from cascade_train.config.hydra_compat import replaced, texts_checked
+from cascade_train.config.launch import check_chosen_once, compose_root, prepare_process, with_implied_choices
 from cascade_train.config.overrides import check_not_hydras, searching, with_paths_quoted
 from cascade_train.config.preflight import preflight
 from cascade_train.config.sweep import is_main
@@ -267,7 +266,6 @@ NO_OVERRIDES = (
 
 def _composed(overrides: Sequence[str], config_dir: str | Path | None) -> DictConfig:
     """Return the configuration that overrides describe, not checked."""
-    register_schema()
     prepare_process()
     with _explained(), _hydra(None), texts_checked():
         if odd := [type(each).__name__ for each in overrides if not isinstance(each, str)]:
@@ -282,11 +280,7 @@ def _composed(overrides: Sequence[str], config_dir: str | Path | None) -> DictCo
                 raise ConfigError(f"{each.input_line} has several values: call this for each of them, in a loop.")
         if config_dir is not None:
             choices.append(searching(config_dir))
-        with hydra.initialize_config_dir(str(conf_dir()), **BASE):
-            cfg = hydra.compose("config", choices, return_hydra_config=True)
-        HydraConfig.instance().set_config(cfg)
-        with open_dict(cfg):
-            del cfg["hydra"]
+        cfg = compose_root(choices)
         cfg.run.name = cfg.run.name  # what follows from Hydra's choices follows from these
         setattr(cfg._metadata, ORIGIN, Origin(hydra=HydraConfig.instance().cfg, values=_written(cfg)))
     return cfg
@@ -345,15 +339,9 @@ def settings_kept() -> Iterator[None]:
             gc.disable()
 
 
-@contextmanager
-def _hydra(state: Any) -> Iterator[None]:
+def _hydra(state: Any) -> AbstractContextManager[None]:
     """Set Hydra's global configuration to `state` within the block."""
-    held = HydraConfig.instance()
-    before, held.cfg = held.cfg, state
-    try:
-        yield
-    finally:
-        held.cfg = before
+    return replaced(HydraConfig.instance(), "cfg", state)
 
 
 @contextmanager
