@@ -58,7 +58,7 @@ def help_text(cfg: DictConfig) -> str:
     """Return the help for a composed configuration, whose components show the keys of the options chosen."""
     plain: dict[str, Any] = OmegaConf.to_container(cfg, resolve=False)  # type: ignore[assignment]
     options = {f"{group}=": ", ".join(group_options(group)) for group in groups()}
-    keys = {f"{key}={_shown(value)}": meaning_of(key, plain) for key, value in _leaves(plain)}
+    keys = {f"{key}={shown(value)}": meaning_of(key, plain) for key, value in _leaves(plain)}
     parts = {
         "Set first": FIRST,
         "Commands (cascade-train <command> key=value ...; <command> --help lists its keys)": commands(),
@@ -87,9 +87,10 @@ def table(rows: Mapping[str, str]) -> str:
     return "\n".join(lines)
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """Return a value as it is typed."""
     if isinstance(value, list):
-        return f"[{','.join(map(_shown, value))}]"
+        return f"[{','.join(map(shown, value))}]"
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     return "{}" if value == {} else str(value)
