@@ -24,8 +24,7 @@ from cascade_train.data.metadata import NAMES, Metadata, caption_of
 from cascade_train.data.sample import FileLimits, RawSample, UnreadableSampleError
 from cascade_train.data.table import number_of
 from cascade_train.errors import ConfigError
-from cascade_train.files.stored import parsing
-from cascade_train.files.untrusted import open_regular, read_yaml
+from cascade_train.files.untrusted import open_regular, parsing, read_yaml
 from cascade_train.options import File, Free, Order, check_choice
 
 FOLDER_FIELDS = [*ROW_FIELDS, ("bytes", "<i8"), ("caption", "u1"), ("values", "u1"), ("mask", "u1")]

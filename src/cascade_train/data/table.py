@@ -20,8 +20,7 @@ from cascade_train.data.index.pictures import first_names, load_checksums
 from cascade_train.data.index.rows import LONGEST_KEY, ROW_FIELDS
 from cascade_train.data.sample import RawSample, UnreadableSampleError
 from cascade_train.errors import ConfigError
-from cascade_train.files.stored import bounded_lines, parsing
-from cascade_train.files.untrusted import open_regular, read_json
+from cascade_train.files.untrusted import bounded_lines, open_regular, parsing, read_json
 
 TABLE_FIELDS = [*ROW_FIELDS, ("bytes", "<i8"), ("row_start", "<i8"), ("row_bytes", "<i8")]
 

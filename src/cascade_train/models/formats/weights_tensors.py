@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from cascade_train.errors import ConfigError
-from cascade_train.files.stored import check_floating, parsing
+from cascade_train.files.untrusted import check_floating, parsing
 
 Shape = tuple[int, ...]
 
