@@ -34,7 +34,7 @@ MAX_BYTES = 16 * 2**20
 
 PICTURE_BYTES = 2**30
 
-Kind = type | UnionType
+ValueType = type | UnionType
 
 COPY = "copy or download it again"
 WHOLE_COPY = "give another file, or put back a whole copy of it."
@@ -102,7 +102,7 @@ def read_regular(path: Path, *, limit: int = WHOLE_BYTES, within: Path | None = 
         return file.read(os.fstat(file.fileno()).st_size)
 
 
-def load_mapping(path: Path, origin: str = "", /, **kinds: Kind) -> dict[str, Any]:
+def load_mapping(path: Path, origin: str = "", /, **kinds: ValueType) -> dict[str, Any]:
     """Return the mapping in a JSON file, or by its ending a YAML file, which has values of some kinds.
 
     Raises:
@@ -121,7 +121,7 @@ def stored_mapping(path: Path, *, key: str | None = None) -> dict[str, Any]:
     return load_mapping(path, f"{key}={path}" if key else "") if path.is_file() else {}
 
 
-def read_mapping(path: Path, **kinds: Kind) -> dict[str, Any]:
+def read_mapping(path: Path, **kinds: ValueType) -> dict[str, Any]:
     """Return the mapping in a file, without values of other types than `kinds`; empty where it cannot be read."""
     try:
         return _of_kinds(load_mapping(path), kinds)
@@ -148,7 +148,7 @@ def bounded_lines(file: BinaryIO, origin: str) -> Iterator[bytes]:
         yield line
 
 
-def read_rows(path: Path, **kinds: Kind) -> Iterator[dict[str, Any]]:
+def read_rows(path: Path, **kinds: ValueType) -> Iterator[dict[str, Any]]:
     """Yield the JSON objects of a file with one in each line, without values of other types than `kinds`.
 
     What cannot be read is left out.
@@ -161,7 +161,7 @@ def read_rows(path: Path, **kinds: Kind) -> Iterator[dict[str, Any]]:
                     yield _of_kinds(row, kinds)
 
 
-def _of_kinds(row: dict[str, Any], kinds: dict[str, Kind]) -> dict[str, Any]:
+def _of_kinds(row: dict[str, Any], kinds: dict[str, ValueType]) -> dict[str, Any]:
     return {key: value for key, value in row.items() if isinstance(value, kinds.get(key, object))}
 
 
