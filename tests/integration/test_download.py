@@ -20,8 +20,7 @@ from cascade_train.__main__ import launch
 from cascade_train.commands.export import ExportArgs, export
 from cascade_train.config.groups import option_targets
 from cascade_train.errors import ConfigError
-from cascade_train.files.hub import parse_source
-from cascade_train.files.web import WebFile
+from cascade_train.files.hub import WebFile, parse_source
 from cascade_train.models.formats.weights_source import TOKENIZER_FILES, find_weight_files
 from cascade_train.models.text_encoder import PACKAGED_TOKENIZER
 from cascade_train.results.evaluation.published import CLIP, NETWORKS

@@ -202,7 +202,7 @@ def test_what_is_no_component_is_refused(target: str) -> None:
     assert not is_trusted(target)
 
 
-@pytest.mark.parametrize("target", [*COMPONENTS, "cascade_train.filters.torch_network.load_exported"])
+@pytest.mark.parametrize("target", [*COMPONENTS, "cascade_train.filters.network.load_exported"])
 def test_components_pass(target: str) -> None:
     check_confined("task", target)
 

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any
 from cascade_train.engine.checkpoint.folder import EVALUATIONS
 from cascade_train.engine.run.config_difference import find_differences
 from cascade_train.engine.run.records import Metrics, is_number, read_evaluations, read_metrics, step_folders
-from cascade_train.files.durable import remove_abandoned, replacing
-from cascade_train.files.plain_yaml import to_yaml
+from cascade_train.files.durable import remove_abandoned, replacing, to_yaml
 from cascade_train.files.run_folder import exported_step
 from cascade_train.files.untrusted import PICTURE_BYTES, open_regular, read_json, read_mapping, read_rows
 from cascade_train.redaction import redact, redacted

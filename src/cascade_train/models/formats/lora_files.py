@@ -15,7 +15,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
-from cascade_train.files.stored import parsing, stored_mapping
+from cascade_train.files.untrusted import parsing, stored_mapping
 from cascade_train.models.family import Family, Shape
 from cascade_train.models.formats.lora_files_keyed import is_keyed, read_keyed, token_file
 from cascade_train.models.formats.weights import check_fit, read_tensors, set_tensor, shapes_of, write_tensors

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
-from cascade_train.files.stored import check_floating, parsing
+from cascade_train.files.untrusted import check_floating, parsing
 from cascade_train.models.family import Family, Layout, Shape, Stored, own_names
 from cascade_train.models.formats.weights_source import find_weight_files
 from cascade_train.models.initialize import InitialValues, Shares, materialise

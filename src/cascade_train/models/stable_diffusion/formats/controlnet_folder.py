@@ -16,7 +16,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
-from cascade_train.files.stored import parsing, stored_mapping
+from cascade_train.files.untrusted import parsing, stored_mapping
 from cascade_train.models.family import Layout, Stored, own_names
 from cascade_train.models.formats.export import quiet, read_back_error, replaced_directory
 from cascade_train.models.formats.weights import open_weights, write_tensors
