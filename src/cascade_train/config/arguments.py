@@ -79,7 +79,7 @@ def _parameter(made: Any, found: inspect.Parameter) -> Parameter:
         return Parameter(Any, "", required)
     written = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
     roles = set[str]()  # by their names too, which a module may import for type checkers alone
-    while marked := re.fullmatch(r"(Free|Order|File)\[(.*)]", written):
+    while marked := re.fullmatch(r"(Free|Order|File|Positive|Several|Share|Rising)\[(.*)]", written):
         roles.add(marked[1])
         written = marked[2]
     hint = _evaluated(made, found.name, annotation)
