@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cascade_train.errors import ConfigError
-from cascade_train.files.stored import parsing
+from cascade_train.files.untrusted import parsing
 from cascade_train.models.cascade.formats.names import recognise_size
 from cascade_train.models.cascade.networks.controlnet import (
     ControlNetwork,
@@ -25,11 +25,10 @@ from cascade_train.models.cascade.networks.controlnet import (
     mirrored_blocks,
 )
 from cascade_train.models.cascade.networks.efficientnet import load_features
-from cascade_train.models.control import Control, ControlOptions, repeated
 from cascade_train.models.formats.export import check_equal_tensors, checked_error, replaced_directory
+from cascade_train.models.formats.weights import read_tensors, write_tensors
 from cascade_train.models.formats.weights_source import find_part, find_weight_files
-from cascade_train.models.formats.weights_tensors import read_tensors, write_tensors
-from cascade_train.models.stage import Conditions, Steering
+from cascade_train.models.stage import Conditions, Control, ControlOptions, Steering, repeated
 
 if TYPE_CHECKING:
     from cascade_train.models.cascade.networks.unet import CascadeUNet

@@ -20,12 +20,11 @@ from cascade_train.models.cascade.semantic_compressor import SemanticCompressor
 from cascade_train.models.cascade.unet_config import CascadeUNetConfig
 from cascade_train.models.denoising_stage import DenoisingStage
 from cascade_train.models.initialize import Rule, unet_rule
-from cascade_train.models.stage import Conditions, Images, Save, Tokens, product, to_device
+from cascade_train.models.stage import Conditions, Control, ControlOptions, Images, Save, Tokens, product, to_device
 from cascade_train.options import Free
 
 if TYPE_CHECKING:
     from cascade_train.models.cascade.stage_b import StageB
-    from cascade_train.models.control import Control, ControlOptions
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from cascade_train.models.formats.weights_tensors import Shape, Stored
+from cascade_train.models.family import Shape, Stored
 
 SIZES = {"c_3b": "Stage C 3.6B", "c_1b": "Stage C 1B", "b_3b": "Stage B 3B", "b_700m": "Stage B 700M"}
 """What each published size is called, by the `model=` that fits it."""

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
-from cascade_train.files.stored import stored_mapping
+from cascade_train.files.untrusted import stored_mapping
+from cascade_train.models.family import Layout, Stored, own_names
 from cascade_train.models.formats.autoencoder_kl import VAE, read_belonging, read_vae
 from cascade_train.models.formats.export import check_equal_tensors, quiet, replaced_file
 from cascade_train.models.formats.model_spec import model_spec
-from cascade_train.models.formats.weights import open_weights
-from cascade_train.models.formats.weights_tensors import Layout, Stored, own_names, write_tensors
+from cascade_train.models.formats.weights import open_weights, write_tensors
 from cascade_train.models.stable_diffusion.formats.original_names import (
     clip_tensors,
     of_unet,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cascade_train.errors import ConfigError
-from cascade_train.files.stored import parsing, stored_mapping
+from cascade_train.files.untrusted import parsing, stored_mapping
 from cascade_train.models.stable_diffusion.unet_config import ConditionUNetConfig
 
 LATENT_SIDE = 64
