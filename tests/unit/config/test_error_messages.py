@@ -231,7 +231,7 @@ def test_groups_and_options_are_read_from_the_folder():
     ]
     assert "_base" not in group_options("data")
     assert group_options("nothing") == []
-    assert option_targets("lr_scheduler")["cosine"].endswith("CosineSchedule")
+    assert option_targets("lr_scheduler")["cosine"].endswith("CosineDecaySchedule")
 
 
 def test_an_interrupt_is_one_line_on_rank_zero(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

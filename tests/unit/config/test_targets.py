@@ -163,7 +163,7 @@ def test_an_argument_of_a_class_that_a_call_made_is_checked(own: str):
 
 
 def test_only_what_inherits_from_an_optimizer_or_schedule_is_trusted_in_the_engine():
-    assert is_trusted("cascade_train.engine.lr_schedule.CosineSchedule")
+    assert is_trusted("cascade_train.engine.lr_schedule.CosineDecaySchedule")
     assert not is_trusted("cascade_train.engine.checkpoint.store.CheckpointStore")
     assert not is_trusted("cascade_train.engine.loop.Trainer")
 
