@@ -31,11 +31,6 @@ def built(**changes: Any) -> ImageEncoder:
     return encoder
 
 
-@pytest.fixture(scope="module")
-def encoder() -> ImageEncoder:
-    return built()
-
-
 @pytest.mark.parametrize("antialias", [True, False])
 @pytest.mark.parametrize("size", [(300, 300), (231, 500), (401, 150), (224, 224)])
 def test_preprocessing_is_resize_centre_crop_and_normalise(size: tuple[int, int], antialias: bool) -> None:
@@ -59,30 +54,25 @@ def test_without_antialiasing_a_detailed_picture_looks_otherwise() -> None:
     assert jagged > 1.0
 
 
-def test_embeddings_have_a_token_axis_and_no_gradient(encoder: ImageEncoder) -> None:
+def test_embeddings_have_a_token_axis_the_towers_dtype_and_no_gradient() -> None:
+    encoder = make()
+    encoder.build(device=CPU, dtype=torch.bfloat16)
     embedding = encoder.encode(torch.rand(2, 3, 64, 96))
     assert embedding.shape == (2, 1, 12)
+    assert embedding.dtype == torch.bfloat16
     assert not embedding.requires_grad
     assert embedding.isfinite().all()
     assert not torch.equal(embedding[0], embedding[1])
 
 
-def test_embeddings_take_the_towers_dtype() -> None:
-    encoder = make()
-    encoder.build(device=CPU, dtype=torch.bfloat16)
-    assert encoder.encode(torch.rand(1, 3, 64, 64)).dtype == torch.bfloat16
-
-
-def test_stored_weights_are_loaded(encoder: ImageEncoder, tmp_path: Path) -> None:
+def test_stored_weights_are_loaded(tmp_path: Path) -> None:
+    encoder = built()
     encoder.module.save_pretrained(tmp_path)
     loaded = built(weights=str(tmp_path))
     image = torch.rand(1, 3, 64, 64)
     assert torch.equal(loaded.encode(image), encoder.encode(image))
     with pytest.raises(ConfigError, match=r"image_encoder\.projection_dim=16 and image_size_px=224"):
         built(weights=str(tmp_path), projection_dim=16)
-
-
-def test_missing_weights_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"image_encoder\.weights=.*is neither a local folder nor a hub id"):
         built(weights=str(tmp_path / "gone"))
 
