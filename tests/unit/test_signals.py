@@ -14,8 +14,8 @@ from cascade_train.signals import (
     SAME_REQUEST_SECONDS,
     STOP_SIGNALS,
     Signals,
+    defer_signals,
     handling,
-    held_back,
     stop_at_once,
     while_importing,
 )
@@ -158,7 +158,7 @@ def test_what_must_not_be_left_half_done_is_finished_first(signals):
     done = []
 
     def write():
-        with held_back():
+        with defer_signals():
             signal.raise_signal(signal.SIGTERM)
             done.append(True)
 

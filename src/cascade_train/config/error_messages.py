@@ -16,7 +16,6 @@ from typing import Any
 
 import yaml
 from hydra.errors import (
-    ConfigCompositionException,
     HydraException,
     InstantiationException,
     MissingConfigException,
@@ -85,11 +84,16 @@ def noted(code: int) -> int:
 
 def code_of(error: Exception | KeyboardInterrupt, *, remedy: str = "") -> int:
     """Report an error, and return the exit code that it stands for, as `exit_code` does."""
-    origin = _origin_in_interrupt(error)
-    if origin is not None:
-        return _interrupted(origin, remedy)
-    assert isinstance(error, Exception), "an interrupt is its own origin"
-    return _report(_with_remedy(error))
+    origin: BaseException | None = error  # a library may have made an error of an interrupt
+    while origin is not None and not isinstance(origin, KeyboardInterrupt):
+        origin = origin.__cause__ or origin.__context__
+    if origin is None:
+        assert isinstance(error, Exception), "an interrupt is its own origin"
+        return _report(_with_remedy(error))
+    text, is_ours = str(origin), isinstance(origin, Interrupted)
+    if os.environ.get("RANK", "0") == "0":
+        _say(f"{text or 'Interrupted.'} {remedy if is_ours or not text else ''}".rstrip())
+    return origin.code if isinstance(origin, Interrupted) else INTERRUPTED
 
 
 def _with_remedy(error: Exception) -> Exception:
@@ -112,22 +116,6 @@ def in_our_words(error: Exception) -> Exception:
 
 def _is_of_runtime(error: Exception) -> bool:
     return isinstance(error, BrokenPipeError | RuntimeError) or (isinstance(error, OSError) and error.errno in NO_ROOM)
-
-
-def _origin_in_interrupt(error: BaseException | None) -> KeyboardInterrupt | None:
-    """Return the interrupt that a library made an error of; None where there was none."""
-    while error is not None and not isinstance(error, KeyboardInterrupt):
-        error = error.__cause__ or error.__context__
-    return error
-
-
-def _interrupted(interrupt: KeyboardInterrupt, remedy: str) -> int:
-    text = str(interrupt)
-    if text and not isinstance(interrupt, Interrupted):
-        remedy = ""  # the text has its own
-    if os.environ.get("RANK", "0") == "0":
-        _say(f"{text or 'Interrupted.'} {remedy}".rstrip())
-    return interrupt.code if isinstance(interrupt, Interrupted) else INTERRUPTED
 
 
 def _report(error: Exception) -> int:
@@ -173,12 +161,10 @@ def paragraph_of(error: Exception) -> str | None:
     match error:
         case ConfigError() | RunError():
             return str(error)
-        case InstantiationException():  # of what Hydra makes itself, such as a launcher
-            return str(error.__cause__) if isinstance(error.__cause__, ValueError) else None
         case HydraException():
             return _composing(error)
         case OmegaConfBaseException():
-            return _value(error, None)
+            return _value(error)
         case yaml.YAMLError():
             return f"A configuration file is not valid YAML: {_one_line(error)}"
         case RuntimeError() if LOST_PEER.search(str(error)):
@@ -186,29 +172,29 @@ def paragraph_of(error: Exception) -> str | None:
         case OSError() if error.errno in NO_ROOM:
             return f"{unwritten(Path(error.filename or '.'), error)}. Free space there, or give another folder."
         case BrokenPipeError():
-            return "Whoever read the output has closed it."
+            return "The output was closed."
         case ValueError():
             return _flags(error)
     return None
 
 
-def _composing(error: HydraException) -> str:
+def _composing(error: HydraException) -> str | None:
     match error:
+        case InstantiationException():  # of what Hydra makes itself, such as a launcher
+            return str(error.__cause__) if isinstance(error.__cause__, ValueError) else None
         case OverrideParseException():
             return refusal(error.override)
         case MissingConfigException():
             return _missing_option(error)
-        case ConfigCompositionException():
-            return _composition(error)
-    return _ambiguous(str(error))
+    return _composition(error)
 
 
 def _flags(error: ValueError) -> str | None:
     """Return a paragraph on a ValueError that Hydra raises; None for a defect."""
-    text = _one_line(error).rstrip(".")
+    text = f"{_one_line(error).rstrip('.')}."
     if text.startswith("Config group override must be"):
-        return f"A group is chosen by the name of an option: {text}."
-    return f"{text}." if text.startswith(("Only one of --run", "The --resolve flag")) else None
+        return f"A group is chosen by the name of an option: {text}"
+    return text if text.startswith(("Only one of --run", "The --resolve flag")) else None
 
 
 def _missing_option(error: MissingConfigException) -> str:
@@ -220,36 +206,30 @@ def _missing_option(error: MissingConfigException) -> str:
     return f"{group}={option} is not an option of {group}.{nearest(option, options)} Options: {', '.join(options)}."
 
 
-def _composition(error: ConfigCompositionException) -> str:
-    text = str(error)
-    choose = re.search(r"^(?:In '.*':\s)?You must specify '([^']+)'.*?\nAvailable options:(.*)", text, re.DOTALL)
-    if choose:
+def _composition(error: HydraException) -> str:
+    text, cause = str(error), error.__cause__ or error.__context__
+    if choose := re.search(r"^(?:In '.*':\s)?You must specify '([^']+)'.*?\nAvailable options:(.*)", text, re.DOTALL):
         options = ", ".join(f"{choose[1]}={option}" for option in choose[2].split() if not option.startswith("_"))
         return f"{choose[1]} is not chosen. Choose one: {options}."
     unknown = re.match(r"Could not override '([^']+)'", text)
-    cause = error.__cause__ or error.__context__
     no_group = re.search(r"config group '([^']+)' does not exist", text)
-    if unknown and "No match in the defaults list" in text:
-        unknown, no_group = None, unknown
-    if no_group:
+    if no_group := unknown if "No match in the defaults list" in text else no_group:
         near = did_you_mean(no_group[1].partition("@")[0], groups())
         return f"{no_group[1]} is not a group of this configuration.{near}"
     if unknown:
         from cascade_train.config.unknown_keys import unknown_key
 
         return unknown_key(unknown[1], cause)
-    merging = re.match(r"Error merging override (.+)", text, re.S)
-    if merging and isinstance(cause, OmegaConfBaseException):
-        return _value(cause, merging[1])
-    if isinstance(cause, OmegaConfBaseException):
-        return f"{text.partition(': ')[0]}: {_value(cause, None)}"
-    return _ambiguous(text)
+    if not isinstance(cause, OmegaConfBaseException):
+        return _ambiguous(text)
+    merging = re.match(r"Error merging override (.+)", text, re.DOTALL)
+    return _value(cause, merging[1]) if merging else f"{text.partition(': ')[0]}: {_value(cause)}"
 
 
-def _value(error: OmegaConfBaseException, override: str | None) -> str:
+def _value(error: OmegaConfBaseException, override: str = "") -> str:
     """Return a paragraph on a value that does not fit its typed key."""
     key = str(error.full_key or "") or "A value of the configuration"
-    given = override.partition("=")[2] if override else ""
+    given = override.partition("=")[2]
     if key == "train.precision" and re.search(r"fp16|float16|half", f"{given} {error}"):
         return FP16
     if key in COMPONENTS and override:
@@ -259,16 +239,12 @@ def _value(error: OmegaConfBaseException, override: str | None) -> str:
     message = str(error).splitlines()[0].rstrip(".")
     parent = error.parent_node
     if message.startswith("Key ") and isinstance(parent, DictConfig):
-        prefix = key.rpartition(".")[0]
-        return (
-            f"{key} is unknown.{did_you_mean(str(error.key), [str(k) for k in parent], f'{prefix}.' if prefix else '')}"
-        )
+        return f"{key} is unknown.{did_you_mean(str(error.key), map(str, parent), key.removesuffix(str(error.key)))}"
     if message.startswith("Interpolation"):
         return f"{key} refers to a key that is not there: {message}."
-    enum = re.search(r"Invalid value '(.*)', expected one of \[(.*)\]", message)
-    if enum:
-        word = enum[1] in {"True", "False"}
-        hint = " YAML reads a bare off, on, yes or no as true or false: quote it." if word else ""
+    if enum := re.search(r"Invalid value '(.*)', expected one of \[(.*)\]", message):
+        is_word = enum[1] in {"True", "False"}
+        hint = " YAML reads a bare off, on, yes or no as true or false: quote it." if is_word else ""
         return f"{key}={enum[1]} must be one of {enum[2]}.{hint}"
     if "is not a ListConfig" in message and given:
         return f"{key}={given} must be a list. Write: {quoted_form(f'{key}=[{given}]')}"
@@ -276,14 +252,12 @@ def _value(error: OmegaConfBaseException, override: str | None) -> str:
 
 
 def _ambiguous(text: str) -> str:
-    ambiguous = re.match(r"Ambiguous value for argument '(.*?)'\n1\.", text, re.S)
-    if not ambiguous:
+    if not (ambiguous := re.match(r"Ambiguous value for argument '(.*?)'\n1\.", text, re.DOTALL)):
         return " ".join(text.split())
     key, _, value = ambiguous[1].partition("=")
-    as_list, as_text = quoted_form(f"{key}=[{value}]"), quoted_form(f'{key}="{value}"')
     return (
-        f"{ambiguous[1]!r} holds several values. As a list, write: {as_list}; as one text, write: {as_text}; "
-        "to train once with each, add --multirun."
+        f"{ambiguous[1]!r} holds several values. As a list, write: {quoted_form(f'{key}=[{value}]')}; as one text, "
+        f"""write: {quoted_form(f'{key}="{value}"')}; to train once with each, add --multirun."""
     )
 
 

@@ -90,25 +90,21 @@ def chosen(group: str, target: str) -> str:
 
 def typed_keys() -> set[str]:
     """Return the keys and groups that the command line sets; none where Hydra did not start this run."""
-    typed = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
-    return {key for override in typed for key in _keys_of(override)}
+    keys = set[str]()
+    for override in HydraConfig.get().overrides.task if HydraConfig.initialized() else ():
+        name, _, text = override.partition("=")
+        keys.add(key := name.lstrip("+~").partition("@")[0])
+        if text.startswith("{"):  # a mapping, which sets keys below
+            given = OverridesParser.create().parse_override(override).value()
+            keys.update(f"{key}.{path}" for path in key_paths(given))
+    return keys
 
 
-def _keys_of(override: str) -> Iterator[str]:
-    """Yield the key of an override, and those below it that its value, a mapping, sets."""
-    name, _, text = override.partition("=")
-    key = name.lstrip("+~").partition("@")[0]
-    yield key
-    if text.startswith("{"):
-        below = OverridesParser.create().parse_override(override).value()
-        yield from (f"{key}.{path}" for path in _paths(below))
-
-
-def _paths(node: Any) -> Iterator[str]:
-    """Yield the dotted keys of a mapping; of another value, none."""
+def key_paths(node: Any) -> Iterator[str]:
+    """Yield the dotted keys of a plain mapping, those of nodes too; of another value, none."""
     for key, value in node.items() if isinstance(node, dict) else ():
         yield str(key)
-        yield from (f"{key}.{path}" for path in _paths(value))
+        yield from (f"{key}.{path}" for path in key_paths(value))
 
 
 def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:

@@ -9,6 +9,7 @@ import argparse
 import logging
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -25,7 +26,7 @@ from omegaconf import DictConfig, open_dict
 from cascade_train.config.error_messages import code_of, noted
 from cascade_train.config.groups import conf_dir, groups
 from cascade_train.config.hydra_compat import BASE, CALLBACKS, replaced, texts_checked
-from cascade_train.config.overrides import check_not_expanded, check_not_hydras, given_values, with_paths_quoted
+from cascade_train.config.overrides import HYDRAS_OWN, check_not_expanded, given_values, with_paths_quoted
 from cascade_train.config.schema import Root
 from cascade_train.config.sweep import check_launcher, is_main, sweeps_saved_redacted
 from cascade_train.config.sweeps.naming import place_run
@@ -159,9 +160,16 @@ def _in_full(argument: str, known: Sequence[str]) -> str:
     return f"{NESTED.get(name, name) if name in known else key}={text}"
 
 
-def check_chosen_once(overrides: Sequence[str]) -> None:
-    """Refuse two options of one group, of which Hydra takes the last; log which of several values of a key counts."""
+def check_overrides(overrides: Sequence[str]) -> None:
+    """Refuse keys of Hydra's without effect here, what a shell has expanded, and two options of one group.
+
+    Of two options Hydra would take the last; which of several values of a key counts is logged.
+    """
+    check_not_expanded(overrides)
     for key, values in given_values(overrides).items():
+        if key in HYDRAS_OWN:
+            form = shlex.quote(f"{HYDRAS_OWN[key]}={values[-1]}")
+            raise ConfigError(f"{key}={values[-1]} has no effect on a run. Write: {form}")
         if len(values) == 1:
             continue
         if "/" in key or key.partition("@")[0] in groups():
@@ -198,12 +206,7 @@ EXAMPLE = {"model": "c_tiny", "task": "finetune"}
 
 
 def _arguments(argv: Sequence[str]) -> AbstractContextManager[None]:
-    """Let Hydra read `argv` from sys within the block.
-
-    Raises:
-        ConfigError: a flag that Hydra does not know, a key of Hydra's without effect, or overrides that a shell has
-            expanded.
-    """
+    """Let Hydra read `argv` from sys within the block; refuse a flag that it does not know, and a command."""
     overrides = parser().parse_intermixed_args(argv).overrides
     if words := [word for word in overrides if word.isidentifier()]:
         from cascade_train.config.help import commands
@@ -212,9 +215,7 @@ def _arguments(argv: Sequence[str]) -> AbstractContextManager[None]:
             raise ConfigError(
                 f"{command!r} is a command and comes first: cascade-train {command} …; --help lists its keys."
             )
-    check_not_expanded(overrides)
-    check_chosen_once(overrides)
-    check_not_hydras(overrides)
+    check_overrides(overrides)
     flags = [argument for argument in argv if argument not in overrides]
     return replaced(sys, "argv", [sys.argv[0], *overrides, *flags])  # Hydra refuses flags between overrides
 

@@ -109,14 +109,6 @@ def searching(config_dir: str | Path) -> str:
     return f"hydra.searchpath=['file://{Path(config_dir).absolute()}']"
 
 
-def check_not_hydras(overrides: Sequence[str]) -> None:
-    """Refuse keys of Hydra's own that other programs are steered by and that have no effect on a run here."""
-    for override in overrides:
-        key, _, value = override.lstrip("+").partition("=")
-        if key in HYDRAS_OWN:
-            raise ConfigError(f"{override} has no effect on a run. Write: {shlex.quote(f'{HYDRAS_OWN[key]}={value}')}")
-
-
 def _quoted(value: str) -> str:
     """Return a value with quotes around every part of its lists and mappings that the grammar refuses."""
     value = value.strip()

@@ -30,8 +30,8 @@ from cascade_train.config.contracts import without_types
 from cascade_train.config.error_messages import in_our_words
 from cascade_train.config.groups import nearest
 from cascade_train.config.hydra_compat import replaced, texts_checked
-from cascade_train.config.launch import check_chosen_once, compose_root, prepare_process, with_implied_choices
-from cascade_train.config.overrides import check_not_hydras, searching, with_paths_quoted
+from cascade_train.config.launch import check_overrides, compose_root, prepare_process, with_implied_choices
+from cascade_train.config.overrides import searching, with_paths_quoted
 from cascade_train.config.preflight import preflight
 from cascade_train.config.sweep import is_main
 from cascade_train.engine.run.config_difference import flatten
@@ -257,9 +257,8 @@ def _composed(overrides: Sequence[Any], config_dir: str | Path | None) -> DictCo
             )
         if flag := next((each for each in overrides if each.startswith("-")), None):
             raise ConfigError(f"{flag!r} is an option of the command line, and no override, key=value.")
-        check_not_hydras(overrides)
         choices = with_implied_choices(with_paths_quoted(overrides))
-        check_chosen_once(choices)
+        check_overrides(choices)
         for each in OverridesParser.create().parse_overrides(choices):
             if each.is_sweep_override():
                 raise ConfigError(f"{each.input_line} has several values: call this for each of them, in a loop.")

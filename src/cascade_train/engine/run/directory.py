@@ -33,7 +33,7 @@ from cascade_train.files.plain_yaml import to_yaml
 from cascade_train.files.run_folder import EXPORT, EXPORTED, exported_step
 from cascade_train.files.untrusted import load_mapping, read_regular, read_rows
 from cascade_train.redaction import redacted
-from cascade_train.signals import held_back
+from cascade_train.signals import defer_signals
 
 log = logging.getLogger(__name__)
 
@@ -175,7 +175,7 @@ def _decide(
     check_folder(directory)
     origin = None if resume in ("auto", "never") else _find_origin(resume)
     lock = RunLock(directory)
-    with held_back():
+    with defer_signals():
         _create(directory, config)
         claims.append(RunDirectory(path=directory, resume_from=origin, finished=False, created=True, lock=lock))
     lock.acquire()
