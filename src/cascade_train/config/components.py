@@ -81,29 +81,28 @@ def _constructed(node: Any, path: str, trial: bool) -> Any:
     named = {key: value for key, value in values.items() if key not in HYDRA_KEYS}
     make = functools.partial(import_target(node["_target_"]), *values.get("_args_", ()), **named)
     try:
-        if trial and not isinstance(make.func, type):
-            return LATER
-        if node.get("_partial_"):
-            if trial:
-                _try_optimizer(make)
-            return make
-        return LATER if trial and _is_module(make.func) else make()
+        is_partial = node.get("_partial_", False)
+        if trial:
+            return _tried(make, is_partial=is_partial)
+        return make if is_partial else make()
     except ValueError as error:
         if trial and "process group has not been initialized" in str(error):
             return LATER  # it asks for its rank, which it has once the run begins
         raise ConfigError(by_path(str(error), path)) from error
 
 
-def _is_module(made: Any) -> bool:
+def _tried(make: functools.partial[Any], *, is_partial: bool) -> Any:
+    """Construct on trial what is not expensive; return `LATER` in the place of the rest."""
     torch = sys.modules.get("torch")
-    return torch is not None and issubclass(made, torch.nn.Module)
+    if not isinstance(make.func, type) or (torch and not is_partial and issubclass(make.func, torch.nn.Module)):
+        return LATER
+    if is_partial and torch and issubclass(make.func, torch.optim.Optimizer):
+        _try_optimizer(make, torch)
+    return make if is_partial else make()
 
 
-def _try_optimizer(make: functools.partial[Any]) -> None:
-    """Let an optimizer of torch check its arguments, where `make` is one: first without parameters, which is cheap."""
-    torch = sys.modules.get("torch")
-    if torch is None or not issubclass(make.func, torch.optim.Optimizer):  # type: ignore[arg-type]
-        return
+def _try_optimizer(make: functools.partial[Any], torch: Any) -> None:
+    """Let an optimizer check its arguments: first without parameters, which is cheap."""
     lr = parameters(make.func)[0].get("lr")
     needed = {"lr": 1.0} if lr is not None and lr.required and "lr" not in make.keywords else {}
     for tried in ([], [torch.nn.Parameter(torch.zeros(2, 2))]):

@@ -63,7 +63,7 @@ def test_a_folder_reads_nothing_of_this_machine(checked: DictConfig, tmp_path: P
     cfg = checked.copy()
     with open_dict(cfg):
         cfg.sample.prompts = ["a", "evil/${oc.env:PLANTED}"]
-    with pytest.raises(ConfigError, match=r"sample\.prompts\.1 holds an interpolation, which a run never writes"):
+    with pytest.raises(ConfigError, match=r"sample\.prompts\[1\] holds an interpolation, which a run never writes"):
         load_saved_config(write(cfg, tmp_path))
     assert load_saved_config(tmp_path, allow_any_target=True).sample.prompts[1] == "evil/secret"
 
