@@ -6,11 +6,10 @@ preflight.py.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -18,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from cascade_train.config.arguments import HYDRA_KEYS, Parameter, fits, literals, needs_component, parameters
 from cascade_train.config.contracts import broken_contract, hold_returns
-from cascade_train.config.groups import did_you_mean, group_options, groups, nearest, options_with
+from cascade_train.config.groups import group_form, groups, nearest, unknown_hint
 from cascade_train.config.help import argument_doc, meaning_of
 from cascade_train.config.targets import check_targets, components_in, import_target, is_component
 from cascade_train.errors import ConfigError
@@ -122,26 +121,6 @@ def check_is_component(path: str, node: Any) -> None:
     """Refuse a root component that is something else, such as a text."""
     if not is_component(node):
         raise ConfigError(f"{path}={_shown(node)} is not a component (a node with _target_). {group_form(path, node)}")
-
-
-def group_form(path: str, value: Any) -> str:
-    """Return the sentence that says how the component at `path` is chosen."""
-    parent, _, name = path.rpartition(".")
-    root = path.partition(".")[0]
-    if parent and name not in groups():
-        options = ", ".join(f"{root}={choice}" for choice in group_options(root))
-        return f"Choose it by the group {root} ({options}), or name its class by {path}._target_=package.Class."
-    option = value if isinstance(value, str) and value.isidentifier() else "<option>"
-    near = difflib.get_close_matches(option, group_options(name), n=1) or ["<option>"]
-    key = f"{name}@{path}" if parent else path
-    return f"Choose it by its group: {key}={near[0]} (options: {', '.join(group_options(name))})."
-
-
-def unknown_hint(node: str, key: str, known: Iterable[str]) -> str:
-    """Return a sentence on an unknown key of a component: the nearest of `known`, or the options that have the key."""
-    near = did_you_mean(key, known, f"{node}.")
-    options = [] if near.startswith(" Did you mean") else options_with(node, key)
-    return f" It is a key of {' and '.join(f'{node}={o}' for o in options)}." if options else near
 
 
 def missing_message(path: str, cfg: Mapping[str, Any]) -> str:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
 import re
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -21,10 +23,19 @@ from hydra.errors import (
     MissingConfigException,
     OverrideParseException,
 )
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from cascade_train.config.groups import did_you_mean, groups, nearest
+from cascade_train.config.groups import (
+    did_you_mean,
+    group_form,
+    group_options,
+    groups,
+    key_paths,
+    nearest,
+    options_with,
+    unknown_hint,
+)
 from cascade_train.config.overrides import quoted_form, refusal
 from cascade_train.config.schema import COMPONENTS
 from cascade_train.errors import (
@@ -42,15 +53,8 @@ from cascade_train.errors import (
 from cascade_train.redaction import logged
 from cascade_train.signals import handling
 
-FP16 = (
-    "train.precision=fp16 is refused: activations of Stage C and of some autoencoders overflow its range, and no loss "
-    "is scaled here. Use train.precision=bf16, or fp32 for tiny models."
-)
-
 SECONDS_FOR_RANK_ZERO = 10.0
 """torchrun ends all ranks with the first that exits; the other ranks wait until rank 0 has reported."""
-
-STOPPED_IN_ORDER = "Stopped as asked, and saved. The same command continues."
 
 NO_MEMORY = re.compile(
     r"DefaultCPUAllocator: (can't allocate|not enough) memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED"
@@ -78,7 +82,7 @@ def exit_code(action: Callable[[], Any], *, remedy: str = "") -> int:
 def noted(code: int) -> int:
     """Return an exit code; that of an orderly stop is noted for torchrun."""
     if code == STOPPED:
-        _write_error_file(STOPPED_IN_ORDER)
+        _write_error_file("Stopped as asked, and saved. The same command continues.")
     return code
 
 
@@ -217,8 +221,6 @@ def _composition(error: HydraException) -> str:
         near = did_you_mean(no_group[1].partition("@")[0], groups())
         return f"{no_group[1]} is not a group of this configuration.{near}"
     if unknown:
-        from cascade_train.config.unknown_keys import unknown_key
-
         return unknown_key(unknown[1], cause)
     if not isinstance(cause, OmegaConfBaseException):
         return _ambiguous(text)
@@ -231,10 +233,11 @@ def _value(error: OmegaConfBaseException, override: str = "") -> str:
     key = str(error.full_key or "") or "A value of the configuration"
     given = override.partition("=")[2]
     if key == "train.precision" and re.search(r"fp16|float16|half", f"{given} {error}"):
-        return FP16
+        return (
+            f"{key}=fp16 is refused: activations of Stage C and of some autoencoders overflow its range, and no loss "
+            f"is scaled here. Use {key}=bf16, or fp32 for tiny models."
+        )
     if key in COMPONENTS and override:
-        from cascade_train.config.components import group_form
-
         return f"{override} is not a component. {group_form(key, given)}"
     message = str(error).splitlines()[0].rstrip(".")
     parent = error.parent_node
@@ -259,6 +262,52 @@ def _ambiguous(text: str) -> str:
         f"{ambiguous[1]!r} holds several values. As a list, write: {quoted_form(f'{key}=[{value}]')}; as one text, "
         f"""write: {quoted_form(f'{key}="{value}"')}; to train once with each, add --multirun."""
     )
+
+
+def unknown_key(path: str, cause: BaseException | None) -> str:
+    """Return one paragraph on an unknown key and OmegaConf's error: the nearest key, an option that has it, or ours."""
+    parent = getattr(cause, "parent_node", None)
+    if not isinstance(parent, DictConfig):
+        return f"{path} is unknown.{other_name(path.rpartition('.')[2]) or did_you_mean(path, groups())}"
+    known, node = [str(key) for key in parent if key != "hydra"], parent._get_full_key(None)
+    if not path.startswith(f"{node}." * bool(node)):  # a mapping was given, and the unknown key is in that
+        path = str(getattr(cause, "full_key", path))
+    root: Any = parent._get_root()
+    plain: Any = OmegaConf.to_container(root, resolve=False)
+    rest = path.removeprefix(f"{node}." * bool(node))
+    beside = did_you_mean(rest.partition(".")[0], known, f"{node}.") if node else ""
+    if node in groups():
+        beside = unknown_hint(node, rest, known)
+    name = path.rpartition(".")[2]
+    if not beside.startswith(" It is a key of "):
+        near = beside if beside.startswith(" Did you mean") else ""
+        same = [key for key in key_paths(plain) if key.rpartition(".")[2] == name and not key.startswith("hydra")]
+        elsewhere = f" Did you mean {' or '.join(same[:3])}?" if same else ""
+        anywhere = did_you_mean(path.partition(".")[0], sorted({*known, *groups()}))
+        beside = other_name(name, plain) or near or elsewhere or beside or anywhere
+    return f"{path} is unknown.{beside}"
+
+
+def other_name(name: str, cfg: Mapping[str, Any] = MappingProxyType({})) -> str:
+    """Return a sentence with our key for a name that other trainers use, and its meaning; empty where there is none."""
+    from cascade_train.config.help import meaning_of
+
+    ours = other_names().get(name.lower().lstrip("-").replace("-", "_"))
+    if ours is None or " " in ours:
+        return f" {ours}" if ours else ""
+    group, _, key = ours.partition(".")
+    meaning = meaning_of(ours, cfg)
+    options = [] if meaning or not key else options_with(group, key)
+    if 0 < len(options) < len(group_options(group)):
+        meaning = f"It is a key of {' and '.join(f'{group}={option}' for option in options)}"
+    return f" Did you mean {ours}?{f' {meaning[0].upper()}{meaning[1:].rstrip(chr(46))}.' if meaning else ''}"
+
+
+@functools.cache
+def other_names() -> dict[str, str]:
+    """Return what other trainers call a key, by that name: our key, or a sentence."""
+    names = yaml.safe_load(Path(__file__).with_name("unknown_keys.yaml").read_text(encoding="utf-8"))
+    return {name: ours for ours, all_names in names.items() for name in all_names.split()}
 
 
 def _one_line(error: Exception) -> str:
