@@ -28,7 +28,7 @@ from cascade_train.config.hydra_compat import BASE, CALLBACKS, texts_checked
 from cascade_train.config.overrides import check_not_expanded, check_not_hydras, with_paths_quoted
 from cascade_train.config.schema import Root
 from cascade_train.config.sweep import check_launcher, is_main, sweeps_saved_redacted
-from cascade_train.config.sweeps.naming import place_run
+from cascade_train.config.sweeps.runs import place_run
 from cascade_train.config.sweeps.slurm import adopt_slurm_step, one_thread_a_rank, slurm_jobs_followed
 from cascade_train.errors import ConfigError
 from cascade_train.redaction import redact_argument, show_log

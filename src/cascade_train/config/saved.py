@@ -25,7 +25,7 @@ from cascade_train.config.hydra_compat import BASE
 from cascade_train.config.launch import register_schema
 from cascade_train.config.preflight import preflight
 from cascade_train.config.schema import ParallelConfig, ParallelMode, Root
-from cascade_train.config.sweeps.naming import key_of
+from cascade_train.config.sweeps.runs import key_of
 from cascade_train.config.targets import components_in, is_trusted
 from cascade_train.errors import ConfigError
 from cascade_train.files.run_folder import is_run, no_checkpoint_yet

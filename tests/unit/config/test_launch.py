@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from cascade_train.config.groups import conf_dir
 from cascade_train.config.hydra_compat import HAS_WHITELIST
 from cascade_train.config.launch import compose_and_run, with_implied_choices
-from cascade_train.config.sweeps.naming import LONGEST_NAME, RUN_DIR, SWEEP_DIR, folder_name
+from cascade_train.config.sweeps.runs import LONGEST_NAME, RUN_DIR, SWEEP_DIR, folder_name
 from cascade_train.errors import ConfigError, RunError
 
 Start = Callable[..., tuple[int, str]]
