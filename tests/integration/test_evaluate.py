@@ -314,7 +314,7 @@ def test_a_watch_of_a_finished_run_that_is_continued_goes_on(tmp_path: Path) -> 
         ),
         ({"watch": "{real}"}, "pictures: is no run. Name the folder of a run"),
         ({"source": "{real}", "checkpoint": 2}, "pictures: is no run. Name the folder of a run"),
-        ({"source": "c", "resize": "bilinear"}, "resize=bilinear is unknown: choose clean or tf1"),
+        ({"source": "c", "resize": "bilinear"}, "resize=bilinear is unknown; choose one of clean, tf1"),
         ({"source": "c", "samples": 0}, "samples=0 must be 1 or more"),
         ({"source": "c", "max_wait_hours": 0.0}, "max_wait_hours=0.0 must be greater than 0"),
         (
