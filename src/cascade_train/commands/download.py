@@ -18,8 +18,7 @@ from cascade_train.config.launch import parser
 from cascade_train.config.overrides import searching
 from cascade_train.config.targets import class_constant
 from cascade_train.errors import ConfigError
-from cascade_train.files.hub import announced_hash, free_bytes, unavailable
-from cascade_train.files.web import WebFile
+from cascade_train.files.hub import WebFile, announced_hash, free_bytes, unavailable
 from cascade_train.models.formats.weights_source import WeightsSpec, hub_names, local_path
 from cascade_train.results.evaluation.published import NETWORKS
 
@@ -131,7 +130,7 @@ def _of_hub(spec: WeightsSpec) -> Iterator[_Item]:
 
 
 def _of_web(key: str, file: WebFile) -> _Item:
-    origin, disk = f"{key}={file.url}", (file.path.parent, file.free_bytes())
+    origin, disk = f"{key}={file.url}", free_bytes(file.path.parent)
     with _named(origin):
         size = file.size()
     return _Item(file.url, size, file.path.is_file(), origin, lambda: file.fetch().is_file(), disk)

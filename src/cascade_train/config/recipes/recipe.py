@@ -16,16 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra import compose, initialize_config_dir
-from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from cascade_train.config.arguments import HYDRA_KEYS, parameters
 from cascade_train.config.groups import conf_dir, groups
-from cascade_train.config.hydra_compat import BASE
-from cascade_train.config.launch import register_schema
+from cascade_train.config.launch import compose_root
 from cascade_train.config.preflight import EXTRAS, preflight
 from cascade_train.config.targets import import_target
 from cascade_train.errors import ConfigError, install_hint
@@ -262,23 +259,12 @@ def _refused(source: str, recipe: Recipe, key: str, why: str) -> ConfigError:
     )
 
 
-@functools.lru_cache(maxsize=64)
-def _composed(overrides: tuple[str, ...]) -> DictConfig:
-    register_schema()
-    with initialize_config_dir(str(conf_dir()), **BASE):
-        return compose("config", list(overrides), return_hydra_config=True)
-
-
 def _choices(recipe: Recipe) -> DictConfig:
     """Compose the recipe's choices of groups."""
     try:
-        cfg = _composed(tuple(f"{group}={option}" for group, option in recipe.groups.items())).copy()
+        return compose_root([f"{group}={option}" for group, option in recipe.groups.items()])
     except HydraException as error:
         raise ConfigError(f"the choices {recipe.groups} do not compose: {str(error).splitlines()[0]}.") from error
-    HydraConfig.instance().set_config(cfg)
-    with open_dict(cfg):
-        del cfg["hydra"]
-    return cfg
 
 
 def _join_lists(recipe: Recipe, cfg: DictConfig) -> None:
