@@ -13,8 +13,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from cascade_train.assembly.planning.budget import Budget
-from cascade_train.assembly.planning.devices import ASSUMED_MFU, DEVICES, SIZES_GB, TF32_SHARE, USABLE, as_gb
+from cascade_train.assembly.planning.devices import ASSUMED_MFU, DEVICES, SIZES_GB, TF32_SHARE, USABLE, Budget, as_gb
 from cascade_train.assembly.planning.fitting import changed, choose, is_asked, names_of, nothing_fits, remedy
 from cascade_train.assembly.planning.memory import Memory, over_ranks
 from cascade_train.assembly.planning.samples import Samples

@@ -12,8 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from cascade_train.__main__ import launch
 from cascade_train.assembly.planning import fitting, memory
-from cascade_train.assembly.planning.budget import Budget, free_gb, free_host_bytes
-from cascade_train.assembly.planning.devices import HOST_USABLE, USABLE
+from cascade_train.assembly.planning.devices import HOST_USABLE, USABLE, Budget, free_host_bytes
 from cascade_train.assembly.planning.fitting import (
     _of_8_bits,
     change,
@@ -21,6 +20,7 @@ from cascade_train.assembly.planning.fitting import (
     choose,
     choose_or_skip,
     exact_savings,
+    free_gb,
     offloading,
     remedy,
     rounding_savings,
