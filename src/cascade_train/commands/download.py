@@ -2,7 +2,7 @@
 
     cascade-train download c_3b b_3b inception clip
 
-Nothing is loaded; what comes here, and how, is decided in assembly/loaded_weights.py, results/evaluation/published.py
+Nothing is loaded; what comes here, and how, is decided in assembly/model.py, results/evaluation/published.py
 and files/.
 """
 
@@ -89,7 +89,7 @@ def download(args: DownloadArgs, rest: list[str]) -> int:
 def _items(rest: list[str]) -> list[_Item]:
     """Return each file once, in the order in which models load them, and then the networks of evaluations."""
     from cascade_train.assembly.components import build_parts  # heavy: torch and everything above it
-    from cascade_train.assembly.loaded_weights import weight_specs
+    from cascade_train.assembly.model import weight_specs
     from cascade_train.config.saved import composed
 
     items: dict[str, _Item] = {}

@@ -147,9 +147,11 @@ def _combine(args: ExportArgs, out: Path) -> None:
 def _export_checkpoint(args: ExportArgs, run: Path, out: Path) -> None:
     cfg = load_saved_config(run, allow_any_target=args.allow_any_target)
 
-    from cascade_train.results.export import export_checkpoint  # heavy: torch and everything above it
+    from cascade_train.distributed.process_group import process_group  # heavy: torch and everything above it
+    from cascade_train.results.export import export_checkpoint
 
-    checkpoint = export_checkpoint(cfg, run / "checkpoints", step=args.step, out=out)
+    with process_group() as world:
+        checkpoint = export_checkpoint(cfg, run / "checkpoints", world, step=args.step, out=out)
     sys.stdout.write(f"{checkpoint.name} of {run} is exported to {out}\n")
 
 

@@ -87,7 +87,6 @@ def _storages(values: Any) -> set[int]:
 
 
 def _is_cacheable(result: Any) -> bool:
-    """Return whether a result is a tensor without memory, or no tensor at all."""
     return result.is_meta if isinstance(result, Tensor) else result is None or isinstance(result, int)
 
 

@@ -46,15 +46,10 @@ CONTEXT_BYTES = 600 * 10**6
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """The memory that a training must fit, and the settings that it keeps.
+    """The memory that a training must fit, and the keys and groups that the user set, which it keeps.
 
-    Attributes:
-        gb: of each rank's device, in 10^9 bytes; on a CPU, the rank's share of its host's free memory.
-        on_cuda: whether the device is a GPU.
-        host_gb: a rank's share of its host's free memory, beside a GPU.
-        ranks: of the run.
-        machine_ranks: of a machine.
-        kept: keys and groups that the user set.
+    `gb` is of each rank's device, in 10^9 bytes; on a CPU, the rank's share of its host's free memory. `host_gb` is
+    that share beside a GPU.
     """
 
     gb: float

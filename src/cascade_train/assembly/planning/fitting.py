@@ -62,16 +62,10 @@ def free_gb(device: torch.device, machine_ranks: int) -> tuple[float, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """Settings of a training, and the memory that it needs with them.
+    """The values that a choice sets, the micro-batch size, and bytes of a rank's computed peak with them.
 
-    Attributes:
-        values: that the choice changes, except the micro-batch size.
-        micro_batch_size: of the run.
-        bytes: of a rank's computed peak.
-        fits: whether the peak fits the device or the budget, and the rest the host.
-        whole: memory of a rank that has all weights.
-        layout: memory of a rank of the run.
-        steps: the rehearsed ones.
+    `fits` says whether the peak fits the device or the budget, and the rest the host; `whole` is the memory of a rank
+    that has all weights, `layout` that of a rank of the run, `steps` are the rehearsed ones.
     """
 
     values: Values
@@ -116,11 +110,7 @@ def is_asked(cfg: DictConfig) -> bool:
 
 
 def choose_or_skip(cfg: DictConfig, budget: Budget) -> Values:
-    """Return what to set, and log it; nothing where no step can be rehearsed and no choice is asked for.
-
-    Raises:
-        ConfigError: no step can be rehearsed, and a choice is asked for.
-    """
+    """Return what to set, and log it; where no step can be rehearsed nothing, or a ConfigError if it is asked for."""
     try:
         return decide(cfg, budget)
     except ConfigError:
@@ -168,7 +158,7 @@ def choose(cfg: DictConfig, budget: Budget) -> Choice:
     as it is.
     """
     micro, share = cfg.train.micro_batch_size, cfg.train.global_batch_size // budget.ranks
-    sizes = [size for size in range(1, share + 1) if share % size == 0] if _is_size_open(cfg, budget) else [micro]
+    sizes = divisors(share) if _is_size_open(cfg, budget) else [micro]
     values: Values = {}
     tried: list[Choice] = []
     for saving in [{}, *_free(exact_savings(cfg, budget), cfg, budget)]:
@@ -195,17 +185,19 @@ def choose(cfg: DictConfig, budget: Budget) -> Choice:
     return min(tried, key=lambda choice: choice.bytes)
 
 
+def divisors(count: int) -> list[int]:
+    """Return the numbers that divide another, the smallest first."""
+    return [size for size in range(1, count + 1) if count % size == 0]
+
+
 def _is_size_open(cfg: DictConfig, budget: Budget) -> bool:
-    """Return whether the micro-batch is to be chosen."""
     micro = cfg.train.micro_batch_size
     return micro == AUTO or (cfg.memory.budget_gb is not None and "train.micro_batch_size" not in budget.kept)
 
 
 def _free(savings: Iterator[Values], cfg: DictConfig, budget: Budget) -> list[Values]:
-    """Return those of some savings that the user has not decided about; none where `memory` asks for none."""
-    if cfg.memory.budget_gb is None:
-        return []
-    return [saving for saving in savings if all(is_free(key, budget.kept) for key in saving)]
+    is_asked = cfg.memory.budget_gb is not None
+    return [saving for saving in savings if is_asked and all(is_free(key, budget.kept) for key in saving)]
 
 
 def _computed(cfg: DictConfig, values: Values, budget: Budget, sizes: Sequence[int]) -> Choice:

@@ -59,11 +59,11 @@ class Memory:
     """Bytes of one rank in a step.
 
     Attributes:
-        fixed: after each operation, (T,) by what they are for, whatever the micro-batch.
+        fixed: after each operation, (T,) by label, whatever the micro-batch.
         each: the same for each sample of the micro-batch.
         ranks: over how many weights are split.
-        gathered: bytes of what a rank gathers at once where they are.
-        on_host: what lies in host memory.
+        gathered: bytes that a rank gathers at once where they are.
+        on_host: labels in host memory.
         context: bytes beside all tensors.
     """
 
@@ -121,7 +121,6 @@ class Memory:
         return None
 
     def _waiting(self) -> dict[str, np.ndarray]:
-        """Return `fixed` with whole gradients at every moment."""
         whole = np.full_like(self.fixed[GRADIENTS], self.fixed[GRADIENTS].max())
         return {**self.fixed, GRADIENTS: whole}
 
@@ -183,11 +182,7 @@ def blank_batch(cfg: DictConfig, parts: Parts, size: int) -> Batch:
 
 
 def cached_batches(cfg: DictConfig, parts: Parts, sizes: Sequence[int]) -> list[Batch]:
-    """Return batches of a cache, and let `parts`, which are not built yet, read from it.
-
-    Raises:
-        ConfigError: no cache found, or one that does not fit the run.
-    """
+    """Return batches of a cache, and let `parts`, which are not built yet, read from it."""
     data = open_data_set(build_component(cfg, "data"), share=None, held_out=None)
     take_cache(to_plain(cfg), parts.stage, parts.task, cast("Cached", data.training.source))
     return [WorstCaseBatch(**vars(data.shown_batch(size, seed=cfg.run.seed))) for size in sizes]
@@ -202,13 +197,13 @@ class WorstCaseBatch(Batch):
 
 
 def between(steps: Rehearsed, *, sizes: tuple[int, int]) -> Memory:
-    """Return the memory of which two micro-batches were rehearsed, from the moments that both have.
+    """Return the memory that follows from two micro-batches, by the moments that both have.
 
-    Those are all, unless something is done sample by sample; then what is before and after it, and its peak.
+    All of them, unless something is done sample by sample: then those before and after it, and its peak.
     """
     first, second = steps.operations
-    before = _equal(first, second)
-    after = _equal(first[before:][::-1], second[before:][::-1])
+    before = _shared_prefix(first, second)
+    after = _shared_prefix(first[before:][::-1], second[before:][::-1])
     is_in_both = min(len(first), len(second)) > before + after
     small, large = (_joined(curves, before, after, peak=is_in_both) for curves in steps.curves)
     names = list(dict.fromkeys([*small, *large]))
@@ -219,13 +214,12 @@ def between(steps: Rehearsed, *, sizes: tuple[int, int]) -> Memory:
     return Memory(fixed=fixed, each=each)
 
 
-def _equal(first: Sequence[Any], second: Sequence[Any]) -> int:
-    """Return how many operations from the beginning on are the same."""
+def _shared_prefix(first: Sequence[Any], second: Sequence[Any]) -> int:
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] is pair[1], zip(first, second, strict=False)))
 
 
 def _joined(curves: Curves, before: int, after: int, *, peak: bool) -> Curves:
-    """Return some first and last moments of curves, and the one between them that needs the most."""
+    """Return the first and last moments of curves, and the one between them that needs the most."""
     end = len(next(iter(curves.values()))) - after
     needed = np.sum(list(curves.values()), axis=0)[before:end]
     middle = [before + int(needed.argmax())] if peak else []

@@ -1,7 +1,6 @@
 """Build a run and take its own optimizer steps on torch's meta device: trace the allocations, and count FLOPs.
 
-Nothing is loaded, drawn or sent, and no tensor has memory. Lives here: how a run is made to do that. Must not live
-here: what is concluded (memory.py).
+Nothing is loaded or sent, and no tensor has memory. Must not live here: conclusions (memory.py).
 """
 
 from __future__ import annotations
@@ -58,12 +57,11 @@ class Rehearsed:
     Attributes:
         curves: of each step.
         operations: of each step, those that the moments of its curves follow.
-        flops: floating-point operations of a step for each sample, a multiply-add counted as two.
-        update_flops: those of a step whatever its samples, such as an optimizer's.
+        flops: for each sample, a multiply-add counted as two.
+        update_flops: of a step whatever its samples, such as an optimizer's.
         parameters: of each module, how many there are, and how many of them train.
-        gathered: bytes of what a rank gathers at once, where weights are split.
-        checkpoint_bytes: of a checkpoint, over all ranks.
-        weights_bytes: of a checkpoint without the optimizer's state.
+        gathered: bytes that a rank gathers at once, where weights are split.
+        checkpoint_bytes: over all ranks; `weights_bytes` are those without the optimizer's state.
         export_bytes: of the trained weights that are exported.
     """
 
@@ -79,15 +77,16 @@ class Rehearsed:
 
 
 def rehearse(cfg: DictConfig, parts: Parts, batches: Sequence[Batch], *, on_cuda: bool = True) -> Rehearsed:
-    """Take a step of a checked configuration with each of some micro-batches, on one rank with whole weights.
+    """Take a step with each of two or more micro-batches of different sizes, on one rank with whole weights.
 
-    Args:
-        cfg: from `unloaded`.
-        parts: of it, not built yet.
-        batches: two at least, of different sizes, from `blank_batch` or `cached_batches`.
-        on_cuda: count what a CUDA device keeps; False = what this CPU does.
+    `cfg` is from `unloaded`, `parts` are of it and not built yet. `on_cuda`: count what a CUDA device keeps; False =
+    what this CPU does.
     """
-    with _fused_on_meta(), torch.random.fork_rng(devices=[]):
+    fused = [*optimizer._get_fused_kernels_supported_devices(), META.type]
+    kernels = {"scaled_dot_product_attention": partial(_attention, on_cuda=on_cuda)}
+    if on_cuda:
+        kernels["dropout"] = _dropout  # type: ignore[assignment]
+    with _replaced(optimizer, _get_fused_kernels_supported_devices=lambda: fused), torch.random.fork_rng(devices=[]):
         if isinstance(parts.task, ControlNet):
             parts.task.filter = NoFilter(parts.task.filter)
         with ShapeCache() as shapes:
@@ -100,7 +99,7 @@ def rehearse(cfg: DictConfig, parts: Parts, batches: Sequence[Batch], *, on_cuda
             parts.task.load_state_dict({**state, "step": torch.tensor(LAST_STEP)})
         mesh = DeviceMesh("cpu", [[0]], mesh_dim_names=("replicate", "shard"), _init_backend=False, _rank=0)
         allocations = Allocations(block_bytes=CUDA_BLOCK_BYTES if on_cuda else 1, shapes=shapes)
-        with _kernels(on_cuda=on_cuda), allocations:
+        with _replaced(functional, **kernels), allocations:
             run = _RecordedRun(cfg, parts, allocations, mesh)
             run.warm_up(prepared[0])
             return _summary(parts, run, [run.step(each) for each in prepared], [len(batch) for batch in batches])
@@ -126,8 +125,6 @@ def _summary(parts: Parts, run: _RecordedRun, traces: Sequence[Trace], sizes: Se
 
 
 class _RecordedRun:
-    """A run that is built and bound while its allocations are recorded."""
-
     def __init__(self, cfg: DictConfig, parts: Parts, allocations: Allocations, mesh: DeviceMesh) -> None:
         self._allocations = allocations
         phases = parts.task.phases()
@@ -155,7 +152,6 @@ class _RecordedRun:
         reshard(roots)
 
     def _move_module(self, module: nn.Module) -> None:
-        """Record the tensors of a module, and move them to the meta device."""
         for owner in module.modules():
             for tensors in (owner._parameters, owner._buffers):
                 for name, tensor in tensors.items():
@@ -163,7 +159,6 @@ class _RecordedRun:
                         tensors[name] = self._moved(tensor)
 
     def _moved(self, tensor: Tensor) -> Any:
-        """Return a tensor on the meta device, the same one at each call."""
         if tensor not in self._on_meta:
             bare = tensor if tensor.is_meta else tensor.detach().to(META)
             if isinstance(tensor, nn.Parameter) and bare is not tensor:
@@ -214,16 +209,10 @@ class _RecordedRun:
 
 
 def _parameter_counts(parts: Parts, phases: Sequence[Phase]) -> dict[str, tuple[int, int]]:
-    """Return how many parameters each module has, and how many of them train."""
     roots = {name: root for phase in phases for name, root in phase.modules.items()}
-    modules = parts.stage.frozen_modules() | roots
-    return {
-        name: (
-            sum(p.numel() for p in module.parameters()),
-            sum(p.numel() for p in module.parameters() if p.requires_grad),
-        )
-        for name, module in modules.items()
-    }
+    modules = (parts.stage.frozen_modules() | roots).items()
+    numbers = {name: [(p.numel(), p.requires_grad) for p in module.parameters()] for name, module in modules}
+    return {name: (sum(n for n, _ in each), sum(n for n, trains in each if trains)) for name, each in numbers.items()}
 
 
 def _gathered(phase: Phase, dtype: torch.dtype, *, kept: bool) -> int:
@@ -288,17 +277,6 @@ def _is_ours(value: Any) -> bool:
     return type(value).__module__.partition(".")[0] == "cascade_train" and hasattr(value, "__dict__")
 
 
-@contextmanager
-def _fused_on_meta() -> Iterator[None]:
-    """Let fused optimizers take tensors without memory."""
-    fused = optimizer._get_fused_kernels_supported_devices
-    optimizer._get_fused_kernels_supported_devices = lambda: [*fused(), META.type]
-    try:
-        yield
-    finally:
-        optimizer._get_fused_kernels_supported_devices = fused
-
-
 def unloaded(cfg: DictConfig) -> DictConfig:
     """Return a configuration of the same sizes that names no weights, so that nothing is read to build it."""
     cfg = cfg.copy()
@@ -319,19 +297,16 @@ def unloaded(cfg: DictConfig) -> DictConfig:
 
 
 @contextmanager
-def _kernels(*, on_cuda: bool) -> Iterator[None]:
-    """Let dropout and attention keep for backward what they keep on a device."""
-    kept = functional.dropout, functional.scaled_dot_product_attention
-    functional.dropout = _dropout if on_cuda else kept[0]  # type: ignore[assignment]
-    functional.scaled_dot_product_attention = partial(_attention, on_cuda=on_cuda)
+def _replaced(module: Any, **values: Any) -> Iterator[None]:
+    kept = {name: getattr(module, name) for name in values}
+    vars(module).update(values)
     try:
         yield
     finally:
-        functional.dropout, functional.scaled_dot_product_attention = kept
+        vars(module).update(kept)
 
 
 def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """Keep a mask of bytes, as on a CUDA device."""
     return torch.native_dropout(x, p, train=True)[0] if training and p > 0 else x
 
 
