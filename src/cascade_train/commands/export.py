@@ -91,9 +91,11 @@ def export(args: ExportArgs) -> int:
     elif of_run:
         cfg = load_saved_config(source, allow_any_target=args.allow_any_target)
 
-        from cascade_train.results.export import export_checkpoint  # heavy: torch and everything above it
+        from cascade_train.distributed.process_group import process_group  # heavy: torch and everything above it
+        from cascade_train.results.export import export_checkpoint
 
-        checkpoint = export_checkpoint(cfg, source / "checkpoints", step=args.step, out=out)
+        with process_group() as world:
+            checkpoint = export_checkpoint(cfg, source / "checkpoints", world, step=args.step, out=out)
         sys.stdout.write(f"{checkpoint.name} of {source} is exported to {out}\n")
     elif not formats:
         raise ConfigError(f"from={source}: is no run with checkpoints; say what to write it as, e.g. format=original.")
