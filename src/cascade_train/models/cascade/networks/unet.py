@@ -1,7 +1,7 @@
 """The denoising network of Stage B and C: diffusers' `StableCascadeUNet` with its own walk through the levels.
 
 Lives here: the forward pass in (residual, timestep, attention) units, control maps, and the fp32 time embedding. Must
-not live here: weights (initialize.py, formats/weights.py), attention kernels (attention.py) and what the network is
+not live here: weights (initialize.py, formats/weights.py), attention kernels (block_network.py) and what the network is
 conditioned on (stage_c.py).
 
 Same state-dict keys and config as the parent, so folders and pipelines of diffusers fit.
@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cascade_train.files.package import without_siblings
 from cascade_train.models.cascade.family import CASCADE
-from cascade_train.models.networks.attention import draws_random_numbers, set_attention
+from cascade_train.models.networks.block_network import draws_random_numbers, set_attention
 
 with without_siblings("diffusers.models.unets"):
     from diffusers.models.unets.unet_stable_cascade import (
@@ -44,7 +44,7 @@ class CascadeUNet(StableCascadeUNet):
     `compile_units` compiles a whole unit as one function. A unit is recomputed from outside of what is compiled.
 
     Setting `gradient_checkpointing` recomputes a whole unit in backward. The dropout of the config acts inside the
-    residual blocks and on the attention's output, or on its probabilities after `drop_probabilities` of attention.py.
+    residual blocks and on the attention's output, or on its probabilities after `drop_probabilities`.
     """
 
     family = CASCADE
@@ -86,7 +86,7 @@ class CascadeUNet(StableCascadeUNet):
         return [list(blocks[start : start + size]) for start in range(0, len(blocks), size)]
 
     def set_attention(self, name: str) -> None:
-        """Choose the attention kernel, see `attention.set_attention`."""
+        """Choose the attention kernel, see `block_network.set_attention`."""
         set_attention(self, name)
 
     def time_embedding(self, timestep_ratio: Tensor, sca: Tensor | None, crp: Tensor | None) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
 from cascade_train.files.untrusted import parsing, stored_mapping
-from cascade_train.models.family import Layout, Stored, own_names
+from cascade_train.models.family import NameLayout, Stored, own_names
 from cascade_train.models.formats.export import quiet, read_back_error, replaced_directory
 from cascade_train.models.formats.weights import open_weights, write_tensors
 from cascade_train.models.formats.weights_source import find_weight_files
@@ -85,7 +85,7 @@ def _check_unseen(path: Path, origin: str) -> None:
             )
 
 
-def _layout(config: Mapping[str, Any]) -> Layout:
+def _layout(config: Mapping[str, Any]) -> NameLayout:
     """Return how the names of stored tensors become diffusers'."""
 
     def layout(stored_names: Iterable[str]) -> dict[str, Stored]:

@@ -1,6 +1,6 @@
 """Whole models of Stable Diffusion in one file, under the names of the original code, by diffusers' own converters.
 
-Lives here: what of such a file belongs to which part. Must not live here: the autoencoder (formats/autoencoder_kl.py),
+Lives here: what of such a file belongs to which part. Must not live here: the autoencoder (autoencoder_kl.py),
 where files lie (weights_source.py), and modules (weights.py).
 """
 
@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
-from cascade_train.models.family import Layout, Stored, own_names
-from cascade_train.models.formats.autoencoder_kl import read_belonging
+from cascade_train.models.family import NameLayout, Stored, own_names
+from cascade_train.models.formats.weights import read_belonging
 
 UNET = "model.diffusion_model."
 TOWERS = {
@@ -26,7 +26,7 @@ OPEN_CLIP = ("cond_stage_model.model.", "conditioner.embedders.1.model.")
 """Beginnings of towers of OpenCLIP (SD 2 and SDXL's second), which fuse q, k and v."""
 
 
-def unet_layout(config: Mapping[str, Any]) -> Layout:
+def unet_layout(config: Mapping[str, Any]) -> NameLayout:
     """Return the layout of a UNet of this diffusers config, which may be stored in a file with other parts."""
 
     def layout(stored_names: Iterable[str]) -> dict[str, Stored]:
