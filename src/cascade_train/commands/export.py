@@ -158,7 +158,7 @@ def _title(source: str) -> str:
 
 
 def _convert(args: ExportArgs, formats: list[str], source: str, out: Path) -> list[str]:
-    from cascade_train.models.formats.export import DTYPES, network_config, save_network  # heavy: torch and diffusers
+    from cascade_train.models.formats.export import DTYPES, save_network  # heavy: torch and diffusers
     from cascade_train.models.formats.export_lora import export_lora
     from cascade_train.models.formats.lora_files import holds_lora, module_shapes, read_lora
     from cascade_train.models.formats.weights import load_state
@@ -178,7 +178,7 @@ def _convert(args: ExportArgs, formats: list[str], source: str, out: Path) -> li
             path = out / names[name]
             print_error(path, export_lora(lora, network, path, format=name, metadata={}, title=_title(source)))
         return [names[name] for name in formats]
-    config = network_config(network)
+    config = dict(network.config)
     state = load_state(network, source, dtype=DTYPES.get(args.dtype or ""), key="from")
     has_pipeline = Path(source) == out and args.dtype is None  # a run's, where its network alone would go
     files = {name: names[name].format(part=network.family.part_of(config)) for name in formats}
