@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from cascade_train.assembly.components import Parts
 from cascade_train.config.arguments import component_options
 from cascade_train.config.saved import to_plain
-from cascade_train.engine.checkpoint.manifest import hash_file
+from cascade_train.engine.checkpoint.folder import hash_file
 from cascade_train.errors import ConfigError
 from cascade_train.files.durable import write_durably
 from cascade_train.files.hub import announced_hash, parse_source

@@ -32,8 +32,7 @@ from cascade_train.distributed.consensus import from_every_rank, from_rank_zero
 from cascade_train.distributed.lost_ranks import Heartbeat
 from cascade_train.distributed.process_group import World, process_group
 from cascade_train.distributed.rng import set_deterministic
-from cascade_train.engine.checkpoint.folder import Retention
-from cascade_train.engine.checkpoint.manifest import read_manifest
+from cascade_train.engine.checkpoint.folder import Retention, read_manifest
 from cascade_train.engine.checkpoint.store import CheckpointStore
 from cascade_train.engine.faults.bad_step import SpikeWatch
 from cascade_train.engine.faults.rollback import Rollback, RolledBackList

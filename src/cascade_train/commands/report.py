@@ -21,7 +21,7 @@ from cascade_train.config.sweep import RESULTS
 from cascade_train.config.sweeps.naming import key_of
 from cascade_train.config.sweeps.ranking import KINDS, LOSS, Result, is_result, metric_of, ranked
 from cascade_train.engine.run import report as pages
-from cascade_train.engine.run.records import is_number, newest_grid, read_metrics
+from cascade_train.engine.run.report import is_number, newest_grid, read_metrics
 from cascade_train.errors import ConfigError, RunError, unwritten
 from cascade_train.files.untrusted import read_mapping, read_rows
 from cascade_train.redaction import redact_argument

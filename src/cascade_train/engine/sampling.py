@@ -77,7 +77,9 @@ class SampleGrid:
         names = [self.painter.result, f"ema_{self.painter.result}", *([] if self.has_originals else ["original"])]
         for name in names:
             for row, image in enumerate(columns.get(name, [])):
-                image.save(folder / f"{row:02d}_{name}.png", pnginfo=_caption(self.spec.captions[row]))
+                info = PngInfo()
+                info.add_text("caption", logged(shortened(self.spec.captions[row], LONGEST_REASON)))
+                image.save(folder / f"{row:02d}_{name}.png", pnginfo=info)
         self.has_originals = True
         grid = folder / "grid.png"
         compose_grid(self.spec.captions, columns).save(grid)
@@ -102,13 +104,6 @@ class SampleGrid:
     def _generators(self, purpose: str) -> list[torch.Generator]:
         rows = range(len(self.spec.captions))
         return [torch.Generator().manual_seed(sample_seed(self.spec.seed, 0, row, purpose)) for row in rows]
-
-
-def _caption(caption: str) -> PngInfo:
-    """Return the caption for a picture's file to carry."""
-    info = PngInfo()
-    info.add_text("caption", logged(shortened(caption, LONGEST_REASON)))
-    return info
 
 
 def to_images(image_BCHW: Tensor) -> list[Image.Image]:

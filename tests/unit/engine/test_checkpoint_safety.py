@@ -9,7 +9,7 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 
-from cascade_train.engine.checkpoint.manifest import hash_file, read_manifest, write_manifest
+from cascade_train.engine.checkpoint.folder import hash_file, read_manifest, write_manifest
 from cascade_train.engine.checkpoint.store import CheckpointStore
 from cascade_train.engine.checkpoint.writing import Snapshot
 from cascade_train.errors import RunError

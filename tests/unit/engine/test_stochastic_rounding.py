@@ -21,7 +21,7 @@ from cascade_train.errors import ConfigError
 from tests.integration.runs import cut_back, exported_weights, read_metrics
 from tests.integration.runs import train as train_run
 from tests.unit.config.composing import checked
-from tests.unit.engine.algorithms import Small, bound, same, spec, train, weights
+from tests.unit.engine.algorithms import Small, bound, restored, same, spec, train, weights
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16
@@ -106,10 +106,7 @@ def test_it_learns_and_resumes_to_the_bit_whole_and_sharded(world, tmp_path, mon
     assert losses[-1] < losses[0]
     for sharded in (False, True) if option != "adafactor" else (False,):
         monkeypatch.setattr(seam, "is_whole", lambda *_, whole=not sharded: whole)
-        resumed = bound(option, mesh, dtype=BF16)
-        state = resumed.state_dict()
-        store.load(path, state)
-        resumed.load_state_dict(state)
+        resumed = restored(bound(option, mesh, dtype=BF16), store, path)
         assert losses[2:] == train(resumed, range(3, 8))
         assert same(weights(phase), weights(resumed))
 
@@ -130,10 +127,7 @@ def test_layers_that_share_a_weight_are_rounded_once_and_resume_to_the_bit(world
     losses = train(phase, range(1, 3))
     path = store.save(2, phase.state_dict(), {})
     losses += train(phase, range(3, 6))
-    state = resumed.state_dict()
-    store.load(path, state)
-    resumed.load_state_dict(state)
-    assert losses[2:] == train(resumed, range(3, 6))
+    assert losses[2:] == train(restored(resumed, store, path), range(3, 6))
     assert same(weights(phase), weights(resumed))
     network = resumed.phase.modules["n"]
     assert network.again.weight is network.wide.weight

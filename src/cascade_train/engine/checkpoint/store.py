@@ -15,17 +15,21 @@ from typing import Any
 import torch.distributed as dist
 
 from cascade_train.distributed.consensus import from_every_rank, from_rank_zero, own_group
-from cascade_train.engine.checkpoint.folder import BEST, EVALUATED, CheckpointFolder, Retention, last_logged
-from cascade_train.engine.checkpoint.loading import drop_optimizer, load_files
-from cascade_train.engine.checkpoint.manifest import (
+from cascade_train.engine.checkpoint.folder import (
+    BEST,
+    EVALUATED,
     MANIFEST_NAME,
+    CheckpointFolder,
     FileRecord,
     Manifest,
+    Retention,
     find_fault,
     hash_file,
+    last_logged,
     read_manifest,
     write_manifest,
 )
+from cascade_train.engine.checkpoint.loading import drop_optimizer, load_files
 from cascade_train.engine.checkpoint.writing import (
     Background,
     HostMemory,

@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from cascade_train.distributed.consensus import from_rank_zero
-from cascade_train.engine.checkpoint.manifest import find_fault, read_manifest
+from cascade_train.engine.checkpoint.folder import find_fault, read_manifest
 from cascade_train.engine.checkpoint.store import NO_OPTIMIZER, CheckpointStore
 from cascade_train.engine.metrics import cut_lines, missing_steps
 from cascade_train.engine.run.config_difference import Difference, describe, find_differences, is_limit_raised, refused
@@ -240,10 +240,7 @@ def _report_lost_metrics(directory: Path, step: int, saved: dict[str, Any]) -> N
         log.warning(
             "%s lacks the lines of %d steps (%d to %d) that this run took: it was deleted or cut. The run goes on,"
             " without them in its loss curve. Remedy: restore the file from a backup, if there is one.",
-            path,
-            len(missing),
-            missing[0],
-            missing[-1],
+            *(path, len(missing), missing[0], missing[-1]),
         )
 
 

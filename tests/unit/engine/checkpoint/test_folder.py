@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from cascade_train.engine.checkpoint.folder import Retention, last_logged
-from cascade_train.engine.checkpoint.manifest import Manifest
+from cascade_train.engine.checkpoint.folder import Manifest, Retention, last_logged
 from cascade_train.errors import ConfigError
 
 

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from cascade_train.engine.checkpoint import manifest as module
-from cascade_train.engine.checkpoint.manifest import (
+from cascade_train.engine.checkpoint import folder as module
+from cascade_train.engine.checkpoint.folder import (
     FileRecord,
     Manifest,
     find_fault,

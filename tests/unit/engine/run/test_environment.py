@@ -32,7 +32,7 @@ def test_a_package_that_is_missing_is_null():
     assert environment._version("no-such-package-here") is None
 
 
-def test_the_commit_is_that_of_the_checkout_that_tracks_the_code(tmp_path):
+def test_the_commit_is_that_of_the_checkout_that_tracks_the_code(tmp_path, monkeypatch):
     def git(*arguments):
         who = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
         done = subprocess.run(["git", "-C", tmp_path, *who, *arguments], check=True, capture_output=True, text=True)
@@ -48,8 +48,5 @@ def test_the_commit_is_that_of_the_checkout_that_tracks_the_code(tmp_path):
     assert environment._git_commit(code) == commit
     code.write_text("a = 2\n")
     assert environment._git_commit(code) == f"{commit}+changes"
-
-
-def test_no_git_is_no_error(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert environment._git_commit(tmp_path / "code.py") is None
+    assert environment._git_commit(code) is None, "without git"

@@ -32,18 +32,13 @@ def told():
     return {key.removeprefix("CASCADE_TRAIN_"): v for key, v in environment.items() if "CASCADE_TRAIN_" in key}
 
 
-def test_a_finished_run_tells_its_command(tmp_path):
-    with announced(TELL, trainer(), tmp_path):
+@pytest.mark.parametrize("stopped", [None, "Stopped by SIGTERM at step 7; saved."])
+def test_a_run_that_ends_tells_its_command(tmp_path, stopped):
+    assert on_end.SECONDS < 30.0, "less than launchers leave a rank"
+    with announced(TELL, trainer(stopped=stopped), tmp_path):
         pass
-    assert told() == {"EVENT": "finished", "RUN_DIR": str(tmp_path), "STEP": "7", "MESSAGE": "Finished at step 7."}
-
-
-def test_a_stopped_run_tells_its_command(tmp_path):
-    with announced(TELL, trainer(stopped="Stopped by SIGTERM at step 7; saved."), tmp_path):
-        pass
-    assert told() == {
-        "EVENT": "stopped", "RUN_DIR": str(tmp_path), "STEP": "7", "MESSAGE": "Stopped by SIGTERM at step 7; saved.",
-    }  # fmt: skip
+    event, message = ("finished", "Finished at step 7.") if stopped is None else ("stopped", stopped)
+    assert told() == {"EVENT": event, "RUN_DIR": str(tmp_path), "STEP": "7", "MESSAGE": message}
 
 
 @pytest.mark.parametrize("error", [ValueError("api_key=hunter2 \0 is `date` \ud800"), KeyboardInterrupt()])
@@ -112,7 +107,3 @@ def test_a_reminder_to_end_waits_for_the_command_and_ctrl_c_ends_it(tmp_path, nu
         pass
     thread.join()
     assert Path("done").exists() != ends
-
-
-def test_it_has_less_time_than_launchers_leave_a_rank():
-    assert on_end.SECONDS < 30.0
