@@ -67,8 +67,11 @@ def test_training_goes_on_while_the_state_of_then_is_written(store, gate):
     assert not store.failed
     assert names(store) == [".step_1.saving"]
     assert store.newest() is None
+    so_far = store.save_seconds
+    assert 0.0 < so_far < 60.0
     gate.set()
     store.wait()
+    assert store.save_seconds == store.save_seconds > so_far, "the clock stops with the save"
     loaded = state(2)
     assert store.load(path, loaded) == {"step": 1, "data": {"position": 5}}
     assert all(torch.equal(loaded[key], state(1)[key]) for key in ("weight", "half", "view"))
