@@ -18,7 +18,7 @@ import numpy as np
 from PIL import Image
 
 from cascade_train.engine.run.config_difference import flatten
-from cascade_train.files.plain_yaml import to_yaml
+from cascade_train.files.durable import to_yaml
 from cascade_train.files.untrusted import read_regular
 
 Values = dict[str, Any]

@@ -30,8 +30,7 @@ from cascade_train.engine.run.lock import CONFIG as _CONFIG
 from cascade_train.engine.run.lock import LOCK_NAME, RunLock, check_folder, not_writable
 from cascade_train.engine.trackers import TRACKERS
 from cascade_train.errors import ConfigError, RunError
-from cascade_train.files.durable import append_durably, write_durably
-from cascade_train.files.plain_yaml import to_yaml
+from cascade_train.files.durable import append_durably, to_yaml, write_durably
 from cascade_train.files.run_folder import EXPORT, EXPORTED, exported_step
 from cascade_train.files.untrusted import load_mapping, read_regular, read_rows
 from cascade_train.redaction import redact_argument, redacted

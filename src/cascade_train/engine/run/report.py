@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from cascade_train.engine.checkpoint.folder import EVALUATIONS, CheckpointFolder, evaluations, whole_manifest
 from cascade_train.engine.run.config_difference import find_differences
-from cascade_train.files.durable import remove_abandoned, replacing
-from cascade_train.files.plain_yaml import to_yaml
+from cascade_train.files.durable import remove_abandoned, replacing, to_yaml
 from cascade_train.files.run_folder import exported_step
 from cascade_train.files.untrusted import PICTURE_BYTES, open_regular, read_json, read_mapping, read_rows
 from cascade_train.redaction import redact, redacted
