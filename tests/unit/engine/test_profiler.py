@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cascade_train.engine.profiler import Profiler
-from cascade_train.errors import ConfigError, RunError
+from cascade_train.errors import RunError
 
 
 def train(profiler, first, last):
@@ -54,12 +54,3 @@ def test_a_trace_that_cannot_be_written_is_a_run_error(world, tmp_path):
     (tmp_path / "profile").write_text("in the way")
     with pytest.raises(RunError, match=r"the profile .* could not be written"):
         train(Profiler(directory=tmp_path, start_step=2, steps=1), 1, 3)
-
-
-@pytest.mark.parametrize(
-    ("start_step", "steps", "message"),
-    [(2, 0, r"profile\.steps=0 must be at least 1"), (1, 2, r"profile\.start_step=1 must be at least 2")],
-)
-def test_an_empty_window_and_one_with_the_first_step_are_refused(tmp_path, start_step, steps, message):
-    with pytest.raises(ConfigError, match=message):
-        Profiler(directory=tmp_path, start_step=start_step, steps=steps)
