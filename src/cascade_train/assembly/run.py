@@ -45,7 +45,7 @@ from cascade_train.engine.phase import BoundPhase, averaged, whole_state
 from cascade_train.engine.profiler import Profiler
 from cascade_train.engine.progress import Progress
 from cascade_train.engine.run.directory import RunDirectory, claimed
-from cascade_train.engine.run.on_end import announced
+from cascade_train.engine.run.on_end import run_end_hook
 from cascade_train.engine.run.report import write_report
 from cascade_train.engine.tracking import build_tracker
 from cascade_train.engine.validation import HeldOut, Reconstructions, SetDistance, Validation
@@ -131,7 +131,7 @@ def train_in(
         run.record_start({"facts": facts, "data": cast(Feed, trainer.feed).report(), "overrides": overrides()})
     log.info("%s", "\n".join(f"  {name:<10} {text}" for name, text in facts.items()))
     signals.wait_for_votes()
-    with announced(cfg.run.on_end, trainer, run.path), reported(run.path, cfg, is_main=world.is_main):
+    with run_end_hook(cfg.run.on_end, trainer, run.path), reported(run.path, cfg, is_main=world.is_main):
         try:
             with heartbeat.naming_lost_ranks():
                 rollback.run(trainer)

@@ -141,7 +141,7 @@ class OptimizerSpec:
             rate = {} if root is None else {"lr": self.base_lr(global_batch_size, lrs[root])}
             for each, decay in ((decayed, self.weight_decay), (kept, 0.0)):
                 chosen = {name: p for name, p in each.items() if root_in(name, lrs) == root}
-                groups += [{"params": self._listed(chosen), "weight_decay": decay, **rate}] if chosen else []
+                groups += [{"params": self._list(chosen), "weight_decay": decay, **rate}] if chosen else []
         name = getattr(self.made, "__name__", self.algorithm)
         try:
             optimizer = self.algorithm(groups, lr=self.base_lr(global_batch_size))
@@ -191,7 +191,7 @@ class OptimizerSpec:
         """Return the bytes of state for each number of a large matrix, found by a step on a small one."""
         weight = nn.Parameter(torch.zeros(256, 256, device=device))
         weight.grad = torch.zeros_like(weight)
-        optimizer = self.algorithm([{"params": self._listed({"weight": weight})}], lr=self.lr)
+        optimizer = self.algorithm([{"params": self._list({"weight": weight})}], lr=self.lr)
         optimizer.step()
         values = [value for value in optimizer.state[weight].values() if isinstance(value, Tensor)]
         return sum(value.numel() * value.element_size() for value in values) / weight.numel()
@@ -207,7 +207,7 @@ class OptimizerSpec:
         judge = getattr(self.made, "by_element", None)
         return self.made in ELEMENTWISE if judge is None else judge(name, parameter)
 
-    def _listed(self, parameters: Mapping[str, nn.Parameter]) -> list[Any]:
+    def _list(self, parameters: Mapping[str, nn.Parameter]) -> list[Any]:
         return list(parameters.items() if getattr(self.made, "takes_names", False) else parameters.values())
 
     def _works_on(self, mesh: DeviceMesh, rows: int) -> bool:
@@ -221,7 +221,7 @@ class OptimizerSpec:
         weight = nn.Parameter(distribute_tensor(values, mesh, placements))
         weight.grad = torch.zeros_like(weight)
         try:
-            self.algorithm([{"params": self._listed({"weight": weight})}], lr=self.lr).step()
+            self.algorithm([{"params": self._list({"weight": weight})}], lr=self.lr).step()
         except RuntimeError:
             return False
         return True

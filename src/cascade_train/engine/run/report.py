@@ -86,7 +86,7 @@ def _template() -> jinja2.Template:
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
 
 
-def hidden(text: Data) -> Data:
+def hide_secrets(text: Data) -> Data:
     """Return values of files as JSON has them, their secrets hidden."""
     plain: Data = json.loads(json.dumps(redacted(text), default=str), parse_constant=str)
     return plain
@@ -118,7 +118,7 @@ def run_data(folder: Path, *, bases: Configs, against: Sequence[Path] = ()) -> D
         "environment": environment,
     }
     return {
-        **hidden(text),
+        **hide_secrets(text),
         "runs": [{"name": name, "series": series(metrics)}, *({"name": n, "series": c} for n, c in curves.items())],
         "noise_levels": noise_levels(steps),
         "samples": samples(steps),
@@ -191,8 +191,8 @@ def notes(folder: Path, metrics: Metrics) -> Iterator[Data]:
 def noise_levels(folders: Mapping[str, Path]) -> list[Data]:
     """Return the unweighted loss over logSNR that the newest grids have a chart of, by label."""
     found = []
-    for label, folder in _spread(folders, MOST_LEVELS):
-        picture: Any = _opened(folder / "loss_by_logsnr.png")
+    for label, folder in _pick_evenly(folders, MOST_LEVELS):
+        picture: Any = _open_picture(folder / "loss_by_logsnr.png")
         with suppress(AttributeError, ValueError, LookupError, TypeError):  # damaged, or none of ours
             points = read_json(picture.info["points"])
             x, y = points["x"], points["y"]
@@ -207,12 +207,12 @@ def samples(folders: Mapping[str, Path]) -> Data:
     Pictures are small JPEGs as data urls, None where a folder lacks one.
     """
     count = max((len(_pictures(folder)) for folder in folders.values()), default=0)
-    chosen = _spread(folders, max(2, MOST_PICTURES // max(count, 1)))
+    chosen = _pick_evenly(folders, max(2, MOST_PICTURES // max(count, 1)))
     rows: dict[int, Data] = {}
     for place, (_, folder) in enumerate(chosen):
         for (number, kind), path in _pictures(folder).items():
             row = rows.setdefault(number, {"caption": "", "pictures": {}})
-            url, caption = _embedded(path)
+            url, caption = _embed_picture(path)
             row["pictures"].setdefault(kind, [None] * len(chosen))[place] = url
             row["caption"] = caption or row["caption"]
     return {"labels": [label for label, _ in chosen], "rows": [rows[number] for number in sorted(rows)]}
@@ -225,9 +225,9 @@ def _pictures(folder: Path) -> dict[tuple[int, str], Path]:
     return {key: path for key, path in found.items() if key[0] < MOST_ROWS}
 
 
-def _embedded(path: Path) -> tuple[str | None, str]:
+def _embed_picture(path: Path) -> tuple[str | None, str]:
     """Return a picture as a data url and its caption; None and nothing where it is damaged."""
-    picture = _opened(path)
+    picture = _open_picture(path)
     if picture is None:
         return None, ""
     small = picture.convert("RGB")
@@ -238,7 +238,7 @@ def _embedded(path: Path) -> tuple[str | None, str]:
     return url, redact(str(picture.info.get("caption", "")))
 
 
-def _opened(path: Path) -> Image.Image | None:
+def _open_picture(path: Path) -> Image.Image | None:
     from PIL import Image  # the list of commands needs none of it
 
     try:
@@ -249,7 +249,7 @@ def _opened(path: Path) -> Image.Image | None:
         return None
 
 
-def _spread(folders: Mapping[str, Path], most: int) -> list[tuple[str, Path]]:
+def _pick_evenly(folders: Mapping[str, Path], most: int) -> list[tuple[str, Path]]:
     """Return at most this many folders, evenly spaced, the first and the last included."""
     every = list(folders.items())
     count = min(most, len(every))
