@@ -87,12 +87,8 @@ class OptimizerSpec:
                 f"optimizer.algorithm={made.__name__} is constructed from parameter groups and lr, and its constructor "
                 f"does not take them: {error}. Write 'def __init__(self, params, lr, ...)'."
             ) from error
-        takes = inspect.signature(made).parameters
-        if (
-            weight_decay > 0
-            and "weight_decay" not in takes
-            and not any(p.kind is p.VAR_KEYWORD for p in takes.values())
-        ):
+        takes = inspect.signature(made).parameters.values()
+        if weight_decay > 0 and not any(p.name == "weight_decay" or p.kind is p.VAR_KEYWORD for p in takes):
             raise ValueError(
                 f"optimizer.weight_decay={weight_decay} has no effect: {made.__name__} has no weight decay. Set "
                 "optimizer.weight_decay=0."
