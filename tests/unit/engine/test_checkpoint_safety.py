@@ -40,14 +40,6 @@ def store(world, tmp_path):
     return CheckpointStore(tmp_path / "checkpoints")
 
 
-def test_plain_values_load_without_pickle(store):
-    path = store.save(1, state(), {})
-    loaded = state(plain=9.0)
-    loaded["name"] = "other"
-    store.load(path, loaded)
-    assert (loaded["lr"], loaded["betas"], loaded["none"], loaded["name"]) == (0.5, (0.9, 0.99), None, "adam")
-
-
 def test_code_in_the_table_of_contents_is_refused_and_not_run(store, tmp_path):
     path, harm = store.save(1, state(), {}), tmp_path / "harm"
     (path / ".metadata").write_bytes(pickle.dumps(WritesAFile(harm)))

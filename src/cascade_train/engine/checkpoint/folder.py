@@ -200,12 +200,10 @@ class CheckpointFolder:
 
         Numbers of later evaluations of the same weights are among their facts, as `EVALUATED`.
         """
-        manifests = {step: whole_manifest(path) for step, path in self.visible().items()}
-        found = {step: manifest for step, manifest in manifests.items() if manifest is not None}
-        stamps = {step: manifest.stamp for step, manifest in found.items()}
-        judged = evaluations(self.directory.with_name(EVALUATIONS), stamps)
-        facts = {s: {**each.facts, EVALUATED: judged[s]} for s, each in found.items() if s in judged}
-        return {s: replace(each, facts=facts.get(s, each.facts)) for s, each in found.items()}
+        found = {step: each for step, path in self.visible().items() if (each := whole_manifest(path)) is not None}
+        judged = evaluations(self.directory.with_name(EVALUATIONS), {step: each.stamp for step, each in found.items()})
+        added = {step: {EVALUATED: numbers} for step, numbers in judged.items()}
+        return {step: replace(each, facts={**each.facts, **added.get(step, {})}) for step, each in found.items()}
 
     def prepare(self, hidden: Path) -> None:
         """Clear what crashes left behind, and make an empty hidden directory."""

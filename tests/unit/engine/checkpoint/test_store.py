@@ -22,7 +22,7 @@ def state(seed=0, width=3):
             "weight": torch.randn(4, width, generator=generator),
             "half": torch.randn(5, generator=generator).bfloat16(),
         },
-        "optimizer": {"step": torch.tensor(7.0), "param_groups": {"lr": 0.1 + 0.2, "betas": [0.9, 0.999]}},
+        "optimizer": {"step": torch.tensor(7.0), "param_groups": {"lr": 0.1 + 0.2, "betas": (0.9, 0.999)}},
         "empty": {},
     }
 
@@ -56,7 +56,7 @@ def test_a_saved_state_loads_exactly(store):
     assert store.load(path, loaded) == FACTS
     assert torch.equal(weight, state()["model"]["weight"]), "the tensor that was given"
     assert torch.equal(loaded["model"]["half"], state()["model"]["half"])
-    assert loaded["optimizer"]["param_groups"] == {"lr": 0.1 + 0.2, "betas": [0.9, 0.999]}
+    assert loaded["optimizer"]["param_groups"] == {"lr": 0.1 + 0.2, "betas": (0.9, 0.999)}
 
 
 def test_the_manifest_names_every_file(store):
