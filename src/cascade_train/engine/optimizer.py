@@ -165,11 +165,7 @@ class OptimizerSpec:
         )
 
     def _rounding(
-        self,
-        optimizer: Optimizer,
-        whole: Mapping[str, nn.Parameter],
-        parameters: Mapping[str, nn.Parameter],
-        seed: int,
+        self, optimizer: Optimizer, whole: Mapping[str, nn.Parameter], parameters: Mapping[str, nn.Parameter], seed: int
     ) -> Optimizer:
         """Return the algorithm with stochastic rounding; a ConfigError where it does not treat weights one by one."""
         from cascade_train.distributed.parallelize import first_row

@@ -64,12 +64,7 @@ class Came(pytorch_optimizer.CAME):
         foreach: bool,
     ) -> None:
         super().__init__(
-            params,
-            lr=lr,
-            betas=betas,
-            weight_decay=weight_decay,
-            clip_threshold=clip_threshold,
-            foreach=foreach,
+            params, lr=lr, betas=betas, weight_decay=weight_decay, clip_threshold=clip_threshold, foreach=foreach
         )
 
 

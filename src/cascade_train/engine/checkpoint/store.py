@@ -32,14 +32,7 @@ from cascade_train.engine.checkpoint.folder import (
     write_manifest,
 )
 from cascade_train.engine.checkpoint.loading import drop_optimizer, load_files
-from cascade_train.engine.checkpoint.writing import (
-    Background,
-    HostMemory,
-    Layout,
-    Snapshot,
-    check_space,
-    write_files,
-)
+from cascade_train.engine.checkpoint.writing import Background, HostMemory, Layout, Snapshot, check_space, write_files
 from cascade_train.errors import ConfigError, RunError
 
 log = logging.getLogger(__name__)
