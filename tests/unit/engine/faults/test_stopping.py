@@ -6,13 +6,7 @@ import pytest
 
 from cascade_train.engine.checkpoint.store import CheckpointStore
 from cascade_train.engine.faults import stopping
-from cascade_train.engine.faults.stopping import (
-    Request,
-    Stopping,
-    TimeLimit,
-    code_of_stop,
-    seconds_since_start,
-)
+from cascade_train.engine.faults.stopping import Request, Stopping, TimeLimit, code_of_stop, seconds_since_start
 from cascade_train.errors import RunError
 from cascade_train.signals import STOP_SIGNALS, Signals
 from tests.unit.engine.test_loop import build_trainer
