@@ -16,8 +16,7 @@ from torch_fidelity import FeatureExtractorBase, calculate_metrics, register_fea
 
 from cascade_train.commands.evaluate import EvaluateArgs, evaluate
 from cascade_train.config.saved import load_yaml
-from cascade_train.engine.checkpoint.folder import CheckpointFolder
-from cascade_train.engine.checkpoint.manifest import Manifest, write_manifest
+from cascade_train.engine.checkpoint.folder import CheckpointFolder, Manifest, write_manifest
 from cascade_train.errors import ConfigError
 from cascade_train.models.formats.weights_source import local_path
 from cascade_train.models.image_quality import ClipScore
