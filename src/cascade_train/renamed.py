@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 _DATA, _MODELS, _DIFFUSION = "cascade_train.data", "cascade_train.models", "cascade_train.diffusion"
+_FILTERS = "cascade_train.filters"
 
 RENAMED = {
     **{
@@ -22,6 +23,8 @@ RENAMED = {
         )
     },
     f"{_DATA}.regularised.Regularised": f"{_DATA}.mixture.Regularised",
+    f"{_FILTERS}.onnx_network.OnnxFilter": f"{_FILTERS}.network.OnnxFilter",
+    f"{_FILTERS}.torch_network": f"{_FILTERS}.network",
     f"{_DIFFUSION}.noise_condition.StableDiffusionCondition": f"{_DIFFUSION}.noise_condition.ScaledLinearCondition",
     f"{_DIFFUSION}.schedule.StableDiffusionSchedule": f"{_DIFFUSION}.schedule.ScaledLinearSchedule",
 }

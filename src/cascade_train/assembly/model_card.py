@@ -18,9 +18,8 @@ from cascade_train.assembly.components import families
 from cascade_train.config.saved import CONFIG_NAME, load_yaml
 from cascade_train.config.targets import class_constant
 from cascade_train.engine.run.records import newest_grid, read_metrics
-from cascade_train.files.durable import write_durably
+from cascade_train.files.durable import to_yaml, write_durably
 from cascade_train.files.hub import parse_source
-from cascade_train.files.plain_yaml import to_yaml
 from cascade_train.models.family import Family
 from cascade_train.redaction import redacted
 

@@ -20,8 +20,7 @@ from cascade_train.config.launch import parser
 from cascade_train.config.overrides import searching
 from cascade_train.config.targets import class_constant
 from cascade_train.errors import ConfigError
-from cascade_train.files.hub import HubSource, announced_hash, free_bytes, unavailable
-from cascade_train.files.web import WebFile
+from cascade_train.files.hub import HubSource, WebFile, announced_hash, free_bytes, unavailable
 from cascade_train.models.formats.weights_source import WeightsSpec, hub_names, local_path
 from cascade_train.results.evaluation.published import NETWORKS
 
@@ -136,7 +135,7 @@ def _of_web(key: str, file: WebFile) -> _Item:
         size = file.size()
     except OSError as error:
         raise unavailable(origin, error) from error
-    disk = file.path.parent, file.free_bytes()
+    disk = free_bytes(file.path.parent)
     return _Item(
         file.url, size, is_here=file.path.is_file(), origin=origin, fetch=lambda: file.fetch().is_file(), disk=disk
     )

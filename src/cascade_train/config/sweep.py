@@ -32,8 +32,7 @@ from cascade_train.config.sweeps.naming import key_of, place_sweep
 from cascade_train.config.sweeps.ranking import KINDS, Result, is_result, measured, metric_of, ranked, table
 from cascade_train.config.sweeps.slurm import ON_SLURM, SlurmJob, adopt_slurm_step, requeue, slurm_jobs
 from cascade_train.errors import STOPPED, ConfigError, RunError, install_hint, unwritten
-from cascade_train.files.durable import write_durably
-from cascade_train.files.plain_yaml import to_yaml
+from cascade_train.files.durable import to_yaml, write_durably
 from cascade_train.files.untrusted import load_mapping, read_mapping
 from cascade_train.redaction import redact_argument, redacted
 

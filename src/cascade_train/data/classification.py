@@ -15,8 +15,7 @@ from cascade_train.data.index.rows import Index, combined, text_checksum
 from cascade_train.data.sample import RawSample, UnreadableSampleError
 from cascade_train.data.webdataset import WebDataset
 from cascade_train.errors import ConfigError
-from cascade_train.files.stored import MAX_BYTES, parsing
-from cascade_train.files.untrusted import open_regular, read_json
+from cascade_train.files.untrusted import MAX_BYTES, open_regular, parsing, read_json
 from cascade_train.options import File
 
 CHECKED = 50  # samples of tars whose class is looked up on opening

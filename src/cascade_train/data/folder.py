@@ -30,8 +30,7 @@ from cascade_train.data.index.rows import (
 from cascade_train.data.sample import FileLimits, RawSample, UnreadableSampleError
 from cascade_train.data.table import METADATA_FILES, caption_of, number_of, read_metadata_files
 from cascade_train.errors import ConfigError
-from cascade_train.files.stored import parsing
-from cascade_train.files.untrusted import open_regular, read_yaml
+from cascade_train.files.untrusted import open_regular, parsing, read_yaml
 from cascade_train.options import File, Free, Order, check_choice
 
 EXTENSIONS = ("jpg", "jpeg", "jfif", "png", "webp", "bmp")

@@ -20,8 +20,7 @@ from cascade_train.data.index.rows import LONGEST_KEY, ROW_FIELDS, checksum, com
 from cascade_train.data.sample import RawSample, UnreadableSampleError
 from cascade_train.data.storage.store import PerProcess
 from cascade_train.errors import ConfigError, install_hint
-from cascade_train.files.stored import parsing
-from cascade_train.files.untrusted import open_regular
+from cascade_train.files.untrusted import open_regular, parsing
 
 PARQUET_FIELDS = [*ROW_FIELDS, ("row", "<i4"), ("bytes", "<i8")]
 """Of a row: `shard` is its row group, `row` its place in it, `bytes` those of its picture."""

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cascade_train.errors import ConfigError
-from cascade_train.files.stored import bounded_lines, parsing
-from cascade_train.files.untrusted import open_regular
+from cascade_train.files.untrusted import bounded_lines, open_regular, parsing
 
 FILE = "@"
 """What a prompt that names a file begins with; a prompt that itself begins so has it twice."""

@@ -22,8 +22,7 @@ from cascade_train.data.index.cache import load_checksums
 from cascade_train.data.index.rows import LONGEST_KEY, ROW_FIELDS, combined, first_names, text_checksum
 from cascade_train.data.sample import RawSample, UnreadableSampleError
 from cascade_train.errors import ConfigError
-from cascade_train.files.stored import bounded_lines, parsing
-from cascade_train.files.untrusted import open_regular, read_json
+from cascade_train.files.untrusted import bounded_lines, open_regular, parsing, read_json
 
 DELIMITERS = {".csv": ",", ".tsv": "\t", ".jsonl": None, ".ndjson": None}
 """What separates the cells of a row, by a file's extension; None = each line is a json mapping."""

@@ -1,4 +1,4 @@
-"""The atomic write: a file is written beside its final name, synced to the disk, renamed.
+"""The atomic write: a file is written beside its final name, synced to the disk, renamed; and plain values as YAML.
 
 What the files mean is not known here.
 """
@@ -11,11 +11,16 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from cascade_train.files.untrusted import LINES_BYTES, read_regular
 
 _PARTIAL, _DAY = ".partial", 24 * 3600.0
+_DUMPER: Any = yaml.CSafeDumper if yaml.__with_libyaml__ else yaml.SafeDumper
 _NO_DIRECTORY_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS}
 """Errors of file systems that cannot sync a directory; they keep names in order by other means."""
 
@@ -90,3 +95,13 @@ def read_whole_lines(path: Path, *, errors: str = "replace") -> list[str]:
     if whole != text:
         write_durably(path, whole)
     return whole.splitlines()
+
+
+def to_yaml(value: Any, *, allow_unicode: bool = False) -> str:
+    """Return a YAML text of nested dicts, lists and plain values, keys in their order."""
+    write = partial(yaml.dump, value, sort_keys=False, allow_unicode=allow_unicode)
+    try:
+        text: str = write(Dumper=_DUMPER)
+    except UnicodeEncodeError:  # half a character of UTF-16, which libyaml does not escape
+        text = write(Dumper=yaml.SafeDumper)
+    return text

@@ -26,6 +26,9 @@ from cascade_train.options import check_least
 CONTROL = "control"
 """Name of a finished map among a batch's tensors, as a cache holds it; workers' arrays are named `control_…`."""
 
+DISC = 0.3
+"""Largest squared distance from the middle of a disc's square of side 1; corners, at 0.5, lie outside."""
+
 Encode = Callable[[Tensor], Tensor]
 """The stage's own frozen encoder: images (B, 3, H, W) float in [0, 1] to latents (B, C, h, w) fp32."""
 
@@ -78,6 +81,8 @@ class ControlFilter(abc.ABC):
 class ImageFilter(ControlFilter):
     """A filter that needs no device: `apply` makes the map of one picture, in the data workers."""
 
+    at_picture_size: bool = False  # whether maps are resized to the size of the pictures
+
     @abc.abstractmethod
     def apply(self, image: np.ndarray, generator: torch.Generator) -> np.ndarray:
         """Return the map (C, h, w) of one picture (3, H, W) uint8 RGB; random choices come from `generator` alone.
@@ -90,8 +95,8 @@ class ImageFilter(ControlFilter):
         return self._make
 
     def build(self, *, device: torch.device, encode: Encode) -> ControlMap:
-        """Return the map as it arrives, in fp32."""
-        return arrived
+        """Return the map as `apply` made it, or at the size of the pictures, in fp32."""
+        return restored if self.at_picture_size else arrived
 
     def _make(self, image: np.ndarray, generator: torch.Generator) -> Mapping[str, np.ndarray]:
         made = np.asarray(self.apply(image, generator))
@@ -164,6 +169,14 @@ def check_threshold(pair: Sequence[float]) -> None:
         raise ConfigError(f"task.filter.threshold={pair} must be two numbers with 0 <= low <= high <= 1, as [0.1, 0.4]")
 
 
+def check_kernels(key: str, kernels: Sequence[int]) -> None:
+    """Raise ValueError where there is no width, or one is neither 0 nor odd from 3 on."""
+    if not kernels or any(kernel != 0 and (kernel < 3 or kernel % 2 == 0) for kernel in kernels):
+        raise ValueError(
+            f"{key}={kernels}: each sample draws one of these widths, give odd numbers of pixels from 3 on, or 0"
+        )
+
+
 def pick(options: Sequence[int], generator: torch.Generator) -> int:
     """Draw one of the options, each as likely as the others."""
     return options[int(torch.randint(len(options), (1,), generator=generator))]
@@ -190,3 +203,22 @@ def coloured(control_BCHW: Tensor) -> Tensor:
     shown_BCHW = torch.einsum("dc,bchw->bdhw", wheel, control_BCHW.float())
     low, high = shown_BCHW.amin(dim=(1, 2, 3), keepdim=True), shown_BCHW.amax(dim=(1, 2, 3), keepdim=True)
     return (shown_BCHW - low) / (high - low).clamp(min=1e-6)
+
+
+def disc(diameter: int) -> np.ndarray:
+    """Return a disc (diameter, diameter) uint8, 1 inside (Stable Cascade, modules/controlnet.py)."""
+    square = np.linspace(-0.5, 0.5, diameter, dtype=np.float32) ** 2
+    return (square[None, :] + square[:, None] < DISC).astype(np.uint8)
+
+
+def dilated(map_B1HW: Tensor, diameter: int) -> Tensor:
+    """Return the largest value within a disc of each place of maps (B, 1, H, W); a diameter of 0 leaves them."""
+    if diameter == 0:
+        return map_B1HW
+    reach, rows = diameter // 2, []
+    height = map_B1HW.shape[-2]
+    padded = F.pad(map_B1HW, (0, 0, reach, reach), value=-torch.inf)
+    for place, width in enumerate(disc(diameter).sum(axis=1).tolist()):
+        row = padded[..., place : place + height, :]
+        rows.append(F.max_pool2d(row, (1, width), stride=1, padding=(0, width // 2)))
+    return torch.stack(rows).amax(dim=0)

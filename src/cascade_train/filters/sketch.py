@@ -16,8 +16,17 @@ from torch.nn import functional as F
 
 from cascade_train.batch import SampleTransform
 from cascade_train.errors import ConfigError
-from cascade_train.filters.base import ControlFilter, ControlMap, Encode, between, check_copy, check_threshold, resized
-from cascade_train.filters.parts.morphology import check_kernels, dilated
+from cascade_train.filters.base import (
+    ControlFilter,
+    ControlMap,
+    Encode,
+    between,
+    check_copy,
+    check_kernels,
+    check_threshold,
+    dilated,
+    resized,
+)
 from cascade_train.filters.parts.requirements import WeightsFile, find_file, load_weights
 from cascade_train.options import File
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from cascade_train.files.stored import stored_mapping
+from cascade_train.files.untrusted import stored_mapping
 from cascade_train.models.formats.autoencoder_kl import read_vae
 from cascade_train.models.formats.weights import put_tensors
 from cascade_train.models.formats.weights_source import find_weight_files

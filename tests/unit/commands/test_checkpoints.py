@@ -206,5 +206,5 @@ def test_a_configuration_that_would_not_end_is_said_to_be_damaged(run, capsys):
     (run / "config.yaml").write_text("a: &a [x]\nb: *a")
     assert launch(["checkpoints", "ls", str(run)]) == 2
     said = capsys.readouterr().err
-    assert "config.yaml is damaged: it has an alias, *a" in said
+    assert "config.yaml is damaged (it has an alias, *a" in said
     assert "put back a whole copy of it." in said

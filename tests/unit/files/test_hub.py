@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import socket
 import time
@@ -11,11 +12,20 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
+import torch
 from huggingface_hub.errors import RemoteEntryNotFoundError
 
 import cascade_train.files.hub as hub_module
 from cascade_train.errors import ConfigError
-from cascade_train.files.hub import HubSource, find_fault, free_bytes, parse_source, push_folder, without_commit
+from cascade_train.files.hub import (
+    HubSource,
+    WebFile,
+    find_fault,
+    free_bytes,
+    parse_source,
+    push_folder,
+    without_commit,
+)
 from cascade_train.models.formats.weights_source import find_weight_files
 from tests.loopback_hub import COMMIT, Hub, point_to, serving
 
@@ -232,3 +242,26 @@ def test_a_folder_is_pushed_into_a_private_repository(
     hub.refusal = (403, {})
     with pytest.raises(ConfigError, match="push=somebody/else: the hub did not take it .*403 Forbidden.*log in"):
         push_folder(folder, "somebody/else", **given)
+
+
+def test_a_file_is_kept_where_torch_keeps_it_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = bytes(range(256)) * 5000
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
+    with serving(Hub(files={"net.pth": content})) as hub:
+        file = WebFile(f"{hub.url}/owner/name/resolve/main/net.pth", hashlib.sha256(content).hexdigest())
+        assert file.path == Path(torch.hub.get_dir()) / "checkpoints" / "net.pth"
+        assert file.size() == len(content)
+        hub.faults.extend([70_000, "wrong", "endless"])
+        for _ in range(3):  # a cut connection, other bytes, a body that is not announced and has no end
+            with pytest.raises(ConfigError, match="net.pth: checksum mismatch of the download"):
+                file.fetch()
+            assert not list(file.path.parent.iterdir())
+        assert hub.endless < 10_000_000, "what is not announced is not read"
+        assert file.fetch().read_bytes() == content
+        file.path.write_bytes(b"damaged")
+        assert file.fetch().read_bytes() == content
+        asked = len(hub.requests)
+        assert (file.fetch(), file.size()) == (file.path, len(content))
+        assert len(hub.requests) == asked
+        with pytest.raises(OSError, match="404"):
+            WebFile(f"{hub.url}/owner/name/resolve/main/absent.pth", "0" * 64).size()

@@ -9,7 +9,7 @@ import torch
 from onnx import TensorProto, helper
 
 from cascade_train.errors import ConfigError
-from cascade_train.filters.onnx_network import NETWORK, OnnxFilter
+from cascade_train.filters.network import ONNX_NETWORK, OnnxFilter
 from cascade_train.filters.parts.requirements import open_session
 from tests.unit.filters import onnx_files
 from tests.unit.filters.filter_contract import ControlFilterContract, both_halves, pictures
@@ -112,7 +112,7 @@ def test_a_network_that_is_not_there_is_described() -> None:
 
 
 def test_a_process_opens_a_network_once(two_maps: str) -> None:
-    assert open_session(Path(two_maps), NETWORK) is open_session(Path(two_maps), NETWORK)
+    assert open_session(Path(two_maps), ONNX_NETWORK) is open_session(Path(two_maps), ONNX_NETWORK)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from cascade_train.errors import ConfigError
 from cascade_train.filters import sketch as sketch_module
-from cascade_train.filters.parts.morphology import dilated, disc
+from cascade_train.filters.base import dilated, disc
 from cascade_train.filters.sketch import DifferenceConv, EdgeNetwork, SketchFilter
 from tests.unit.filters.filter_contract import CPU, ControlFilterContract, both_halves, encode, generators, pictures
 

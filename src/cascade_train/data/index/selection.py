@@ -15,8 +15,7 @@ import numpy as np
 from cascade_train.data.index.row_filter import PASSED, RowFilter, parse_row_filters
 from cascade_train.data.index.rows import Index
 from cascade_train.errors import ConfigError
-from cascade_train.files.stored import bounded_lines
-from cascade_train.files.untrusted import open_regular, read_json
+from cascade_train.files.untrusted import bounded_lines, open_regular, read_json
 from cascade_train.redaction import printable
 
 SIZE_FILTERS, QUARANTINE = "data.size_filters", "data.quarantine"

@@ -33,7 +33,7 @@ MOST_STREAMS = 64
 _log = logging.getLogger(__name__)
 
 
-class Part(NamedTuple):
+class StreamShare(NamedTuple):
     """What one stream gives to one rank's share of every global batch."""
 
     stream: int
@@ -146,7 +146,7 @@ class StreamFeed(Feed):
         return f"This rank reads streams whose places are (epoch, tar, sample, taken) {places}; a command may be slow."
 
 
-def parts_of_rank(request: FeedRequest, streams: int) -> list[Part]:
+def parts_of_rank(request: FeedRequest, streams: int) -> list[StreamShare]:
     """Return which streams fill this rank's slots of a global batch, and where micro-batches cut them.
 
     Stream s fills slots [s c, (s + 1) c) of each global batch, c samples per stream; rank r takes its r-th share.
@@ -161,7 +161,7 @@ def parts_of_rank(request: FeedRequest, streams: int) -> list[Part]:
     borders = (stream * count for stream in range(streams))
     cuts = sorted({*range(begin, end + 1, request.micro_batch_size), *(slot for slot in borders if begin < slot < end)})
     return [
-        Part(stream, [cut - stream * count for cut in cuts if stream * count <= cut <= (stream + 1) * count])
+        StreamShare(stream, [cut - stream * count for cut in cuts if stream * count <= cut <= (stream + 1) * count])
         for stream in range(begin // count, -(-end // count))
     ]
 
@@ -205,7 +205,7 @@ class InMemoryBatches(MicroBatches):
 class _Items(IterableDataset[Item | Failure]):
     """The items of one rank, in the order of its streams; a worker makes every n-th."""
 
-    parts: list[Part]
+    parts: list[StreamShare]
     streams: Sequence[Stream]
     cursors: Mapping[int, Cursor]  # the feed's own: a new iterator begins at the places that they name then
     count: int  # samples that a stream gives to a global batch
@@ -218,7 +218,7 @@ class _Items(IterableDataset[Item | Failure]):
         while True:
             yield from map(self._item, mine, takes)
 
-    def _item(self, part: Part, takes: Iterator[Take]) -> Item | Failure:
+    def _item(self, part: StreamShare, takes: Iterator[Take]) -> Item | Failure:
         try:
             take = next(takes)
         except Exception as error:

@@ -31,7 +31,7 @@ class BucketCount:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shapes:
+class Cropping:
     """What a choice of `data.aspect_ratios` does to the pictures of known size."""
 
     aspect_ratios: str  # as an override has it
@@ -58,7 +58,7 @@ class Survey:
     width_N: np.ndarray  # of the pictures in pixels, upright; 0 where the header cannot be read
     height_N: np.ndarray  # the same
     buckets: tuple[BucketCount, ...]  # the training sizes that occur, most samples first
-    shapes: tuple[Shapes, ...]  # the chosen ones first, then others
+    shapes: tuple[Cropping, ...]  # the chosen ones first, then others
     read: int  # how many pictures were read and decoded
     unreadable: tuple[tuple[str, str], ...]  # name and reason of those that could not be
     rotated: tuple[str, ...]  # names of those that EXIF rotates
@@ -157,7 +157,7 @@ def _buckets(part: Rows) -> tuple[BucketCount, ...]:
     return tuple(sorted(counts, key=lambda each: -each.samples))
 
 
-def _shapes(part: Rows) -> tuple[Shapes, ...]:
+def _shapes(part: Rows) -> tuple[Cropping, ...]:
     """Return what the chosen aspect ratios do to the pictures, and what the others that have a name would."""
     width_N, height_N = (part.index.table[name][part.rows].astype(np.int64) for name in ("width", "height"))
     known = (width_N > 0) & (height_N > 0)
@@ -173,12 +173,12 @@ def _shapes(part: Rows) -> tuple[Shapes, ...]:
     return tuple(found)
 
 
-def _shape(name: str, table: BucketTable, width_N: np.ndarray, height_N: np.ndarray) -> Shapes:
+def _shape(name: str, table: BucketTable, width_N: np.ndarray, height_N: np.ndarray) -> Cropping:
     bucket_N = table.nearest(width_N, height_N)
     height_of, width_of = table.sizes_K2[bucket_N].T
     wider = (width_N * height_of) / np.maximum(height_N * width_of, 1)
     lost = 1 - np.minimum(wider, 1 / np.maximum(wider, 1e-9))
-    return Shapes(
+    return Cropping(
         aspect_ratios=name,
         sizes=len(np.unique(bucket_N)),
         cropped=float(lost.mean()) if len(lost) else 0.0,

@@ -23,8 +23,7 @@ from cascade_train.data.storage.store import LocalFiles, Store, StoredObject
 from cascade_train.data.tar.members import PARTS
 from cascade_train.errors import ConfigError
 from cascade_train.files.durable import write_durably
-from cascade_train.files.stored import parsing
-from cascade_train.files.untrusted import open_regular, read_json
+from cascade_train.files.untrusted import open_regular, parsing, read_json
 from cascade_train.redaction import LONGEST_REASON, redact, redact_argument, shortened
 
 PIPE = "pipe:"

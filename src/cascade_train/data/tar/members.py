@@ -13,7 +13,7 @@ from cascade_train.data.index.rows import LONGEST_KEY
 from cascade_train.data.sample import RawSample, UnreadableSampleError
 from cascade_train.errors import ConfigError
 from cascade_train.files.durable import replacing
-from cascade_train.files.stored import parsing
+from cascade_train.files.untrusted import parsing
 from cascade_train.redaction import LONGEST_NAME, printable, shortened
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")

@@ -1,7 +1,6 @@
-"""The page of a run: what its folder holds, as one HTML file that needs no other.
+"""The page of a run: the contents of its folder in one HTML file.
 
-Reads files alone, those of runs of any age: what is missing or damaged is left out. Laid out in report.html, which
-draws the charts from the page's own JSON.
+Reads runs of any age, and leaves out what is missing or damaged. report.html draws the charts from the page's own JSON.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ from typing import TYPE_CHECKING, Any
 from cascade_train.engine.checkpoint.folder import EVALUATIONS
 from cascade_train.engine.run.config_difference import find_differences
 from cascade_train.engine.run.records import Metrics, is_number, read_evaluations, read_metrics, step_folders
-from cascade_train.files.durable import remove_abandoned, replacing
-from cascade_train.files.plain_yaml import to_yaml
+from cascade_train.files.durable import remove_abandoned, replacing, to_yaml
 from cascade_train.files.run_folder import exported_step
 from cascade_train.files.untrusted import PICTURE_BYTES, open_regular, read_json, read_mapping, read_rows
 from cascade_train.redaction import redact, redacted
@@ -53,7 +51,7 @@ _PICTURE = re.compile(r"(\d+)_(\w+)\.png")
 
 
 def write_report(folder: Path, bases: Callable[[], Configs]) -> None:
-    """Write the page of a run that has taken a step into its folder; a failure is only logged. See `run_data`."""
+    """Write the page of a run that has taken a step into its folder; a failure is only logged."""
     if not (folder / "metrics.jsonl").is_file():
         return
     try:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError, install_hint
 from cascade_train.files.hub import parse_source
-from cascade_train.files.stored import COPY, check_floating, parsing
+from cascade_train.files.untrusted import COPY, check_floating, parsing
 
 if TYPE_CHECKING:
     from onnxruntime import InferenceSession

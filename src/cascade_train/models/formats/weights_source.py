@@ -1,6 +1,6 @@
 """Where weights lie: from what a user writes (hub ids, folders, files, runs) to files on this machine.
 
-Must not live here: reading tensors and what their names mean (weights_tensors.py).
+Must not live here: reading tensors (weights.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from cascade_train.errors import ConfigError
 from cascade_train.files.hub import HubSource, parse_source, unavailable
 from cascade_train.files.run_folder import is_run, no_checkpoint_yet
-from cascade_train.files.stored import stored_mapping
+from cascade_train.files.untrusted import stored_mapping
 from cascade_train.redaction import LONGEST_NAME, shortened
 
 SINGLE_FILE_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cascade_train.errors import ConfigError
-from cascade_train.files.stored import parsing, stored_mapping
+from cascade_train.files.untrusted import parsing, stored_mapping
 
 NETWORK = (
     "sample_size", "in_channels", "out_channels", "block_out_channels", "layers_per_block", "down_block_types",

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
 from cascade_train.filters.base import ControlFilter
-from cascade_train.filters.torch_network import NetworkFilter, load_exported
+from cascade_train.filters.network import NetworkFilter, load_exported
 from tests.unit.filters.filter_contract import CPU, ControlFilterContract, both_halves, encode, pictures
 
 
@@ -75,7 +75,7 @@ def test_an_exported_network_is_read(tmp_path: Path) -> None:
     torch.export.save(program, tmp_path / "depth.pt2")
     found = network(network=partial(load_exported, path=str(tmp_path / "depth.pt2")), channels=2)
     assert both_halves(found, pictures(3, 12, 20), 0, 1, 2).shape == (3, 2, 12, 20)
-    assert found.node()["network"]["_target_"] == "cascade_train.filters.torch_network.load_exported"
+    assert found.node()["network"]["_target_"] == "cascade_train.filters.network.load_exported"
 
 
 def test_a_file_that_torch_did_not_export_is_refused(tmp_path: Path) -> None:
