@@ -156,7 +156,7 @@ def test_values_and_masks_come_with_the_picture(tmp_path: Path) -> None:
     source.open()
     assert [source.read(row).values["artist"] for row in (0, 1)] == ["Ann", "Bo"]
     assert [source.read(row).mask for row in (0, 1)] == [mask.read_bytes(), None]
-    with pytest.raises(UnreadableSampleError, match="its json is damaged: it is no mapping that can be read"):
+    with pytest.raises(UnreadableSampleError, match="its json is damaged: no mapping that can be read"):
         source.read(2)
     assert source.read(3).values == {}
     plain = folder(tmp_path)
@@ -329,7 +329,7 @@ def test_a_yaml_that_would_not_end_is_one_unreadable_sample(tmp_path: Path, text
     write(tmp_path / "a.yaml", text)
     source = folder(tmp_path, captions=Captions(key="a29", choose="first"), row_filters=None)
     source.open()
-    with pytest.raises(UnreadableSampleError, match="its yaml is damaged: it is no mapping that can be read"):
+    with pytest.raises(UnreadableSampleError, match="its yaml is damaged: no mapping that can be read"):
         source.read(0)
 
 
