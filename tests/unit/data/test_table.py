@@ -18,15 +18,8 @@ from tests.unit.data.dataset_contract import DatasetContract, loading
 
 
 def table(path: Any, **options: Any) -> Table:
-    """Make a source with small defaults."""
-    defaults = {
-        **tars.SMALL,
-        "image_column": "image",
-        "caption_column": "caption",
-        "mask_column": None,
-        "root": None,
-    }
-    return Table(path=path if isinstance(path, list) else str(path), **{**defaults, **options})
+    columns = {"image_column": "image", "caption_column": "caption", "mask_column": None, "root": None}
+    return Table(path=path if isinstance(path, list) else str(path), **{**tars.SMALL, **columns, **options})
 
 
 def pictures(folder: Path, *names: str) -> None:
