@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import re
-import time
 from pathlib import Path
 from typing import Any
 
@@ -128,14 +127,6 @@ def test_the_loss_can_count_less_beside_the_object() -> None:
 def test_a_scenes_sentence_leaves_nothing_out() -> None:
     scene = Scene(colour="orange", shape="ring", size="small", position="left", background="blue")
     assert scene.sentence() == "a small orange ring on the left on a blue background"
-
-
-def test_drawing_takes_milliseconds() -> None:
-    source = shapes(samples=200, image_size=96)
-    start = time.perf_counter()
-    for row in range(200):
-        source.read(row)
-    assert (time.perf_counter() - start) / 200 < 0.02
 
 
 @pytest.mark.parametrize(

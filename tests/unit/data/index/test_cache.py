@@ -95,9 +95,7 @@ def tar(root: Path) -> tuple[WebDataset, Path]:
     path = root / "data.tar"
     extensions = ("jpg", "jpeg", "png", "webp", "txt", "json", "mask.png")
     text = f"{path}|{path.stat().st_size}|{SECOND_NS}|{extensions}|2"
-    return WebDataset(**{**tars.SMALL, "index_dir": str(root / "kept")}, urls=str(path)), cache_file(
-        root / "kept", "data", text
-    )
+    return tars.webdataset(path, index_dir=str(root / "kept")), cache_file(root / "kept", "data", text)
 
 
 def parquet(root: Path) -> tuple[Parquet, Path]:

@@ -12,7 +12,7 @@ import pytest
 
 from cascade_train.data.index.row_filter import ABSENT, FAILED, MAX_CHARACTERS, PASSED, parse_row_filters, passing
 from cascade_train.data.tar import index as tar_index
-from cascade_train.errors import ConfigError, RunError
+from cascade_train.errors import ConfigError
 from tests.unit.data import tars
 from tests.unit.data.dataset_contract import loading
 
@@ -124,17 +124,6 @@ def test_changed_filters_are_refused_on_resume_even_if_they_keep_the_same_sample
             ),
         ):
             loader.load_state_dict(state)
-
-
-def test_a_tar_that_cannot_be_judged_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = scored(tmp_path)
-
-    def refuse(*given: Any) -> None:
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr(tar_index, "judge_shard", refuse)
-    with pytest.raises(RunError, match="a tar cannot be read: .* Permission denied: '.*a.tar'"):
-        tars.webdataset(path, row_filters={"score": "> 4.5"}).open()
 
 
 TIMES_ITSELF = "x"

@@ -134,11 +134,6 @@ def test_samples_mix_within_windows_of_shards_only() -> None:
         begin += size
 
 
-@pytest.mark.parametrize("changed", [{"seed": 1}, {"window_shards": 4}])
-def test_the_order_depends_on(changed: dict[str, int]) -> None:
-    assert stream(plan(), 7) != stream(plan(**changed), 7)
-
-
 def test_a_subset_of_rows_is_kept() -> None:
     rows = np.array([0, 3, 5, 17, 18, 44, 49])
     drawn = stream(plan(rows=rows, shards=SHARDS[rows]), 3)
