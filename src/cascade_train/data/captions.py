@@ -90,7 +90,6 @@ class Captions:
         return caption, ", ".join([origin, *tagged, *filled])
 
     def _chosen(self, raw: RawSample, generator: torch.Generator) -> tuple[str, str]:
-        """Return the text, and where it came from."""
         values = {key: raw.caption if key == TEXT else value_of(raw.values, key) for key in self._keys}
         found = {key: value for key, value in values.items() if value is not None}
         if not found:

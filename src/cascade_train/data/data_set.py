@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Unpack
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from cascade_train.data.index.content import content_record
 from cascade_train.data.index.pictures import refuse_unreadable
 from cascade_train.data.index.rows import Index, split
 from cascade_train.data.index.selection import selected
-from cascade_train.data.loading.feed import Feed, FeedOptions, FeedRequest, Loader
+from cascade_train.data.loading.feed import Feed, FeedRequest, Loader
 from cascade_train.data.order.plan import permutation
 from cascade_train.data.source import Source
 from cascade_train.errors import ConfigError
@@ -46,8 +46,8 @@ class Rows:
         chosen = permutation(len(self.rows), seed, 0, "part")[:count]
         return replace(self, rows=np.sort(self.rows[chosen]))
 
-    def load(self, **options: Unpack[FeedOptions]) -> Feed:
-        """Return the endless feed of these samples for one rank."""
+    def load(self, **options: Any) -> Feed:
+        """Return the endless feed of these samples for one rank; options are those of `FeedRequest`."""
         request = FeedRequest(index=self.index, rows=self.rows, transform=self.transform, **options)
         return self.source.own_feed(request) or Loader(self.source, request)
 
@@ -96,7 +96,7 @@ class DataSet:
                 " of a folder, data.repeats of a mixture); data.leftover=flush fills the batch with repeats of weight 0"
             )
 
-    def training_feed(self, **options: Unpack[FeedOptions]) -> Feed:
+    def training_feed(self, **options: Any) -> Feed:
         """Return the endless feed of training batches for one rank."""
         feed = self.training.load(**options)
         self._open.append(feed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from cascade_train.batch import SampleTransform
 from cascade_train.errors import ConfigError
 from cascade_train.filters.base import ControlFilter, ControlMap, Encode, between
-from cascade_train.filters.parts.requirements import WeightsFile, find_file, open_session, opencv, require
+from cascade_train.filters.parts.requirements import WeightsFile, open_session, opencv, require
 from cascade_train.options import File, check_least, check_share
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class IdentityFilter(ControlFilter):
         """Return detector and recogniser, which are opened once in each process."""
         sessions = []
         for source, known, wanted in ((self.detector, DETECTOR, OUTPUTS), (self.recogniser, RECOGNISER, 1)):
-            sessions.append(open_session(find_file(source, known), known))
+            sessions.append(open_session(source, known))
             found = len(sessions[-1].get_outputs())
             if found != wanted:
                 raise ConfigError(f"{known.key}={source}: is a network of {found} outputs, not of {wanted}. {known}")
@@ -114,7 +114,7 @@ class IdentityFilter(ControlFilter):
                 continue
             left, top, right, bottom = np.rint(np.maximum(np.trunc(box) / STRIDE, 0)).astype(int)
             cells[place] = left, top, max(right, left + 1), max(bottom, top + 1)
-            if full and len(found) == 1:
+            if full and len(found.boxes) == 1:
                 cells[place] = 0, 0, *grid(size)[::-1]
         return cells
 
@@ -153,19 +153,11 @@ def painted(image_BCHW: Tensor, made: Mapping[str, Tensor]) -> Tensor:
     return map_BCHW
 
 
-@dataclass(frozen=True)
-class Faces:
+class Faces(NamedTuple):
     """Boxes (N, 4) float32, left, top, right, bottom, and landmarks (N, 5, 2) float32, x, y, of faces, in pixels."""
 
     boxes: np.ndarray
     landmarks: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.boxes)
-
-    def take(self, rows: np.ndarray) -> Faces:
-        """Return some of them, in this order."""
-        return Faces(self.boxes[rows], self.landmarks[rows])
 
 
 def detect(detector: InferenceSession, image: np.ndarray, *, max_faces: int) -> Faces:
@@ -179,11 +171,11 @@ def detect(detector: InferenceSession, image: np.ndarray, *, max_faces: int) -> 
     scores, boxes, landmarks = (np.concatenate(part) for part in zip(*_candidates(outputs), strict=True))
     order = np.argsort(-scores, kind="stable")
     order = order[scores[order] >= SCORE_THRESHOLD]
-    found = Faces(boxes[order] / scale, landmarks[order] / scale)
-    found = found.take(distinct(found.boxes))
-    if len(found) <= max_faces:
-        return found
-    return found.take(np.argsort(-prominence(found.boxes, image.shape[:2]), kind="stable")[:max_faces])
+    boxes, landmarks = boxes[order] / scale, landmarks[order] / scale
+    kept = distinct(boxes)
+    if len(kept) > max_faces:
+        kept = kept[np.argsort(-prominence(boxes[kept], image.shape[:2]), kind="stable")[:max_faces]]
+    return Faces(boxes[kept], landmarks[kept])
 
 
 def letterboxed(image: np.ndarray) -> tuple[np.ndarray, float]:

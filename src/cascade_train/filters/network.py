@@ -158,7 +158,7 @@ class OnnxFilter(NetworkMap):
 
     def sample_transform(self) -> SampleTransform:
         """Return the workers' half, once the network was read and found to fit."""
-        session = self._session()
+        session = open_session(self.weights, ONNX_NETWORK)
         inputs, outputs = session.get_inputs(), [each.name for each in session.get_outputs()]
         if len(inputs) != 1 or inputs[0].type != "tensor(float)":
             takes = ", ".join(f"{each.name} {each.type}" for each in inputs)
@@ -176,14 +176,11 @@ class OnnxFilter(NetworkMap):
         return self._make
 
     def _make(self, image: np.ndarray, generator: torch.Generator) -> Mapping[str, np.ndarray]:
-        session = self._session()
+        session = open_session(self.weights, ONNX_NETWORK)
         seen = self.network_input(torch.from_numpy(image)[None].float() / 255)
         wanted = [self.output or session.get_outputs()[0].name]
         [found] = session.run(wanted, {session.get_inputs()[0].name: seen.numpy()})
         return {"control_map": self.network_map(torch.from_numpy(found))[0].numpy()}
-
-    def _session(self) -> Any:
-        return open_session(find_file(self.weights, ONNX_NETWORK), ONNX_NETWORK)
 
     def build(self, *, device: torch.device, encode: Encode) -> ControlMap:
         """Return the map at the size of the pictures."""

@@ -95,7 +95,6 @@ def _close(colours_NT: np.ndarray, pairs_M2: np.ndarray) -> np.ndarray:
 
 
 def _groups(pairs_M2: np.ndarray) -> list[list[int]]:
-    """Return what pairs connect, each group and all of them in order."""
     parent: dict[int, int] = {}
 
     def root(node: int) -> int:
