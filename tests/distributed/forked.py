@@ -37,7 +37,7 @@ from cascade_train.distributed.gloo import Gather, Scatter
 from cascade_train.distributed.parallelize import local
 from cascade_train.engine.loop import Trainer
 from cascade_train.engine.phase import averaged
-from cascade_train.models.formats.weights_tensors import StoredTensors
+from cascade_train.models.formats.weights import StoredTensors
 from cascade_train.tasks.text_to_image import TextToImage
 
 GATHERED_AT_ONCE_BYTES = sharded.GATHERED_AT_ONCE_BYTES

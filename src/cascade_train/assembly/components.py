@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 
 from cascade_train.config.components import construct
+from cascade_train.config.contracts import CONTRACTS, broken_contract
 from cascade_train.config.groups import option_targets
-from cascade_train.config.targets import CONTRACTS, broken_contract, class_constant
+from cascade_train.config.targets import class_constant
 from cascade_train.errors import ConfigError
 
 if TYPE_CHECKING:

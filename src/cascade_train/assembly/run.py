@@ -37,7 +37,7 @@ from cascade_train.engine.checkpoint.manifest import read_manifest
 from cascade_train.engine.checkpoint.store import CheckpointStore
 from cascade_train.engine.faults.bad_step import SpikeWatch
 from cascade_train.engine.faults.rollback import Rollback, RolledBackList
-from cascade_train.engine.faults.stopping import Stopping, StopVote, TimeLimit, code_of_stop
+from cascade_train.engine.faults.stopping import Stopping, TimeLimit, code_of_stop
 from cascade_train.engine.faults.unreadable import UnreadableList
 from cascade_train.engine.loop import Cadence, Trainer
 from cascade_train.engine.loss_charts import LossCurve, LossPlot
@@ -250,7 +250,7 @@ def build_trainer(
         stopping=Stopping(
             signals=signals,
             limit=TimeLimit(max_hours=cfg.run.max_hours),
-            votes=StopVote(timeout_seconds=cfg.run.timeout_seconds),
+            timeout_seconds=cfg.run.timeout_seconds,
         ),
         heartbeat=heartbeat,
         spikes=None

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cascade_train.commands.parts.command_line import Command, listed
-from cascade_train.commands.parts.painting import PaintingArgs, find_stages
+from cascade_train.commands.parts.models import PaintingArgs, find_stages
 from cascade_train.config.saved import CONFIG_NAME, load_saved_config
 from cascade_train.config.schema import limit
 from cascade_train.data.prompts import read_prompts

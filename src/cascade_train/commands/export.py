@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cascade_train.commands.parts.command_line import Command, listed
-from cascade_train.commands.parts.weights import WeightsArgs, print_error
+from cascade_train.commands.parts.models import WeightsArgs, print_error
 from cascade_train.config.groups import did_you_mean
 from cascade_train.config.saved import CONFIG_NAME, load_saved_config
 from cascade_train.errors import ConfigError

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cascade_train.commands.parts.command_line import Command, listed
-from cascade_train.commands.parts.painting import PaintingArgs, find_stages, make_folder
+from cascade_train.commands.parts.models import PaintingArgs, find_stages, make_folder
 from cascade_train.config.schema import limit
 from cascade_train.data.prompts import read_prompts
 from cascade_train.errors import ConfigError

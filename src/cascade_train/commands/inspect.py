@@ -65,7 +65,7 @@ def inspect(args: InspectArgs, cfg: DictConfig) -> int:
     from cascade_train.data.data_set import open_data_set
     from cascade_train.data.survey.look import survey
     from cascade_train.data.survey.report import Report
-    from cascade_train.models.token_count import token_counter
+    from cascade_train.models.text_encoder import token_counter
 
     allowed = cfg.data.max_unreadable_share
     allow_unreadable(cfg.data)

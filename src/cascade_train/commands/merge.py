@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cascade_train.commands.parts.command_line import Command, listed
-from cascade_train.commands.parts.weights import WeightsArgs, print_error
+from cascade_train.commands.parts.models import WeightsArgs, print_error
 from cascade_train.errors import ConfigError
 
 

@@ -28,7 +28,7 @@ SCALARS: Mapping[type, tuple[type, ...]] = {
     **{int: (int,), float: (int, float), str: (str,), bool: (bool,)},
     **{Path: (str,), bytes: (bytes,)},
 }
-SEQUENCES = (list, tuple, set, frozenset, Sequence, Iterable, Collection)
+COLLECTIONS = (list, tuple, set, frozenset, Sequence, Iterable, Collection, dict, Mapping, MutableMapping)
 OPEN_TYPES = (enum.Enum, str, int, float, dict, tuple)
 """Subclasses of these stand for plain values too."""
 
@@ -42,11 +42,8 @@ LOOP_FILES = ("ema.weights", "validate.lpips", "validate.rfid")
 class Parameter(NamedTuple):
     """One argument of a constructor.
 
-    Attributes:
-        hint: its type; Any where there is none or it cannot be evaluated.
-        written: as written, without the markers of its roles.
-        required: whether it has no default.
-        roles: names of the markers of cascade_train/options.py around its type.
+    `hint` is its type, Any where that cannot be evaluated; `written` as it is written, without the markers of
+    cascade_train/options.py around it, whose names are `roles`.
     """
 
     hint: Any
@@ -82,7 +79,7 @@ def _parameter(made: Any, found: inspect.Parameter) -> Parameter:
         return Parameter(Any, "", required)
     written = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
     roles = set[str]()  # by their names too, which a module may import for type checkers alone
-    while marked := re.fullmatch(r"(Free|Order|File)\[(.*)]", written):
+    while marked := re.fullmatch(r"(Free|Order|File|Positive|Several|Share|Rising)\[(.*)]", written):
         roles.add(marked[1])
         written = marked[2]
     hint = _evaluated(made, found.name, annotation)
@@ -104,53 +101,42 @@ def _evaluated(made: Any, name: str, annotation: Any) -> Any:
 
 def fits(value: Any, hint: Any) -> bool:
     """Return whether a value, as read from YAML, fits a type; in doubt it does."""
-    origin, items = get_origin(hint), get_args(hint)
+    origin, items = get_origin(hint) or hint, get_args(hint)
     if origin is Annotated:
         return fits(value, items[0])
     if origin in (Union, types.UnionType):
         return any(fits(value, item) for item in items)
     if origin is Literal:
         return any(isinstance(item, enum.Enum) or (type(value) is type(item) and value == item) for item in items)
-    if origin is not None and not is_component(value):
+    if not isinstance(origin, type) or origin in (Any, object, type):
+        return True
+    if is_component(value):
+        return bool(items) or _may_make(value, origin)
+    if origin in SCALARS:
+        return isinstance(value, SCALARS[origin]) and isinstance(value, bool) == (origin is bool)
+    if origin in COLLECTIONS or (items and issubclass(origin, Iterable)):
         return _fits_items(value, origin, items)
-    return origin is not None or _fits_class(value, hint)
+    return value is None if origin is type(None) else issubclass(origin, OPEN_TYPES) or not origin.__flags__ & HEAP_TYPE
 
 
-def _fits_items(value: Any, origin: Any, items: Sequence[Any]) -> bool:
-    """Return whether a value that is no component fits a generic type, such as a list of something."""
-    if origin is Callable:
+def _fits_items(value: Any, origin: type, items: Sequence[Any]) -> bool:
+    if isinstance(value, Mapping) != issubclass(origin, Mapping) or not isinstance(value, Sequence | Mapping):
         return False
-    if not (isinstance(origin, type) and (origin in SEQUENCES or issubclass(origin, Collection))):
+    return not isinstance(value, str) and items_match(value, origin, items, fits)
+
+
+def items_match(value: Collection[Any], origin: Any, items: Sequence[Any], check: Callable[[Any, Any], bool]) -> bool:
+    """Return whether what a collection holds passes a check against the items of its generic type."""
+    if not items:
         return True
-    if issubclass(origin, Mapping):
-        return isinstance(value, Mapping) and all(fits(v, item) for v in value.values() for item in items[-1:])
-    if not _is_list(value):
-        return False
-    if origin is tuple and items[1:] != (...,):
-        return not items or (len(value) == len(items) and all(map(fits, value, items)))
-    return all(fits(v, item) for v in value for item in items[:1])
+    held = list(value.values() if isinstance(value, Mapping) else value)
+    wanted = items if origin is tuple and ... not in items else [items[0 if ... in items else -1]] * len(held)
+    return len(held) == len(wanted) and all(map(check, held, wanted))
 
 
-def _fits_class(value: Any, hint: Any) -> bool:
-    if not isinstance(hint, type) or hint in (Any, object, type):
-        return True
-    if hint is type(None):
-        return value is None
-    if hint in SCALARS:
-        right_kind = isinstance(value, SCALARS[hint]) and isinstance(value, bool) == (hint is bool)
-        return right_kind or is_component(value)
-    if hint in (dict, Mapping, MutableMapping):
-        return isinstance(value, Mapping)
-    if hint in SEQUENCES:
-        return _is_list(value)
-    if issubclass(hint, OPEN_TYPES) or not hint.__flags__ & HEAP_TYPE:
-        return True
-    return is_component(value) and (hint is Callable or getattr(hint, "_is_protocol", False) or _makes(value, hint))
-
-
-def _makes(component: Mapping[str, Any], parent: type) -> bool:
+def _may_make(component: Mapping[str, Any], parent: type) -> bool:
     """Return whether a component's class is `parent` or one of its subclasses; True where it is unknown."""
-    if component.get("_partial_"):
+    if component.get("_partial_") or parent is Callable or getattr(parent, "_is_protocol", False):
         return True
     try:
         made = import_target(str(component["_target_"]))
@@ -170,10 +156,6 @@ def literals(hint: Any) -> list[Any]:
     if get_origin(hint) is Literal:
         return list(get_args(hint))
     return [value for item in get_args(hint) for value in literals(item)]
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str)
 
 
 def declared_roles(node: Mapping[str, Any]) -> dict[str, frozenset[str]]:

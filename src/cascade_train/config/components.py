@@ -6,6 +6,7 @@ preflight.py.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import re
 import sys
@@ -16,10 +17,10 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from cascade_train.config.arguments import HYDRA_KEYS, Parameter, fits, literals, needs_component, parameters
+from cascade_train.config.contracts import broken_contract, hold_returns
 from cascade_train.config.groups import did_you_mean, group_options, groups, nearest, options_with
-from cascade_train.config.meanings import argument_doc, meaning_of
-from cascade_train.config.methods import hold_returns
-from cascade_train.config.targets import broken_contract, check_targets, components_in, import_target, is_component
+from cascade_train.config.help import argument_doc, meaning_of
+from cascade_train.config.targets import check_targets, components_in, import_target, is_component
 from cascade_train.errors import ConfigError
 
 LATER = object()
@@ -111,12 +112,11 @@ def _try_optimizer(make: functools.partial[Any]) -> None:
         except ValueError as error:
             if tried:
                 raise
-            if "empty parameter list" in str(error):
-                return
-        except Exception:  # noqa: BLE001 - what it lacks here, such as a device, it may have when it is built
-            return
-        else:
-            return
+            if "empty parameter list" not in str(error):
+                continue
+        except Exception:  # noqa: BLE001, S110 - what it lacks here, such as a device, it may have when it is built
+            pass
+        return
 
 
 def check_is_component(path: str, node: Any) -> None:
@@ -128,15 +128,14 @@ def check_is_component(path: str, node: Any) -> None:
 def group_form(path: str, value: Any) -> str:
     """Return the sentence that says how the component at `path` is chosen."""
     parent, _, name = path.rpartition(".")
-    option = value if isinstance(value, str) and value.isidentifier() else "<option>"
-    if not parent:
-        return f"Choose it by its group: {path}={_nearest(path, option)} (options: {', '.join(group_options(path))})."
-    if name in groups():
-        choice = _nearest(name, option)
-        return f"Choose it by its group: {name}@{path}={choice} (options: {', '.join(group_options(name))})."
     root = path.partition(".")[0]
-    options = ", ".join(f"{root}={choice}" for choice in group_options(root))
-    return f"Choose it by the group {root} ({options}), or name its class by {path}._target_=package.Class."
+    if parent and name not in groups():
+        options = ", ".join(f"{root}={choice}" for choice in group_options(root))
+        return f"Choose it by the group {root} ({options}), or name its class by {path}._target_=package.Class."
+    option = value if isinstance(value, str) and value.isidentifier() else "<option>"
+    near = difflib.get_close_matches(option, group_options(name), n=1) or ["<option>"]
+    key = f"{name}@{path}" if parent else path
+    return f"Choose it by its group: {key}={near[0]} (options: {', '.join(group_options(name))})."
 
 
 def unknown_hint(node: str, key: str, known: Iterable[str]) -> str:
@@ -150,8 +149,11 @@ def missing_message(path: str, cfg: Mapping[str, Any]) -> str:
     """Return what to set for a `???` at `path` of the (unresolved, plain) configuration."""
     if path.rpartition(".")[2] in groups():
         return f"{path} is not chosen (???). {group_form(path, None)}"
-    meaning = meaning_of(path, cfg)
-    return f"{path} is not set (???){': ' if meaning else ''}{meaning.rstrip('.')}. Set it: {path}=<value>."
+    return _not_set(path, " (???)", meaning_of(path, cfg), path)
+
+
+def _not_set(path: str, why: str, meaning: str, typed: str) -> str:
+    return f"{path} is not set{why}{': ' if meaning else ''}{meaning.rstrip('.')}. Set it: {typed}=<value>."
 
 
 def _check_arguments(path: str, node: Mapping[str, Any]) -> None:
@@ -168,11 +170,8 @@ def _check_arguments(path: str, node: Mapping[str, Any]) -> None:
     required = [name for name, parameter in known.items() if parameter.required and name not in given]
     required = required[len(node.get("_args_", ())) :]
     if required and not node.get("_partial_"):
-        meaning = argument_doc(target, required[0])
-        raise ConfigError(
-            f"{path}.{required[0]} is not set, and {target} needs it{': ' if meaning else ''}{meaning.rstrip('.')}. "
-            f"Set it: +{path}.{required[0]}=<value>."
-        )
+        key = f"{path}.{required[0]}"
+        raise ConfigError(_not_set(key, f", and {target} needs it", argument_doc(target, required[0]), f"+{key}"))
     for key, value in given.items():
         if key in known and not fits(value, known[key].hint):
             raise ConfigError(_mismatch(f"{path}.{key}", value, known[key]))
@@ -212,10 +211,6 @@ def _mismatch(path: str, value: Any, parameter: Parameter) -> str:
         near = nearest(value, map(str, options)) if isinstance(value, str) else ""
         return f"{path}={_shown(value)} must be one of {', '.join(map(str, options))}.{near}"
     return f"{path}={_shown(value)} is of type {type(value).__name__}, but {wanted} is wanted there."
-
-
-def _nearest(group: str, option: str) -> str:
-    return nearest(option, group_options(group)).removeprefix(" Did you mean ").rstrip("?") or "<option>"
 
 
 def _shown(value: Any) -> str:

@@ -7,14 +7,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 from hydra import __version__
 from hydra._internal.config_repository import ConfigRepository
 from hydra.core.object_type import ObjectType
-from hydra.plugins.config_source import ConfigSource
 
 from cascade_train.errors import ConfigError
 
@@ -29,41 +28,36 @@ CALLBACKS: dict[str, Any] = {"execution_whitelist": "cascade_train.config.sweep.
 _load_any: Any = ConfigRepository.load_config
 
 
-def _load_config(repository: ConfigRepository, config_path: str) -> Any:
+def _load_checked(repository: ConfigRepository, config_path: str) -> Any:
     """Load a file of a configuration; name one that is not UTF-8, and read the header behind a byte order mark, too."""
+    source = repository._find_object_source(config_path, ObjectType.CONFIG)
+    if source is None or source.scheme() != "file":
+        return _load_any(repository, config_path)
+    file = Path(source.path, source._normalize_file_name(config_path))
+    content = file.read_bytes()
     try:
-        loaded = _load_any(repository, config_path)
+        text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        found = repository._find_object_source(config_path, ObjectType.CONFIG)
-        assert found is not None, "it was just read"
-        raise not_utf8(Path(found.path) / found._normalize_file_name(config_path)) from error
-    if loaded is not None and loaded.header["package"] is None and loaded.path.startswith("file://"):
-        path = Path(loaded.path.removeprefix("file://")) / ConfigSource._normalize_file_name(config_path)
-        with path.open(encoding="utf-8") as file:
-            text = file.read(512)
-        if text.startswith("\ufeff"):
-            loaded.header = ConfigSource._get_header_dict(text[1:])
+        at, line = error.start, content.count(b"\n", 0, error.start) + 1
+        raise ConfigError(
+            f"{file} is not UTF-8: byte 0x{content[at]:02x} at {at}, line {line}. Save it as UTF-8."
+        ) from error
+    loaded = _load_any(repository, config_path)
+    loaded.header = source._get_header_dict(text)
     return loaded
 
 
-def not_utf8(path: Path) -> ConfigError:
-    """Return the refusal of a text that is not UTF-8, with the place of its first fault."""
-    content = path.read_bytes()
-    try:
-        content.decode()
-    except UnicodeDecodeError as error:
-        place = f": byte 0x{content[error.start]:02x} at {error.start}, line {content.count(10, 0, error.start) + 1}"
-    else:
-        place = ""
-    return ConfigError(f"{path} is not UTF-8{place}. Save it as UTF-8.")
-
-
 @contextmanager
-def texts_checked() -> Iterator[None]:
-    """Let Hydra name a file that is not UTF-8, and read the header behind a byte order mark, within this block."""
-    before = ConfigRepository.load_config
-    ConfigRepository.load_config = _load_config  # type: ignore[assignment, method-assign]
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Replace an attribute within the block."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        ConfigRepository.load_config = before  # type: ignore[method-assign]
+        setattr(owner, name, before)
+
+
+def texts_checked() -> AbstractContextManager[None]:
+    """Let Hydra name a file that is not UTF-8, and read the header behind a byte order mark, within this block."""
+    return replaced(ConfigRepository, "load_config", _load_checked)

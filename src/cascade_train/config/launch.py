@@ -11,7 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import NoReturn
 
@@ -20,12 +20,12 @@ from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, open_dict
 
 from cascade_train.config.error_messages import code_of, noted
 from cascade_train.config.groups import conf_dir, groups
-from cascade_train.config.hydra_compat import BASE, CALLBACKS, texts_checked
-from cascade_train.config.overrides import check_not_expanded, check_not_hydras, with_paths_quoted
+from cascade_train.config.hydra_compat import BASE, CALLBACKS, replaced, texts_checked
+from cascade_train.config.overrides import check_not_expanded, check_not_hydras, given_values, with_paths_quoted
 from cascade_train.config.schema import Root
 from cascade_train.config.sweep import check_launcher, is_main, sweeps_saved_redacted
 from cascade_train.config.sweeps.naming import place_run
@@ -86,7 +86,7 @@ def compose_and_run(
             texts_checked(),
             sweeps_saved_redacted(),
             followed,
-            _hydra_config_restored(),
+            replaced(HydraConfig.instance(), "cfg", HydraConfig.instance().cfg),
             _full_errors("1"),  # else Hydra prints what fails, on every rank
         ):
             hydra.main(config_path=str(conf_dir()), config_name="config", **BASE, **CALLBACKS)(job)()
@@ -106,21 +106,23 @@ def prepare_process() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else C++ stack traces precede the message of a rank
 
 
-@contextmanager
-def _hydra_config_restored() -> Iterator[None]:
-    """Leave `${hydra:…}` as it was before: `--cfg` and sweeps would leave it to the next command of this process."""
-    before = HydraConfig.instance().cfg
-    try:
-        yield
-    finally:
-        HydraConfig.instance().cfg = before
-
-
 def register_schema() -> None:
     """Make the typed root known to Hydra under the name `schema`."""
     store = ConfigStore.instance()
     if "schema.yaml" not in store.repo:
         store.store(name="schema", node=Root)
+
+
+def compose_root(overrides: Sequence[str], *, for_run: bool = True) -> DictConfig:
+    """Return the configuration that overrides describe, not checked; `for_run` lets `${hydra:…}` refer to it."""
+    register_schema()
+    with hydra.initialize_config_dir(str(conf_dir()), **BASE):
+        cfg = hydra.compose("config", [*overrides], return_hydra_config=for_run)
+    if for_run:
+        HydraConfig.instance().set_config(cfg)
+        with open_dict(cfg):
+            del cfg["hydra"]
+    return cfg
 
 
 def with_implied_choices(argv: Sequence[str]) -> list[str]:
@@ -159,12 +161,7 @@ def _in_full(argument: str, known: Sequence[str]) -> str:
 
 def check_chosen_once(overrides: Sequence[str]) -> None:
     """Refuse two options of one group, of which Hydra takes the last; log which of several values of a key counts."""
-    given: dict[str, list[str]] = {}
-    for override in overrides:
-        key, equals, value = override.lstrip("+").partition("=")
-        if equals and value not in (values := given.setdefault(key, [])):
-            values.append(value)
-    for key, values in given.items():
+    for key, values in given_values(overrides).items():
         if len(values) == 1:
             continue
         if "/" in key or key.partition("@")[0] in groups():
@@ -181,10 +178,9 @@ def check_chosen_once(overrides: Sequence[str]) -> None:
 def data_of_path(value: str) -> str:
     """Return the option of data that reads a path, or the first of a list of paths, as typed for `data.path`."""
     path = Path(value.strip("[] ").partition(",")[0].strip("\"' ")).expanduser()
-    suffix = path.suffix.lower()
-    if suffix == ".parquet" or (path.is_dir() and next(path.glob("*.parquet"), None) is not None):
+    if path.suffix.lower() == ".parquet" or next(path.glob("*.parquet"), None) is not None:
         return "parquet"
-    return "csv" if suffix in TABLES else "folder"
+    return "csv" if path.suffix.lower() in TABLES else "folder"
 
 
 HELP = {"--help", "-h"}
@@ -201,15 +197,13 @@ EXAMPLE = {"model": "c_tiny", "task": "finetune"}
 """What `--help` shows where nothing is chosen; the choices that stand in every run's name."""
 
 
-@contextmanager
-def _arguments(argv: Sequence[str]) -> Iterator[None]:
-    """Show `argv` to Hydra, which reads it from sys.
+def _arguments(argv: Sequence[str]) -> AbstractContextManager[None]:
+    """Let Hydra read `argv` from sys within the block.
 
     Raises:
         ConfigError: a flag that Hydra does not know, a key of Hydra's without effect, or overrides that a shell has
             expanded.
     """
-    before = sys.argv
     overrides = parser().parse_intermixed_args(argv).overrides
     if words := [word for word in overrides if word.isidentifier()]:
         from cascade_train.config.help import commands
@@ -222,11 +216,7 @@ def _arguments(argv: Sequence[str]) -> Iterator[None]:
     check_chosen_once(overrides)
     check_not_hydras(overrides)
     flags = [argument for argument in argv if argument not in overrides]
-    sys.argv = [before[0], *overrides, *flags]  # Hydra's parser refuses flags between overrides
-    try:
-        yield
-    finally:
-        sys.argv = before
+    return replaced(sys, "argv", [sys.argv[0], *overrides, *flags])  # Hydra refuses flags between overrides
 
 
 def parser() -> argparse.ArgumentParser:

@@ -12,7 +12,7 @@ from hydra.errors import HydraException
 
 from cascade_train.errors import ConfigError
 
-OPENING, CLOSING = "[({", "])}"
+BRACKETS = ("[]", "()", "{}")
 
 HYDRAS_OWN = {"hydra.run.dir": "run.dir", "hydra.job.name": "run.name"}
 """Keys of Hydra's that have no effect on a run here -> ours that have."""
@@ -27,20 +27,22 @@ def refusal(override: str) -> str:
     if len(parts) > 1 and all("=" in part and parses(part) for part in parts):
         return f"{override!r} holds {len(parts)} overrides. Give each by itself: {', '.join(map(repr, parts))}."
     form = quoted_form(override)
-    if form is None:
-        reason = _imbalance(value) or f"{key!r} is not a path of names such as train.max_steps."
-        return f"{override!r} cannot be read: {reason}"
-    return (
-        f"{override!r} cannot be read: braces, brackets, spaces and symbols inside a value need quotes of their own, "
-        f"and the whole needs quotes for the shell. Write: {form}"
-    )
+    if form is not None:
+        return (
+            f"{override!r} cannot be read: braces, brackets, spaces and symbols inside a value need quotes of their "
+            f"own, and the whole needs quotes for the shell. Write: {form}"
+        )
+    reason = f"{key!r} is not a path of names such as train.max_steps."
+    if not _is_balanced(value):
+        reason = "a bracket or quote is not closed. Quote the whole override for the shell, e.g. 'key=[a,b]'."
+    return f"{override!r} cannot be read: {reason}"
 
 
 def quoted_form(override: str) -> str | None:
     """Return the override as it works on a command line, quoted for the shell; None where none was found."""
     key, _, value = override.partition("=")
     for candidate in (f"{key}={_quoted(value)}", f"{key}={_quote(value)}"):
-        if not _imbalance(value) and parses(candidate):
+        if _is_balanced(value) and parses(candidate):
             return shlex.quote(candidate)
     return None
 
@@ -75,19 +77,31 @@ def is_existing_path(text: str) -> bool:
         return False
 
 
-def check_not_expanded(overrides: Sequence[str]) -> None:
-    """Refuse what a shell leaves of an unquoted `key=a-{000..005}.tar`: one override per number."""
+def given_values(overrides: Sequence[str]) -> dict[str, list[str]]:
+    """Return the different values that overrides give to each key, the one that counts last."""
     values: dict[str, list[str]] = {}
     for override in overrides:
-        key, equals, value = override.partition("=")
-        if equals and not key.startswith("-"):
-            values.setdefault(key, []).append(value)
-    for key, given in values.items():
+        key, equals, value = override.lstrip("+").partition("=")
+        if equals:
+            values[key] = [*(each for each in values.get(key, ()) if each != value), value]
+    return values
+
+
+def check_not_expanded(overrides: Sequence[str]) -> None:
+    """Refuse what a shell leaves of an unquoted `key=a-{000..005}.tar`: one override per number."""
+    for key, given in given_values(overrides).items():
         numbers = [re.findall(r"\d+", value) for value in given]
-        for place in range(min(map(len, numbers))):
-            column = [row[place] for row in numbers]
-            if len(given) > 1 and [int(n) - int(column[0]) for n in column] == list(range(len(given))):
-                _refuse_expanded(key, given, column)
+        changing = [column for column in zip(*numbers, strict=False) if len({*column}) > 1]
+        is_path = re.search(r"[A-Za-z]", given[0]) and re.search(r"[\[./]", given[0])
+        if len(changing) != 1 or not is_path or len({re.sub(r"\d+", "#", value) for value in given}) > 1:
+            continue
+        first, last = changing[0][0], changing[0][-1]
+        if [int(number) - int(first) for number in changing[0]] == list(range(len(given))):
+            pattern = given[0].replace(first, f"{{{first}..{last}}}", 1)
+            raise ConfigError(
+                f"{key} is given {len(given)} times, for consecutive numbers: the shell has expanded the braces of "
+                f"{key}={pattern} before they came here. Write: {quoted_form(f'{key}={pattern}')}"
+            )
 
 
 def searching(config_dir: str | Path) -> str:
@@ -103,65 +117,33 @@ def check_not_hydras(overrides: Sequence[str]) -> None:
             raise ConfigError(f"{override} has no effect on a run. Write: {shlex.quote(f'{HYDRAS_OWN[key]}={value}')}")
 
 
-def _refuse_expanded(key: str, given: Sequence[str], column: Sequence[str]) -> None:
-    pattern = given[0].replace(column[0], f"{{{column[0]}..{column[-1]}}}", 1)
-    rest = {value.replace(number, "", 1) for value, number in zip(given, column, strict=True)}
-    if len(rest) > 1 or not re.search(r"[A-Za-z]", given[0]) or not re.search(r"[\[./]", given[0]):
-        return
-    raise ConfigError(
-        f"{key} is given {len(given)} times, for consecutive numbers: the shell has expanded the braces of "
-        f"{key}={pattern} before they came here. Write: {quoted_form(f'{key}={pattern}')}"
-    )
-
-
 def _quoted(value: str) -> str:
     """Return a value with quotes around every part of its lists and mappings that the grammar refuses."""
     value = value.strip()
     if value.startswith("[") and value.endswith("]"):
-        return f"[{','.join(_quoted(item) for item in _split(value[1:-1], ','))}]"
-    if value.startswith("{") and value.endswith("}") and all(":" in item for item in _split(value[1:-1], ",")):
-        pairs = [item.partition(":") for item in _split(value[1:-1], ",")]
+        return f"[{','.join(map(_quoted, _items(value)))}]"
+    if value.startswith("{") and value.endswith("}") and all(":" in item for item in _items(value)):
+        pairs = [item.partition(":") for item in _items(value)]
         return "{" + ",".join(f"{name.strip()}:{_quoted(item)}" for name, _, item in pairs) + "}"
     return value if parses(f"key={value}") and parses(f"key=[{value}]") else _quote(value)
 
 
 def _quote(value: str) -> str:
-    escaped = re.sub(r'(\\*)(")', r"\1\1\\\2", value)
-    tail = re.search(r"\\*$", escaped)
-    return f'"{escaped}{tail[0] if tail else ""}"'
+    escaped = re.sub(r'(\\*)("|\Z)', lambda found: found[1] * 2 + found[2].replace('"', '\\"'), value)
+    return f'"{escaped}"'
 
 
-def _split(text: str, separator: str) -> list[str]:
-    """Split at separators that stand outside brackets and quotes."""
-    items, depth, quote, start = [], 0, "", 0
-    for position, character in enumerate(text):
-        if quote:
-            quote = "" if character == quote else quote
-        elif character in "\"'":
-            quote = character
-        elif character in OPENING:
-            depth += 1
-        elif character in CLOSING:
-            depth -= 1
-        elif character == separator and depth == 0:
-            items.append(text[start:position])
-            start = position + 1
-    return [*items, text[start:]] if text.strip() else []
+def _items(value: str) -> list[str]:
+    """Return the items of a list or mapping as it is written, split at the commas outside brackets and quotes."""
+    items: list[str] = []
+    for piece in value[1:-1].split(","):
+        if items and not _is_balanced(items[-1]):
+            items[-1] += f",{piece}"
+        else:
+            items.append(piece)
+    return items
 
 
-def _imbalance(value: str) -> str:
-    """Return a sentence on the first bracket or quote that has no partner; empty where all have one."""
-    stack: list[str] = []
-    quote = ""
-    for character in value:
-        if quote:
-            quote = "" if character == quote else quote
-        elif character in "\"'" and (not stack or character == '"'):
-            quote = character
-        elif character in OPENING:
-            stack.append(character)
-        elif character in CLOSING and (not stack or OPENING.index(stack.pop()) != CLOSING.index(character)):
-            return f"{character!r} closes a bracket that was not opened."
-    if stack:
-        return f"{stack[-1]!r} is not closed. Quote the whole override for the shell, e.g. 'key=[a,b]'."
-    return f"the quote {quote} is not closed." if quote else ""
+def _is_balanced(value: str) -> bool:
+    """Return whether as many brackets and quotes are closed as are opened; an apostrophe counts as none."""
+    return value.count('"') % 2 == 0 and all(value.count(first) == value.count(last) for first, last in BRACKETS)

@@ -17,11 +17,11 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from cascade_train.config.compatibility import check_noise_unit, check_objective_fits, check_task_fits_stage
 from cascade_train.config.components import check_component, check_is_component, construct, missing_message
-from cascade_train.config.groups import chosen, did_you_mean
+from cascade_train.config.contracts import CONTRACTS
+from cascade_train.config.groups import chosen, did_you_mean, option_files, option_targets
 from cascade_train.config.schema import AUTO, COMPONENTS, ParallelMode, Precision, Root, TrackerName
-from cascade_train.config.targets import CONTRACTS, check_targets, class_constant, components_in
+from cascade_train.config.targets import check_targets, class_constant, components_in, is_component
 from cascade_train.errors import ConfigError, install_hint
 
 EXTRAS = {
@@ -40,8 +40,8 @@ def preflight(
 ) -> DictConfig:
     """Check a composed configuration and return it resolved.
 
-    What the model decides is decided: `train.precision` where it is auto, `sample.guidance_scale` where it is null. A
-    `train.micro_batch_size` of auto stays, until the device decides it.
+    Values that the model supplies are set: `train.precision` where it is auto, `sample.guidance_scale` where it is
+    null. A `train.micro_batch_size` of auto stays, until the device decides it.
     The `components` of these keys are imported, where `run.allowed_packages` has their packages, and constructed for
     what they refuse. `check_data` is called once the data is checked, and before what needs torch.
 
@@ -53,21 +53,19 @@ def preflight(
     ranks = int(os.environ.get("WORLD_SIZE", "1")) if ranks is None else ranks
     plain: dict[str, Any] = OmegaConf.to_container(cfg, resolve=False)  # type: ignore[assignment]
     written = dict(_leaves(plain))
-    _check_nothing_missing(plain, written)
+    if missing := sorted(key for key, value in written.items() if value == "???"):
+        rest = f" Also missing: {', '.join(missing[1:])}." if len(missing) > 1 else ""
+        raise ConfigError(missing_message(missing[0], plain) + rest)
     root = OmegaConf.to_object(cfg)
     assert isinstance(root, Root)
     resolved = cfg.copy()
     OmegaConf.resolve(resolved)
-    _check_nothing_added(root)
-    _check_numbers(resolved)
+    _check_typed(root, resolved)
     derived = [key for key, value in written.items() if "${" in str(value)]
     _check_components(root, components, derived=derived, check_data=check_data)
-    check_task_fits_stage(root)
     _check_data_fits(root)
-    _check_length(root)
+    _check_run(root)
     _check_libraries(resolved)
-    _check_resume(root)
-    _check_rollback(root)
     _check_schedule_free(root, components)
     _check_parallel(root, ranks)
     train = root.train
@@ -81,29 +79,123 @@ def preflight(
     return resolved
 
 
-def _check_nothing_missing(plain: Mapping[str, Any], written: Mapping[str, Any]) -> None:
-    """Check that no `???` is left among the values of a plain configuration as they are written, by key."""
-    missing = sorted(key for key, value in written.items() if value == "???")
-    if missing:
-        rest = f" Also missing: {', '.join(missing[1:])}." if len(missing) > 1 else ""
-        raise ConfigError(missing_message(missing[0], plain) + rest)
-
-
-def _check_nothing_added(root: Root) -> None:
-    """Refuse keys that `+key=` added to a typed node, where nothing would read them."""
+def _check_typed(root: Root, cfg: DictConfig) -> None:
+    """Refuse keys that `+key=` added to a typed node, and numbers that pass comparisons of ranges without being one."""
     nodes = {"": root, **{f"{key}.": node for key, node in vars(root).items() if dataclasses.is_dataclass(node)}}
     for prefix, node in nodes.items():
         known = [field.name for field in dataclasses.fields(node)]
-        for key in vars(node):
-            if key not in known:
-                raise ConfigError(f"{prefix}{key} is unknown.{did_you_mean(key, known, prefix)}")
-
-
-def _check_numbers(cfg: DictConfig) -> None:
-    """Check that no number is infinite or not a number, which passes most comparisons of ranges."""
+        if added := [key for key in vars(node) if key not in known]:
+            raise ConfigError(f"{prefix}{added[0]} is unknown.{did_you_mean(added[0], known, prefix)}")
     for key, value in _leaves(OmegaConf.to_container(cfg)):
         if isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(f"{key}={value} must be a finite number. Where a thing can be switched off, null does.")
+
+
+def _check_components(
+    root: Root, keys: Collection[str], *, derived: Collection[str], check_data: Callable[[Root], None]
+) -> None:
+    """Check every component node against its constructor: that of the data first, which needs no torch.
+
+    A value of a key in `derived` follows another key: what else is refused is reported before it.
+    """
+    allowed = None if root.run.allow_any_target else root.run.allowed_packages
+    nodes = {key: getattr(root, key) for key in keys}
+    refused: list[ConfigError] = []
+
+    def check(key: str) -> None:
+        try:
+            check_component(key, nodes[key], allowed, CONTRACTS)
+            construct(nodes[key], key, trial=True)
+        except ConfigError as error:
+            if not any(re.search(rf"(?<![\w.]){re.escape(each)}(=|:| is )", str(error)) for each in derived):
+                raise
+            refused.append(error)
+
+    for key, node in nodes.items():
+        check_is_component(key, node)
+    if "data" in nodes:
+        check("data")
+    if not refused:
+        check_data(root)
+    others = {key: node for key, node in nodes.items() if key != "data"}
+    check_targets(others, allowed)
+    _check_compatibility(root)
+    for key in others:
+        check(key)
+    if refused:
+        raise refused[-1]
+
+
+def _check_compatibility(root: Root) -> None:
+    """Check that task, objective and network go together with the stage, by constants of their classes.
+
+    These are `Stage.name`, `abilities` and `noise_unit`; `Task.fits` and `reconstructs`; `Objective.denoises` and, of
+    one that does not, `fits`; `NoiseCondition.unit`. What a class does not define is not compared.
+    """
+    if not all(is_component(node) for node in (root.model, root.task, root.objective)):
+        return
+    model, task = root.model["_target_"], root.task["_target_"]
+    stage, fits, roles = class_constant(model, "name"), class_constant(task, "fits"), _roles(model)
+    if stage is None or fits is None:
+        return
+    if not roles & {*fits}:
+        tasks = [o for o, t in option_targets("task").items() if roles & {*(class_constant(t, "fits") or ())}]
+        models = [o for o, t in option_targets("model").items() if _roles(t) & {*fits}]
+        raise ConfigError(
+            f"{chosen('task', task)} trains {', '.join(fits)}, but {chosen('model', model)} is {stage}. Tasks that fit "
+            f"{stage}: {', '.join(tasks) or 'none yet'}; models that fit this task: {', '.join(models) or 'none yet'}."
+        )
+    _check_objective(root, fits, roles)
+
+
+def _check_objective(root: Root, fits: Sequence[str], roles: set[str]) -> None:
+    """Check that the objective scores what the task trains of the stage, and gives the network the noise it expects."""
+    model, task, objective = (node["_target_"] for node in (root.model, root.task, root.objective))
+    reconstructs = class_constant(task, "reconstructs")
+    own = "fits" if class_constant(objective, "denoises") is False else "denoises"
+    is_compared = None not in (reconstructs, class_constant(objective, own))
+    condition, wanted = root.objective.get("noise_condition"), class_constant(model, "noise_unit")
+    given = class_constant(condition["_target_"], "unit") if is_component(condition) else None
+    if is_compared and not _scores(objective, roles, reconstructs):
+        others = {o: _roles(t) for o, t in option_targets("model").items()}
+        models = [o for o, r in others.items() if r & {*fits} and _scores(objective, r, reconstructs)]
+        choice, instead = chosen("model", model), f" but {_list(models)}" if models else ""
+        reason = (
+            f"{chosen('task', task)} with {chosen('objective', objective)} does not train {choice} "
+            f"({class_constant(model, 'name')}){instead}. For {choice}, choose"
+        )
+    elif wanted is not None and given not in (None, wanted):
+        reason = (
+            f"objective.noise_condition={condition['_target_'].rpartition('.')[2]} gives the network a {given} for "
+            f"noise level, and that of {chosen('model', model)} was made for a {wanted}. Choose"
+        )
+    else:
+        return
+    conditions = {o: file.get("noise_condition") for o, file in option_files("objective").items()}
+    units = {o: class_constant(node["_target_"], "unit") if node else None for o, node in conditions.items()}
+    fitting = [
+        option
+        for option, target in option_targets("objective").items()
+        if (wanted is None or units[option] in (None, wanted)) and _scores(target, roles, reconstructs or ())
+    ]
+    raise ConfigError(f"{reason} objective={_list(fitting) or '(none yet)'}.")
+
+
+def _roles(model: str) -> set[str]:
+    """Return what a task may name a stage by: its name, and its abilities."""
+    return {str(class_constant(model, "name")), *(class_constant(model, "abilities") or ())}
+
+
+def _scores(objective: str, roles: set[str], reconstructs: Sequence[str]) -> bool:
+    """Return whether an objective scores what a task with these `reconstructs` trains of a stage with these roles."""
+    fits = class_constant(objective, "fits")
+    if class_constant(objective, "denoises"):
+        return not roles & {*reconstructs} and (fits is None or bool(roles & {*fits}))
+    return bool(reconstructs) and bool(roles & {*(fits or ())})
+
+
+def _list(names: Sequence[str]) -> str:
+    return " or ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
 
 
 def _check_data_fits(root: Root) -> None:
@@ -126,55 +218,20 @@ def _check_data_fits(root: Root) -> None:
         )
 
 
-def _check_length(root: Root) -> None:
-    """Check that something ends the run."""
+def _check_run(root: Root) -> None:
+    """Check that the run has an end, and what it resumes from and goes back to."""
     if root.train.max_steps is None and root.train.max_epochs is None and root.data.get("num_examples_to_see") is None:
         raise ConfigError(
             "Nothing ends this run: set train.max_steps, train.max_epochs or data.num_examples_to_see, "
             "e.g. train.max_steps=10000."
         )
-
-
-def _check_components(
-    root: Root, keys: Collection[str], *, derived: Collection[str], check_data: Callable[[Root], None]
-) -> None:
-    """Check every component node against its constructor: that of the data first, which needs no torch.
-
-    A value of a key in `derived` follows another key: what else is refused is reported before it.
-    """
-    allowed = None if root.run.allow_any_target else root.run.allowed_packages
-    nodes = {key: getattr(root, key) for key in keys}
-    data, others = ({key: node for key, node in nodes.items() if (key == "data") == first} for first in (True, False))
-    refused = _refused(data, allowed, derived)
-    if refused is None:
-        check_data(root)
-    check_targets(others, allowed)
-    check_objective_fits(root)
-    check_noise_unit(root)
-    refused = _refused(others, allowed, derived) or refused
-    if refused is not None:
-        raise refused
-
-
-def _refused(nodes: Mapping[str, Any], allowed: Sequence[str] | None, derived: Collection[str]) -> ConfigError | None:
-    """Check components; return the first refusal of a value in `derived`, and raise all others."""
-    refused: dict[str, ConfigError] = {}
-    checks = (
-        lambda key, node: check_component(key, node, allowed, CONTRACTS),
-        lambda key, node: construct(node, key, trial=True),
-    )
-    for key, node in nodes.items():
-        check_is_component(key, node)
-    for check in checks:
-        for key, node in nodes.items():
-            try:
-                if key not in refused:
-                    check(key, node)
-            except ConfigError as error:
-                if not any(re.search(rf"(?<![\w.]){re.escape(each)}(=|:| is )", str(error)) for each in derived):
-                    raise
-                refused[key] = error
-    return next(iter(refused.values()), None)
+    if root.run.resume not in {"auto", "never"} and not Path(root.run.resume).exists():
+        raise ConfigError(f"run.resume={root.run.resume} must be auto, never, or the path of a checkpoint that exists.")
+    if root.rollback.enabled and root.checkpoint.every_steps is None and root.checkpoint.every_epochs is None:
+        raise ConfigError(
+            "rollback.enabled=true goes back to checkpoints, and with checkpoint.every_steps=null there is only the "
+            "final one. Set checkpoint.every_steps, e.g. 1000."
+        )
 
 
 def _check_libraries(cfg: DictConfig) -> None:
@@ -187,29 +244,11 @@ def _check_libraries(cfg: DictConfig) -> None:
             )
 
 
-def _check_resume(root: Root) -> None:
-    """Check that `run.resume` is a word we know or a path that exists."""
-    if root.run.resume not in {"auto", "never"} and not Path(root.run.resume).exists():
-        raise ConfigError(f"run.resume={root.run.resume} must be auto, never, or the path of a checkpoint that exists.")
-
-
-def _check_rollback(root: Root) -> None:
-    """Check that there will be a checkpoint to go back to."""
-    if root.rollback.enabled and root.checkpoint.every_steps is None and root.checkpoint.every_epochs is None:
-        raise ConfigError(
-            "rollback.enabled=true goes back to checkpoints, and with checkpoint.every_steps=null there is only the "
-            "final one. Set checkpoint.every_steps, e.g. 1000."
-        )
-
-
 def _check_schedule_free(root: Root, keys: Collection[str]) -> None:
-    """Check that nothing else schedules or averages what an algorithm schedules and averages itself.
-
-    By the constants `is_schedule_free` of the algorithm, in any component, and `decays` of the schedule.
-    """
+    """Check that nothing else schedules or averages what an algorithm with `is_schedule_free` does itself."""
     if not {"optimizer", "lr_scheduler"} <= set(keys):
         return
-    found = [each["_target_"] for key in keys for _, each in components_in(key, getattr(root, key))]
+    found = (each["_target_"] for key in keys for _, each in components_in(key, getattr(root, key)))
     target = next((each for each in found if class_constant(each, "is_schedule_free")), None)
     if target is None:
         return
@@ -253,30 +292,29 @@ def split_batch(global_batch_size: int, micro_batch_size: int | None, ranks: int
         ConfigError: it does not divide exactly; names the sizes that do.
     """
     if global_batch_size % ranks:
-        near = " or ".join(map(str, nearest_multiples(global_batch_size, ranks)))
         raise ConfigError(
             f"train.global_batch_size={global_batch_size} cannot be split equally over {ranks} ranks. Sizes that fit "
-            f"{ranks} ranks: {near}; numbers of ranks that fit {global_batch_size}: {listed(global_batch_size)}."
+            f"{ranks} ranks: {nearest_multiples(global_batch_size, ranks)}; numbers of ranks that fit "
+            f"{global_batch_size}: {divisors(global_batch_size)}."
         )
     share = global_batch_size // ranks
     micro = share if micro_batch_size is None else micro_batch_size
     if share % micro:
-        near = " or ".join(map(str, nearest_multiples(global_batch_size, micro * ranks)))
         raise ConfigError(
             f"train.global_batch_size={global_batch_size} is not micro_batch_size x ranks x accumulation with "
             f"train.micro_batch_size={micro} and {ranks} rank{'s' if ranks > 1 else ''}. Micro-batch sizes that fit: "
-            f"{listed(share)}; global batch sizes that fit: {near}."
+            f"{divisors(share)}; global batch sizes that fit: {nearest_multiples(global_batch_size, micro * ranks)}."
         )
     return micro
 
 
-def nearest_multiples(value: int, unit: int) -> list[int]:
-    """Return the multiples of `unit` just below and above `value`, 0 left out."""
+def nearest_multiples(value: int, unit: int) -> str:
+    """Return the multiples of `unit` just below and above `value`, 0 left out, as text."""
     below = value // unit * unit
-    return [multiple for multiple in (below, below + unit) if multiple]
+    return " or ".join(str(multiple) for multiple in (below, below + unit) if multiple)
 
 
-def listed(value: int) -> str:
+def divisors(value: int) -> str:
     """Return the divisors of `value`, as text."""
     return ", ".join(str(d) for d in range(1, value + 1) if value % d == 0)
 

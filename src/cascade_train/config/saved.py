@@ -8,21 +8,19 @@ from __future__ import annotations
 import functools
 import io
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import yaml
-from hydra import compose, initialize_config_dir
+from hydra import compose
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from cascade_train.config.groups import conf_dir, group_options, groups, option_files
-from cascade_train.config.hydra_compat import BASE
-from cascade_train.config.launch import register_schema
+from cascade_train.config.groups import group_options, groups, option_files
+from cascade_train.config.launch import compose_root
 from cascade_train.config.preflight import preflight
 from cascade_train.config.schema import ParallelConfig, ParallelMode, Root
 from cascade_train.config.sweeps.naming import key_of
@@ -135,9 +133,7 @@ def composed(
 
     `may_miss`: of what nobody has set, such as the place of the data, only what belongs to the model counts.
     """
-    register_schema()
-    with initialize_config_dir(str(conf_dir()), **BASE):
-        cfg = compose("config", overrides)
+    cfg = compose_root(overrides, for_run=False)
     for key in OmegaConf.missing_keys(cfg) if may_miss else ():
         if not key.startswith("model.") and not key.endswith("_target_"):
             OmegaConf.update(cfg, key, "unset")
@@ -174,9 +170,7 @@ def recipe_of(overrides: Sequence[str], saved: Mapping[str, Any]) -> dict[str, d
 @functools.lru_cache(maxsize=64)
 def _composed(choices: tuple[str, ...], search_path: str | None) -> DictConfig:
     """Compose choices alone, in the running application of Hydra, which has a search path, where there is one."""
-    register_schema()
-    with initialize_config_dir(str(conf_dir()), **BASE) if search_path is None else nullcontext():
-        return compose("config", list(choices))
+    return compose_root(choices, for_run=False) if search_path is None else compose("config", [*choices])
 
 
 def _search_path() -> str | None:

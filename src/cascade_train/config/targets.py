@@ -1,4 +1,4 @@
-"""What a `_target_` names: which may be imported, what class it then is, and whether that keeps its contract.
+"""What a `_target_` names: which may be imported, and what it then is.
 
 Packages are allowed by name before anything of them is imported. Of this library and torch only components may be
 named, judged by where a class is defined, whatever path leads to it.
@@ -9,13 +9,12 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
-import inspect
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from cascade_train.config.methods import wrong_arguments
 from cascade_train.errors import ConfigError
 from cascade_train.renamed import current_target
 from cascade_train.signals import while_importing
@@ -29,27 +28,16 @@ TRUSTED = (
 
 ENGINE = "cascade_train.engine"
 ENGINE_BASES = ("cascade_train.engine.lr_schedule.LrSchedule", "torch.optim.optimizer.Optimizer")
-"""What the classes inherit from that it may name in other files of the engine."""
+"""Base classes of what may be named in other files of the engine."""
 
-ALSO_FOR_TRAINING = ("torch.nn",)
-"""Where the classes lie that a configuration of one's own may name besides."""
+COMPONENTS = (*TRUSTED, "torch.nn")
+"""Where the classes lie that a configuration of one's own may name."""
 
 FUNCTIONS = ("cascade_train.filters.network.load_exported",)
 """The functions that it may name: they read what the user gives them."""
 
 CONFINED = ("cascade_train", "torch")
 """Packages that every configuration may name, and so only in part: torch alone can download code and run it."""
-
-CONTRACTS: Mapping[str, Sequence[str]] = {
-    "model": ["cascade_train.models.stage.Stage"],
-    "task": ["cascade_train.tasks.base.Task"],
-    "objective": ["cascade_train.diffusion.objective.Objective", "cascade_train.tasks.pictures.PictureObjective"],
-    "data": ["cascade_train.data.source.Source"],
-    "optimizer": ["cascade_train.engine.optimizer.OptimizerSpec"],
-    "optimizer.algorithm": ["torch.optim.optimizer.Optimizer"],
-    "lr_scheduler": ["cascade_train.engine.lr_schedule.LrSchedule"],
-}
-"""Key of a component -> the classes of which it must inherit from one. For other nested ones an annotation names it."""
 
 
 def is_component(value: Any) -> bool:
@@ -90,7 +78,7 @@ def check_targets(nodes: Mapping[str, Any], allowed: Sequence[str] | None) -> No
             )
     for place, target in found:
         try:
-            if allowed is None or not _is_outside(target, (*TRUSTED, *ALSO_FOR_TRAINING)):
+            if allowed is None or _may_lie_in(target, COMPONENTS):
                 made = import_target(target)
                 if not callable(made):
                     raise ConfigError(f"{target} is a {type(made).__name__} and no class. Name a class.")
@@ -147,36 +135,41 @@ def class_constant(target: str, name: str) -> Any:
 
 
 def is_trusted(target: str) -> bool:
-    """Return whether a target is a class that even a stranger's folder may name."""
+    """Return whether a target is a class that even an untrusted configuration may name."""
     return _is_class_in(target, TRUSTED)
 
 
 def check_confined(path: str, target: str) -> None:
     """Refuse a target of this library or torch that is no component."""
-    if target in FUNCTIONS or target.partition(".")[0] not in CONFINED:
+    if target in FUNCTIONS or target.partition(".")[0] not in CONFINED or _is_class_in(target, COMPONENTS):
         return
-    if not _is_class_in(target, (*TRUSTED, *ALSO_FOR_TRAINING)):
-        places = {p: ".".join(target.split(".")[: p.count(".") + 1]) for p in (*TRUSTED, *ALSO_FOR_TRAINING)}
-        near = next((p for p in places if difflib.get_close_matches(places[p], [p], cutoff=0.9)), None)
-        hint = ""
-        if near is not None and importlib.util.find_spec(places[near]) is None:
-            hint = f" Did you mean {near}{target.removeprefix(places[near])}?"
-        raise ConfigError(
-            f"{path}._target_={target} is no component.{hint} Of torch a configuration may name the classes of "
-            "torch.optim and torch.nn, of cascade_train those of its components: anything else could run code that it "
-            "brings. If you trust it: run.allow_any_target=true."
-        )
+    near = (f" Did you mean {place}{rest}?" for place, rest in _near_places(target))
+    raise ConfigError(
+        f"{path}._target_={target} is no component.{next(near, '')} Of torch a configuration may name the classes of "
+        "torch.optim and torch.nn, of cascade_train those of its components: anything else could run code that it "
+        "brings. If you trust it: run.allow_any_target=true."
+    )
 
 
-def _is_outside(target: str, places: Sequence[str]) -> bool:
-    """Return whether a target of this library or torch is outside of these places, by its name alone."""
-    inside = any(target.startswith(f"{place}.") for place in (*places, ENGINE))
-    return target.partition(".")[0] in CONFINED and not inside
+def _near_places(target: str) -> Iterator[tuple[str, str]]:
+    """Yield the places of components whose name a target begins with misspelt, and what follows in the target."""
+    for place in COMPONENTS:
+        given = ".".join(target.split(".")[: place.count(".") + 1])
+        if difflib.get_close_matches(given, [place], cutoff=0.9):
+            with suppress(ModuleNotFoundError):
+                if importlib.util.find_spec(given) is not None:
+                    continue
+            yield place, target.removeprefix(given)
+
+
+def _may_lie_in(target: str, places: Sequence[str]) -> bool:
+    """Return whether a target of this library or torch lies in one of these places by its name; others always do."""
+    return target.partition(".")[0] not in CONFINED or any(target.startswith(f"{p}.") for p in (*places, ENGINE))
 
 
 def _is_class_in(target: str, places: Sequence[str]) -> bool:
     """Return whether a target is a class that is defined at or below one of these places."""
-    if target.partition(".")[0] not in CONFINED or _is_outside(target, places):
+    if target.partition(".")[0] not in CONFINED or not _may_lie_in(target, places):
         return False
     try:
         made = import_target(target)
@@ -185,50 +178,11 @@ def _is_class_in(target: str, places: Sequence[str]) -> bool:
     if not isinstance(made, type):
         return False
     home = f"{made.__module__}."
-    if home.startswith(f"{ENGINE}.") and _inherited(made, ENGINE_BASES):
-        return True
-    return any(home.startswith(f"{place}.") for place in places)
+    is_engines = home.startswith(f"{ENGINE}.") and bool(inherited(made, ENGINE_BASES))
+    return is_engines or any(home.startswith(f"{place}.") for place in places)
 
 
-def broken_contract(path: str, target: str, made: Any, bases: Sequence[str] = ()) -> str | None:
-    """Return why the class that a target names cannot be used; None for no reason, and for what is no class.
-
-    It must inherit from one of `bases`, dotted paths, where there are any, define what is abstract in it and the
-    class variables that have no value, and its methods take the arguments of those that they replace.
-    """
-    if not isinstance(made, type):
-        return None
-    found = _inherited(made, bases)
-    wanted = _left_open(import_target(bases[0])) if bases and not found else set[str]()
-    lacking = {name for name in wanted if not hasattr(made, name)} | _left_open(made)
-    if lacking or (bases and not found):
-        return _reason(path, target, made.__name__, lacking, () if found else bases)
-    reason = wrong_arguments(made)
-    return None if reason is None else f"{path}._target_={target} cannot be used: {reason}"
-
-
-def _inherited(made: type, bases: Sequence[str]) -> list[str]:
+def inherited(made: type, bases: Sequence[str]) -> list[str]:
+    """Return those of some dotted paths of classes that a class inherits from."""
     own = {f"{base.__module__}.{base.__qualname__}" for base in made.__mro__}
     return [base for base in bases if base in own]
-
-
-def _left_open(made: type) -> set[str]:
-    """Return what a class leaves to those that inherit from it: abstract methods, class variables without a value."""
-    hints = [item for base in made.__mro__ for item in inspect.get_annotations(base).items()]
-    without = {name for name, hint in hints if "ClassVar" in str(hint) and not hasattr(made, name)}
-    return without | set(getattr(made, "__abstractmethods__", ()))
-
-
-def _reason(path: str, target: str, name: str, lacking: Collection[str], bases: Sequence[str]) -> str:
-    """Return a paragraph on a class that lacks members, or a base where there are any."""
-    names, who = ", ".join(sorted(lacking)), f"{path}._target_={target} cannot be used"
-    if not bases:
-        return f"{who}: {name} does not define {names}. Define what is missing."
-    module, _, base = bases[0].rpartition(".")
-    remedy = (
-        f"Write 'from {module} import {base}' and 'class {name}({base})'{f', and define {names} in it' * bool(names)}"
-    )
-    if path == "optimizer":
-        remedy = f"Choose optimizer=torch and optimizer.algorithm._target_={target}, or w{remedy[1:]}"
-    any_of = " or ".join(each.rpartition(".")[2] for each in bases)
-    return f"{who}: {name} does not inherit from {any_of}. {remedy}."

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from cascade_train.config.components import unknown_hint
 from cascade_train.config.groups import did_you_mean, group_options, groups, options_with
-from cascade_train.config.meanings import meaning_of
+from cascade_train.config.help import meaning_of
 
 _NAMES: dict[str, str] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 OTHER_NAMES = {name: ours for ours, names in _NAMES.items() for name in names.split()}

@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 
 from cascade_train.batch import Batch, SampleTransform
-from cascade_train.data.index.content import content_record
-from cascade_train.data.index.pictures import refuse_unreadable
-from cascade_train.data.index.rows import Index, split
+from cascade_train.data.index.rows import Index, content_record, first_names, split
 from cascade_train.data.index.selection import selected
 from cascade_train.data.loading.feed import Feed, FeedRequest, Loader
 from cascade_train.data.order.plan import permutation
+from cascade_train.data.sample import most_unreadable, too_many_text
 from cascade_train.data.source import Source
-from cascade_train.errors import ConfigError
+from cascade_train.errors import ConfigError, RunError
 
 _log = logging.getLogger(__name__)
 
@@ -34,7 +33,7 @@ class Rows:
 
     @property
     def shapes(self) -> np.ndarray:
-        """How many samples each shape that occurs has, the most first, (K,) int64; unbounded for streams."""
+        """Number of samples of each shape that occurs, the largest first, (K,) int64; unbounded for streams."""
         if not self.index.rows_are_samples:
             return np.array([np.iinfo(np.int64).max])
         width_N, height_N = (self.index.table[name][self.rows] for name in ("width", "height"))
@@ -86,7 +85,7 @@ class DataSet:
                     )
 
     def check_batch(self, global_batch_size: int) -> None:
-        """Raise a ConfigError where a batch takes more than all training samples, and nothing says what fills it."""
+        """Raise a ConfigError where a batch takes more than all training samples, unless it is filled up."""
         count = len(self.training.rows)
         is_known = self.training.index.rows_are_samples and self.training.source.leftover != "flush"
         if is_known and global_batch_size > count:
@@ -144,7 +143,7 @@ class DataSet:
 
     @property
     def identity(self) -> str:
-        """What must be equal on all ranks: digests of the indexes, their content, and how many rows take part."""
+        """Equal on all ranks: digests of the indexes, their content, and how many rows take part."""
         return " ".join(f"{part.index.digest}/{content_record(part.index)}/{len(part.rows)}" for part in self._parts)
 
     def record(self) -> None:
@@ -153,7 +152,7 @@ class DataSet:
             part.source.record()
 
     def close(self) -> None:
-        """End every feed's worker processes."""
+        """Close all feeds."""
         for feed in self._open:
             feed.close()
 
@@ -165,9 +164,9 @@ def open_data_set(
 
     Raises as `Source.open`, and where nothing is left to train on or held out.
     """
-    whole = _opened(source, transform)
+    whole = _open_rows(source, transform)
     if held_out is not None:
-        return DataSet(whole, _opened(held_out, transform))
+        return DataSet(whole, _open_rows(held_out, transform))
     if share is None:
         return DataSet(whole, None)
     training, held = (np.intersect1d(side, whole.rows) for side in split(whole.index, share))
@@ -179,9 +178,23 @@ def open_data_set(
     return DataSet(replace(whole, rows=training), replace(whole, rows=held))
 
 
-def _opened(source: Source, transform: SampleTransform | None) -> Rows:
+def _open_rows(source: Source, transform: SampleTransform | None) -> Rows:
     index = source.open()
     rows = np.flatnonzero(selected(index, source.selectors()))
     if index.rows_are_samples:
-        refuse_unreadable(index, rows, source.max_unreadable_share)
+        _check_headers(index, rows, source.max_unreadable_share)
     return Rows(source=source, index=index, rows=rows, transform=transform)
+
+
+def _check_headers(index: Index, rows: np.ndarray, share: float) -> None:
+    """Warn of pictures among the rows whose headers cannot be read; a RunError where they are too many."""
+    names = sorted({index.name(row) for row in rows[index.table["width"][rows] == 0].tolist()})
+    if len(names) > most_unreadable(len(rows), share):
+        listed = f"{first_names(names, 10)} (no header that tells the size)"
+        raise RunError(f"data: {too_many_text(len(names), len(rows), share, listed)}")
+    if names:
+        _log.warning(
+            "%d of %d pictures have no header that can be read: %s. Others stand in for them; a new run leaves them out"
+            " by data.quarantine=<list>, which `cascade-train inspect quarantine=<list>` writes.",
+            len(names), len(rows), first_names(names),
+        )  # fmt: skip

@@ -16,16 +16,25 @@ from typing import Any, Literal
 import numpy as np
 
 from cascade_train.data.file_source import FileSource
-from cascade_train.data.index.content import combined, text_checksum
-from cascade_train.data.index.pictures import EXTENSIONS, first_names, load_checksums, load_facts, load_picture_facts
+from cascade_train.data.index.cache import load_checksums, load_facts, load_picture_facts
 from cascade_train.data.index.row_filter import read_metadata
-from cascade_train.data.index.rows import ROW_FIELDS, Index, repeat_counts, repeated_rows
-from cascade_train.data.metadata import NAMES, Metadata, caption_of
+from cascade_train.data.index.rows import (
+    ROW_FIELDS,
+    Index,
+    combined,
+    first_names,
+    repeat_counts,
+    repeated_rows,
+    text_checksum,
+)
 from cascade_train.data.sample import FileLimits, RawSample, UnreadableSampleError
-from cascade_train.data.table import number_of
+from cascade_train.data.table import METADATA_FILES, caption_of, number_of, read_metadata_files
 from cascade_train.errors import ConfigError
 from cascade_train.files.untrusted import open_regular, parsing, read_yaml
 from cascade_train.options import File, Free, Order, check_choice
+
+EXTENSIONS = ("jpg", "jpeg", "jfif", "png", "webp", "bmp")
+"""Of pictures, in any case."""
 
 FOLDER_FIELDS = [*ROW_FIELDS, ("bytes", "<i8"), ("caption", "u1"), ("values", "u1"), ("mask", "u1")]
 MULTIPLY = "multiply.txt"
@@ -167,7 +176,7 @@ class PictureFolder(FileSource):
         )
 
     def caption_from_of(self, row: int) -> str:
-        """Return where `caption` found the caption of a row of the index."""
+        """Return where `caption` finds the caption of a row of the index."""
         place = self._index.table["caption"][row]
         names = "a metadata file" if caption_of(self._described[row]) else "the picture's name"
         return f"{CAPTION_FILES[place]} beside the picture" if place else names
@@ -183,7 +192,7 @@ class PictureFolder(FileSource):
         return values
 
     def _values(self, name: str, extension: str, row: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """Return what the row of a metadata file and a file beside a picture say; None where that cannot be read."""
+        """Merge the row of a metadata file and the file beside a picture; None where that cannot be read."""
         values = read_values(self._root / beside(name, extension), self.limits) if extension else {}
         return None if values is None else {**row, **values}
 
@@ -207,8 +216,7 @@ class Folder(PictureFolder):
 
     def usable(self, found: list[PictureFile], others: list[str]) -> list[PictureFile]:
         """See `PictureFolder.usable`."""
-        metadata = self._read_metadata(found, others)
-        found = [self._with_row(file, metadata.rows.get(file.name, {})) for file in found]
+        found, folders = self._with_rows(found, others)
         named = [
             file.name for file in found if self.caption_from == "name" or not (file.caption or caption_of(file.row))
         ]
@@ -217,14 +225,15 @@ class Folder(PictureFolder):
         elif self.caption_from == "file":
             missing, named = named, []
         else:
-            missing = [name for name in named if not caption_of_name(name) or metadata.covers(name)]
+            covered = tuple(f"{folder}/" if folder else "" for folder in folders)  # whose pictures should have rows
+            missing = [name for name in named if not caption_of_name(name) or name.startswith(covered)]
         left_out = set(missing)
         usable = [file for file in found if file.name not in left_out]
         if not usable:
             raise ConfigError(
                 f"data.path={self.path}: none of {len(found)} pictures has a caption beside it"
                 f" ({', '.join(CAPTION_FILES[1:] if self.captions.needs_text else VALUE_FILES[1:])}) or in"
-                f" {' or '.join(NAMES)}; write them, or take names by data.caption_from=file_or_name"
+                f" {' or '.join(METADATA_FILES)}; write them, or take names by data.caption_from=file_or_name"
             )
         if missing:
             _log.warning(
@@ -237,22 +246,23 @@ class Folder(PictureFolder):
             )  # fmt: skip
         return usable
 
-    def _read_metadata(self, found: list[PictureFile], others: list[str]) -> Metadata:
-        """Read metadata files where they are wanted, and log how many captions come from them."""
-        files = [name for name in others if name.rpartition("/")[2] in NAMES]
+    def _with_rows(self, found: list[PictureFile], others: list[str]) -> tuple[list[PictureFile], list[str]]:
+        """Return the pictures with their rows of metadata files, and the folders of these files.
+
+        Logs how many captions come from them; a caption beside a picture goes first.
+        """
+        files = [name for name in others if name.rpartition("/")[2] in METADATA_FILES]
         if not self.metadata or not files or self.caption_from == "name":
-            return Metadata(rows={}, folders=())
+            return found, []
         others[:] = [name for name in others if name not in files]
-        metadata = Metadata.read(self._root, files, [file.name for file in found])
-        count = sum(not file.caption and bool(caption_of(metadata.rows.get(file.name, {}))) for file in found)
+        rows, folders = read_metadata_files(self._root, files, [file.name for file in found])
+        count = sum(not file.caption and bool(caption_of(rows.get(file.name, {}))) for file in found)
         text = "%s: captions of %d of %d pictures are those of %s"
         _log.info(text, self.path, count, len(found), first_names(files))
-        return metadata
-
-    def _with_row(self, file: PictureFile, row: Mapping[str, Any]) -> PictureFile:
-        """Return a picture with what is used of its row; a caption beside it goes first."""
-        is_used = self.captions.needs_values or len(self._filters) or not file.caption
-        return replace(file, row=row) if is_used else file
+        uses_all = self.captions.needs_values or len(self._filters)
+        return [
+            replace(file, row=rows.get(file.name, {})) if uses_all or not file.caption else file for file in found
+        ], folders
 
     def caption_from_of(self, row: int) -> str:
         """See `PictureFolder.caption_from_of`."""
@@ -274,10 +284,8 @@ class Folder(PictureFolder):
 def find_pictures(root: Path, others: list[str]) -> Iterator[PictureFile]:
     """Yield the pictures below a folder, folders and names in the order of their code points.
 
-    `others` gets the names of visible files that belong to none of them.
-
-    Links to folders are followed; a folder that is reached again, as by a loop of links, counts once. A missing folder,
-    or a `multiply.txt` that is not a number, is a ConfigError.
+    `others` gets the names of visible files that belong to none of them. Links to folders are followed; a folder that
+    is reached again, as by a loop of links, counts once. A ConfigError for a missing folder or a wrong `multiply.txt`.
     """
     if not root.is_dir():
         raise ConfigError(f"data.path={root} is not a folder; paths are relative to the current folder, {Path.cwd()}")
@@ -364,11 +372,7 @@ def _read_factor(path: Path) -> float:
 
 
 def _is_utf8(name: str) -> bool:
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return name.encode(errors="replace").decode() == name
 
 
 def _raise(error: OSError) -> None:

@@ -24,8 +24,7 @@ import numpy as np
 import safetensors.torch
 from torch import Tensor
 
-from cascade_train.data.index.content import changed_rows, changed_samples
-from cascade_train.data.index.rows import Index
+from cascade_train.data.index.rows import Index, changed_rows, changed_samples
 from cascade_train.data.storage.store import LocalFiles
 from cascade_train.data.tar.members import write_tar
 from cascade_train.errors import ConfigError, RunError

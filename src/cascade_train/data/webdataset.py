@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cascade_train.data.index.content import BEGINNING_BYTES, checksum, combined, text_checksum
 from cascade_train.data.index.row_filter import parse_row_filters
-from cascade_train.data.index.rows import ROW_FIELDS, Index
+from cascade_train.data.index.rows import BEGINNING_BYTES, ROW_FIELDS, Index, checksum, combined, text_checksum
 from cascade_train.data.index.selection import RowSelector
 from cascade_train.data.sample import RawSample
 from cascade_train.data.source import Source
@@ -72,7 +71,7 @@ class WebDataset(Source):
         cache_dir = None if self.index_dir is None else Path(self.index_dir)
         try:
             self._tars = [replace(tar, caption=self.caption) for tar in find_tars(self.urls, self._listings)]
-            if not all(tar.has_places for tar in self._tars):
+            if not all(tar.is_indexable for tar in self._tars):
                 return self._open_streams()
             shards = _load_shards(self._tars, cache_dir)
             kept = self._judge(shards, cache_dir)
@@ -96,7 +95,7 @@ class WebDataset(Source):
 
     def _open_streams(self) -> Index:
         """Return an index of the tars; an option that needs one of samples is refused."""
-        streamed = next(tar.name for tar in self._tars if not tar.has_places)
+        streamed = next(tar.name for tar in self._tars if not tar.is_indexable)
         asked = {
             "data.aspect_ratios": self.aspect_ratios,
             "data.size_filters": self.size_filters,

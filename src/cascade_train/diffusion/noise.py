@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from cascade_train.errors import ConfigError
-from cascade_train.options import check_choice, check_within
+from cascade_train.options import Share, check_fields, check_within
 
 Grid = tuple[int, int, int]
 """Level, height and width of one layer of pyramid noise."""
@@ -57,15 +57,14 @@ class PyramidNoise(Noise):
     """
 
     levels: int
-    discount: float
+    discount: Share[float]
     side_range: list[int] | None
     interpolation: Literal["nearest", "bilinear"]
     square_grids: bool
 
     def __post_init__(self) -> None:
         check_within("levels", self.levels, 1, 32)
-        check_within("discount", self.discount, 0.0, 1.0)
-        check_choice("interpolation", self.interpolation, ("nearest", "bilinear"))
+        check_fields(self)
         if self.side_range is not None and not (
             len(self.side_range) == 2 and 1 <= self.side_range[0] <= self.side_range[1]
         ):

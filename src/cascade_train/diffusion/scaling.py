@@ -13,11 +13,14 @@ import torch
 from torch import Tensor
 
 from cascade_train.diffusion.schedule import Schedule
-from cascade_train.options import check_above
+from cascade_train.options import Positive, check_fields
 
 
 class Scaling(abc.ABC):
     """Signal and noise scale as functions of logSNR (Stable Cascade, gdf/scalers)."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @abc.abstractmethod
     def __call__(self, logsnr_B: Tensor) -> tuple[Tensor, Tensor]:
@@ -52,10 +55,7 @@ class EDMScaling(Scaling):
         sigma_data: standard deviation of the latents, > 0; 1 makes this `VPScaling`.
     """
 
-    sigma_data: float
-
-    def __post_init__(self) -> None:
-        check_above("sigma_data", self.sigma_data, 0.0)
+    sigma_data: Positive[float]
 
     def __call__(self, logsnr_B: Tensor) -> tuple[Tensor, Tensor]:
         """See `Scaling`."""
@@ -80,10 +80,7 @@ class StretchedScaling(Scaling):
     schedule: Schedule
     stretch_max: bool = True
     stretch_min: bool = True
-    shift: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_above("shift", self.shift, 0.0)
+    shift: Positive[float] = 1.0
 
     @cached_property
     def ends(self) -> tuple[float, float, float, float]:

@@ -11,9 +11,7 @@ from typing import Literal
 from torch import Tensor
 
 from cascade_train.errors import ConfigError
-from cascade_train.options import check_above, check_choice, check_within
-
-STRATEGIES = ("none", "earlier", "later", "range")
+from cascade_train.options import Positive, Share, check_fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,17 +30,13 @@ class TimestepBias:
     """
 
     strategy: Literal["none", "earlier", "later", "range"]
-    multiplier: float
-    begin: float
-    end: float
-    portion: float
+    multiplier: Positive[float]
+    begin: Share[float]
+    end: Share[float]
+    portion: Positive[Share[float]]
 
     def __post_init__(self) -> None:
-        check_choice("timestep_bias.strategy", self.strategy, STRATEGIES)
-        check_above("timestep_bias.multiplier", self.multiplier, 0.0)
-        for key, value in (("begin", self.begin), ("end", self.end), ("portion", self.portion)):
-            check_within(f"timestep_bias.{key}", value, 0.0, 1.0)
-        check_above("timestep_bias.portion", self.portion, 0.0)
+        check_fields(self, "timestep_bias.")
         if not self.begin < self.end:
             raise ConfigError(
                 f"timestep_bias.begin={self.begin} must lie below timestep_bias.end={self.end}; both are times from 0"

@@ -15,9 +15,6 @@ class Profiler:
     """Profiles the steps [start_step, start_step + steps); off when `steps` is None.
 
     The trace goes to `<directory>/profile/steps_<first>_to_<last>_rank_<r>.json`, for chrome://tracing or Perfetto.
-
-    Raises:
-        ConfigError: an empty window, or one with step 1.
     """
 
     def __init__(self, *, directory: Path, start_step: int, steps: int | None) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,7 @@ log = logging.getLogger(__name__)
 
 CELL_PX = 192
 LABEL_PX = 220
+LABEL_CHARACTERS, LABEL_LINES = 28, 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +48,7 @@ class SampleSpec:
 class SampleGrid:
     """Draws the same prompts from the same noise each time, with the weights and with their average.
 
-    `directory` is where `step_<n>/` folders go. Originals are files of the first grid alone: `has_originals`.
+    Only the first grid in `directory` gets files of the originals.
     """
 
     phases: Sequence[BoundPhase]
@@ -128,7 +130,8 @@ def compose_grid(captions: Sequence[str], columns: dict[str, list[Image.Image]])
         for row, image in enumerate(images):
             grid.paste(_fitted(image), (left, title_px + CELL_PX * row))
     for row, caption in enumerate(captions):
-        draw.multiline_text((6, title_px + CELL_PX * row + 6), _wrapped(caption, font), fill="black", font=font)
+        label = textwrap.wrap(shortened(caption, LONGEST_REASON), LABEL_CHARACTERS)[:LABEL_LINES]
+        draw.multiline_text((6, title_px + CELL_PX * row + 6), "\n".join(label), fill="black", font=font)
     return grid
 
 
@@ -136,15 +139,3 @@ def _fitted(image: Image.Image) -> Image.Image:
     """Return an image at the size of a cell, at least one pixel high and wide whatever its aspect ratio."""
     scale = (CELL_PX - 4) / max(image.size)
     return image.resize((max(1, round(image.width * scale)), max(1, round(image.height * scale))))
-
-
-def _wrapped(caption: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> str:
-    lines: list[str] = []
-    line = ""
-    for word in shortened(caption, LONGEST_REASON).split():
-        longer = f"{line} {word}".strip()
-        if font.getlength(longer) > LABEL_PX - 12 and line:
-            lines, line = [*lines, line], word
-        else:
-            line = longer
-    return "\n".join([*lines, line][:10])

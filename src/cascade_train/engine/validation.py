@@ -57,8 +57,8 @@ class SetDistance:
 class HeldOut:
     """Held-out batches, the same each time: `steps` global batches; `open` starts them over.
 
-    `parts` are the names of the sources that the data joins, `part_of` maps the index of a sample to the place of its
-    own; none = one source alone.
+    `parts` are the names of the sources that the data joins, none = one source alone; `part_of` maps the index of a
+    sample to the number of its source.
     """
 
     open: Callable[[], Iterable[list[Batch]]]
@@ -78,11 +78,8 @@ class HeldOut:
 class Reconstructions:
     """Reconstructions of held-out images, each from noise of its own.
 
-    Attributes:
-        held_out: the images.
-        painter: maps height and width in pixels to a painter of that size.
-        compare: maps reconstructions and originals, (B, 3, H, W) fp32 in [0, 1], to measures, (B,) fp32 each.
-        rfid: the distance between all reconstructions and all originals; None = not measured.
+    `painter` maps height and width in pixels to a painter of that size; `compare` maps reconstructions and originals,
+    (B, 3, H, W) fp32 in [0, 1], to measures, (B,) fp32 each; `rfid` is measured between all of them, None = not at all.
     """
 
     held_out: HeldOut
@@ -109,12 +106,9 @@ def counted(batch: Batch, device: torch.device) -> Tensor:
 
 @dataclass(kw_only=True)
 class Validation:
-    """Measures a task on the same held-out batches each time.
+    """Measures a task on the same held-out batches each time, with the weights of its phases and with their averages.
 
-    Attributes:
-        task: measured through `Task.measures`.
-        phases: whose roots go into eval mode, and whose averages are measured too.
-        logsnr: noise levels, natural logarithm of the signal-to-noise ratio, for tasks that denoise.
+    `logsnr` are noise levels, natural logarithm of the signal-to-noise ratio, for tasks that denoise.
     """
 
     task: Task

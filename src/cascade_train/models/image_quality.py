@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from cascade_train.errors import ConfigError, install_hint
-from cascade_train.models.formats.weights import copy_to, open_weights, set_tensor
-from cascade_train.models.formats.weights_tensors import StoredTensors
+from cascade_train.models.formats.weights import StoredTensors, copy_to, open_weights, set_tensor
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """Of the images that the network was trained on."""

@@ -1,6 +1,6 @@
 """A control network beside a frozen network: samples follow a map that a filter makes of a picture.
 
-Must not live here: the loss (text_to_image.py), what a control network is (models/control/) and the filters (filters/).
+Must not live here: the loss (text_to_image.py), the family's control network and the filters (filters/).
 
 Shape legend: B batch, C channels of the map, H W image size, h w size of the map.
 """
@@ -19,8 +19,7 @@ from cascade_train.batch import Batch, SampleTransform, sample_seed
 from cascade_train.diffusion.objective import Objective
 from cascade_train.errors import ConfigError
 from cascade_train.filters.base import CONTROL, ControlFilter, ControlMap, map_maker, transform_images
-from cascade_train.models.control import Bottleneck, Control, ControlOptions
-from cascade_train.models.stage import Conditions, Stage, Steering
+from cascade_train.models.stage import Bottleneck, Conditions, Control, ControlOptions, Stage, Steering
 from cascade_train.options import File
 from cascade_train.tasks.base import Export, Guide, ImageMaker, Phase, Predictor
 from cascade_train.tasks.text_to_image import PreparedBatch, TextToImage

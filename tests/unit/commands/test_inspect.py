@@ -17,7 +17,7 @@ from cascade_train.commands.parts.command_line import with_defaults
 from cascade_train.data.data_set import open_data_set
 from cascade_train.data.survey.look import survey
 from cascade_train.data.survey.report import histogram
-from cascade_train.models.token_count import token_counter
+from cascade_train.models.text_encoder import token_counter
 from tests.unit.data import tars
 from tests.unit.data.test_folder import folder, write
 from tests.unit.data.test_mixture import mixture_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cascade_train.commands.generate import GenerateArgs
-from cascade_train.commands.parts.painting import set_decoding
+from cascade_train.commands.parts.models import set_decoding
 from cascade_train.config.saved import published_config
 from tests.unit.config.composing import checked
 

@@ -8,7 +8,7 @@ import pytest
 from hydra.utils import get_class
 
 from cascade_train.config.groups import option_targets
-from cascade_train.config.meanings import argument_doc, attribute_docs, key_comments
+from cascade_train.config.help import argument_doc, attribute_docs, key_comments
 from tests.unit.config import members
 
 HERE = "tests.unit.config.members"
@@ -35,7 +35,7 @@ def test_attribute_docs_include_inherited_fields():
 
 def test_documents_of_a_component_are_read_without_torch():
     code = (
-        "import sys; from cascade_train.config.meanings import argument_doc as d;"
+        "import sys; from cascade_train.config.help import argument_doc as d;"
         "print(d('cascade_train.data.webdataset.WebDataset', 'crop')); print('torch' in sys.modules)"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()

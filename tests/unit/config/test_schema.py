@@ -5,7 +5,7 @@ from typing import get_type_hints
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from cascade_train.config.meanings import attribute_docs
+from cascade_train.config.help import attribute_docs
 from cascade_train.config.preflight import preflight
 from cascade_train.config.schema import (
     Attention,

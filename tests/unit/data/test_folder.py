@@ -15,7 +15,7 @@ from PIL import Image
 from cascade_train.data.captions import Captions
 from cascade_train.data.data_set import open_data_set
 from cascade_train.data.folder import Folder, caption_of_name, find_pictures
-from cascade_train.data.index import pictures as picture_files
+from cascade_train.data.index import cache as picture_files
 from cascade_train.data.sample import UnreadableSampleError
 from cascade_train.data.source import Source
 from cascade_train.errors import ConfigError, RunError

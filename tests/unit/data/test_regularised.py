@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from cascade_train.data.regularised import Regularised
+from cascade_train.data.mixture import Regularised
 from cascade_train.errors import ConfigError
 from tests.unit.data import tars
 from tests.unit.data.dataset_contract import DatasetContract, loading

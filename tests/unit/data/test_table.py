@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cascade_train.data.index import pictures as picture_files
+from cascade_train.data.index import cache as picture_files
 from cascade_train.data.sample import UnreadableSampleError
 from cascade_train.data.table import Table
 from cascade_train.errors import ConfigError, RunError

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from cascade_train.data.stream import stream_samples
 from cascade_train.data.tar.members import Dropped
-from cascade_train.data.tar.stream import stream_samples
 from cascade_train.data.webdataset import WebDataset
 from cascade_train.errors import ConfigError, RunError
 from tests.unit.data import tars

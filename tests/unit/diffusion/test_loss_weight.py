@@ -153,6 +153,8 @@ def test_a_composed_weight_keeps_the_state_of_its_parts() -> None:
         (lambda: ComposedLossWeight(mul=[], div=[]), "leave nothing to compose; name at least one"),
         (lambda: adaptive(buckets=2), "buckets=2 must be greater"),
         (lambda: adaptive(beta=-0.1), "beta=-0.1 must lie in"),
+        (lambda: adaptive(duplicates="sum"), "duplicates=sum is unknown; choose one of mean, last"),
+        (lambda: adaptive(update="epoch"), "update=epoch is unknown"),
     ],
 )
 def test_values_out_of_range_are_refused(make: object, message: str) -> None:
@@ -177,11 +179,6 @@ def test_parts_of_a_composed_weight_learn_from_micro_batches() -> None:
     part = adaptive(update="micro_batch")
     ComposedLossWeight(mul=[part, P2], div=[]).after_micro_batch(torch.zeros(1), torch.tensor([3.0]))
     assert part(torch.zeros(1)) == 0.5
-
-
-def test_another_time_to_learn_is_refused() -> None:
-    with pytest.raises(ConfigError, match="update=epoch is unknown"):
-        adaptive(update="epoch")
 
 
 @pytest.mark.parametrize("target", ["epsilon", "v", "x0"])

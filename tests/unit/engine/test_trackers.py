@@ -21,7 +21,7 @@ from PIL import Image
 
 from cascade_train.config.preflight import EXTRAS
 from cascade_train.config.schema import TrackerName
-from cascade_train.engine.trackers import TRACKERS
+from cascade_train.engine.trackers import TRACKERS, read_image
 from cascade_train.engine.tracking import Tracker, build_tracker
 
 LIBRARIES = {name: EXTRAS["tracker.name"][name] for name in TRACKERS if name not in ("tensorboard", "wandb")}
@@ -146,13 +146,7 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 def stand_in(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> MagicMock:
     name: str = request.getfixturevalue("name")
     module = MagicMock(name=LIBRARIES[name])
-    ids = {
-        "hash": "the-id",
-        "id": "the-id",
-        "name": "the-id",
-        "get_key.return_value": "the-id",
-        "info.run_id": "the-id",
-    }
+    ids = dict.fromkeys(("hash", "id", "name", "get_key.return_value", "info.run_id"), "the-id")
     for started in (module.Run, module.Task.init, module.start, module.init, module.MlflowClient().create_run):
         started.return_value.configure_mock(**ids)
     module.mock_calls.clear()
@@ -299,6 +293,27 @@ def read_trackio(folder: Path, run_id: str) -> list[tuple[int, float]]:
 
 
 READERS = {name: globals()[f"read_{name}"] for name in LIBRARIES}
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "P"])
+def test_an_image_of_any_mode_is_read_as_rgb(tmp_path: Path, mode: str) -> None:
+    Image.linear_gradient("L").resize((6, 4)).convert(mode).save(tmp_path / "a.png")
+    found = read_image(tmp_path / "a.png")
+    assert (found.shape, str(found.dtype)) == ((4, 6, 3), "uint8")
+    assert abs(found[:, 0, 1].astype(int) - [31, 95, 159, 223]).max() <= 30
+
+
+@pytest.mark.parametrize("name", ["mlflow"])
+def test_settings_are_sent_once_and_in_pieces_that_mlflow_takes(
+    world: Any, tmp_path: Path, name: str, stand_in: MagicMock
+) -> None:
+    given = {"project": "tests", "entity": None, "mode": "online", "run_name": "r", "directory": tmp_path}
+    for run_id in (None, "abc"):
+        config = {"long": "x" * 600, **{f"key_{number}": number for number in range(199)}}
+        build_tracker(name, config=config, run_id=run_id, **given).finish()  # type: ignore[arg-type]
+    assert [len(call.kwargs["params"]) for call in stand_in.MlflowClient().log_batch.call_args_list] == [100, 100]
+    sent = dict(call.args for call in stand_in.entities.Param.call_args_list)
+    assert (len(sent), len(sent["long"]), sent["key_198"]) == (200, 500, "198")
 
 
 @pytest.mark.parametrize("name", ["mlflow"])

@@ -9,8 +9,6 @@ import types
 
 import numpy as np
 import pytest
-import torch
-import torch.distributed as dist
 from PIL import Image
 
 from cascade_train.engine import tracking
@@ -30,15 +28,6 @@ def picture(tmp_path):
     path = tmp_path / "grid.png"
     Image.fromarray(np.arange(4 * 6 * 3, dtype=np.uint8).reshape(4, 6, 3)).save(path)
     return path
-
-
-@pytest.fixture
-def as_torchrun(world, monkeypatch):
-    """What torchrun sets, beside a process group that is there already."""
-    values = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    for key, value in values.items():
-        monkeypatch.setenv(key, value)
-    return values
 
 
 class StandIn(types.ModuleType):
@@ -108,16 +97,6 @@ def test_tensorboard_gets_numbers_images_and_notes(world, tmp_path, picture):
     assert sorted(events.Tags()["tensors"]) == ["config/text_summary", "note/text_summary"]
 
 
-def test_a_tracker_leaves_the_process_group_and_the_launcher_alone(as_torchrun, tmp_path):
-    group, threads = dist.group.WORLD, torch.get_num_threads()
-    tracker = build("tensorboard", tmp_path)
-    tracker.log({"loss": 1.0}, 1)
-    tracker.finish()
-    assert dist.group.WORLD is group
-    assert {key: os.environ[key] for key in as_torchrun} == as_torchrun
-    assert torch.get_num_threads() == threads
-
-
 def test_wandb_gets_its_settings_and_every_step(world, tmp_path, wandb, picture):
     tracker = build("wandb", tmp_path, entity="team")
     tracker.log({"step": 3, "loss": 0.5, "grad_norm": None}, 3)
@@ -147,12 +126,6 @@ def test_wandb_gets_its_settings_and_every_step(world, tmp_path, wandb, picture)
     assert wandb.of("finish") == [()]
 
 
-def test_wandb_continues_the_run_it_is_given(world, tmp_path, wandb):
-    assert build("wandb", tmp_path).run_id == "new-id"
-    assert build("wandb", tmp_path, run_id="abc").run_id == "abc"
-    assert wandb.of("init")[1][0]["id"] == "abc"
-
-
 def test_no_tracker_sees_a_secret_of_the_configuration_or_the_command_line(world, tmp_path, wandb, monkeypatch):
     seen = []
     monkeypatch.setattr(sys, "argv", ["train", "task.api_token=abcdef0123456789"])
@@ -179,12 +152,11 @@ def test_other_ranks_know_the_run_id_but_show_nothing(world, tmp_path, monkeypat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_missing_wandb_names_the_extra(world, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(
-        ConfigError, match=r"wandb is not installed. Install it, .*: pip install --editable '\.\[wandb\]'"
-    ):
-        build("wandb", tmp_path)
+@pytest.mark.parametrize(("name", "module"), [("wandb", "wandb"), ("tensorboard", "torch.utils.tensorboard")])
+def test_a_missing_library_names_the_extra(world, tmp_path, monkeypatch, name, module):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ConfigError, match=rf"{name} is not installed. Install .*\.\[{name}\]'.*tracker=none"):
+        build(name, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -197,14 +169,6 @@ def test_a_wandb_that_cannot_start_is_a_config_error(world, tmp_path, wandb, mon
     monkeypatch.setattr(wandb, "init", refuse)
     with pytest.raises(ConfigError, match=rf"tracker\.name=wandb could not start: {shown}\. Remedy"):
         build("wandb", tmp_path)
-
-
-def test_a_missing_tensorboard_names_the_extra(world, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(
-        ConfigError, match=r"tensorboard is not installed. Install it, .*: pip install --editable '\.\[tensorboard\]'"
-    ):
-        build("tensorboard", tmp_path)
 
 
 def test_an_unknown_tracker_is_refused(world, tmp_path):
@@ -274,6 +238,7 @@ def test_a_tracked_run_that_cannot_be_continued_is_followed_by_another(world, tm
             raise RuntimeError("run abc was deleted")
         return start(**arguments)
 
+    assert build("wandb", tmp_path, run_id="abc").run_id == wandb.of("init")[0][0]["id"] == "abc"
     monkeypatch.setattr(wandb, "init", refuse_old)
     assert build("wandb", tmp_path, run_id="abc").run_id == "new-id"
     assert "tracker.name=wandb could not continue its run abc (run abc was deleted) and begins another." in caplog.text

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cascade_train.errors import ConfigError
 from cascade_train.models.clip_score import ClipScore
-from cascade_train.models.token_count import FOLDER
+from cascade_train.models.text_encoder import PACKAGED_TOKENIZER
 
 CPU = torch.device("cpu")
 CAPTIONS = ["a red circle", "a blue star on a green background, which is a longer caption"]
@@ -21,7 +21,7 @@ def tiny_clip(folder: Path) -> str:
     """Write a tiny CLIP with the packaged tokenizer, as transformers stores one, and return the folder."""
     from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPTokenizer
 
-    tokenizer = CLIPTokenizer.from_pretrained(FOLDER)
+    tokenizer = CLIPTokenizer.from_pretrained(PACKAGED_TOKENIZER)
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     text = {**sizes, "vocab_size": len(tokenizer), "max_position_embeddings": 48}
     special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}

@@ -1,7 +1,7 @@
 """What a command of `cascade-train` declares, and how a command line becomes a call of it.
 
-Lives here: key=value onto a dataclass, words without a key, --help, logging and exit codes. What a command does stands
-in its file of commands/; trainings, which Hydra composes, go through config/launch.py.
+Parses key=value into a dataclass, and words without a key; shows --help; sets up logging and exit codes. Trainings,
+which Hydra composes, go through config/launch.py.
 """
 
 from __future__ import annotations
@@ -12,19 +12,18 @@ import logging
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 import yaml
-from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from cascade_train.config.error_messages import exit_code
 from cascade_train.config.groups import did_you_mean, nearest
-from cascade_train.config.help import commands, table
-from cascade_train.config.meanings import attribute_docs
+from cascade_train.config.help import attribute_docs, commands, shown, table
 from cascade_train.config.overrides import is_existing_path
 from cascade_train.config.sweeps.slurm import adopt_slurm_step, one_thread_a_rank
 from cascade_train.errors import ConfigError
@@ -47,15 +46,14 @@ class Command:
 
     Attributes:
         arguments: dataclass of its keys, with a string below each field; a field without a default must be given.
-        run: does it and returns an exit code; takes the arguments and, where one is composed, a run's configuration.
+        run: takes the arguments and, where one is composed, a run's configuration, and returns an exit code.
         usage: its words as they are typed, those to fill in in capitals, behind the name of an action.
         words: keys that words without `=` fill, in their order; the first must be given.
         many_ranks: whether several processes may share the work.
         shows_log: show what the library logs as information; False = warnings alone.
-        run_defaults: compose the arguments that are not its own as those of a run, with these options of groups where
-            none is chosen; None = all arguments are its own.
+        run_defaults: compose the other arguments as those of a run, with these options of groups where none is chosen.
         check: returns that configuration as it is checked for the arguments; None = as a training checks it.
-        takes_rest: the arguments that are not its own are given to `run`, as they are typed.
+        takes_rest: pass the other arguments to `run`, as they are typed.
     """
 
     arguments: type[Any]
@@ -164,24 +162,24 @@ def parse(schema: type[S], argv: Sequence[str]) -> S:
     Raises:
         ConfigError: an unknown key, a wrong value, or a missing one.
     """
-    cfg = OmegaConf.structured(schema)
+    pairs = []
     for argument in argv:
         key, equals, value = argument.partition("=")
         if not equals or key.startswith("-"):
             raise ConfigError(f"{argument!r} is not an argument. Write key=value; --help lists the keys.")
-        _set(cfg, key, value, read=_value)
-    return _object(schema, cfg)
+        pairs.append((key, value))
+    return _filled(schema, pairs, read=_value)
 
 
 def filled(schema: type[S], values: Mapping[str, Any]) -> S:
     """Return an instance of a dataclass filled from values by key; otherwise as `parse`."""
+    return _filled(schema, values.items(), read=lambda given: given)
+
+
+def _filled(schema: type[S], values: Iterable[tuple[str, Any]], *, read: Callable[[Any], Any]) -> S:
     cfg = OmegaConf.structured(schema)
-    for key, value in values.items():
-        _set(cfg, key, value, read=lambda given: given)
-    return _object(schema, cfg)
-
-
-def _object(schema: type[S], cfg: DictConfig) -> S:
+    for key, value in values:
+        _set(cfg, key, value, read)
     missing = sorted(OmegaConf.missing_keys(cfg))
     if missing:
         meaning = attribute_docs(schema).get(missing[0].partition(".")[0], "").rstrip(".")
@@ -199,7 +197,8 @@ def listed(given: Any) -> list[str]:
 def help_text(schema: type) -> str:
     """Return the fields of a command's dataclass with defaults and meanings, one per line."""
     docs = attribute_docs(schema)
-    fields = [f"  {_typed(f.name)}={_default(f)}  {docs.get(f.name, '')}" for f in dataclasses.fields(schema)]
+    defaults: Any = OmegaConf.to_container(OmegaConf.structured(schema), enum_to_str=True)
+    fields = [f"  {_typed(name)}={shown(value)}  {docs.get(name, '')}" for name, value in defaults.items()]
     return "\n".join([_meaning(schema), "", "Arguments, as key=value:", *fields, ""])
 
 
@@ -207,7 +206,7 @@ def _meaning(schema: type) -> str:
     return " ".join((schema.__doc__ or "").split())
 
 
-def _set(cfg: DictConfig, key: str, value: Any, *, read: Callable[[Any], Any]) -> None:
+def _set(cfg: DictConfig, key: str, value: Any, read: Callable[[Any], Any]) -> None:
     field = ALIASES.get(key, key)
     known = list(cfg.keys())  # `in cfg` is false for a missing value
     if field.partition(".")[0] not in known or key in ALIASES.values():
@@ -239,23 +238,15 @@ def _value(text: str) -> Any:
 
 def _rejoined(items: list[str]) -> list[str]:
     """Return a list in which an existing path that was split at its commas is one item again."""
-    whole, first = [], 0
-    while first < len(items):
-        ends = range(min(len(items), first + MOST_COMMAS + 1), first + 1, -1)
-        end = next((end for end in ends if is_existing_path(",".join(items[first:end]))), first + 1)
-        whole.append(",".join(items[first:end]))
-        first = end
+    whole = []
+    while items:
+        ends = range(min(len(items), MOST_COMMAS + 1), 1, -1)
+        end = next((end for end in ends if is_existing_path(",".join(items[:end]))), 1)
+        whole.append(",".join(items[:end]))
+        items = items[end:]
     return whole
 
 
 def _typed(field: str) -> str:
     """Return a field as it is typed on the command line."""
     return next((alias for alias, name in ALIASES.items() if name == field), field)
-
-
-def _default(field: dataclasses.Field[object]) -> str:
-    if field.default_factory is not dataclasses.MISSING:
-        return str(field.default_factory())
-    if field.default in (dataclasses.MISSING, MISSING):
-        return "???"
-    return "null" if field.default is None else str(field.default)

@@ -14,23 +14,23 @@ import io
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-import hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 
 from cascade_train.commands.parts.command_line import filled
+from cascade_train.config.contracts import without_types
 from cascade_train.config.error_messages import in_our_words
-from cascade_train.config.groups import conf_dir, nearest
-from cascade_train.config.hydra_compat import BASE, texts_checked
-from cascade_train.config.launch import check_chosen_once, prepare_process, register_schema, with_implied_choices
+from cascade_train.config.groups import nearest
+from cascade_train.config.hydra_compat import replaced, texts_checked
+from cascade_train.config.launch import check_chosen_once, compose_root, prepare_process, with_implied_choices
 from cascade_train.config.overrides import check_not_hydras, searching, with_paths_quoted
 from cascade_train.config.preflight import preflight
 from cascade_train.config.sweep import is_main
@@ -56,12 +56,7 @@ ORIGIN = "cascade_train"
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """How a configuration was composed.
-
-    Attributes:
-        hydra: what Hydra knows of its overrides and choices.
-        values: its values by key, as they are written.
-    """
+    """How a configuration was composed: Hydra's state, and the values by key, as they are written."""
 
     hydra: Any
     values: Mapping[str, Any]
@@ -105,19 +100,19 @@ class Run:
 def called_rightly(function: F) -> F:
     """Have a function refuse arguments that it does not take with a ConfigError, which shows how it is called."""
     signature = inspect.signature(function)
-    bare = [each.replace(annotation=each.empty) for each in signature.parameters.values()]
-    form = f"{function.__name__}{signature.replace(parameters=bare, return_annotation=signature.empty)}"
+    name = function.__name__
 
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:
         try:
             signature.bind(*args, **options)
         except TypeError as error:
-            wrong = next((each for each in options if each not in signature.parameters), None)
-            hint = nearest(wrong or "", signature.parameters)
-            if wrong is not None and not hint and "overrides" in signature.parameters:
-                hint = f" An override is a text: {function.__name__}('{wrong}={options[wrong]}')."
-            raise ConfigError(f"{function.__name__}(): {error}. Call it as {form}.{hint}") from None
+            wrong = next((each for each in options if each not in signature.parameters), "")
+            hint = nearest(wrong, signature.parameters)
+            if wrong and not hint and "overrides" in signature.parameters:
+                hint = f" An override is a text: {name}('{wrong}={options[wrong]}')."
+            form = f"{name}{without_types(signature)}"
+            raise ConfigError(f"{name}(): {error}. Call it as {form}.{hint}") from None
         return function(*args, **options)
 
     return cast(F, call)
@@ -210,7 +205,7 @@ def generate(source: str | Path | Run, prompts: str | Sequence[str] = (), **opti
 
     out = options.pop("out", None)
     with settings_kept(), _explained():
-        args = filled(GenerateArgs, {"from": _named(source), "prompts": _listed(prompts), **options})
+        args = filled(GenerateArgs, _arguments(source, prompts, options))
         return painted(args, None if out is None else str(out))
 
 
@@ -229,49 +224,37 @@ def evaluate(source: str | Path | Run, prompts: str | Sequence[str] = (), **opti
     from cascade_train.commands.evaluate import EvaluateArgs, judged
 
     with settings_kept(), _explained(), redirect_stdout(io.StringIO()):
-        args = filled(EvaluateArgs, {"from": _named(source), "prompts": _listed(prompts), **options})
-        found = judged(args)
+        found = judged(filled(EvaluateArgs, _arguments(source, prompts, options)))
     assert found is not None, "a watch has no source"
     return found
 
 
-def _named(source: str | Path | Run) -> str:
-    return str(source.path if isinstance(source, Run) else source)
-
-
-def _listed(prompts: str | Sequence[str]) -> str | list[str]:
-    """Return prompts as a command takes them: a list, or `@file`."""
-    if isinstance(prompts, str):
-        return prompts if prompts.startswith("@") else [prompts]
+def _arguments(source: str | Path | Run, prompts: str | Sequence[str], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a command by key; prompts are a list, or `@file`."""
     if not isinstance(prompts, Sequence):
         raise ConfigError(f"prompts={prompts!r} must be a text, or a list of texts.")
-    return list(prompts)
+    if isinstance(prompts, str) and not prompts.startswith("@"):
+        prompts = [prompts]
+    named = source.path if isinstance(source, Run) else source
+    return {"from": str(named), "prompts": prompts if isinstance(prompts, str) else list(prompts), **options}
 
 
 def _given(overrides: Sequence[str | DictConfig], config_dir: str | Path | None) -> DictConfig:
     """Return the configuration that overrides, or a configuration in their place, describe."""
-    texts = [each for each in overrides if isinstance(each, str)]
-    if len(texts) == len(overrides):
-        return _composed(texts, config_dir)
-    cfg = overrides[0]
-    if not isinstance(cfg, DictConfig) or len(overrides) > 1:
-        raise ConfigError(NO_OVERRIDES.format(given=type(cfg).__name__))
-    return cfg
+    if len(overrides) == 1 and isinstance(overrides[0], DictConfig):
+        return overrides[0]
+    return _composed(overrides, config_dir)
 
 
-NO_OVERRIDES = (
-    "give overrides as texts, key=value, one after the other (of a list: *overrides); or one configuration of compose()"
-    " and nothing else. This is a {given}."
-)
-
-
-def _composed(overrides: Sequence[str], config_dir: str | Path | None) -> DictConfig:
+def _composed(overrides: Sequence[Any], config_dir: str | Path | None) -> DictConfig:
     """Return the configuration that overrides describe, not checked."""
-    register_schema()
     prepare_process()
     with _explained(), _hydra(None), texts_checked():
         if odd := [type(each).__name__ for each in overrides if not isinstance(each, str)]:
-            raise ConfigError(NO_OVERRIDES.format(given=odd[0]))
+            raise ConfigError(
+                "give overrides as texts, key=value, one after the other (of a list: *overrides); or one configuration "
+                f"of compose() and nothing else. This is a {odd[0]}."
+            )
         if flag := next((each for each in overrides if each.startswith("-")), None):
             raise ConfigError(f"{flag!r} is an option of the command line, and no override, key=value.")
         check_not_hydras(overrides)
@@ -282,11 +265,7 @@ def _composed(overrides: Sequence[str], config_dir: str | Path | None) -> DictCo
                 raise ConfigError(f"{each.input_line} has several values: call this for each of them, in a loop.")
         if config_dir is not None:
             choices.append(searching(config_dir))
-        with hydra.initialize_config_dir(str(conf_dir()), **BASE):
-            cfg = hydra.compose("config", choices, return_hydra_config=True)
-        HydraConfig.instance().set_config(cfg)
-        with open_dict(cfg):
-            del cfg["hydra"]
+        cfg = compose_root(choices)
         cfg.run.name = cfg.run.name  # what follows from Hydra's choices follows from these
         setattr(cfg._metadata, ORIGIN, Origin(hydra=HydraConfig.instance().cfg, values=_written(cfg)))
     return cfg
@@ -307,12 +286,9 @@ def _state(cfg: DictConfig) -> Any:
         return origin.hydra
     state = copy.deepcopy(origin.hydra)
     OmegaConf.set_readonly(state.hydra, False)
-    state.hydra.overrides.task.extend([f"{key}={_text(value)}" for key, value in since.items()])
+    texts = {key: value if isinstance(value, str) else json.dumps(value, default=str) for key, value in since.items()}
+    state.hydra.overrides.task.extend([f"{key}={text}" for key, text in texts.items()])
     return state
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def _checked(cfg: DictConfig, check: Callable[[DictConfig], DictConfig]) -> DictConfig:
@@ -345,15 +321,9 @@ def settings_kept() -> Iterator[None]:
             gc.disable()
 
 
-@contextmanager
-def _hydra(state: Any) -> Iterator[None]:
+def _hydra(state: Any) -> AbstractContextManager[None]:
     """Set Hydra's global configuration to `state` within the block."""
-    held = HydraConfig.instance()
-    before, held.cfg = held.cfg, state
-    try:
-        yield
-    finally:
-        held.cfg = before
+    return replaced(HydraConfig.instance(), "cfg", state)
 
 
 @contextmanager

@@ -7,16 +7,12 @@ import re
 from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_dir
-from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from cascade_train.config.arguments import parameters
-from cascade_train.config.groups import conf_dir
-from cascade_train.config.hydra_compat import BASE
-from cascade_train.config.launch import register_schema
+from cascade_train.config.launch import compose_root
 from cascade_train.config.preflight import EXTRAS, preflight
 from cascade_train.config.recipes.recipe import Kind, Recipe, shown
 from cascade_train.config.targets import import_target
@@ -75,16 +71,10 @@ def try_out(recipe: Recipe, source: str, *, ranks: int) -> None:
 
 def _choices(recipe: Recipe) -> DictConfig:
     """Return what the recipe's choices of groups make."""
-    register_schema()
-    with initialize_config_dir(str(conf_dir()), **BASE):
-        try:
-            cfg = compose("config", [f"{g}={o}" for g, o in recipe.groups.items()], return_hydra_config=True)
-        except HydraException as error:
-            raise ConfigError(f"the choices {recipe.groups} do not compose: {str(error).splitlines()[0]}.") from error
-    HydraConfig.instance().set_config(cfg)
-    with open_dict(cfg):
-        del cfg["hydra"]
-    return cfg
+    try:
+        return compose_root([f"{group}={option}" for group, option in recipe.groups.items()])
+    except HydraException as error:
+        raise ConfigError(f"the choices {recipe.groups} do not compose: {str(error).splitlines()[0]}.") from error
 
 
 def _join_lists(recipe: Recipe, cfg: DictConfig) -> None:

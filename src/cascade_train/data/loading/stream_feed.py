@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from cascade_train.batch import Batch
-from cascade_train.data.index.content import changed_content, content_record
+from cascade_train.data.index.rows import changed_content, content_record
 from cascade_train.data.loading.feed import Feed, FeedRequest
 from cascade_train.data.loading.worker import MicroBatches, Results, failure
 from cascade_train.data.order.plan import Step

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cascade_train.data.index.content import changed_content, content_record
+from cascade_train.data.index.rows import changed_content, content_record
 from cascade_train.data.order.plan import ORDER_VERSION, Layouts, Plan, Start, Step
 from cascade_train.data.source import Source
 from cascade_train.errors import ConfigError

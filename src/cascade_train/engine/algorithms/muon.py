@@ -13,7 +13,7 @@ from cascade_train.engine.optimizer import decays
 
 
 def is_matrix(name: str, parameter: nn.Parameter) -> bool:
-    """Return whether Muon trains it: weights of linear layers, not kernels, norms, biases or tokens."""
+    """Return whether Muon trains a parameter: weights of linear layers, not kernels, norms, biases or tokens."""
     return parameter.ndim == 2 and decays(name, parameter)
 
 
@@ -21,9 +21,6 @@ class Muon(Optimizer):
     """Momentum made orthogonal for matrices (torch.optim.Muon; Jordan 2024, Liu et al. 2025); AdamW for the rest.
 
     Args:
-        params: groups of named parameters; one without a name is judged by its shape.
-        lr: learning rate of the matrices.
-        weight_decay: decoupled, of both.
         momentum: of Muon, in [0, 1).
         nesterov: whether Muon looks ahead by its momentum.
         ns_steps: Newton-Schulz iterations that make a matrix orthogonal.

@@ -47,9 +47,7 @@ def rounded(value: Tensor, bits: Tensor) -> Tensor:
 
 
 class StochasticRounding(Optimizer):
-    """An algorithm on weights in bf16: it sees each of them, one after the other, in fp32.
-
-    Its state is that of the algorithm, in fp32 or as it is.
+    """An algorithm on weights in bf16: it gets each of them, one after the other, in fp32; its state stays as it is.
 
     Args:
         inner: the algorithm, which treats each tensor by itself.

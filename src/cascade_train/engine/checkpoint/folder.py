@@ -1,13 +1,9 @@
-"""The folder of a run's checkpoints: what lies in it, which ones stay, and changes that a crash leaves whole.
-
-Names, renames and a rule: no tensors, no torch. What is in a checkpoint is described by its manifest.
-"""
+"""The folder of a run's checkpoints: its names, atomic changes, and which checkpoints stay. Imports no torch."""
 
 from __future__ import annotations
 
 import json
 import logging
-import mmap
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -18,7 +14,7 @@ from typing import Any, Literal
 from cascade_train.engine.checkpoint.manifest import Manifest, whole_manifest
 from cascade_train.errors import ConfigError
 from cascade_train.files.durable import sync
-from cascade_train.files.untrusted import LINES_BYTES, read_rows
+from cascade_train.files.untrusted import read_lines, read_rows
 
 log = logging.getLogger(__name__)
 
@@ -26,10 +22,10 @@ BEST = "best"
 """The fact of a manifest that ranks its checkpoint: {metric, value, step}."""
 
 EVALUATIONS = "evaluation.jsonl"
-"""Beside the folder of checkpoints: what evaluations have found, a line for each."""
+"""Beside the folder of checkpoints: a line for each evaluation."""
 
 EVALUATED = "evaluate/"
-"""What the names of their numbers begin with; in the facts of a manifest, those of its step, which no file holds."""
+"""Prefix of their measures; `complete` adds those of a step to the facts of its manifest under this key."""
 
 _VISIBLE = re.compile(r"step_(\d+)")
 _HIDDEN = re.compile(r"\.step_(\d+)\.(saving|replaced|deleting|slimming)")
@@ -42,11 +38,11 @@ class CheckpointFolder:
         self.directory = directory
 
     def path(self, step: int) -> Path:
-        """Return where the checkpoint of a step lies, or would."""
+        """Return the folder of a step's checkpoint."""
         return self.directory / f"step_{step}"
 
     def hidden(self, step: int, kind: str) -> Path:
-        """Return where a checkpoint of a step is made (`saving`, `slimming`) before it is published."""
+        """Return the folder in which a step's checkpoint is made (`saving`, `slimming`) before it is published."""
         return self.directory / f".step_{step}.{kind}"
 
     def visible(self) -> dict[int, Path]:
@@ -113,15 +109,10 @@ class CheckpointFolder:
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """Which checkpoints stay, and why; without any argument, all do.
+    """Which checkpoints stay, and why: the newest `keep_last` (None = all), those of every so many steps, and the best.
 
-    Attributes:
-        keep_last: number of newest ones; None = all.
-        keep_every_steps: also those whose step is a multiple of this; None = no others.
-        keep_best: number of best ones by `best_metric`; None = no others.
-        best_metric: a key of `metrics.jsonl` or of `evaluation.jsonl`.
-        best_mode: whether small or large values are good.
-        keep_optimizer: false = those that stay, but not as one of the newest, lose their optimizer state.
+    `best_metric` is a key of `metrics.jsonl` or of `evaluation.jsonl`. Without `keep_optimizer`, those that stay for
+    another reason than being among the newest lose their optimizer state.
     """
 
     keep_last: int | None = None
@@ -175,34 +166,27 @@ def best_value(manifest: Manifest, metric: str | None) -> float | None:
 
 
 def evaluations(path: Path, stamps: Mapping[int, str]) -> dict[int, dict[str, float]]:
-    """Return the numbers of evaluations by step and name, the latest of each.
+    """Return the latest measures of evaluations by step and name.
 
-    Those of weights that another save or a rollback has replaced do not count: `stamps` by step.
+    Left out are those of weights that another save or a rollback replaced: a step's present weights are in `stamps`.
     """
     found: dict[int, dict[str, float]] = {}
     for row in evaluation_rows(path):
-        if row.get("weights") not in (None, stamps.get(row["step"])):
-            continue
-        numbers = {name: x for name, x in row.items() if name.startswith(EVALUATED) and isinstance(x, int | float)}
-        found[row["step"]] = found.get(row["step"], {}) | numbers
+        weights = row.get("weights")
+        if weights in (None, stamps.get(row["step"], weights)):
+            numbers = {name: x for name, x in row.items() if name.startswith(EVALUATED) and isinstance(x, int | float)}
+            found[row["step"]] = found.get(row["step"], {}) | numbers
     return found
 
 
 def evaluation_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a file of evaluations that can be read: one that is torn ends neither a run nor a watch."""
+    """Yield the lines of a file of evaluations, without torn ones."""
     return (row for row in read_rows(path, step=int) if "step" in row)
 
 
 def last_logged(path: Path, metric: str, *, step: int) -> dict[str, Any] | None:
     """Return a metric of `metrics.jsonl` as last logged up to a step, {metric, value, step}; None where it is not."""
-    if not path.is_file() or not 0 < path.stat().st_size <= LINES_BYTES:
-        return None
-    needle = f"{json.dumps(metric)}: ".encode()
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
-        end = len(text)
-        while (found := text.rfind(needle, 0, end)) >= 0:
-            end = text.rfind(b"\n", 0, found) + 1
-            row = json.loads(text[end : text.find(b"\n", found)])
-            if row["step"] <= step and row.get(metric) is not None:
-                return {"metric": metric, "value": row[metric], "step": row["step"]}
-    return None
+    key = json.dumps(metric).encode()
+    rows = (json.loads(line) for line in read_lines(path) if key in line)
+    logged = [row for row in rows if row["step"] <= step and row.get(metric) is not None]
+    return {"metric": metric, "value": logged[-1][metric], "step": logged[-1]["step"]} if logged else None

@@ -1,7 +1,4 @@
-"""The manifest of a checkpoint: its format version, step, facts, and the size and hash of each of its files.
-
-Only JSON and hashing live here, no tensors.
-"""
+"""The manifest of a checkpoint: its format version, step, facts, and the size and hash of each of its files."""
 
 from __future__ import annotations
 
@@ -19,28 +16,15 @@ from cascade_train.files.untrusted import open_regular, read_json, read_regular
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
+_INTEGERS = ("step", "facts.step", "facts.samples_seen", "facts.max_steps", "facts.data.position")
+_MAPPINGS = ("facts", "facts.data", "facts.losses", "facts.best", "facts.data.start")
 TYPES: dict[str, Any] = {
-    "step": int,
-    "has_optimizer": bool,
-    "name": str | None,
-    "weights": str | None,
-    "facts": dict,
-    "facts.step": int,
-    "facts.samples_seen": int,
-    "facts.finished": bool,
-    "facts.max_steps": int,
-    "facts.data": dict,
-    "facts.data.position": int,
-    "facts.data.global_batch_size": int,
-    "facts.data.identity": str,
-    "facts.data.start": dict,
-    "facts.data.content": str,
-    "facts.data.streams": list,
-    "facts.tracker_run_id": str | None,
-    "facts.losses": dict,
-    "facts.best": dict,
-    "facts.best.metric": str,
-    "facts.best.value": int | float,
+    **dict.fromkeys(_MAPPINGS, dict),  # before what they contain
+    **dict.fromkeys((*_INTEGERS, "facts.data.global_batch_size"), int),
+    **dict.fromkeys(("has_optimizer", "facts.finished"), bool),
+    **dict.fromkeys(("name", "weights", "facts.tracker_run_id"), str | None),
+    **dict.fromkeys(("facts.data.identity", "facts.data.content", "facts.best.metric"), str),
+    **{"facts.data.streams": list, "facts.best.value": int | float},
 }
 """Types of what the loop writes and later relies on; not all of it is in every manifest."""
 
@@ -60,10 +44,10 @@ class Manifest:
     Attributes:
         step: its optimizer step.
         files: every file beside the manifest, by name.
-        facts: what the loop needs to know without loading tensors.
-        has_optimizer: whether a run can continue from it exactly; false where the optimizer state was dropped.
+        facts: what the loop needs without loading tensors.
+        has_optimizer: a run can continue from it exactly; false once the optimizer state was dropped.
         name: given by `checkpoints promote`; a checkpoint with a name is never deleted.
-        weights: its stamp when it was saved, where its files are others since; see `stamp`.
+        weights: its stamp when it was saved, if its files have changed since.
     """
 
     step: int
@@ -97,28 +81,18 @@ def read_manifest(directory: Path) -> Manifest:
     path = directory / MANIFEST_NAME
     try:
         body = read_json(read_regular(path))
-        digest = body.pop("sha256")
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise RunError(f"{path} is missing or unreadable: {error!r}") from error
-    if digest != _digest(body):
-        raise RunError(f"{path} does not match its own hash")
-    version = body.pop("format_version", None)
-    if version != FORMAT_VERSION:
-        raise RunError(f"{path} has format version {version}, this program reads {FORMAT_VERSION}")
-    return _from_plain(body, path)
-
-
-def _from_plain(body: dict[str, Any], path: Path) -> Manifest:
-    """Return the manifest; what earlier versions did not write has its default."""
-    try:
+        if body.pop("sha256") != _digest(body):
+            raise ValueError("it does not match its own hash")
+        if (version := body.pop("format_version", None)) != FORMAT_VERSION:
+            raise ValueError(f"it has format version {version}, this program reads {FORMAT_VERSION}")
         files = {name: FileRecord(**record) for name, record in body["files"].items()}
         if any(Path(name).name != name for name in files):
             raise ValueError("it names files outside its folder")
         _check_types(body, files)
         optional = {key: body[key] for key in ("has_optimizer", "name", "weights") if key in body}
         return Manifest(step=body["step"], files=files, facts=body["facts"], **optional)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise RunError(f"{path} does not hold what a manifest holds: {error!r}") from error
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise RunError(f"{path} is missing or damaged: {error!r}") from error
 
 
 def _check_types(body: dict[str, Any], files: dict[str, FileRecord]) -> None:
@@ -157,8 +131,6 @@ def _first_fault(directory: Path, manifest: Manifest, *, hashes: bool) -> str | 
     def fault(item: tuple[str, FileRecord]) -> str | None:
         return _file_fault(directory / item[0], item[1], hashes=hashes)
 
-    if not hashes:  # sizes are known before threads have begun
-        return next(filter(None, map(fault, manifest.files.items())), None)
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
         return next(filter(None, pool.map(fault, manifest.files.items())), None)
 

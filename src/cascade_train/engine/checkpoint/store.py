@@ -1,7 +1,4 @@
-"""The checkpoints of a run: directories that appear whole, verify themselves, and load on any number of ranks.
-
-What goes into a checkpoint is decided by the loop. Exports for other programs do not live here.
-"""
+"""The checkpoints of a run: directories that appear whole, verify themselves, and load on any number of ranks."""
 
 from __future__ import annotations
 
@@ -32,8 +29,8 @@ from cascade_train.engine.checkpoint.manifest import (
 from cascade_train.engine.checkpoint.writing import (
     Background,
     HostMemory,
+    Job,
     Layout,
-    Piece,
     Snapshot,
     check_space,
     write_files,
@@ -50,12 +47,9 @@ _SLOWEST_WRITE = timedelta(hours=2)
 class CheckpointStore:
     """The checkpoints of one run: `<directory>/step_<n>/`, on a file system that all ranks share.
 
-    Args:
-        directory: created at the first save.
-        retention: which ones stay; None = all.
-        metrics: the run's `metrics.jsonl`, which has the retention's metric.
-        asynchronous: `save` waits for copies on the host only, and a thread writes them. The constructor is collective
-            then: the threads of all ranks get a group of their own, so that their exchanges meet no other.
+    `metrics` is the run's `metrics.jsonl`, which has the retention's metric. With `asynchronous`, `save` waits for
+    copies on the host only, and a thread writes them; the constructor is collective then, since the threads of all
+    ranks get a group of their own, whose exchanges meet no other.
     """
 
     def __init__(
@@ -73,10 +67,10 @@ class CheckpointStore:
         self._memory = HostMemory()
         self._layout: Layout | None = None
         self._is_prepared = False
-        self._prepared: Piece | None = None
+        self._prepared: Job | None = None
         self._group = own_group(_SLOWEST_WRITE) if asynchronous else None
         self._background = Background(name="checkpoints")
-        self._in_flight: Piece | None = None
+        self._in_flight: Job | None = None
         self._has_warned = False
         self._slowest_seconds = 0.0
 
@@ -85,11 +79,7 @@ class CheckpointStore:
         if self._group is not None and not self._is_prepared:
             self._is_prepared = True
             tensors = state()
-
-            def plan() -> None:
-                self._plan(tensors)
-
-            self._prepared = self._background.begin(plan)
+            self._prepared = self._background.begin(lambda: self._plan(tensors))
 
     def _plan(self, tensors: dict[str, Any]) -> Snapshot:
         snapshot = Snapshot(tensors, self._layout)
@@ -101,10 +91,10 @@ class CheckpointStore:
     def save(self, step: int, tensors: dict[str, Any], facts: dict[str, Any]) -> Path:
         """Save the checkpoint of `step`, then apply retention; return its directory. Collective.
 
-        An asynchronous store returns once everything is copied to the host, and `wait` raises what fails later; an
-        earlier save is waited for first. A checkpoint of the same step is replaced once the new one is complete.
-        `tensors` is a nested dict of tensors (sharded or plain) and plain values, of the same keys on all ranks;
-        `facts` are JSON values, equal on all ranks, readable without tensors. A RunError, on all ranks, leaves nothing.
+        An asynchronous store returns once everything is copied to the host, after waiting for an earlier save; `wait`
+        raises what fails later. A checkpoint of the same step is replaced once the new one is complete. `tensors` is a
+        nested dict of tensors (sharded or plain) and plain values, of the same keys on all ranks; `facts` are JSON
+        values, equal on all ranks. A RunError, on all ranks, leaves nothing.
         """
         self.wait()
         if (prepared := self._prepared) is not None:
@@ -156,8 +146,7 @@ class CheckpointStore:
     def newest(self, *, has_optimizer: bool = True) -> Path | None:
         """Return the checkpoint of the highest step that verifies, byte by byte; None = none does. For one rank.
 
-        Others are skipped with a warning; with `has_optimizer` also those without optimizer state, from which no run
-        can continue.
+        Others are skipped with a warning; with `has_optimizer` also those from which no run can continue.
         """
         self._folder.restore_replaced()
         for path in reversed(self._folder.visible().values()):
@@ -175,11 +164,10 @@ class CheckpointStore:
         return list(self._folder.visible())
 
     def load(self, path: Path, tensors: dict[str, Any], *, optimizer: bool = True) -> dict[str, Any]:
-        """Fill `tensors` in place from a checkpoint that verifies, and return its facts. Collective.
+        """Fill `tensors` in place from a checkpoint of any number of ranks, and return its facts. Collective.
 
-        The number of ranks may differ from that of the save; nothing in a checkpoint is run as code. Without
-        `optimizer`, the optimizers' state is neither in `tensors` nor read. A ConfigError for a checkpoint of another
-        model, or without optimizer state; a RunError for a file that is missing, unreadable, or could run code.
+        Without `optimizer`, the optimizers' state is neither in `tensors` nor read. A ConfigError for a checkpoint of
+        another model, or without optimizer state; a RunError for a file that is unreadable or could run code.
         """
         manifest = from_rank_zero(lambda: read_manifest(path))
         if optimizer and not manifest.has_optimizer:

@@ -1,7 +1,4 @@
-"""A run's directory: claiming it, continuing in it, and refusing what would lose or mix up results.
-
-Where its files lie is decided here; what is in checkpoints and metrics is not.
-"""
+"""A run's directory: claiming it, continuing in it, and refusing what would lose or mix up results."""
 
 from __future__ import annotations
 
@@ -54,15 +51,14 @@ _BEFORE_THE_FIRST_STEP = {
 
 @dataclass(kw_only=True)
 class RunDirectory:
-    """A claimed run directory.
+    """A claimed run directory, by its absolute path.
 
     Attributes:
-        path: absolute.
         resume_from: a verified checkpoint to continue from; None = from the start.
-        finished: the run has reached its end already; there is nothing to do.
+        finished: there is nothing left to do.
         created: this claim made the directory.
-        before: what this claim changed of a run that it continues: contents by the names of files, None = no file.
-        lock: keeps other processes out; held by rank 0.
+        lock: held by rank 0.
+        before: former contents of the files that this claim changed, by their names; None = there was no file.
     """
 
     path: Path
@@ -85,12 +81,12 @@ class RunDirectory:
         from_rank_zero(lambda: cut_lines(self.metrics_path, step))
 
     def record_start(self, start: Mapping[str, Any]) -> None:
-        """Write what is known of the latest start, JSON values, for the page of the run. Collective."""
+        """Write facts of the latest start, JSON values, for the page of the run. Collective."""
         text = json.dumps(redacted(start), indent=2) + "\n"
         from_rank_zero(lambda: write_durably(self.path / _START, text))
 
     def record_exports(self, step: int) -> None:
-        """Note that the results of `step` lie in `export/`: only then is a run finished. Collective."""
+        """Note that `export/` has the results of `step`: only then is a run finished. Collective."""
         from_rank_zero(lambda: write_durably(self.export / EXPORTED, json.dumps({"step": step}) + "\n"))
 
     def record_stop(self, stop: dict[str, Any] | None) -> None:
@@ -143,27 +139,25 @@ def claim(
     free_keys: Collection[str] = (),
     claims: list[RunDirectory] | None = None,
 ) -> RunDirectory:
-    """Make a run directory, or continue the run in it. Collective; rank 0 decides.
+    """Make a run directory, or continue the run in it from its newest checkpoint that verifies. Collective.
 
-    A run is continued from its newest checkpoint that verifies (RunError: none does). Settings that do not change what
-    is learned from which sample may differ from the run's; they are recorded in `config_history.jsonl`. After a start
-    that ended before its first step all settings may differ. Anything else is refused (ConfigError) and leaves nothing.
-    The claim lasts until its lock is released (`claimed`), or the process ends.
+    A continued run may change the settings of `config_difference` and those that components declare (`free_keys`), one
+    that ended before its first step all settings. Changes are recorded in `config_history.jsonl`. Anything else is
+    refused (ConfigError; RunError: no checkpoint verifies) and leaves nothing.
 
     `resume` is "auto" (continue where there is a run, else start), "never" (refuse where there is one), or a checkpoint
-    or run that a new run starts from. `free_keys` are options that components let a continued run change. `claims` gets
-    the claim of rank 0, as soon as there is something to withdraw.
+    or run that a new run starts from. `claims` gets the claim of rank 0, as soon as there is something to withdraw.
     """
     plain: dict[str, Any] = redacted(config)
     made = [] if claims is None else claims
-    return from_rank_zero(lambda: _decide(directory.absolute(), plain, resume, free_keys, made))
+    return from_rank_zero(lambda: _claim(directory.absolute(), plain, resume, free_keys, made))
 
 
-def _decide(
+def _claim(
     directory: Path, config: dict[str, Any], resume: str, free_keys: Collection[str], claims: list[RunDirectory]
 ) -> RunDirectory:
+    lock = RunLock(directory)
     if (directory / _CONFIG).is_file():
-        lock = RunLock(directory)
         lock.acquire()
         try:
             claims.append(_continue_run(directory, config, resume, free_keys, lock))
@@ -173,7 +167,6 @@ def _decide(
             raise
     check_folder(directory)
     origin = None if resume in ("auto", "never") else _find_origin(resume)
-    lock = RunLock(directory)
     with held_back():
         _create(directory, config)
         claims.append(RunDirectory(path=directory, resume_from=origin, finished=False, created=True, lock=lock))
@@ -212,7 +205,8 @@ def _continue_run(
     if checkpoint is not None and directory in checkpoint.parents:
         _report_lost_metrics(directory, read_manifest(checkpoint).step, saved)
     finished = checkpoint is not None and _is_finished(directory, checkpoint, saved, config)
-    before = {name: _text(directory / name) for name in (_CONFIG, _HISTORY)}
+    paths = {name: directory / name for name in (_CONFIG, _HISTORY)}
+    before = {n: read_regular(path).decode(errors="replace") if path.is_file() else None for n, path in paths.items()}
     if not finished:
         _record_continuation(directory, config, differences, checkpoint)
     return RunDirectory(
@@ -220,18 +214,11 @@ def _continue_run(
     )
 
 
-def _text(path: Path) -> str | None:
-    return read_regular(path).decode(errors="replace") if path.is_file() else None
-
-
 def _is_finished(directory: Path, checkpoint: Path, saved: dict[str, Any], config: dict[str, Any]) -> bool:
-    """Return whether the run ended with this checkpoint, wrote its exports, and no limit was raised since.
-
-    The limits at that time are the saved ones, without the changes of earlier attempts to continue from it.
-    """
+    """Return whether the run ended with this checkpoint, wrote its exports, and no limit was raised since."""
     manifest = read_manifest(checkpoint)
     then = {node: dict(saved.get(node, {})) for node in ("train", "data")}
-    for line in reversed(_read_history(directory)):
+    for line in reversed(_read_history(directory)):  # undo the changes of earlier attempts to continue from it
         if line["step"] != manifest.step:
             break
         for key, (old, _) in line["changes"].items():

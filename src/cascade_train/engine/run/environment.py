@@ -1,4 +1,4 @@
-"""The environment of a run, for `environment.json`: versions, code, command line, devices. Nothing depends on it."""
+"""The environment of a run, for `environment.json`: versions, code, command line, devices."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _version(package: str) -> str | None:
 
 @functools.cache
 def _own_commit() -> str | None:
-    """Return the commit of the code that runs: as it was at the first run of this process, which loaded it."""
+    """Return the commit of this code, as it was at the first run of this process, which loaded it."""
     return _git_commit(Path(__file__).resolve())
 
 
@@ -61,9 +61,7 @@ def _git_commit(file: Path) -> str | None:
     """Return the commit of the checkout that tracks `file`, with `+changes` where the checkout is not clean."""
     if _git(file.parent, "ls-files", "--error-unmatch", file.name) is None:
         return None
-    commit = _git(file.parent, "rev-parse", "HEAD")
-    changes = _git(file.parent, "status", "--porcelain", "--untracked-files=no")
-    return f"{commit}+changes" if commit and changes else commit
+    return _git(file.parent, "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+changes")
 
 
 def _git(directory: Path, *arguments: str) -> str | None:

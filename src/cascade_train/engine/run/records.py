@@ -1,7 +1,4 @@
-"""What lies in the folder of a run, of any age, as values: its numbers by step, and its folders of samples.
-
-What is missing or damaged is left out.
-"""
+"""Reads the folder of a run, of any age: metrics by step, and folders of samples; skips missing or damaged values."""
 
 from __future__ import annotations
 
@@ -12,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cascade_train.engine.checkpoint.folder import EVALUATED, EVALUATIONS, CheckpointFolder
+from cascade_train.engine.checkpoint.folder import EVALUATIONS, CheckpointFolder, evaluations
 from cascade_train.engine.checkpoint.manifest import whole_manifest
 from cascade_train.files.untrusted import read_rows
 
 Metrics = Mapping[str, tuple[Sequence[int], Sequence[float]]]
-"""By name, the steps at which a metric was logged as a finite number, and these numbers."""
+"""By name, the steps at which a metric was finite, and its values."""
 
 
 def read_metrics(folder: Path) -> Metrics:
@@ -38,11 +35,9 @@ def read_evaluations(folder: Path) -> Metrics:
     manifests = [whole_manifest(path) for path in CheckpointFolder(folder / "checkpoints").visible().values()]
     stamps = {manifest.step: manifest.stamp for manifest in manifests if manifest is not None}
     found: dict[str, dict[int, float]] = defaultdict(dict)
-    for row in read_rows(folder / EVALUATIONS, step=int):
-        step: Any = row.get("step")
-        weights = row.get("weights")
-        for name, value in row.items() if is_number(step) and weights in (None, stamps.get(step, weights)) else ():
-            if name.startswith(EVALUATED) and is_number(value):
+    for step, numbers in evaluations(folder / EVALUATIONS, stamps).items():
+        for name, value in numbers.items():
+            if is_number(step) and is_number(value):
                 found[name][step] = value
     return {name: (steps := sorted(values), [values[step] for step in steps]) for name, values in found.items()}
 

@@ -1,7 +1,6 @@
-"""The page of a run: what its folder holds, as one HTML file that needs no other.
+"""The page of a run: the contents of its folder in one HTML file.
 
-Reads files alone, those of runs of any age: what is missing or damaged is left out. Laid out in report.html, which
-draws the charts from the page's own JSON.
+Reads runs of any age, and leaves out what is missing or damaged. report.html draws the charts from the page's own JSON.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ _PICTURE = re.compile(r"(\d+)_(\w+)\.png")
 
 
 def write_report(folder: Path, bases: Callable[[], Configs]) -> None:
-    """Write the page of a run that has taken a step into its folder; a failure is only logged. See `run_data`."""
+    """Write the page of a run that has taken a step into its folder; a failure is only logged."""
     if not (folder / "metrics.jsonl").is_file():
         return
     try:

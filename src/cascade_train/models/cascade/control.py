@@ -20,8 +20,7 @@ from cascade_train.models.cascade.networks.controlnet import (
     mirrored_blocks,
 )
 from cascade_train.models.cascade.networks.efficientnet import load_features
-from cascade_train.models.control import Control, ControlOptions, repeated
-from cascade_train.models.stage import Conditions, Steering
+from cascade_train.models.stage import Conditions, Control, ControlOptions, Steering, repeated
 
 if TYPE_CHECKING:
     from cascade_train.models.cascade.networks.unet import CascadeUNet

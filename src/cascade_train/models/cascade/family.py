@@ -12,8 +12,7 @@ from torch import Tensor
 
 from cascade_train.files.package import without_siblings
 from cascade_train.models.cascade.formats import names
-from cascade_train.models.family import Draw, Family, Spelling
-from cascade_train.models.formats.weights_tensors import Layout, Shape
+from cascade_train.models.family import Draw, Family, Layout, Shape, Spelling
 
 if TYPE_CHECKING:
     from cascade_train.models.lora import StoredLora

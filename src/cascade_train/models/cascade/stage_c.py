@@ -16,11 +16,10 @@ from torch import Tensor
 from cascade_train.models.cascade.denoising import CascadeStage
 from cascade_train.models.cascade.image_encoder import ImageEncoder
 from cascade_train.models.cascade.previewer import Previewer
-from cascade_train.models.stage import Conditions, Images, Save, Tokens, product, to_device
+from cascade_train.models.stage import Conditions, Control, ControlOptions, Images, Save, Tokens, product, to_device
 
 if TYPE_CHECKING:
     from cascade_train.models.cascade.stage_b import StageB
-    from cascade_train.models.control import Control, ControlOptions
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

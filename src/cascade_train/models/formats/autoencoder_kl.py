@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from cascade_train.models.formats.export import quiet, read_back_error, reconstruction, replaced_directory
+from cascade_train.models.formats.weights import StoredTensors
 from cascade_train.models.formats.weights_source import find_weight_files
-from cascade_train.models.formats.weights_tensors import StoredTensors
 
 VAE = ("first_stage_model.", "vae.")
 """Beginnings of the names of an autoencoder's tensors in a file of a whole model."""

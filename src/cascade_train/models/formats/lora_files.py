@@ -16,17 +16,10 @@ from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
 from cascade_train.files.untrusted import parsing, stored_mapping
-from cascade_train.models.family import Family
+from cascade_train.models.family import Family, Shape
 from cascade_train.models.formats.lora_files_keyed import is_keyed, read_keyed, token_file
-from cascade_train.models.formats.weights import set_tensor
+from cascade_train.models.formats.weights import check_fit, read_tensors, set_tensor, shapes_of, write_tensors
 from cascade_train.models.formats.weights_source import find_part
-from cascade_train.models.formats.weights_tensors import (
-    Shape,
-    check_fit,
-    read_tensors,
-    shapes_of,
-    write_tensors,
-)
 from cascade_train.models.lora import (
     ADAPTER,
     TEXT_ENCODERS,
@@ -364,12 +357,7 @@ def _check_size(
     widths = {each for shape in modules.values() for each in shape[:2]}
     size, width = family.adapter_size(_network_shapes(tensors))
     stored = header.get("base_size") or (size if width not in widths else None)
-    if stored is not None and stored != wanted:
-        is_now = family.sizes[wanted] if wanted is not None else "of another size"
-        belongs = family.sizes.get(stored, stored)
-        raise ConfigError(
-            f"{origin}: the adapter belongs to {belongs}, but the network is {is_now}; use model={stored}"
-        )
+    family.check_size(stored, wanted, f"{origin}: the adapter belongs to")
 
 
 def _size_of(family: Family, modules: Mapping[str, Shape]) -> str | None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cascade_train.errors import ConfigError
 from cascade_train.models.family import Family, Spelling
-from cascade_train.models.formats.weights_tensors import write_tensors
+from cascade_train.models.formats.weights import write_tensors
 from cascade_train.models.lora import TEXT_ENCODERS, LoraSpec, StoredLora, adapted_modules
 
 TEXT_PREFIXES = ("lora_prior_te_", "lora_te_", "lora_te1_")

@@ -1,6 +1,6 @@
 """Where weights lie: from what a user writes (hub ids, folders, files, runs) to files on this machine.
 
-Must not live here: reading tensors and what their names mean (weights_tensors.py).
+Must not live here: reading tensors (weights.py).
 """
 
 from __future__ import annotations

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
-from cascade_train.models.control import Control, ControlOptions, repeated
-from cascade_train.models.formats.weights_tensors import check_fit, shapes_of
+from cascade_train.models.formats.weights import check_fit, shapes_of
 from cascade_train.models.initialize import ZEROS, DrawnValues, Fill, materialise, torch_rule
 from cascade_train.models.stable_diffusion.formats.controlnet_folder import read_controlnet, save_controlnet
 from cascade_train.models.stable_diffusion.networks.controlnet import ConditionControlNet, empty_controlnet
-from cascade_train.models.stage import Conditions, Steering
+from cascade_train.models.stage import Conditions, Control, ControlOptions, Steering, repeated
 
 if TYPE_CHECKING:
     from cascade_train.models.stable_diffusion.stage import StableDiffusion

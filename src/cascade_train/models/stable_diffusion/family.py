@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cascade_train.models.family import Draw, Family, Spelling
-from cascade_train.models.formats.weights_tensors import Layout
+from cascade_train.models.family import Draw, Family, Layout, Spelling
 from cascade_train.models.stable_diffusion.formats import model_spec, original_names, single_file
 
 USES = {

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +22,8 @@ from cascade_train.models.formats.weights import StoredValues
 from cascade_train.models.initialize import DrawnValues, torch_rule
 from cascade_train.models.stable_diffusion.family import STABLE_DIFFUSION
 from cascade_train.models.stable_diffusion.unet_config import ConditionUNetConfig
-from cascade_train.models.stage import Conditions, Images, Save, Tokens, below, to_device
+from cascade_train.models.stage import Conditions, Control, ControlOptions, Images, Save, Tokens, below, to_device
 from cascade_train.models.text_encoder import SecondTextEncoder
-
-if TYPE_CHECKING:
-    from cascade_train.models.control import Control, ControlOptions
 
 Drawn = dict[str, Tensor]
 """Choices about a training batch, on the host: `posterior`, (B, C, H, W) fp32 standard normal; `time_ids`, (B, 6)."""

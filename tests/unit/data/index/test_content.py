@@ -15,11 +15,16 @@ import pytest
 
 from cascade_train.data.classification import ClassFolders, ClassTars
 from cascade_train.data.folder import Folder
-from cascade_train.data.index.content import changed_content, changed_rows, changed_samples, content_record
-from cascade_train.data.index.rows import ROW_FIELDS, Index
-from cascade_train.data.mixture import Mixture
+from cascade_train.data.index.rows import (
+    ROW_FIELDS,
+    Index,
+    changed_content,
+    changed_rows,
+    changed_samples,
+    content_record,
+)
+from cascade_train.data.mixture import Mixture, Regularised
 from cascade_train.data.parquet import Parquet
-from cascade_train.data.regularised import Regularised
 from cascade_train.data.shapes import Shapes
 from cascade_train.data.table import Table
 from cascade_train.data.webdataset import WebDataset

@@ -54,7 +54,7 @@ def test_a_folder_packed_by_gnu_tar_is_indexed(tmp_path: Path) -> None:
 
 
 def test_a_header_behind_much_metadata_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cascade_train.data.index.pictures.BEGINNING_BYTES", 20)
+    monkeypatch.setattr("cascade_train.data.index.cache.BEGINNING_BYTES", 20)
     shard = scan_shard(tars.found(tars.write(tmp_path / "a.tar", tars.samples([0]))))
     assert shard.table["width"].tolist() == [40]
 

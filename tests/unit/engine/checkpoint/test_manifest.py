@@ -65,9 +65,9 @@ def test_a_manifest_that_cannot_be_read_is_a_run_error(directory, text):
     path.unlink()
     if text is not None:
         path.write_text(text)
-    with pytest.raises(RunError, match=r"manifest\.json is missing or unreadable"):
+    with pytest.raises(RunError, match=r"manifest\.json is missing or damaged"):
         read_manifest(directory)
-    assert "manifest.json is missing or unreadable" in find_fault(directory)
+    assert "manifest.json is missing or damaged" in find_fault(directory)
 
 
 def test_a_manifest_that_was_edited_is_a_run_error(directory):
@@ -101,9 +101,9 @@ def test_a_manifest_without_what_older_programs_did_not_write_has_its_optimizer_
     ("files", "said"),
     [
         ({"../a.bin": {"size": 1, "sha256": "0"}}, "it names files outside its folder"),
-        ({"a.bin": {"length": 1}}, "manifest.json does not hold what a manifest holds"),
-        ([], "manifest.json does not hold what a manifest holds"),
-        (None, "manifest.json does not hold what a manifest holds"),
+        ({"a.bin": {"length": 1}}, "manifest.json is missing or damaged"),
+        ([], "manifest.json is missing or damaged"),
+        (None, "manifest.json is missing or damaged"),
     ],
 )
 def test_a_manifest_of_another_content_is_a_run_error(directory, files, said):
@@ -146,5 +146,5 @@ def test_values_of_another_type_are_damage_although_the_hash_is_right(directory,
     if key == "files":
         assert "has a size or a hash of another type" in find_fault(directory)
     assert key in find_fault(directory)
-    with pytest.raises(RunError, match="does not hold what a manifest holds"):
+    with pytest.raises(RunError, match="is missing or damaged"):
         read_manifest(directory)

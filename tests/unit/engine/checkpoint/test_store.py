@@ -103,7 +103,7 @@ def test_newest_is_the_highest_step_that_verifies(store, caplog):
 def test_loading_a_checkpoint_without_manifest_is_a_run_error(store):
     path = store.save(3, state(), FACTS)
     (path / "manifest.json").unlink()
-    with pytest.raises(RunError, match=r"manifest\.json is missing or unreadable"):
+    with pytest.raises(RunError, match=r"manifest\.json is missing or damaged"):
         store.load(path, state())
 
 

@@ -33,7 +33,7 @@ from cascade_train.models.formats.export import build_plain_network, replaced_di
 from cascade_train.models.formats.export_lora import save_lora
 from cascade_train.models.formats.weights import load_network
 from cascade_train.models.lora import StoredLora, adapter_state, inject_lora, lora_spec
-from cascade_train.models.token_count import FOLDER
+from cascade_train.models.text_encoder import PACKAGED_TOKENIZER
 from tests.unit.models.small_networks import empty_network, predict, small_network
 
 MAX_TOKENS = 12
@@ -60,7 +60,7 @@ def network() -> CascadeUNet:
 
 @pytest.fixture(scope="module")
 def parts(network: CascadeUNet) -> Any:
-    tokenizer = CLIPTokenizer.from_pretrained(FOLDER)
+    tokenizer = CLIPTokenizer.from_pretrained(PACKAGED_TOKENIZER)
     encoder = SimpleNamespace(module=build_text_encoder(tokenizer), tokenizer=tokenizer, max_tokens=MAX_TOKENS)
     return SimpleNamespace(
         network=network,

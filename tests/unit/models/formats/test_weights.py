@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from cascade_train.errors import ConfigError
 from cascade_train.models.cascade.formats.names import recognise_size
 from cascade_train.models.cascade.networks.unet import CascadeUNet
-from cascade_train.models.formats.weights import load_module, load_network
-from cascade_train.models.formats.weights_tensors import StoredTensors, load_pickle
+from cascade_train.models.formats.weights import StoredTensors, load_module, load_network, load_pickle
 from tests.unit.models.small_networks import SMALL_B, empty_network, original_state, small_network
 
 CPU = torch.device("cpu")

@@ -18,8 +18,8 @@ from cascade_train.errors import ConfigError
 from cascade_train.files.untrusted import parsing
 from cascade_train.models.cascade.networks.controlnet import ControlNetwork, ControlSpec
 from cascade_train.models.formats.export import check_equal_tensors, checked_error, replaced_directory
+from cascade_train.models.formats.weights import read_tensors, write_tensors
 from cascade_train.models.formats.weights_source import find_part, find_weight_files
-from cascade_train.models.formats.weights_tensors import read_tensors, write_tensors
 
 FORMAT = "cascade_train.controlnet/1"
 PART = "controlnet"

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from cascade_train.errors import ConfigError
-from cascade_train.models.formats.weights_tensors import Shape, write_tensors
+from cascade_train.models.family import Shape
+from cascade_train.models.formats.weights import write_tensors
 from cascade_train.models.lora import LoraSpec, StoredLora, TrainedTokens
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from cascade_train.models.formats.weights_tensors import Shape, Stored
+from cascade_train.models.family import Shape, Stored
 
 SIZES = {
     "c_3b": "Stage C 3.6B",

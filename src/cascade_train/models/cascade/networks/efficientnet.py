@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
-from cascade_train.models.formats.weights import open_weights, set_tensor
-from cascade_train.models.formats.weights_tensors import check_fit, shapes_of
+from cascade_train.models.formats.weights import check_fit, open_weights, set_tensor, shapes_of
 
 IMAGENET = "imagenet"
 """In the place of a path: torchvision's own values, trained on ImageNet, which it downloads."""

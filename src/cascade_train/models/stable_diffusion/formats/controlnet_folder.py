@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
 from cascade_train.files.untrusted import parsing, stored_mapping
+from cascade_train.models.family import Layout, Stored, own_names
 from cascade_train.models.formats.export import quiet, read_back_error, replaced_directory
-from cascade_train.models.formats.weights import open_weights
+from cascade_train.models.formats.weights import open_weights, write_tensors
 from cascade_train.models.formats.weights_source import find_weight_files
-from cascade_train.models.formats.weights_tensors import Layout, Stored, own_names, write_tensors
 
 PART = "controlnet"
 FILE_NAME = "diffusion_pytorch_model.safetensors"

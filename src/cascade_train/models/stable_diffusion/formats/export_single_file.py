@@ -18,8 +18,7 @@ from cascade_train.files.untrusted import stored_mapping
 from cascade_train.models.formats.autoencoder_kl import VAE, read_vae
 from cascade_train.models.formats.export import check_equal_tensors, quiet, replaced_file
 from cascade_train.models.formats.model_spec import model_spec
-from cascade_train.models.formats.weights import open_weights
-from cascade_train.models.formats.weights_tensors import write_tensors
+from cascade_train.models.formats.weights import open_weights, write_tensors
 from cascade_train.models.stable_diffusion.formats.model_spec import of_unet
 from cascade_train.models.stable_diffusion.formats.original_names import (
     clip_tensors,

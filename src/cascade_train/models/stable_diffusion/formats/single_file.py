@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from cascade_train.errors import ConfigError
+from cascade_train.models.family import Layout, Stored, own_names
 from cascade_train.models.formats.autoencoder_kl import read_belonging
-from cascade_train.models.formats.weights_tensors import Layout, Stored, own_names
 
 UNET = "model.diffusion_model."
 TOWERS = {

@@ -12,7 +12,7 @@ from diffusers.loaders.single_file_utils import convert_ldm_unet_checkpoint
 from safetensors.torch import load_file
 
 from cascade_train.errors import ConfigError, RunError
-from cascade_train.models.formats.weights_tensors import write_tensors
+from cascade_train.models.formats.weights import write_tensors
 from cascade_train.models.stable_diffusion.family import STABLE_DIFFUSION
 from cascade_train.models.stable_diffusion.formats import export_single_file
 from cascade_train.models.stable_diffusion.formats.export_single_file import save_single_file

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cascade_train.commands.parts.painting import PaintingArgs, override_sampling
+from cascade_train.commands.parts.models import PaintingArgs, override_sampling
 from cascade_train.errors import ConfigError
 from cascade_train.results.find import find_model
 

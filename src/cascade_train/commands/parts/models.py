@@ -1,10 +1,11 @@
-"""What the commands that make pictures share: which stages, and how they sample."""
+"""Arguments of several commands: of those that sample from trained stages, and of those that write weights."""
 
 from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -105,15 +106,9 @@ def override_sampling(cfg: DictConfig, args: PaintingArgs) -> None:
     for key in ("sampler", "steps", "guidance_scale", "negative_prompt", "shift"):
         if getattr(args, key) is not None:
             cfg.sample[key] = getattr(args, key)
-    preflight(cfg, ranks=1)
-    if args.negative_prompt and guided_by(cfg) == 1.0:
+    checked = preflight(cfg, ranks=1)
+    if args.negative_prompt and checked.sample.guidance_scale == 1.0:
         _log.warning("negative_prompt= has no effect: guidance_scale=1 does not guide.")
-
-
-def guided_by(cfg: DictConfig) -> float | None:
-    """Return the guidance of samples: the run's, or else the stage's own."""
-    own: float | None = cfg.sample.guidance_scale
-    return guidance_scale(cfg) if own is None else own
 
 
 def set_decoding(cfg: DictConfig, args: PaintingArgs) -> None:
@@ -131,3 +126,28 @@ def make_folder(name: str) -> Path:
     except OSError as error:
         raise ConfigError(f"out={name} cannot be a folder: {error.strerror}. Choose another.") from error
     return folder
+
+
+@dataclass(kw_only=True)
+class WeightsArgs:
+    """Which network weights or adapters belong to, and the number format that is written."""
+
+    source: str
+    """Weights or adapters: a run, its export, a folder, a file, a hub id."""
+    model: str | None = None
+    """Size of the network, an option of the group model; null = as the run or the tensors show."""
+    module_filters: list[str] | None = field(default_factory=lambda: [".attn"])
+    """Modules that a LoRA of the original was trained on, which its file does not say; null = all."""
+    dtype: str | None = None
+    """bf16 or fp32 for the weights that are written; null = as they are. Sums are fp32."""
+    allow_any_target: bool = False
+    """Build whatever classes the run's configuration names, as for components of your own; trust it first."""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in (None, "bf16", "fp32"):
+            raise ConfigError(f"dtype={self.dtype} must be bf16, fp32 or null.")
+
+
+def print_error(path: Path, error: float) -> None:
+    """Print where an export lies and how it reads back."""
+    sys.stdout.write(f"{path}: read back with a relative error of {error:.1e}\n")
