@@ -201,7 +201,7 @@ def describe(cfg: Mapping[str, Any], encoder: Encoder, data: Rows, index: Index,
     black, zero_1 = np.zeros((3, size, size), dtype=np.uint8), torch.zeros(1, dtype=torch.int64)
     extra = {} if transform is None else transform(black, torch.Generator().manual_seed(0))
     tensors = {name: torch.from_numpy(array)[None] for name, array in extra.items()}
-    one = {"captions": ("",), "keys": ("",), "epoch_B": zero_1, "index_B": zero_1, "seed": 0}
+    one: dict[str, Any] = {"captions": ("",), "keys": ("",), "epoch_B": zero_1, "index_B": zero_1, "seed": 0}
     batch = Batch(image_BCHW=torch.from_numpy(black)[None], tensors=tensors, **one)
     captions = encoder.captions([""]).get("", {})
     identity = encoder_identity(cfg, stage, [*stage.image_products, *captions]) | data_identity(cfg)

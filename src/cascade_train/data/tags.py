@@ -118,7 +118,7 @@ def weighted_texts(value: Any, key: str) -> list[Weighted]:
     return [(text.strip(), float(weight)) for text, weight in entries if text.strip()]
 
 
-def drawn(weights: Sequence[float], generator: torch.Generator) -> int:
+def draw_index(weights: Sequence[float], generator: torch.Generator) -> int:
     """Return a position, drawn in proportion to the weights; of one position nothing is drawn."""
     if len(weights) == 1:
         return 0

@@ -102,12 +102,12 @@ def read_regular(path: Path, *, limit: int = WHOLE_BYTES, within: Path | None = 
         return file.read(os.fstat(file.fileno()).st_size)
 
 
-def load_mapping(path: Path, origin: str = "", /, **kinds: ValueType) -> dict[str, Any]:
+def load_mapping(path: Path, origin: str = "", limit: int = WHOLE_BYTES, /, **kinds: ValueType) -> dict[str, Any]:
     """Return the mapping in a JSON file, or by its ending a YAML file, which has values of some kinds.
 
     A ConfigError where it cannot be read, or holds something else; `origin` names the file.
     """
-    content = read_regular(path)
+    content = read_regular(path, limit=limit)
     with parsing(origin or str(path), "is damaged", WHOLE_COPY):
         value: dict[str, Any] = (read_yaml if path.suffix == ".yaml" else read_json)(content)
         if not isinstance(value, dict) or kinds.keys() - _of_kinds(value, kinds):
@@ -117,7 +117,7 @@ def load_mapping(path: Path, origin: str = "", /, **kinds: ValueType) -> dict[st
 
 def stored_mapping(path: Path, *, key: str | None = None) -> dict[str, Any]:
     """Return the mapping in a file, empty where it is not there; a ConfigError, of `key`, where it is damaged."""
-    return load_mapping(path, f"{key}={path}" if key else "") if path.is_file() else {}
+    return load_mapping(path, f"{key}={path}" if key else "", MAX_BYTES) if path.is_file() else {}
 
 
 def read_mapping(path: Path, **kinds: ValueType) -> dict[str, Any]:

@@ -120,7 +120,7 @@ class IdentityFilter(ControlFilter):
 
     def build(self, *, device: torch.device, encode: Encode) -> ControlMap:
         """Return what paints faces, (B, 512, H / 32, W / 32); a later face covers those before it."""
-        return painted
+        return paint_faces
 
     def preview(self, control_BCHW: Tensor, image_BCHW: Tensor | None = None) -> Tensor:
         """Return colours of the vectors, over the pictures where they are known."""
@@ -139,7 +139,7 @@ def grid(size: tuple[int, int]) -> tuple[int, int]:
 
 
 @torch.no_grad()
-def painted(image_BCHW: Tensor, made: Mapping[str, Tensor]) -> Tensor:
+def paint_faces(image_BCHW: Tensor, made: Mapping[str, Tensor]) -> Tensor:
     """Return maps (B, 512, h, w) of faces (B, F, 512) in their cells (B, F, 4)."""
     height, width = image_BCHW.shape[-2:]
     height, width = grid((height, width))
@@ -165,20 +165,20 @@ def detect(detector: InferenceSession, image: np.ndarray, *, max_faces: int) -> 
 
     SCRFD (Guo et al. 2021): distances to the sides of a box and offsets of landmarks, in strides, from each place.
     """
-    seen, scale = letterboxed(image)
+    seen, scale = letterbox(image)
     network_input = ((seen.astype(np.float32) - 127.5) / 128).transpose(2, 0, 1)[None]
     outputs = detector.run(None, {detector.get_inputs()[0].name: network_input})
     scores, boxes, landmarks = (np.concatenate(part) for part in zip(*_candidates(outputs), strict=True))
     order = np.argsort(-scores, kind="stable")
     order = order[scores[order] >= SCORE_THRESHOLD]
     boxes, landmarks = boxes[order] / scale, landmarks[order] / scale
-    kept = distinct(boxes)
+    kept = suppress_overlaps(boxes)
     if len(kept) > max_faces:
         kept = kept[np.argsort(-prominence(boxes[kept], image.shape[:2]), kind="stable")[:max_faces]]
     return Faces(boxes[kept], landmarks[kept])
 
 
-def letterboxed(image: np.ndarray) -> tuple[np.ndarray, float]:
+def letterbox(image: np.ndarray) -> tuple[np.ndarray, float]:
     """Return a picture (H, W, 3) in the corner of the detector's square, and by how much it was scaled."""
     cv2 = opencv()
     height, width = image.shape[:2]
@@ -204,7 +204,7 @@ def _candidates(outputs: list[np.ndarray]) -> list[tuple[np.ndarray, np.ndarray,
     return found
 
 
-def distinct(boxes: np.ndarray) -> np.ndarray:
+def suppress_overlaps(boxes: np.ndarray) -> np.ndarray:
     """Return the rows of boxes (N, 4), the best first, that overlap with no better one by more than the threshold."""
     areas = np.prod(boxes[:, 2:] - boxes[:, :2] + 1, axis=1)
     left = np.arange(len(boxes))

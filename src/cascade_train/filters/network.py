@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from cascade_train.batch import SampleTransform
 from cascade_train.errors import ConfigError
-from cascade_train.filters.base import ControlFilter, ControlMap, Encode, check_copy, resized, restored
+from cascade_train.filters.base import ControlFilter, ControlMap, Encode, check_copy, map_at_picture_size, resize_map
 from cascade_train.filters.parts.requirements import WeightsFile, find_file, load_weights, open_session, require
 from cascade_train.options import File, check_least
 
@@ -104,7 +104,7 @@ class NetworkFilter(NetworkMap):
         @torch.no_grad()
         def by_network(image_BCHW: Tensor, made: Mapping[str, Tensor]) -> Tensor:
             found = self._chosen(network(self.network_input(image_BCHW)))
-            return resized(self.network_map(found), image_BCHW.shape[-2:])
+            return resize_map(self.network_map(found), image_BCHW.shape[-2:])
 
         return by_network
 
@@ -184,4 +184,4 @@ class OnnxFilter(NetworkMap):
 
     def build(self, *, device: torch.device, encode: Encode) -> ControlMap:
         """Return the map at the size of the pictures."""
-        return restored
+        return map_at_picture_size

@@ -15,11 +15,11 @@ from cascade_train.filters.identity import (
     LANDMARKS,
     IdentityFilter,
     detect,
-    distinct,
-    painted,
+    paint_faces,
     prominence,
     recognise,
     similarity,
+    suppress_overlaps,
 )
 from cascade_train.filters.parts.requirements import WeightsFile, open_session
 from tests.unit.config.defaults import PUBLISHED
@@ -94,13 +94,14 @@ def test_boxes_overlap_by_as_much_as_in_the_original() -> None:
     most = PUBLISHED["python"]["filters.identity.OVERLAP_THRESHOLD"]["value"]
     moved = 100 * (1 - most) / (1 + most)
     for right, kept in ((math.ceil(moved), [0, 1]), (math.floor(moved), [0])):
-        assert distinct(np.array([[0, 0, 99, 99], [right, 0, right + 99, 99]], dtype=np.float32)).tolist() == kept
+        boxes = np.array([[0, 0, 99, 99], [right, 0, right + 99, 99]], dtype=np.float32)
+        assert suppress_overlaps(boxes).tolist() == kept
 
 
 def test_of_overlapping_boxes_the_best_stays() -> None:
     boxes = np.array([[0, 0, 10, 10], [1, 1, 11, 11], [0, 8, 10, 18], [50, 50, 60, 60]], dtype=np.float32)
-    assert distinct(boxes).tolist() == [0, 2, 3]
-    assert distinct(boxes[:0]).tolist() == []
+    assert suppress_overlaps(boxes).tolist() == [0, 2, 3]
+    assert suppress_overlaps(boxes[:0]).tolist() == []
 
 
 def test_of_too_many_faces_large_ones_near_the_middle_are_taken(files: dict[str, str]) -> None:
@@ -147,7 +148,7 @@ def test_who_a_face_is_has_length_one_and_depends_on_the_face(files: dict[str, s
 def test_faces_fill_the_places_of_their_boxes_and_the_last_covers_the_others() -> None:
     cells = torch.tensor([[[0, 0, 2, 1], [1, 0, 3, 2], [0, 0, 0, 0]]], dtype=torch.int32)
     faces = torch.arange(1.0, 4.0).view(1, 3, 1).expand(1, 3, 512)
-    map_BCHW = painted(torch.zeros(1, 3, 64, 100), {"control_cells": cells, "control_faces": faces})
+    map_BCHW = paint_faces(torch.zeros(1, 3, 64, 100), {"control_cells": cells, "control_faces": faces})
     assert map_BCHW.shape == (1, 512, 2, 3)
     assert map_BCHW[0, 0].tolist() == [[1, 2, 2], [0, 2, 2]]
 

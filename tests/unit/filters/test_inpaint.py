@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cascade_train.filters.inpaint import InpaintFilter, SaliencyNetwork, blurred, random_mask, salient_mask
+from cascade_train.filters.inpaint import InpaintFilter, SaliencyNetwork, gaussian_blur, random_mask, salient_mask
 from tests.unit.filters.filter_contract import ControlFilterContract, OfFiles, both_halves, generators, pictures
 
 
@@ -103,12 +103,12 @@ def test_the_share_of_outpainting_and_the_thresholds_are_drawn_in_their_range(fi
 def test_a_blur_is_a_gaussian_that_mirrors_borders() -> None:
     point = torch.zeros(1, 1, 41, 61)
     point[..., 20, 30] = 1.0
-    found = blurred(point, 21)
+    found = gaussian_blur(point, 21)
     assert found.sum().item() == pytest.approx(1.0, abs=1e-5)
     sigma = 0.15 * 21 + 0.35
     assert (found[0, 0, 23, 30] / found[0, 0, 20, 30]).item() == pytest.approx(math.exp(-4.5 / sigma**2), rel=1e-4)
     assert found[0, 0, 20, 33].item() == pytest.approx(found[0, 0, 23, 30].item())
-    torch.testing.assert_close(blurred(torch.ones(1, 1, 3, 500), 141), torch.ones(1, 1, 3, 500))
+    torch.testing.assert_close(gaussian_blur(torch.ones(1, 1, 3, 500), 141), torch.ones(1, 1, 3, 500))
 
 
 @pytest.mark.parametrize("threshold", [[0.5], [0.5, 0.2], [-0.1, 0.3], [0.5, 1.2]])

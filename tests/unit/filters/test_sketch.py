@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from cascade_train.errors import ConfigError
 from cascade_train.filters import sketch as sketch_module
-from cascade_train.filters.base import dilated, disc
+from cascade_train.filters.base import dilate, disc
 from cascade_train.filters.sketch import DifferenceConv, EdgeNetwork, SketchFilter
 from tests.unit.filters.filter_contract import (
     CPU,
@@ -99,8 +99,8 @@ def test_the_network_is_the_published_one_by_its_names_and_size() -> None:
 def test_a_dilation_is_that_of_a_disc(diameter: int) -> None:
     map_B1HW = torch.rand(2, 1, 20, 31, generator=torch.Generator().manual_seed(diameter))
     expected = [torch.from_numpy(cv2.dilate(each[0].numpy(), disc(diameter))) for each in map_B1HW]
-    assert torch.equal(dilated(map_B1HW, diameter)[:, 0], torch.stack(expected))
-    assert dilated(map_B1HW, 0) is map_B1HW
+    assert torch.equal(dilate(map_B1HW, diameter)[:, 0], torch.stack(expected))
+    assert dilate(map_B1HW, 0) is map_B1HW
 
 
 def test_lines_have_the_width_and_threshold_of_each_sample(files: str) -> None:
@@ -108,7 +108,7 @@ def test_lines_have_the_width_and_threshold_of_each_sample(files: str) -> None:
     image_BCHW = pictures(1, 32, 40).repeat(2, 1, 1, 1)
     made = {"control_kernel": torch.tensor([0, 1]), "control_threshold": torch.tensor([0.2, 0.6]).view(2, 1, 1, 1)}
     thin, thick = found.build(device=CPU, encode=encode)(image_BCHW / 255, made)
-    torch.testing.assert_close(thick[None], dilated(thin[None], 9))
+    torch.testing.assert_close(thick[None], dilate(thin[None], 9))
     binary = sketch(files, dilation_kernels=[0, 9], resize=None).build(device=CPU, encode=encode)
     assert torch.equal(binary(image_BCHW / 255, made), torch.stack([thin > 0.2, thick > 0.6]).float())
 

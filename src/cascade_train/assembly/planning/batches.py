@@ -21,7 +21,7 @@ from cascade_train.batch import Batch
 from cascade_train.config.saved import to_plain
 from cascade_train.data.cached import Cached
 from cascade_train.data.data_set import open_data_set
-from cascade_train.filters.base import CONTROL, ControlFilter, ControlMap, Encode, arrived
+from cascade_train.filters.base import CONTROL, ControlFilter, ControlMap, Encode, float_map
 from cascade_train.tasks.controlnet import ControlNet
 
 ON_HOST = ("keep_image_B",)
@@ -81,7 +81,7 @@ class NoFilter(ControlFilter):
 
     def build(self, *, device: torch.device, encode: Encode) -> ControlMap:
         """Return the maps of the batch."""
-        return arrived
+        return float_map
 
 
 def on_meta(value: Any) -> Any:

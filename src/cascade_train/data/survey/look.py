@@ -15,7 +15,7 @@ from cascade_train.data.buckets import PRESETS, BucketTable
 from cascade_train.data.data_set import Rows
 from cascade_train.data.decoding.decode import decode
 from cascade_train.data.sample import UnreadableSampleError
-from cascade_train.data.survey.near import Look, alike, look_of
+from cascade_train.data.survey.near import Look, group_alike, look_of
 
 MUCH = 0.1
 """Share of a picture that counts as much to crop away."""
@@ -132,7 +132,7 @@ def _different(part: Rows) -> np.ndarray:
 def _near(looks: dict[str, tuple[Look, int]]) -> tuple[tuple[str, ...], ...]:
     """Return the names of pictures that look alike, in groups, those of most pixels first."""
     names = list(looks)
-    groups = alike([look for look, _ in looks.values()])
+    groups = group_alike([look for look, _ in looks.values()])
     return tuple(tuple(sorted((names[i] for i in group), key=lambda name: -looks[name][1])) for group in groups)
 
 
@@ -147,7 +147,8 @@ def _buckets(part: Rows) -> tuple[BucketCount, ...]:
     bucket_N = table.nearest(*sizes)
     enlarged = Counter(bucket_N[table.enlargement(bucket_N, *sizes) > 1.0].tolist())
     counts = Counter(np.sort(bucket_N).tolist()).most_common()
-    return tuple(BucketCount(*table.sizes_K2[k].tolist(), samples, enlarged[k]) for k, samples in counts)
+    sizes_K2 = table.sizes_K2.tolist()
+    return tuple(BucketCount(sizes_K2[k][0], sizes_K2[k][1], samples, enlarged[k]) for k, samples in counts)
 
 
 def _shapes(part: Rows) -> tuple[Cropping, ...]:
