@@ -6,14 +6,14 @@ import contextlib
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Unpack
+from typing import Any
 
 import numpy as np
 
 from cascade_train.batch import Batch, SampleTransform
 from cascade_train.data.index.rows import Index, content_record, first_names, split
 from cascade_train.data.index.selection import selected
-from cascade_train.data.loading.feed import Feed, FeedOptions, FeedRequest, Loader
+from cascade_train.data.loading.feed import Feed, FeedRequest, Loader
 from cascade_train.data.order.plan import permutation
 from cascade_train.data.sample import most_unreadable, too_many_text
 from cascade_train.data.source import Source
@@ -45,8 +45,8 @@ class Rows:
         chosen = permutation(len(self.rows), seed, 0, "part")[:count]
         return replace(self, rows=np.sort(self.rows[chosen]))
 
-    def load(self, **options: Unpack[FeedOptions]) -> Feed:
-        """Return the endless feed of these samples for one rank."""
+    def load(self, **options: Any) -> Feed:
+        """Return the endless feed of these samples for one rank; options are those of `FeedRequest`."""
         request = FeedRequest(index=self.index, rows=self.rows, transform=self.transform, **options)
         return self.source.own_feed(request) or Loader(self.source, request)
 
@@ -95,7 +95,7 @@ class DataSet:
                 " of a folder, data.repeats of a mixture); data.leftover=flush fills the batch with repeats of weight 0"
             )
 
-    def training_feed(self, **options: Unpack[FeedOptions]) -> Feed:
+    def training_feed(self, **options: Any) -> Feed:
         """Return the endless feed of training batches for one rank."""
         self._open.append(feed := self.training.load(**options))
         for line in feed.report():
