@@ -257,7 +257,8 @@ def _paint_with_one_stage(
     with loaded(model, world) as parts:
 
         def save(batch: Numbers) -> None:
-            prompts, size, image_BCHW = work.prompts(batch), sizes and sizes.painted, None
+            prompts, image_BCHW = work.prompts(batch), None
+            size: Sequence[int] | None = None if sizes is None else sizes.painted
             if work.originals is not None:
                 image_BCHW = torch.stack(work.originals.images(batch)).to(parts.task.device).float() / 255
                 size = image_BCHW.shape[-2:]
